@@ -1,0 +1,87 @@
+"""Start one training program on all ranks: `python -m trainer.launch {sft,rl} resolved.toml`.
+
+Uses torchrun's launcher (torch.distributed.launcher) with forked workers: the imports, which take
+seconds, are paid once however many ranks there are. When a rank ends early the others are stopped,
+and the exit code is that of the rank that failed first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import signal
+import sys
+from pathlib import Path
+
+import tomli
+
+from triad.config import SftConfig, TrainerConfig
+from triad.events import report
+from triad.process import (
+    available_cores,
+    die_with_parent,
+    run_reporting_errors,
+    set_thread_environment,
+    set_up_logging,
+)
+
+_PROGRAMS = {"sft": ("trainer.sft", SftConfig), "rl": ("trainer.rl", TrainerConfig)}
+
+
+def _worker(program: str, config_path: str) -> None:
+    """One rank: runs in a forked child of the launcher."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    set_up_logging("trainer")
+    module_name, config_type = _PROGRAMS[program]
+    config = config_type.model_validate(tomli.loads(Path(config_path).read_text()))
+    module = importlib.import_module(module_name)
+    run_reporting_errors(lambda: module.run(config))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Start the ranks, wait for them, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="trainer.launch")
+    parser.add_argument("program", choices=sorted(_PROGRAMS))
+    parser.add_argument("config")
+    arguments = parser.parse_args(argv)
+    die_with_parent()
+    set_up_logging("trainer")
+    module_name, config_type = _PROGRAMS[arguments.program]
+    config = config_type.model_validate(tomli.loads(Path(arguments.config).read_text()))
+    ranks = config.parallel.num_ranks
+    set_thread_environment(config.parallel.threads or max(1, available_cores() // ranks))
+    report("importing torch")
+    importlib.import_module(module_name)
+    from torch.distributed.elastic.agent.server.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    for noisy in ("torch.distributed.elastic", "torch.distributed.launcher"):
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)
+    launch_config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        run_id="triad",
+        max_restarts=0,
+        start_method="fork",
+        monitor_interval=0.05,
+    )
+    try:
+        elastic_launch(launch_config, _worker)(arguments.program, arguments.config)
+    except ChildFailedError as error:
+        first = min(error.failures.values(), key=lambda failure: failure.timestamp)
+        if first.exitcode < 0:
+            print(f"error: rank {first.rank} was killed by signal {-first.exitcode}", file=sys.stderr, flush=True)
+        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+    except SignalException:
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""The policy: a transformers causal LM whose forward gives log-probabilities, sharded by FSDP2.
+
+Order of the wrappers: activation checkpointing, compile, FSDP.
+
+Shape legend: B rows, L tokens of a row, N predicted tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_utils import PreTrainedConfig
+
+from trainer import attention as _registers_packed_attention  # noqa: F401
+from trainer.attention import PackedIndex
+from trainer.logprobs import token_logprobs
+from trainer.parallel import Parallel
+from triad.config.trainer import TrainedModelConfig
+from triad.errors import DataError
+
+_log = logging.getLogger("trainer")
+
+
+class Policy(nn.Module):
+    """A causal LM that returns log-probabilities of chosen tokens instead of logits."""
+
+    def __init__(self, causal_lm: PreTrainedModel, *, logits_chunk_tokens: int) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.logits_chunk_tokens = logits_chunk_tokens
+        self.softcap = getattr(causal_lm.config, "final_logit_softcapping", None)
+
+    def forward(
+        self,
+        input_ids_BL: Tensor,
+        position_ids_BL: Tensor,
+        predict_index_N: Tensor,
+        target_ids_N: Tensor,
+        *,
+        packed_index: PackedIndex | None = None,
+        temperature: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (logprobs_N, entropy_N) of the targets.
+
+        Args:
+            predict_index_N: places in the flattened (B * L) rows whose hidden state predicts a target.
+            target_ids_N: the tokens that are predicted.
+            packed_index: layout of samples when the single row is packed.
+        """
+        kwargs: dict[str, object] = {}
+        if packed_index is not None:
+            if self.causal_lm.config._attn_implementation == "packed":
+                kwargs["packed_index"] = packed_index
+            else:
+                borders, longest = packed_index.cu_seqlens, packed_index.max_len
+                kwargs |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
+                kwargs |= {"max_length_q": longest, "max_length_k": longest}
+        decoder = self.causal_lm.get_decoder()
+        output = decoder(input_ids=input_ids_BL, position_ids=position_ids_BL, use_cache=False, **kwargs)
+        hidden_NH = output.last_hidden_state.flatten(0, 1).index_select(0, predict_index_N)
+        head = self.causal_lm.get_output_embeddings()
+        return token_logprobs(
+            hidden_NH,
+            head.weight,
+            target_ids_N,
+            bias_V=getattr(head, "bias", None),
+            temperature=temperature,
+            softcap=self.softcap,
+            chunk_tokens=self.logits_chunk_tokens,
+        )
+
+
+def load_model_config(name: str) -> PreTrainedConfig:
+    """Return the transformers config of a local directory or hub model.
+
+    Raises:
+        DataError: there is none, or it is of a kind that cannot be trained here.
+    """
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise DataError(f"model.name = '{name}': no model config could be loaded. {_first_line(error)}") from None
+    for scale in ("logit_scale", "logits_scaling"):
+        if getattr(config, scale, 1.0) not in (None, 1.0):
+            raise DataError(f"model.name = '{name}': models that scale their logits ({scale}) are not supported")
+    return config
+
+
+def build_policy(config: TrainedModelConfig, parallel: Parallel, *, seed: int, weights: bool = True) -> Policy:
+    """Return the policy, sharded over all ranks, in training mode.
+
+    Rank 0 reads (or initialises) the weights and broadcasts them, so they depend on the seed alone
+    and not on the number of ranks.
+
+    Args:
+        weights: whether to fill in weights; without, they must be loaded from a checkpoint.
+
+    Raises:
+        DataError: the model directory is missing, incomplete or of an unknown kind.
+    """
+    model_config = load_model_config(config.name)
+    model_config._attn_implementation = config.attention
+    source = _initial_weights(config, model_config, seed) if weights and parallel.is_main else {}
+    with torch.device("meta"):
+        causal_lm = AutoModelForCausalLM.from_config(
+            model_config, dtype=torch.float32, attn_implementation=config.attention
+        )
+    policy = Policy(causal_lm, logits_chunk_tokens=config.logits_chunk_tokens)
+    _wrap(policy, config, parallel)
+    policy.to_empty(device=parallel.device)
+    causal_lm.tie_weights()
+    _reset_buffers(causal_lm)
+    if weights:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+        set_model_state_dict(causal_lm, source, options=options)
+    policy.train()
+    return policy
+
+
+def _initial_weights(config: TrainedModelConfig, model_config: PreTrainedConfig, seed: int) -> dict[str, Tensor]:
+    if config.init == "random":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            fresh = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, attn_implementation="sdpa")
+        return trained_tensors(fresh)
+    if Path(config.name).is_dir() and not any(Path(config.name).glob("*.safetensors")):
+        raise DataError(
+            f"model.name = '{config.name}' has no *.safetensors. Set model.init = random to train from scratch."
+        )
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            config.name, config=model_config, dtype=torch.float32, attn_implementation="sdpa"
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(f"model.name = '{config.name}': the weights could not be loaded. {_first_line(error)}") from None
+    return trained_tensors(loaded)
+
+
+def trained_tensors(causal_lm: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by name, tied ones once (the first name wins)."""
+    tensors = dict(causal_lm.named_parameters())
+    return {name: tensor.detach() for name, tensor in tensors.items()} | _persistent_buffers(causal_lm)
+
+
+def _persistent_buffers(causal_lm: nn.Module) -> dict[str, Tensor]:
+    persistent = causal_lm.state_dict().keys()
+    return {name: buffer for name, buffer in causal_lm.named_buffers() if name in persistent}
+
+
+def _wrap(policy: Policy, config: TrainedModelConfig, parallel: Parallel) -> None:
+    causal_lm = policy.causal_lm
+    layers = decoder_layers(causal_lm)
+    if config.activation_checkpointing:
+        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.compile:
+        for layer in layers:
+            layer.compile()
+    mixed_precision = MixedPrecisionPolicy()
+    if config.dtype == "bfloat16":
+        mixed_precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    # With one rank there is nothing to free by resharding, only copies to repeat.
+    reshard = parallel.world_size > 1
+    for layer in layers:
+        fully_shard(layer, mesh=parallel.mesh, mp_policy=mixed_precision, reshard_after_forward=reshard)
+    fully_shard(policy, mesh=parallel.mesh, mp_policy=mixed_precision, reshard_after_forward=False)
+
+
+def reshard(policy: Policy) -> None:
+    """Put all parameters back into shards, as a backward pass does.
+
+    A forward pass without a backward (validation) leaves them whole, and then saving or publishing
+    would see tensors that the optimizer does not update.
+    """
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def decoder_layers(causal_lm: PreTrainedModel) -> list[nn.Module]:
+    """Return the transformer layers, the units of sharding, compiling and recomputing."""
+    decoder = causal_lm.get_decoder()
+    layers = getattr(decoder, "layers", None) or getattr(decoder, "h", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise DataError(f"{type(causal_lm).__name__} has no list of decoder layers and cannot be sharded")
+    return list(layers)
+
+
+def _reset_buffers(causal_lm: PreTrainedModel) -> None:
+    """Compute again the buffers that no checkpoint holds (rotary frequencies): to_empty left garbage."""
+    for module in causal_lm.modules():
+        if any(True for _ in module.buffers(recurse=False)):
+            causal_lm._init_weights(module)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

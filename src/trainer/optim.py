@@ -1,0 +1,55 @@
+"""AdamW, clipping and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from triad.config.trainer import OptimConfig
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """Return AdamW (Loshchilov & Hutter 2019) with weight decay on matrices only."""
+    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+    )
+
+
+def learning_rate(step: int, config: OptimConfig, max_steps: int) -> float:
+    """Return the learning rate of the 1-based optimizer step `step`.
+
+    A pure function of the step, so there is no scheduler state to save: linear warm-up to `lr`
+    over `warmup_steps`, then constant, linear or cosine down to `lr * min_lr_ratio` at `max_steps`.
+    """
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = min(1.0, (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps))
+    shape = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
+
+
+def clip_gradients(model: nn.Module, max_norm: float | None) -> float:
+    """Scale gradients to a global norm of at most `max_norm`; return the norm before."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf if max_norm is None else max_norm)
+    if isinstance(norm, torch.distributed.tensor.DTensor):
+        norm = norm.full_tensor()
+    return float(norm)
+
+
+def apply_step(model: nn.Module, optimizer: torch.optim.Optimizer, *, lr: float, max_grad_norm: float | None) -> float:
+    """Clip, update the parameters at learning rate `lr`, clear gradients; return the gradient norm."""
+    norm = clip_gradients(model, max_grad_norm)
+    if not math.isfinite(norm):
+        return norm
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm

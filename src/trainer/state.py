@@ -1,0 +1,116 @@
+"""All that a training run needs to go on: the state that checkpoints hold.
+
+Tensors (parameters, persistent buffers, optimizer moments) go through torch.distributed.checkpoint;
+counters and random generators are typed JSON, one generator file per rank. Learning rate and weight
+decay are not state: they are functions of the configuration and the step.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import cast
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from trainer.model import Policy, trained_tensors
+
+
+class Progress(msgspec.Struct):
+    """Counters of a run.
+
+    Attributes:
+        step: optimizer steps done; also the policy version.
+        samples: samples trained; for `sft` the position in the endless sample order.
+        tokens: tokens of those samples, prompts included.
+    """
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+
+class RandomState(msgspec.Struct):
+    """State of the random generators of one rank."""
+
+    torch_cpu: bytes
+    numpy_keys: bytes
+    numpy_rest: tuple[int, int, float]
+    python_version: int
+    python_keys: list[int]
+    python_gauss: float | None
+    torch_cuda: bytes | None = None
+
+
+class TrainState:
+    """Policy, optimizer and counters of one run, as one thing to save and load."""
+
+    def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+        self.policy = policy
+        self.optimizer = optimizer
+        self.progress = progress
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return every tensor of the state by name, as it lies in memory: `model.*`, `optim.*`.
+
+        Loading writes into these tensors. The optimizer's are created where no step has been
+        taken yet.
+        """
+        named = trained_tensors(self.policy.causal_lm)
+        tensors = {f"model.{name}": tensor for name, tensor in named.items()}
+        for name, parameter in self.policy.causal_lm.named_parameters():
+            if parameter.requires_grad:
+                state = self._optimizer_state(parameter)
+                tensors |= {f"optim.{name}.{key}": state[key] for key in sorted(state)}
+        return tensors
+
+    def _optimizer_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return AdamW's state of one parameter, made as its first step would make it."""
+        state = self.optimizer.state[parameter]
+        if not state:
+            device = parameter.device
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return cast(dict[str, Tensor], state)
+
+
+def capture_random_state() -> RandomState:
+    """Return the state of python's, numpy's and torch's generators of this rank."""
+    python_version, python_keys, python_gauss = random.getstate()
+    _, keys, position, has_gauss, gauss = cast(tuple[str, np.ndarray, int, int, float], np.random.get_state())
+    return RandomState(
+        torch_cpu=torch.get_rng_state().numpy().tobytes(),
+        numpy_keys=keys.astype("<u4").tobytes(),
+        numpy_rest=(position, has_gauss, gauss),
+        python_version=python_version,
+        python_keys=list(python_keys),
+        python_gauss=python_gauss,
+        torch_cuda=torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_available() else None,
+    )
+
+
+def restore_random_state(state: RandomState) -> None:
+    """Put the generators of this rank back into `state`."""
+    torch.set_rng_state(torch.frombuffer(bytearray(state.torch_cpu), dtype=torch.uint8))
+    keys = np.frombuffer(state.numpy_keys, dtype="<u4")
+    np.random.set_state(("MT19937", keys, *state.numpy_rest))
+    random.setstate((state.python_version, tuple(state.python_keys), state.python_gauss))
+    if state.torch_cuda is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(state.torch_cuda), dtype=torch.uint8))
+
+
+def seed_everything(seed: int, *, step: int, rank: int) -> None:
+    """Seed all generators of this rank as a function of (run seed, step, rank)."""
+    entropy = np.random.SeedSequence([seed, step, rank]).generate_state(3)
+    random.seed(int(entropy[0]))
+    np.random.seed(int(entropy[1]))
+    torch.manual_seed(int(entropy[2]))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, or the tensor itself where it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

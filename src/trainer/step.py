@@ -1,0 +1,63 @@
+"""What the training programs share: memory and timing figures, and the numbers' sanity."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import torch
+
+from trainer.parallel import Parallel
+from triad.errors import TrainingError
+
+
+class Stopwatch:
+    """Seconds spent in named phases since the last `take`."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._started = time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of the block to `time/<name>`."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            key = f"time/{name}"
+            self._seconds[key] = self._seconds.get(key, 0.0) + time.perf_counter() - begin
+
+    def take(self) -> dict[str, float]:
+        """Return the phases and `time/step`, the wall time since the last call; start again."""
+        now = time.perf_counter()
+        taken = {**self._seconds, "time/step": now - self._started}
+        self._seconds, self._started = {}, now
+        return taken
+
+
+def memory_gib(parallel: Parallel) -> float:
+    """Return the most memory of any rank in GiB: peak on a GPU, resident on a CPU."""
+    if parallel.device.type == "cuda":
+        own = torch.cuda.max_memory_allocated() / 2**30
+    else:
+        own = psutil.Process().memory_info().rss / 2**30
+    return parallel.max({"memory": own})["memory"]
+
+
+def check_finite(step: int, *, loss: float, grad_norm: float) -> None:
+    """Stop training before a broken update is applied, saved or published.
+
+    Raises:
+        TrainingError: loss or gradient norm is NaN or infinite.
+    """
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return
+    raise TrainingError(
+        f"step {step}: loss is {loss}, gradient norm is {grad_norm}. The step was not applied, nothing of it was saved "
+        "or published. Lower optim.lr, add optim.warmup_steps, lower optim.max_grad_norm, or look at this step's data; "
+        "then go on with --ckpt.resume-step latest."
+    )

@@ -1,0 +1,71 @@
+"""The commands: `sft`, `rl`, `trainer`, `orchestrator`, `inference`.
+
+Each parses its configuration before anything heavy is imported, so `--help` and errors come at
+once, and then hands over to the launcher, which starts the processes.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+from triad.config.base import Command
+from triad.errors import TriadError
+
+C = TypeVar("C", bound=Command)
+
+
+def _run(program: str, command: type[C], launch: Callable[[C], int]) -> NoReturn:
+    from triad.config.load import parse_command_line
+
+    try:
+        config = parse_command_line(command, sys.argv[1:], program=program)
+        code = launch(config)
+    except TriadError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    sys.exit(code)
+
+
+def sft() -> NoReturn:
+    """Supervised fine-tuning."""
+    from triad.config.trainer import SftConfig
+    from triad.launch import launch_training
+
+    _run("sft", SftConfig, lambda config: launch_training("sft", config))
+
+
+def trainer() -> NoReturn:
+    """The trainer of an RL run, alone: for runs spread over machines."""
+    from triad.config.trainer import TrainerConfig
+    from triad.launch import launch_training
+
+    _run("trainer", TrainerConfig, lambda config: launch_training("rl", config))
+
+
+def rl() -> NoReturn:
+    """An RL run: trainer, orchestrator and inference server together."""
+    from triad.config.rl import RlConfig
+    from triad.launch import launch_rl
+
+    _run("rl", RlConfig, launch_rl)
+
+
+def orchestrator() -> NoReturn:
+    """The orchestrator of an RL run, alone."""
+    from triad.config.orchestrator import OrchestratorConfig
+    from triad.launch import launch_orchestrator
+
+    _run("orchestrator", OrchestratorConfig, launch_orchestrator)
+
+
+def inference() -> NoReturn:
+    """The inference server, alone; `rl` uses one that already answers."""
+    from triad.config.inference import InferenceConfig
+    from triad.launch import launch_inference
+
+    _run("inference", InferenceConfig, launch_inference)

@@ -1,0 +1,19 @@
+"""Configuration models of every command, and how they are read from TOML files and flags."""
+
+from triad.config.base import CkptConfig, Command, ModelConfig
+from triad.config.inference import InferenceConfig
+from triad.config.orchestrator import OrchestratorConfig
+from triad.config.rl import RlConfig
+from triad.config.trainer import SftConfig, TrainerConfig, TrainingCommand
+
+__all__ = [
+    "CkptConfig",
+    "Command",
+    "InferenceConfig",
+    "ModelConfig",
+    "OrchestratorConfig",
+    "RlConfig",
+    "SftConfig",
+    "TrainerConfig",
+    "TrainingCommand",
+]

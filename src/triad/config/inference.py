@@ -1,0 +1,73 @@
+"""Configuration of the inference server."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from triad.config.base import Command, DType, ModelConfig, Section
+
+
+class ServedModelConfig(ModelConfig):
+    """The model to serve."""
+
+    dtype: DType = "float32"
+    """Dtype of weights and activations in the engine; equal to the trainer's for the least mismatch."""
+
+    max_len: int = Field(2048, ge=2)
+    """Most tokens of prompt and completion together."""
+
+    load: Literal["auto", "dummy"] = "auto"
+    """`auto` loads the weights of `model.name`; `dummy` waits for a pushed version."""
+
+
+class ServerConfig(Section):
+    """Where the server listens."""
+
+    host: str = "127.0.0.1"
+    """Address to bind. Anything other than loopback needs an admin token."""
+
+    port: int = Field(8000, ge=1, le=65535)
+    """TCP port."""
+
+    admin_token_env: str = "TRIAD_ADMIN_TOKEN"
+    """Environment variable with the token that the admin routes ask for (`Authorization: Bearer`)."""
+
+
+class EngineConfig(Section):
+    """The vLLM engine."""
+
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of the engine; unset: half of the cores, at least one."""
+
+    max_num_seqs: int = Field(256, ge=1)
+    """Most sequences decoded at once."""
+
+    kv_cache_bytes: int = Field(134_217_728, ge=1_048_576)
+    """Memory of the key-value cache on CPU."""
+
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    """Share of GPU memory that the engine may use."""
+
+    tensor_parallel_size: int = Field(1, ge=1)
+    """GPUs that one model is split over."""
+
+    eager: bool = True
+    """Skip torch.compile and CUDA graphs: starts 15-30 s sooner, slower on GPUs."""
+
+    args: dict[str, str | int | float | bool] = {}
+    """Further vLLM server arguments by name, such as {"max-num-batched-tokens" = 8192}."""
+
+
+class InferenceConfig(Command):
+    """The vLLM server: `uv run inference @ configs/reverse_text/infer.toml`."""
+
+    model: ServedModelConfig = ServedModelConfig()
+    """The model to serve."""
+
+    server: ServerConfig = ServerConfig()
+    """Address and access."""
+
+    engine: EngineConfig = EngineConfig()
+    """The vLLM engine."""

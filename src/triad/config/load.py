@@ -1,0 +1,217 @@
+"""From the command line to a validated configuration: TOML files, then flags.
+
+    sft @ base.toml @ more.toml --max-steps 20 --ckpt
+    rl --trainer @ train.toml --orchestrator @ orch.toml --ckpt.interval 5
+
+Files compose from left to right; `--section @ file` fills one section; flags win over files. Every
+error is one message that names the file or flag, the dotted key, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import json
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, TypeVar
+
+import tomli
+import tomli_w
+from pydantic import BaseModel, ValidationError
+from pydantic_settings import CliApp, CliSettingsSource, SettingsError
+
+from triad.config.base import Command
+from triad.errors import ConfigError, nearest
+
+C = TypeVar("C", bound=Command)
+
+
+@dataclass
+class _Files:
+    """The merged content of the TOML files, and which file each dotted key came from."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)
+
+    def add(self, path: str, section: tuple[str, ...]) -> None:
+        try:
+            content: Any = tomli.loads(Path(path).read_text())
+        except FileNotFoundError:
+            raise ConfigError(f"'@ {path}': there is no such file (from {Path.cwd()})") from None
+        except (IsADirectoryError, PermissionError, UnicodeDecodeError) as error:
+            raise ConfigError(f"'@ {path}' cannot be read: {error}") from None
+        except tomli.TOMLDecodeError as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}") from None
+        for name in reversed(section):
+            content = {name: content}
+        self._merge(self.data, content, (), path)
+
+    def _merge(self, into: dict[str, Any], content: dict[str, Any], prefix: tuple[str, ...], path: str) -> None:
+        for key, value in content.items():
+            where = (*prefix, key)
+            self.origin[".".join(where)] = path
+            if isinstance(value, dict) and isinstance(into.get(key), dict):
+                self._merge(into[key], value, where, path)
+            elif isinstance(value, dict):
+                into[key] = {}
+                self._merge(into[key], value, where, path)
+            else:
+                into[key] = value
+
+
+def parse_command_line(command: type[C], argv: list[str], *, program: str) -> C:
+    """Return the validated configuration of `command`; prints help and exits on --help.
+
+    Raises:
+        ConfigError: a file, key, type or value cannot be used.
+    """
+    files, flags = _split_files(argv)
+    source: CliSettingsSource[Any] = CliSettingsSource(command, cli_prog_name=program, cli_exit_on_error=False)
+    given = _check_flags(flags, source)
+    try:
+        return CliApp.run(command, cli_args=flags, cli_settings_source=source, cli_exit_on_error=False, **files.data)
+    except ValidationError as error:
+        raise ConfigError(_describe(error, command, files, given)) from None
+    except SettingsError as error:
+        raise ConfigError(str(error).removeprefix("error parsing CLI: ")) from None
+
+
+def _split_files(argv: list[str]) -> tuple[_Files, list[str]]:
+    """Take every `@ file` and `--section @ file` out of `argv`."""
+    files, flags = _Files(), []
+    position = 0
+    while position < len(argv):
+        word = argv[position]
+        if not word.startswith("@"):
+            flags.append(word)
+            position += 1
+            continue
+        path = word[1:] or (argv[position + 1] if position + 1 < len(argv) else "")
+        position += 1 if word[1:] else 2
+        if not path:
+            raise ConfigError("'@' needs the path of a TOML file behind it")
+        section: tuple[str, ...] = ()
+        if flags and flags[-1].startswith("--") and "=" not in flags[-1]:
+            section = tuple(flags.pop()[2:].replace("-", "_").split("."))
+        files.add(path, section)
+    return files, flags
+
+
+def _check_flags(flags: list[str], source: CliSettingsSource[Any]) -> dict[str, str]:
+    """Refuse unknown flags with the nearest known one; return dotted key -> flag of those given."""
+    known = set(source.root_parser._option_string_actions)
+    given = {}
+    for flag in flags:
+        if not flag.startswith("--"):
+            continue
+        name = flag.split("=")[0]
+        if name not in known:
+            raise ConfigError(f"unknown flag '{name}'.{nearest(name, known)} --help lists all flags.")
+        given[name.removeprefix("--no-").removeprefix("--").replace("-", "_")] = name
+    return given
+
+
+def _describe(error: ValidationError, command: type[BaseModel], files: _Files, given: dict[str, str]) -> str:
+    """Turn pydantic's findings into one line per key."""
+    lines: dict[str, list[str]] = {}
+    for finding in error.errors():
+        location, model = _resolve(finding["loc"], command)
+        key = ".".join(map(str, location))
+        if finding["type"] == "extra_forbidden":
+            assert model is not None
+            known = list(model.model_fields)
+            hint = nearest(str(location[-1]), known) or f" Allowed here: {', '.join(known)}."
+            text = f"unknown key '{key}'.{hint}"
+        else:
+            value = finding["input"]
+            shown = "" if isinstance(value, dict | BaseModel) else f", got {_shown(value)}"
+            reason = finding["msg"].removeprefix("Value error, ").removeprefix("Input ")
+            text = f"'{key}' {reason}{shown}" if key else reason
+        lines.setdefault(key, []).append(text)
+    return "\n       ".join(f"{_origin(key, files, given)}{_joined(key, texts)}" for key, texts in lines.items())
+
+
+def _joined(key: str, texts: list[str]) -> str:
+    """Join the findings of the alternatives of one value: 'a' should be an integer, or 'x', got ..."""
+    if len(texts) == 1:
+        return texts[0]
+    reasons = [text.removeprefix(f"'{key}' ").rsplit(", got ", 1)[0] for text in texts]
+    got = texts[0].rsplit(", got ", 1)[-1]
+    return f"'{key}' {' or '.join(dict.fromkeys(reasons))}, got {got}"
+
+
+def _shown(value: object) -> str:
+    try:
+        return json.dumps(value)
+    except TypeError:
+        return repr(value)
+
+
+def _resolve(location: tuple[int | str, ...], command: type[BaseModel]) -> tuple[tuple[int | str, ...], type[BaseModel] | None]:
+    """Return the part of a pydantic location that names keys, and the model that has the last of them.
+
+    The rest of a location names alternatives of a union, which a user never wrote.
+    """
+    model: type[BaseModel] | None = command
+    parent: type[BaseModel] | None = command
+    kept: list[int | str] = []
+    for part in location:
+        if isinstance(part, int):
+            kept.append(part)
+            continue
+        if model is None:
+            break
+        parent, kept = model, [*kept, part]
+        info = model.model_fields.get(part)
+        model = _model_in(info.annotation) if info else None
+    return tuple(kept), parent
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the model that an annotation such as `X | None` or `list[X]` is about."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if typing.get_origin(annotation) in (typing.Union, UnionType, list):
+        found = (_model_in(part) for part in typing.get_args(annotation) if part is not NoneType)
+        return next((model for model in found if model), None)
+    return None
+
+
+def _origin(key: str, files: _Files, given: dict[str, str]) -> str:
+    """Return `file: ` or `flag --x: ` for a dotted key, by the longest part of it that was given."""
+    parts = key.split(".")
+    for length in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:length])
+        if prefix in given:
+            return f"flag {given[prefix]}: "
+        if prefix in files.origin:
+            return f"{files.origin[prefix]}: "
+    return ""
+
+
+def to_toml(config: BaseModel) -> str:
+    """Return the resolved configuration as TOML; unset values are left out."""
+    return tomli_w.dumps(_without_none(config.model_dump(mode="json")))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def read_toml(command: type[C], path: str | Path) -> C:
+    """Return the configuration of `command` that `to_toml` wrote to `path`.
+
+    Raises:
+        ConfigError: the file is missing or does not hold a valid configuration.
+    """
+    files = _Files()
+    files.add(str(path), ())
+    try:
+        return command.model_validate(files.data)
+    except ValidationError as error:
+        raise ConfigError(_describe(error, command, files, {})) from None
+
+

@@ -1,0 +1,106 @@
+"""Configuration of the orchestrator."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from triad.config.base import CkptConfig, Command, ModelConfig, Section
+
+
+class EnvironmentConfig(Section):
+    """One environment of the mix."""
+
+    id: str = "reverse_text"
+    """A built-in environment (`reverse_text`, `jsonl`) or `module:Class`."""
+
+    name: str | None = None
+    """Name in metrics; unset: the id."""
+
+    weight: float = Field(1.0, gt=0)
+    """Share of the problems of each step, relative to the other environments."""
+
+    args: dict[str, Any] = {}
+    """Arguments of the environment's constructor."""
+
+    @property
+    def label(self) -> str:
+        """Name under which the environment appears in metrics and state."""
+        return self.name or self.id
+
+
+class SamplingConfig(Section):
+    """How completions are sampled."""
+
+    temperature: float = Field(1.0, gt=0)
+    """Softmax temperature; the trainer uses the same."""
+
+    max_tokens: int = Field(128, ge=1)
+    """Most tokens sampled in one turn."""
+
+
+class ClientConfig(Section):
+    """The inference servers to use."""
+
+    urls: list[str] = Field(["http://127.0.0.1:8000"], min_length=1)
+    """Base URL of every engine. All get every weight update; requests are spread over them."""
+
+    admin_token_env: str = "TRIAD_ADMIN_TOKEN"
+    """Environment variable with the admin token of the servers."""
+
+    timeout_s: float = Field(600.0, gt=0)
+    """Deadline of one generation request."""
+
+    ready_timeout_s: float = Field(900.0, gt=0)
+    """How long to wait for the servers to answer at the start."""
+
+    max_concurrency: int = Field(256, ge=1)
+    """Most sessions in flight at once."""
+
+
+class OrchestratorConfig(Command):
+    """The orchestrator: environments, rollouts and batches."""
+
+    max_steps: int = Field(100, ge=1)
+    """Make batches until this step."""
+
+    model: ModelConfig = ModelConfig()
+    """The model that is trained; its tokenizer is used here."""
+
+    environments: list[EnvironmentConfig] = Field([EnvironmentConfig()], min_length=1)
+    """The mix of environments."""
+
+    problems_per_step: int = Field(16, ge=1)
+    """Problems of one batch."""
+
+    group_size: int = Field(8, ge=1)
+    """Rollouts of one problem."""
+
+    advantage: Literal["grpo", "dr_grpo"] = "grpo"
+    """`grpo`: (reward - mean) / std within the group; `dr_grpo`: reward - mean."""
+
+    async_level: int = Field(1, ge=0)
+    """Batch N is made wholly by the weights of step max(0, N - 1 - async_level)."""
+
+    seq_len: int = Field(1024, ge=2)
+    """Most tokens of one rollout, prompt included."""
+
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling of completions."""
+
+    client: ClientConfig = ClientConfig()
+    """Inference servers."""
+
+    weights_timeout_s: float = Field(1800.0, gt=0)
+    """Give up when the trainer publishes no weights for this long."""
+
+    ckpt: CkptConfig | None = None
+    """Only `resume_step` matters here: the trainer commits the checkpoints."""
+
+    @model_validator(mode="after")
+    def _unique_names(self) -> OrchestratorConfig:
+        labels = [env.label for env in self.environments]
+        if len(set(labels)) != len(labels):
+            raise ValueError(f"environments need distinct names, got {labels}: set `name` on those with the same id")
+        return self

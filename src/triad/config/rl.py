@@ -1,0 +1,117 @@
+"""Configuration of `rl`: the three processes, and the settings that they share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from triad.config.base import CkptConfig, Command, ModelConfig
+from triad.config.inference import InferenceConfig
+from triad.config.orchestrator import OrchestratorConfig
+from triad.config.trainer import TrainerConfig
+from triad.errors import ConfigError
+
+
+class RlConfig(Command):
+    """An RL run: trainer, orchestrator and inference server, started and watched together."""
+
+    trainer: TrainerConfig = TrainerConfig()
+    """The trainer; `--trainer @ train.toml` fills it from a file."""
+
+    orchestrator: OrchestratorConfig = OrchestratorConfig()
+    """The orchestrator; `--orchestrator @ orch.toml`."""
+
+    inference: InferenceConfig = InferenceConfig()
+    """The inference server; `--inference @ infer.toml`."""
+
+    max_steps: int | None = Field(None, ge=1)
+    """For trainer and orchestrator: train until this step."""
+
+    async_level: int | None = Field(None, ge=0)
+    """For trainer and orchestrator: batch N is made by the weights of step N - 1 - async_level."""
+
+    model: ModelConfig | None = None
+    """For all three: the model."""
+
+    ckpt: CkptConfig | None = None
+    """For trainer and orchestrator: checkpoints."""
+
+    clean: bool = False
+    """Remove a run that the output directory already holds, then start afresh."""
+
+
+_SHARED = {
+    # setting: the processes that have it
+    "output_dir": ("trainer", "orchestrator", "inference"),
+    "seed": ("trainer", "orchestrator", "inference"),
+    "max_steps": ("trainer", "orchestrator"),
+    "async_level": ("trainer", "orchestrator"),
+    "ckpt": ("trainer", "orchestrator"),
+    "model": ("trainer", "orchestrator", "inference"),
+}
+
+
+def hand_down_shared(config: RlConfig) -> RlConfig:
+    """Return `config` with every shared setting equal in all processes that have it.
+
+    What is set on `rl` itself wins. Otherwise a setting that exactly one process, or several with
+    equal values, was given goes to the others.
+
+    Raises:
+        ConfigError: two processes were given different values and `rl` itself none.
+    """
+    config = config.model_copy(deep=True)
+    for setting, names in _SHARED.items():
+        if setting == "model":
+            _hand_down_model(config, names)
+            continue
+        value = _agreed(config, setting, names)
+        if value is None:
+            continue
+        setattr(config, setting, value)
+        for name in names:
+            setattr(getattr(config, name), setting, value)
+    config.trainer.clean = config.clean = config.clean or config.trainer.clean
+    host, port = config.inference.server.host, config.inference.server.port
+    if "urls" not in config.orchestrator.client.model_fields_set:
+        reachable = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        config.orchestrator.client.urls = [f"http://{reachable}:{port}"]
+    return config
+
+
+def _agreed(config: RlConfig, setting: str, names: tuple[str, ...]) -> object:
+    if setting in config.model_fields_set:
+        return getattr(config, setting)
+    given = {name: getattr(getattr(config, name), setting) for name in names
+             if setting in getattr(config, name).model_fields_set}
+    values = list(given.values())
+    if any(value != values[0] for value in values):
+        shown = ", ".join(f"{name}.{setting} = {_plain(value)}" for name, value in given.items())
+        flag = setting.replace("_", "-")
+        raise ConfigError(f"processes disagree on '{setting}': {shown}. Set it once for all with --{flag}.")
+    return values[0] if values else getattr(config.trainer, setting)
+
+
+def _hand_down_model(config: RlConfig, names: tuple[str, ...]) -> None:
+    for field in ("name", "tokenizer"):
+        sections = {name: getattr(config, name).model for name in names}
+        if config.model is not None and field in config.model.model_fields_set:
+            value = getattr(config.model, field)
+        else:
+            given = {name: getattr(model, field) for name, model in sections.items()
+                     if field in model.model_fields_set}
+            if len(set(given.values())) > 1:
+                shown = ", ".join(f"{name}.model.{field} = '{value}'" for name, value in given.items())
+                raise ConfigError(f"processes disagree on the model: {shown}. Set it once for all with --model.{field}.")
+            value = next(iter(given.values()), getattr(config.trainer.model, field))
+        for model in sections.values():
+            setattr(model, field, value)
+    if "dtype" in config.trainer.model.model_fields_set and "dtype" not in config.inference.model.model_fields_set:
+        config.inference.model.dtype = config.trainer.model.dtype
+    if config.trainer.model.init == "random":
+        config.inference.model.load = "dummy"
+
+
+def _plain(value: object) -> str:
+    return f"'{value}'" if isinstance(value, str | Path) else str(value)

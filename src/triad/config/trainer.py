@@ -1,0 +1,179 @@
+"""Configuration of the trainer: `sft` and the trainer of `rl`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from triad.config.base import CkptConfig, Command, DType, ModelConfig, Section
+
+
+class TrainedModelConfig(ModelConfig):
+    """The model to train, and how it is held in memory."""
+
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`pretrained` loads the weights of `model.name`; `random` reads its config.json only and
+    initialises from `seed`."""
+
+    dtype: DType = "float32"
+    """Dtype of forward, backward and published weights. Master weights and optimizer state are
+    always float32."""
+
+    attention: str = "packed"
+    """`packed` (causal attention per sample, any device) or the name of a transformers attention
+    implementation that understands packed rows, such as `flash_attention_2`."""
+
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward pass: less memory, about a third more time."""
+
+    compile: bool = False
+    """torch.compile each layer. Pays on GPUs; on CPU compiling often costs more than it brings."""
+
+    logits_chunk_tokens: int = Field(4096, ge=1)
+    """Logits exist for at most this many tokens at once."""
+
+
+class ParallelConfig(Section):
+    """Ranks, threads and devices of the trainer."""
+
+    num_ranks: int = Field(1, ge=1)
+    """Processes to start on this machine; the model is sharded over them."""
+
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of each rank; unset: the cores this process is given, divided by the ranks."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes CUDA where there is one."""
+
+    collective_timeout_s: float = Field(600.0, gt=0)
+    """A collective that takes longer than this fails, and names itself."""
+
+
+class OptimConfig(Section):
+    """AdamW, gradient clipping and the learning-rate schedule."""
+
+    lr: float = Field(1e-5, gt=0)
+    """Peak learning rate."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's two moments."""
+
+    eps: float = Field(1e-8, gt=0)
+    """AdamW's epsilon."""
+
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay of matrices; vectors (norms, biases) are never decayed."""
+
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    """Clip the global gradient norm to this; unset: never clip."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after warm-up, until `max_steps`."""
+
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up from 0 to `lr`."""
+
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """The schedule ends at `lr` times this."""
+
+
+class TrainingCommand(Command):
+    """What every training program has."""
+
+    max_steps: int = Field(100, ge=1)
+    """Train until this optimizer step (counted from the start of the run, also on resume)."""
+
+    clean: bool = False
+    """Remove a run that the output directory already holds, then start afresh."""
+
+    model: TrainedModelConfig = TrainedModelConfig()
+    """The model to train."""
+
+    optim: OptimConfig = OptimConfig()
+    """Optimizer and learning-rate schedule."""
+
+    parallel: ParallelConfig = ParallelConfig()
+    """Ranks, threads and devices."""
+
+    ckpt: CkptConfig | None = None
+    """Checkpoints: off unless given; a bare `--ckpt` writes the final step."""
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> TrainingCommand:
+        if self.optim.warmup_steps >= self.max_steps and self.optim.warmup_steps > 0:
+            raise ValueError(
+                f"optim.warmup_steps ({self.optim.warmup_steps}) must be below max_steps ({self.max_steps})"
+            )
+        return self
+
+
+class SftDataConfig(Section):
+    """Where samples come from and how they become batches."""
+
+    name: str = "examples/reverse_text/sft.jsonl"
+    """A .jsonl or .parquet file, a directory of such files, or a dataset on a hub. Rows have
+    `messages` (a list of {role, content}) or `prompt` and `completion` (text, or messages)."""
+
+    split: str = "train"
+    """Split to read, for directories and hub datasets."""
+
+    validation_fraction: float = Field(0.0, ge=0, lt=1)
+    """Share of the samples held out for validation, chosen by `seed`."""
+
+    batch_size: int = Field(64, ge=1)
+    """Samples of one optimizer step, over all ranks."""
+
+    micro_batch_size: int = Field(8, ge=1)
+    """Rows of one forward pass on each rank; gradients accumulate until the batch is done."""
+
+    seq_len: int = Field(1024, ge=2)
+    """Most tokens of one sample, and with `pack` of one row."""
+
+    too_long: Literal["error", "drop", "truncate"] = "error"
+    """What to do with a sample of more than `seq_len` tokens. `drop` and `truncate` say how many."""
+
+    pack: bool = True
+    """Pack several samples into one row. Samples never see each other."""
+
+    shuffle: bool = True
+    """A new order every epoch, from `seed`; off: file order."""
+
+
+class SftConfig(TrainingCommand):
+    """Supervised fine-tuning: `uv run sft @ configs/reverse_text/sft.toml`."""
+
+    data: SftDataConfig = SftDataConfig()
+    """Samples and batches."""
+
+    val_interval: int | None = Field(None, ge=1)
+    """Steps between validations; unset: after the final step only. Needs data.validation_fraction."""
+
+
+class GrpoLossConfig(Section):
+    """GRPO's clipped policy gradient (Shao et al. 2024, eq. 3, without the KL term)."""
+
+    type: Literal["grpo"] = "grpo"
+    """The loss, by name."""
+
+    clip_low: float = Field(0.2, ge=0, lt=1)
+    """The importance ratio is clipped below at 1 - clip_low."""
+
+    clip_high: float = Field(0.2, ge=0)
+    """The importance ratio is clipped above at 1 + clip_high."""
+
+
+class TrainerConfig(TrainingCommand):
+    """The trainer of an RL run; it trains on the batches that the orchestrator journals."""
+
+    loss: GrpoLossConfig = GrpoLossConfig()
+    """Policy loss."""
+
+    row_tokens: int = Field(4096, ge=2)
+    """Token budget of one packed row (one forward pass of one rank)."""
+
+    async_level: int = Field(1, ge=0)
+    """Batch N is made by the weights of step N - 1 - async_level; weights are kept that long."""
+
+    batch_timeout_s: float = Field(1800.0, gt=0)
+    """Give up when the orchestrator publishes no batch for this long."""

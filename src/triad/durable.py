@@ -1,0 +1,95 @@
+"""Writing files so that a crash at any moment leaves the old content or the new, never half.
+
+Publishing is always the same: write to a temporary name in the same directory, fsync the files,
+rename, fsync the directory. Everything durable in the project goes through this module.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+TEMPORARY_PREFIX = ".tmp-"
+
+
+def temporary_sibling(path: Path) -> Path:
+    """Return a fresh temporary name in the directory of `path`."""
+    return path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{uuid.uuid4().hex[:8]}")
+
+
+def fsync_file(path: Path) -> None:
+    """Flush the content of one file to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_directory(path: Path) -> None:
+    """Flush the entries of one directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(path: Path) -> None:
+    """Flush every file and directory below `path` (and `path` itself) to the disk."""
+    for directory, _, files in os.walk(path):
+        for name in files:
+            fsync_file(Path(directory) / name)
+        fsync_directory(Path(directory))
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Replace `path` by a file with content `data`, atomically and durably."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_sibling(path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_directory(path.parent)
+
+
+def publish_directory(temporary: Path, final: Path) -> None:
+    """Give a complete directory its final name, durably. `final` must not exist.
+
+    Raises:
+        FileExistsError: `final` exists; published directories are never written over.
+    """
+    if final.exists():
+        raise FileExistsError(f"{final} exists already; published directories are never overwritten")
+    fsync_tree(temporary)
+    os.rename(temporary, final)
+    fsync_directory(final.parent)
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a published directory; a crash half way leaves a temporary name, never a half of it."""
+    doomed = temporary_sibling(path)
+    os.rename(path, doomed)
+    fsync_directory(path.parent)
+    shutil.rmtree(doomed)
+
+
+def clear_leftovers(parent: Path) -> list[Path]:
+    """Remove what interrupted writers left in `parent`, and return what was removed."""
+    if not parent.is_dir():
+        return []
+    leftovers = sorted(parent.glob(f"{TEMPORARY_PREFIX}*"))
+    for path in leftovers:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    return leftovers

@@ -1,0 +1,72 @@
+"""The exceptions of the project.
+
+    TriadError                  anything a user can be told in one message
+    ├── ConfigError             a key, type or value that cannot be used           exit 2
+    ├── DataError               a dataset, sample or model directory at fault      exit 2
+    ├── RunDirError             the output directory is in use or holds a run      exit 2
+    ├── CheckpointError         a checkpoint is missing, damaged or does not fit   exit 2
+    ├── EnvironmentFailure      an environment raised or broke its contract        exit 3
+    ├── InferenceError          the inference server refused, failed or vanished   exit 3
+    ├── TrainingError           the numbers went wrong (NaN loss)                  exit 3
+    └── ProcessDied             a child process ended before its time              exit 3
+
+Every message says what failed, the value received, what is allowed and what to do.
+Exit code 2 means: nothing was started, fix the input. 3 means: it was running.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class TriadError(Exception):
+    """Base of all errors that are shown as one message, without a traceback."""
+
+    exit_code = 3
+
+
+class ConfigError(TriadError):
+    """A configuration key, type or value cannot be used."""
+
+    exit_code = 2
+
+
+class DataError(TriadError):
+    """A dataset, a sample or a model directory cannot be used."""
+
+    exit_code = 2
+
+
+class RunDirError(TriadError):
+    """The output directory is in use or already holds a run."""
+
+    exit_code = 2
+
+
+class CheckpointError(TriadError):
+    """A checkpoint is missing, damaged or does not fit this run."""
+
+    exit_code = 2
+
+
+class EnvironmentFailure(TriadError):
+    """An environment raised or broke its contract."""
+
+
+class InferenceError(TriadError):
+    """The inference server refused a request, failed or went away."""
+
+
+class TrainingError(TriadError):
+    """Training cannot go on: the numbers went wrong."""
+
+
+class ProcessDied(TriadError):
+    """One of the processes of a run ended before its time."""
+
+
+def nearest(word: str, allowed: Iterable[str]) -> str:
+    """Return `` Did you mean 'x'?`` for the allowed word most like `word`, or an empty string."""
+    match = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.6)
+    return f" Did you mean '{match[0]}'?" if match else ""

@@ -1,0 +1,76 @@
+"""The journal of batches: transport from the orchestrator to the trainer, and write-ahead log.
+
+`rollouts/step_N/` holds `batch.msgpack`, `orchestrator.json` (the orchestrator's state after
+producing the batch) and `manifest.json`. It appears by one rename, when everything is durable, so
+when the trainer can see batch N the orchestrator's state N exists already.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from triad import durable
+from triad.errors import CheckpointError
+from triad.manifest import Manifest, describe_files, verify, write_manifest
+from triad.messages import BATCH_FORMAT, Batch
+from triad.run_dir import RunDir
+
+BATCH_NAME = "batch.msgpack"
+STATE_NAME = "orchestrator.json"
+POLL_S = 0.005
+
+
+def publish_batch(run_dir: RunDir, batch: Batch, state: bytes) -> Path:
+    """Make `batch` and the orchestrator's `state` after it durable, then visible; return its directory."""
+    final = run_dir.batch(batch.step)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = durable.temporary_sibling(final)
+    temporary.mkdir()
+    (temporary / BATCH_NAME).write_bytes(msgspec.msgpack.encode(batch))
+    (temporary / STATE_NAME).write_bytes(state)
+    manifest = Manifest(
+        kind="batch", step=batch.step, policy_version=batch.policy_version, files=describe_files(temporary)
+    )
+    write_manifest(temporary, manifest)
+    durable.publish_directory(temporary, final)
+    return final
+
+
+def read_batch(run_dir: RunDir, step: int) -> Batch:
+    """Return the published batch of `step`, verified against its manifest.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or not the batch of `step`.
+    """
+    directory = run_dir.batch(step)
+    verify(directory)
+    try:
+        batch = msgspec.msgpack.decode((directory / BATCH_NAME).read_bytes(), type=Batch)
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{directory / BATCH_NAME} cannot be read: {error}") from None
+    if batch.format != BATCH_FORMAT or batch.step != step:
+        raise CheckpointError(
+            f"{directory / BATCH_NAME} is batch {batch.step} in format {batch.format}, "
+            f"expected batch {step} in format {BATCH_FORMAT}"
+        )
+    return batch
+
+
+def wait_for(path: Path, *, timeout_s: float, check: Callable[[], None] | None = None) -> bool:
+    """Wait until `path` exists; return whether it came within `timeout_s` seconds.
+
+    A run directory may lie on a shared filesystem, where no notification crosses machines, so
+    this asks every few milliseconds. `check` is called at each round and may raise.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        if check is not None:
+            check()
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True

@@ -1,0 +1,281 @@
+"""The launcher: prepares the run directory, starts the processes, watches them and stops them.
+
+`rl` decides once which step to resume from and hands the same number to all processes. It starts
+everything at the same time; whoever is ready first waits for the others through the run directory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from triad.config.base import CkptConfig, Command
+from triad.config.inference import InferenceConfig
+from triad.config.load import to_toml
+from triad.config.orchestrator import OrchestratorConfig
+from triad.config.rl import RlConfig, hand_down_shared
+from triad.config.trainer import SftConfig, TrainerConfig, TrainingCommand
+from triad.console import Console
+from triad.errors import ConfigError, DataError, InferenceError, ProcessDied, RunDirError
+from triad.events import EVENTS_ENV, PROCESS_ENV
+from triad.process import available_cores
+from triad.run_dir import RunDir, resolve_resume_step
+from triad.supervise import Child, Supervisor, error_message, last_lines
+
+T = TypeVar("T", bound=TrainingCommand | OrchestratorConfig)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run.
+
+    Attributes:
+        number: 1 for the first start in this directory.
+        resume_step: the committed step to go on from; None for a fresh start.
+    """
+
+    run_dir: RunDir
+    number: int
+    resume_step: int | None
+
+
+def launch_training(program: str, config: TrainingCommand) -> int:
+    """Run `sft`, or the trainer of `rl` alone; return the exit code."""
+    check_model(config)
+    attempt = _prepare(config, config.ckpt, clean=config.clean, dry_run=config.dry_run)
+    config = _with_resume(config, attempt.resume_step)
+    path = _write_config(attempt, "trainer" if program == "rl" else program, config, dry_run=config.dry_run)
+    if config.dry_run:
+        return _print_plan(attempt, [path], config.max_steps)
+    return _watch(attempt, {"trainer": [sys.executable, "-m", "trainer.launch", program, str(path)]}, config.max_steps)
+
+
+def launch_rl(config: RlConfig) -> int:
+    """Run trainer, orchestrator and inference server; return the exit code."""
+    config = hand_down_shared(config)
+    check_model(config.trainer)
+    served = _served_model(config.inference)
+    attempt = _prepare(config, config.ckpt, clean=config.clean, dry_run=config.dry_run)
+    trainer = _with_resume(config.trainer, attempt.resume_step)
+    orchestrator = _with_resume(config.orchestrator, attempt.resume_step)
+    _share_cores(trainer, config.inference)
+    dry_run = config.dry_run
+    paths = {
+        name: _write_config(attempt, name, section, dry_run=dry_run)
+        for name, section in (("trainer", trainer), ("orchestrator", orchestrator), ("inference", config.inference))
+    }
+    _write_config(attempt, "rl", config, dry_run=dry_run)
+    if dry_run:
+        return _print_plan(attempt, list(paths.values()), trainer.max_steps)
+    commands = {
+        "trainer": [sys.executable, "-m", "trainer.launch", "rl", str(paths["trainer"])],
+        "orchestrator": [sys.executable, "-m", "orchestrator.main", str(paths["orchestrator"])],
+    }
+    if served is None:
+        commands = {"inference": [sys.executable, "-m", "inference.main", str(paths["inference"])], **commands}
+    else:
+        print(f"using the inference server that answers at {_address(config.inference)} (model {served})")
+    return _watch(attempt, commands, trainer.max_steps)
+
+
+def launch_orchestrator(config: OrchestratorConfig) -> int:
+    """Become the orchestrator of a run whose trainer is started elsewhere."""
+    run_dir = RunDir(config.output_dir)
+    resume_step = resolve_resume_step(run_dir, config.ckpt.resume_step if config.ckpt else None)
+    attempt = Attempt(run_dir, max(1, run_dir.next_attempt() - 1), resume_step)
+    config = _with_resume(config, resume_step)
+    path = _write_config(attempt, "orchestrator", config, dry_run=config.dry_run)
+    if config.dry_run:
+        return _print_plan(attempt, [path], config.max_steps)
+    return _become([sys.executable, "-m", "orchestrator.main", str(path)], "orchestrator")
+
+
+def launch_inference(config: InferenceConfig) -> int:
+    """Become the inference server."""
+    attempt = Attempt(RunDir(config.output_dir), 0, None)
+    path = _write_config(attempt, "inference", config, dry_run=config.dry_run)
+    if config.dry_run:
+        print(f"resolved configuration: {path}\nwould serve {config.model.name} at {_address(config)}")
+        return 0
+    print(f"loading vLLM to serve {config.model.name} at {_address(config)}; usually 15-60 s on CPU", flush=True)
+    return _become([sys.executable, "-m", "inference.main", str(path)], "inference")
+
+
+def _become(argv: list[str], process: str) -> int:
+    os.environ[PROCESS_ENV] = process
+    sys.stdout.flush()
+    os.execv(argv[0], argv)
+
+
+def _prepare(config: Command, ckpt: CkptConfig | None, *, clean: bool, dry_run: bool) -> Attempt:
+    """Take the run directory, decide where to resume, and set aside what that supersedes.
+
+    Raises:
+        RunDirError: the directory is in use, or holds a run and neither resume nor --clean was asked.
+        CheckpointError: the step to resume from is not there.
+    """
+    run_dir = RunDir(config.output_dir)
+    wanted = ckpt.resume_step if ckpt else None
+    if clean and wanted is not None:
+        raise ConfigError("--clean removes what --ckpt.resume-step needs: give one of them")
+    if not dry_run:
+        run_dir.lock()
+    if clean and not dry_run:
+        run_dir.remove_run()
+    if wanted is None and run_dir.holds_run() and not clean:
+        steps = run_dir.committed_steps()
+        resume = f"resume it with --ckpt.resume-step latest (step {steps[-1]})" if steps else "it has no checkpoint"
+        raise RunDirError(
+            f"{run_dir.path} already holds a run: {resume}, choose another directory with --output-dir, "
+            "or remove the run with --clean."
+        )
+    resume_step = resolve_resume_step(run_dir, wanted)
+    attempt = Attempt(run_dir, run_dir.next_attempt(), resume_step)
+    if not dry_run:
+        _settle(attempt)
+    return attempt
+
+
+def _settle(attempt: Attempt) -> None:
+    """Bring the directory into the state that the attempt starts from, and say what that changed."""
+    run_dir = attempt.run_dir
+    for path in run_dir.clear_leftovers():
+        print(f"removed {path.relative_to(run_dir.path)}: it was never committed")
+    if not run_dir.holds_run():
+        run_dir.create()
+        return
+    for path in run_dir.set_aside_after(attempt.resume_step if attempt.resume_step is not None else -1, attempt.number):
+        print(f"set aside {path.relative_to(run_dir.path)}: it lies behind the step that the run goes on from")
+    start = f"resuming from step {attempt.resume_step}" if attempt.resume_step is not None else "starting afresh"
+    print(f"{start} in {run_dir.path} (attempt {attempt.number})")
+
+
+def _with_resume(config: T, resume_step: int | None) -> T:
+    """Return `config` with the resolved step in place of `latest` or `auto`."""
+    config = config.model_copy(deep=True)
+    if config.ckpt is not None:
+        config.ckpt.resume_step = resume_step
+    return config
+
+
+def _share_cores(trainer: TrainerConfig, inference: InferenceConfig) -> None:
+    """Give trainer and engine their own cores: two thread teams on the same cores are ruinous."""
+    cores = available_cores()
+    if trainer.parallel.threads is None:
+        trainer.parallel.threads = max(1, cores // 2 // trainer.parallel.num_ranks)
+    if inference.engine.threads is None:
+        inference.engine.threads = max(1, cores - trainer.parallel.threads * trainer.parallel.num_ranks)
+
+
+def _write_config(attempt: Attempt, name: str, config: Command, *, dry_run: bool) -> Path:
+    directory = attempt.run_dir.path / "configs" / "dry_run" if dry_run else attempt.run_dir.configs(attempt.number)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{name}.toml"
+    path.write_text(to_toml(config))
+    return path
+
+
+def _print_plan(attempt: Attempt, paths: list[Path], max_steps: int) -> int:
+    start = "afresh" if attempt.resume_step is None else f"from step {attempt.resume_step}"
+    print(f"would start {start} in {attempt.run_dir.path} and train until step {max_steps}")
+    for path in paths:
+        print(f"resolved configuration: {path}")
+    return 0
+
+
+def _watch(attempt: Attempt, commands: dict[str, list[str]], max_steps: int) -> int:
+    """Start the commands, show the run, stop everything when one ends badly; return the exit code.
+
+    Raises:
+        ProcessDied: one of them ended before its time.
+    """
+    logs = attempt.run_dir.logs(attempt.number)
+    logs.mkdir(parents=True, exist_ok=True)
+    events = logs / "events.jsonl"
+    console = Console(
+        metrics=attempt.run_dir.metrics, events=events, first_step=attempt.resume_step or 0, max_steps=max_steps
+    )
+    with Supervisor() as supervisor, console:
+        for name, argv in commands.items():
+            environment = {EVENTS_ENV: str(events), PROCESS_ENV: name}
+            supervisor.start(
+                name, argv, logs / f"{name}.log", environment=environment, is_service=name == "inference"
+            )
+        outcome = supervisor.run(console.refresh)
+        if isinstance(outcome, int):
+            console.say(f"{signal.Signals(outcome).name}: stopping")
+        supervisor.stop()
+    if isinstance(outcome, Child):
+        raise _death(outcome)
+    if isinstance(outcome, int):
+        print(f"stopped at step {console.last_step} of {max_steps}")
+        return 128 + outcome
+    print(f"finished step {console.last_step} of {max_steps}; weights: {attempt.run_dir.weights_of(console.last_step)}")
+    return 0
+
+
+def _death(child: Child) -> ProcessDied:
+    code = child.process.returncode
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    reason = error_message(child.log)
+    if reason is not None:
+        error = ProcessDied(f"{child.name}: {reason}\n       log: {child.log}")
+    else:
+        error = ProcessDied(f"{child.name} {how}; the last lines of {child.log}:\n{last_lines(child.log)}")
+    error.exit_code = code if code in (2, 3) else 1
+    return error
+
+
+def check_model(config: TrainingCommand) -> None:
+    """Refuse local paths that are not there, before anything is imported or created."""
+    name = config.model.name
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1
+    if looks_local and not (Path(name) / "config.json").is_file():
+        what = "has no config.json" if Path(name).is_dir() else "is not a directory"
+        raise DataError(
+            f"model.name = '{name}' {what} (from {Path.cwd()}). Give a directory with config.json, safetensors and "
+            "tokenizer, or a hub id such as Qwen/Qwen3-0.6B."
+        )
+    if isinstance(config, SftConfig):
+        data = config.data.name
+        is_local = data.endswith((".jsonl", ".json", ".parquet")) or data.startswith((".", "/"))
+        if is_local and not Path(data).exists():
+            raise DataError(f"data.name = '{data}': there is no such file or directory (from {Path.cwd()})")
+
+
+def _address(config: InferenceConfig) -> str:
+    host = "127.0.0.1" if config.server.host in ("0.0.0.0", "::") else config.server.host
+    return f"http://{host}:{config.server.port}"
+
+
+def _served_model(config: InferenceConfig) -> str | None:
+    """Return the model of the inference server that answers at the configured address, None for no answer.
+
+    Raises:
+        InferenceError: something else answers there.
+    """
+    url = f"{_address(config)}/weights"
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return str(json.load(answer)["model"])
+    except urllib.error.HTTPError as error:
+        reason = f"HTTP {error.code}"
+    except urllib.error.URLError as error:
+        if isinstance(error.reason, ConnectionRefusedError):
+            return None
+        reason = str(error.reason)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    wrong = InferenceError(
+        f"something answers at {_address(config)}, but it is not an inference server of triad ({reason}). "
+        "Stop it, or choose another port with --inference.server.port."
+    )
+    wrong.exit_code = 2
+    raise wrong

@@ -1,0 +1,37 @@
+"""`metrics.jsonl`: one JSON object per optimizer step, with `step` and slash-separated names."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+
+class MetricsWriter:
+    """Appends one line per step. One process (rank 0 of the trainer) writes."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """Append the metrics of `step`; values that JSON lacks (nan, inf) become null."""
+        plain = {name: _plain(value) for name, value in metrics.items()}
+        os.write(self._descriptor, (json.dumps({"step": step, **plain}) + "\n").encode())
+
+    def close(self) -> None:
+        """Flush to the disk and close."""
+        os.fsync(self._descriptor)
+        os.close(self._descriptor)
+
+
+def _plain(value: float) -> float | int | None:
+    if isinstance(value, int):
+        return value
+    return float(f"{value:.8g}") if math.isfinite(value) else None
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """Return every complete line of a `metrics.jsonl`."""
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -1,0 +1,163 @@
+"""Starting child processes, waiting for what happens to them, and stopping them without orphans.
+
+The launcher waits for one of three events: a child ended, a signal came, or it is time to refresh
+the console. Children run in sessions of their own, so Ctrl-C reaches the launcher alone, which stops
+them in order; they ask the kernel to kill them should the launcher die.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+REFRESH_S = 0.1
+STOP_TIMEOUT_S = 10.0
+
+
+@dataclass
+class Child:
+    """One process of a run.
+
+    Attributes:
+        name: `trainer`, `orchestrator` or `inference`.
+        log: file that its stdout and stderr go to.
+        is_service: runs until stopped; ending by itself is a failure even with exit code 0.
+    """
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    is_service: bool
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended in a way that ends the run."""
+        code = self.process.poll()
+        return code is not None and (code != 0 or self.is_service)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it did its work and ended."""
+        return self.process.poll() == 0 and not self.is_service
+
+
+class Supervisor:
+    """Owns the children of one attempt."""
+
+    def __init__(self) -> None:
+        self.children: list[Child] = []
+        self._receiver, self._sender = socket.socketpair()
+        self._receiver.setblocking(False)
+        self._sender.setblocking(False)
+        self._signal: int | None = None
+
+    def __enter__(self) -> Supervisor:
+        signal.set_wakeup_fd(self._sender.fileno())
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._note_signal)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        signal.set_wakeup_fd(-1)
+
+    def _note_signal(self, number: int, _: object) -> None:
+        self._signal = number
+
+    def start(
+        self, name: str, argv: list[str], log: Path, *, environment: dict[str, str], is_service: bool = False
+    ) -> Child:
+        """Start one child with its output in `log`."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "ab") as output:
+            process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+        child = Child(name, process, log, is_service)
+        self.children.append(child)
+        return child
+
+    def run(self, refresh: Callable[[], None]) -> Child | int | None:
+        """Wait until the run is over.
+
+        Returns:
+            None when every child that is not a service did its work; the child that failed first;
+            or the number of the signal that asked the launcher to stop.
+        """
+        while True:
+            refresh()
+            if self._signal is not None:
+                return self._signal
+            failed = [child for child in self.children if child.has_failed]
+            if failed:
+                return failed[0]
+            if all(child.is_finished for child in self.children if not child.is_service):
+                return None
+            select.select([self._receiver], [], [], REFRESH_S)
+            self._drain()
+
+    def _drain(self) -> None:
+        try:
+            while self._receiver.recv(4096):
+                continue
+        except BlockingIOError:
+            return
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """Ask all children to end, wait up to `timeout_s`, then kill what is left with its children."""
+        running = [child for child in self.children if child.process.poll() is None]
+        for child in running:
+            _signal_group(child.process.pid, signal.SIGTERM, group=False)
+        deadline = time.monotonic() + timeout_s
+        for child in running:
+            try:
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                _signal_group(child.process.pid, signal.SIGKILL, group=True)
+                child.process.wait()
+        for child in self.children:
+            # A child that died left its own children (ranks, an engine) in its session.
+            _signal_group(child.process.pid, signal.SIGKILL, group=True)
+
+
+def _signal_group(pid: int, number: int, *, group: bool) -> None:
+    try:
+        if group:
+            os.killpg(pid, number)
+        else:
+            os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def last_lines(path: Path, count: int = 15) -> str:
+    """Return the last lines of a log, indented."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return "\n".join(f"    {line}" for line in lines[-count:])
+
+
+def error_message(path: Path) -> str | None:
+    """Return the message of the `error:` block that a process wrote last into its log, if any."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    for number in range(len(lines) - 1, max(-1, len(lines) - 50), -1):
+        if lines[number].startswith("error: "):
+            block = [lines[number].removeprefix("error: ")]
+            for line in lines[number + 1 :]:
+                if not line.startswith("       "):
+                    break
+                block.append(line)
+            return "\n".join(block)
+    return None
