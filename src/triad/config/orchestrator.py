@@ -74,8 +74,8 @@ class OrchestratorConfig(Command):
     problems_per_step: int = Field(16, ge=1)
     """Problems of one batch."""
 
-    group_size: int = Field(8, ge=1)
-    """Rollouts of one problem."""
+    group_size: int = Field(8, ge=2)
+    """Rollouts of one problem; at least two, since advantages compare them with one another."""
 
     advantage: Literal["grpo", "dr_grpo"] = "grpo"
     """`grpo`: (reward - mean) / std within the group; `dr_grpo`: reward - mean."""

@@ -1,0 +1,45 @@
+"""Write supervised data for the reverse-text example: `python examples/reverse_text/make_data.py --num 8192`.
+
+Tasks come from the RL environment's own task function, under a name that no run's environment has,
+so that no RL task is among them by its seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import msgspec
+
+from orchestrator.environments.reverse_text import ReverseText
+from orchestrator.seeds import TaskSeed
+
+_NAME = "reverse_text/supervised"
+
+
+def make_rows(num: int, *, seed: int) -> list[dict[str, list[dict[str, str]]]]:
+    """Return `num` rows with `prompt` and `completion`, both lists of messages."""
+    environment = ReverseText()
+    rows = []
+    for index in range(num):
+        task = environment.make_task(TaskSeed(run_seed=seed, environment=_NAME, index=index))
+        prompt = msgspec.to_builtins(task.prompt)
+        rows.append({"prompt": prompt, "completion": [{"role": "assistant", "content": task.answer}]})
+    return rows
+
+
+def main() -> None:
+    """Write the rows as JSON lines."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--num", type=int, default=8192, help="rows to write")
+    parser.add_argument("--seed", type=int, default=0, help="other seeds give other rows")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "sft.jsonl", help="file to write")
+    arguments = parser.parse_args()
+    rows = make_rows(arguments.num, seed=arguments.seed)
+    arguments.output.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(f"wrote {len(rows)} rows to {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,379 @@
+"""Talks to the inference servers: readiness, weight updates, generation.
+
+Generation is idempotent, because every request carries its seeds. So when a connection breaks, the
+client waits until the server is back, makes sure that it serves the right weights, and asks again:
+a killed and restarted server costs time, not the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import ssl
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+import httpx
+import msgspec
+
+from orchestrator.concurrency import run_all
+from orchestrator.environment import Completion
+from orchestrator.weights import PublishedWeights
+from triad.config.orchestrator import ClientConfig
+from triad.errors import ConfigError, InferenceError
+
+_log = logging.getLogger("orchestrator")
+
+_FIRST_BACKOFF_S = 0.1
+_LAST_BACKOFF_S = 2.0
+_CONNECT_TIMEOUT_S = 5.0
+# A probe of a busy engine may take long; vLLM's own deadline for one is 20 s.
+_PROBE_TIMEOUT_S = 30.0
+# uvicorn drops connections after 5 s of silence; leaving first avoids writing into a closed one.
+_KEEPALIVE_S = 4.0
+# httpx polls every connection of a pool at every request, so many small pools cost less than one large.
+_POOL_CONNECTIONS = 16
+# How often one request may lose its server before the run gives up on it.
+_ATTEMPTS = 5
+_UNAVAILABLE = (502, 503, 504)
+
+_T = TypeVar("_T")
+
+
+class GenerateRequest(msgspec.Struct):
+    """Body of `POST /inference/v1/generate`: one choice is sampled per seed."""
+
+    token_ids: list[int]
+    seeds: list[int]
+    temperature: float
+    max_tokens: int
+    stop_token_ids: list[int]
+
+
+class Choice(Completion):
+    """One sampled continuation; `index` counts the seeds."""
+
+    index: int = 0
+
+
+class GenerateResponse(msgspec.Struct):
+    """Answer of `POST /inference/v1/generate`."""
+
+    choices: list[Choice]
+    version: int
+
+
+class ServedWeights(msgspec.Struct):
+    """Answer of `GET /weights`: what a server serves; version and digest are None before the first weights."""
+
+    version: int | None
+    digest: str | None
+    model: str
+
+
+class _ModelCard(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _ModelList(msgspec.Struct):
+    data: list[_ModelCard]
+
+
+class _Unavailable(Exception):
+    """The server is not there, or not ready; asking again may help."""
+
+
+@dataclass
+class _Engine:
+    """One server. `epoch` counts how often it was lost and found again, `recovering` is held meanwhile."""
+
+    url: str
+    epoch: int = 0
+    recovering: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class InferenceClient:
+    """One client for all engines of a run.
+
+    Use as an async context manager.
+    """
+
+    def __init__(self, config: ClientConfig) -> None:
+        self._config = config
+        self._engines = [_Engine(url.rstrip("/")) for url in config.urls]
+        token = os.environ.get(config.admin_token_env)
+        self._admin = {"Authorization": f"Bearer {token}"} if token else {}
+        # Making a TLS context reads every root certificate: tens of milliseconds, for nothing on plain http.
+        verify = httpx.create_ssl_context() if any(url.startswith("https:") for url in config.urls) else False
+        self._pools = [_new_pool(verify) for _ in range(max(1, config.max_concurrency // _POOL_CONNECTIONS))]
+        self._next_pool = itertools.cycle(self._pools)
+        self._weights: PublishedWeights | None = None
+        self._in_flight = 0
+        self._busy_since = 0.0
+        self._busy_s = 0.0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pool in self._pools:
+            await pool.aclose()
+
+    @property
+    def num_engines(self) -> int:
+        """How many servers there are."""
+        return len(self._engines)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds so far in which at least one generation request was in flight."""
+        return self._busy_s + (time.perf_counter() - self._busy_since if self._in_flight else 0.0)
+
+    async def wait_until_ready(self, *, model: str, seq_len: int) -> None:
+        """Wait for every server, and check that each serves `model` and sessions of `seq_len` tokens.
+
+        Raises:
+            InferenceError: a server does not answer within `client.ready_timeout_s`, or serves another model.
+            ConfigError: the server's longest session is shorter than `seq_len`.
+        """
+        await run_all(self._check_engine(engine, model=model, seq_len=seq_len) for engine in self._engines)
+
+    async def _check_engine(self, engine: _Engine, *, model: str, seq_len: int) -> None:
+        await self._wait_for_health(engine)
+        served = await self._served(engine)
+        if not _same_model(served.model, model):
+            raise InferenceError(
+                f"{engine.url} serves the model '{served.model}', this run trains '{model}'. Start the server with "
+                f"--model.name {model}, or name the right server in client.urls."
+            )
+        try:
+            cards = msgspec.json.decode(await self._get(engine, "/v1/models"), type=_ModelList).data
+        except (InferenceError, _Unavailable, msgspec.DecodeError):
+            return  # optional: the server itself refuses what is too long
+        longest = cards[0].max_model_len if cards else None
+        if longest is not None and longest < seq_len:
+            raise ConfigError(
+                f"seq_len = {seq_len} is more than {engine.url} serves (model.max_len = {longest}). "
+                "Lower the one or raise the other."
+            )
+
+    async def _wait_for_health(self, engine: _Engine) -> None:
+        deadline = time.monotonic() + self._config.ready_timeout_s
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            try:
+                await self._get(engine, "/health")
+                return
+            except _Unavailable as failure:
+                if time.monotonic() + backoff_s > deadline:
+                    raise InferenceError(
+                        f"{engine.url} did not become ready within {self._config.ready_timeout_s:g} s "
+                        f"(client.ready_timeout_s): {failure}. Is the inference server running at this address?"
+                    ) from None
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
+
+    async def serve(self, weights: PublishedWeights) -> None:
+        """Make every engine serve `weights`, and read version and digest back.
+
+        Raises:
+            InferenceError: an engine refused, or serves something else afterwards.
+        """
+        self._weights = weights
+        await run_all(self._insist(engine, weights) for engine in self._engines)
+
+    async def _insist(self, engine: _Engine, weights: PublishedWeights) -> None:
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                await self._push(engine, weights)
+                return
+            except _Unavailable as failure:
+                if attempt == _ATTEMPTS:
+                    raise InferenceError(f"{engine.url} was lost {attempt} times while updating: {failure}") from None
+                _log.warning("%s: %s; waiting for it", engine.url, failure)
+                await self._wait_for_health(engine)
+
+    async def _push(self, engine: _Engine, weights: PublishedWeights) -> None:
+        served = await self._served(engine)
+        if (served.version, served.digest) != (weights.version, weights.digest):
+            body = msgspec.json.encode({"path": str(weights.path), "version": weights.version})
+            await self._post(engine, "/update_weights", body, headers=self._admin)
+            served = await self._served(engine)
+        if served.version != weights.version:
+            raise InferenceError(
+                f"{engine.url} was given policy version {weights.version} and reports version {served.version}. "
+                "Does another run use this server? Every run needs servers of its own."
+            )
+        if served.digest != weights.digest:
+            raise InferenceError(
+                f"{engine.url} loaded version {weights.version} with digest {served.digest}, but {weights.path} "
+                f"was published with digest {weights.digest}: the weights changed or were damaged on the way."
+            )
+
+    async def generate(self, request: GenerateRequest, *, engine: int) -> list[Choice]:
+        """Return one choice per seed, in the order of the seeds.
+
+        Raises:
+            InferenceError: the server refused or failed, or gave no answer within `client.timeout_s`.
+        """
+        target = self._engines[engine]
+        body = msgspec.json.encode(request)
+        failure: _Unavailable | None = None
+        for _ in range(_ATTEMPTS):
+            # A server that just restarted must not be asked before it has its weights again.
+            async with target.recovering:
+                epoch = target.epoch
+            try:
+                with self._counted():
+                    data = await self._post(target, "/inference/v1/generate", body, timeout_s=self._config.timeout_s)
+                return _checked_choices(_decode(data, GenerateResponse, target), request, url=target.url)
+            except _Unavailable as error:
+                failure = error
+                await self._recover(target, epoch=epoch, failure=error)
+        raise InferenceError(f"{target.url} was lost {_ATTEMPTS} times during one generation request: {failure}")
+
+    async def _recover(self, engine: _Engine, *, epoch: int, failure: _Unavailable) -> None:
+        """Wait for a lost engine and give it the current weights again; one caller does it for all."""
+        async with engine.recovering:
+            if engine.epoch != epoch:
+                return
+            _log.warning("%s: %s; waiting for it", engine.url, failure)
+            await self._wait_for_health(engine)
+            if self._weights is not None:
+                await self._insist(engine, self._weights)
+            engine.epoch += 1
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        if self._in_flight == 0:
+            self._busy_since = time.perf_counter()
+        self._in_flight += 1
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+            if self._in_flight == 0:
+                self._busy_s += time.perf_counter() - self._busy_since
+
+    async def _served(self, engine: _Engine) -> ServedWeights:
+        return _decode(await self._get(engine, "/weights"), ServedWeights, engine)
+
+    async def _get(self, engine: _Engine, route: str) -> bytes:
+        return await self._request(engine, "GET", route, timeout_s=_PROBE_TIMEOUT_S)
+
+    async def _post(
+        self,
+        engine: _Engine,
+        route: str,
+        body: bytes,
+        *,
+        headers: dict[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> bytes:
+        return await self._request(
+            engine, "POST", route, body=body, headers=headers, timeout_s=timeout_s or self._config.timeout_s
+        )
+
+    async def _request(
+        self,
+        engine: _Engine,
+        method: str,
+        route: str,
+        *,
+        timeout_s: float,
+        body: bytes | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> bytes:
+        """Return the body of a good answer.
+
+        Raises:
+            _Unavailable: there was no connection, it broke, or the server says that it is not ready.
+            InferenceError: the server refused, failed, or took longer than `timeout_s`.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await next(self._next_pool).request(method, engine.url + route, content=body, headers=headers)
+        except TimeoutError:
+            reason = f"{method} {engine.url}{route} gave no answer within {timeout_s:g} s"
+            if method == "GET":
+                raise _Unavailable(reason) from None
+            raise InferenceError(f"{reason} (client.timeout_s)") from None
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"client.urls: '{engine.url}' is not a URL: {error}") from None
+        except httpx.UnsupportedProtocol:
+            raise ConfigError(f"client.urls: '{engine.url}' must begin with http:// or https://") from None
+        except httpx.TransportError as error:
+            raise _Unavailable(f"{method} {route}: {type(error).__name__} {error}".rstrip()) from None
+        if answer.is_success:
+            return answer.content
+        reason = f"{method} {engine.url}{route} was answered {answer.status_code}: {_reason(answer)}"
+        if answer.status_code in _UNAVAILABLE:
+            raise _Unavailable(reason)
+        if answer.status_code in (401, 403):
+            reason += f". Set {self._config.admin_token_env} to the server's admin token."
+        raise InferenceError(reason)
+
+
+def _new_pool(verify: ssl.SSLContext | bool) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
+        limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_S),
+        headers={"Content-Type": "application/json"},
+        verify=verify,
+        # Proxies of the environment are for the internet, not for the engines of a run.
+        trust_env=False,
+    )
+
+
+def _decode(data: bytes, kind: type[_T], engine: _Engine) -> _T:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise InferenceError(
+            f"{engine.url} gave an answer that is no {kind.__name__}: {error}. Is it triad's inference server?"
+        ) from None
+
+
+def _reason(answer: httpx.Response) -> str:
+    """The reason in an error answer, whichever of the usual fields holds it."""
+    try:
+        body = msgspec.json.decode(answer.content)
+    except msgspec.DecodeError:
+        return answer.text[:500] or "no reason given"
+    if isinstance(body, dict):
+        return str(body.get("error") or body.get("detail") or body)
+    return str(body)
+
+
+def _checked_choices(response: GenerateResponse, request: GenerateRequest, *, url: str) -> list[Choice]:
+    """Check the shape of an answer: one whole choice per seed."""
+    choices = sorted(response.choices, key=lambda choice: choice.index)
+    if [choice.index for choice in choices] != list(range(len(request.seeds))):
+        raise InferenceError(
+            f"{url} answered {len(request.seeds)} seeds with the choices {[choice.index for choice in choices]}"
+        )
+    for choice in choices:
+        if choice.finish_reason == "abort":
+            raise _Unavailable("the server aborted a generation request")
+        if not 1 <= len(choice.token_ids) <= request.max_tokens or len(choice.logprobs) != len(choice.token_ids):
+            raise InferenceError(
+                f"{url} gave {len(choice.token_ids)} token ids with {len(choice.logprobs)} logprobs; expected "
+                f"equally many, from 1 to max_tokens = {request.max_tokens}"
+            )
+    return choices
+
+
+def _same_model(served: str, wanted: str) -> bool:
+    if served == wanted:
+        return True
+    return Path(served).exists() and Path(wanted).exists() and Path(served).resolve() == Path(wanted).resolve()

@@ -1,0 +1,172 @@
+"""The orchestrator's program: `python -m orchestrator.main <resolved.toml>`.
+
+Consumes published weights and inference servers; produces one journaled batch per optimizer step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import tomli
+
+from orchestrator.batch import BatchMaker
+from orchestrator.client import InferenceClient
+from orchestrator.environments import load_environment
+from orchestrator.metrics import BatchTimes, batch_metrics
+from orchestrator.mix import adopt_mix
+from orchestrator.publisher import Publisher
+from orchestrator.scheduler import StrictSchedule, find_start
+from orchestrator.tokenizer import load_tokenizer
+from triad import events
+from triad.config.orchestrator import OrchestratorConfig
+from triad.errors import ConfigError
+from triad.messages import Batch
+from triad.process import die_with_parent, run_reporting_errors, set_up_logging
+from triad.run_dir import RunDir
+
+_log = logging.getLogger("orchestrator")
+
+
+async def orchestrate(config: OrchestratorConfig) -> None:
+    """Make every batch that is missing, from the resumed step to `max_steps`.
+
+    Each round waits for the weights that the schedule asks for, generates, and hands the batch to the
+    publisher; the next round begins while that writes and the trainer trains.
+
+    Raises:
+        TriadError: whatever ended the run before its time.
+    """
+    events.report("loading the tokenizer and the environments")
+    run_dir = RunDir(config.output_dir)
+    tokenizer = load_tokenizer(config.model.tokenizer_name)
+    environments = {
+        section.label: load_environment(section, key=f"environments[{position}]")
+        for position, section in enumerate(config.environments)
+    }
+
+    start = find_start(run_dir, _resume_step(config))
+    first = start.state.step + 1
+    adopt_mix(start.state, {section.label: section.weight for section in config.environments})
+    if start.trainer_step or first > 1:
+        events.report("resumed", step=start.trainer_step, first_batch=first)
+    if first > config.max_steps:
+        events.report("finished", step=start.state.step)
+        return
+
+    async with InferenceClient(config.client) as client, Publisher(run_dir) as publisher:
+        events.report("waiting for inference", urls=",".join(config.client.urls))
+        await client.wait_until_ready(model=config.model.name, seq_len=config.seq_len)
+        schedule = StrictSchedule(
+            run_dir,
+            client,
+            async_level=config.async_level,
+            trainer_step=start.trainer_step,
+            timeout_s=config.weights_timeout_s,
+        )
+        maker = BatchMaker(
+            config, client, run_dir=run_dir, tokenizer=tokenizer, environments=environments, state=start.state
+        )
+        ended, busy_s = time.perf_counter(), client.busy_s
+        for step in range(first, config.max_steps + 1):
+            if step == first:
+                events.report("waiting for weights", version=schedule.version_for(step))
+            waiting = time.perf_counter()
+            weights = await schedule.wait_for_version(schedule.version_for(step), check=publisher.check)
+            updating = time.perf_counter()
+            weights = await schedule.serve(weights, check=publisher.check)
+            generating = time.perf_counter()
+            if step == first:
+                events.report("generating", step=step, version=weights.version)
+            rollouts = await maker.make(step, weights)
+            now = time.perf_counter()
+
+            times = BatchTimes(
+                period=now - ended,
+                wait_for_weights=updating - waiting,
+                update_weights=generating - updating,
+                generate=now - generating,
+                busy=client.busy_s - busy_s,
+            )
+            ended, busy_s = now, client.busy_s
+            metrics = batch_metrics(
+                rollouts,
+                times,
+                group_size=config.group_size,
+                num_reused=maker.num_reused,
+                policy_age=step - 1 - weights.version,
+            )
+            batch = Batch(
+                step=step,
+                policy_version=weights.version,
+                temperature=config.sampling.temperature,
+                rollouts=rollouts,
+                metrics=metrics,
+            )
+            await publisher.submit(batch, maker.state.encode())
+            _log.info(
+                "batch %d by version %d: reward %.4f, %.1f tokens, %.2f s (waited %.2f s for weights)",
+                step,
+                weights.version,
+                metrics["reward/mean"],
+                metrics["rollout/tokens_mean"],
+                times.period,
+                times.wait_for_weights,
+            )
+        await publisher.settle()
+    events.report("finished", step=config.max_steps)
+
+
+def _resume_step(config: OrchestratorConfig) -> int | None:
+    step = config.ckpt.resume_step if config.ckpt else None
+    if step is not None and (isinstance(step, str) or step < 0):
+        raise ConfigError(f"ckpt.resume_step = {step}: the orchestrator needs the number that the launcher resolved")
+    return step
+
+
+async def run_until_stopped(config: OrchestratorConfig) -> None:
+    """Run `orchestrate`; SIGTERM and SIGINT end it early and cleanly."""
+    work = asyncio.ensure_future(orchestrate(config))
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        work.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+        events.report("stopped")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the orchestrator with the resolved configuration that `argv` names; never returns."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    die_with_parent()
+    set_up_logging("orchestrator")
+    run_reporting_errors(lambda: asyncio.run(run_until_stopped(_read_config(arguments))))
+
+
+def _read_config(arguments: Sequence[str]) -> OrchestratorConfig:
+    if len(arguments) != 1:
+        raise ConfigError("usage: python -m orchestrator.main <resolved.toml>")
+    path = Path(arguments[0])
+    try:
+        return OrchestratorConfig.model_validate(tomli.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no configuration of the orchestrator: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Between sessions and engines: gathers equal prompts into one request, and checks what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+
+from orchestrator.client import GenerateRequest, InferenceClient
+from orchestrator.environment import Completion
+from orchestrator.generations import GenerationLog
+from triad.errors import InferenceError
+
+# Engine, most tokens, prompt: sessions that agree on these can share a request.
+_Key = tuple[int, int, tuple[int, ...]]
+
+
+class Sampler:
+    """Samples turns for the sessions of one batch, all by one policy version.
+
+    Sessions of a group begin with the same prompt. Those that ask in the same turn of the event loop
+    become one request with one seed each, which the engine prefills once. Which sessions share a
+    request changes nothing in what is sampled, since every sample has its own seed.
+    """
+
+    def __init__(
+        self,
+        client: InferenceClient,
+        log: GenerationLog,
+        *,
+        version: int,
+        temperature: float,
+        stop_token_ids: list[int],
+    ) -> None:
+        self._client = client
+        self._log = log
+        self._version = version
+        self._temperature = temperature
+        self._stop_token_ids = stop_token_ids
+        self._gathering: dict[_Key, dict[int, asyncio.Future[Completion]]] = {}
+        self._requests: set[asyncio.Task[None]] = set()
+        self.num_reused = 0
+
+    async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int, engine: int) -> Completion:
+        """Return one continuation of `token_ids`.
+
+        Raises:
+            InferenceError: the engine refused or failed, or another policy version sampled it.
+        """
+        found = self._log.find(token_ids, max_tokens=max_tokens, seed=seed)
+        if found is not None:
+            self.num_reused += 1
+            return found
+        loop = asyncio.get_running_loop()
+        key = (engine, max_tokens, tuple(token_ids))
+        waiting = self._gathering.get(key)
+        if waiting is None:
+            waiting = self._gathering[key] = {}
+            loop.call_soon(self._send, key)
+        waiting[seed] = loop.create_future()
+        return await waiting[seed]
+
+    async def close(self) -> None:
+        """Cancel what is still in flight, and close the log of generations."""
+        for request in self._requests:
+            request.cancel()
+        await asyncio.gather(*self._requests, return_exceptions=True)
+        self._log.close()
+
+    def _send(self, key: _Key) -> None:
+        waiting = self._gathering.pop(key)
+        request = asyncio.create_task(self._request(key, waiting))
+        self._requests.add(request)
+        request.add_done_callback(self._requests.discard)
+
+    async def _request(self, key: _Key, waiting: dict[int, asyncio.Future[Completion]]) -> None:
+        engine, max_tokens, prompt = key
+        token_ids, seeds = list(prompt), list(waiting)
+        try:
+            request = GenerateRequest(
+                token_ids=token_ids,
+                seeds=seeds,
+                temperature=self._temperature,
+                max_tokens=max_tokens,
+                stop_token_ids=self._stop_token_ids,
+            )
+            choices = await self._client.generate(request, engine=engine)
+            for choice in choices:
+                self._check_versions(choice)
+            self._log.append(token_ids, max_tokens=max_tokens, seeds=seeds, completions=choices)
+        except BaseException as error:
+            for future in waiting.values():
+                if future.done():
+                    continue
+                if isinstance(error, asyncio.CancelledError):
+                    future.cancel()
+                else:
+                    future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        for future, choice in zip(waiting.values(), choices, strict=True):
+            if not future.done():
+                future.set_result(choice)
+
+    def _check_versions(self, completion: Completion) -> None:
+        covered = 0
+        for span in completion.versions:
+            if span.version != self._version:
+                raise InferenceError(
+                    f"a rollout was sampled by policy version {span.version}, the schedule asked for version "
+                    f"{self._version}. Does another run push weights to this server?"
+                )
+            if span.start != covered:
+                break
+            covered = span.end
+        if covered != len(completion.token_ids):
+            raise InferenceError(
+                f"an engine says for {covered} of {len(completion.token_ids)} sampled tokens which policy version "
+                "made them; every token needs one"
+            )

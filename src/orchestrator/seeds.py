@@ -1,0 +1,52 @@
+"""Seeds: every random choice of a run is a hash of what it is for, so that none depends on timing.
+
+Each seed is the xxh3-64 of its parts, cut to 63 bits: engines keep seeds as non-negative int64.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import xxhash
+
+_MASK = 2**63 - 1
+_SEPARATOR = "\x1f"
+
+
+def stable_seed(*parts: int | str) -> int:
+    """Return 63 bits that depend on `parts` alone, the same in every process and version of Python."""
+    return xxhash.xxh3_64_intdigest(_SEPARATOR.join(map(str, parts)).encode()) & _MASK
+
+
+@dataclass(frozen=True)
+class TaskSeed:
+    """Names one task of an environment's endless sequence, and seeds it.
+
+    Attributes:
+        run_seed: `seed` of the run.
+        environment: name of the environment, so that two of a kind differ.
+        index: position in the sequence, from 0.
+    """
+
+    run_seed: int
+    environment: str
+    index: int
+
+    @property
+    def number(self) -> int:
+        """The seed of this task: a non-negative 63-bit number."""
+        return stable_seed("task", self.run_seed, self.environment, self.index)
+
+    def random(self) -> random.Random:
+        """Return a generator that depends on this task alone."""
+        return random.Random(self.number)
+
+    def shared(self, *parts: int | str) -> int:
+        """Return a seed that all tasks of this environment share, such as one for each epoch."""
+        return stable_seed("shared", self.run_seed, self.environment, *parts)
+
+
+def request_seed(task: TaskSeed, *, step: int, sample_index: int, turn: int) -> int:
+    """Return the sampling seed of one turn of one rollout."""
+    return stable_seed("sample", task.run_seed, step, task.environment, task.index, sample_index, turn)

@@ -1,0 +1,98 @@
+"""Published weights: waiting for a version, and knowing the digest that engines must report for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from triad.errors import CheckpointError, InferenceError
+from triad.journal import POLL_S
+from triad.manifest import MANIFEST_NAME, read_manifest
+from triad.run_dir import RunDir
+from triad.weights_digest import WeightsFile, combined_digest
+
+
+@dataclass(frozen=True)
+class PublishedWeights:
+    """A published version.
+
+    Attributes:
+        version: policy version.
+        path: its directory.
+        digest: what an engine must report after loading it.
+        inode: of its manifest; another one means that it was published again.
+    """
+
+    version: int
+    path: Path
+    digest: str
+    inode: int
+
+    def was_replaced(self) -> bool:
+        """Whether the directory went away or was published again since it was described."""
+        try:
+            return (self.path / MANIFEST_NAME).stat().st_ino != self.inode
+        except FileNotFoundError:
+            return True
+
+
+def describe_weights(run_dir: RunDir, version: int) -> PublishedWeights:
+    """Return the published weights of `version`, from their manifest: no tensor is read.
+
+    The content needs no check here: an engine computes its digest from the bytes that it loads.
+
+    Raises:
+        CheckpointError: the manifest is missing, damaged, or of something else.
+    """
+    path = run_dir.weights_of(version)
+    manifest = read_manifest(path)
+    inode = (path / MANIFEST_NAME).stat().st_ino
+    if manifest.kind != "weights" or manifest.policy_version != version:
+        raise CheckpointError(
+            f"{path} holds {manifest.kind} of version {manifest.policy_version}, expected weights of version {version}"
+        )
+    files = [
+        WeightsFile(name, entry.size_bytes, entry.xxh3_128)
+        for name, entry in manifest.files.items()
+        if name.endswith(".safetensors") and "/" not in name
+    ]
+    if not files:
+        raise CheckpointError(f"{path} lists no *.safetensors file in its manifest")
+    return PublishedWeights(version=version, path=path, digest=combined_digest(files), inode=inode)
+
+
+async def wait_for_weights(
+    run_dir: RunDir, version: int, *, timeout_s: float, check: Callable[[], None]
+) -> PublishedWeights:
+    """Wait for the trainer to publish `version`, without blocking the event loop.
+
+    Args:
+        run_dir: where it appears.
+        version: policy version.
+        timeout_s: give up after this long.
+        check: called at each round; may raise.
+
+    Raises:
+        InferenceError: it did not come in time.
+        CheckpointError: it came, and is not what it should be.
+    """
+    deadline = time.monotonic() + timeout_s
+    path = run_dir.weights_of(version)
+    while True:
+        if path.exists():
+            try:
+                return describe_weights(run_dir, version)
+            except (CheckpointError, FileNotFoundError):
+                # A resuming trainer may take the directory away to publish it again.
+                if path.exists():
+                    raise
+        check()
+        if time.monotonic() > deadline:
+            raise InferenceError(
+                f"the trainer published no {path} within {timeout_s:g} s (weights_timeout_s). Is it running? "
+                "Its log says what it is doing."
+            )
+        await asyncio.sleep(POLL_S)

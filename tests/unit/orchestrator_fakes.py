@@ -1,0 +1,232 @@
+"""A real HTTP server with a deterministic stand-in for a model, and a stand-in for the trainer.
+
+The stand-in model samples by hashing prompt, seed and weights; the stand-in trainer makes the next
+weights from the last and the batch. So a run through both is a function of its inputs, and any
+difference between two runs shows in every later batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request, Response
+
+from triad import durable, journal, manifest
+from triad.config.orchestrator import OrchestratorConfig
+from triad.messages import Batch, Rollout
+from triad.run_dir import RunDir
+from triad.weights_digest import weights_digest
+
+MODEL = "examples/reverse_text/base"
+STOP_TOKEN = 3
+_LETTERS = range(5, 31)
+
+
+def sample(prompt: list[int], seed: int, *, digest: str, max_tokens: int) -> tuple[list[int], list[float]]:
+    """Return token ids and log-probabilities that depend on the arguments alone; letters, then a stop token."""
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    while len(tokens) < max_tokens and STOP_TOKEN not in tokens:
+        key = json.dumps([prompt, seed, digest, len(tokens)]).encode()
+        number = int.from_bytes(hashlib.sha256(key).digest()[:8], "little")
+        tokens.append(STOP_TOKEN if number % 10 == 0 else _LETTERS[number % len(_LETTERS)])
+        logprobs.append(-(number % 997) / 100)
+    return tokens, logprobs
+
+
+@dataclass
+class FakeEngine:
+    """One inference server. Set the `lie_` and `fail_` fields, or `on_generate`, to misbehave."""
+
+    model: str = MODEL
+    version: int | None = None
+    digest: str | None = None
+    url: str = ""
+    max_model_len: int = 2048
+    token: str | None = None
+    refuse: str | None = None
+    lie_version: int = 0
+    lie_digest: str | None = None
+    lie_about_rollouts: int = 0
+    fail_requests: int = 0
+    forget_weights: bool = False
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    pushed: list[int] = field(default_factory=list)
+    on_generate: Callable[[int], None] | None = None
+
+    def app(self) -> FastAPI:
+        """Return the routes."""
+        app = FastAPI()
+
+        @app.get("/health")
+        async def health() -> dict[str, str]:
+            return {"status": "ok"}
+
+        @app.get("/weights")
+        async def weights() -> dict[str, Any]:
+            return {"version": self.version, "digest": self.digest, "model": self.model}
+
+        @app.get("/v1/models")
+        async def models() -> dict[str, Any]:
+            return {"data": [{"id": self.model, "max_model_len": self.max_model_len}]}
+
+        @app.post("/update_weights")
+        async def update(request: Request) -> dict[str, Any]:
+            if self.token and request.headers.get("authorization") != f"Bearer {self.token}":
+                raise HTTPException(401, "this route needs a token")
+            if self.refuse:
+                raise HTTPException(409, self.refuse)
+            body = await request.json()
+            self.pushed.append(body["version"])
+            self.version = body["version"] + self.lie_version
+            self.digest = self.lie_digest or weights_digest(Path(body["path"]))
+            return {"version": self.version, "digest": self.digest, "seconds": 0.0}
+
+        @app.post("/inference/v1/generate")
+        async def generate(request: Request) -> Response:
+            if self.fail_requests:
+                self.fail_requests -= 1
+                if self.forget_weights:
+                    self.version = self.digest = None
+                raise HTTPException(503, "restarting")
+            if self.version is None:
+                raise HTTPException(503, "no weights yet")
+            body = json.loads(await request.body())
+            self.requests.append(body)
+            if self.on_generate is not None:
+                self.on_generate(len(self.requests))
+            return Response(json.dumps(self._answer(body)), media_type="application/json")
+
+        return app
+
+    def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        assert self.digest is not None and self.version is not None
+        version = self.version + self.lie_about_rollouts
+        choices = []
+        for index, seed in enumerate(body["seeds"]):
+            tokens, logprobs = sample(body["token_ids"], seed, digest=self.digest, max_tokens=body["max_tokens"])
+            choices.append(
+                {
+                    "index": index,
+                    "token_ids": tokens,
+                    "logprobs": logprobs,
+                    "finish_reason": "stop" if tokens[-1] in body["stop_token_ids"] else "length",
+                    "versions": [{"version": version, "start": 0, "end": len(tokens)}],
+                }
+            )
+        # Completion order is up to the server; the client must go by the index.
+        return {"choices": choices[::-1], "version": version}
+
+
+@contextmanager
+def serving(*engines: FakeEngine) -> Iterator[None]:
+    """Serve the engines on ports of their own, and fill in their `url`."""
+    running = []
+    for engine in engines:
+        listener = socket.create_server(("127.0.0.1", 0))
+        engine.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server = uvicorn.Server(uvicorn.Config(engine.app(), log_level="warning", lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        running.append((server, thread))
+    try:
+        yield
+    finally:
+        for server, thread in running:
+            server.should_exit = True
+            thread.join()
+
+
+def publish_weights(run_dir: RunDir, version: int, content: bytes) -> None:
+    """Publish `content` as the weights of `version`, again if need be."""
+    final = run_dir.weights_of(version)
+    temporary = durable.temporary_sibling(final)
+    temporary.mkdir(parents=True)
+    (temporary / "model.safetensors").write_bytes(content)
+    (temporary / "config.json").write_text("{}")
+    files = manifest.describe_files(temporary)
+    listing = manifest.Manifest(kind="weights", step=version, policy_version=version, files=files)
+    manifest.write_manifest(temporary, listing)
+    if final.exists():
+        durable.remove_directory(final)
+    durable.publish_directory(temporary, final)
+
+
+class FakeTrainer:
+    """Publishes weights `start`, then trains on every batch: its weights are a hash of all that came before.
+
+    Use as a context manager; a thread works until `max_steps` or the end of the context.
+    """
+
+    def __init__(self, run_dir: RunDir, *, start: int, max_steps: int) -> None:
+        self._run_dir = run_dir
+        self._start = start
+        self._max_steps = max_steps
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._train)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _train(self) -> None:
+        if self._start == 0:
+            content = b"start"
+        else:
+            content = (self._run_dir.checkpoint(self._start) / "weights").read_bytes()
+        publish_weights(self._run_dir, self._start, content)
+        for step in range(self._start + 1, self._max_steps + 1):
+            while not journal.wait_for(self._run_dir.batch(step), timeout_s=0.01):
+                if self._stop.is_set():
+                    return
+            batch = journal.read_batch(self._run_dir, step)
+            content = hashlib.sha256(content + msgspec.msgpack.encode(batch.rollouts)).digest()
+            publish_weights(self._run_dir, step, content)
+
+
+def commit_checkpoint(run_dir: RunDir, step: int) -> None:
+    """Commit a checkpoint of `step` from the published weights and the journaled state."""
+    directory = run_dir.checkpoint(step)
+    (directory / "orchestrator").mkdir(parents=True)
+    state = (run_dir.batch(step) / journal.STATE_NAME).read_bytes()
+    (directory / "orchestrator" / journal.STATE_NAME).write_bytes(state)
+    (directory / "weights").write_bytes((run_dir.weights_of(step) / "model.safetensors").read_bytes())
+    listing = manifest.Manifest(
+        kind="checkpoint", step=step, policy_version=step, files=manifest.describe_files(directory)
+    )
+    manifest.write_manifest(directory, listing)
+
+
+def make_config(output_dir: Path, *engines: FakeEngine, **changes: Any) -> OrchestratorConfig:
+    """Return a small configuration; `changes` are top-level keys."""
+    values: dict[str, Any] = {
+        "output_dir": output_dir,
+        "max_steps": 8,
+        "model": {"name": MODEL},
+        "problems_per_step": 3,
+        "group_size": 4,
+        "sampling": {"max_tokens": 24},
+        "client": {"urls": [engine.url for engine in engines], "ready_timeout_s": 5, "timeout_s": 5},
+        "weights_timeout_s": 10,
+    }
+    return OrchestratorConfig.model_validate(values | changes)
+
+
+def read_rollouts(run_dir: RunDir, steps: range) -> list[tuple[int, list[Rollout]]]:
+    """Return policy version and rollouts of every batch of `steps`: what must be equal between equal runs."""
+    batches: list[Batch] = [journal.read_batch(run_dir, step) for step in steps]
+    return [(batch.policy_version, batch.rollouts) for batch in batches]

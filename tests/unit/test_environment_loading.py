@@ -1,0 +1,129 @@
+"""Environments by name, their arguments, and the tasks of the built-in ones."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.environment import Environment, Message, TaskSeed
+from orchestrator.environments import load_environment
+from orchestrator.environments.jsonl import Jsonl
+from orchestrator.environments.reverse_text import ReverseText
+from triad.config.orchestrator import EnvironmentConfig
+from triad.errors import ConfigError, DataError, EnvironmentFailure, TriadError
+
+
+class NeedsWord(Environment):
+    """Takes one argument that it cannot do without."""
+
+    def __init__(self, word: str, times: int = 1) -> None:
+        if word == "bad":
+            raise RuntimeError("no such word")
+        self.word = word * times
+
+
+def load(name: str, **args: Any) -> Environment:
+    return load_environment(EnvironmentConfig(id=name, args=args), key="environments[0]")
+
+
+def seed(index: int, *, run_seed: int = 0, environment: str = "env") -> TaskSeed:
+    return TaskSeed(run_seed=run_seed, environment=environment, index=index)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "kind", "said"),
+    [
+        ("revers_text", {}, ConfigError, "Did you mean 'reverse_text'\\?.*reverse_text, jsonl, or 'module:Class'"),
+        ("no_such_module:Thing", {}, ConfigError, "there is no module 'no_such_module'"),
+        (f"{__name__}:NeedsWords", {}, ConfigError, "Did you mean 'NeedsWord'\\?"),
+        (f"{__name__}:NeedsWord", {}, ConfigError, "needs word. Allowed: word, times"),
+        ("reverse_text", {"min_lenght": 3}, ConfigError, "args.min_lenght.*Did you mean 'min_length'\\?.*max_length"),
+        ("reverse_text", {"min_length": "many"}, ConfigError, "environments\\[0\\].args.min_length: .*got 'many'"),
+        ("reverse_text", {"min_length": 9, "max_length": 8}, ConfigError, "1 <= min_length <= max_length"),
+        (f"{__name__}:NeedsWord", {"word": "bad"}, EnvironmentFailure, "constructor: RuntimeError: no such word"),
+        ("jsonl", {"path": "x.jsonl", "scorer": "exakt"}, ConfigError, "no scorer 'exakt'. Did you mean 'exact'"),
+        ("jsonl", {"path": "x.jsonl", "scorer": "regex"}, ConfigError, "`pattern` belongs to scorer 'regex'"),
+        ("jsonl", {"path": "x.jsonl", "scorer": "regex", "pattern": "("}, ConfigError, "not a regular expression"),
+    ],
+)
+def test_what_does_not_load_says_why(name: str, args: dict[str, Any], kind: type[TriadError], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        load(name, **args)
+
+
+def test_own_environments_load_with_converted_arguments() -> None:
+    environment = load(f"{__name__}:NeedsWord", word="ab", times="2")
+    assert isinstance(environment, sys.modules[__name__].NeedsWord) and environment.word == "abab"
+
+
+def test_reverse_text_tasks_depend_on_the_seed_alone() -> None:
+    environment = load("reverse_text", min_length=3, max_length=5)
+    tasks = [environment.make_task(seed(index)) for index in range(200)]
+    texts = [task.prompt[0].content for task in tasks if isinstance(task.prompt[0], Message)]
+    assert {len(text) for text in texts} == {3, 4, 5}
+    assert all(text.isascii() and text.islower() and text.isalpha() for text in texts)
+    assert [task.answer for task in tasks] == [text[::-1] for text in texts]
+    assert ReverseText(3, 5).make_task(seed(7)) == tasks[7]
+    for other in (seed(7, run_seed=1), seed(7, environment="other"), seed(8)):
+        assert environment.make_task(other) != tasks[7]
+
+
+def test_task_seeds_are_stable_63_bit_numbers() -> None:
+    assert seed(3).number == 7176022789499974418
+    assert all(0 <= seed(index).number < 2**63 for index in range(1000))
+
+
+def write_rows(path: Path, *rows: Any) -> Path:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return path
+
+
+def test_jsonl_uses_every_row_once_per_epoch_in_a_new_order(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", *({"prompt": f"q{n}", "answer": n} for n in range(7)))
+    environment = load("jsonl", path=str(path))
+    epochs = [[environment.make_task(seed(7 * epoch + n)).answer for n in range(7)] for epoch in range(3)]
+    assert all(sorted(epoch) == [str(n) for n in range(7)] for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    again = load("jsonl", path=str(path))
+    assert [again.make_task(seed(n)).answer for n in range(13, 6, -1)] == epochs[1][::-1]
+    in_order = load("jsonl", path=str(path), shuffle=False)
+    assert [in_order.make_task(seed(n)).answer for n in range(8)] == ["0", "1", "2", "3", "4", "5", "6", "0"]
+
+
+def test_jsonl_reads_messages_and_other_columns(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "6 x 7"}]
+    path = write_rows(tmp_path / "rows.jsonl", {"question": chat, "right": 42}, "")
+    task = Jsonl(path, prompt="question", answer="right").make_task(seed(0))
+    assert task.prompt == (Message("system", "be brief"), Message("user", "6 x 7"))
+    assert task.answer == "42"
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (
+            [{"prompt": "q", "answer": "a"}, {"promt": "q", "answer": "a"}],
+            "rows.jsonl:2 has no column 'prompt'.*'promt'",
+        ),
+        ([{"prompt": "q", "answr": "a", "id": 1}], "Columns there: prompt, answr, id"),
+        (["{not json}"], "rows.jsonl:1 is not JSON"),
+        ([[1, 2]], "rows.jsonl:1 is list, expected an object"),
+        ([{"prompt": "q", "answer": ["a"]}], "'answer' is \\[\"a\"\\], expected text or a number"),
+        ([{"prompt": [{"role": "user"}], "answer": "a"}], "rows.jsonl:1: 'prompt' is .*expected text or a list"),
+        ([{"prompt": [], "answer": "a"}], "empty list of messages"),
+        ([], "has no rows"),
+    ],
+)
+def test_jsonl_names_file_line_and_what_is_there(tmp_path: Path, rows: list[Any], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        Jsonl(write_rows(tmp_path / "rows.jsonl", *rows))
+
+
+def test_jsonl_names_the_files_that_are_there(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", {"prompt": "q", "answer": "a"})
+    with pytest.raises(DataError, match=r"cannot be read \(No such file.*Did you mean 'rows.jsonl'\?"):
+        Jsonl(tmp_path / "row.jsonl")

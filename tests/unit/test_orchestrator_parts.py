@@ -1,0 +1,238 @@
+"""The parts of the orchestrator one by one: client, mix, seeds, log of generations, publisher, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from orchestrator_fakes import STOP_TOKEN, FakeEngine, make_config, publish_weights, serving
+
+from orchestrator.client import GenerateRequest, InferenceClient
+from orchestrator.concurrency import run_all
+from orchestrator.environment import Completion
+from orchestrator.generations import GenerationLog, discard_generations
+from orchestrator.metrics import BatchTimes, batch_metrics
+from orchestrator.mix import adopt_mix, integer_weights, next_environment
+from orchestrator.publisher import Publisher
+from orchestrator.seeds import TaskSeed, request_seed
+from orchestrator.state import OrchestratorState
+from orchestrator.weights import describe_weights
+from triad.config.orchestrator import ClientConfig
+from triad.errors import ConfigError, InferenceError, RunDirError
+from triad.messages import Batch, Rollout, VersionSpan
+from triad.run_dir import RunDir
+from triad.weights_digest import weights_digest
+
+
+def test_integer_weights_are_exact() -> None:
+    assert integer_weights({"a": 0.1, "b": 0.2, "c": 0.7}) == {"a": 1, "b": 2, "c": 7}
+    assert integer_weights({"a": 4.0, "b": 6.0}) == {"a": 2, "b": 3}
+    assert integer_weights({"a": 0.3}) == {"a": 1}
+
+
+def test_the_mix_keeps_its_shares_over_any_stretch() -> None:
+    state = OrchestratorState()
+    adopt_mix(state, {"a": 0.5, "b": 0.3, "c": 0.2})
+    chosen = [next_environment(state) for _ in range(100)]
+    for start in range(0, 100, 10):
+        assert Counter(chosen[start : start + 10]) == {"a": 5, "b": 3, "c": 2}
+    assert chosen[:5] != ["a"] * 5
+
+
+def test_the_mix_resumes_from_its_state_and_a_changed_mix_starts_anew(caplog: pytest.LogCaptureFixture) -> None:
+    weights = {"a": 3.0, "b": 2.0}
+    straight, resumed = OrchestratorState(), OrchestratorState()
+    adopt_mix(straight, weights)
+    expected = [next_environment(straight) for _ in range(13)]
+    adopt_mix(resumed, weights)
+    begun = [next_environment(resumed) for _ in range(4)]
+    resumed = resumed.copy()
+    adopt_mix(resumed, weights)
+    assert begun + [next_environment(resumed) for _ in range(9)] == expected
+    assert not caplog.records
+    resumed.environments["a"].next_task = 5
+    adopt_mix(resumed, {"a": 1.0, "new": 1.0})
+    assert "mix of environments changed" in caplog.text
+    assert [next_environment(resumed) for _ in range(4)] == ["a", "new", "a", "new"]
+    assert resumed.environments["a"].next_task == 5 and resumed.environments["b"].weight == 0
+
+
+def test_request_seeds_differ_in_every_part() -> None:
+    task, other = (TaskSeed(run_seed=0, environment="env", index=index) for index in range(2))
+    seeds = {
+        request_seed(one, step=step, sample_index=sample, turn=turn)
+        for one in (task, other)
+        for step in range(4)
+        for sample in range(4)
+        for turn in range(4)
+    }
+    assert len(seeds) == 2 * 4**3
+    assert seeds.isdisjoint({task.number, other.number, task.shared("epoch", 0)})
+
+
+async def generate(client: InferenceClient) -> list[Completion]:
+    request = GenerateRequest(token_ids=[1, 5, 3, 2], seeds=[8, 9], temperature=1.0, max_tokens=4, stop_token_ids=[3])
+    return list(await client.generate(request, engine=0))
+
+
+def run_client(config: ClientConfig, run_dir: RunDir) -> tuple[list[Completion], float]:
+    async def use() -> tuple[list[Completion], float]:
+        async with InferenceClient(config) as client:
+            await client.serve(describe_weights(run_dir, 0))
+            return await generate(client), client.busy_s
+
+    return asyncio.run(use())
+
+
+def test_the_client_returns_choices_in_the_order_of_the_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, run_dir = FakeEngine(token="secret"), RunDir(tmp_path)
+    publish_weights(run_dir, 0, b"zero")
+    monkeypatch.setenv("TRIAD_ADMIN_TOKEN", "secret")
+    with serving(engine):
+        choices, busy_s = run_client(make_config(tmp_path, engine).client, run_dir)
+    assert engine.digest == weights_digest(run_dir.weights_of(0)) == describe_weights(run_dir, 0).digest
+    answers = {choice["index"]: choice["token_ids"] for choice in engine._answer(engine.requests[0])["choices"]}
+    assert [choice.token_ids for choice in choices] == [answers[0], answers[1]]
+    assert all((choice.finish_reason == "stop") == (choice.token_ids[-1] == STOP_TOKEN) for choice in choices)
+    assert busy_s > 0
+
+
+def test_weights_that_serve_already_are_not_pushed_again(tmp_path: Path) -> None:
+    engine, run_dir = FakeEngine(), RunDir(tmp_path)
+    publish_weights(run_dir, 0, b"zero")
+    with serving(engine):
+        for _ in range(2):
+            run_client(make_config(tmp_path, engine).client, run_dir)
+    assert engine.pushed == [0]
+
+
+def test_a_lost_server_is_told_with_its_address() -> None:
+    engine = FakeEngine()
+    with serving(engine):
+        pass
+    client = ClientConfig(urls=[engine.url], ready_timeout_s=0.05)
+    with pytest.raises(InferenceError, match=rf"{engine.url} did not become ready within 0\.05 s.*Connect"):
+        asyncio.run(_wait(client))
+
+
+async def _wait(config: ClientConfig, *, seq_len: int = 1024) -> None:
+    async with InferenceClient(config) as client:
+        await client.wait_until_ready(model="examples/reverse_text/base", seq_len=seq_len)
+
+
+def test_readiness_checks_model_length_and_url(tmp_path: Path) -> None:
+    engine = FakeEngine(model=str(Path("examples/reverse_text/base").absolute()), max_model_len=512)
+    with serving(engine):
+        config = make_config(tmp_path, engine).client
+        asyncio.run(_wait(config, seq_len=512))
+        with pytest.raises(ConfigError, match=r"seq_len = 513 is more than .* serves \(model\.max_len = 512\)"):
+            asyncio.run(_wait(config, seq_len=513))
+    with pytest.raises(ConfigError, match="must begin with http"):
+        asyncio.run(_wait(ClientConfig(urls=["127.0.0.1:8000"])))
+
+
+def make_log(run_dir: RunDir, *, digest: str = "d", step: int = 1) -> GenerationLog:
+    return GenerationLog(run_dir, step, weights_digest=digest, temperature=1.0, stop_token_ids=[3])
+
+
+def test_the_log_of_generations_survives_a_torn_end_and_belongs_to_its_weights(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    first, second = (Completion([n, 3], [-1.0, -0.5], "stop", [VersionSpan(0, 0, 2)]) for n in (5, 6))
+    log = make_log(run_dir)
+    log.append([1, 2], max_tokens=4, seeds=[10], completions=[first])
+    log.append([1, 2], max_tokens=4, seeds=[11], completions=[second])
+    log.close()
+    whole = log.path.read_bytes()
+    for end in (len(whole) - 1, len(whole) - 30):
+        log.path.write_bytes(whole[:end])
+        torn = make_log(run_dir)
+        assert torn.find([1, 2], max_tokens=4, seed=10) == first
+        assert torn.find([1, 2], max_tokens=4, seed=11) is None
+        torn.append([1, 2], max_tokens=4, seeds=[11], completions=[second])
+        torn.close()
+        assert log.path.read_bytes() == whole
+    again = make_log(run_dir)
+    assert again.find([1, 2], max_tokens=4, seed=11) == second
+    assert again.find([1, 2], max_tokens=5, seed=11) is None and again.find([1], max_tokens=4, seed=11) is None
+    again.close()
+    other = make_log(run_dir, digest="e")
+    assert other.find([1, 2], max_tokens=4, seed=10) is None
+    other.close()
+    make_log(run_dir, step=2).close()
+    discard_generations(run_dir, up_to=1)
+    assert [path.name for path in run_dir.rollouts.iterdir()] == ["generations_2.log"]
+
+
+def make_batch(step: int) -> Batch:
+    return Batch(step=step, policy_version=0, temperature=1.0, rollouts=[])
+
+
+def test_batches_are_published_in_order_and_a_failure_is_told(tmp_path: Path) -> None:
+    async def publish() -> None:
+        async with Publisher(RunDir(tmp_path)) as publisher:
+            for step in (1, 2, 3):
+                await publisher.submit(make_batch(step), b"{}")
+            await publisher.settle()
+            assert RunDir(tmp_path).published_batches() == [1, 2, 3]
+            await publisher.submit(make_batch(3), b"{}")
+            with pytest.raises(RunDirError, match=r"batch 3 cannot be written.*step_3 exists already"):
+                await publisher.settle()
+            with pytest.raises(RunDirError):
+                publisher.check()
+
+    asyncio.run(publish())
+
+
+def test_the_first_failure_stops_the_others() -> None:
+    stopped = []
+
+    async def wait_forever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.append(True)
+
+    async def fail() -> None:
+        await run_all([_raise(), wait_forever()])
+
+    async def _raise() -> None:
+        raise InferenceError("gone")
+
+    with pytest.raises(InferenceError, match="gone"):
+        asyncio.run(run_all([wait_forever(), fail()]))
+    assert stopped == [True, True]
+
+
+def make_rollout(reward: float, *, environment: str = "a", sampled: int = 2, **metrics: float) -> Rollout:
+    return Rollout(
+        environment=environment,
+        task_id=0,
+        sample_index=0,
+        token_ids=[1] * (sampled + 1),
+        loss_mask=[False] + [True] * sampled,
+        logprobs=[0.0] * (sampled + 1),
+        versions=[],
+        reward=reward,
+        truncated=sampled > 2,
+        metrics=metrics,
+    )
+
+
+def test_metrics_of_a_batch() -> None:
+    rollouts = [
+        make_rollout(1.0, exact=1.0),
+        make_rollout(0.0, exact=0.0),
+        make_rollout(0.5, environment="b", sampled=4),
+        make_rollout(0.5, environment="b"),
+    ]
+    times = BatchTimes(period=2.0, wait_for_weights=0.5, update_weights=0.1, generate=1.0, busy=0.5)
+    metrics = batch_metrics(rollouts, times, group_size=2, num_reused=3, policy_age=1)
+    assert metrics["reward/mean"] == 0.5
+    assert metrics["reward/std"] == pytest.approx(0.125**0.5)
+    assert (metrics["reward/a/mean"], metrics["reward/b/mean"], metrics["a/exact"]) == (0.5, 0.5, 0.5)
+    assert metrics["rollout/tokens_mean"] == 3.5 and metrics["rollout/sampled_tokens_mean"] == 2.5
+    assert metrics["rollout/truncated_share"] == 0.25 and metrics["rollout/zero_variance_share"] == 0.5
+    assert metrics["rollouts_per_s"] == 2.0 and metrics["engine/idle_share"] == 0.75
+    assert all(type(value) is float for value in metrics.values())
