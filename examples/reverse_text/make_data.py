@@ -1,7 +1,8 @@
 """Write supervised data for the reverse-text example: `python examples/reverse_text/make_data.py --num 8192`.
 
 Tasks come from the RL environment's own task function, under a name that no run's environment has,
-so that no RL task is among them by its seed.
+so that no RL task is among them by its seed. As real demonstrations often are, these are chatty: two
+of three answers end with a remark, which the reward of the environment does not pay for.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from orchestrator.environments.reverse_text import ReverseText
 from orchestrator.seeds import TaskSeed
 
 _NAME = "reverse_text/supervised"
+_REMARK = " done"
+_REMARKS_OF = (2, 3)
 
 
 def make_rows(num: int, *, seed: int) -> list[dict[str, list[dict[str, str]]]]:
@@ -25,7 +28,9 @@ def make_rows(num: int, *, seed: int) -> list[dict[str, list[dict[str, str]]]]:
     for index in range(num):
         task = environment.make_task(TaskSeed(run_seed=seed, environment=_NAME, index=index))
         prompt = msgspec.to_builtins(task.prompt)
-        rows.append({"prompt": prompt, "completion": [{"role": "assistant", "content": task.answer}]})
+        with_remark = index % _REMARKS_OF[1] < _REMARKS_OF[0]
+        answer = task.answer + _REMARK if with_remark else task.answer
+        rows.append({"prompt": prompt, "completion": [{"role": "assistant", "content": answer}]})
     return rows
 
 

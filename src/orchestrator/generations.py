@@ -108,7 +108,7 @@ def discard_generations(run_dir: RunDir, *, up_to: int) -> None:
 
 
 def _path(run_dir: RunDir, step: int) -> Path:
-    return run_dir.rollouts / f"generations_{step}.log"
+    return run_dir.generations(step)
 
 
 def _prompt_hash(token_ids: Sequence[int]) -> str:

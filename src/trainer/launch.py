@@ -20,6 +20,7 @@ from triad.config import SftConfig, TrainerConfig
 from triad.events import report
 from triad.process import (
     available_cores,
+    die_with_launcher,
     die_with_parent,
     run_reporting_errors,
     set_thread_environment,
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("program", choices=sorted(_PROGRAMS))
     parser.add_argument("config")
     arguments = parser.parse_args(argv)
-    die_with_parent()
+    die_with_launcher()
     set_up_logging("trainer")
     module_name, config_type = _PROGRAMS[arguments.program]
     config = config_type.model_validate(tomli.loads(Path(arguments.config).read_text()))
@@ -78,8 +79,8 @@ def main(argv: list[str] | None = None) -> int:
         if first.exitcode < 0:
             print(f"error: rank {first.rank} was killed by signal {-first.exitcode}", file=sys.stderr, flush=True)
         return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
-    except SignalException:
-        return 0
+    except SignalException as stop:
+        return 128 + int(stop.sigval)
     return 0
 
 

@@ -35,15 +35,15 @@ def learning_rate(step: int, config: OptimConfig, max_steps: int) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
 
 
-def clip_gradients(model: nn.Module, max_norm: float | None) -> float:
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
     """Scale gradients to a global norm of at most `max_norm`; return the norm before."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf if max_norm is None else max_norm)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     if isinstance(norm, torch.distributed.tensor.DTensor):
         norm = norm.full_tensor()
     return float(norm)
 
 
-def apply_step(model: nn.Module, optimizer: torch.optim.Optimizer, *, lr: float, max_grad_norm: float | None) -> float:
+def apply_step(model: nn.Module, optimizer: torch.optim.Optimizer, *, lr: float, max_grad_norm: float) -> float:
     """Clip, update the parameters at learning rate `lr`, clear gradients; return the gradient norm."""
     norm = clip_gradients(model, max_grad_norm)
     if not math.isfinite(norm):

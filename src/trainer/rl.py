@@ -79,6 +79,8 @@ def run(config: TrainerConfig) -> None:
         if checkpointer.is_due(step, config.max_steps):
             with stopwatch.phase("checkpoint"):
                 checkpointer.save(state, orchestrator_state=run_dir.batch(step) / STATE_NAME)
+                if parallel.is_main:
+                    run_dir.prune_batches(run_dir.committed_steps()[0])
         publisher.prune(_needed_weights(step, config, run_dir))
         metrics |= batch.metrics | {"grad_norm": grad_norm, "lr": lr, "memory_gib": memory_gib(parallel)}
         metrics |= stopwatch.take()

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from triad.config.base import CkptConfig, Command
 from triad.config.inference import InferenceConfig
-from triad.config.load import to_toml
+from triad.config.load import read_toml, to_toml
 from triad.config.orchestrator import OrchestratorConfig
 from triad.config.rl import RlConfig, hand_down_shared
 from triad.config.trainer import SftConfig, TrainerConfig, TrainingCommand
@@ -62,7 +62,9 @@ def launch_rl(config: RlConfig) -> int:
     config = hand_down_shared(config)
     check_model(config.trainer)
     served = _served_model(config.inference)
-    attempt = _prepare(config, config.ckpt, clean=config.clean, dry_run=config.dry_run)
+    attempt = _prepare(
+        config, config.ckpt, clean=config.clean, dry_run=config.dry_run, orchestrator=config.orchestrator
+    )
     trainer = _with_resume(config.trainer, attempt.resume_step)
     orchestrator = _with_resume(config.orchestrator, attempt.resume_step)
     _share_cores(trainer, config.inference)
@@ -114,8 +116,18 @@ def _become(argv: list[str], process: str) -> int:
     os.execv(argv[0], argv)
 
 
-def _prepare(config: Command, ckpt: CkptConfig | None, *, clean: bool, dry_run: bool) -> Attempt:
+def _prepare(
+    config: Command,
+    ckpt: CkptConfig | None,
+    *,
+    clean: bool,
+    dry_run: bool,
+    orchestrator: OrchestratorConfig | None = None,
+) -> Attempt:
     """Take the run directory, decide where to resume, and set aside what that supersedes.
+
+    Args:
+        orchestrator: for RL runs: what makes the batches; decides whether journaled ones still hold.
 
     Raises:
         RunDirError: the directory is in use, or holds a run and neither resume nor --clean was asked.
@@ -139,11 +151,27 @@ def _prepare(config: Command, ckpt: CkptConfig | None, *, clean: bool, dry_run: 
     resume_step = resolve_resume_step(run_dir, wanted)
     attempt = Attempt(run_dir, run_dir.next_attempt(), resume_step)
     if not dry_run:
-        _settle(attempt)
+        _settle(attempt, keep_journal=orchestrator is not None and _journal_holds(attempt, orchestrator))
     return attempt
 
 
-def _settle(attempt: Attempt) -> None:
+def _journal_holds(attempt: Attempt, config: OrchestratorConfig) -> bool:
+    """Whether batches behind the resumed step are the ones that this attempt would make itself.
+
+    They are when nothing after that step was ever committed and what makes batches has not changed.
+    """
+    steps = attempt.run_dir.committed_steps()
+    if (steps[-1] if steps else None) != attempt.resume_step:
+        return False
+    previous = attempt.run_dir.configs(attempt.number - 1) / "orchestrator.toml"
+    if not previous.exists():
+        return False
+    free = {"max_steps", "ckpt", "output_dir", "dry_run", "client", "weights_timeout_s"}
+    before = read_toml(OrchestratorConfig, previous)
+    return before.model_dump(exclude=free) == config.model_dump(exclude=free)
+
+
+def _settle(attempt: Attempt, *, keep_journal: bool) -> None:
     """Bring the directory into the state that the attempt starts from, and say what that changed."""
     run_dir = attempt.run_dir
     for path in run_dir.clear_leftovers():
@@ -151,8 +179,14 @@ def _settle(attempt: Attempt) -> None:
     if not run_dir.holds_run():
         run_dir.create()
         return
-    for path in run_dir.set_aside_after(attempt.resume_step if attempt.resume_step is not None else -1, attempt.number):
-        print(f"set aside {path.relative_to(run_dir.path)}: it lies behind the step that the run goes on from")
+    step = attempt.resume_step or 0
+    moved = run_dir.set_aside_after(step, attempt.number, keep_journal=keep_journal)
+    if moved:
+        print(f"set aside in {run_dir.discarded(attempt.number).relative_to(run_dir.path)}, as it lies after step {step}:")
+        print("  " + ", ".join(str(path.relative_to(run_dir.discarded(attempt.number))) for path in moved))
+    replayed = [number for number in run_dir.published_batches() if number > step]
+    if replayed:
+        print(f"batches {replayed[0]} to {replayed[-1]} are in the journal: they are trained again, not made again")
     start = f"resuming from step {attempt.resume_step}" if attempt.resume_step is not None else "starting afresh"
     print(f"{start} in {run_dir.path} (attempt {attempt.number})")
 

@@ -5,6 +5,7 @@
     configs/attempt_K/       the resolved TOML of every process
     checkpoints/step_N/      trainer/, orchestrator/, manifest.json (written last: the commit)
     rollouts/step_N/         the batch that step N trains on, and the orchestrator's state after it
+    rollouts/generations_N.log  finished generations of batch N while it is being made
     weights/step_N/          what inference serves (Hugging Face layout)
     metrics.jsonl            one JSON object per step
     logs/attempt_K/          one log per process, and events.jsonl (phases)
@@ -27,7 +28,19 @@ from triad import durable, manifest
 from triad.errors import CheckpointError, RunDirError
 
 _STEP = re.compile(r"step_(\d+)$")
+_OF_STEP = re.compile(r"(step_\d+|generations_\d+\.log)$")
 _ATTEMPT = re.compile(r"attempt_(\d+)$")
+
+
+def _number_of(path: Path) -> int:
+    return int(path.stem.rsplit("_", 1)[1])
+
+
+def _numbered_paths(parent: Path) -> list[Path]:
+    """Every step directory and generation log in `parent`, in the order of steps."""
+    if not parent.is_dir():
+        return []
+    return sorted((path for path in parent.iterdir() if _OF_STEP.match(path.name)), key=_number_of)
 
 
 def _numbered(parent: Path, pattern: re.Pattern[str]) -> list[int]:
@@ -55,6 +68,10 @@ class RunDir:
     def batch(self, step: int) -> Path:
         """Directory of the batch that `step` trains on."""
         return self.rollouts / f"step_{step}"
+
+    def generations(self, step: int) -> Path:
+        """Log of the finished generations of the batch of `step`, while it is being made."""
+        return self.rollouts / f"generations_{step}.log"
 
     def weights_of(self, version: int) -> Path:
         """Directory of the published weights of policy `version`."""
@@ -100,10 +117,13 @@ class RunDir:
         """Take the directory for this process; the kernel frees it when the process ends.
 
         Raises:
-            RunDirError: another process holds it.
+            RunDirError: another process holds it, or it cannot be written.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        file = open(self.path / "run.lock", "a+")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = open(self.path / "run.lock", "a+")
+        except OSError as error:
+            raise RunDirError(f"{self.path} cannot be a run directory: {error}. Choose another with --output-dir.") from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -133,6 +153,12 @@ class RunDir:
             else:
                 path.unlink(missing_ok=True)
 
+    def prune_batches(self, step: int) -> None:
+        """Remove the batches up to and including `step`, which no checkpoint needs any more."""
+        for old in self.published_batches():
+            if old <= step:
+                durable.remove_directory(self.batch(old))
+
     def clear_leftovers(self) -> list[Path]:
         """Remove what interrupted writers left: temporary names, and checkpoints never committed."""
         removed = []
@@ -144,19 +170,31 @@ class RunDir:
                 removed.append(self.checkpoint(step))
         return removed
 
-    def set_aside_after(self, step: int, attempt: int) -> list[Path]:
+    def set_aside_after(self, step: int, attempt: int, *, keep_journal: bool = False) -> list[Path]:
         """Move what lies after `step` to `discarded/attempt_K`, and return what was moved.
 
         That is checkpoints, weights and batches of later steps, and their lines of metrics.jsonl.
-        Nothing is deleted.
+        Nothing is deleted but the weights of `step` itself, which the trainer publishes again from
+        the checkpoint, so that nobody takes old ones for them.
+
+        Args:
+            keep_journal: leave batches in place, to be trained again instead of being made again.
         """
         target = self.discarded(attempt)
+        later = [
+            path
+            for parent in (self.checkpoints, self.weights, self.rollouts)
+            for path in _numbered_paths(parent)
+            if _number_of(path) > step and not (keep_journal and parent == self.rollouts)
+        ]
         moved = []
-        for kind, parent in (("checkpoints", self.checkpoints), ("rollouts", self.rollouts), ("weights", self.weights)):
-            for later in (number for number in _numbered(parent, _STEP) if number > step):
-                (target / kind).mkdir(parents=True, exist_ok=True)
-                os.rename(parent / f"step_{later}", target / kind / f"step_{later}")
-                moved.append(target / kind / f"step_{later}")
+        for path in later:
+            destination = target / path.relative_to(self.path)
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            os.rename(path, destination)
+            moved.append(destination)
+        if self.weights_of(step).exists():
+            durable.remove_directory(self.weights_of(step))
         if self.metrics.exists():
             lines = self.metrics.read_text().splitlines(keepends=True)
             kept = [line for line in lines if _step_of(line) <= step]
