@@ -41,8 +41,13 @@ def main() -> None:
                 ours = run_sft(Path(folder) / f"{kind[:4]}_{number}", data, arguments, packed=packed)
                 plain = run_plain(data, arguments)
                 rounds.append(ours / plain)
-                print(f"{kind}: sft {ours:,.0f} tok/s, plain loop {plain:,.0f} tok/s, ratio {ours / plain:.2f}", flush=True)
-            print(f"{kind}: ratio median {statistics.median(rounds):.2f} (min {min(rounds):.2f}, max {max(rounds):.2f})\n")
+                print(
+                    f"{kind}: sft {ours:,.0f} tok/s, plain loop {plain:,.0f} tok/s, ratio {ours / plain:.2f}",
+                    flush=True,
+                )
+            print(
+                f"{kind}: ratio median {statistics.median(rounds):.2f} (min {min(rounds):.2f}, max {max(rounds):.2f})\n"
+            )
 
 
 def write_data(path: Path, lengths: tuple[int, int]) -> Path:
@@ -52,7 +57,10 @@ def write_data(path: Path, lengths: tuple[int, int]) -> Path:
     for _ in range(2048):
         text = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(*lengths)))
         rows.append(
-            {"prompt": [{"role": "user", "content": text}], "completion": [{"role": "assistant", "content": text[::-1]}]}
+            {
+                "prompt": [{"role": "user", "content": text}],
+                "completion": [{"role": "assistant", "content": text[::-1]}],
+            }
         )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

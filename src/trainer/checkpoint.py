@@ -188,4 +188,3 @@ def _link_or_copy(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:  # another filesystem, or one without links
         shutil.copyfile(source, target)
-

@@ -92,6 +92,7 @@ def load_samples(
 
 def _read_rows(config: SftDataConfig) -> Iterable[Mapping[str, Any]]:
     import datasets
+    import datasets.exceptions
 
     datasets.disable_progress_bars()
     path = Path(config.name)
@@ -106,6 +107,8 @@ def _read_rows(config: SftDataConfig) -> Iterable[Mapping[str, Any]]:
             rows = datasets.load_dataset(kind, data_files=str(path), split="train")
         else:
             rows = datasets.load_dataset(config.name, split=config.split)
+    except StopIteration:  # what datasets makes of an empty file
+        raise DataError(f"data.name = '{config.name}' holds no rows") from None
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         cause = error.__cause__ or error
         raise DataError(f"data.name = '{config.name}' could not be read: {cause}") from None
@@ -176,6 +179,6 @@ def _render(
 ) -> str:
     try:
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
-    except Exception as error:  # jinja raises whatever the template's author chose
+    except Exception as error:  # noqa: BLE001 - jinja raises whatever the template's author chose
         raise DataError(f"{where}: the chat template refused these messages: {error}") from None
     return str(rendered)

@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     set_thread_environment(config.parallel.threads or max(1, available_cores() // ranks))
     report("importing torch")
     importlib.import_module(module_name)
-    from torch.distributed.elastic.agent.server.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -75,9 +75,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         elastic_launch(launch_config, _worker)(arguments.program, arguments.config)
     except ChildFailedError as error:
-        first = min(error.failures.values(), key=lambda failure: failure.timestamp)
+        rank, first = min(error.failures.items(), key=lambda item: item[1].timestamp)
         if first.exitcode < 0:
-            print(f"error: rank {first.rank} was killed by signal {-first.exitcode}", file=sys.stderr, flush=True)
+            print(f"error: rank {rank} was killed by signal {-first.exitcode}", file=sys.stderr, flush=True)
         return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
     except SignalException as stop:
         return 128 + int(stop.sigval)

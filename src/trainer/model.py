@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_utils import PreTrainedConfig
+from transformers.configuration_utils import PreTrainedConfig
 
 from trainer import attention as _registers_packed_attention  # noqa: F401
 from trainer.attention import PackedIndex
@@ -65,6 +67,7 @@ class Policy(nn.Module):
         output = decoder(input_ids=input_ids_BL, position_ids=position_ids_BL, use_cache=False, **kwargs)
         hidden_NH = output.last_hidden_state.flatten(0, 1).index_select(0, predict_index_N)
         head = self.causal_lm.get_output_embeddings()
+        assert head is not None, "a causal LM has an output embedding"
         return token_logprobs(
             hidden_NH,
             head.weight,
@@ -118,7 +121,7 @@ def build_policy(config: TrainedModelConfig, parallel: Parallel, *, seed: int, w
     _reset_buffers(causal_lm)
     if weights:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-        set_model_state_dict(causal_lm, source, options=options)
+        set_model_state_dict(causal_lm, cast(dict[str, Any], source), options=options)
     policy.train()
     return policy
 
@@ -134,11 +137,20 @@ def _initial_weights(config: TrainedModelConfig, model_config: PreTrainedConfig,
             f"model.name = '{config.name}' has no *.safetensors. Set model.init = random to train from scratch."
         )
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            config.name, config=model_config, dtype=torch.float32, attn_implementation="sdpa"
+        answer = AutoModelForCausalLM.from_pretrained(
+            config.name,
+            config=model_config,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise DataError(f"model.name = '{config.name}': the weights could not be loaded. {_first_line(error)}") from None
+        loaded, findings = cast(tuple[PreTrainedModel, dict[str, Any]], answer)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise DataError(
+            f"model.name = '{config.name}': the weights could not be loaded. {_first_line(error)}"
+        ) from None
+    if missing := sorted(findings["missing_keys"]):  # transformers itself fills these with random numbers
+        raise DataError(f"model.name = '{config.name}': the weights lack {len(missing)} tensors, such as {missing[0]}")
     return trained_tensors(loaded)
 
 

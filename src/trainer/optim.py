@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from triad.config.trainer import OptimConfig
 
@@ -38,7 +39,7 @@ def learning_rate(step: int, config: OptimConfig, max_steps: int) -> float:
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
     """Scale gradients to a global norm of at most `max_norm`; return the norm before."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    if isinstance(norm, torch.distributed.tensor.DTensor):
+    if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     return float(norm)
 

@@ -50,7 +50,7 @@ def read_batch(run_dir: RunDir, step: int) -> Batch:
     verify(directory)
     try:
         batch = msgspec.msgpack.decode((directory / BATCH_NAME).read_bytes(), type=Batch)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{directory / BATCH_NAME} cannot be read: {error}") from None
     if batch.format != BATCH_FORMAT or batch.step != step:
         raise CheckpointError(

@@ -182,7 +182,9 @@ def _settle(attempt: Attempt, *, keep_journal: bool) -> None:
     step = attempt.resume_step or 0
     moved = run_dir.set_aside_after(step, attempt.number, keep_journal=keep_journal)
     if moved:
-        print(f"set aside in {run_dir.discarded(attempt.number).relative_to(run_dir.path)}, as it lies after step {step}:")
+        print(
+            f"set aside in {run_dir.discarded(attempt.number).relative_to(run_dir.path)}, as it lies after step {step}:"
+        )
         print("  " + ", ".join(str(path.relative_to(run_dir.discarded(attempt.number))) for path in moved))
     replayed = [number for number in run_dir.published_batches() if number > step]
     if replayed:
@@ -239,9 +241,7 @@ def _watch(attempt: Attempt, commands: dict[str, list[str]], max_steps: int) -> 
     with Supervisor() as supervisor, console:
         for name, argv in commands.items():
             environment = {EVENTS_ENV: str(events), PROCESS_ENV: name}
-            supervisor.start(
-                name, argv, logs / f"{name}.log", environment=environment, is_service=name == "inference"
-            )
+            supervisor.start(name, argv, logs / f"{name}.log", environment=environment, is_service=name == "inference")
         outcome = supervisor.run(console.refresh)
         if isinstance(outcome, int):
             console.say(f"{signal.Signals(outcome).name}: stopping")

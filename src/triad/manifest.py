@@ -100,7 +100,7 @@ def read_manifest(directory: Path) -> Manifest:
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
     except FileNotFoundError:
         raise CheckpointError(f"{directory} has no {MANIFEST_NAME}: it was never committed") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if manifest.format != FORMAT_VERSION:
         raise CheckpointError(f"{path} has format {manifest.format}; this version reads format {FORMAT_VERSION}")

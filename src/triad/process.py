@@ -13,14 +13,25 @@ from typing import NoReturn
 
 from triad.errors import TriadError
 
+LAUNCHER_ENV = "TRIAD_LAUNCHER_PID"
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(sig: int = signal.SIGKILL) -> None:
+def die_with_launcher() -> None:
+    """Die with the launcher that started this process; one started by hand may outlive its shell.
+
+    The launcher gives its process id, so a launcher that died before this call is noticed as well.
+    """
+    launcher = os.environ.pop(LAUNCHER_ENV, None)
+    if launcher is not None:
+        die_with_parent(parent=int(launcher))
+
+
+def die_with_parent(sig: int = signal.SIGKILL, *, parent: int | None = None) -> None:
     """Ask the kernel (Linux) for `sig` when the parent ends, so that no orphan outlives a killed run."""
     if not sys.platform.startswith("linux"):
         return
-    parent = os.getppid()
+    parent = parent or os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, sig)
     if os.getppid() != parent:
         os._exit(1)
@@ -60,7 +71,7 @@ def run_reporting_errors(program: Callable[[], object]) -> NoReturn:
     except TriadError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
-    except Exception:
+    except Exception:  # noqa: BLE001 - reported, and the process ends
         # A bug of ours: the traceback is what the report needs, once, without a launcher's wrapping.
         traceback.print_exc()
         sys.exit(1)

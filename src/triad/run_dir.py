@@ -1,15 +1,15 @@
 """The run directory: every path of a run, and which process may touch it.
 
-    run.json                 run id and creation time
-    run.lock                 held by the launcher while the run is going
-    configs/attempt_K/       the resolved TOML of every process
-    checkpoints/step_N/      trainer/, orchestrator/, manifest.json (written last: the commit)
-    rollouts/step_N/         the batch that step N trains on, and the orchestrator's state after it
-    rollouts/generations_N.log  finished generations of batch N while it is being made
-    weights/step_N/          what inference serves (Hugging Face layout)
-    metrics.jsonl            one JSON object per step
-    logs/attempt_K/          one log per process, and events.jsonl (phases)
-    discarded/attempt_K/     what a resume from an older step superseded
+run.json                 run id and creation time
+run.lock                 held by the launcher while the run is going
+configs/attempt_K/       the resolved TOML of every process
+checkpoints/step_N/      trainer/, orchestrator/, manifest.json (written last: the commit)
+rollouts/step_N/         the batch that step N trains on, and the orchestrator's state after it
+rollouts/generations_N.log  finished generations of batch N while it is being made
+weights/step_N/          what inference serves (Hugging Face layout)
+metrics.jsonl            one JSON object per step
+logs/attempt_K/          one log per process, and events.jsonl (phases)
+discarded/attempt_K/     what a resume from an older step superseded
 """
 
 from __future__ import annotations
@@ -123,7 +123,9 @@ class RunDir:
             self.path.mkdir(parents=True, exist_ok=True)
             file = open(self.path / "run.lock", "a+")
         except OSError as error:
-            raise RunDirError(f"{self.path} cannot be a run directory: {error}. Choose another with --output-dir.") from None
+            raise RunDirError(
+                f"{self.path} cannot be a run directory: {error}. Choose another with --output-dir."
+            ) from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from triad.process import LAUNCHER_ENV
+
 REFRESH_S = 0.1
 STOP_TIMEOUT_S = 10.0
 
@@ -83,7 +85,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
+                env={**os.environ, **environment, LAUNCHER_ENV: str(os.getpid())},
                 start_new_session=True,
             )
         child = Child(name, process, log, is_service)

@@ -24,7 +24,6 @@ class Command(BaseSettings):
         extra="forbid",
         use_attribute_docstrings=True,
         validate_default=True,
-        nested_model_default_partial_update=True,
         cli_kebab_case=True,
         cli_implicit_flags=True,
         cli_hide_none_type=True,
@@ -32,7 +31,12 @@ class Command(BaseSettings):
 
     @classmethod
     def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: object
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Take values from files and flags alone: an environment variable named SEED is not meant for us."""
         return (init_settings,)
@@ -40,7 +44,7 @@ class Command(BaseSettings):
     output_dir: Path = Path("outputs")
     """The run directory: checkpoints, rollouts, weights, metrics, logs and resolved configs."""
 
-    seed: int = Field(0, ge=0, lt=2**31)
+    seed: int = Field(default=0, ge=0, lt=2**31)
     """The one seed from which data order, initialisation and sampling are derived."""
 
     dry_run: bool = False
@@ -50,10 +54,10 @@ class Command(BaseSettings):
 class CkptConfig(Section):
     """Checkpoints. A bare ``--ckpt`` writes the final step only."""
 
-    interval: int | None = Field(None, ge=1)
+    interval: int | None = Field(default=None, ge=1)
     """Save after every this many steps; unset: after the final step only."""
 
-    keep: int | None = Field(None, ge=1)
+    keep: int | None = Field(default=None, ge=1)
     """Keep this many of the newest checkpoints; unset: keep all."""
 
     resume_step: int | Literal["latest", "auto"] | None = None

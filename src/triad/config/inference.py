@@ -15,7 +15,7 @@ class ServedModelConfig(ModelConfig):
     dtype: DType = "float32"
     """Dtype of weights and activations in the engine; equal to the trainer's for the least mismatch."""
 
-    max_len: int = Field(2048, ge=2)
+    max_len: int = Field(default=2048, ge=2)
     """Most tokens of prompt and completion together."""
 
     load: Literal["auto", "dummy"] = "auto"
@@ -28,29 +28,32 @@ class ServerConfig(Section):
     host: str = "127.0.0.1"
     """Address to bind. Anything other than loopback needs an admin token."""
 
-    port: int = Field(8000, ge=1, le=65535)
+    port: int = Field(default=8000, ge=1, le=65535)
     """TCP port."""
 
     admin_token_env: str = "TRIAD_ADMIN_TOKEN"
     """Environment variable with the token that the admin routes ask for (`Authorization: Bearer`)."""
 
+    health_timeout_s: float = Field(default=20.0, gt=0)
+    """An engine that answers a probe later than this is reported as failing by `/health`."""
+
 
 class EngineConfig(Section):
     """The vLLM engine."""
 
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(default=None, ge=1)
     """CPU threads of the engine; unset: half of the cores, at least one."""
 
-    max_num_seqs: int = Field(256, ge=1)
+    max_num_seqs: int = Field(default=256, ge=1)
     """Most sequences decoded at once."""
 
-    kv_cache_bytes: int = Field(134_217_728, ge=1_048_576)
+    kv_cache_bytes: int = Field(default=134_217_728, ge=1_048_576)
     """Memory of the key-value cache on CPU."""
 
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of GPU memory that the engine may use."""
 
-    tensor_parallel_size: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1)
     """GPUs that one model is split over."""
 
     eager: bool = True

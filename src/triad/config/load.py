@@ -66,7 +66,7 @@ def parse_command_line(command: type[C], argv: list[str], *, program: str) -> C:
     Raises:
         ConfigError: a file, key, type or value cannot be used.
     """
-    files, flags = _split_files(argv)
+    files, flags = _split_files(argv, command)
     source: CliSettingsSource[Any] = CliSettingsSource(command, cli_prog_name=program, cli_exit_on_error=False)
     given = _check_flags(flags, source)
     try:
@@ -77,7 +77,7 @@ def parse_command_line(command: type[C], argv: list[str], *, program: str) -> C:
         raise ConfigError(str(error).removeprefix("error parsing CLI: ")) from None
 
 
-def _split_files(argv: list[str]) -> tuple[_Files, list[str]]:
+def _split_files(argv: list[str], command: type[BaseModel]) -> tuple[_Files, list[str]]:
     """Take every `@ file` and `--section @ file` out of `argv`."""
     files, flags = _Files(), []
     position = 0
@@ -93,9 +93,22 @@ def _split_files(argv: list[str]) -> tuple[_Files, list[str]]:
             raise ConfigError("'@' needs the path of a TOML file behind it")
         section: tuple[str, ...] = ()
         if flags and flags[-1].startswith("--") and "=" not in flags[-1]:
-            section = tuple(flags.pop()[2:].replace("-", "_").split("."))
+            name = flags[-1].removeprefix("--no-").removeprefix("--").replace("-", "_")
+            if not _is_value(name.split("."), command):
+                section = tuple(name.split("."))
+                flags.pop()
         files.add(path, section)
     return files, flags
+
+
+def _is_value(path: list[str], command: type[BaseModel]) -> bool:
+    """Return whether `path` names a plain setting such as `dry_run`, which no file can fill."""
+    model: type[BaseModel] | None = command
+    for name in path[:-1]:
+        info = model.model_fields.get(name) if model else None
+        model = _model_in(info.annotation) if info else None
+    last = model.model_fields.get(path[-1]) if model else None
+    return last is not None and _model_in(last.annotation) is None
 
 
 def _check_flags(flags: list[str], source: CliSettingsSource[Any]) -> dict[str, str]:
@@ -148,7 +161,9 @@ def _shown(value: object) -> str:
         return repr(value)
 
 
-def _resolve(location: tuple[int | str, ...], command: type[BaseModel]) -> tuple[tuple[int | str, ...], type[BaseModel] | None]:
+def _resolve(
+    location: tuple[int | str, ...], command: type[BaseModel]
+) -> tuple[tuple[int | str, ...], type[BaseModel] | None]:
     """Return the part of a pydantic location that names keys, and the model that has the last of them.
 
     The rest of a location names alternatives of a union, which a user never wrote.
@@ -213,5 +228,3 @@ def read_toml(command: type[C], path: str | Path) -> C:
         return command.model_validate(files.data)
     except ValidationError as error:
         raise ConfigError(_describe(error, command, files, {})) from None
-
-

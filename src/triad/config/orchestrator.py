@@ -18,7 +18,7 @@ class EnvironmentConfig(Section):
     name: str | None = None
     """Name in metrics; unset: the id."""
 
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0)
     """Share of the problems of each step, relative to the other environments."""
 
     args: dict[str, Any] = {}
@@ -33,57 +33,57 @@ class EnvironmentConfig(Section):
 class SamplingConfig(Section):
     """How completions are sampled."""
 
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
     """Softmax temperature; the trainer uses the same."""
 
-    max_tokens: int = Field(128, ge=1)
+    max_tokens: int = Field(default=128, ge=1)
     """Most tokens sampled in one turn."""
 
 
 class ClientConfig(Section):
     """The inference servers to use."""
 
-    urls: list[str] = Field(["http://127.0.0.1:8000"], min_length=1)
+    urls: list[str] = Field(default=["http://127.0.0.1:8000"], min_length=1)
     """Base URL of every engine. All get every weight update; requests are spread over them."""
 
     admin_token_env: str = "TRIAD_ADMIN_TOKEN"
     """Environment variable with the admin token of the servers."""
 
-    timeout_s: float = Field(600.0, gt=0)
+    timeout_s: float = Field(default=600.0, gt=0)
     """Deadline of one generation request."""
 
-    ready_timeout_s: float = Field(900.0, gt=0)
+    ready_timeout_s: float = Field(default=900.0, gt=0)
     """How long to wait for the servers to answer at the start."""
 
-    max_concurrency: int = Field(256, ge=1)
+    max_concurrency: int = Field(default=256, ge=1)
     """Most sessions in flight at once."""
 
 
 class OrchestratorConfig(Command):
     """The orchestrator: environments, rollouts and batches."""
 
-    max_steps: int = Field(100, ge=1)
+    max_steps: int = Field(default=100, ge=1)
     """Make batches until this step."""
 
     model: ModelConfig = ModelConfig()
     """The model that is trained; its tokenizer is used here."""
 
-    environments: list[EnvironmentConfig] = Field([EnvironmentConfig()], min_length=1)
+    environments: list[EnvironmentConfig] = Field(default=[EnvironmentConfig()], min_length=1)
     """The mix of environments."""
 
-    problems_per_step: int = Field(16, ge=1)
+    problems_per_step: int = Field(default=16, ge=1)
     """Problems of one batch."""
 
-    group_size: int = Field(8, ge=2)
+    group_size: int = Field(default=8, ge=2)
     """Rollouts of one problem; at least two, since advantages compare them with one another."""
 
     advantage: Literal["grpo", "dr_grpo"] = "grpo"
     """`grpo`: (reward - mean) / std within the group; `dr_grpo`: reward - mean."""
 
-    async_level: int = Field(1, ge=0)
+    async_level: int = Field(default=1, ge=0)
     """Batch N is made wholly by the weights of step max(0, N - 1 - async_level)."""
 
-    seq_len: int = Field(1024, ge=2)
+    seq_len: int = Field(default=1024, ge=2)
     """Most tokens of one rollout, prompt included."""
 
     sampling: SamplingConfig = SamplingConfig()
@@ -92,7 +92,7 @@ class OrchestratorConfig(Command):
     client: ClientConfig = ClientConfig()
     """Inference servers."""
 
-    weights_timeout_s: float = Field(1800.0, gt=0)
+    weights_timeout_s: float = Field(default=1800.0, gt=0)
     """Give up when the trainer publishes no weights for this long."""
 
     ckpt: CkptConfig | None = None

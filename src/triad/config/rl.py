@@ -25,10 +25,10 @@ class RlConfig(Command):
     inference: InferenceConfig = InferenceConfig()
     """The inference server; `--inference @ infer.toml`."""
 
-    max_steps: int | None = Field(None, ge=1)
+    max_steps: int | None = Field(default=None, ge=1)
     """For trainer and orchestrator: train until this step."""
 
-    async_level: int | None = Field(None, ge=0)
+    async_level: int | None = Field(default=None, ge=0)
     """For trainer and orchestrator: batch N is made by the weights of step N - 1 - async_level."""
 
     model: ModelConfig | None = None
@@ -83,8 +83,11 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
 def _agreed(config: RlConfig, setting: str, names: tuple[str, ...]) -> object:
     if setting in config.model_fields_set:
         return getattr(config, setting)
-    given = {name: getattr(getattr(config, name), setting) for name in names
-             if setting in getattr(config, name).model_fields_set}
+    given = {
+        name: getattr(getattr(config, name), setting)
+        for name in names
+        if setting in getattr(config, name).model_fields_set
+    }
     values = list(given.values())
     if any(value != values[0] for value in values):
         shown = ", ".join(f"{name}.{setting} = {_plain(value)}" for name, value in given.items())
@@ -99,11 +102,12 @@ def _hand_down_model(config: RlConfig, names: tuple[str, ...]) -> None:
         if config.model is not None and field in config.model.model_fields_set:
             value = getattr(config.model, field)
         else:
-            given = {name: getattr(model, field) for name, model in sections.items()
-                     if field in model.model_fields_set}
+            given = {name: getattr(model, field) for name, model in sections.items() if field in model.model_fields_set}
             if len(set(given.values())) > 1:
                 shown = ", ".join(f"{name}.model.{field} = '{value}'" for name, value in given.items())
-                raise ConfigError(f"processes disagree on the model: {shown}. Set it once for all with --model.{field}.")
+                raise ConfigError(
+                    f"processes disagree on the model: {shown}. Set it once for all with --model.{field}."
+                )
             value = next(iter(given.values()), getattr(config.trainer.model, field))
         for model in sections.values():
             setattr(model, field, value)

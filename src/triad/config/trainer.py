@@ -30,58 +30,58 @@ class TrainedModelConfig(ModelConfig):
     compile: bool = False
     """torch.compile each layer. Pays on GPUs; on CPU compiling often costs more than it brings."""
 
-    logits_chunk_tokens: int = Field(4096, ge=1)
+    logits_chunk_tokens: int = Field(default=4096, ge=1)
     """Logits exist for at most this many tokens at once."""
 
 
 class ParallelConfig(Section):
     """Ranks, threads and devices of the trainer."""
 
-    num_ranks: int = Field(1, ge=1)
+    num_ranks: int = Field(default=1, ge=1)
     """Processes to start on this machine; the model is sharded over them."""
 
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(default=None, ge=1)
     """CPU threads of each rank; unset: the cores this process is given, divided by the ranks."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA where there is one."""
 
-    collective_timeout_s: float = Field(600.0, gt=0)
+    collective_timeout_s: float = Field(default=600.0, gt=0)
     """A collective that takes longer than this fails, and names itself."""
 
 
 class OptimConfig(Section):
     """AdamW, gradient clipping and the learning-rate schedule."""
 
-    lr: float = Field(1e-5, gt=0)
+    lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate."""
 
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
 
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0)
     """AdamW's epsilon."""
 
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of matrices; vectors (norms, biases) are never decayed."""
 
-    max_grad_norm: float | None = Field(1.0, gt=0)
-    """Clip the global gradient norm to this; unset: never clip."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Clip the global gradient norm to this; `inf`: never clip."""
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after warm-up, until `max_steps`."""
 
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up from 0 to `lr`."""
 
-    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """The schedule ends at `lr` times this."""
 
 
 class TrainingCommand(Command):
     """What every training program has."""
 
-    max_steps: int = Field(100, ge=1)
+    max_steps: int = Field(default=100, ge=1)
     """Train until this optimizer step (counted from the start of the run, also on resume)."""
 
     clean: bool = False
@@ -118,16 +118,16 @@ class SftDataConfig(Section):
     split: str = "train"
     """Split to read, for directories and hub datasets."""
 
-    validation_fraction: float = Field(0.0, ge=0, lt=1)
+    validation_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of the samples held out for validation, chosen by `seed`."""
 
-    batch_size: int = Field(64, ge=1)
+    batch_size: int = Field(default=64, ge=1)
     """Samples of one optimizer step, over all ranks."""
 
-    micro_batch_size: int = Field(8, ge=1)
+    micro_batch_size: int = Field(default=8, ge=1)
     """Rows of one forward pass on each rank; gradients accumulate until the batch is done."""
 
-    seq_len: int = Field(1024, ge=2)
+    seq_len: int = Field(default=1024, ge=2)
     """Most tokens of one sample, and with `pack` of one row."""
 
     too_long: Literal["error", "drop", "truncate"] = "error"
@@ -146,7 +146,7 @@ class SftConfig(TrainingCommand):
     data: SftDataConfig = SftDataConfig()
     """Samples and batches."""
 
-    val_interval: int | None = Field(None, ge=1)
+    val_interval: int | None = Field(default=None, ge=1)
     """Steps between validations; unset: after the final step only. Needs data.validation_fraction."""
 
 
@@ -156,10 +156,10 @@ class GrpoLossConfig(Section):
     type: Literal["grpo"] = "grpo"
     """The loss, by name."""
 
-    clip_low: float = Field(0.2, ge=0, lt=1)
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
     """The importance ratio is clipped below at 1 - clip_low."""
 
-    clip_high: float = Field(0.2, ge=0)
+    clip_high: float = Field(default=0.2, ge=0)
     """The importance ratio is clipped above at 1 + clip_high."""
 
 
@@ -169,11 +169,11 @@ class TrainerConfig(TrainingCommand):
     loss: GrpoLossConfig = GrpoLossConfig()
     """Policy loss."""
 
-    row_tokens: int = Field(4096, ge=2)
+    row_tokens: int = Field(default=4096, ge=2)
     """Token budget of one packed row (one forward pass of one rank)."""
 
-    async_level: int = Field(1, ge=0)
+    async_level: int = Field(default=1, ge=0)
     """Batch N is made by the weights of step N - 1 - async_level; weights are kept that long."""
 
-    batch_timeout_s: float = Field(1800.0, gt=0)
+    batch_timeout_s: float = Field(default=1800.0, gt=0)
     """Give up when the orchestrator publishes no batch for this long."""

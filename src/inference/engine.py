@@ -1,0 +1,140 @@
+"""vLLM's engine, set up from the project's configuration.
+
+Importing this module imports vLLM, which takes many seconds. `set_environment` must run before
+that: vLLM and torch read their environment at import.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import vllm.model_executor.models.registry as model_registry
+import vllm.v1.engine.utils as engine_utils
+from fastapi import FastAPI
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.platforms import current_platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from inference.worker import LOAD_FORMAT, prepare_engine_process
+from triad.config import InferenceConfig
+from triad.errors import ConfigError
+
+# Prompts of one step that are prefilled together; chunked prefill is off, so at least model.max_len.
+_MIN_BATCHED_TOKENS = 8192
+
+# What the server relies on; set elsewhere in the configuration or not at all.
+_RESERVED = (
+    "model", "tokenizer", "served-model-name", "host", "port", "seed", "dtype", "max-model-len", "load-format",
+    "worker-extension-cls", "logprobs-mode", "enable-chunked-prefill", "uds", "api-key", "generation-config",
+)  # fmt: skip
+
+
+def vllm_arguments(config: InferenceConfig, model_dir: Path, tokenizer_dir: Path) -> list[str]:
+    """Return the command line of vLLM's server for `config`.
+
+    Raises:
+        ConfigError: `engine.args` sets something that the server relies on.
+    """
+    engine = config.engine
+    arguments = {
+        "model": str(model_dir),
+        "tokenizer": str(tokenizer_dir),
+        "served-model-name": config.model.name,
+        "host": config.server.host,
+        "port": config.server.port,
+        "seed": config.seed,
+        "dtype": config.model.dtype,
+        "max-model-len": config.model.max_len,
+        "load-format": LOAD_FORMAT if config.model.load == "auto" else "dummy",
+        "worker-extension-cls": "inference.worker.PolicyWorker",
+        "logprobs-mode": "processed_logprobs",
+        # The model's own top-p and top-k would bend the distribution that the policy is trained on.
+        "generation-config": "vllm",
+        "max-num-seqs": engine.max_num_seqs,
+        "max-num-batched-tokens": max(_MIN_BATCHED_TOKENS, config.model.max_len, engine.max_num_seqs),
+        "tensor-parallel-size": engine.tensor_parallel_size,
+        "enforce-eager": engine.eager,
+        "disable-log-stats": True,
+    }
+    if current_platform.is_cpu():
+        # With a seed per request, chunked prefill ends the engine on CPU.
+        arguments |= {"enable-chunked-prefill": False, "kv-cache-memory-bytes": engine.kv_cache_bytes}
+    else:
+        arguments |= {"gpu-memory-utilization": engine.gpu_memory_utilization}
+    given = {name.replace("_", "-"): value for name, value in engine.args.items()}
+    if taken := sorted(given.keys() & set(_RESERVED)):
+        raise ConfigError(f"engine.args.{taken[0]} cannot be set: the server sets it itself from its other settings.")
+    return [_flag(name, value) for name, value in (arguments | given).items() if value is not None]
+
+
+def _flag(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name}={value}"
+
+
+def parse_arguments(arguments: list[str]) -> Namespace:
+    """Parse vLLM's command line.
+
+    Raises:
+        ConfigError: vLLM does not know an argument, or refuses its value.
+    """
+    parser = make_arg_parser(FlexibleArgumentParser())
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"vLLM refuses its arguments (engine.args): {message}")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    if current_platform.is_cpu():
+        # vLLM looks at the model's class in a second process that imports everything again, lest
+        # this one touches CUDA. Here there is none.
+        model_registry._run_in_subprocess = lambda inspect: inspect()
+    args = parser.parse_args(arguments)
+    assert args is not None
+    validate_parsed_serve_args(args)
+    return args
+
+
+@asynccontextmanager
+async def running_engine(args: Namespace) -> AsyncIterator[AsyncLLM]:
+    """Start the engine's process, yield its client, and end it."""
+    if current_platform.is_cpu():
+        _fork_engine()
+    async with build_async_engine_client(args) as engine:
+        assert isinstance(engine, AsyncLLM)
+        yield engine
+
+
+async def build_vllm_app(engine: AsyncLLM, args: Namespace) -> FastAPI:
+    """Return vLLM's OpenAI-compatible application around `engine`."""
+    tasks = await engine.get_supported_tasks()
+    app = build_app(args, tasks, engine.model_config)
+    await init_app_state(engine, app.state, args, tasks)
+    return app
+
+
+def _fork_engine() -> None:
+    """Let vLLM fork its engine instead of spawning it, which saves a second import of everything.
+
+    Safe on CPU only: CUDA contexts do not survive a fork. No OpenMP team may exist in this process
+    yet, so nothing here may compute with torch.
+    """
+    engine_utils.get_mp_context = lambda: multiprocessing.get_context("fork")  # type: ignore[assignment]
+    server_pid = os.getpid()
+
+    def in_child() -> None:
+        # The hook stays for life, but only the server's own children are engines.
+        if os.getppid() == server_pid:
+            prepare_engine_process()
+
+    os.register_at_fork(after_in_child=in_child)

@@ -1,0 +1,166 @@
+"""Token ids in, token ids and log-probabilities out: the route that rollouts use.
+
+It talks to vLLM's engine directly: no text, no chat template, one choice per seed, and every
+choice says which policy versions sampled it. JSON is decoded into and encoded from msgspec
+structs, since the answers are long lists of numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Annotated, Any
+
+import msgspec
+from vllm.exceptions import VLLMClientError
+from vllm.inputs import tokens_input
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from inference.errors import RequestError
+from triad.messages import VersionSpan
+
+# What vLLM samples at as asked: it raises lower temperatures in silence, and refuses higher ones.
+_MIN_TEMPERATURE = 0.01
+_MAX_TEMPERATURE = 2.0
+_MAX_CHOICES = 4096
+
+_request_ids = itertools.count()
+_Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_TokenId = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of `POST /inference/v1/generate`.
+
+    Attributes:
+        token_ids: the prompt.
+        seeds: one independent choice is sampled per seed, by a generator of its own.
+        max_tokens: most tokens per choice, the stop token included.
+        temperature: softmax temperature, 0.01 to 2; 0 picks the likeliest token, with
+            logprobs at temperature 1.
+        stop_token_ids: a choice ends after sampling one of these; nothing else stops it.
+    """
+
+    token_ids: Annotated[list[_TokenId], msgspec.Meta(min_length=1)]
+    seeds: Annotated[list[_Seed], msgspec.Meta(min_length=1, max_length=_MAX_CHOICES)]
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    temperature: float = 1.0
+    stop_token_ids: list[_TokenId] = []
+
+
+class Choice(msgspec.Struct):
+    """One sampled continuation; `logprobs` are log_softmax(logits / temperature) of `token_ids`."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    versions: list[VersionSpan]
+
+
+class GenerateResponse(msgspec.Struct):
+    """Answer of `POST /inference/v1/generate`; `version` is the newest that sampled any of it."""
+
+    choices: list[Choice]
+    version: int
+
+
+_decoder = msgspec.json.Decoder(GenerateRequest)
+
+
+def decode_request(body: bytes) -> GenerateRequest:
+    """Return the request in `body`.
+
+    Raises:
+        RequestError: 400, naming the unknown fields or the first wrong value.
+    """
+    try:
+        return _decoder.decode(body)
+    except msgspec.ValidationError as error:
+        given = msgspec.json.decode(body)
+        known = GenerateRequest.__struct_fields__
+        if isinstance(given, dict) and (unknown := sorted(given.keys() - set(known))):
+            raise RequestError(400, f"unknown fields: {', '.join(unknown)}. Allowed: {', '.join(known)}.") from None
+        raise RequestError(400, str(error)) from None
+    except msgspec.DecodeError as error:
+        raise RequestError(400, f"the body is not JSON: {error}") from None
+
+
+class Generator:
+    """Answers generate requests with one engine."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+        self._max_len = engine.model_config.max_model_len
+        self._vocab_size = engine.model_config.get_vocab_size()
+
+    def check(self, request: GenerateRequest) -> None:
+        """Refuse what the engine would cut short or die of.
+
+        Raises:
+            RequestError: 400.
+        """
+        total = len(request.token_ids) + request.max_tokens
+        if total > self._max_len:
+            raise RequestError(
+                400,
+                f"{len(request.token_ids)} prompt tokens + max_tokens {request.max_tokens} = {total} exceed "
+                f"the model's length of {self._max_len} (model.max_len)",
+            )
+        for name, ids in (("token_ids", request.token_ids), ("stop_token_ids", request.stop_token_ids)):
+            if ids and (largest := max(ids)) >= self._vocab_size:
+                raise RequestError(400, f"{name} holds {largest}, the vocabulary has {self._vocab_size} tokens")
+        if request.temperature != 0 and not _MIN_TEMPERATURE <= request.temperature <= _MAX_TEMPERATURE:
+            raise RequestError(
+                400,
+                f"temperature is {request.temperature}; allowed are 0 and {_MIN_TEMPERATURE} to {_MAX_TEMPERATURE}",
+            )
+
+    async def generate(self, request: GenerateRequest) -> GenerateResponse:
+        """Sample one choice per seed. Cancelling this aborts them all in the engine.
+
+        Raises:
+            RequestError: 400 for a request that cannot be served.
+            EngineDeadError: the engine ended.
+        """
+        self.check(request)
+        try:
+            choices = await asyncio.gather(
+                *(self._sample(request, index, seed) for index, seed in enumerate(request.seeds))
+            )
+        except VLLMClientError as error:
+            raise RequestError(400, str(error)) from None
+        return GenerateResponse(choices=choices, version=max(span.version for c in choices for span in c.versions))
+
+    async def _sample(self, request: GenerateRequest, index: int, seed: int) -> Choice:
+        params = SamplingParams(
+            seed=seed,
+            temperature=request.temperature,
+            max_tokens=request.max_tokens,
+            stop_token_ids=request.stop_token_ids,
+            ignore_eos=True,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+        prompt = tokens_input(request.token_ids)
+        async for output in self._engine.generate(prompt, params, f"generate-{next(_request_ids)}"):
+            return _choice(index, output.outputs[0])
+        raise AssertionError("the engine ended a request without an output")
+
+
+def _choice(index: int, output: CompletionOutput) -> Choice:
+    logprobs: Any = output.logprobs
+    spans = output.weight_versions or []
+    token_ids = list(output.token_ids)
+    return Choice(
+        index=index,
+        token_ids=token_ids,
+        logprobs=logprobs.logprobs,
+        finish_reason=output.finish_reason or "abort",
+        versions=[VersionSpan(int(span.version), span.start, span.end) for span in spans],
+    )

@@ -1,0 +1,104 @@
+"""The inference server: `python -m inference.main <resolved.toml>`.
+
+The `inference` command writes the resolved configuration and starts this module. Everything that
+can be wrong with it is checked before vLLM is imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import tomli
+from pydantic import ValidationError
+
+from inference.preflight import Preflight, check
+from triad.config import InferenceConfig
+from triad.errors import ConfigError, TriadError
+from triad.events import report
+from triad.process import available_cores, die_with_launcher, set_thread_environment, set_up_logging
+
+
+def main(argv: list[str]) -> int:
+    """Serve the configuration in the file that `argv` names; return the exit code."""
+    set_up_logging("inference")
+    die_with_launcher()
+    try:
+        if len(argv) != 1:
+            raise ConfigError(f"usage: python -m inference.main <resolved.toml>, got {len(argv)} arguments")
+        config = load_config(Path(argv[0]))
+        return run(config)
+    except TriadError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+def load_config(path: Path) -> InferenceConfig:
+    """Read a resolved configuration.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not a configuration of the inference server.
+    """
+    try:
+        return InferenceConfig.model_validate(tomli.loads(path.read_text()))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (tomli.TOMLDecodeError, ValidationError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def run(config: InferenceConfig) -> int:
+    """Check, import vLLM and serve; return the exit code.
+
+    Raises:
+        TriadError: something that the user can be told in one message.
+    """
+    preflight: Preflight = check(config)
+    set_environment(config)
+    report("loading vllm")
+    logging.getLogger("vllm").setLevel(logging.WARNING)
+    # Imported here because it takes many seconds, and reads the environment that was just set.
+    from inference.server import serve
+
+    return serve(config, preflight)
+
+
+def set_environment(config: InferenceConfig) -> None:
+    """Set what vLLM and torch read at import; what the user has set stays."""
+    threads = config.engine.threads or max(1, available_cores() // 2)
+    set_thread_environment(threads)
+    defaults = {
+        # No separate worker process: one engine process per server.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # With several threads, a split over the cache would make logprobs depend on the batch.
+        "VLLM_CPU_ATTN_SPLIT_KV": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        # The model is a local directory by now.
+        "HF_HUB_OFFLINE": "1",
+    }
+    if config.engine.eager and _is_cpu_build():
+        # Its sampler would compile one small function at the first request, for 12 s.
+        defaults["TORCHDYNAMO_DISABLE"] = "1"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def _is_cpu_build() -> bool:
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of vLLM's clients must not delay or change the exit.
+    os._exit(code)

@@ -1,0 +1,109 @@
+"""Which weights the engine serves, and the one way to change them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+import msgspec
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from inference.errors import RequestError
+from inference.meter import Meter
+from inference.worker import StageResult
+
+_log = logging.getLogger("inference")
+
+
+class UpdateRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of `POST /update_weights`: a directory that the engine's machine can read, and its version."""
+
+    path: str
+    version: int
+
+
+class UpdateResponse(msgspec.Struct):
+    """Answer of `POST /update_weights`: what now serves, and how long the update took."""
+
+    version: int
+    digest: str
+    seconds: float
+
+
+class Policy:
+    """The weights of one engine.
+
+    Attributes:
+        version: the policy version that serves; None before the first weights.
+        digest: `triad.weights_digest` of the bytes that the worker loaded.
+        paused: `/pause` was asked for, and no `/resume` yet.
+    """
+
+    def __init__(self, engine: AsyncLLM, meter: Meter) -> None:
+        self._engine = engine
+        self._meter = meter
+        self._lock = asyncio.Lock()
+        self.version: int | None = None
+        self.digest: str | None = None
+        self.paused = False
+
+    async def adopt_initial(self) -> None:
+        """Take what the engine loaded at its start as version 0."""
+        digests: list[str | None] = await self._engine.collective_rpc("loaded_digest")
+        await self._adopt(0, _agreed(digests))
+
+    async def pause(self) -> None:
+        """Freeze generation; requests in flight and new ones wait for `resume`."""
+        async with self._lock:
+            await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+            self.paused = True
+
+    async def resume(self) -> None:
+        """Go on generating."""
+        async with self._lock:
+            await self._engine.resume_generation()
+            self.paused = False
+
+    async def update(self, directory: Path, *, version: int) -> UpdateResponse:
+        """Replace the weights by those in `directory`. Requests in flight go on with the new ones.
+
+        The directory is read and checked while the old weights keep serving. Then the engine is
+        frozen, all cached keys and values are dropped (they belong to the old weights), the
+        weights are swapped, and generation goes on.
+
+        Raises:
+            RequestError: 409, the directory cannot be used; nothing has changed.
+        """
+        async with self._lock:
+            started = time.perf_counter()
+            staged: list[StageResult] = await self._engine.collective_rpc(
+                "stage_weights", args=(str(directory), version)
+            )
+            for result in staged:
+                if result["refused"] is not None:
+                    raise RequestError(
+                        409, f"weights refused, version {self.version} keeps serving: {result['refused']}"
+                    )
+            # Not AsyncLLM.pause_generation: it sleeps 20 ms after the engine has confirmed.
+            await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+            digests: list[str | None] = await self._engine.collective_rpc("apply_weights")
+            await self._adopt(version, _agreed(digests))
+            if not self.paused:
+                await self._engine.resume_generation()
+            seconds = time.perf_counter() - started
+        self._meter.weight_update(seconds)
+        _log.info("serving policy version %d from %s after %.0f ms", version, directory, seconds * 1e3)
+        assert self.digest is not None
+        return UpdateResponse(version=version, digest=self.digest, seconds=seconds)
+
+    async def _adopt(self, version: int, digest: str) -> None:
+        await self._engine.update_weight_version(str(version))
+        self.version, self.digest = version, digest
+
+
+def _agreed(digests: list[str | None]) -> str:
+    digest = digests[0]
+    assert digest is not None and set(digests) == {digest}, f"workers loaded different weights: {digests}"
+    return digest

@@ -1,0 +1,153 @@
+"""The server's life: start the engine, serve, and end for one of three reasons.
+
+    asked to (SIGTERM, SIGINT)    exit code 0
+    the engine died               exit code 75, with the reason in the log
+    the engine did not start      exit code 3 (InferenceError)
+
+What is wrong with the configuration ends it earlier, with exit code 2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from argparse import Namespace
+from collections.abc import Iterator
+
+import uvicorn
+import uvloop
+from prometheus_client import REGISTRY
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from inference.engine import build_vllm_app, parse_arguments, running_engine, vllm_arguments
+from inference.meter import Meter
+from inference.policy import Policy
+from inference.preflight import Preflight
+from inference.routes import Routes, build_application
+from triad.config import InferenceConfig
+from triad.errors import ConfigError, InferenceError
+from triad.events import report
+
+ENGINE_DIED_EXIT_CODE = 75
+
+_log = logging.getLogger("inference")
+_WATCH_INTERVAL_S = 0.2
+_KEEP_ALIVE_S = 120
+_BACKLOG = 2048
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn without its signal handlers: the engine must be ended first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(config: InferenceConfig, preflight: Preflight) -> int:
+    """Serve until asked to stop; return the exit code.
+
+    Raises:
+        ConfigError: vLLM refuses an argument, or another server took the port meanwhile.
+        InferenceError: the engine did not start.
+    """
+    args = parse_arguments(vllm_arguments(config, preflight.model_dir, preflight.tokenizer_dir))
+    # Until the loop runs there is nothing to wind down; the engine ends with this process.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os._exit(0))
+    report("loading model", model=config.model.name)
+    return uvloop.run(_serve(config, args, preflight))
+
+
+async def _serve(config: InferenceConfig, args: Namespace, preflight: Preflight) -> int:
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            engine = await stack.enter_async_context(running_engine(args))
+        except (RuntimeError, ValueError) as error:
+            raise InferenceError(f"the engine did not start: {error} (its log is above)") from None
+        meter = Meter()
+        meter.watch(engine.engine_core)
+        meter.register(REGISTRY)
+        policy = Policy(engine, meter)
+        if config.model.load == "auto":
+            await policy.adopt_initial()
+        vllm_app = await build_vllm_app(engine, args)
+        routes = Routes(
+            engine,
+            policy=policy,
+            meter=meter,
+            model_name=config.model.name,
+            admin_token=preflight.admin_token,
+            health_timeout_s=config.server.health_timeout_s,
+        )
+        app = build_application(vllm_app, routes, policy=policy, meter=meter)
+        server = _Server(
+            uvicorn.Config(
+                app,
+                access_log=False,
+                log_config=None,
+                log_level="warning",
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        vllm_app.state.server = server
+        return await _run(server, engine, sock=preflight.sock)
+
+
+async def _run(server: _Server, engine: AsyncLLM, *, sock: socket.socket) -> int:
+    """Serve until a signal comes or the engine dies."""
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    host, port = sock.getsockname()[:2]
+    try:
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}. Another server took the port.") from None
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    watching = asyncio.create_task(_engine_death(engine))
+    asked = asyncio.create_task(stopping.wait())
+    while not server.started:
+        if serving.done():
+            serving.result()
+            raise InferenceError("the web server ended while it started (its log is above)")
+        await asyncio.sleep(0.005)
+    report("ready", host=host, port=port)
+    await asyncio.wait((serving, watching, asked), return_when=asyncio.FIRST_COMPLETED)
+    died = watching.done() and not stopping.is_set()
+    if died:
+        _log.error("the engine died (%s); the server ends", watching.result())
+    await loop.run_in_executor(None, engine.shutdown, 0)
+    # Nobody answers the requests in flight any more, and uvicorn would wait for them.
+    engine.output_processor.propagate_error(EngineDeadError())
+    server.should_exit = True
+    for task in (watching, asked):
+        task.cancel()
+    await serving
+    return ENGINE_DIED_EXIT_CODE if died else 0
+
+
+async def _engine_death(engine: AsyncLLM) -> str:
+    """Return how the engine's process ended, once it has."""
+    # Empty where Ray runs the engine; then only the client's own error tells.
+    processes = getattr(engine.engine_core.resources.engine_manager, "processes", [])
+    while True:
+        for process in processes:
+            if process.exitcode is not None:
+                # Ctrl-C reaches the engine too; give our own handler the time to say so.
+                await asyncio.sleep(_WATCH_INTERVAL_S)
+                return f"{process.name} ended with {_described(process.exitcode)}"
+        if engine.errored:
+            return "its client reports an error, see above"
+        await asyncio.sleep(_WATCH_INTERVAL_S)
+
+
+def _described(exit_code: int) -> str:
+    return f"signal {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"

@@ -1,0 +1,195 @@
+"""Reading a directory of weights, whole and checked, before any of it comes near the model.
+
+Place in the flow: the trainer publishes a Hugging Face directory, `/update_weights` names it, the
+engine's worker reads it with `read_weights` and applies it only when that returned. The digest is
+taken from the very bytes that the tensors are made of.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from triad.errors import CheckpointError, DataError, nearest
+from triad.manifest import MANIFEST_NAME, read_manifest
+from triad.weights_digest import WeightsFile, combined_digest, weights_files
+
+# A tied output layer has no weights of its own; writers may leave it out or repeat the embedding.
+OUTPUT_LAYER = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+_ACCEPTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_INDEX_NAME = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Which tensors the weights of a model consist of.
+
+    Attributes:
+        shapes: name -> shape, without the output layer if that is tied.
+        tied: the output layer is the embedding.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    tied: bool
+
+
+@dataclass(frozen=True)
+class CheckedWeights:
+    """Weights that were read and found to be whole and finite.
+
+    Attributes:
+        tensors: name -> tensor on the CPU, in the engine's dtype.
+        digest: `triad.weights_digest` of the bytes that were read.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    digest: str
+
+
+def read_architecture(model_dir: Path) -> Architecture:
+    """Return the tensors that weights for the model in `model_dir` must consist of.
+
+    Taken from the headers of the weights there; a directory with a config.json only is asked
+    through transformers, which builds the model without memory.
+    """
+    tied = bool(json.loads((model_dir / "config.json").read_text()).get("tie_word_embeddings", False))
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in weights_files(model_dir):
+        with safe_open(path, "pt") as file:
+            names = list(file.keys())
+            shapes.update({name: tuple(file.get_slice(name).get_shape()) for name in names})
+    if not shapes:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if tied:
+        shapes.pop(OUTPUT_LAYER, None)
+    return Architecture(shapes=shapes, tied=tied)
+
+
+def read_weights(
+    directory: Path, architecture: Architecture, *, dtype: torch.dtype, version: int | None = None
+) -> CheckedWeights:
+    """Read all weights in `directory` and check them: completeness, shapes, dtypes, finiteness.
+
+    Where the directory has a manifest, sizes and checksums must match it, and so must `version`
+    unless that is None.
+
+    Raises:
+        DataError: naming the file or tensor at fault, and what was expected.
+    """
+    paths = _complete_files(directory)
+    expected = _manifest_entries(directory, version)
+    for name in expected or ():
+        if name.endswith(".safetensors") and directory / name not in paths:
+            raise DataError(f"{directory}: file '{name}', which {MANIFEST_NAME} names, is missing")
+    tensors: dict[str, torch.Tensor] = {}
+    files: list[WeightsFile] = []
+    for path in paths:
+        content = path.read_bytes()
+        file = WeightsFile(path.name, len(content), xxhash.xxh3_128_hexdigest(content))
+        if expected is not None:
+            _check_file(path, file, expected)
+        try:
+            loaded = safetensors.torch.load(content)
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise DataError(f"{path} is not a whole safetensors file: {error}") from None
+        if twice := sorted(loaded.keys() & tensors.keys()):
+            raise DataError(f"{path}: tensor '{twice[0]}' is also in another file of {directory}")
+        tensors.update(loaded)
+        files.append(file)
+    _check_names(directory, tensors, architecture)
+    tensors = {name: _checked(directory, name, tensor, architecture, dtype) for name, tensor in tensors.items()}
+    if architecture.tied and (repeated := tensors.pop(OUTPUT_LAYER, None)) is not None:
+        embedding = tensors.get(EMBEDDING)
+        if embedding is not None and not torch.equal(repeated, embedding):
+            raise DataError(
+                f"{directory}: '{OUTPUT_LAYER}' differs from '{EMBEDDING}', but the model's config ties them"
+            )
+    return CheckedWeights(tensors=tensors, digest=combined_digest(files))
+
+
+def _manifest_entries(directory: Path, version: int | None) -> dict[str, WeightsFile] | None:
+    if not (directory / MANIFEST_NAME).exists():
+        return None
+    try:
+        manifest = read_manifest(directory)
+    except CheckpointError as error:
+        raise DataError(str(error)) from None
+    if version is not None and manifest.kind == "weights" and manifest.policy_version != version:
+        raise DataError(
+            f"{directory} holds policy version {manifest.policy_version} by its {MANIFEST_NAME}, "
+            f"but was pushed as version {version}"
+        )
+    return {name: WeightsFile(name, entry.size_bytes, entry.xxh3_128) for name, entry in manifest.files.items()}
+
+
+def _complete_files(directory: Path) -> list[Path]:
+    """Return the weights files; an index file, if there is one, must name the same files."""
+    if not directory.is_dir():
+        raise DataError(f"{directory} is not a directory")
+    paths = weights_files(directory)
+    if not paths:
+        raise DataError(f"{directory} holds no *.safetensors file")
+    index = directory / _INDEX_NAME
+    if index.exists():
+        try:
+            named = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{index} cannot be read: {error}") from None
+        if missing := sorted(named - {path.name for path in paths}):
+            raise DataError(f"{directory}: file '{missing[0]}', which {_INDEX_NAME} names, is missing")
+    return paths
+
+
+def _check_file(path: Path, found: WeightsFile, expected: dict[str, WeightsFile]) -> None:
+    listed = expected.get(path.name)
+    if listed is None:
+        raise DataError(f"{path} is not in the {MANIFEST_NAME} beside it")
+    if listed.size_bytes != found.size_bytes:
+        raise DataError(f"{path} is damaged: {found.size_bytes} bytes, {MANIFEST_NAME} says {listed.size_bytes}")
+    if listed.xxh3_128 != found.xxh3_128:
+        raise DataError(f"{path} is damaged: checksum {found.xxh3_128}, {MANIFEST_NAME} says {listed.xxh3_128}")
+
+
+def _check_names(directory: Path, tensors: Mapping[str, torch.Tensor], architecture: Architecture) -> None:
+    allowed = set(architecture.shapes) | ({OUTPUT_LAYER} if architecture.tied else set())
+    if missing := sorted(architecture.shapes.keys() - tensors.keys()):
+        raise DataError(
+            f"{directory}: tensor '{missing[0]}' is missing ({len(missing)} of {len(architecture.shapes)} are)"
+        )
+    if unknown := sorted(tensors.keys() - allowed):
+        raise DataError(f"{directory}: tensor '{unknown[0]}' is not part of the model.{nearest(unknown[0], allowed)}")
+
+
+def _checked(
+    directory: Path, name: str, tensor: torch.Tensor, architecture: Architecture, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return `tensor` in `dtype` after checking it.
+
+    float32 weights in a bfloat16 engine, and the reverse, are a choice of the configuration;
+    integers and 8-bit floats are not weights of this model.
+    """
+    shape = architecture.shapes.get(EMBEDDING if name == OUTPUT_LAYER and architecture.tied else name)
+    if shape is not None and tuple(tensor.shape) != shape:
+        raise DataError(f"{directory}: tensor '{name}' has shape {list(tensor.shape)}, the model needs {list(shape)}")
+    if tensor.dtype not in _ACCEPTED_DTYPES:
+        allowed = ", ".join(str(accepted).removeprefix("torch.") for accepted in _ACCEPTED_DTYPES)
+        raise DataError(
+            f"{directory}: tensor '{name}' has dtype {str(tensor.dtype).removeprefix('torch.')}, allowed: {allowed}"
+        )
+    tensor = tensor.to(dtype)
+    if not bool(torch.isfinite(tensor).all()):
+        raise DataError(f"{directory}: tensor '{name}' holds NaN or infinity")
+    return tensor

@@ -1,0 +1,151 @@
+"""What runs inside the engine's process: loading weights, swapping them, dying when it should.
+
+vLLM imports this module by name (`--worker-extension-cls`) in every worker process, before the
+model is loaded. `PolicyWorker` is mixed into vLLM's worker; the server calls its methods by
+`collective_rpc`. Its `stage_weights` may be called at any time and touches nothing; the server
+pauses the engine before `apply_weights`.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, cast
+
+import torch
+from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from inference.weights import Architecture, CheckedWeights, read_architecture, read_weights
+from triad.errors import DataError
+from triad.process import die_with_parent
+
+LOAD_FORMAT = "triad"
+SWAP_FAILED_EXIT_CODE = 70
+
+_log = logging.getLogger("inference.worker")
+# It warns at every update of each layer that has no weights of its own; names are checked before.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+
+# Digest of the weights that the loader below put into the model of this process.
+_loaded_digest: str | None = None
+
+
+class StageResult(TypedDict):
+    """Answer of `stage_weights`: a digest, or why the weights are refused."""
+
+    digest: str | None
+    refused: str | None
+
+
+def prepare_engine_process() -> None:
+    """Make this process end with its parent, and bound torch to the threads of the environment.
+
+    vLLM binds threads later and then ignores `torch.set_num_threads`, so this must come first.
+    """
+    die_with_parent()
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
+
+
+if multiprocessing.parent_process() is not None:
+    prepare_engine_process()
+
+
+@register_model_loader(LOAD_FORMAT)
+class CheckedLoader(BaseModelLoader):
+    """Loads version 0 with the same checks, and the same digest, as every later version."""
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Nothing to do: the server resolves hub names before it starts the engine."""
+
+    def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+        """Read, check and load the weights of `model.name`.
+
+        Raises:
+            DataError: the directory is incomplete or damaged.
+        """
+        global _loaded_digest
+        directory = Path(model_config.model)
+        checked = read_weights(directory, read_architecture(directory), dtype=_engine_dtype(model_config))
+        cast(Any, model).load_weights(iter(checked.tensors.items()))
+        _loaded_digest = checked.digest
+
+
+class PolicyWorker:
+    """Methods mixed into vLLM's worker for versions of the policy's weights."""
+
+    if TYPE_CHECKING:
+        vllm_config: VllmConfig
+        model_config: ModelConfig
+        device: torch.device
+        model_runner: Any
+
+    # Class attributes: a mixin of vLLM's worker gets no constructor call.
+    _architecture: Architecture | None = None
+    _staged: CheckedWeights | None = None
+
+    def loaded_digest(self) -> str | None:
+        """Digest of the weights that were loaded at the start; None with dummy weights."""
+        return _loaded_digest
+
+    def stage_weights(self, directory: str, version: int) -> StageResult:
+        """Read and check the weights in `directory` beside the model, which goes on unchanged."""
+        self._staged = None
+        try:
+            if self._architecture is None:
+                self._architecture = read_architecture(Path(self.model_config.model))
+            self._staged = read_weights(
+                Path(directory), self._architecture, dtype=_engine_dtype(self.model_config), version=version
+            )
+        except (DataError, OSError) as error:
+            return StageResult(digest=None, refused=str(error))
+        return StageResult(digest=self._staged.digest, refused=None)
+
+    def apply_weights(self) -> str:
+        """Swap the staged weights into the model and return their digest. Ends the process on failure.
+
+        The engine must be paused. A half-written model must never serve, so whatever goes wrong
+        here ends the process with SWAP_FAILED_EXIT_CODE.
+        """
+        try:
+            staged, self._staged = self._staged, None
+            assert staged is not None, "apply_weights without stage_weights"
+            model = self.model_runner.get_model()
+            with torch.no_grad(), set_current_vllm_config(self.vllm_config):
+                initialize_layerwise_reload(model)
+                model.load_weights(iter(staged.tensors.items()))
+                finalize_layerwise_reload(model, self.model_config)
+                if self.device.type == "cpu":
+                    _repack_tied_layers(model)
+            self.model_runner.reset_lora_state()
+        except BaseException:  # noqa: BLE001 - the process ends
+            _log.exception("the weights could not be swapped; the engine ends, because its model is half-written")
+            logging.shutdown()
+            os._exit(SWAP_FAILED_EXIT_CODE)
+        return staged.digest
+
+
+def _engine_dtype(model_config: ModelConfig) -> torch.dtype:
+    assert isinstance(model_config.dtype, torch.dtype)
+    return model_config.dtype
+
+
+def _repack_tied_layers(model: torch.nn.Module) -> None:
+    """Dispatch the CPU GEMM again for layers that keep both a packed and a plain weight.
+
+    Those are the tied output layers: the reload renews the embedding's weight, but not the copy
+    that oneDNN packed for the output layer, which would go on computing with the old weights.
+    """
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    dispatch: Callable[..., None] = dispatch_cpu_unquantized_gemm
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if hasattr(module, "cpu_linear") and isinstance(weight, torch.Tensor) and weight.numel():
+            dispatch(module, remove_weight=False)

@@ -1,0 +1,214 @@
+"""Generation by a real server: reproducible, exact, never silently cut, and always with its version."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.inference_models import reference_logprobs, write_model
+from tests.inference_zygote import ServerHandle, free_port, shared_zygote
+from triad.config import InferenceConfig
+
+MAX_LEN = 256
+PROMPT = [5, 17, 40, 41, 9, 66]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), seed=0, tied=True)
+
+
+def _start(model: Path, log_path: Path) -> ServerHandle:
+    config = InferenceConfig.model_validate(
+        {"model": {"name": str(model), "max_len": MAX_LEN}, "server": {"port": free_port()}}
+    )
+    server = shared_zygote().start(config, log_path)
+    server.wait_ready()
+    return server
+
+
+@pytest.fixture(scope="module")
+def http(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    server = _start(model, tmp_path_factory.mktemp("log") / "inference.log")
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+    assert server.terminate() == 0
+
+
+def _post(http: httpx.Client, **fields: Any) -> httpx.Response:
+    body = {"token_ids": PROMPT, "seeds": [1], "max_tokens": 20} | fields
+    return http.post("/inference/v1/generate", json=body)
+
+
+def _choices(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
+    response = _post(http, **fields)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"]
+
+
+def _metric(http: httpx.Client, name: str) -> float:
+    line = next(line for line in http.get("/metrics").text.splitlines() if line.startswith(f"{name} "))
+    return float(line.split()[1])
+
+
+def test_seeds_fix_tokens_and_logprobs_alone_in_batches_and_across_restarts(
+    http: httpx.Client, model: Path, tmp_path: Path
+) -> None:
+    seeds = [3, 1, 2**40, 7, 1]
+    alone = [_choices(http, seeds=[seed])[0] for seed in seeds]
+    assert len({tuple(choice["token_ids"]) for choice in alone}) == 4
+    assert alone[1] == alone[4]
+
+    async def crowd() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=http.base_url, timeout=60) as client:
+            others = [{"token_ids": [9 + i, 20, 30], "seeds": [i, 100 + i], "max_tokens": 30} for i in range(24)]
+            wanted = {"token_ids": PROMPT, "seeds": seeds, "max_tokens": 20}
+            bodies = [*others[:12], wanted, *others[12:]]
+            return await asyncio.gather(*(client.post("/inference/v1/generate", json=body) for body in bodies))
+
+    in_a_crowd = asyncio.run(crowd())[12].json()["choices"]
+    other = _start(model, tmp_path / "inference.log")
+    with httpx.Client(base_url=other.url, timeout=60) as client:
+        restarted = _choices(client, seeds=seeds)
+    assert other.terminate() == 0
+    for choices in (in_a_crowd, restarted):
+        assert [choice["index"] for choice in choices] == [0, 1, 2, 3, 4]
+        for expected, choice in zip(alone, choices, strict=True):
+            assert choice["token_ids"] == expected["token_ids"]
+            assert choice["logprobs"] == pytest.approx(expected["logprobs"], abs=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+def test_logprobs_are_of_the_tempered_distribution(http: httpx.Client, model: Path, temperature: float) -> None:
+    for choice in _choices(http, seeds=[1, 2], temperature=temperature):
+        expected = reference_logprobs(model, PROMPT, choice["token_ids"], temperature=temperature)
+        assert choice["logprobs"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_temperature_zero_takes_the_likeliest_token(http: httpx.Client, model: Path) -> None:
+    one, other = _choices(http, seeds=[1, 2], temperature=0, max_tokens=8)
+    assert one["token_ids"] == other["token_ids"]
+    assert one["logprobs"] == pytest.approx(reference_logprobs(model, PROMPT, one["token_ids"]), abs=1e-4)
+
+
+def test_stop_token_ends_a_choice_and_is_part_of_it(http: httpx.Client) -> None:
+    free = _choices(http, seeds=[4])[0]
+    stop = free["token_ids"][5]
+    first = free["token_ids"].index(stop)
+    stopped = _choices(http, seeds=[4], stop_token_ids=[stop])[0]
+    assert stopped["token_ids"] == free["token_ids"][: first + 1]
+    assert stopped["logprobs"] == free["logprobs"][: first + 1]
+    assert (free["finish_reason"], stopped["finish_reason"]) == ("length", "stop")
+    assert stopped["versions"] == [{"version": 0, "start": 0, "end": first + 1}]
+
+
+def test_only_the_given_tokens_stop(http: httpx.Client) -> None:
+    eos = 3
+    choices = _choices(http, seeds=list(range(64)), temperature=2.0, max_tokens=60)
+    assert any(eos in choice["token_ids"][:-1] for choice in choices)
+    assert all(len(choice["token_ids"]) == 60 for choice in choices)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"top_k": 5, "logit_bias": {}}, "unknown fields: logit_bias, top_k"),
+        ({"max_tokens": MAX_LEN - len(PROMPT) + 1}, f"exceed the model's length of {MAX_LEN}"),
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [5, 128]}, "token_ids holds 128, the vocabulary has 128 tokens"),
+        ({"token_ids": [-1]}, "token_ids"),
+        ({"token_ids": "hello"}, "token_ids"),
+        ({"seeds": []}, "seeds"),
+        ({"seeds": [-1]}, "seeds"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -0.5}, "temperature"),
+        ({"temperature": 0.001}, "temperature is 0.001"),
+        ({"temperature": 2.5}, "temperature is 2.5"),
+        ({"stop_token_ids": [500]}, "stop_token_ids holds 500"),
+    ],
+)
+def test_a_request_that_cannot_be_served_as_asked_is_refused(
+    http: httpx.Client, fields: dict[str, Any], reason: str
+) -> None:
+    response = _post(http, **fields)
+    assert response.status_code == 400
+    assert reason in response.json()["error"]
+    assert response.headers["x-policy-version"] == "0"
+
+
+def test_a_body_that_is_not_json_is_refused(http: httpx.Client) -> None:
+    for content in (b"{", b'{"token_ids": [1]}', b"[]"):
+        assert http.post("/inference/v1/generate", content=content).status_code == 400
+
+
+def test_the_longest_possible_request_is_served_whole(http: httpx.Client) -> None:
+    choice = _choices(http, max_tokens=MAX_LEN - len(PROMPT))[0]
+    assert len(choice["token_ids"]) == len(choice["logprobs"]) == MAX_LEN - len(PROMPT)
+
+
+def test_openai_routes_answer_with_the_version(http: httpx.Client, model: Path) -> None:
+    chat = {"model": str(model), "messages": [{"role": "user", "content": "abc"}], "max_tokens": 4}
+    text = {"model": str(model), "prompt": "abc", "max_tokens": 4, "seed": 1}
+    answers = [
+        http.post("/v1/chat/completions", json=chat),
+        http.post("/v1/completions", json=text),
+        http.get("/v1/models"),
+    ]
+    for answer in answers:
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-policy-version"] == "0"
+    assert answers[0].json()["usage"]["completion_tokens"] == 4
+    assert answers[2].json()["data"][0]["id"] == str(model)
+    assert http.post("/v1/completions", json=text | {"model": "another"}).status_code == 404
+
+
+def test_metrics_count_requests_tokens_and_busy_time(http: httpx.Client) -> None:
+    names = ["requests_total", "tokens_total", "busy", "idle"]
+    full = [
+        "triad_generation_requests_total",
+        "triad_generated_tokens_total",
+        "triad_engine_busy_seconds_total",
+        "triad_engine_idle_seconds_total",
+    ]
+    before = dict(zip(names, (_metric(http, name) for name in full), strict=True))
+    started = time.monotonic()
+    _choices(http, seeds=[1, 2, 3], max_tokens=50)
+    busy_s = time.monotonic() - started
+    after = dict(zip(names, (_metric(http, name) for name in full), strict=True))
+    assert after["requests_total"] - before["requests_total"] == 1
+    assert after["tokens_total"] - before["tokens_total"] == 150
+    assert 0 < after["busy"] - before["busy"] <= busy_s
+    assert after["idle"] > before["idle"]
+
+
+def test_paused_requests_wait_and_are_then_the_same(http: httpx.Client) -> None:
+    expected = _choices(http)
+    assert http.post("/pause").json() == {"paused": True}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        future = pool.submit(_choices, http)
+        try:
+            with pytest.raises(concurrent.futures.TimeoutError):
+                future.result(timeout=0.3)
+            assert http.get("/health").json() == {"status": "ok", "weights": 0, "paused": True, "reason": None}
+        finally:
+            assert http.post("/resume").json() == {"paused": False}
+        assert future.result(timeout=30) == expected
+
+
+def test_a_client_that_goes_away_is_not_generated_for(http: httpx.Client) -> None:
+    body = {"token_ids": PROMPT, "seeds": list(range(32)), "max_tokens": 250}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{http.base_url}/inference/v1/generate", json=body, timeout=0.15)
+    deadline = time.monotonic() + 10
+    while _metric(http, "triad_requests_in_flight"):
+        assert time.monotonic() < deadline
+    before = _metric(http, "triad_generated_tokens_total")
+    _choices(http, max_tokens=100)
+    assert _metric(http, "triad_generated_tokens_total") - before < 200

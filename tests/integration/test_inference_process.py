@@ -1,0 +1,241 @@
+"""The server as a process: mistakes are told at once, and every death is clean or loud."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import tomli_w
+
+from tests.inference_models import write_model
+from tests.inference_zygote import ServerHandle, free_port, shared_zygote
+from triad.config import InferenceConfig
+
+REQUEST = {"token_ids": [5, 6, 7], "seeds": [1], "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), seed=0, tied=True)
+
+
+def _start(model: Path, tmp_path: Path, *, server: dict[str, Any] | None = None, **options: Any) -> ServerHandle:
+    config = InferenceConfig.model_validate(
+        {"model": {"name": str(model), "max_len": 256}, "server": {"port": free_port()} | (server or {})}
+    )
+    return shared_zygote().start(config, tmp_path / "inference.log", **options)
+
+
+def _engine(server: ServerHandle) -> psutil.Process:
+    children = psutil.Process(server.pid).children(recursive=True)
+    engines = [child for child in children if "EngineCore" in "".join(child.cmdline())]
+    assert len(engines) == 1, children
+    return engines[0]
+
+
+def _assert_ends(process: psutil.Process) -> None:
+    """Fail unless `process` ends within seconds; orphans are reaped by init, so gone means gone."""
+    try:
+        process.wait(10)
+    except psutil.TimeoutExpired:
+        process.kill()
+        pytest.fail(f"{process} outlived its server")
+
+
+def _run_cold(directory: Path, config: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    path = directory / "resolved.toml"
+    path.write_text(tomli_w.dumps(config))
+    environment = {name: value for name, value in os.environ.items() if name != "TRIAD_ADMIN_TOKEN"}
+    return subprocess.run(
+        [sys.executable, "-m", "inference.main", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+        check=False,
+    )
+
+
+def _mistakes(model: Path, directory: Path) -> dict[str, tuple[dict[str, Any], str]]:
+    empty = directory / "empty"
+    empty.mkdir()
+    bare = write_model(directory / "bare", seed=0, tied=True, weights=False)
+    mute = write_model(directory / "mute", seed=0, tied=True)
+    (mute / "tokenizer.json").unlink()
+    port = {"port": free_port()}
+    return {
+        "no directory": ({"model": {"name": str(directory / "nowhere")}, "server": port}, "there is no such directory"),
+        "no config": ({"model": {"name": str(empty)}, "server": port}, "has no config.json"),
+        "no weights": ({"model": {"name": str(bare)}, "server": port}, "--model.load dummy"),
+        "no tokenizer": ({"model": {"name": str(mute)}, "server": port}, "--model.tokenizer"),
+        "public": ({"model": {"name": str(model)}, "server": port | {"host": "0.0.0.0"}}, "TRIAD_ADMIN_TOKEN"),
+        "unknown key": ({"model": {"nane": "x"}}, "model.nane"),
+    }
+
+
+@pytest.mark.parametrize(
+    "mistake", ["no directory", "no config", "no weights", "no tokenizer", "public", "unknown key"]
+)
+def test_mistakes_are_one_message_before_vllm_loads(model: Path, tmp_path: Path, mistake: str) -> None:
+    config, message = _mistakes(model, tmp_path)[mistake]
+    result = _run_cold(tmp_path, config)
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "loading vllm" not in result.stderr
+
+
+def test_a_port_in_use_is_told_before_vllm_loads(model: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = _run_cold(tmp_path, {"model": {"name": str(model)}, "server": {"port": port}})
+    assert result.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in result.stderr
+    assert "Traceback" not in result.stderr and "loading vllm" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [({"no-such-thing": 1}, "no-such-thing"), ({"load_format": "auto"}, "engine.args.load-format cannot be set")],
+)
+def test_engine_arguments_that_cannot_be_used_are_refused(
+    model: Path, tmp_path: Path, args: dict[str, Any], message: str
+) -> None:
+    config = InferenceConfig.model_validate(
+        {"model": {"name": str(model)}, "server": {"port": free_port()}, "engine": {"args": args}}
+    )
+    server = shared_zygote().start(config, tmp_path / "inference.log")
+    assert server.wait() == 2
+    assert message in server.log() and "Traceback" not in server.log()
+
+
+def test_damaged_weights_at_the_start_end_the_server_with_the_reason(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", seed=0, tied=True)
+    path = model / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-4:] = b"\x00\x00\xc0\x7f"
+    path.write_bytes(content)
+    server = _start(model, tmp_path)
+    assert server.wait() == 3
+    assert "holds NaN or infinity" in server.log()
+
+
+def test_sigterm_ends_the_server_cleanly_and_fast(model: Path, tmp_path: Path) -> None:
+    server = _start(model, tmp_path)
+    server.wait_ready()
+    engine = _engine(server)
+    with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as busy:
+        body = b'{"token_ids": [5], "seeds": [1, 2, 3, 4], "max_tokens": 255}'
+        busy.sendall(
+            b"POST /inference/v1/generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )
+        started = time.monotonic()
+        assert server.terminate() == 0
+        assert time.monotonic() - started < 5
+    _assert_ends(engine)
+    assert "Traceback" not in server.log()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_start_up_ends_the_server_cleanly(model: Path, tmp_path: Path, number: int) -> None:
+    server = _start(model, tmp_path)
+    deadline = time.monotonic() + 30
+    while "loading model" not in server.log():
+        assert time.monotonic() < deadline
+    process = psutil.Process(server.pid)
+    while not (children := process.children(recursive=True)):
+        assert time.monotonic() < deadline
+    server.send_signal(number)
+    assert server.wait() == 0
+    for child in children:
+        _assert_ends(child)
+
+
+def test_killing_the_server_leaves_no_orphan(model: Path, tmp_path: Path) -> None:
+    server = _start(model, tmp_path)
+    server.wait_ready()
+    children = psutil.Process(server.pid).children(recursive=True)
+    assert children
+    assert server.kill() == -signal.SIGKILL
+    for child in children:
+        _assert_ends(child)
+
+
+def test_the_death_of_the_engine_ends_the_server_with_its_own_code(model: Path, tmp_path: Path) -> None:
+    server = _start(model, tmp_path)
+    server.wait_ready()
+    _engine(server).kill()
+    assert server.wait(10) == 75
+    assert "the engine died (EngineCore ended with signal SIGKILL)" in server.log()
+
+
+def test_a_failed_swap_ends_the_server(model: Path, tmp_path: Path) -> None:
+    sabotage = "import inference.worker as w; w.finalize_layerwise_reload = lambda *a: 1 / 0"
+    server = _start(model, tmp_path, sabotage=sabotage)
+    server.wait_ready()
+    try:
+        response = httpx.post(f"{server.url}/update_weights", json={"path": str(model), "version": 1}, timeout=30)
+        assert response.status_code >= 500
+    except httpx.TransportError:
+        pass
+    assert server.wait(10) == 75
+    assert "half-written" in server.log() and "EngineCore ended with exit code 70" in server.log()
+
+
+def test_health_fails_when_the_engine_hangs(model: Path, tmp_path: Path) -> None:
+    bare = write_model(tmp_path / "bare", seed=0, tied=True, weights=False)
+    config = InferenceConfig.model_validate(
+        {
+            "model": {"name": str(bare), "max_len": 256, "load": "dummy"},
+            "server": {"port": free_port(), "health_timeout_s": 0.5},
+        }
+    )
+    server = shared_zygote().start(config, tmp_path / "inference.log")
+    server.wait_ready()
+    engine = _engine(server)
+    engine.suspend()
+    try:
+        response = httpx.get(f"{server.url}/health", timeout=30)
+        assert response.status_code == 503
+        assert "no answer to a probe within 0.5 s" in response.json()["reason"]
+    finally:
+        engine.resume()
+    server.wait_ready()
+    assert server.terminate() == 0
+
+
+def test_admin_routes_of_a_public_server_need_the_token(model: Path, tmp_path: Path) -> None:
+    server = _start(model, tmp_path, server={"host": "0.0.0.0"}, env={"TRIAD_ADMIN_TOKEN": "s3cret"})
+    server.wait_ready()
+    update = {"path": str(model), "version": 1}
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret"}):
+        for path in ("/update_weights", "/pause", "/resume"):
+            response = httpx.post(server.url + path, json=update, headers=headers)
+            assert response.status_code == 401
+            assert "s3cret" not in response.text
+    assert httpx.get(f"{server.url}/weights").json()["version"] == 0
+    assert httpx.post(f"{server.url}/inference/v1/generate", json=REQUEST).status_code == 200
+    allowed = httpx.post(f"{server.url}/update_weights", json=update, headers={"authorization": "Bearer s3cret"})
+    assert allowed.status_code == 200, allowed.text
+    assert httpx.get(f"{server.url}/weights").json()["version"] == 1
+    assert server.terminate() == 0
+
+
+def test_phases_are_reported(model: Path, tmp_path: Path) -> None:
+    events = tmp_path / "events.jsonl"
+    server = _start(model, tmp_path, env={"TRIAD_EVENTS": str(events)})
+    server.wait_ready()
+    phases = [line.split('"phase": "')[1].split('"')[0] for line in events.read_text().splitlines()]
+    assert phases == ["loading vllm", "loading model", "ready"]
+    assert server.terminate() == 0

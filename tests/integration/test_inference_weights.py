@@ -1,0 +1,256 @@
+"""Weight updates of a real server: right after each one, refused without harm, safe in mid-flight."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.inference_models import reference_logprobs, write_model
+from tests.inference_zygote import ServerHandle, free_port, shared_zygote
+from triad.config import InferenceConfig
+from triad.manifest import Manifest, describe_files, write_manifest
+from triad.weights_digest import weights_digest
+
+PROMPT = [5, 17, 40, 41, 9, 66]
+TOLERANCE = 1e-4
+
+
+class Client:
+    """A server, its models a, b and c, and shorthands for its routes."""
+
+    def __init__(self, server: ServerHandle, models: Path) -> None:
+        self.server = server
+        self.models = models
+        self.http = httpx.Client(base_url=server.url, timeout=60)
+        self.version = 0
+
+    def push(self, path: Path) -> httpx.Response:
+        self.version += 1
+        return self.http.post("/update_weights", json={"path": str(path), "version": self.version})
+
+    def generate(self, prompt: list[int] = PROMPT, **fields: Any) -> list[dict[str, Any]]:
+        body = {"token_ids": prompt, "seeds": [1, 2, 3], "max_tokens": 12} | fields
+        response = self.http.post("/inference/v1/generate", json=body)
+        assert response.status_code == 200, response.text
+        return response.json()["choices"]
+
+    def weights(self) -> dict[str, Any]:
+        return self.http.get("/weights").json()
+
+    def metric(self, name: str) -> float:
+        line = next(line for line in self.http.get("/metrics").text.splitlines() if line.startswith(f"{name} "))
+        return float(line.split()[1])
+
+
+def _start(models: Path, directory: Path, **model: Any) -> ServerHandle:
+    config = InferenceConfig.model_validate(
+        {"model": {"name": str(models / "a"), "max_len": 512} | model, "server": {"port": free_port()}}
+    )
+    server = shared_zygote().start(config, directory / "inference.log")
+    server.wait_ready()
+    return server
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    models = tmp_path_factory.mktemp(f"models-{request.param}")
+    for seed, name in enumerate("abc"):
+        write_model(models / name, seed=seed, tied=request.param == "tied")
+    server = _start(models, models)
+    yield Client(server, models)
+    assert server.terminate() == 0
+
+
+def _assert_logprobs(model: Path, choices: list[dict[str, Any]], prompt: list[int] = PROMPT) -> None:
+    for choice in choices:
+        expected = reference_logprobs(model, prompt, choice["token_ids"])
+        assert choice["logprobs"] == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_logprobs_follow_every_update(client: Client) -> None:
+    assert client.weights()["digest"] == weights_digest(client.models / "a")
+    _assert_logprobs(client.models / "a", client.generate())
+    for name in "bacba":
+        response = client.push(client.models / name)
+        assert response.status_code == 200, response.text
+        digest = weights_digest(client.models / name)
+        assert response.json()["version"] == client.version
+        assert response.json()["digest"] == digest
+        assert client.weights() == {"version": client.version, "digest": digest, "model": str(client.models / "a")}
+        choices = client.generate()
+        _assert_logprobs(client.models / name, choices)
+        for choice in choices:
+            assert choice["versions"] == [{"version": client.version, "start": 0, "end": 12}]
+    choices = client.generate()
+    # The models must differ by far more than the tolerance, or none of this could fail.
+    others = reference_logprobs(client.models / "b", PROMPT, choices[0]["token_ids"])
+    assert max(abs(x - y) for x, y in zip(others, choices[0]["logprobs"], strict=True)) > 1
+
+
+def test_cached_prefixes_end_with_their_weights(client: Client) -> None:
+    prompt = [3 + i * 7 % 100 for i in range(400)]
+    for name in "abab":
+        client.push(client.models / name)
+        _assert_logprobs(client.models / name, client.generate(prompt), prompt)
+        # The second time the prefix comes from the cache.
+        _assert_logprobs(client.models / name, client.generate(prompt), prompt)
+
+
+def _edit(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def damage(directory: Path) -> None:
+        path = directory / "model.safetensors"
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path, {"format": "pt"})
+
+    return damage
+
+
+def _truncate(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def _add_manifest(directory: Path, version: int = 1000) -> None:
+    manifest = Manifest(kind="weights", step=version, policy_version=version, files=describe_files(directory))
+    write_manifest(directory, manifest)
+
+
+def _flip_after_manifest(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    _add_manifest(directory)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def _remove_after_manifest(directory: Path) -> None:
+    shutil.copy(directory / "model.safetensors", directory / "other.safetensors")
+    _add_manifest(directory)
+    (directory / "model.safetensors").unlink()
+
+
+def _name_missing_shard(directory: Path) -> None:
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+NORM = "model.norm.weight"
+PROJECTION = "model.layers.1.mlp.up_proj.weight"
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no directory": (shutil.rmtree, "is not a directory"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "no .*safetensors"),
+    "truncated": (_truncate, "not a whole safetensors file"),
+    "not safetensors": (lambda d: (d / "model.safetensors").write_bytes(b"hello"), "not a whole safetensors file"),
+    "missing tensor": (_edit(lambda t: t.pop(PROJECTION)), f"'{PROJECTION}' is missing"),
+    "unknown tensor": (_edit(lambda t: t.update({"model.extra": torch.ones(2)})), "'model.extra' is not part"),
+    "wrong shape": (_edit(lambda t: t.update({NORM: torch.ones(65)})), r"shape \[65\], the model needs \[64\]"),
+    "wrong dtype": (_edit(lambda t: t.update({NORM: torch.ones(64, dtype=torch.int32)})), "dtype int32"),
+    "NaN": (_edit(lambda t: t[PROJECTION].view(-1)[-1].fill_(float("nan"))), "NaN or infinity"),
+    "infinity": (_edit(lambda t: t[NORM][3].fill_(float("inf"))), "NaN or infinity"),
+    "manifest: checksum": (_flip_after_manifest, "is damaged: checksum"),
+    "manifest: file missing": (_remove_after_manifest, "names, is missing"),
+    "manifest: version": (lambda d: _add_manifest(d, 999_999), "holds policy version 999999"),
+    "manifest: torn": (lambda d: (d / "manifest.json").write_text("{"), "manifest.json is damaged"),
+    "index: shard missing": (_name_missing_shard, "'model-2.safetensors'.* is missing"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_bad_directory_is_refused_and_changes_nothing(client: Client, damage: str, tmp_path: Path) -> None:
+    before, weights = client.generate(), client.weights()
+    directory = tmp_path / "weights"
+    shutil.copytree(client.models / "c", directory)
+    apply, reason = DAMAGES[damage]
+    apply(directory)
+    response = client.http.post("/update_weights", json={"path": str(directory), "version": 1000})
+    assert response.status_code == 409
+    assert str(directory) in response.json()["error"]
+    assert re.search(reason, response.json()["error"]), response.json()["error"]
+    assert client.weights() == weights
+    assert client.generate() == before
+
+
+def test_good_manifest_and_repeated_output_layer_are_accepted(client: Client, tmp_path: Path) -> None:
+    directory = tmp_path / "weights"
+    shutil.copytree(client.models / "b", directory)
+    tensors = load_file(directory / "model.safetensors")
+    tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"].clone())
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    _add_manifest(directory, client.version + 1)
+    assert client.push(directory).status_code == 200
+    _assert_logprobs(client.models / "b", client.generate())
+
+
+def _wait_for_tokens(client: Client, count: float) -> None:
+    deadline = time.monotonic() + 30
+    start = client.metric("triad_generated_tokens_total")
+    while client.metric("triad_generated_tokens_total") < start + count:
+        assert time.monotonic() < deadline, "the engine makes no progress"
+
+
+def test_requests_in_flight_go_on_with_the_new_weights(client: Client) -> None:
+    client.push(client.models / "a")
+    old = client.version
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        future = pool.submit(client.generate, seeds=[1, 2], max_tokens=400)
+        _wait_for_tokens(client, 20)
+        assert client.push(client.models / "b").status_code == 200
+        choices = future.result()
+    for choice in choices:
+        first, second = choice["versions"]
+        assert (first["version"], second["version"]) == (old, client.version)
+        assert (first["start"], first["end"], second["end"]) == (0, second["start"], 400)
+        cut = first["end"]
+        assert 0 < cut < 400
+        by_a = reference_logprobs(client.models / "a", PROMPT, choice["token_ids"])
+        by_b = reference_logprobs(client.models / "b", PROMPT, choice["token_ids"])
+        assert choice["logprobs"] == pytest.approx(by_a[:cut] + by_b[cut:], abs=TOLERANCE)
+
+
+def test_an_update_to_the_same_weights_changes_no_token(client: Client) -> None:
+    client.push(client.models / "a")
+    undisturbed = client.generate(seeds=[7, 8], max_tokens=300)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        future = pool.submit(client.generate, seeds=[7, 8], max_tokens=300)
+        _wait_for_tokens(client, 20)
+        client.push(client.models / "a")
+        disturbed = future.result()
+    for one, other in zip(undisturbed, disturbed, strict=True):
+        assert len(other["versions"]) == 2
+        assert one["token_ids"] == other["token_ids"]
+        assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-5)
+
+
+def test_without_weights_the_server_is_healthy_and_waits(tmp_path: Path) -> None:
+    write_model(tmp_path / "a", seed=0, tied=True, weights=False)
+    write_model(tmp_path / "b", seed=1, tied=True)
+    client = Client(_start(tmp_path, tmp_path, load="dummy"), tmp_path)
+    try:
+        assert client.http.get("/health").json()["weights"] is None
+        assert client.weights() == {"version": None, "digest": None, "model": str(tmp_path / "a")}
+        for path, body in (
+            ("/inference/v1/generate", {"token_ids": PROMPT, "seeds": [1], "max_tokens": 1}),
+            ("/v1/completions", {"prompt": "abc"}),
+        ):
+            response = client.http.post(path, json=body)
+            assert (response.status_code, response.headers["x-policy-version"]) == (503, "none")
+            assert "no weights yet" in response.json()["error"]
+        wrong = write_model(tmp_path / "c", seed=1, tied=False)
+        assert client.push(wrong).status_code == 409
+        assert client.push(tmp_path / "b").json()["digest"] == weights_digest(tmp_path / "b")
+        assert client.http.get("/health").json()["weights"] == client.version
+        _assert_logprobs(tmp_path / "b", client.generate())
+    finally:
+        assert client.server.terminate() == 0

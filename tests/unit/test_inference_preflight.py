@@ -1,0 +1,92 @@
+"""Checks before vLLM is imported."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from inference.preflight import bind, is_loopback, required_token, resolve_model
+from triad.config import InferenceConfig
+from triad.config.inference import ServerConfig
+from triad.errors import ConfigError, DataError
+
+
+def _server(**fields: str | int) -> ServerConfig:
+    return ServerConfig.model_validate(fields)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.1.2.3", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("example.org", False),
+        ("", False),
+    ],
+)
+def test_only_loopback_addresses_are_private(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+def test_a_public_server_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    public = _server(host="0.0.0.0", admin_token_env="SOME_TOKEN")
+    for value in (None, ""):
+        monkeypatch.delenv("SOME_TOKEN", raising=False)
+        if value is not None:
+            monkeypatch.setenv("SOME_TOKEN", value)
+        with pytest.raises(ConfigError, match="SOME_TOKEN"):
+            required_token(public)
+    monkeypatch.setenv("SOME_TOKEN", "secret")
+    assert required_token(public) == "secret"
+    assert required_token(_server(admin_token_env="SOME_TOKEN")) is None
+
+
+def test_a_port_is_bound_once() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: Address already in use"):
+            bind(_server(port=port))
+    with bind(_server(port=port)) as sock:
+        assert sock.getsockname() == ("127.0.0.1", port)
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot listen on 192.0.2.1:8000"):
+        bind(_server(host="192.0.2.1"))
+
+
+def _config(**model: str) -> InferenceConfig:
+    return InferenceConfig.model_validate({"model": model})
+
+
+def test_a_model_directory_must_be_complete(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="is a file"):
+        resolve_model(_config(name=str(tmp_path / "file")))
+    with pytest.raises(DataError, match="there is no such directory"):
+        resolve_model(_config(name="./nowhere"))
+    model, tokenizer = tmp_path / "model", tmp_path / "tokenizer"
+    model.mkdir()
+    tokenizer.mkdir()
+    with pytest.raises(DataError, match="has no config.json"):
+        resolve_model(_config(name=str(model)))
+    (model / "config.json").write_text("{")
+    with pytest.raises(DataError, match="cannot be read"):
+        resolve_model(_config(name=str(model)))
+    (model / "config.json").write_text("{}")
+    with pytest.raises(DataError, match="--model.load dummy"):
+        resolve_model(_config(name=str(model)))
+    with pytest.raises(DataError, match="has no tokenizer"):
+        resolve_model(_config(name=str(model), load="dummy"))
+    (tokenizer / "tokenizer.json").write_text("{}")
+    found = resolve_model(_config(name=str(model), load="dummy", tokenizer=str(tokenizer)))
+    assert found == (model, tokenizer)
