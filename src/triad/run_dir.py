@@ -22,7 +22,7 @@ import shutil
 import time
 import uuid
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 from triad import durable, manifest
 from triad.errors import CheckpointError, RunDirError
@@ -59,7 +59,6 @@ class RunDir:
         self.rollouts = self.path / "rollouts"
         self.weights = self.path / "weights"
         self.metrics = self.path / "metrics.jsonl"
-        self._lock_file: IO[str] | None = None
 
     def checkpoint(self, step: int) -> Path:
         """Directory of the checkpoint after `step`."""
@@ -121,25 +120,23 @@ class RunDir:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            file = open(self.path / "run.lock", "a+")
+            descriptor = os.open(self.path / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise RunDirError(
                 f"{self.path} cannot be a run directory: {error}. Choose another with --output-dir."
             ) from None
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "unknown"
-            file.close()
+            holder = os.read(descriptor, 32).decode().strip() or "unknown"
+            os.close(descriptor)
             raise RunDirError(
                 f"{self.path} is in use by another run (process {holder}). Wait for it, stop it, "
                 "or choose another directory with --output-dir."
             ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        self._lock_file = file
+        # Never closed: the lock lasts as long as the process, whatever becomes of this object.
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, str(os.getpid()).encode())
 
     def create(self) -> None:
         """Mark the directory as holding a run."""

@@ -70,6 +70,8 @@ class Supervisor:
     def __exit__(self, *_: object) -> None:
         self.stop()
         signal.set_wakeup_fd(-1)
+        self._receiver.close()
+        self._sender.close()
 
     def _note_signal(self, number: int, _: object) -> None:
         self._signal = number
