@@ -27,7 +27,7 @@ from triad import events
 from triad.config.orchestrator import OrchestratorConfig
 from triad.errors import ConfigError
 from triad.messages import Batch
-from triad.process import die_with_parent, run_reporting_errors, set_up_logging
+from triad.process import die_with_launcher, run_reporting_errors, set_up_logging
 from triad.run_dir import RunDir
 
 _log = logging.getLogger("orchestrator")
@@ -153,7 +153,7 @@ async def run_until_stopped(config: OrchestratorConfig) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the orchestrator with the resolved configuration that `argv` names; never returns."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    die_with_parent()
+    die_with_launcher()
     set_up_logging("orchestrator")
     run_reporting_errors(lambda: asyncio.run(run_until_stopped(_read_config(arguments))))
 

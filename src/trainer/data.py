@@ -64,7 +64,8 @@ def load_samples(
         DataError: the dataset is missing, lacks columns, or has a sample that is too long.
     """
     rows = _read_rows(config)
-    samples, too_long = [], 0
+    samples: list[Sample] = []
+    too_long = untrained = 0
     for number, row in enumerate(rows):
         sample = tokenize_row(row, tokenizer, where=f"{config.name}, row {number}")
         if len(sample.token_ids) > config.seq_len:
@@ -79,9 +80,13 @@ def load_samples(
             sample = Sample(sample.token_ids[: config.seq_len], sample.loss_mask[: config.seq_len])
         if sample.num_targets:
             samples.append(sample)
+        else:
+            untrained += 1
     if too_long:
         done = "dropped" if config.too_long == "drop" else "cut"
         _log.warning("%s: %d samples of more than %d tokens were %s", config.name, too_long, config.seq_len, done)
+    if untrained:
+        _log.warning("%s: %d samples have nothing to train on and are left out", config.name, untrained)
     shuffled = np.random.default_rng([seed, 2**31]).permutation(len(samples))
     held_out = set(shuffled[: int(len(samples) * config.validation_fraction)].tolist())
     training = [sample for number, sample in enumerate(samples) if number not in held_out]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
@@ -30,9 +31,9 @@ from triad.process import (
 _PROGRAMS = {"sft": ("trainer.sft", SftConfig), "rl": ("trainer.rl", TrainerConfig)}
 
 
-def _worker(program: str, config_path: str) -> None:
-    """One rank: runs in a forked child of the launcher."""
-    die_with_parent()
+def _worker(program: str, config_path: str, parent: int) -> None:
+    """One rank: runs in a forked child of process `parent`, which may have died by now."""
+    die_with_parent(parent=parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_up_logging("trainer")
     module_name, config_type = _PROGRAMS[program]
@@ -73,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         monitor_interval=0.05,
     )
     try:
-        elastic_launch(launch_config, _worker)(arguments.program, arguments.config)
+        elastic_launch(launch_config, _worker)(arguments.program, arguments.config, os.getpid())
     except ChildFailedError as error:
         rank, first = min(error.failures.items(), key=lambda item: item[1].timestamp)
         if first.exitcode < 0:

@@ -44,13 +44,9 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
     return float(norm)
 
 
-def apply_step(model: nn.Module, optimizer: torch.optim.Optimizer, *, lr: float, max_grad_norm: float) -> float:
-    """Clip, update the parameters at learning rate `lr`, clear gradients; return the gradient norm."""
-    norm = clip_gradients(model, max_grad_norm)
-    if not math.isfinite(norm):
-        return norm
+def update_parameters(optimizer: torch.optim.Optimizer, *, lr: float) -> None:
+    """Take one optimizer step at learning rate `lr` and clear the gradients."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return norm

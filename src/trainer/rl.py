@@ -14,7 +14,7 @@ from trainer.checkpoint import Checkpointer
 from trainer.data import load_tokenizer
 from trainer.loss import grpo_loss
 from trainer.model import build_policy
-from trainer.optim import apply_step, build_optimizer, learning_rate
+from trainer.optim import build_optimizer, clip_gradients, learning_rate, update_parameters
 from trainer.policy_step import policy_step
 from trainer.rollouts import to_samples
 from trainer.state import Progress, TrainState, seed_everything
@@ -67,8 +67,9 @@ def run(config: TrainerConfig) -> None:
             )
         with stopwatch.phase("optimizer"):
             lr = learning_rate(step, config.optim, config.max_steps)
-            grad_norm = apply_step(policy, optimizer, lr=lr, max_grad_norm=config.optim.max_grad_norm)
-        check_finite(step, loss=metrics["loss"], grad_norm=grad_norm)
+            grad_norm = clip_gradients(policy, config.optim.max_grad_norm)
+            check_finite(step, loss=metrics["loss"], grad_norm=grad_norm)
+            update_parameters(optimizer, lr=lr)
         num_tokens = sum(len(sample.token_ids) for sample in samples)
         state.progress.step = step
         state.progress.samples += len(samples)
@@ -76,18 +77,19 @@ def run(config: TrainerConfig) -> None:
 
         with stopwatch.phase("publish_weights"):
             publisher.publish(step)
+        metrics |= batch.metrics | {"grad_norm": grad_norm, "lr": lr, "memory_gib": memory_gib(parallel)}
+        metrics |= stopwatch.take()
+        metrics["tokens_per_s"] = num_tokens / metrics["time/step"]
+        metrics |= {"samples": state.progress.samples, "tokens": state.progress.tokens}
+        # Before the checkpoint: a step that exists for resume has its line of metrics.
+        if writer is not None:
+            writer.write(step, metrics)
         if checkpointer.is_due(step, config.max_steps):
             with stopwatch.phase("checkpoint"):
                 checkpointer.save(state, orchestrator_state=run_dir.batch(step) / STATE_NAME)
                 if parallel.is_main:
                     run_dir.prune_batches(run_dir.committed_steps()[0])
         publisher.prune(_needed_weights(step, config, run_dir))
-        metrics |= batch.metrics | {"grad_norm": grad_norm, "lr": lr, "memory_gib": memory_gib(parallel)}
-        metrics |= stopwatch.take()
-        metrics["tokens_per_s"] = num_tokens / metrics["time/step"]
-        metrics |= {"samples": state.progress.samples, "tokens": state.progress.tokens}
-        if writer is not None:
-            writer.write(step, metrics)
 
     if writer is not None:
         writer.close()

@@ -16,7 +16,7 @@ from trainer.checkpoint import Checkpointer
 from trainer.data import SampleOrder, load_samples, load_tokenizer
 from trainer.loss import cross_entropy
 from trainer.model import Policy, build_policy, reshard
-from trainer.optim import apply_step, build_optimizer, learning_rate
+from trainer.optim import build_optimizer, clip_gradients, learning_rate, update_parameters
 from trainer.packing import Sample, build_micro_batch, plan_rows
 from trainer.parallel import Parallel
 from trainer.state import Progress, TrainState, seed_everything
@@ -66,8 +66,9 @@ def run(config: SftConfig) -> None:
             loss = _forward_backward(policy, batch, config, parallel)
         with stopwatch.phase("optimizer"):
             lr = learning_rate(step, config.optim, config.max_steps)
-            grad_norm = apply_step(policy, optimizer, lr=lr, max_grad_norm=config.optim.max_grad_norm)
-        check_finite(step, loss=loss, grad_norm=grad_norm)
+            grad_norm = clip_gradients(policy, config.optim.max_grad_norm)
+            check_finite(step, loss=loss, grad_norm=grad_norm)
+            update_parameters(optimizer, lr=lr)
         num_tokens = sum(len(sample.token_ids) for sample in batch)
         state.progress.step = step
         state.progress.samples += len(batch)
@@ -78,15 +79,16 @@ def run(config: SftConfig) -> None:
         if held_out and (is_last or (config.val_interval and step % config.val_interval == 0)):
             with stopwatch.phase("validation"):
                 metrics["val/loss"] = _validate(policy, held_out, config, parallel)
-        if checkpointer.is_due(step, config.max_steps):
-            with stopwatch.phase("checkpoint"):
-                checkpointer.save(state)
         metrics["memory_gib"] = memory_gib(parallel)
         metrics |= stopwatch.take()
         metrics["tokens_per_s"] = num_tokens / metrics["time/step"]
         metrics |= {"samples": state.progress.samples, "tokens": state.progress.tokens}
+        # Before the checkpoint: a step that exists for resume has its line of metrics.
         if writer is not None:
             writer.write(step, metrics)
+        if checkpointer.is_due(step, config.max_steps):
+            with stopwatch.phase("checkpoint"):
+                checkpointer.save(state)
 
     report("publishing weights", step=state.progress.step)
     publisher.publish(state.progress.step)

@@ -49,7 +49,7 @@ class Attempt:
 def launch_training(program: str, config: TrainingCommand) -> int:
     """Run `sft`, or the trainer of `rl` alone; return the exit code."""
     check_model(config)
-    attempt = _prepare(config, config.ckpt, clean=config.clean, dry_run=config.dry_run)
+    attempt = _prepare(config, config.ckpt, max_steps=config.max_steps, clean=config.clean, dry_run=config.dry_run)
     config = _with_resume(config, attempt.resume_step)
     path = _write_config(attempt, "trainer" if program == "rl" else program, config, dry_run=config.dry_run)
     if config.dry_run:
@@ -63,7 +63,12 @@ def launch_rl(config: RlConfig) -> int:
     check_model(config.trainer)
     served = _served_model(config.inference)
     attempt = _prepare(
-        config, config.ckpt, clean=config.clean, dry_run=config.dry_run, orchestrator=config.orchestrator
+        config,
+        config.ckpt,
+        max_steps=config.trainer.max_steps,
+        clean=config.clean,
+        dry_run=config.dry_run,
+        orchestrator=config.orchestrator,
     )
     trainer = _with_resume(config.trainer, attempt.resume_step)
     orchestrator = _with_resume(config.orchestrator, attempt.resume_step)
@@ -120,6 +125,7 @@ def _prepare(
     config: Command,
     ckpt: CkptConfig | None,
     *,
+    max_steps: int,
     clean: bool,
     dry_run: bool,
     orchestrator: OrchestratorConfig | None = None,
@@ -149,6 +155,11 @@ def _prepare(
             "or remove the run with --clean."
         )
     resume_step = resolve_resume_step(run_dir, wanted)
+    if resume_step is not None and resume_step > max_steps:
+        raise ConfigError(
+            f"max_steps = {max_steps} lies before step {resume_step}, which the run would go on from. "
+            f"Raise --max-steps, or resume from one of: {', '.join(map(str, run_dir.committed_steps()))}."
+        )
     attempt = Attempt(run_dir, run_dir.next_attempt(), resume_step)
     if not dry_run:
         _settle(attempt, keep_journal=orchestrator is not None and _journal_holds(attempt, orchestrator))
@@ -293,12 +304,14 @@ def _served_model(config: InferenceConfig) -> str | None:
     """Return the model of the inference server that answers at the configured address, None for no answer.
 
     Raises:
-        InferenceError: something else answers there.
+        InferenceError: something else answers there, or a server with another model.
     """
     url = f"{_address(config)}/weights"
     try:
         with urllib.request.urlopen(url, timeout=10) as answer:
-            return str(json.load(answer)["model"])
+            served = str(json.load(answer)["model"])
+        _check_same_model(served, config)
+        return served
     except urllib.error.HTTPError as error:
         reason = f"HTTP {error.code}"
     except urllib.error.URLError as error:
@@ -313,3 +326,15 @@ def _served_model(config: InferenceConfig) -> str | None:
     )
     wrong.exit_code = 2
     raise wrong
+
+
+def _check_same_model(served: str, config: InferenceConfig) -> None:
+    wanted = config.model.name
+    if served == wanted or (Path(served).exists() and Path(wanted).exists() and Path(served).samefile(wanted)):
+        return
+    error = InferenceError(
+        f"the inference server at {_address(config)} serves the model '{served}', this run trains '{wanted}'. Stop "
+        "that server, name its model with --model.name, or choose another port with --inference.server.port."
+    )
+    error.exit_code = 2
+    raise error

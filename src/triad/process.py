@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import NoReturn
 
 from triad.errors import TriadError
 
+_STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS}
 LAUNCHER_ENV = "TRIAD_LAUNCHER_PID"
 _PR_SET_PDEATHSIG = 1
 
@@ -71,6 +73,18 @@ def run_reporting_errors(program: Callable[[], object]) -> NoReturn:
     except TriadError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno not in _STORAGE_ERRORS:
+            traceback.print_exc()
+            sys.exit(1)
+        where = f" at {error.filename}" if error.filename else ""
+        print(
+            f"error: the storage failed{where}: {error.strerror}. What was committed is whole. "
+            "Make room or mend it, then go on with --ckpt.resume-step latest.",
+            file=sys.stderr,
+            flush=True,
+        )
+        sys.exit(TriadError.exit_code)
     except Exception:  # noqa: BLE001 - reported, and the process ends
         # A bug of ours: the traceback is what the report needs, once, without a launcher's wrapping.
         traceback.print_exc()

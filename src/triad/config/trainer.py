@@ -149,6 +149,12 @@ class SftConfig(TrainingCommand):
     val_interval: int | None = Field(default=None, ge=1)
     """Steps between validations; unset: after the final step only. Needs data.validation_fraction."""
 
+    @model_validator(mode="after")
+    def _something_to_validate_on(self) -> SftConfig:
+        if self.val_interval is not None and self.data.validation_fraction == 0:
+            raise ValueError(f"val_interval = {self.val_interval} needs data.validation_fraction above 0, got 0")
+        return self
+
 
 class GrpoLossConfig(Section):
     """GRPO's clipped policy gradient (Shao et al. 2024, eq. 3, without the KL term)."""

@@ -1,0 +1,226 @@
+"""What several test files share: one thread, no network, tiny models, a process group of one rank."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from tests.training_runs import SftRun
+    from trainer.parallel import Parallel
+
+ROOT = Path(__file__).resolve().parents[1]
+BASE = ROOT / "examples" / "reverse_text" / "base"
+
+ModelFactory = Callable[..., Path]
+
+_cache = ""
+_TINY = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "eos_token_id": 3,
+    "bos_token_id": None,
+}
+
+
+def pytest_configure() -> None:
+    """Before torch or datasets are imported: threads, and a cache that is not the user's."""
+    global _cache
+    _cache = tempfile.mkdtemp(prefix="triad-tests-")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["HF_DATASETS_CACHE"] = f"{_cache}/datasets"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _keep_bytecode()
+
+
+def _keep_bytecode() -> None:
+    """Where no bytecode may be written, each of the many processes would compile torch anew, for 6 s."""
+    torch = importlib.util.find_spec("torch")
+    if not sys.dont_write_bytecode or torch is None or torch.origin is None:
+        return
+    if not Path(importlib.util.cache_from_source(torch.origin)).exists():
+        sys.dont_write_bytecode = False
+        sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = f"{_cache}/bytecode"
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+def pytest_unconfigure() -> None:
+    """Remove the cache."""
+    shutil.rmtree(_cache, ignore_errors=True)
+
+
+@pytest.fixture
+def in_root(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Run the test in the root of the repository, where the paths of the shipped configs are right."""
+    monkeypatch.chdir(ROOT)
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> ModelFactory:
+    """Return a maker of model directories: `tiny_model("llama", tied=False, weights=True, **config)`."""
+    made: dict[str, Path] = {}
+
+    def make(kind: str = "qwen3", *, tied: bool = True, weights: bool = True, seed: int = 0, **fields: Any) -> Path:
+        key = json.dumps([kind, tied, weights, seed, fields], sort_keys=True, default=str)
+        if key not in made:
+            made[key] = _write_model(tmp_path_factory.mktemp(kind), kind, tied, weights, seed, fields)
+        return made[key]
+
+    return make
+
+
+def _write_model(directory: Path, kind: str, tied: bool, weights: bool, seed: int, fields: dict[str, Any]) -> Path:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    config = AutoConfig.for_model(kind, **(_TINY | {"tie_word_embeddings": tied} | fields))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if weights:
+            with torch.no_grad():
+                for parameter in model.parameters():  # norms and biases that a mistake in them would show
+                    if parameter.ndim == 1:
+                        parameter.add_(torch.randn_like(parameter) * 0.2)
+            model.save_pretrained(directory)
+        else:
+            config.architectures = [type(model).__name__]
+            config.save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(BASE / name, directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    """Return the character tokenizer of the example: one token per character."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(BASE)
+
+
+@pytest.fixture(scope="session")
+def parallel() -> Iterator[Parallel]:
+    """Return the ranks of a trainer of one process: this one."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from trainer.parallel import Parallel
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+    yield Parallel(rank=0, world_size=1, device=torch.device("cpu"), mesh=mesh)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def sft_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a file of ragged samples."""
+    from tests.training_runs import write_data
+
+    return write_data(tmp_path_factory.mktemp("data") / "samples.jsonl")
+
+
+@pytest.fixture(scope="session")
+def sft_runs(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: ModelFactory, sft_data: Path
+) -> Iterator[dict[str, Future[SftRun]]]:
+    """Return runs of the real `sft` command by name; they go on in the background, two at a time."""
+    from tests.training_runs import run_sft
+
+    home = tmp_path_factory.mktemp("runs")
+    plain, dropout = tiny_model(weights=False), tiny_model(weights=False, attention_dropout=0.3)
+    pool = ThreadPoolExecutor(max_workers=2)
+
+    def run(name: str, model: Path, *flags: str, after: Future[SftRun] | None = None) -> SftRun:
+        """Run in a directory of its own, or in a copy of that of the run before."""
+        output = home / name
+        if after is not None:
+            before = after.result()
+            assert before.code == 0, before.output
+            shutil.copytree(before.run_dir.path, output)
+        return run_sft(output, model, sft_data, *flags)
+
+    exact = ("--data.validation-fraction", "0.1", "--val-interval", "3", "--max-steps")
+    two = ("--parallel.num-ranks", "2", "--max-steps")
+    runs = {
+        "two_straight": pool.submit(run, "two_straight", dropout, *two, "10", "--ckpt.interval", "5"),
+        "half": pool.submit(run, "half", dropout, *exact, "5", "--ckpt"),
+        "packed": pool.submit(run, "packed", plain, "--max-steps", "4"),
+        "straight": pool.submit(run, "straight", dropout, *exact, "10"),
+        "broken_numbers": pool.submit(run, "broken", plain, "--optim.lr", "1e30", "--ckpt.interval", "1"),
+        "too_long": pool.submit(run, "too_long", plain, "--data.seq-len", "6"),
+        "packed_on_two": pool.submit(run, "packed_on_two", plain, *two, "4"),
+    }
+    for name, size in (("one_by_one", "1"), ("eight_at_once", "8")):
+        unpacked = ("--no-data.pack", "--data.micro-batch-size", size, "--max-steps", "4")
+        runs[name] = pool.submit(run, name, plain, *unpacked)
+    resumed = (*exact, "10", "--ckpt.resume-step", "5")
+    runs["resumed"] = pool.submit(run, "resumed", dropout, *resumed, after=runs["half"])
+    two_resumed = (*two, "10", "--ckpt.interval", "5", "--ckpt.resume-step", "5")
+    runs["two_resumed"] = pool.submit(run, "two_resumed", dropout, *two_resumed, after=runs["two_straight"])
+    loaded = ("--max-steps", "10", "--ckpt.resume-step", "latest")
+    runs["two_loaded_by_one"] = pool.submit(run, "two_by_one", dropout, *loaded, after=runs["two_straight"])
+    yield runs
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="session")
+def ends() -> Callable[..., bool]:
+    """Return a wait for the end of any process, child or not: `ends(pid, within_s=10)`."""
+
+    def wait(pid: int, *, within_s: float = 10.0) -> bool:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return True
+        try:
+            return bool(select.select([descriptor], [], [], within_s)[0])
+        finally:
+            os.close(descriptor)
+
+    return wait
+
+
+@pytest.fixture
+def restored_signals() -> Iterator[None]:
+    """Put the signal handlers back that a supervisor in this process replaces."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    signal.set_wakeup_fd(-1)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def command() -> Callable[[str], str]:
+    """Return where an installed console script lies: `command("sft")`."""
+    return lambda name: str(Path(sys.executable).with_name(name))

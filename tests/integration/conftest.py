@@ -1,0 +1,81 @@
+"""What the tests of `rl` share: one inference server, and the run that nothing disturbs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.inference_zygote import ServerHandle, free_port, shared_zygote
+from tests.rl_runs import MODEL, SMALL_BATCH, CompletedRun, succeeded
+from triad.config import InferenceConfig
+
+REFERENCE_STEPS = 20
+
+
+@dataclass(frozen=True)
+class UsedServer:
+    """An inference server that `rl` finds at the address that `flags` name, and must leave running."""
+
+    handle: ServerHandle
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flags of `rl` that point to this server, with a small batch."""
+        return ("--inference.server.port", self.handle.url.rsplit(":", 1)[1], *SMALL_BATCH)
+
+    def weights(self) -> dict[str, Any]:
+        """What the server says that it serves."""
+        return httpx.get(f"{self.handle.url}/weights").raise_for_status().json()
+
+    def push(self, path: Path, *, version: int) -> None:
+        """Give the server weights, as an earlier run would have left them."""
+        body = {"path": str(path), "version": version}
+        httpx.post(f"{self.handle.url}/update_weights", json=body, timeout=30).raise_for_status()
+
+    def generated_tokens(self) -> int:
+        """How many tokens it has sampled since its start."""
+        metrics = httpx.get(f"{self.handle.url}/metrics").raise_for_status().text
+        match = re.search(r"^triad_generated_tokens_total (\S+)$", metrics, re.MULTILINE)
+        assert match, metrics
+        return int(float(match[1]))
+
+
+@pytest.fixture(scope="session")
+def rl_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UsedServer]:
+    """The server that most runs use, one after the other."""
+    config = InferenceConfig.model_validate(
+        {
+            "model": {"name": str(MODEL), "max_len": 64},
+            "server": {"port": free_port()},
+            "engine": {"threads": 1},
+        }
+    )
+    handle = shared_zygote().start(config, tmp_path_factory.mktemp("rl_server") / "inference.log")
+    handle.wait_ready()
+    yield UsedServer(handle)
+    handle.terminate()
+
+
+@pytest.fixture(scope="session")
+def foreign_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights of the example's shape that no run here ever publishes."""
+    from safetensors.torch import load_file, save_file
+
+    directory = tmp_path_factory.mktemp("foreign")
+    tensors = {name: tensor * 0.5 for name, tensor in load_file(MODEL / "model.safetensors").items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.fixture(scope="session")
+def reference(rl_server: UsedServer, foreign_weights: Path, tmp_path_factory: pytest.TempPathFactory) -> CompletedRun:
+    """The run of 20 steps that nothing disturbs; the server carried other weights, called version 0, before it."""
+    rl_server.push(foreign_weights, version=0)
+    flags = ("--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2")
+    return succeeded(tmp_path_factory.mktemp("reference") / "run", *rl_server.flags, *flags)

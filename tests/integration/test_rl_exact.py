@@ -1,0 +1,163 @@
+"""A stopped and resumed run equals the uninterrupted one, bit for bit; every batch is by the policy of the schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.integration.conftest import REFERENCE_STEPS, UsedServer
+from tests.rl_runs import (
+    CompletedRun,
+    Outcome,
+    assert_same,
+    exact_metrics,
+    journal_files,
+    outcome,
+    succeeded,
+)
+from triad.journal import read_batch
+from triad.manifest import verify
+from triad.metrics import read_metrics
+from triad.run_dir import RunDir
+
+# Trainer against sampler, float32 on both sides.
+LOG_RATIO_TOLERANCE = 1e-4
+
+
+def _check_versions(run_dir: RunDir, *, async_level: int) -> list[int]:
+    """Check that every journaled token is by the version of the strict schedule; return the batches' steps."""
+    steps = run_dir.published_batches()
+    for step in steps:
+        batch = read_batch(run_dir, step)
+        version = max(0, step - 1 - async_level)
+        assert batch.policy_version == version
+        for rollout in batch.rollouts:
+            sampled = [position for position, by_policy in enumerate(rollout.loss_mask) if by_policy]
+            stamped = [
+                position
+                for span in rollout.versions
+                for position in range(span.start, span.end)
+                if span.version == version
+            ]
+            assert stamped == sampled, f"batch {step}: {rollout.versions}"
+    return steps
+
+
+@dataclass(frozen=True)
+class SynchronousRuns:
+    """A run of 9 steps at async_level 0 that keeps 2 checkpoints, then resumed from the older of them.
+
+    Attributes:
+        served: what the server reported after the first run.
+        kept: the steps of checkpoints, batches and weights after the first run.
+        straight: what the first run amounts to.
+        batches: the files of its journal.
+        metrics: its nine lines of metrics.jsonl.
+        resumed: the second run, from step 6.
+    """
+
+    run_dir: RunDir
+    served: dict[str, Any]
+    kept: dict[str, list[int]]
+    straight: Outcome
+    batches: dict[int, tuple[int, int]]
+    metrics: list[dict[str, float]]
+    resumed: CompletedRun
+
+
+@pytest.fixture(scope="module")
+def synchronous(rl_server: UsedServer, tmp_path_factory: pytest.TempPathFactory) -> SynchronousRuns:
+    directory = tmp_path_factory.mktemp("synchronous") / "run"
+    flags = (*rl_server.flags, "--async-level", "0", "--max-steps", "9", "--ckpt.interval", "3", "--ckpt.keep", "2")
+    run_dir = succeeded(directory, *flags).run_dir
+    return SynchronousRuns(
+        run_dir=run_dir,
+        served=rl_server.weights(),
+        kept={
+            "checkpoints": run_dir.committed_steps(),
+            "batches": run_dir.published_batches(),
+            "weights": run_dir.published_weights(),
+        },
+        straight=outcome(run_dir, 9),
+        batches=journal_files(run_dir),
+        metrics=exact_metrics(run_dir, range(1, 10)),
+        resumed=succeeded(directory, *flags, "--ckpt.resume-step", "6"),
+    )
+
+
+def test_a_running_server_is_used_told_the_version_and_left_running(
+    reference: CompletedRun, rl_server: UsedServer
+) -> None:
+    assert "using the inference server that answers at" in reference.output
+    assert "loading vllm" not in reference.output
+    assert not (reference.run_dir.logs(1) / "inference.log").exists()
+    # It served other weights under the same number before: were those used, the ratio would be far from 1.
+    first = read_metrics(reference.run_dir.metrics)[0]
+    assert first["rollout/policy_age"] == 0
+    assert first["mismatch/max_log_ratio"] <= LOG_RATIO_TOLERANCE
+    assert httpx.get(f"{rl_server.handle.url}/health").status_code == 200
+
+
+def test_after_a_run_the_server_reports_the_last_version_that_was_needed(synchronous: SynchronousRuns) -> None:
+    last = read_batch(synchronous.run_dir, 9)
+    assert last.policy_version == 8
+    assert synchronous.served["version"] == 8
+
+
+def test_trainer_and_server_agree_on_every_fresh_rollout(synchronous: SynchronousRuns) -> None:
+    for line in synchronous.metrics:
+        assert line["rollout/policy_age"] == 0
+        # 0.0 would mean that nothing was compared.
+        assert 0 < line["mismatch/max_log_ratio"] <= LOG_RATIO_TOLERANCE, line
+        assert line["mismatch_kl"] == line["mismatch_kl/age_0"] <= LOG_RATIO_TOLERANCE**2
+
+
+def test_keep_bounds_checkpoints_weights_and_journal(synchronous: SynchronousRuns) -> None:
+    assert synchronous.kept == {"checkpoints": [6, 9], "weights": [6, 9], "batches": [7, 8, 9]}
+
+
+def test_resuming_an_older_step_sets_the_future_aside(synchronous: SynchronousRuns) -> None:
+    run_dir, output = synchronous.run_dir, synchronous.resumed.output
+    discarded = run_dir.discarded(2)
+    assert "set aside in discarded/attempt_2, as it lies after step 6" in output
+    aside = ["checkpoints/step_9", "weights/step_9", "rollouts/step_7", "rollouts/step_8", "rollouts/step_9"]
+    for name in (*aside, "metrics.jsonl"):
+        assert (discarded / name).exists() and name in output, name
+    assert [line["step"] for line in read_metrics(discarded / "metrics.jsonl")] == [7, 8, 9]
+    verify(discarded / "checkpoints" / "step_9")
+    # They were set aside, so the resumed run made them itself.
+    made_again = journal_files(run_dir)
+    assert made_again.keys() == synchronous.batches.keys()
+    assert not set(made_again.values()) & set(synchronous.batches.values())
+
+
+def test_resuming_an_older_step_gives_the_same_result(synchronous: SynchronousRuns) -> None:
+    assert_same(outcome(synchronous.run_dir, 9), synchronous.straight)
+    assert exact_metrics(synchronous.run_dir, range(1, 10)) == synchronous.metrics
+
+
+def test_every_rollout_is_by_the_version_of_the_strict_schedule(reference: CompletedRun) -> None:
+    # The first checkpoint, of step 2, is the oldest that can be resumed: what lies before it is pruned.
+    assert _check_versions(reference.run_dir, async_level=1) == list(range(3, REFERENCE_STEPS + 1))
+    ages = [metrics["rollout/policy_age"] for metrics in read_metrics(reference.run_dir.metrics)]
+    assert ages == [0] + [1] * (REFERENCE_STEPS - 1)
+
+
+def test_a_stop_and_resume_changes_nothing(reference: CompletedRun, rl_server: UsedServer, tmp_path: Path) -> None:
+    flags = (*rl_server.flags, "--ckpt")
+    first = succeeded(tmp_path / "run", *flags, "--max-steps", "6")
+    run_dir = first.run_dir
+    assert run_dir.committed_steps() == [6]
+    # Batch 7 is made by version 5: it must outlive the step that trained version 6.
+    assert run_dir.published_weights() == [5, 6]
+    assert run_dir.published_batches() == []
+
+    second = succeeded(tmp_path / "run", *flags, "--max-steps", "12", "--ckpt.resume-step", "6")
+    assert "resuming from step 6" in second.output
+    assert "no longer" not in (run_dir.logs(2) / "orchestrator.log").read_text()
+    assert_same(outcome(run_dir, 12), outcome(reference.run_dir, 12))
+    assert exact_metrics(run_dir, range(1, 13)) == exact_metrics(reference.run_dir, range(1, 13))

@@ -1,0 +1,183 @@
+"""One run that is interrupted again and again, each time in another way, ends as the run that nothing disturbed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from tests.integration.conftest import REFERENCE_STEPS, UsedServer
+from tests.rl_runs import (
+    CompletedRun,
+    RlRun,
+    assert_same,
+    complete,
+    exact_metrics,
+    journal_files,
+    outcome,
+)
+from triad.journal import read_batch
+from triad.run_dir import RunDir
+
+# Ctrl-C must stop a run in seconds, also on a busy machine.
+STOP_TIMEOUT_S = 10.0
+
+
+def _interrupt_start(run: RlRun) -> None:
+    run.wait_for_output("importing torch")
+    run.interrupt(signal.SIGTERM)
+
+
+def _kill_rank(run: RlRun) -> None:
+    run.wait_for_step(3)
+    launcher_of_ranks, rank = run.find("trainer.launch")
+    assert rank.ppid() == launcher_of_ranks.pid
+    rank.kill()
+
+
+def _kill_orchestrator(run: RlRun) -> None:
+    run.wait_for_step(6)
+    (orchestrator,) = run.find("orchestrator.main")
+    orchestrator.kill()
+
+
+def _kill_launcher(run: RlRun) -> None:
+    run.wait_for_step(9)
+    run.interrupt(signal.SIGKILL)
+
+
+def _interrupt(run: RlRun) -> None:
+    run.wait_for_step(11)
+    run.interrupt(signal.SIGINT)
+
+
+def _terminate(run: RlRun) -> None:
+    run.wait_for_step(13)
+    run.interrupt(signal.SIGTERM)
+
+
+# In this order, each in an attempt of its own; expected: exit code, and what the launcher says (killed: nothing).
+_INTERRUPTIONS: dict[str, tuple[Callable[[RlRun], None], int, str]] = {
+    "SIGTERM at the start": (_interrupt_start, 143, f"stopped at step 0 of {REFERENCE_STEPS}\n"),
+    "SIGKILL of a rank": (_kill_rank, 1, "error: trainer: rank 0 was killed by signal 9\n       log: "),
+    "SIGKILL of the orchestrator": (
+        _kill_orchestrator,
+        1,
+        "error: orchestrator was killed by signal 9; the last lines",
+    ),
+    "SIGKILL of the launcher": (_kill_launcher, -9, ""),
+    "SIGINT": (_interrupt, 130, "SIGINT: stopping"),
+    "SIGTERM": (_terminate, 143, "SIGTERM: stopping"),
+}
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """One attempt.
+
+    Attributes:
+        run: how it ended.
+        stopped_in_s: seconds from the interruption to the exit of the launcher.
+        journal: the batches that were there afterwards.
+        committed: the checkpoints that were there afterwards.
+    """
+
+    run: CompletedRun
+    stopped_in_s: float
+    journal: dict[int, tuple[int, int]]
+    committed: list[int]
+
+
+@dataclass(frozen=True)
+class DisturbedRun:
+    """All attempts by the name of their interruption, and the last one, which ended by itself."""
+
+    run_dir: RunDir
+    attempts: dict[str, Interrupted]
+    last: CompletedRun
+    generated_tokens: int
+
+
+@pytest.fixture(scope="module")
+def disturbed(rl_server: UsedServer, tmp_path_factory: pytest.TempPathFactory) -> DisturbedRun:
+    directory = tmp_path_factory.mktemp("disturbed") / "run"
+    flags = (*rl_server.flags, "--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2")
+    resume = ("--ckpt.resume-step", "auto")
+    generated_before = rl_server.generated_tokens()
+    attempts: dict[str, Interrupted] = {}
+    for name, (interrupt, _, _) in _INTERRUPTIONS.items():
+        with RlRun(directory, *flags, *resume) as run:
+            interrupt(run)
+            interrupted_at = time.monotonic()
+            run.wait()
+            stopped_in_s = time.monotonic() - interrupted_at
+            completed = complete(run)
+        run_dir = run.run_dir
+        attempts[name] = Interrupted(completed, stopped_in_s, journal_files(run_dir), run_dir.committed_steps())
+    with RlRun(directory, *flags, *resume) as run:
+        last = complete(run)
+    return DisturbedRun(run.run_dir, attempts, last, rl_server.generated_tokens() - generated_before)
+
+
+@pytest.mark.parametrize("name", _INTERRUPTIONS)
+def test_everything_stops_in_seconds_and_says_why(disturbed: DisturbedRun, name: str) -> None:
+    _, exit_code, message = _INTERRUPTIONS[name]
+    attempt = disturbed.attempts[name]
+    assert attempt.run.exit_code == exit_code, attempt.run.output
+    assert message in attempt.run.output
+    assert attempt.stopped_in_s < STOP_TIMEOUT_S
+    assert not attempt.run.survivors
+    assert "Traceback" not in attempt.run.output
+
+
+def test_the_end_of_a_dead_process_log_is_shown(disturbed: DisturbedRun) -> None:
+    attempt = disturbed.attempts["SIGKILL of the orchestrator"]
+    log = (disturbed.run_dir.logs(3) / "orchestrator.log").read_text().splitlines()
+    assert log[-1] in attempt.run.output
+
+
+def test_the_run_goes_on_from_the_newest_checkpoint(disturbed: DisturbedRun) -> None:
+    attempts = list(disturbed.attempts.values())
+    assert attempts[0].committed == []
+    for before, after in zip(attempts, [*(attempt.run for attempt in attempts[1:]), disturbed.last], strict=True):
+        start = f"resuming from step {before.committed[-1]} in" if before.committed else "starting afresh in"
+        assert start in after.output
+    assert disturbed.last.exit_code == 0, disturbed.last.output
+    assert not disturbed.last.survivors
+
+
+def test_the_final_state_is_that_of_the_undisturbed_run(disturbed: DisturbedRun, reference: CompletedRun) -> None:
+    assert_same(outcome(disturbed.run_dir, REFERENCE_STEPS), outcome(reference.run_dir, REFERENCE_STEPS))
+
+
+def test_the_metrics_are_those_of_the_undisturbed_run(disturbed: DisturbedRun, reference: CompletedRun) -> None:
+    steps = range(1, REFERENCE_STEPS + 1)
+    assert exact_metrics(disturbed.run_dir, steps) == exact_metrics(reference.run_dir, steps)
+
+
+def test_no_journaled_batch_is_made_again(disturbed: DisturbedRun) -> None:
+    final = journal_files(disturbed.run_dir)
+    replayed = 0
+    for attempt in disturbed.attempts.values():
+        waiting = [step for step in attempt.journal if step > max(attempt.committed, default=0)]
+        replayed += len(waiting)
+        # Those of the steps up to the oldest checkpoint are pruned in between.
+        kept = {step: file for step, file in attempt.journal.items() if step in final}
+        assert set(waiting) <= kept.keys()
+        assert kept == {step: final[step] for step in kept}
+    assert replayed > 0, "no interruption came while a batch was waiting"
+    assert "are in the journal: they are trained again, not made again" in disturbed.last.output
+
+
+def test_rollouts_are_sampled_once(disturbed: DisturbedRun) -> None:
+    """Only what was in flight when the orchestrator died is sampled again: less than a batch each time."""
+    state = disturbed.run_dir.checkpoint(REFERENCE_STEPS) / "orchestrator" / "orchestrator.json"
+    sampled = json.loads(state.read_text())["sampled_tokens"]
+    batches = [read_batch(disturbed.run_dir, step) for step in disturbed.run_dir.published_batches()]
+    largest = max(sum(sum(rollout.loss_mask) for rollout in batch.rollouts) for batch in batches)
+    again = disturbed.generated_tokens - sampled
+    assert 0 <= again < len(disturbed.attempts) * largest

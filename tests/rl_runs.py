@@ -1,0 +1,244 @@
+"""Real `rl` runs for tests: start one, wait for a step, disturb it, and compare what runs leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+from tests.conftest import ROOT
+from triad.metrics import read_metrics
+from triad.run_dir import RunDir
+
+CONFIG = "configs/reverse_text/rl.toml"
+MODEL = ROOT / "examples" / "reverse_text" / "model"
+# A quarter of the quick start's batch: the start of a trainer is what takes the time here.
+SMALL_BATCH = ("--orchestrator.problems-per-step", "8", "--orchestrator.group-size", "4")
+POLL_S = 0.01
+STEP_TIMEOUT_S = 90.0
+END_TIMEOUT_S = 120.0
+# Between the end of a launcher and that of everything it started.
+GONE_TIMEOUT_S = 5.0
+
+
+class RlRun:
+    """One start of the `rl` command, in a session of its own as from a terminal.
+
+    Use as a context manager: whatever happens in the test, no process is left.
+    """
+
+    def __init__(self, output_dir: Path, *flags: str, environment: Mapping[str, str] | None = None) -> None:
+        self.run_dir = RunDir(output_dir)
+        self._output = output_dir.with_name(f"{output_dir.name}-{time.monotonic_ns()}.out")
+        self._seen: set[psutil.Process] = set()
+        rl = str(Path(sys.executable).with_name("rl"))
+        with open(self._output, "wb") as output:
+            self._launcher = psutil.Popen(
+                [rl, "@", CONFIG, "--output-dir", str(output_dir), *flags],
+                cwd=ROOT,
+                env={**os.environ, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._launcher.poll() is None:
+            self.processes()
+            self._launcher.kill()
+            self._launcher.wait()
+        for process in self.survivors(timeout_s=0):
+            process.kill()
+
+    @property
+    def output(self) -> str:
+        """What the command printed so far."""
+        return self._output.read_text(errors="replace")
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process that the launcher started and that runs now, children of children included."""
+        found = self._launcher.children(recursive=True)
+        self._seen.update(found)
+        return found
+
+    def find(self, module: str) -> list[psutil.Process]:
+        """Processes of the run that run `module`, such as `trainer.launch`: parents before their children."""
+        found = [process for process in self.processes() if module in process.cmdline()]
+        return sorted(found, key=lambda process: len(process.parents()))
+
+    def wait_for_step(self, step: int) -> None:
+        """Return as soon as `metrics.jsonl` has a line of `step`."""
+        self._wait(lambda: last_step(self.run_dir) >= step, f"step {step}")
+
+    def wait_for_output(self, text: str) -> None:
+        """Return as soon as the command has printed `text`."""
+        self._wait(lambda: text in self.output, f"'{text}'")
+
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + STEP_TIMEOUT_S
+        while not condition():
+            assert self._launcher.poll() is None, f"the run ended before {what}:\n{self.output}"
+            assert time.monotonic() < deadline, f"{what} did not come within {STEP_TIMEOUT_S} s:\n{self.output}"
+            time.sleep(POLL_S)
+
+    def interrupt(self, number: int) -> None:
+        """Send a signal to the launcher, as Ctrl-C, `kill` and `kill -9` do; its children do not get it."""
+        self.processes()
+        os.killpg(self._launcher.pid, number)
+
+    def wait(self, timeout_s: float = END_TIMEOUT_S) -> int:
+        """Return the exit code of the command; a signal's number is negative."""
+        try:
+            return int(self._launcher.wait(timeout_s))
+        except psutil.TimeoutExpired:
+            raise AssertionError(f"the run did not end within {timeout_s} s:\n{self.output}") from None
+
+    def survivors(self, timeout_s: float = GONE_TIMEOUT_S) -> list[psutil.Process]:
+        """What is left of this run after `timeout_s`: processes seen as its children, or that name its directory."""
+        processes = self._seen | {process for process in psutil.process_iter() if self._names_run(process)}
+        processes.discard(self._launcher)
+        deadline = time.monotonic() + timeout_s
+        while (left := [process for process in processes if _is_alive(process)]) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return left
+
+    def _names_run(self, process: psutil.Process) -> bool:
+        try:
+            return any(word.startswith(f"{self.run_dir.path}{os.sep}") for word in process.cmdline())
+        except psutil.Error:
+            return False
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@dataclass(frozen=True)
+class CompletedRun:
+    """What one `rl` command left behind."""
+
+    run_dir: RunDir
+    exit_code: int
+    output: str
+    survivors: list[psutil.Process]
+
+
+def complete(run: RlRun) -> CompletedRun:
+    """Wait for the end of a run and of all its processes."""
+    code = run.wait()
+    return CompletedRun(run.run_dir, code, run.output, run.survivors())
+
+
+def succeeded(output_dir: Path, *flags: str) -> CompletedRun:
+    """Run `rl` to its end, which must be a success that leaves no process behind."""
+    with RlRun(output_dir, *flags) as run:
+        completed = complete(run)
+    assert completed.exit_code == 0, completed.output
+    assert not completed.survivors, completed.output
+    return completed
+
+
+def last_step(run_dir: RunDir) -> int:
+    """The last whole line's step of `metrics.jsonl`; 0 for none."""
+    steps = [int(metrics["step"]) for metrics in read_metrics(run_dir.metrics)] if run_dir.metrics.exists() else []
+    return steps[-1] if steps else 0
+
+
+def journal_files(run_dir: RunDir) -> dict[int, tuple[int, int]]:
+    """Inode and modification time of every batch in the journal: others mean that it was made again."""
+    stats = {step: (run_dir.batch(step) / "batch.msgpack").stat() for step in run_dir.published_batches()}
+    return {step: (stat.st_ino, stat.st_mtime_ns) for step, stat in stats.items()}
+
+
+# Timing and memory, and what a batch reused of a killed orchestrator's work.
+_VARYING = ("time/", "memory_gib", "engine/idle_share", "rollout/reused_turns")
+
+
+def exact_metrics(run_dir: RunDir, steps: Iterable[int]) -> list[dict[str, float]]:
+    """The lines of `metrics.jsonl` of these steps, without what depends on the clock; each step exactly once."""
+    wanted = list(steps)
+    lines = [line for line in read_metrics(run_dir.metrics) if line["step"] in wanted]
+    assert [line["step"] for line in lines] == wanted
+    return [
+        {key: value for key, value in line.items() if not key.startswith(_VARYING) and not key.endswith("_per_s")}
+        for line in lines
+    ]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that a run amounts to at one committed step, as bytes.
+
+    Attributes:
+        weights: the published safetensors files, by name.
+        tensors: every tensor of the trainer's checkpoint (parameters, optimizer moments), by name.
+        trainer_state: counters and random generators of the trainer, by file name.
+        orchestrator_state: the orchestrator's state after the step's batch.
+    """
+
+    weights: dict[str, bytes]
+    tensors: dict[str, bytes]
+    trainer_state: dict[str, bytes]
+    orchestrator_state: bytes
+
+
+def outcome(run_dir: RunDir, step: int) -> Outcome:
+    """Read what a run amounts to after `step`."""
+    checkpoint = run_dir.checkpoint(step)
+    found = Outcome(
+        weights=_contents(run_dir.weights_of(step), "*.safetensors"),
+        tensors=_checkpoint_tensors(checkpoint / "trainer"),
+        trainer_state=_contents(checkpoint / "trainer", "*.json"),
+        orchestrator_state=(checkpoint / "orchestrator" / "orchestrator.json").read_bytes(),
+    )
+    assert found.weights
+    assert {"progress.json", "random_rank_0.json"} <= found.trainer_state.keys()
+    assert any(name.endswith("exp_avg_sq") and any(data) for name, data in found.tensors.items())
+    return found
+
+
+def assert_same(actual: Outcome, expected: Outcome) -> None:
+    """Fail with the names of what differs."""
+    for kind in ("weights", "tensors", "trainer_state"):
+        mine, theirs = getattr(actual, kind), getattr(expected, kind)
+        assert mine.keys() == theirs.keys()
+        different = [name for name in mine if mine[name] != theirs[name]]
+        assert not different, f"{kind}: {len(different)} of {len(mine)} differ: {different[:3]}"
+    assert json.loads(actual.orchestrator_state) == json.loads(expected.orchestrator_state)
+    assert actual.orchestrator_state == expected.orchestrator_state
+
+
+def _contents(directory: Path, pattern: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.glob(pattern))}
+
+
+def _checkpoint_tensors(directory: Path) -> dict[str, bytes]:
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader = dcp.FileSystemReader(directory)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, entry in reader.read_metadata().state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata), name
+        tensors[name] = torch.full(tuple(entry.size), -1, dtype=entry.properties.dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}

@@ -1,0 +1,123 @@
+"""Runs of the real `sft` command on tiny models, for the integration tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from triad.metrics import read_metrics
+from triad.run_dir import RunDir
+
+SFT = str(Path(sys.executable).with_name("sft"))
+DEADLINE_S = 120
+
+
+def write_data(path: Path, *, count: int = 60) -> Path:
+    """Write ragged samples of text and reversed text, and return the file."""
+    generator = random.Random(0)
+    with open(path, "w") as file:
+        for _ in range(count):
+            text = "".join(generator.choices("abcdefgh", k=generator.randint(1, 12)))
+            file.write(json.dumps({"prompt": f"{text}>", "completion": text[::-1]}) + "\n")
+    return path
+
+
+@dataclass(frozen=True)
+class SftRun:
+    """A run that has ended."""
+
+    code: int
+    output: str
+    run_dir: RunDir
+
+    def column(self, name: str) -> list[float]:
+        """Values of one metric, step by step; steps without it are left out."""
+        return [line[name] for line in read_metrics(self.run_dir.metrics) if name in line]
+
+    def weights(self, step: int) -> bytes:
+        """The published weights of `step`, as they lie on disk."""
+        return (self.run_dir.weights_of(step) / "model.safetensors").read_bytes()
+
+
+def sft_command(output: Path, model: Path, data: Path, *flags: str) -> list[str]:
+    """Return a command line: small steps, several micro-batches each, one thread, `flags` last."""
+    settings = {
+        "output-dir": output, "model.name": model, "model.init": "random", "data.name": data, "data.batch-size": 8,
+        "data.micro-batch-size": 2, "data.seq-len": 32, "optim.lr": 1e-3, "parallel.threads": 1, "seed": 3,
+    }  # fmt: skip
+    return [SFT, *(word for key, value in settings.items() for word in (f"--{key}", str(value))), *flags]
+
+
+def run_sft(output: Path, model: Path, data: Path, *flags: str) -> SftRun:
+    """Run `sft` to its end."""
+    command = sft_command(output, model, data, *flags)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=DEADLINE_S)
+    return SftRun(done.returncode, done.stdout, RunDir(output))
+
+
+class LiveSft:
+    """A run that goes on; used as a context manager, which leaves nothing of it behind."""
+
+    def __init__(self, output: Path, model: Path, data: Path, *flags: str) -> None:
+        self.run_dir = RunDir(output)
+        self.process = subprocess.Popen(
+            sft_command(output, model, data, "--max-steps", "1000000", *flags),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.output = ""
+        self.descendants: list[int] = []
+
+    def __enter__(self) -> LiveSft:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.descendants += self._children()
+            self.process.kill()
+        for pid in self.descendants:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait()
+        self._stdout.close()
+
+    @property
+    def _stdout(self) -> IO[str]:
+        assert self.process.stdout is not None
+        return self.process.stdout
+
+    def wait_for(self, text: str) -> None:
+        """Wait until the launcher prints `text`, and note the processes that it has then."""
+        for line in self._stdout:
+            self.output += line
+            if text in line:
+                self.descendants = self._children()
+                return
+        raise AssertionError(f"the run ended before {text!r}:\n{self.output}")
+
+    def _children(self) -> list[int]:
+        return [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
+
+    def ranks(self) -> list[psutil.Process]:
+        """The processes of the ranks: forked children of the trainer."""
+        (trainer,) = psutil.Process(self.process.pid).children()
+        return [child for child in trainer.children() if child.cmdline() == trainer.cmdline()]
+
+    def wait(self, *, within_s: float) -> int:
+        """Wait for the launcher's end; return its exit code."""
+        code = self.process.wait(within_s)
+        self.output += self._stdout.read()
+        return code

@@ -1,0 +1,115 @@
+"""`rl`: settings that several processes share are handed down, and disagreement is an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from triad.config import RlConfig
+from triad.config.load import parse_command_line
+from triad.config.rl import hand_down_shared
+from triad.errors import ConfigError
+
+
+def rl(*argv: str) -> RlConfig:
+    return hand_down_shared(parse_command_line(RlConfig, list(argv), program="rl"))
+
+
+def disagreement(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        rl(*argv)
+    return str(caught.value)
+
+
+def test_what_rl_is_given_goes_to_every_process() -> None:
+    config = rl("--max-steps", "7", "--seed", "3", "--output-dir", "runs/a", "--async-level", "2",
+                "--ckpt.interval", "5", "--model.name", "some/model")  # fmt: skip
+    for process in (config.trainer, config.orchestrator, config.inference):
+        assert process.seed == 3
+        assert process.output_dir == Path("runs/a")
+        assert process.model.name == "some/model"
+        assert process.model.tokenizer_name == "some/model"
+    for process in (config.trainer, config.orchestrator):
+        assert process.max_steps == 7
+        assert process.async_level == 2
+        assert process.ckpt is not None and process.ckpt.interval == 5
+
+
+def test_rl_wins_over_its_sections() -> None:
+    config = rl("--seed", "3", "--trainer.seed", "4", "--orchestrator.seed", "5", "--model.name", "a/b",
+                "--trainer.model.name", "c/d")  # fmt: skip
+    assert config.trainer.seed == config.orchestrator.seed == config.inference.seed == 3
+    assert config.trainer.model.name == "a/b"
+
+
+@pytest.mark.parametrize("process", ["trainer", "orchestrator"])
+def test_what_one_process_is_given_goes_to_the_others(process: str) -> None:
+    config = rl(f"--{process}.max-steps", "7", f"--{process}.model.name", "a/b", f"--{process}.ckpt.interval", "4",
+                f"--{process}.output-dir", "runs/b", f"--{process}.async-level", "0")  # fmt: skip
+    assert config.trainer.max_steps == config.orchestrator.max_steps == config.max_steps == 7
+    assert config.trainer.async_level == config.orchestrator.async_level == 0
+    assert config.trainer.model.name == config.orchestrator.model.name == config.inference.model.name == "a/b"
+    assert config.trainer.ckpt == config.orchestrator.ckpt == config.ckpt
+    assert config.ckpt is not None and config.ckpt.interval == 4
+    assert config.output_dir == config.inference.output_dir == Path("runs/b")
+
+
+def test_equal_values_are_no_disagreement() -> None:
+    assert rl("--trainer.max-steps", "7", "--orchestrator.max-steps", "7").max_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("setting", "one", "other"),
+    [("max-steps", "5", "6"), ("seed", "1", "2"), ("output-dir", "a", "b"), ("async-level", "0", "1"),
+     ("ckpt.interval", "2", "3")],
+)  # fmt: skip
+def test_disagreement_names_both_processes_and_the_shared_flag(setting: str, one: str, other: str) -> None:
+    message = disagreement(f"--trainer.{setting}", one, f"--orchestrator.{setting}", other)
+    assert "trainer." in message and "orchestrator." in message
+    assert one in message and other in message
+    assert f"--{setting.split('.')[0]}" in message
+
+
+def test_disagreement_about_the_model_names_both_and_the_shared_flag() -> None:
+    message = disagreement("--trainer.model.name", "a/b", "--inference.model.name", "c/d")
+    for part in ("trainer.model.name = 'a/b'", "inference.model.name = 'c/d'", "--model.name"):
+        assert part in message
+
+
+def test_a_value_equal_to_the_default_still_counts_as_given() -> None:
+    default = RlConfig().trainer.max_steps
+    message = disagreement("--trainer.max-steps", str(default), "--orchestrator.max-steps", str(default + 1))
+    assert str(default) in message
+
+
+def test_the_orchestrator_asks_where_the_server_listens_unless_told_otherwise() -> None:
+    assert rl("--inference.server.port", "9001").orchestrator.client.urls == ["http://127.0.0.1:9001"]
+    anywhere = rl("--inference.server.port", "9001", "--inference.server.host", "0.0.0.0")
+    assert anywhere.orchestrator.client.urls == ["http://127.0.0.1:9001"]
+    told = rl("--inference.server.port", "9001", "--orchestrator.client.urls", "http://far:1")
+    assert told.orchestrator.client.urls == ["http://far:1"]
+
+
+def test_dtype_follows_the_trainer_and_a_random_model_waits_for_weights() -> None:
+    config = rl("--trainer.model.dtype", "bfloat16", "--trainer.model.init", "random")
+    assert config.inference.model.dtype == "bfloat16"
+    assert config.inference.model.load == "dummy"
+    kept = rl("--trainer.model.dtype", "bfloat16", "--inference.model.dtype", "float32")
+    assert kept.inference.model.dtype == "float32"
+
+
+def test_handing_down_leaves_its_argument_alone() -> None:
+    config = parse_command_line(RlConfig, ["--max-steps", "7", "--clean"], program="rl")
+    before = config.model_copy(deep=True)
+    handed = hand_down_shared(config)
+    assert config == before
+    assert handed.trainer.clean and not config.trainer.clean
+
+
+def test_the_shipped_split_configs_agree(in_root: Path) -> None:
+    config = rl("--trainer", "@", "configs/reverse_text/train.toml",
+                "--orchestrator", "@", "configs/reverse_text/orch.toml", "--max-steps", "10", "--ckpt")  # fmt: skip
+    assert config.trainer.max_steps == config.orchestrator.max_steps == 10
+    assert config.trainer.ckpt is not None and config.orchestrator.ckpt is not None
+    assert config.orchestrator.output_dir == config.inference.output_dir == config.trainer.output_dir != Path("outputs")

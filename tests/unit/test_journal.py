@@ -1,0 +1,136 @@
+"""The journal: batches come out as they went in, whole or not at all."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from triad import durable, journal
+from triad.errors import CheckpointError
+from triad.journal import BATCH_NAME, STATE_NAME, publish_batch, read_batch, wait_for
+from triad.manifest import describe_files, read_manifest, write_manifest
+from triad.messages import Batch, Rollout, VersionSpan
+from triad.run_dir import RunDir
+
+
+def make_batch(step: int = 3) -> Batch:
+    rollout = Rollout(
+        environment="reverse_text", task_id=2**40, sample_index=1, token_ids=[1, 7, 9], loss_mask=[False, True, True],
+        logprobs=[0.0, -0.1, -1e-7], versions=[VersionSpan(version=2, start=1, end=3)], reward=0.7, advantage=-1.25,
+        truncated=True, metrics={"exact": 0.0},
+    )  # fmt: skip
+    return Batch(step=step, policy_version=2, temperature=0.9, rollouts=[rollout], metrics={"reward/mean": 0.7})
+
+
+def test_a_batch_comes_out_as_it_went_in(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    directory = publish_batch(run_dir, make_batch(), b'{"next": 4}')
+    assert directory == run_dir.batch(3) and run_dir.published_batches() == [3]
+    assert read_batch(run_dir, 3) == make_batch()
+    assert (directory / STATE_NAME).read_bytes() == b'{"next": 4}'
+    manifest = read_manifest(directory)
+    assert (manifest.kind, manifest.step, manifest.policy_version) == ("batch", 3, 2)
+
+
+@given(
+    logprobs=st.lists(st.floats(max_value=0, allow_nan=False), min_size=1, max_size=5),
+    reward=st.floats(allow_nan=False),
+    metrics=st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False), max_size=3),
+)
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_numbers_survive_bit_for_bit(
+    logprobs: list[float], reward: float, metrics: dict[str, float], tmp_path: Path
+) -> None:
+    batch = make_batch()
+    batch.rollouts[0].logprobs, batch.rollouts[0].reward, batch.metrics = logprobs, reward, metrics
+    encoded = msgspec.msgpack.encode(batch)
+    assert msgspec.msgpack.encode(msgspec.msgpack.decode(encoded, type=Batch)) == encoded
+    assert msgspec.msgpack.decode(encoded, type=Batch).rollouts[0].logprobs == logprobs
+
+
+@pytest.mark.parametrize("call", ["write_manifest", "publish_directory"])
+def test_a_batch_that_cannot_be_written_does_not_appear(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = RunDir(tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(journal if call == "write_manifest" else durable, call, full)
+    with pytest.raises(OSError, match="No space"):
+        publish_batch(run_dir, make_batch(), b"{}")
+    assert run_dir.published_batches() == [] and not run_dir.batch(3).exists()
+    assert len(run_dir.clear_leftovers()) == 1
+
+
+@pytest.mark.parametrize("name", [BATCH_NAME, STATE_NAME])
+def test_a_damaged_batch_is_refused_and_named(name: str, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    path = publish_batch(run_dir, make_batch(), b"{}") / name
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=name):
+        read_batch(run_dir, 3)
+
+
+def test_a_batch_is_never_replaced(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    publish_batch(run_dir, make_batch(), b"{}")
+    with pytest.raises(FileExistsError):
+        publish_batch(run_dir, make_batch(), b"{}")
+
+
+def rewrite(directory: Path, batch: bytes) -> None:
+    """Put other content into a published batch, with a manifest that fits it."""
+    (directory / BATCH_NAME).write_bytes(batch)
+    manifest = read_manifest(directory)
+    manifest.files = describe_files(directory)
+    write_manifest(directory, manifest)
+
+
+def test_the_batch_of_another_step_or_format_is_refused(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    directory = publish_batch(run_dir, make_batch(), b"{}")
+    rewrite(directory, msgspec.msgpack.encode(make_batch(step=4)))
+    with pytest.raises(CheckpointError, match="expected batch 3"):
+        read_batch(run_dir, 3)
+    other = make_batch()
+    other.format = 99
+    rewrite(directory, msgspec.msgpack.encode(other))
+    with pytest.raises(CheckpointError, match="format 99"):
+        read_batch(run_dir, 3)
+    rewrite(directory, b"\xc1 no msgpack")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_batch(run_dir, 3)
+
+
+def test_a_batch_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="step_3"):
+        read_batch(RunDir(tmp_path), 3)
+
+
+def test_waiting_ends_when_the_batch_appears(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    looked = threading.Event()
+    writer = threading.Thread(target=lambda: looked.wait(20) and publish_batch(run_dir, make_batch(), b"{}"))
+    writer.start()
+    assert wait_for(run_dir.batch(3), timeout_s=20, check=looked.set)
+    writer.join()
+    assert read_batch(run_dir, 3) == make_batch(), "what appears is complete"
+
+
+def test_waiting_gives_up_and_passes_on_what_the_check_raises(tmp_path: Path) -> None:
+    assert not wait_for(tmp_path / "never", timeout_s=0.0)
+
+    def check() -> None:
+        raise KeyError("the orchestrator died")
+
+    with pytest.raises(KeyError):
+        wait_for(tmp_path / "never", timeout_s=20, check=check)

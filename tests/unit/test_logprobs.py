@@ -1,0 +1,106 @@
+"""Log-probabilities in chunks: the same values and gradients as from the whole logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.logprobs import token_logprobs
+
+N, H, V = 11, 6, 17
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(N, H, generator=generator, dtype=dtype, requires_grad=True)
+    head = torch.randn(V, H, generator=generator, dtype=dtype, requires_grad=True)
+    bias = torch.randn(V, generator=generator, dtype=dtype, requires_grad=True)
+    return hidden, head, bias, torch.randint(0, V, (N,), generator=generator)
+
+
+def by_hand(
+    hidden: Tensor, head: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    logits = (hidden @ head.T + (0 if bias is None else bias)).float()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    probabilities = torch.exp(logits / temperature) / torch.exp(logits / temperature).sum(-1, keepdim=True)
+    entropy = -(probabilities * probabilities.log()).sum(-1)
+    return probabilities.log()[torch.arange(N), targets], entropy
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 10, 11, 4096])
+@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, None), (1.0, 2.0), (1.3, 5.0)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_values_and_gradients_do_not_depend_on_the_chunks(
+    chunk_tokens: int, temperature: float, softcap: float | None, with_bias: bool
+) -> None:
+    hidden, head, bias, targets = inputs()
+    used = bias if with_bias else None
+    logprobs, entropy = token_logprobs(
+        hidden, head, targets, bias_V=used, temperature=temperature, softcap=softcap, chunk_tokens=chunk_tokens
+    )
+    expected, expected_entropy = by_hand(hidden, head, targets, used, temperature, softcap)
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy, expected_entropy, rtol=1e-5, atol=1e-5)
+    assert not entropy.requires_grad
+    upstream = torch.linspace(-1, 1, N)
+    leaves = (hidden, head, bias) if with_bias else (hidden, head)
+    ours = torch.autograd.grad((logprobs * upstream).sum(), leaves)
+    theirs = torch.autograd.grad((expected * upstream).sum(), leaves)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_whole_logits_never_exist_with_chunks() -> None:
+    """The largest tensor that forward and backward make has `chunk_tokens` rows of the vocabulary, not N."""
+    hidden, head, _, targets = inputs()
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple) else (out,):
+                if isinstance(tensor, Tensor) and tensor.shape[-1:] == (V,) and tensor.shape != (H, V):
+                    largest = max(largest, tensor.shape[0])
+            return out
+
+    for chunk_tokens, rows in ((3, 3), (4096, N)):
+        largest = 0
+        with Watch():
+            logprobs, _ = token_logprobs(hidden, head, targets, chunk_tokens=chunk_tokens)
+            logprobs.sum().backward()
+        assert largest == rows
+
+
+def test_entropy_is_in_nats_and_known_at_the_ends() -> None:
+    hidden, head = torch.zeros(1, H), torch.ones(V, H)
+    _, entropy = token_logprobs(hidden, head, torch.tensor([0]))
+    torch.testing.assert_close(entropy, torch.full((1,), float(V)).log())
+    certain, _ = token_logprobs(torch.ones(1, H), torch.eye(V, H) * 100, torch.tensor([V - 1]))
+    assert certain.item() < -90
+
+
+def test_no_targets_give_no_values_and_zero_gradients() -> None:
+    hidden, head, _, _ = inputs()
+    logprobs, entropy = token_logprobs(hidden[:0], head, torch.zeros(0, dtype=torch.long))
+    assert logprobs.shape == entropy.shape == (0,)
+    (gradient,) = torch.autograd.grad(logprobs.sum(), head)
+    assert torch.count_nonzero(gradient) == 0
+
+
+def test_bfloat16_logits_are_reduced_in_float32() -> None:
+    hidden, head, _, targets = inputs(torch.float32)
+    low, _ = token_logprobs(hidden.bfloat16(), head.bfloat16(), targets)
+    high, _ = token_logprobs(hidden.bfloat16().float(), head.bfloat16().float(), targets)
+    assert low.dtype == torch.float32
+    torch.testing.assert_close(low, high, atol=0.1, rtol=0.02)
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    hidden, head, _, targets = inputs()
+    with pytest.raises(ValueError, match="11 hidden states for 10 targets"):
+        token_logprobs(hidden, head, targets[:-1])

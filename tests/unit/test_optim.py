@@ -1,0 +1,112 @@
+"""AdamW, clipping and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.optim import build_optimizer, clip_gradients, learning_rate, update_parameters
+from trainer.parallel import Parallel
+from trainer.step import Stopwatch, check_finite, memory_gib
+from triad.config.trainer import OptimConfig
+from triad.errors import TrainingError
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "ratio"),
+    [
+        ("constant", 1, 0.1), ("constant", 5, 0.5), ("constant", 10, 1.0), ("constant", 110, 1.0),
+        ("linear", 10, 1.0), ("linear", 60, 0.5), ("linear", 110, 0.0), ("linear", 200, 0.0),
+        ("cosine", 10, 1.0), ("cosine", 60, 0.5), ("cosine", 35, 0.5 + math.cos(math.pi / 4) / 2), ("cosine", 110, 0.0),
+    ],
+)  # fmt: skip
+def test_warm_up_then_schedule(schedule: str, step: int, ratio: float) -> None:
+    config = OptimConfig(lr=0.25, warmup_steps=10, schedule=schedule)  # type: ignore[arg-type]
+    assert learning_rate(step, config, 110) == pytest.approx(0.25 * ratio, abs=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_schedule_ends_at_its_floor(schedule: str) -> None:
+    config = OptimConfig(lr=0.25, min_lr_ratio=0.2, schedule=schedule)  # type: ignore[arg-type]
+    rates = [learning_rate(step, config, 50) for step in range(1, 51)]
+    assert rates == sorted(rates, reverse=True) and rates[-1] == pytest.approx(0.05)
+    assert learning_rate(1, OptimConfig(lr=0.25, schedule=schedule), 1) == pytest.approx(0.0)  # type: ignore[arg-type]
+
+
+def test_without_warm_up_the_first_step_has_the_peak() -> None:
+    assert learning_rate(1, OptimConfig(lr=0.25), 10) == 0.25
+
+
+def test_only_matrices_are_decayed() -> None:
+    model = small()
+    optimizer = build_optimizer(model, OptimConfig(lr=0.1, weight_decay=0.5))
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert decays == {id(p): (0.5 if p.ndim == 2 else 0.0) for p in model.parameters()}
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = small()
+    for parameter in model[1].parameters():
+        parameter.requires_grad_(False)
+    groups = build_optimizer(model, OptimConfig()).param_groups
+    assert sum(len(group["params"]) for group in groups) == 2
+
+
+def test_one_step_of_adamw_by_hand() -> None:
+    """At the first step Adam moves each entry by lr * sign(gradient), after decaying it by lr * decay."""
+    model = nn.Linear(3, 2, bias=False)
+    before = model.weight.detach().clone()
+    optimizer = build_optimizer(model, OptimConfig(lr=9.0, weight_decay=0.5, eps=1e-12))
+    gradient = torch.tensor([[1.0, -2.0, 3.0], [-0.1, 0.2, -0.3]])
+    model.weight.grad = gradient.clone()
+    update_parameters(optimizer, lr=0.01)
+    torch.testing.assert_close(model.weight.detach(), before * (1 - 0.01 * 0.5) - 0.01 * gradient.sign())
+    assert model.weight.grad is None
+
+
+@pytest.mark.parametrize(("limit", "scale"), [(math.inf, 1.0), (20.0, 1.0), (5.0, 0.5)])
+def test_gradients_are_clipped_to_the_global_norm(limit: float, scale: float) -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, bias=False))
+    parameters = list(model.parameters())
+    gradients = [torch.tensor([[6.0]]), torch.tensor([8.0]), torch.tensor([[0.0]])]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    assert clip_gradients(model, limit) == pytest.approx(10.0)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient * scale, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (1.0, math.inf), (math.inf, math.nan)])
+def test_broken_numbers_stop_training_with_advice(loss: float, norm: float) -> None:
+    with pytest.raises(TrainingError, match="step 7: loss is .* Lower optim.lr") as caught:
+        check_finite(7, loss=loss, grad_norm=norm)
+    assert caught.value.exit_code == 3
+    check_finite(7, loss=1.0, grad_norm=0.0)
+
+
+def test_the_stopwatch_sums_phases_and_starts_again() -> None:
+    stopwatch = Stopwatch()
+    for _ in range(2):
+        with stopwatch.phase("data"):
+            pass
+    with pytest.raises(KeyError), stopwatch.phase("failed"):
+        raise KeyError
+    taken = stopwatch.take()
+    assert taken.keys() == {"time/data", "time/failed", "time/step"}
+    assert 0 < taken["time/data"] <= taken["time/step"]
+    assert stopwatch.take().keys() == {"time/step"}
+
+
+def test_memory_and_reductions_of_one_rank(parallel: Parallel) -> None:
+    assert 0.05 < memory_gib(parallel) < 64
+    values = {"a": 1.5, "b": 2.0**60 + 1}
+    assert parallel.sum(values) == parallel.max(values) == values
+    assert parallel.is_main

@@ -1,0 +1,190 @@
+"""The run directory: one owner, what a resume sets aside, and which step it goes on from."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from triad import durable, manifest
+from triad.errors import CheckpointError, RunDirError
+from triad.run_dir import RunDir, resolve_resume_step
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "run")
+    made.create()
+    return made
+
+
+def commit(run_dir: RunDir, step: int) -> Path:
+    directory = run_dir.checkpoint(step)
+    directory.mkdir(parents=True)
+    (directory / "data").write_bytes(b"%d" % step)
+    files = manifest.describe_files(directory)
+    manifest.write_manifest(
+        directory, manifest.Manifest(kind="checkpoint", step=step, policy_version=step, files=files)
+    )
+    return directory
+
+
+def test_a_run_directory_touches_nothing_until_asked(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    assert not run_dir.holds_run() and run_dir.committed_steps() == [] and run_dir.next_attempt() == 1
+    assert run_dir.clear_leftovers() == [] and run_dir.set_aside_after(0, 1) == []
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_keeps_its_id(run_dir: RunDir) -> None:
+    assert run_dir.holds_run()
+    assert RunDir(run_dir.path).run_id() == run_dir.run_id() != ""
+
+
+def test_a_second_process_is_told_who_holds_the_directory(tmp_path: Path) -> None:
+    hold = (
+        "import sys; from pathlib import Path; from triad.run_dir import RunDir\n"
+        "held = RunDir(Path(sys.argv[1])); held.lock(); print('held', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", hold, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with pytest.raises(RunDirError, match=f"in use by another run \\(process {holder.pid}\\)") as caught:
+            RunDir(tmp_path).lock()
+        assert caught.value.exit_code == 2
+    finally:
+        holder.kill()
+        holder.communicate()
+    RunDir(tmp_path).lock()  # the kernel freed it
+
+
+def test_children_of_the_holder_do_not_keep_the_lock(tmp_path: Path) -> None:
+    """A child started while the directory is held must not hold it on when the launcher is gone."""
+    code = (
+        "import subprocess, sys; from pathlib import Path; from triad.run_dir import RunDir\n"
+        "held = RunDir(Path(sys.argv[1])); held.lock()\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import sys; sys.stdin.read()'], stdin=sys.stdin)\n"
+        "print(child.pid, flush=True)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None and int(holder.stdout.readline()) > 0
+        assert holder.wait(20) == 0
+        RunDir(tmp_path).lock()
+
+
+def test_steps_and_attempts_are_sorted_by_number_and_strangers_ignored(run_dir: RunDir) -> None:
+    for step in (10, 9, 100):
+        commit(run_dir, step)
+    (run_dir.checkpoints / "step_x").mkdir()
+    (run_dir.checkpoints / "step_7_backup").mkdir()
+    (run_dir.checkpoints / "step_8").write_text("a file")
+    assert run_dir.committed_steps() == [9, 10, 100]
+    for attempt in (2, 10):
+        run_dir.configs(attempt).mkdir(parents=True)
+    (run_dir.path / "configs" / "dry_run").mkdir()
+    assert run_dir.next_attempt() == 11
+
+
+def test_a_step_without_a_readable_manifest_does_not_exist(run_dir: RunDir) -> None:
+    commit(run_dir, 1)
+    (commit(run_dir, 2) / manifest.MANIFEST_NAME).unlink()
+    (commit(run_dir, 3) / manifest.MANIFEST_NAME).write_text("{")
+    assert run_dir.committed_steps() == [1]
+
+
+@pytest.mark.parametrize(("wanted", "step"), [(None, None), ("latest", 20), (-1, 20), ("auto", 20), (5, 5), (20, 20)])
+def test_the_step_to_resume_from(wanted: object, step: int | None, run_dir: RunDir) -> None:
+    for committed in (5, 20):
+        commit(run_dir, committed)
+    assert resolve_resume_step(run_dir, wanted) == step  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wanted", [7, 0, -2, 21])
+def test_a_step_that_is_not_there_lists_those_that_are(wanted: int, run_dir: RunDir) -> None:
+    for committed in (5, 20):
+        commit(run_dir, committed)
+    with pytest.raises(CheckpointError, match="5, 20") as caught:
+        resolve_resume_step(run_dir, wanted)
+    assert str(wanted) in str(caught.value) and caught.value.exit_code == 2
+
+
+def test_without_checkpoints_auto_starts_afresh_and_the_others_are_refused(run_dir: RunDir) -> None:
+    assert resolve_resume_step(run_dir, "auto") is None
+    for wanted in ("latest", -1, 3):
+        with pytest.raises(CheckpointError, match="no committed checkpoint"):
+            resolve_resume_step(run_dir, wanted)  # type: ignore[arg-type]
+
+
+def test_leftovers_of_writers_are_cleared_and_named(run_dir: RunDir) -> None:
+    commit(run_dir, 1)
+    torn = run_dir.checkpoint(2)
+    (torn / "trainer").mkdir(parents=True)
+    leftovers = [durable.temporary_sibling(parent / "step_3") for parent in
+                 (run_dir.checkpoints, run_dir.rollouts, run_dir.weights)]  # fmt: skip
+    for path in leftovers:
+        path.mkdir(parents=True)
+        (path / "part").write_text("half")
+    half_file = durable.temporary_sibling(run_dir.metrics)
+    half_file.write_text("half")
+    run_dir.batch(4).mkdir(parents=True)
+    assert sorted(run_dir.clear_leftovers()) == sorted([*leftovers, half_file, torn])
+    assert not any(path.exists() for path in [*leftovers, half_file, torn])
+    assert run_dir.checkpoint(1).exists() and run_dir.batch(4).exists() and run_dir.holds_run()
+
+
+def test_setting_aside_moves_exactly_the_future(run_dir: RunDir) -> None:
+    for step in (1, 2, 3, 10):
+        commit(run_dir, step)
+        for directory in (run_dir.batch(step), run_dir.weights_of(step)):
+            directory.mkdir(parents=True)
+            (directory / "content").write_text(str(step))
+    lines = [json.dumps({"step": step, "loss": step / 8}) + "\n" for step in (1, 2, 3, 10)]
+    run_dir.metrics.write_text("".join(lines) + '{"step": 11, "lo')
+    run_dir.generations(11).write_text("finished")
+    moved = run_dir.set_aside_after(2, attempt=4)
+
+    assert run_dir.committed_steps() == run_dir.published_batches() == [1, 2]
+    assert run_dir.published_weights() == [1], "the trainer publishes the resumed version again"
+    assert run_dir.metrics.read_text() == "".join(lines[:2])
+    aside = run_dir.discarded(4)
+    assert (aside / "metrics.jsonl").read_text() == "".join(lines[2:]) + '{"step": 11, "lo'
+    for step in (3, 10):
+        assert manifest.verify(aside / "checkpoints" / f"step_{step}").step == step
+        assert (aside / "weights" / f"step_{step}" / "content").read_text() == str(step)
+        assert (aside / "rollouts" / f"step_{step}" / "content").read_text() == str(step)
+    assert (aside / "rollouts" / "generations_11.log").read_text() == "finished"
+    assert len(moved) == 8 and all(path.exists() for path in moved)
+    assert run_dir.set_aside_after(2, attempt=5) == []
+
+
+def test_the_journal_may_stay_to_be_trained_again(run_dir: RunDir) -> None:
+    for step in (1, 2):
+        run_dir.batch(step).mkdir(parents=True)
+    run_dir.generations(3).write_text("finished")
+    run_dir.weights_of(2).mkdir(parents=True)
+    moved = run_dir.set_aside_after(1, attempt=2, keep_journal=True)
+    assert moved == [run_dir.discarded(2) / "weights" / "step_2"]
+    assert run_dir.published_batches() == [1, 2] and run_dir.generations(3).exists()
+
+
+def test_batches_that_no_checkpoint_needs_are_removed(run_dir: RunDir) -> None:
+    for step in (1, 2, 10):
+        run_dir.batch(step).mkdir(parents=True)
+    run_dir.prune_batches(2)
+    assert run_dir.published_batches() == [10]
+
+
+def test_cleaning_removes_the_run_and_nothing_else(run_dir: RunDir) -> None:
+    commit(run_dir, 1)
+    run_dir.logs(1).mkdir(parents=True)
+    run_dir.metrics.write_text("{}\n")
+    (run_dir.path / "notes.txt").write_text("mine")
+    run_dir.remove_run()
+    assert [path.name for path in run_dir.path.iterdir()] == ["notes.txt"]

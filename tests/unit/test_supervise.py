@@ -1,0 +1,163 @@
+"""Starting and stopping children: real processes, no orphans."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from triad.process import LAUNCHER_ENV
+from triad.supervise import Child, Supervisor, error_message, last_lines
+
+pytestmark = pytest.mark.usefixtures("restored_signals")
+Ends = Callable[..., bool]
+READY = "import sys, time, signal, os; print('ready', flush=True)\n"
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", READY + code]
+
+
+def ready(supervisor: Supervisor, child: Child) -> Callable[[], None]:
+    """Return a refresh function that raises SIGTERM in this process once the child has said that it is ready."""
+    sent = False
+
+    def refresh() -> None:
+        nonlocal sent
+        if not sent and b"ready" in child.log.read_bytes():
+            sent = True
+            signal.raise_signal(signal.SIGTERM)
+
+    return refresh
+
+
+def test_a_run_is_over_when_every_worker_did_its_work(tmp_path: Path) -> None:
+    with Supervisor() as supervisor:
+        for name in ("a", "b"):
+            supervisor.start(
+                name, python("print(os.environ['NAME'])"), tmp_path / f"{name}.log", environment={"NAME": name}
+            )
+        service = supervisor.start("s", python("time.sleep(60)"), tmp_path / "s.log", environment={}, is_service=True)
+        assert supervisor.run(lambda: None) is None
+        assert service.process.poll() is None
+    assert (tmp_path / "a.log").read_text().splitlines() == ["ready", "a"]
+    assert service.process.returncode == -signal.SIGTERM
+
+
+def test_the_first_failure_ends_the_run_and_stops_the_others(tmp_path: Path) -> None:
+    with Supervisor() as supervisor:
+        other = supervisor.start("other", python("time.sleep(60)"), tmp_path / "o.log", environment={})
+        bad = supervisor.start("bad", python("sys.exit(3)"), tmp_path / "b.log", environment={})
+        assert supervisor.run(lambda: None) is bad
+    assert bad.process.returncode == 3 and other.process.returncode == -signal.SIGTERM
+
+
+def test_a_service_that_ends_by_itself_failed_even_with_code_0(tmp_path: Path) -> None:
+    with Supervisor() as supervisor:
+        supervisor.start("worker", python("time.sleep(60)"), tmp_path / "w.log", environment={})
+        service = supervisor.start("service", python(""), tmp_path / "s.log", environment={}, is_service=True)
+        assert supervisor.run(lambda: None) is service
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_the_launcher_ends_the_run(number: signal.Signals, tmp_path: Path) -> None:
+    with Supervisor() as supervisor:
+        child = supervisor.start("worker", python("time.sleep(60)"), tmp_path / "w.log", environment={})
+        timer = threading.Thread(target=lambda: os.kill(os.getpid(), number))
+        timer.start()
+        assert supervisor.run(lambda: None) == number
+        timer.join()
+    assert child.process.returncode == -signal.SIGTERM
+
+
+def test_a_child_that_ignores_sigterm_is_killed_with_its_children(tmp_path: Path, ends: Ends) -> None:
+    code = (
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "import subprocess\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(child.pid, flush=True); print('stubborn', flush=True); time.sleep(60)"
+    )
+    with Supervisor() as supervisor:
+        child = supervisor.start("stubborn", python(code), tmp_path / "s.log", environment={})
+        while "stubborn" not in child.log.read_text():
+            assert child.process.poll() is None
+            time.sleep(0.01)
+        supervisor.stop(timeout_s=0.2)
+    assert child.process.returncode == -signal.SIGKILL
+    grandchild = int(child.log.read_text().splitlines()[1])
+    assert ends(grandchild)
+
+
+def test_children_that_a_dead_child_left_behind_are_killed(tmp_path: Path, ends: Ends) -> None:
+    code = (
+        "import subprocess\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(child.pid, flush=True); os._exit(1)"
+    )
+    with Supervisor() as supervisor:
+        child = supervisor.start("leaving", python(code), tmp_path / "l.log", environment={})
+        assert supervisor.run(lambda: None) is child
+        grandchild = int(child.log.read_text().splitlines()[1])
+        assert not ends(grandchild, within_s=0)
+    assert ends(grandchild)
+
+
+def test_ctrl_c_in_the_terminal_reaches_the_launcher_alone(tmp_path: Path) -> None:
+    with Supervisor() as supervisor:
+        child = supervisor.start("worker", python("time.sleep(60)"), tmp_path / "w.log", environment={})
+        assert os.getsid(child.process.pid) == child.process.pid != os.getsid(0)
+        supervisor.run(ready(supervisor, child))
+
+
+def test_a_log_is_appended_to(tmp_path: Path) -> None:
+    log = tmp_path / "deep" / "w.log"
+    for _ in range(2):
+        with Supervisor() as supervisor:
+            supervisor.start("worker", python(""), log, environment={})
+            assert supervisor.run(lambda: None) is None
+    assert log.read_text() == "ready\nready\n"
+
+
+def test_a_child_whose_launcher_is_gone_already_ends_at_once() -> None:
+    code = "from triad.process import die_with_launcher as die; die(); print('alive'); import os; print(os.environ)"
+    launcher = {**os.environ, LAUNCHER_ENV: str(os.getpid())}
+    alive = subprocess.run([sys.executable, "-c", code], env=launcher, capture_output=True, text=True)
+    assert alive.stdout.startswith("alive") and LAUNCHER_ENV not in alive.stdout, "its own children have another parent"
+    dead = subprocess.run([sys.executable, "-c", code], env={**os.environ, LAUNCHER_ENV: "1"}, capture_output=True)
+    assert dead.returncode == 1 and dead.stdout == b""
+    by_hand = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    assert by_hand.returncode == 0
+
+
+def test_a_child_dies_with_its_launcher(ends: Ends) -> None:
+    launch = (
+        "import subprocess, sys, os\n"
+        f"env = {{**os.environ, '{LAUNCHER_ENV}': str(os.getpid())}}\n"
+        "code = 'from triad.process import die_with_launcher as die; die(); print(1, flush=True); input()'\n"
+        "child = subprocess.Popen([sys.executable, '-c', code], env=env, stdin=-1, stdout=-1)\n"
+        "child.stdout.readline(); print(child.pid, flush=True); sys.stdin.read()\n"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", launch], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert launcher.stdout is not None
+    child = int(launcher.stdout.readline())
+    assert not ends(child, within_s=0)
+    launcher.kill()
+    launcher.communicate()
+    assert ends(child)
+
+
+def test_the_error_of_a_log_is_its_last_error_block(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    assert error_message(log) is None and last_lines(log) == ""
+    log.write_text("12:00 INFO hello\nerror: first\nnoise\nerror: second\n       more of it\n    not of it\n")
+    assert error_message(log) == "second\n       more of it"
+    assert last_lines(log, 2) == "           more of it\n        not of it"
+    log.write_text("no message here\n")
+    assert error_message(log) is None
