@@ -68,7 +68,9 @@ def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     for seed, name in enumerate("abc"):
         write_model(models / name, seed=seed, tied=request.param == "tied")
     server = _start(models, models)
-    yield Client(server, models)
+    client = Client(server, models)
+    yield client
+    client.http.close()
     assert server.terminate() == 0
 
 
@@ -253,4 +255,5 @@ def test_without_weights_the_server_is_healthy_and_waits(tmp_path: Path) -> None
         assert client.http.get("/health").json()["weights"] == client.version
         _assert_logprobs(tmp_path / "b", client.generate())
     finally:
+        client.http.close()
         assert client.server.terminate() == 0
