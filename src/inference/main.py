@@ -15,6 +15,7 @@ from pathlib import Path
 import tomli
 from pydantic import ValidationError
 
+from inference.installation import correct_wheel_label
 from inference.preflight import Preflight, check
 from triad.config import InferenceConfig
 from triad.errors import ConfigError, TriadError
@@ -57,6 +58,7 @@ def run(config: InferenceConfig) -> int:
         TriadError: something that the user can be told in one message.
     """
     preflight: Preflight = check(config)
+    correct_wheel_label()
     set_environment(config)
     report("loading vllm")
     logging.getLogger("vllm").setLevel(logging.WARNING)
