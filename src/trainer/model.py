@@ -96,7 +96,7 @@ def load_model_config(name: str) -> PreTrainedConfig:
 
 
 def build_policy(config: TrainedModelConfig, parallel: Parallel, *, seed: int, weights: bool = True) -> Policy:
-    """Return the policy, sharded over all ranks, in training mode.
+    """Return the policy, in training mode, sharded over all ranks where there are several.
 
     Rank 0 reads (or initialises) the weights and broadcasts them, so they depend on the seed alone
     and not on the number of ranks.
@@ -173,6 +173,8 @@ def _wrap(policy: Policy, config: TrainedModelConfig, parallel: Parallel) -> Non
     if config.compile:
         for layer in layers:
             layer.compile()
+    if parallel.world_size == 1 and config.dtype == "float32":
+        return  # nothing to shard and nothing to cast: FSDP would only copy, for a quarter of a small model's step
     mixed_precision = MixedPrecisionPolicy()
     if config.dtype == "bfloat16":
         mixed_precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

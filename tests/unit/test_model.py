@@ -192,7 +192,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters(tiny_model: Mod
 
 
 def test_after_a_forward_alone_the_parameters_go_back_to_shards(tiny_model: Models, parallel: Parallel) -> None:
-    policy = build(tiny_model(), parallel)
+    policy = build(tiny_model(), parallel, dtype="bfloat16")
     with torch.no_grad():
         logprobs(policy)
     reshard(policy)
