@@ -14,6 +14,7 @@ from trainer.model import Policy
 from trainer.packing import Sample, build_micro_batch, plan_rows
 from trainer.parallel import Parallel
 from trainer.rollouts import ADVANTAGE, AGE, SAMPLER_LOGPROB, WEIGHT
+from trainer.step import predict
 
 
 @dataclass
@@ -63,14 +64,7 @@ def policy_step(
         sums.added |= {f"mismatch_kl/age_{age}": 0.0, f"tokens/age_{age}": 0.0}
     for indices in plan[parallel.rank]:
         micro = build_micro_batch(samples, indices, pack=True, device=parallel.device)
-        logprobs_N, entropy_N = policy(
-            micro.input_ids_BL,
-            micro.position_ids_BL,
-            micro.predict_index_N,
-            micro.target_ids_N,
-            packed_index=micro.packed_index,
-            temperature=temperature,
-        )
+        logprobs_N, entropy_N = predict(policy, micro, temperature=temperature)
         data = PolicyLossInput(
             logprobs_N=logprobs_N,
             sampler_logprobs_N=micro.per_token[SAMPLER_LOGPROB],

@@ -20,7 +20,7 @@ from trainer.optim import build_optimizer, clip_gradients, learning_rate, update
 from trainer.packing import Sample, build_micro_batch, plan_rows
 from trainer.parallel import Parallel
 from trainer.state import Progress, TrainState, seed_everything
-from trainer.step import Stopwatch, check_finite, memory_gib
+from trainer.step import Stopwatch, check_finite, memory_gib, predict
 from trainer.weights import WeightPublisher
 from triad.config import SftConfig
 from triad.config.fingerprint import fingerprint
@@ -106,13 +106,7 @@ def _forward_backward(policy: Policy, batch: list[Sample], config: SftConfig, pa
     loss_sum = torch.zeros((), dtype=torch.float64)
     for indices in _my_micro_batches(batch, config, parallel):
         micro = build_micro_batch(batch, indices, pack=config.data.pack, device=parallel.device)
-        logprobs_N, _ = policy(
-            micro.input_ids_BL,
-            micro.position_ids_BL,
-            micro.predict_index_N,
-            micro.target_ids_N,
-            packed_index=micro.packed_index,
-        )
+        logprobs_N, _ = predict(policy, micro)
         weights_N = torch.full_like(logprobs_N, 1 / total_targets)
         loss = cross_entropy(logprobs_N, weights_N)
         # FSDP averages gradients over ranks; the weights above sum to one over all of them.
@@ -129,13 +123,7 @@ def _validate(policy: Policy, held_out: list[Sample], config: SftConfig, paralle
     loss_sum = 0.0
     for indices in _my_micro_batches(held_out, config, parallel):
         micro = build_micro_batch(held_out, indices, pack=config.data.pack, device=parallel.device)
-        logprobs_N, _ = policy(
-            micro.input_ids_BL,
-            micro.position_ids_BL,
-            micro.predict_index_N,
-            micro.target_ids_N,
-            packed_index=micro.packed_index,
-        )
+        logprobs_N, _ = predict(policy, micro)
         loss_sum -= float(logprobs_N.double().sum())
     reshard(policy)
     policy.train()

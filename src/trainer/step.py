@@ -1,4 +1,4 @@
-"""What the training programs share: memory and timing figures, and the numbers' sanity."""
+"""What the training programs share: the forward pass, memory and timing figures, the numbers' sanity."""
 
 from __future__ import annotations
 
@@ -9,9 +9,24 @@ from contextlib import contextmanager
 
 import psutil
 import torch
+from torch import Tensor
 
+from trainer.model import Policy
+from trainer.packing import MicroBatch
 from trainer.parallel import Parallel
 from triad.errors import TrainingError
+
+
+def predict(policy: Policy, micro: MicroBatch, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return (log-probabilities, entropies) of the micro-batch's targets, each of shape (N,), in nats."""
+    return policy(
+        micro.input_ids_BL,
+        micro.position_ids_BL,
+        micro.predict_index_N,
+        micro.target_ids_N,
+        packed_index=micro.packed_index,
+        temperature=temperature,
+    )
 
 
 class Stopwatch:

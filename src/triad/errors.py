@@ -8,7 +8,7 @@
     ├── EnvironmentFailure      an environment raised or broke its contract        exit 3
     ├── InferenceError          the inference server refused, failed or vanished   exit 3
     ├── TrainingError           the numbers went wrong (NaN loss)                  exit 3
-    └── ProcessDied             a child process ended before its time              exit 3
+    └── ProcessDied             a child process ended before its time              exit 1, or the 2 or 3 of the child
 
 Every message says what failed, the value received, what is allowed and what to do.
 Exit code 2 means: nothing was started, fix the input. 3 means: it was running.

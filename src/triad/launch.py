@@ -58,10 +58,12 @@ def launch_training(program: str, config: TrainingCommand) -> int:
 
 
 def launch_rl(config: RlConfig) -> int:
-    """Run trainer, orchestrator and inference server; return the exit code."""
+    """Run trainer, orchestrator and, unless one is there, an inference server; return the exit code."""
     config = hand_down_shared(config)
     check_model(config.trainer)
-    served = _served_model(config.inference)
+    urls = config.orchestrator.client.urls
+    is_ours = _address(config.inference) in urls  # otherwise the servers are somebody else's to start
+    served = _served_model(config.inference) if is_ours else None
     attempt = _prepare(
         config,
         config.ckpt,
@@ -85,7 +87,9 @@ def launch_rl(config: RlConfig) -> int:
         "trainer": [sys.executable, "-m", "trainer.launch", "rl", str(paths["trainer"])],
         "orchestrator": [sys.executable, "-m", "orchestrator.main", str(paths["orchestrator"])],
     }
-    if served is None:
+    if not is_ours:
+        print(f"using the inference servers at {', '.join(urls)}")
+    elif served is None:
         commands = {"inference": [sys.executable, "-m", "inference.main", str(paths["inference"])], **commands}
     else:
         print(f"using the inference server that answers at {_address(config.inference)} (model {served})")
@@ -260,10 +264,17 @@ def _watch(attempt: Attempt, commands: dict[str, list[str]], max_steps: int) -> 
     if isinstance(outcome, Child):
         raise _death(outcome)
     if isinstance(outcome, int):
-        print(f"stopped at step {console.last_step} of {max_steps}")
+        print(f"stopped at step {console.last_step} of {max_steps}; {_how_to_go_on(attempt.run_dir)}")
         return 128 + outcome
     print(f"finished step {console.last_step} of {max_steps}; weights: {attempt.run_dir.weights_of(console.last_step)}")
     return 0
+
+
+def _how_to_go_on(run_dir: RunDir) -> str:
+    steps = run_dir.committed_steps()
+    if not steps:
+        return "nothing was saved (--ckpt.interval N saves every N steps)"
+    return f"go on from step {steps[-1]} with --ckpt.resume-step latest"
 
 
 def _death(child: Child) -> ProcessDied:

@@ -62,7 +62,7 @@ def _terminate(run: RlRun) -> None:
 
 # In this order, each in an attempt of its own; expected: exit code, and what the launcher says (killed: nothing).
 _INTERRUPTIONS: dict[str, tuple[Callable[[RlRun], None], int, str]] = {
-    "SIGTERM at the start": (_interrupt_start, 143, f"stopped at step 0 of {REFERENCE_STEPS}\n"),
+    "SIGTERM at the start": (_interrupt_start, 143, f"stopped at step 0 of {REFERENCE_STEPS}; nothing was saved"),
     "SIGKILL of a rank": (_kill_rank, 1, "error: trainer: rank 0 was killed by signal 9\n       log: "),
     "SIGKILL of the orchestrator": (
         _kill_orchestrator,

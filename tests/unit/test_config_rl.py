@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,8 @@ import pytest
 from triad.config import RlConfig
 from triad.config.load import parse_command_line
 from triad.config.rl import hand_down_shared
-from triad.errors import ConfigError
+from triad.errors import ConfigError, InferenceError
+from triad.launch import launch_rl
 
 
 def rl(*argv: str) -> RlConfig:
@@ -113,3 +116,20 @@ def test_the_shipped_split_configs_agree(in_root: Path) -> None:
     assert config.trainer.max_steps == config.orchestrator.max_steps == 10
     assert config.trainer.ckpt is not None and config.orchestrator.ckpt is not None
     assert config.orchestrator.output_dir == config.inference.output_dir == config.trainer.output_dir != Path("outputs")
+
+
+def test_servers_named_elsewhere_are_not_looked_for_at_the_own_address(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as foreign:  # no inference server: answers 501
+        thread = threading.Thread(target=foreign.serve_forever)
+        thread.start()
+        try:
+            flags = ["--inference.server.port", str(foreign.server_port), "--output-dir", str(tmp_path), "--dry-run"]
+            assert launch_rl(rl(*flags, "--orchestrator.client.urls", '["http://far:1"]')) == 0
+            assert "would start afresh" in capsys.readouterr().out
+            with pytest.raises(InferenceError, match="is not an inference server of triad"):
+                launch_rl(rl(*flags))
+        finally:
+            foreign.shutdown()
+            thread.join()
