@@ -21,6 +21,7 @@ import re
 import shutil
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -99,6 +100,11 @@ class RunDir:
     def committed_steps(self) -> list[int]:
         """Steps with a committed checkpoint, ascending."""
         return [step for step in _numbered(self.checkpoints, _STEP) if manifest.is_committed(self.checkpoint(step))]
+
+    def saved_steps(self) -> list[int]:
+        """Steps with a checkpoint that was committed once, ascending; it may have been damaged since."""
+        steps = _numbered(self.checkpoints, _STEP)
+        return [step for step in steps if (self.checkpoint(step) / manifest.MANIFEST_NAME).exists()]
 
     def published_batches(self) -> list[int]:
         """Steps whose batch is published, ascending."""
@@ -213,29 +219,45 @@ def _step_of(line: str) -> float:
         return float("inf")
 
 
-def resolve_resume_step(run_dir: RunDir, wanted: int | Literal["latest", "auto"] | None) -> int | None:
-    """Return the step to resume from, or None for a fresh start.
+def resolve_resume_step(
+    run_dir: RunDir, wanted: int | Literal["latest", "auto"] | None, *, say: Callable[[str], None] = print
+) -> int | None:
+    """Return the step to resume from, or None for a fresh start. The step is verified, every byte of it.
 
     Args:
         run_dir: where the checkpoints are.
-        wanted: `ckpt.resume_step`: a step, `latest` or -1, `auto`, or None.
+        wanted: `ckpt.resume_step`: a step, `latest` or -1, `auto`, or None. `latest` and `auto` fall
+            back past damaged steps; a step asked for by number does not.
+        say: is told which steps were skipped and why.
 
     Raises:
-        CheckpointError: the step is not there, listing the steps that are.
+        CheckpointError: the step is not there or damaged, listing the steps that are.
     """
     if wanted is None:
         return None
-    steps = run_dir.committed_steps()
-    if wanted == "auto":
-        return steps[-1] if steps else None
+    steps = run_dir.saved_steps()
     there = f"committed steps: {', '.join(map(str, steps))}" if steps else "it has no committed checkpoint"
-    if wanted in ("latest", -1):
-        if not steps:
-            raise CheckpointError(
-                f"ckpt.resume_step = {wanted}: nothing to resume in {run_dir.checkpoints}: {there}. "
-                "Use `auto` to start afresh when there is none."
-            )
-        return steps[-1]
-    if wanted not in steps:
-        raise CheckpointError(f"ckpt.resume_step = {wanted} is not in {run_dir.checkpoints}: {there}.")
-    return int(wanted)
+    if wanted not in ("latest", "auto", -1):
+        if wanted not in steps:
+            raise CheckpointError(f"ckpt.resume_step = {wanted} is not in {run_dir.checkpoints}: {there}.")
+        try:
+            manifest.verify(run_dir.checkpoint(int(wanted)))
+        except CheckpointError as error:
+            raise CheckpointError(f"ckpt.resume_step = {wanted}: {error}. Choose another step; {there}.") from None
+        return int(wanted)
+    damaged = []
+    for step in reversed(steps):
+        try:
+            manifest.verify(run_dir.checkpoint(step))
+            return step
+        except CheckpointError as error:
+            say(f"WARNING: skipping the checkpoint of step {step}: {error}")
+            damaged.append(str(error))
+    if damaged:
+        raise CheckpointError(f"ckpt.resume_step = {wanted}: every checkpoint is damaged: {'; '.join(damaged)}")
+    if wanted == "auto":
+        return None
+    raise CheckpointError(
+        f"ckpt.resume_step = {wanted}: nothing to resume in {run_dir.checkpoints}: {there}. "
+        "Use `auto` to start afresh when there is none."
+    )

@@ -31,7 +31,7 @@ def test_sigterm_stops_all_ranks_and_what_was_committed_is_whole(start: Start, e
         assert all(ends(pid) for pid in run.descendants)
         assert "SIGTERM: stopping" in run.output and "stopped at step" in run.output
         steps = run.run_dir.committed_steps()
-        assert steps and steps[-1] >= 3
+        assert steps and steps[-1] >= 2  # the line of step 3 is written before its checkpoint
         for step in steps:
             manifest.verify(run.run_dir.checkpoint(step))
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -188,3 +189,34 @@ def test_cleaning_removes_the_run_and_nothing_else(run_dir: RunDir) -> None:
     (run_dir.path / "notes.txt").write_text("mine")
     run_dir.remove_run()
     assert [path.name for path in run_dir.path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("wanted", ["latest", "auto", -1])
+@pytest.mark.parametrize("damaged_file", ["data", manifest.MANIFEST_NAME])
+def test_the_newest_falls_back_past_damage_and_says_so(run_dir: RunDir, wanted: object, damaged_file: str) -> None:
+    for step in (5, 10, 15):
+        commit(run_dir, step)
+    damaged = run_dir.checkpoint(15) / damaged_file
+    damaged.write_bytes(b"\xff" + damaged.read_bytes()[1:])
+    said: list[str] = []
+    assert resolve_resume_step(run_dir, wanted, say=said.append) == 10  # type: ignore[arg-type]
+    assert len(said) == 1 and "skipping the checkpoint of step 15" in said[0] and str(damaged) in said[0]
+    run_dir.set_aside_after(10, 2)
+    assert not run_dir.checkpoint(15).exists()  # so that step 15 can be saved again
+    assert (run_dir.discarded(2) / "checkpoints" / "step_15" / damaged_file).exists()
+
+
+def test_a_damaged_step_that_was_asked_for_is_an_error(run_dir: RunDir) -> None:
+    for step in (5, 10):
+        commit(run_dir, step)
+    (run_dir.checkpoint(10) / "data").write_bytes(b"xx")
+    with pytest.raises(CheckpointError, match="resume_step = 10: .*data is damaged.*Choose another.* 5, 10"):
+        resolve_resume_step(run_dir, 10)
+    assert resolve_resume_step(run_dir, 5) == 5
+
+
+@pytest.mark.parametrize("wanted", ["latest", "auto"])
+def test_only_damaged_checkpoints_are_never_a_fresh_start(run_dir: RunDir, wanted: Literal["latest", "auto"]) -> None:
+    (commit(run_dir, 5) / "data").unlink()
+    with pytest.raises(CheckpointError, match="every checkpoint is damaged: .*data is missing"):
+        resolve_resume_step(run_dir, wanted, say=lambda _: None)
