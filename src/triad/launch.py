@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from triad.config.base import CkptConfig, Command
+from triad.config.drift import describe_drift
 from triad.config.inference import InferenceConfig
 from triad.config.load import read_toml, to_toml
 from triad.config.orchestrator import OrchestratorConfig
@@ -230,6 +231,10 @@ def _write_config(attempt: Attempt, name: str, config: Command, *, dry_run: bool
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.toml"
     path.write_text(to_toml(config))
+    before = attempt.run_dir.configs(attempt.number - 1) / path.name
+    if attempt.resume_step is not None and name != "rl" and before.exists():
+        for line in describe_drift(before, path):
+            print(f"changed since the last attempt: {name}: {line}")
     return path
 
 
