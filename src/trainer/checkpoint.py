@@ -75,7 +75,7 @@ class Checkpointer:
         final = self._run_dir.checkpoint(step)
         temporary = final.with_name(f"{durable.TEMPORARY_PREFIX}{final.name}")
         if self._parallel.is_main:
-            final.parent.mkdir(parents=True, exist_ok=True)
+            durable.make_directory(final.parent)
             shutil.rmtree(temporary, ignore_errors=True)
             (temporary / TRAINER_DIR).mkdir(parents=True)
         self._parallel.barrier()

@@ -37,6 +37,15 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_directory(path: Path) -> None:
+    """Create `path` and its missing parents, durably: what is published in it must not be lost with it."""
+    if path.is_dir():
+        return
+    make_directory(path.parent)
+    path.mkdir(exist_ok=True)
+    fsync_directory(path.parent)
+
+
 def fsync_tree(path: Path) -> None:
     """Flush every file and directory below `path` (and `path` itself) to the disk."""
     for directory, _, files in os.walk(path):
@@ -47,7 +56,7 @@ def fsync_tree(path: Path) -> None:
 
 def write_file(path: Path, data: bytes) -> None:
     """Replace `path` by a file with content `data`, atomically and durably."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     temporary = temporary_sibling(path)
     try:
         with open(temporary, "wb") as file:

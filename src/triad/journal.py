@@ -27,7 +27,7 @@ POLL_S = 0.005
 def publish_batch(run_dir: RunDir, batch: Batch, state: bytes) -> Path:
     """Make `batch` and the orchestrator's `state` after it durable, then visible; return its directory."""
     final = run_dir.batch(batch.step)
-    final.parent.mkdir(parents=True, exist_ok=True)
+    durable.make_directory(final.parent)
     temporary = durable.temporary_sibling(final)
     temporary.mkdir()
     (temporary / BATCH_NAME).write_bytes(msgspec.msgpack.encode(batch))

@@ -137,3 +137,13 @@ def test_only_leftovers_are_cleared(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("mine")
     assert durable.clear_leftovers(tmp_path) == [] and durable.clear_leftovers(tmp_path / "nowhere") == []
     assert names(tmp_path) == ["notes", "step_1"]
+
+
+def test_a_new_directory_is_flushed_into_each_of_its_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[Path] = []
+    real = durable.fsync_directory
+    monkeypatch.setattr(durable, "fsync_directory", lambda path: (flushed.append(path), real(path)))
+    durable.make_directory(tmp_path / "a" / "b")
+    assert flushed == [tmp_path, tmp_path / "a"]
+    durable.make_directory(tmp_path / "a" / "b")
+    assert len(flushed) == 2
