@@ -54,6 +54,7 @@ def run(config: TrainerConfig) -> None:
     publisher.publish(state.progress.step)
     writer = MetricsWriter(run_dir.metrics) if parallel.is_main else None
     report("waiting for batches", step=state.progress.step, max_steps=config.max_steps)
+    checkpoints = run_dir.committed_steps()  # read again only after a save: listing them costs a read each
     stopwatch = Stopwatch()
 
     while state.progress.step < config.max_steps:
@@ -87,9 +88,10 @@ def run(config: TrainerConfig) -> None:
         if checkpointer.is_due(step, config.max_steps):
             with stopwatch.phase("checkpoint"):
                 checkpointer.save(state, orchestrator_state=run_dir.batch(step) / STATE_NAME)
-                if parallel.is_main:
-                    run_dir.prune_batches(run_dir.committed_steps()[0])
-        publisher.prune(_needed_weights(step, config, run_dir))
+            checkpoints = run_dir.committed_steps()
+            if parallel.is_main:
+                run_dir.prune_batches(checkpoints[0])
+        publisher.prune(_needed_weights([step, *checkpoints], config.async_level))
 
     if writer is not None:
         writer.close()
@@ -108,7 +110,6 @@ def _receive(run_dir: RunDir, step: int, config: TrainerConfig) -> Batch:
     return read_batch(run_dir, step)
 
 
-def _needed_weights(step: int, config: TrainerConfig, run_dir: RunDir) -> set[int]:
-    """Return the versions that an engine may still be asked for, now or after resuming from a checkpoint."""
-    starts = [step, *run_dir.committed_steps()]
-    return {version for start in starts for version in range(max(0, start - config.async_level), start + 1)}
+def _needed_weights(steps: list[int], async_level: int) -> set[int]:
+    """Return the versions that an engine may be asked for by a trainer that is at, or resumes from, one of `steps`."""
+    return {version for step in steps for version in range(max(0, step - async_level), step + 1)}
