@@ -26,13 +26,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from trainer.parallel import Parallel
 from trainer.state import Progress, RandomState, TrainState, capture_random_state, restore_random_state, seed_everything
 from triad import durable, manifest
+from triad.checkpoints import ORCHESTRATOR_DIR, TRAINER_DIR
 from triad.config import CkptConfig
 from triad.errors import CheckpointError
 from triad.journal import STATE_NAME
 from triad.run_dir import RunDir
 
-TRAINER_DIR = "trainer"
-ORCHESTRATOR_DIR = "orchestrator"
 _PROGRESS_NAME = "progress.json"
 
 
@@ -102,7 +101,7 @@ class Checkpointer:
             files=manifest.describe_files(temporary),
             world_size=self._parallel.world_size,
             run_id=self._run_dir.run_id(),
-            config=self._fingerprint,
+            fingerprints=manifest.Fingerprints(config=self._fingerprint),
             libraries=manifest.library_versions(),
         )
         durable.fsync_tree(temporary)

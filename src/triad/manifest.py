@@ -1,12 +1,14 @@
 """`manifest.json`: the list of a published directory's files with sizes and checksums.
 
 It is written last, so it is the commit: a checkpoint step without a valid manifest does not exist.
-Checksums are xxh3-128, which runs at memory speed; they detect damage, not malice.
+Checksums are xxh3-128, which runs at memory speed; they detect damage, not malice. The manifest holds
+the checksum of its own bytes, computed with 32 zeros in that place.
 """
 
 from __future__ import annotations
 
 import platform
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
@@ -17,8 +19,10 @@ import xxhash
 from triad import durable
 from triad.errors import CheckpointError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
+Verification = Literal["full", "size"]
+_NO_CHECKSUM = "0" * 32
 _READ_BYTES = 1 << 22
 
 
@@ -29,7 +33,21 @@ class FileEntry(msgspec.Struct, frozen=True):
     xxh3_128: str
 
 
-class Manifest(msgspec.Struct, kw_only=True):
+class Fingerprints(msgspec.Struct, frozen=True):
+    """xxh3-128 of what a run is made of; empty where it does not apply.
+
+    Attributes:
+        model: names, shapes and dtypes of the model's tensors.
+        data: content and order of the training samples.
+        config: settings that decide what a step computes.
+    """
+
+    model: str = ""
+    data: str = ""
+    config: str = ""
+
+
+class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What a published directory holds.
 
     Attributes:
@@ -38,9 +56,13 @@ class Manifest(msgspec.Struct, kw_only=True):
         policy_version: version of the weights inside, or of the weights that made the batch.
         files: path relative to the directory -> size and checksum, without the manifest itself.
         world_size: ranks that wrote it.
+        mesh: sizes of the device mesh's dimensions, by name.
         run_id: id of the run that wrote it.
-        config: fingerprint of the configuration that shapes training.
+        created_unix_s: when it was written, by the writer's clock; for people, decides nothing.
+        fingerprints: of model, data and configuration.
+        metrics: the metrics of the step.
         libraries: versions of the libraries that wrote it.
+        checksum: xxh3-128 of the manifest's bytes with zeros here.
     """
 
     format: int = FORMAT_VERSION
@@ -49,9 +71,13 @@ class Manifest(msgspec.Struct, kw_only=True):
     policy_version: int
     files: dict[str, FileEntry]
     world_size: int = 1
+    mesh: dict[str, int] = {}
     run_id: str = ""
-    config: str = ""
+    created_unix_s: int = msgspec.field(default_factory=lambda: int(time.time()))
+    fingerprints: Fingerprints = Fingerprints()
+    metrics: dict[str, float] = {}
     libraries: dict[str, str] = {}
+    checksum: str = _NO_CHECKSUM
 
 
 def library_versions() -> dict[str, str]:
@@ -83,32 +109,71 @@ def describe_files(directory: Path) -> dict[str, FileEntry]:
     }
 
 
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the bytes of a manifest file, its own checksum filled in."""
+    manifest = msgspec.structs.replace(manifest, checksum=_NO_CHECKSUM)
+    data = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    return _fill_checksum(data, _NO_CHECKSUM, xxhash.xxh3_128_hexdigest(data))
+
+
+def _fill_checksum(data: bytes, old: str, new: str) -> bytes:
+    """Replace the manifest's own checksum, the last of all its values."""
+    before, found, after = data.rpartition(b'"' + old.encode() + b'"')
+    return before + b'"' + new.encode() + b'"' + after if found else data
+
+
+def decode_manifest(data: bytes, where: str) -> Manifest:
+    """Return the manifest in `data`.
+
+    Raises:
+        CheckpointError: naming `where` it lies: damaged, or of another format.
+    """
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        try:
+            found = msgspec.json.decode(data, type=_Versioned).format
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            found = FORMAT_VERSION
+        if found != FORMAT_VERSION:
+            raise CheckpointError(f"{where} has format {found}; this version reads format {FORMAT_VERSION}") from None
+        raise CheckpointError(f"{where} is damaged: {error}") from None
+    if manifest.format != FORMAT_VERSION:
+        raise CheckpointError(f"{where} has format {manifest.format}; this version reads format {FORMAT_VERSION}")
+    zeroed = _fill_checksum(data, manifest.checksum, _NO_CHECKSUM)
+    digest = xxhash.xxh3_128_hexdigest(zeroed)
+    if digest != manifest.checksum:
+        raise CheckpointError(f"{where} is damaged: its own checksum is {digest}, it says {manifest.checksum}")
+    return manifest
+
+
+class _Versioned(msgspec.Struct):
+    format: int
+
+
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Commit `directory`: write its manifest durably."""
-    data = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
-    durable.write_file(directory / MANIFEST_NAME, data)
+    durable.write_file(directory / MANIFEST_NAME, encode_manifest(manifest))
 
 
 def read_manifest(directory: Path) -> Manifest:
     """Return the manifest of `directory`.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: there is none, it cannot be read, or its checksum is wrong.
     """
     path = directory / MANIFEST_NAME
     try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        data = path.read_bytes()
     except FileNotFoundError:
-        raise CheckpointError(f"{directory} has no {MANIFEST_NAME}: it was never committed") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
-    if manifest.format != FORMAT_VERSION:
-        raise CheckpointError(f"{path} has format {manifest.format}; this version reads format {FORMAT_VERSION}")
-    return manifest
+        raise CheckpointError(f"{path} is missing: {directory.name} was never committed, or lost it") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    return decode_manifest(data, str(path))
 
 
 def is_committed(directory: Path) -> bool:
-    """Return whether `directory` has a readable manifest."""
+    """Return whether `directory` has a valid manifest."""
     try:
         read_manifest(directory)
     except CheckpointError:
@@ -116,21 +181,33 @@ def is_committed(directory: Path) -> bool:
     return True
 
 
-def verify(directory: Path) -> Manifest:
+def verify(directory: Path, *, how: Verification = "full", step: int | None = None) -> Manifest:
     """Check every file of `directory` against its manifest, and return the manifest.
+
+    Args:
+        how: `full` reads every byte; `size` compares sizes only, which finds missing and cut files.
+        step: the step that the directory must be of; unset: any.
 
     Raises:
         CheckpointError: naming the first file that is missing, of another size, or damaged.
     """
     manifest = read_manifest(directory)
+    if step is not None and manifest.step != step:
+        raise CheckpointError(
+            f"{directory / MANIFEST_NAME} is the manifest of step {manifest.step}, not of step {step}: "
+            "files of two steps were mixed up"
+        )
     for name, entry in manifest.files.items():
         path = directory / name
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing")
-        size = path.stat().st_size
-        if size != entry.size_bytes:
-            raise CheckpointError(f"{path} is damaged: {size} bytes, the manifest says {entry.size_bytes}")
-        digest = file_digest(path)
+        try:
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing")
+            size = path.stat().st_size
+            if size != entry.size_bytes:
+                raise CheckpointError(f"{path} is damaged: {size} bytes, the manifest says {entry.size_bytes}")
+            digest = file_digest(path) if how == "full" else entry.xxh3_128
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
         if digest != entry.xxh3_128:
             raise CheckpointError(f"{path} is damaged: checksum {digest}, the manifest says {entry.xxh3_128}")
     return manifest

@@ -345,7 +345,9 @@ def test_the_manifest_says_who_wrote_it(
     make_checkpointer().save(make_state(steps=2))
     listing = manifest.verify(run_dir.checkpoint(2))
     assert (listing.kind, listing.step, listing.policy_version, listing.world_size) == ("checkpoint", 2, 2, 1)
-    assert listing.run_id == run_dir.run_id() and listing.config == "f" * 32 and "torch" in listing.libraries
+    assert (
+        listing.run_id == run_dir.run_id() and listing.fingerprints.config == "f" * 32 and "torch" in listing.libraries
+    )
 
 
 def test_a_rank_that_the_checkpoint_does_not_know_derives_its_generator(

@@ -127,7 +127,7 @@ def test_a_damaged_manifest_never_verifies_as_something_else(data: st.DataObject
     assert manifest.files == whole.files
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"format": 1}', b"\xff\xfe"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"format": 2}', b"\xff\xfe"])
 def test_a_torn_manifest_is_no_commit(content: bytes, committed: Path) -> None:
     (committed / MANIFEST_NAME).write_bytes(content)
     assert not is_committed(committed)
@@ -143,9 +143,9 @@ def test_without_a_manifest_there_is_no_commit(committed: Path) -> None:
 
 def test_a_manifest_of_another_format_is_refused(committed: Path) -> None:
     path = committed / MANIFEST_NAME
-    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
     message = damage(committed)
-    assert "format 2" in message and "format 1" in message and not is_committed(committed)
+    assert "format 3" in message and "format 2" in message and not is_committed(committed)
 
 
 def test_the_manifest_is_written_last_and_does_not_list_itself(

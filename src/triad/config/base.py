@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 DType = Literal["float32", "bfloat16"]
@@ -57,12 +57,58 @@ class CkptConfig(Section):
     interval: int | None = Field(default=None, ge=1)
     """Save after every this many steps; unset: after the final step only."""
 
+    every_minutes: float | None = Field(default=None, gt=0)
+    """Save when this many minutes have passed since the last save; goes together with `interval`."""
+
+    save_async: bool = True
+    """Copy the state and write it behind the training; off: training waits until it is committed."""
+
+    when_busy: Literal["wait", "skip"] = "wait"
+    """What a save does when the one before it is still being written: wait for it, or be left out.
+    The final step and the save on a signal always wait."""
+
+    on_failure: Literal["stop", "warn"] = "stop"
+    """What follows a save that failed (disk full, I/O error): end the run, or say so and train on."""
+
     keep: int | None = Field(default=None, ge=1)
     """Keep this many of the newest checkpoints; unset: keep all."""
+
+    keep_interval: int | None = Field(default=None, ge=1)
+    """Keep the checkpoints of every this many steps for good, whatever `keep` says."""
+
+    keep_best: str | None = None
+    """Keep the checkpoint with the best value of this metric, such as `min:val/loss` or
+    `max:reward/mean`. Without `min:` or `max:`: lower is better for losses, errors and divergences."""
+
+    dir: str | None = None
+    """Copy every committed checkpoint there as well, in the background: `s3://bucket/prefix` or any
+    other URL of fsspec. A resume finds there what this machine does not have."""
 
     resume_step: int | Literal["latest", "auto"] | None = None
     """Continue from this step: a number, `latest` (-1 is the same; an error if there is none),
     or `auto` (the newest, or a fresh start if there is none)."""
+
+    resume_dir: Path | None = None
+    """Fork another run: start this one from OTHER/checkpoints/step_N with everything that it holds.
+    Together with `resume_step = auto`, this run's own checkpoints come first."""
+
+    weights_only: Path | None = None
+    """Warm start: take the weights of a checkpoint or a Hugging Face directory and nothing else;
+    optimizer, counters and data start afresh."""
+
+    verify: Literal["full", "size"] = "full"
+    """What is checked before a checkpoint is used: every byte, or sizes only (for very large ones)."""
+
+    grace_s: float = Field(default=60.0, gt=0)
+    """On SIGTERM, SIGUSR1 or Ctrl-C: the time to save the current step before everything is stopped."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> CkptConfig:
+        if self.keep_best is not None and not self.keep_best.removeprefix("min:").removeprefix("max:"):
+            raise ValueError(f"keep_best = '{self.keep_best}' names no metric; write it as `max:reward/mean`")
+        if self.weights_only is not None and self.resume_dir is not None:
+            raise ValueError("weights_only takes the weights alone and resume_dir everything: give one of them")
+        return self
 
 
 class ModelConfig(Section):
