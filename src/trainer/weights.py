@@ -5,20 +5,14 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import msgspec
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
+from trainer.hf_files import DTYPES, ShardWriter
 from trainer.model import Policy, trained_tensors
 from trainer.parallel import Parallel
 from triad import durable, manifest
 from triad.run_dir import RunDir
-
-MAX_FILE_BYTES = 4 << 30
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class WeightPublisher:
@@ -30,7 +24,7 @@ class WeightPublisher:
         self._run_dir = run_dir
         self._policy = policy
         self._parallel = parallel
-        self._dtype = _DTYPES[dtype]
+        self._dtype = DTYPES[dtype]
         self._config_files = self._describe_model(tokenizer) if parallel.is_main else {}
 
     def _describe_model(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
@@ -71,22 +65,14 @@ class WeightPublisher:
 
     def _write_tensors(self, directory: Path) -> None:
         """Gather tensors one by one to rank 0, which writes a file whenever enough are together."""
-        waiting: dict[str, Tensor] = {}
-        size, files = 0, []
+        files = ShardWriter(directory)
         for name, tensor in trained_tensors(self._policy.causal_lm).items():
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if not self._parallel.is_main:
-                continue
-            waiting[name] = full.to(device="cpu", dtype=self._dtype if full.is_floating_point() else None).contiguous()
-            size += waiting[name].numel() * waiting[name].element_size()
-            if size >= MAX_FILE_BYTES:
-                files.append(_write_file(directory, len(files), waiting))
-                waiting, size = {}, 0
-        if not self._parallel.is_main:
-            return
-        if waiting:
-            files.append(_write_file(directory, len(files), waiting))
-        _name_files(directory, files)
+            if self._parallel.is_main:
+                dtype = self._dtype if full.is_floating_point() else None
+                files.add(name, full.to(device="cpu", dtype=dtype).contiguous())
+        if self._parallel.is_main:
+            files.close()
 
     def prune(self, needed: set[int]) -> None:
         """Remove the published versions that are not `needed`."""
@@ -94,25 +80,3 @@ class WeightPublisher:
             for version in self._run_dir.published_weights():
                 if version not in needed:
                     durable.remove_directory(self._run_dir.weights_of(version))
-
-
-def _write_file(directory: Path, number: int, tensors: dict[str, Tensor]) -> tuple[Path, dict[str, int]]:
-    path = directory / f"part-{number}.safetensors"
-    save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors writes for the owner alone; the server may be another user
-    return path, {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-
-
-def _name_files(directory: Path, files: list[tuple[Path, dict[str, int]]]) -> None:
-    """Give the files their usual names, with an index where there are several."""
-    if len(files) == 1:
-        files[0][0].rename(directory / "model.safetensors")
-        return
-    weight_map: dict[str, str] = {}
-    for number, (path, sizes) in enumerate(files, start=1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        path.rename(directory / name)
-        weight_map |= dict.fromkeys(sizes, name)
-    total = sum(sum(sizes.values()) for _, sizes in files)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_bytes(msgspec.json.encode(index))

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from trainer import weights
+from trainer import hf_files
 from trainer.model import Policy, build_policy, trained_tensors
 from trainer.parallel import Parallel
 from trainer.state import local_part
@@ -111,7 +111,7 @@ def umask() -> int:
 
 
 def test_large_models_are_split_over_files(publish: Any, tiny_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "MAX_FILE_BYTES", 10_000)
+    monkeypatch.setattr(hf_files, "MAX_FILE_BYTES", 10_000)
     publisher, policy = publish(tiny_model("llama", tied=False))
     directory = publisher.publish(1)
     names = sorted(path.name for path in directory.glob("*.safetensors"))
@@ -140,7 +140,7 @@ def test_a_failed_publication_shows_nothing(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(weights, "save_file", full)
+    monkeypatch.setattr(hf_files, "save_file", full)
     with pytest.raises(OSError, match="No space"):
         publisher.publish(1)
     assert RunDir(tmp_path).published_weights() == []
