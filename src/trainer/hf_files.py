@@ -13,7 +13,7 @@ MAX_FILE_BYTES = 4 << 30
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class ShardWriter:
+class SafetensorsWriter:
     """Writes tensors that come one by one, a file whenever enough are together.
 
     Never holds more than one file's tensors; the files get their names when all are written.

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
-from trainer.hf_files import DTYPES, ShardWriter
+from trainer.hf_files import DTYPES, SafetensorsWriter
 from trainer.model import Policy, trained_tensors
 from trainer.parallel import Parallel
 from triad import durable, manifest
@@ -65,7 +65,7 @@ class WeightPublisher:
 
     def _write_tensors(self, directory: Path) -> None:
         """Gather tensors one by one to rank 0, which writes a file whenever enough are together."""
-        files = ShardWriter(directory)
+        files = SafetensorsWriter(directory)
         for name, tensor in trained_tensors(self._policy.causal_lm).items():
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if self._parallel.is_main:
