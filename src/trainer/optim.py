@@ -1,8 +1,6 @@
-"""AdamW, clipping and the learning-rate schedule."""
+"""AdamW and clipping; the learning rate of a step comes from `triad.config.schedule`."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import nn
@@ -19,21 +17,6 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
     )
-
-
-def learning_rate(step: int, config: OptimConfig, max_steps: int) -> float:
-    """Return the learning rate of the 1-based optimizer step `step`.
-
-    A pure function of the step, so there is no scheduler state to save: linear warm-up to `lr`
-    over `warmup_steps`, then constant, linear or cosine down to `lr * min_lr_ratio` at `max_steps`.
-    """
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
-    progress = min(1.0, (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps))
-    shape = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:

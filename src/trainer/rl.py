@@ -14,7 +14,7 @@ from trainer.checkpoint import Checkpointer
 from trainer.data import load_tokenizer
 from trainer.loss import grpo_loss
 from trainer.model import build_policy
-from trainer.optim import build_optimizer, clip_gradients, learning_rate, update_parameters
+from trainer.optim import build_optimizer, clip_gradients, update_parameters
 from trainer.policy_step import policy_step
 from trainer.rollouts import to_samples
 from trainer.state import Progress, TrainState, seed_everything
@@ -22,6 +22,7 @@ from trainer.step import Stopwatch, check_finite, memory_gib
 from trainer.weights import WeightPublisher
 from triad.config import TrainerConfig
 from triad.config.fingerprint import fingerprint
+from triad.config.schedule import learning_rate
 from triad.errors import InferenceError
 from triad.events import report
 from triad.journal import STATE_NAME, read_batch, wait_for

@@ -16,7 +16,7 @@ from trainer.checkpoint import Checkpointer
 from trainer.data import SampleOrder, load_samples, load_tokenizer
 from trainer.loss import cross_entropy
 from trainer.model import Policy, build_policy, reshard
-from trainer.optim import build_optimizer, clip_gradients, learning_rate, update_parameters
+from trainer.optim import build_optimizer, clip_gradients, update_parameters
 from trainer.packing import Sample, build_micro_batch, plan_rows
 from trainer.parallel import Parallel
 from trainer.state import Progress, TrainState, seed_everything
@@ -24,6 +24,7 @@ from trainer.step import Stopwatch, check_finite, memory_gib, predict
 from trainer.weights import WeightPublisher
 from triad.config import SftConfig
 from triad.config.fingerprint import fingerprint
+from triad.config.schedule import learning_rate
 from triad.events import report
 from triad.metrics import MetricsWriter
 from triad.run_dir import RunDir

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.optim import build_optimizer, clip_gradients, learning_rate, update_parameters
+from trainer.optim import build_optimizer, clip_gradients, update_parameters
 from trainer.parallel import Parallel
 from trainer.step import Stopwatch, check_finite, memory_gib
-from triad.config.trainer import OptimConfig
+from triad.config.schedule import learning_rate, schedule_end
+from triad.config.trainer import OptimConfig, SftConfig
 from triad.errors import TrainingError
 
 
@@ -39,6 +40,25 @@ def test_the_schedule_ends_at_its_floor(schedule: str) -> None:
     rates = [learning_rate(step, config, 50) for step in range(1, 51)]
     assert rates == sorted(rates, reverse=True) and rates[-1] == pytest.approx(0.05)
     assert learning_rate(1, OptimConfig(lr=0.25, schedule=schedule), 1) == pytest.approx(0.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_schedule_that_ends_at_a_step_of_its_own_ignores_max_steps(schedule: str) -> None:
+    fixed = OptimConfig(lr=0.25, warmup_steps=4, min_lr_ratio=0.1, schedule=schedule, schedule_steps=20)  # type: ignore[arg-type]
+    stretched = fixed.model_copy(update={"schedule_steps": None})
+    for step in range(1, 21):
+        assert learning_rate(step, fixed, 40) == learning_rate(step, fixed, 5) == learning_rate(step, stretched, 20)
+    assert [learning_rate(step, fixed, 40) for step in (21, 30, 40)] == [pytest.approx(0.025)] * 3
+    assert learning_rate(21, stretched, 40) > 0.1, "without it the schedule is stretched to max_steps"
+    assert (schedule_end(fixed, 40), schedule_end(stretched, 40), schedule_end(OptimConfig(), 40)) == (20, 40, None)
+
+
+def test_warm_up_must_fit_before_the_end_of_the_schedule() -> None:
+    with pytest.raises(ValueError, match="warmup_steps .5. must be below optim.schedule_steps .5."):
+        SftConfig.model_validate({"max_steps": 40, "optim": {"warmup_steps": 5, "schedule_steps": 5}})
+    with pytest.raises(ValueError, match="warmup_steps .5. must be below max_steps .5."):
+        SftConfig.model_validate({"max_steps": 5, "optim": {"warmup_steps": 5}})
+    SftConfig.model_validate({"max_steps": 5, "optim": {"warmup_steps": 5, "schedule_steps": 6}})
 
 
 def test_without_warm_up_the_first_step_has_the_peak() -> None:

@@ -69,7 +69,10 @@ class OptimConfig(Section):
     """Clip the global gradient norm to this; `inf`: never clip."""
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after warm-up, until `max_steps`."""
+    """Shape of the learning rate after warm-up, until `schedule_steps`."""
+
+    schedule_steps: int | None = Field(default=None, ge=1)
+    """Step at which the schedule ends; unset: max_steps. Later steps train at the final rate."""
 
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up from 0 to `lr`."""
@@ -101,10 +104,11 @@ class TrainingCommand(Command):
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> TrainingCommand:
-        if self.optim.warmup_steps >= self.max_steps and self.optim.warmup_steps > 0:
-            raise ValueError(
-                f"optim.warmup_steps ({self.optim.warmup_steps}) must be below max_steps ({self.max_steps})"
-            )
+        end, name = self.max_steps, "max_steps"
+        if self.optim.schedule_steps is not None:
+            end, name = self.optim.schedule_steps, "optim.schedule_steps"
+        if self.optim.warmup_steps >= end and self.optim.warmup_steps > 0:
+            raise ValueError(f"optim.warmup_steps ({self.optim.warmup_steps}) must be below {name} ({end})")
         return self
 
 
