@@ -5,6 +5,7 @@ Knows names, manifests and sizes; what tensors are inside is the trainer's busin
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -16,11 +17,13 @@ from triad import manifest
 from triad.config.base import CkptConfig
 from triad.durable import TEMPORARY_PREFIX
 from triad.errors import CheckpointError
-from triad.manifest import MANIFEST_NAME, Manifest
+from triad.manifest import MANIFEST_NAME, Manifest, Verification
 
 TRAINER_DIR = "trainer"
 ORCHESTRATOR_DIR = "orchestrator"
-_STEP = re.compile(r"step_(\d+)")
+MODEL_DIR = "model"
+_STEP = re.compile(r"step_(0|[1-9]\d*)")
+_TORN_STEP = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}step_(\d+)")
 _LOWER_IS_BETTER = re.compile(r"loss|error|perplexity|kl|mismatch")
 
 
@@ -68,7 +71,6 @@ class Entry:
             `damaged`: its manifest is missing or wrong; `torn`: a save that never committed.
         manifest: None unless committed.
         reason: why it is not committed.
-        size_bytes: of all files that are there.
     """
 
     step: int
@@ -76,11 +78,25 @@ class Entry:
     status: Literal["committed", "damaged", "torn"]
     manifest: Manifest | None
     reason: str
-    size_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all files that are there now; a step may be removed while it is looked at."""
+        return sum(_file_size(Path(place) / name) for place, _, names in os.walk(self.path) for name in names)
+
+
+def _file_size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def list_entries(directory: Path) -> list[Entry]:
-    """Return what lies in a directory of checkpoints, ascending by step. Manifests are read, data is not."""
+    """Return what lies in a directory of checkpoints, ascending by step. Manifests are read, data is not.
+
+    Names other than `step_N` and those of unfinished saves are somebody else's and left out.
+    """
     if not directory.is_dir():
         return []
     return sorted(
@@ -90,26 +106,56 @@ def list_entries(directory: Path) -> list[Entry]:
 
 
 def _entry(path: Path) -> Entry | None:
-    is_torn = path.name.startswith(TEMPORARY_PREFIX)
-    match = _STEP.match(path.name.removeprefix(TEMPORARY_PREFIX))
-    if match is None or not path.is_dir():
+    if not path.is_dir():
         return None
-    step, size = int(match[1]), _size_bytes(path)
-    if is_torn:
-        return Entry(step, path, "torn", None, "the save never committed", size)
+    if match := _TORN_STEP.match(path.name):
+        return Entry(int(match[1]), path, "torn", None, "the save never committed")
+    match = _STEP.fullmatch(path.name)
+    if match is None:
+        return None
+    step = int(match[1])
     try:
         listing = manifest.read_manifest(path)
     except CheckpointError as error:
-        return Entry(step, path, "damaged", None, str(error), size)
+        return Entry(step, path, "damaged", None, str(error))
     if listing.step != step:
-        return Entry(
-            step, path, "damaged", None, f"{path / MANIFEST_NAME} is the manifest of step {listing.step}", size
-        )
-    return Entry(step, path, "committed", listing, "", size)
+        reason = f"{path / MANIFEST_NAME} is the manifest of step {listing.step}"
+        return Entry(step, path, "damaged", None, reason)
+    return Entry(step, path, "committed", listing, "")
 
 
-def _size_bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+def verify_checkpoint(directory: Path, *, how: Verification, step: int | None = None) -> Manifest:
+    """Check that `directory` is a whole checkpoint, and return its manifest.
+
+    Args:
+        how: see `manifest.verify`.
+        step: the step that it must be of; unset: any.
+
+    Raises:
+        CheckpointError: naming the first file that is missing or damaged, or what the directory is instead.
+    """
+    listing = manifest.verify(directory, how=how, step=step)
+    if listing.kind != "checkpoint":
+        raise CheckpointError(f"{directory} holds {listing.kind}, not a checkpoint")
+    return listing
+
+
+def describe_found(path: Path) -> str:
+    """Say in a few words what lies at `path`, for errors; for runs and directories of checkpoints, which steps."""
+    kind = kind_of(path)
+    if kind is not Kind.UNKNOWN:
+        return f"a {kind}"
+    if not path.exists():
+        return "nothing: there is no such file or directory"
+    if path.is_file():
+        return "a file of no known kind"
+    for directory, name in ((path / "checkpoints", "run directory"), (path, "directory of checkpoints")):
+        if entries := list_entries(directory):
+            steps = ", ".join(str(entry.step) for entry in entries if entry.status == "committed")
+            return f"a {name} with {f'the steps {steps}' if steps else 'no committed step'}"
+    if (path / "run.json").exists():
+        return "a run directory without checkpoints"
+    return "a directory of no known kind" if any(path.iterdir()) else "an empty directory"
 
 
 @dataclass(frozen=True)

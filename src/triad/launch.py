@@ -14,12 +14,13 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from triad.config.base import CkptConfig
 from triad.config.inference import InferenceConfig
 from triad.config.orchestrator import OrchestratorConfig
 from triad.config.rl import RlConfig, hand_down_shared
 from triad.config.trainer import SftConfig, TrainerConfig, TrainingCommand
 from triad.console import Console
-from triad.errors import DataError, InferenceError, ProcessDied
+from triad.errors import NOT_SAVED, ConfigError, DataError, InferenceError, ProcessDied
 from triad.events import EVENTS_ENV, PROCESS_ENV
 from triad.process import available_cores
 from triad.resume import Attempt, prepare, with_resume, write_config
@@ -30,12 +31,12 @@ from triad.supervise import Child, Supervisor, error_message, last_lines
 def launch_training(program: str, config: TrainingCommand) -> int:
     """Run `sft`, or the trainer of `rl` alone; return the exit code."""
     check_model(config)
-    attempt = prepare(config, config.ckpt, max_steps=config.max_steps, clean=config.clean, dry_run=config.dry_run)
+    attempt = prepare(config, clean=config.clean, dry_run=config.dry_run)
     config = with_resume(config, attempt.resume_step)
     path = write_config(attempt, "trainer" if program == "rl" else program, config, dry_run=config.dry_run)
     if config.dry_run:
         return _print_plan(attempt, [path], config.max_steps)
-    return _watch(attempt, {"trainer": [sys.executable, "-m", "trainer.launch", program, str(path)]}, config.max_steps)
+    return _watch(attempt, {"trainer": [sys.executable, "-m", "trainer.launch", program, str(path)]}, config)
 
 
 def launch_rl(config: RlConfig) -> int:
@@ -45,14 +46,7 @@ def launch_rl(config: RlConfig) -> int:
     urls = config.orchestrator.client.urls
     is_ours = _address(config.inference) in urls  # otherwise the servers are somebody else's to start
     served = _served_model(config.inference) if is_ours else None
-    attempt = prepare(
-        config,
-        config.ckpt,
-        max_steps=config.trainer.max_steps,
-        clean=config.clean,
-        dry_run=config.dry_run,
-        orchestrator=config.orchestrator,
-    )
+    attempt = prepare(config.trainer, clean=config.clean, dry_run=config.dry_run, orchestrator=config.orchestrator)
     trainer = with_resume(config.trainer, attempt.resume_step)
     orchestrator = with_resume(config.orchestrator, attempt.resume_step)
     _share_cores(trainer, config.inference)
@@ -74,13 +68,19 @@ def launch_rl(config: RlConfig) -> int:
         commands = {"inference": [sys.executable, "-m", "inference.main", str(paths["inference"])], **commands}
     else:
         print(f"using the inference server that answers at {_address(config.inference)} (model {served})")
-    return _watch(attempt, commands, trainer.max_steps)
+    return _watch(attempt, commands, trainer)
 
 
 def launch_orchestrator(config: OrchestratorConfig) -> int:
     """Become the orchestrator of a run whose trainer is started elsewhere."""
     run_dir = RunDir(config.output_dir)
-    resume_step = resolve_resume_step(run_dir, config.ckpt.resume_step if config.ckpt else None)
+    ckpt = config.ckpt or CkptConfig()
+    if ckpt.resume_dir is not None:
+        raise ConfigError(
+            f"ckpt.resume_dir = {ckpt.resume_dir}: the trainer's command brings the checkpoint into the run. Start "
+            "that first, then this with --ckpt.resume-step and the number of the step."
+        )
+    resume_step = resolve_resume_step(run_dir, ckpt.resume_step, how=ckpt.verify)
     attempt = Attempt(run_dir, max(1, run_dir.next_attempt() - 1), resume_step)
     config = with_resume(config, resume_step)
     path = write_config(attempt, "orchestrator", config, dry_run=config.dry_run)
@@ -116,15 +116,19 @@ def _share_cores(trainer: TrainerConfig, inference: InferenceConfig) -> None:
 
 
 def _print_plan(attempt: Attempt, paths: list[Path], max_steps: int) -> int:
-    start = "afresh" if attempt.resume_step is None else f"from step {attempt.resume_step}"
-    print(f"would start {start} in {attempt.run_dir.path} and train until step {max_steps}")
+    print(f"would start {attempt.start} in {attempt.run_dir.path} and train until step {max_steps}")
     for path in paths:
         print(f"resolved configuration: {path}")
     return 0
 
 
-def _watch(attempt: Attempt, commands: dict[str, list[str]], max_steps: int) -> int:
+def _watch(attempt: Attempt, commands: dict[str, list[str]], config: TrainingCommand) -> int:
     """Start the commands, show the run, stop everything when one ends badly; return the exit code.
+
+    A signal asks the trainer to save its current step first, where checkpoints are on.
+
+    Args:
+        config: of the trainer.
 
     Raises:
         ProcessDied: one of them ended before its time.
@@ -132,6 +136,7 @@ def _watch(attempt: Attempt, commands: dict[str, list[str]], max_steps: int) -> 
     logs = attempt.run_dir.logs(attempt.number)
     logs.mkdir(parents=True, exist_ok=True)
     events = logs / "events.jsonl"
+    max_steps = config.max_steps
     console = Console(
         metrics=attempt.run_dir.metrics, events=events, first_step=attempt.resume_step or 0, max_steps=max_steps
     )
@@ -141,22 +146,35 @@ def _watch(attempt: Attempt, commands: dict[str, list[str]], max_steps: int) -> 
             supervisor.start(name, argv, logs / f"{name}.log", environment=environment, is_service=name == "inference")
         outcome = supervisor.run(console.refresh)
         if isinstance(outcome, int):
-            console.say(f"{signal.Signals(outcome).name}: stopping")
+            grace = config.ckpt.grace_s if config.ckpt else None
+            saving = f"saving the current step, for at most {grace:g} s" if grace else "stopping"
+            console.say(f"{signal.Signals(outcome).name}: {saving}")
+            if grace:
+                supervisor.ask_to_end("trainer", console.refresh, timeout_s=grace)
         supervisor.stop()
     if isinstance(outcome, Child):
         raise _death(outcome)
     if isinstance(outcome, int):
-        print(f"stopped at step {console.last_step} of {max_steps}; {_how_to_go_on(attempt.run_dir)}")
-        return 128 + outcome
+        return _report_stop(attempt, config, step=console.last_step, number=outcome)
     print(f"finished step {console.last_step} of {max_steps}; weights: {attempt.run_dir.weights_of(console.last_step)}")
     return 0
 
 
-def _how_to_go_on(run_dir: RunDir) -> str:
-    steps = run_dir.committed_steps()
-    if not steps:
-        return "nothing was saved (--ckpt.interval N saves every N steps)"
-    return f"go on from step {steps[-1]} with --ckpt.resume-step latest"
+def _report_stop(attempt: Attempt, config: TrainingCommand, *, step: int, number: int) -> int:
+    """Say what a stopped run saved; return 128 + signal, or `NOT_SAVED` where its last step should be and is not."""
+    steps = attempt.run_dir.committed_steps()
+    newest = steps[-1] if steps else 0
+    stopped = f"stopped at step {step} of {config.max_steps}"
+    if config.ckpt is None:
+        print(f"{stopped}; nothing was saved (--ckpt saves the step that a signal stops at)")
+        return 128 + number
+    resume = f"go on from step {newest} with --ckpt.resume-step latest" if steps else "there is no checkpoint"
+    if newest < step:
+        reason = error_message(attempt.run_dir.logs(attempt.number) / "trainer.log") or "see the trainer's log"
+        print(f"{stopped}; step {step} was NOT saved ({reason}); {resume}")
+        return NOT_SAVED
+    print(f"{stopped}, which is saved; {resume}" if step else f"{stopped}, before anything was trained")
+    return 128 + number
 
 
 def _death(child: Child) -> ProcessDied:

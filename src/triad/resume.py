@@ -1,4 +1,7 @@
-"""Where an attempt starts: afresh or from a checkpoint, and what of the run directory still holds then."""
+"""Where an attempt starts: afresh, from a checkpoint or from another run, and what of the directory still holds.
+
+Nothing in the run directory is touched before everything that can be refused has been.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from triad.checkpoints import MODEL_DIR, ORCHESTRATOR_DIR, TRAINER_DIR, Kind, describe_found, kind_of
 from triad.config.base import CkptConfig, Command
-from triad.config.drift import describe_drift
+from triad.config.drift import compare_settings, describe_stretch, read_settings, refuse_other_model, settings_of
+from triad.config.fingerprint import fingerprint, makes_same_batches
 from triad.config.load import read_toml, to_toml
 from triad.config.orchestrator import OrchestratorConfig
-from triad.config.trainer import TrainingCommand
-from triad.errors import ConfigError, RunDirError
+from triad.config.trainer import SftConfig, TrainerConfig, TrainingCommand
+from triad.errors import CheckpointError, ConfigError, RunDirError
+from triad.fork import Fork, bring_in, find_fork
+from triad.journal import STATE_NAME
+from triad.manifest import Verification, verify
 from triad.run_dir import RunDir, resolve_resume_step
 
 T = TypeVar("T", bound=TrainingCommand | OrchestratorConfig)
+CONFIG_NAME = "config.toml"
 
 
 @dataclass(frozen=True)
@@ -24,112 +33,250 @@ class Attempt:
     Attributes:
         number: 1 for the first start in this directory.
         resume_step: the committed step to go on from; None for a fresh start.
+        checkpoint: directory of that step, in this run or in the one that is forked.
+        fork: the checkpoint of another run that this run begins with.
     """
 
     run_dir: RunDir
     number: int
     resume_step: int | None
+    checkpoint: Path | None = None
+    fork: Fork | None = None
+
+    @property
+    def start(self) -> str:
+        """How the attempt starts, in a few words."""
+        if self.resume_step is None:
+            return "afresh"
+        return f"from step {self.resume_step}" + (f" of {self.checkpoint}" if self.fork else "")
 
 
 def prepare(
-    config: Command,
-    ckpt: CkptConfig | None,
-    *,
-    max_steps: int,
-    clean: bool,
-    dry_run: bool,
-    orchestrator: OrchestratorConfig | None = None,
+    trainer: TrainingCommand, *, clean: bool, dry_run: bool, orchestrator: OrchestratorConfig | None = None
 ) -> Attempt:
-    """Take the run directory, decide where to resume, and set aside what that supersedes.
+    """Take the run directory, decide where to start, and set aside what that supersedes.
 
     Args:
+        trainer: what trains; its `output_dir` is the run directory.
+        clean: remove the run that is there.
+        dry_run: decide and check everything, touch nothing.
         orchestrator: for RL runs: what makes the batches; decides whether journaled ones still hold.
 
     Raises:
         RunDirError: the directory is in use, or holds a run and neither resume nor --clean was asked.
-        CheckpointError: the step to resume from is not there.
+        ConfigError: options that contradict each other.
+        CheckpointError: the step to resume from is not there, damaged, or of another model.
     """
-    run_dir = RunDir(config.output_dir)
-    wanted = ckpt.resume_step if ckpt else None
-    if clean and wanted is not None:
-        raise ConfigError("--clean removes what --ckpt.resume-step needs: give one of them")
+    run_dir = RunDir(trainer.output_dir)
+    ckpt = trainer.ckpt or CkptConfig()
+    _refuse_contradictions(ckpt, clean=clean)
     if not dry_run:
         run_dir.lock()
-    if clean and not dry_run:
-        run_dir.remove_run()
-    if wanted is None and run_dir.holds_run() and not clean:
-        steps = run_dir.committed_steps()
-        resume = f"resume it with --ckpt.resume-step latest (step {steps[-1]})" if steps else "it has no checkpoint"
-        raise RunDirError(
-            f"{run_dir.path} already holds a run: {resume}, choose another directory with --output-dir, "
-            "or remove the run with --clean."
-        )
-    resume_step = resolve_resume_step(run_dir, wanted)
-    if resume_step is not None and resume_step > max_steps:
-        raise ConfigError(
-            f"max_steps = {max_steps} lies before step {resume_step}, which the run would go on from. "
-            f"Raise --max-steps, or resume from one of: {', '.join(map(str, run_dir.committed_steps()))}."
-        )
-    attempt = Attempt(run_dir, run_dir.next_attempt(), resume_step)
+    async_level = trainer.async_level if isinstance(trainer, TrainerConfig) else 0
+    attempt = _decide(run_dir, ckpt, clean=clean, async_level=async_level)
+    if attempt.resume_step is None and ckpt.weights_only is not None:
+        check_warm_start(ckpt.weights_only)
+    _check_fits(attempt, trainer)
     if not dry_run:
-        _settle(attempt, keep_journal=orchestrator is not None and _journal_holds(attempt, orchestrator))
+        if clean:
+            run_dir.remove_run()
+        _settle(attempt, how=ckpt.verify, last_batch=_last_batch(attempt, ckpt, trainer, orchestrator))
     return attempt
 
 
-def _journal_holds(attempt: Attempt, config: OrchestratorConfig) -> bool:
-    """Whether batches behind the resumed step are the ones that this attempt would make itself.
+def _refuse_contradictions(ckpt: CkptConfig, *, clean: bool) -> None:
+    """Refuse options of which one asks for what the other rules out."""
+    wanted = ckpt.resume_step
+    if clean and wanted is not None:
+        raise ConfigError("--clean removes what --ckpt.resume-step needs: give one of them")
+    for key, path, other in (
+        ("resume_dir", ckpt.resume_dir, "goes on from another run's checkpoint"),
+        ("weights_only", ckpt.weights_only, "starts afresh with other weights"),
+    ):
+        if path is not None and wanted not in (None, "auto"):
+            flag = key.replace("_", "-")
+            raise ConfigError(
+                f"ckpt.resume_step = {wanted} goes on from a checkpoint of this run, and ckpt.{key} = {path} {other}: "
+                f"give one of them. `--ckpt.resume-step auto --ckpt.{flag} {path}` takes this run's own newest "
+                "checkpoint, and the other where there is none."
+            )
 
-    They are when nothing after that step was ever committed and what makes batches has not changed.
+
+def _decide(run_dir: RunDir, ckpt: CkptConfig, *, clean: bool, async_level: int) -> Attempt:
+    """Find the step to start from, verified. This run's own checkpoints come first."""
+    wanted, source = ckpt.resume_step, ckpt.resume_dir
+    number = 1 if clean else run_dir.next_attempt()
+    is_there = not clean and (run_dir.holds_run() or bool(run_dir.entries()))
+    if is_there and wanted is None:
+        if source is None or run_dir.forked_from() != str(source.resolve()):
+            raise RunDirError(_holds_run(run_dir, source))
+        wanted = "auto"
+    step = resolve_resume_step(run_dir, wanted, how=ckpt.verify) if is_there or wanted != "auto" else None
+    if step is not None:
+        for flag, path in (("resume-dir", source), ("weights-only", ckpt.weights_only)):
+            if path is not None:
+                print(
+                    f"this run has a checkpoint of its own (step {step}): --ckpt.{flag} {path} is not needed any more"
+                )
+        return Attempt(run_dir, number, step, run_dir.checkpoint(step))
+    if source is None:
+        return Attempt(run_dir, number, None)
+    fork = find_fork(source, run_dir, how=ckpt.verify, async_level=async_level)
+    return Attempt(run_dir, number, fork.listing.step, fork.directory, fork)
+
+
+def _holds_run(run_dir: RunDir, source: Path | None) -> str:
+    steps = run_dir.committed_steps()
+    resume = f"resume it with --ckpt.resume-step latest (step {steps[-1]})" if steps else "it has no checkpoint"
+    what = "a run" if source is None else f"a run that was not forked from {source}"
+    return (
+        f"{run_dir.path} already holds {what}: {resume}, choose another directory with --output-dir, "
+        "or remove the run with --clean."
+    )
+
+
+def check_warm_start(path: Path) -> None:
+    """Refuse a `ckpt.weights_only` that holds no weights; their content is checked when they are loaded.
+
+    Raises:
+        CheckpointError: says what was found, what is needed and what to give.
     """
-    steps = attempt.run_dir.committed_steps()
-    if (steps[-1] if steps else None) != attempt.resume_step:
-        return False
-    previous = attempt.run_dir.configs(attempt.number - 1) / "orchestrator.toml"
-    if not previous.exists():
-        return False
-    free = {"max_steps", "ckpt", "output_dir", "dry_run", "client", "weights_timeout_s"}
-    before = read_toml(OrchestratorConfig, previous)
-    return before.model_dump(exclude=free) == config.model_dump(exclude=free)
+    if kind_of(path) is not Kind.UNKNOWN:
+        return
+    raise CheckpointError(
+        f"ckpt.weights_only = {path} is {describe_found(path)}. Needed: a checkpoint (OTHER/checkpoints/step_N), a "
+        "torch.distributed.checkpoint directory, a Hugging Face directory with weights, or a .safetensors, .bin or "
+        ".pt file. A model that is to be used by name is given as --model.name."
+    )
 
 
-def _settle(attempt: Attempt, *, keep_journal: bool) -> None:
+def _check_fits(attempt: Attempt, trainer: TrainingCommand) -> None:
+    """Refuse a checkpoint that the trainer cannot go on from."""
+    step, directory = attempt.resume_step, attempt.checkpoint
+    if step is None or directory is None:
+        return
+    if step > trainer.max_steps:
+        steps = [] if attempt.fork else attempt.run_dir.committed_steps()
+        earlier = [str(other) for other in steps if other <= trainer.max_steps]
+        others = f", or resume from one of: {', '.join(earlier)}" if earlier else ""
+        raise ConfigError(
+            f"max_steps = {trainer.max_steps} lies before step {step}, which the run would go on from. "
+            f"Raise --max-steps{others}."
+        )
+    has_orchestrator = (directory / ORCHESTRATOR_DIR / STATE_NAME).exists()
+    for kind, expected, program in ((SftConfig, False, "sft"), (TrainerConfig, True, "rl")):
+        if isinstance(trainer, kind) and has_orchestrator is not expected:
+            found, made_by = ("the", "rl") if has_orchestrator else ("no", "sft")
+            raise CheckpointError(
+                f"{directory} holds {found} state of an orchestrator: it is a checkpoint of {made_by}, and {program} "
+                f"cannot go on from it. --ckpt.weights-only {directory} starts a new run from its weights."
+            )
+    saved, wanted = directory / MODEL_DIR / "config.json", Path(trainer.model.name) / "config.json"
+    refuse_other_model(saved, wanted, model_name=trainer.model.name, step=step)
+
+
+def _last_batch(
+    attempt: Attempt, ckpt: CkptConfig, trainer: TrainingCommand, orchestrator: OrchestratorConfig | None
+) -> int | None:
+    """Return the last journaled batch that this attempt would make itself, bit for bit; None if none can be known.
+
+    A batch depends on the orchestrator's settings, on the weights that sample it and, through the
+    orchestrator's state, on all batches before. So the journal holds from the resumed step as far
+    as its batches are contiguous and whole, provided that what makes batches has not changed since
+    the last attempt. If only the trainer's settings changed, batches that were sampled by versions
+    up to the resumed step still hold; those of later versions do not, because these weights come
+    out differently now. That damaged checkpoints were skipped changes nothing about it.
+
+    Who asks for an older step by number while there are later ones wants to do them again (with
+    another environment, say, whose code is no setting): then nothing of the journal is kept.
+    """
+    run_dir, step = attempt.run_dir, attempt.resume_step or 0
+    if orchestrator is None or attempt.fork is not None:
+        return None
+    steps = run_dir.committed_steps()
+    if ckpt.resume_step not in ("latest", "auto", -1) and steps and steps[-1] > step:
+        return None
+    previous = run_dir.configs(attempt.number - 1)
+    try:
+        if not makes_same_batches(read_toml(OrchestratorConfig, previous / "orchestrator.toml"), orchestrator):
+            return None
+        same_weights = fingerprint(read_toml(TrainerConfig, previous / "trainer.toml")) == fingerprint(trainer)
+    except ConfigError:  # it was never written, or by another version
+        return None
+    last = step
+    while (batch := run_dir.batch(last + 1)).exists():
+        try:
+            listing = verify(batch, step=last + 1)
+        except CheckpointError as error:
+            print(f"WARNING: batch {last + 1} is made again: {error}")
+            break
+        if not same_weights and listing.policy_version > step:
+            break
+        last += 1
+    return last
+
+
+def _settle(attempt: Attempt, *, how: Verification, last_batch: int | None) -> None:
     """Bring the directory into the state that the attempt starts from, and say what that changed."""
-    run_dir = attempt.run_dir
+    run_dir, number = attempt.run_dir, attempt.number
     for path in run_dir.clear_leftovers():
         print(f"removed {path.relative_to(run_dir.path)}: it was never committed")
-    if not run_dir.holds_run():
-        run_dir.create()
-        return
+    if attempt.fork is not None or not run_dir.holds_run():
+        run_dir.create(forked_from=attempt.fork.origin if attempt.fork else None)
+    aside = run_dir.discarded(number)
+    for path, reason in run_dir.set_aside_damaged(number):
+        print(f"WARNING: set aside {path.relative_to(run_dir.path)}, as it is damaged: {reason}")
     step = attempt.resume_step or 0
-    moved = run_dir.set_aside_after(step, attempt.number, keep_journal=keep_journal)
-    if moved:
-        print(
-            f"set aside in {run_dir.discarded(attempt.number).relative_to(run_dir.path)}, as it lies after step {step}:"
-        )
-        print("  " + ", ".join(str(path.relative_to(run_dir.discarded(attempt.number))) for path in moved))
-    replayed = [number for number in run_dir.published_batches() if number > step]
+    after = 0 if attempt.fork else step
+    if moved := run_dir.set_aside_after(after, number, last_batch=last_batch):
+        print(f"set aside in {aside.relative_to(run_dir.path)}, as it lies after step {after}:")
+        print("  " + ", ".join(str(path.relative_to(aside)) for path in moved))
+    if attempt.fork is not None:
+        bring_in(attempt.fork, run_dir, how=how)
+        print(f"forked {attempt.fork.directory} (run {attempt.fork.listing.run_id})")
+    replayed = [batch for batch in run_dir.published_batches() if batch > step]
     if replayed:
         print(f"batches {replayed[0]} to {replayed[-1]} are in the journal: they are trained again, not made again")
-    start = f"resuming from step {attempt.resume_step}" if attempt.resume_step is not None else "starting afresh"
-    print(f"{start} in {run_dir.path} (attempt {attempt.number})")
+    if number > 1 or attempt.resume_step is not None:
+        verb = "starting" if attempt.resume_step is None else "resuming"
+        print(f"{verb} {attempt.start} in {run_dir.path} (attempt {number})")
 
 
 def with_resume(config: T, resume_step: int | None) -> T:
-    """Return `config` with the resolved step in place of `latest` or `auto`."""
+    """Return `config` with the resolved step in place of `latest`, `auto` or another run's checkpoint."""
     config = config.model_copy(deep=True)
     if config.ckpt is not None:
         config.ckpt.resume_step = resume_step
+        config.ckpt.resume_dir = None
+        if resume_step is not None:
+            config.ckpt.weights_only = None
     return config
 
 
 def write_config(attempt: Attempt, name: str, config: Command, *, dry_run: bool) -> Path:
-    """Write the resolved configuration of one process, say what changed, and return its path."""
+    """Write the resolved configuration of one process, say what differs from before, and return its path."""
     directory = attempt.run_dir.path / "configs" / "dry_run" if dry_run else attempt.run_dir.configs(attempt.number)
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.toml"
     path.write_text(to_toml(config))
-    before = attempt.run_dir.configs(attempt.number - 1) / path.name
-    if attempt.resume_step is not None and name != "rl" and before.exists():
-        for line in describe_drift(before, path):
-            print(f"changed since the last attempt: {name}: {line}")
+    if attempt.resume_step is not None and name != "rl":
+        _say_what_differs(attempt, name, config)
     return path
+
+
+def _say_what_differs(attempt: Attempt, name: str, config: Command) -> None:
+    """Print how `config` differs from what the checkpoint was made with, or else from the last attempt."""
+    before, since = attempt.run_dir.configs(attempt.number - 1) / f"{name}.toml", "the last attempt"
+    if isinstance(config, TrainingCommand) and attempt.checkpoint is not None:
+        saved = attempt.checkpoint / TRAINER_DIR / CONFIG_NAME
+        if saved.exists():
+            before, since = saved, f"the checkpoint of step {attempt.resume_step}"
+    if not before.exists():
+        return
+    old, new = read_settings(before), settings_of(config)
+    for line in compare_settings(old, new).describe(name, since):
+        print(line)
+    if isinstance(config, TrainingCommand):
+        stretched = describe_stretch(old, config, step=attempt.resume_step or 0)
+        if stretched is not None:
+            print(stretched)

@@ -1,6 +1,6 @@
 """The run directory: every path of a run, and which process may touch it.
 
-run.json                 run id and creation time
+run.json                 run id, creation time, and the checkpoint of another run that it began with
 run.lock                 held by the launcher while the run is going
 configs/attempt_K/       the resolved TOML of every process
 checkpoints/step_N/      trainer/, orchestrator/, manifest.json (written last: the commit)
@@ -9,7 +9,7 @@ rollouts/generations_N.log  finished generations of batch N while it is being ma
 weights/step_N/          what inference serves (Hugging Face layout)
 metrics.jsonl            one JSON object per step
 logs/attempt_K/          one log per process, and events.jsonl (phases)
-discarded/attempt_K/     what a resume from an older step superseded
+discarded/attempt_K/     what a resume from an older step superseded, and damaged checkpoints
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from triad import durable, manifest
+from triad import durable
+from triad.checkpoints import Entry, list_entries, verify_checkpoint
 from triad.errors import CheckpointError, RunDirError
+from triad.manifest import Verification
 
 _STEP = re.compile(r"step_(\d+)$")
 _OF_STEP = re.compile(r"(step_\d+|generations_\d+\.log)$")
@@ -97,14 +99,20 @@ class RunDir:
         """The id of the run that this directory holds."""
         return json.loads((self.path / "run.json").read_text())["run_id"]
 
+    def forked_from(self) -> str | None:
+        """The checkpoint of another run that this one began with, or None."""
+        try:
+            return json.loads((self.path / "run.json").read_text()).get("forked_from", {}).get("path")
+        except FileNotFoundError:
+            return None
+
+    def entries(self) -> list[Entry]:
+        """Steps with a checkpoint, ascending: committed or damaged; unfinished saves are left out."""
+        return [entry for entry in list_entries(self.checkpoints) if entry.status != "torn"]
+
     def committed_steps(self) -> list[int]:
         """Steps with a committed checkpoint, ascending."""
-        return [step for step in _numbered(self.checkpoints, _STEP) if manifest.is_committed(self.checkpoint(step))]
-
-    def saved_steps(self) -> list[int]:
-        """Steps with a checkpoint that was committed once, ascending; it may have been damaged since."""
-        steps = _numbered(self.checkpoints, _STEP)
-        return [step for step in steps if (self.checkpoint(step) / manifest.MANIFEST_NAME).exists()]
+        return [entry.step for entry in self.entries() if entry.status == "committed"]
 
     def published_batches(self) -> list[int]:
         """Steps whose batch is published, ascending."""
@@ -144,10 +152,18 @@ class RunDir:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, str(os.getpid()).encode())
 
-    def create(self) -> None:
-        """Mark the directory as holding a run."""
-        identity = {"run_id": uuid.uuid4().hex, "created_unix_s": int(time.time())}
-        durable.write_file(self.path / "run.json", json.dumps(identity, indent=1).encode())
+    def create(self, *, forked_from: dict[str, str | int] | None = None) -> None:
+        """Mark the directory as holding a run; one that does already keeps its id.
+
+        Args:
+            forked_from: `run_id`, `step` and `path` of the checkpoint of another run that it begins with.
+        """
+        path = self.path / "run.json"
+        identity = json.loads(path.read_text()) if path.exists() else {}
+        identity = {"run_id": uuid.uuid4().hex, "created_unix_s": int(time.time())} | identity
+        if forked_from is not None:
+            identity["forked_from"] = forked_from
+        durable.write_file(path, json.dumps(identity, indent=1).encode())
 
     def remove_run(self) -> None:
         """Remove everything that a run made here; other files stay."""
@@ -165,50 +181,63 @@ class RunDir:
                 durable.remove_directory(self.batch(old))
 
     def clear_leftovers(self) -> list[Path]:
-        """Remove what interrupted writers left: temporary names, and checkpoints never committed."""
-        removed = []
-        for parent in (self.path, self.checkpoints, self.rollouts, self.weights):
-            removed += durable.clear_leftovers(parent)
-        for step in _numbered(self.checkpoints, _STEP):
-            if not (self.checkpoint(step) / manifest.MANIFEST_NAME).exists():
-                shutil.rmtree(self.checkpoint(step))
-                removed.append(self.checkpoint(step))
-        return removed
+        """Remove the temporary names that interrupted writers left, and return what was removed."""
+        parents = (self.path, self.checkpoints, self.rollouts, self.weights)
+        return [path for parent in parents for path in durable.clear_leftovers(parent)]
 
-    def set_aside_after(self, step: int, attempt: int, *, keep_journal: bool = False) -> list[Path]:
-        """Move what lies after `step` to `discarded/attempt_K`, and return what was moved.
+    def set_aside_damaged(self, attempt: int) -> list[tuple[Path, str]]:
+        """Move checkpoints without a valid manifest to `discarded/attempt_K`; return where to, and the reasons.
+
+        A save gets its name when it is whole, so these were committed once and lost something since.
+        """
+        damaged = [entry for entry in self.entries() if entry.status == "damaged"]
+        return [(self._move_aside(entry.path, attempt), entry.reason) for entry in damaged]
+
+    def set_aside_after(self, step: int, attempt: int, *, last_batch: int | None = None) -> list[Path]:
+        """Move what lies after `step` to `discarded/attempt_K`, and return where it is now.
 
         That is checkpoints, weights and batches of later steps, and their lines of metrics.jsonl.
         Nothing is deleted but the weights of `step` itself, which the trainer publishes again from
         the checkpoint, so that nobody takes old ones for them.
 
         Args:
-            keep_journal: leave batches in place, to be trained again instead of being made again.
+            last_batch: leave batches up to this one in place, to be trained again instead of being
+                made again, and the generations of the one after it; unset: all move.
         """
-        target = self.discarded(attempt)
+        until = {self.checkpoints: step, self.weights: step, self.rollouts: step if last_batch is None else last_batch}
         later = [
             path
-            for parent in (self.checkpoints, self.weights, self.rollouts)
+            for parent, last in until.items()
             for path in _numbered_paths(parent)
-            if _number_of(path) > step and not (keep_journal and parent == self.rollouts)
+            if _number_of(path) > last + (path.suffix == ".log" and last_batch is not None)
         ]
-        moved = []
-        for path in later:
-            destination = target / path.relative_to(self.path)
-            destination.parent.mkdir(parents=True, exist_ok=True)
-            os.rename(path, destination)
-            moved.append(destination)
+        moved = [self._move_aside(path, attempt) for path in later]
         if self.weights_of(step).exists():
             durable.remove_directory(self.weights_of(step))
         if self.metrics.exists():
             lines = self.metrics.read_text().splitlines(keepends=True)
             kept = [line for line in lines if _step_of(line) <= step]
             if len(kept) < len(lines):
-                target.mkdir(parents=True, exist_ok=True)
-                (target / "metrics.jsonl").write_text("".join(line for line in lines if _step_of(line) > step))
+                aside = self._free_name(self.metrics, attempt)
+                aside.write_text("".join(line for line in lines if _step_of(line) > step))
                 durable.write_file(self.metrics, "".join(kept).encode())
-                moved.append(target / "metrics.jsonl")
+                moved.append(aside)
         return moved
+
+    def _move_aside(self, path: Path, attempt: int) -> Path:
+        aside = self._free_name(path, attempt)
+        os.rename(path, aside)
+        return aside
+
+    def _free_name(self, path: Path, attempt: int) -> Path:
+        """Where to put `path`: an attempt that died while it set things aside has put others there already."""
+        aside = wanted = self.discarded(attempt) / path.relative_to(self.path)
+        durable.make_directory(wanted.parent)
+        copies = 1
+        while aside.exists():
+            copies += 1
+            aside = wanted.with_name(f"{wanted.name}.{copies}")
+        return aside
 
 
 def _step_of(line: str) -> float:
@@ -220,14 +249,19 @@ def _step_of(line: str) -> float:
 
 
 def resolve_resume_step(
-    run_dir: RunDir, wanted: int | Literal["latest", "auto"] | None, *, say: Callable[[str], None] = print
+    run_dir: RunDir,
+    wanted: int | Literal["latest", "auto"] | None,
+    *,
+    how: Verification = "full",
+    say: Callable[[str], None] = print,
 ) -> int | None:
-    """Return the step to resume from, or None for a fresh start. The step is verified, every byte of it.
+    """Return the step to resume from, or None for a fresh start. The step is verified.
 
     Args:
         run_dir: where the checkpoints are.
         wanted: `ckpt.resume_step`: a step, `latest` or -1, `auto`, or None. `latest` and `auto` fall
             back past damaged steps; a step asked for by number does not.
+        how: `full` reads every byte; `size` compares sizes only.
         say: is told which steps were skipped and why.
 
     Raises:
@@ -235,23 +269,24 @@ def resolve_resume_step(
     """
     if wanted is None:
         return None
-    steps = run_dir.saved_steps()
+    entries = run_dir.entries()
+    steps = [entry.step for entry in entries if entry.status == "committed"]
     there = f"committed steps: {', '.join(map(str, steps))}" if steps else "it has no committed checkpoint"
     if wanted not in ("latest", "auto", -1):
-        if wanted not in steps:
+        if wanted not in [entry.step for entry in entries]:
             raise CheckpointError(f"ckpt.resume_step = {wanted} is not in {run_dir.checkpoints}: {there}.")
         try:
-            manifest.verify(run_dir.checkpoint(int(wanted)))
+            verify_checkpoint(run_dir.checkpoint(int(wanted)), how=how, step=int(wanted))
         except CheckpointError as error:
             raise CheckpointError(f"ckpt.resume_step = {wanted}: {error}. Choose another step; {there}.") from None
         return int(wanted)
     damaged = []
-    for step in reversed(steps):
+    for entry in reversed(entries):
         try:
-            manifest.verify(run_dir.checkpoint(step))
-            return step
+            verify_checkpoint(entry.path, how=how, step=entry.step)
+            return entry.step
         except CheckpointError as error:
-            say(f"WARNING: skipping the checkpoint of step {step}: {error}")
+            say(f"WARNING: skipping the checkpoint of step {entry.step}: {error}")
             damaged.append(str(error))
     if damaged:
         raise CheckpointError(f"ckpt.resume_step = {wanted}: every checkpoint is damaged: {'; '.join(damaged)}")

@@ -1,30 +1,144 @@
-"""A resumed run says which settings are not those of the attempt before."""
+"""A resumed run says which settings are not those of before, and what follows from it."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
-from triad.config import SftConfig
+import pytest
+
+from triad.config import RlConfig, SftConfig, TrainerConfig
 from triad.config.base import CkptConfig
-from triad.config.drift import describe_drift
+from triad.config.drift import compare_settings, describe_stretch, read_settings, refuse_other_model, settings_of
+from triad.config.fingerprint import FREE, fingerprint, makes_same_batches
 from triad.config.load import to_toml
+from triad.config.orchestrator import OrchestratorConfig
+from triad.config.schedule import learning_rate
+from triad.errors import CheckpointError
 
 
-def _written(path: Path, config: SftConfig) -> Path:
-    path.write_text(to_toml(config))
-    return path
-
-
-def test_every_changed_setting_is_named_with_both_values(tmp_path: Path) -> None:
+def test_changed_settings_are_named_with_both_values_in_two_groups() -> None:
     before = SftConfig(max_steps=20, ckpt=CkptConfig(interval=5))
     after = before.model_copy(deep=True)
-    after.max_steps, after.optim.lr, after.val_interval = 40, 0.5, 7
-    old, new = _written(tmp_path / "old", before), _written(tmp_path / "new", after)
-    assert describe_drift(old, new) == ["max_steps: 20 -> 40", "optim.lr: 1e-05 -> 0.5", "val_interval: unset -> 7"]
-    assert describe_drift(old, old) == []
+    after.max_steps, after.optim.lr, after.val_interval, after.parallel.num_ranks = 40, 0.5, 7, 2
+    after.data.name, after.seed = "other.jsonl", 3
+    drift = compare_settings(settings_of(before), settings_of(after))
+    assert drift.computing == [
+        "data.name: 'examples/reverse_text/sft.jsonl' -> 'other.jsonl'", "optim.lr: 1e-05 -> 0.5", "seed: 0 -> 3"
+    ]  # fmt: skip
+    assert drift.free == ["max_steps: 20 -> 40", "parallel.num_ranks: 1 -> 2", "val_interval: unset -> 7"]
+    assert drift.describe("sft", "the checkpoint of step 5") == [
+        "sft: differs from the checkpoint of step 5; changes what is computed from here on:",
+        *(f"  {line}" for line in drift.computing),
+        "sft: differs from the checkpoint of step 5; free to change:",
+        *(f"  {line}" for line in drift.free),
+    ]
+    assert compare_settings(settings_of(after), settings_of(after)).describe("sft", "before") == []
 
 
-def test_where_and_from_which_step_an_attempt_starts_is_no_drift(tmp_path: Path) -> None:
+def test_where_and_from_which_step_an_attempt_starts_is_no_drift() -> None:
     before = SftConfig(ckpt=CkptConfig(interval=5))
-    after = SftConfig(ckpt=CkptConfig(interval=5, resume_step=5), clean=True, output_dir=Path("elsewhere"))
-    assert describe_drift(_written(tmp_path / "old", before), _written(tmp_path / "new", after)) == []
+    ckpt = CkptConfig(interval=5, resume_step=5, resume_dir=Path("other/checkpoints/step_5"))
+    after = SftConfig(ckpt=ckpt, clean=True, dry_run=True, output_dir=Path("elsewhere"))
+    assert compare_settings(settings_of(before), settings_of(after)).describe("sft", "before") == []
+    warm = SftConfig(ckpt=CkptConfig(interval=5, weights_only=Path("model")))
+    assert compare_settings(settings_of(before), settings_of(warm)).describe("sft", "before") == []
+
+
+def test_every_free_setting_is_one() -> None:
+    """A name that no process has would be dead; `engine.threads` is one of the inference server."""
+    config = RlConfig()
+    processes = [config.trainer, config.orchestrator, config.inference, SftConfig(ckpt=CkptConfig())]
+    for key in FREE:
+        first, _, rest = key.partition(".")
+        owners = [process for process in processes if first in type(process).model_fields]
+        assert owners, key
+        assert not rest or all(rest in type(getattr(owner, first)).model_fields for owner in owners), key
+
+
+def test_settings_are_read_from_the_checkpoint_or_refused(tmp_path: Path) -> None:
+    config = SftConfig(max_steps=7)
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(config))
+    assert read_settings(path) == settings_of(config)
+    path.write_text("max_steps = ")
+    with pytest.raises(CheckpointError, match="config.toml is damaged"):
+        read_settings(path)
+
+
+def sft(max_steps: int, schedule: str = "linear", **optim: Any) -> SftConfig:
+    return SftConfig.model_validate({"max_steps": max_steps, "optim": {"lr": 0.5, "schedule": schedule, **optim}})
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_another_max_steps_stretches_the_schedule_and_is_told_with_both_rates(schedule: str) -> None:
+    before, after = sft(20, schedule), sft(40, schedule)
+    told = describe_stretch(settings_of(before), after, step=10)
+    was, now = learning_rate(11, before.optim, 20), learning_rate(11, after.optim, 40)
+    assert told == (
+        f"the {schedule} schedule now ends at step 40 instead of 20: the learning rate of step 11 is {now:.6g} instead "
+        f"of {was:.6g}. Keep the old schedule with --optim.schedule-steps 20."
+    )
+    kept = sft(40, schedule, schedule_steps=20)
+    assert learning_rate(11, kept.optim, 40) == was != now, "the flag does what the message says"
+    assert describe_stretch(settings_of(before), kept, step=10) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (sft(20), sft(20)),
+        (sft(20, "constant"), sft(40, "constant")),
+        (sft(20, schedule_steps=20), sft(40, schedule_steps=20)),
+        (sft(20, "constant"), sft(40, "linear")),
+    ],
+    ids=["same", "constant", "fixed end", "another schedule, which the diff names"],
+)
+def test_no_schedule_is_stretched_elsewhere(before: SftConfig, after: SftConfig) -> None:
+    assert describe_stretch(settings_of(before), after, step=10) is None
+
+
+def test_dropping_the_fixed_end_stretches_the_schedule_too() -> None:
+    told = describe_stretch(settings_of(sft(40, schedule_steps=20)), sft(40), step=10)
+    assert told is not None and "ends at step 40 instead of 20" in told
+
+
+def test_the_fingerprint_follows_the_end_of_the_schedule() -> None:
+    assert fingerprint(sft(20)) != fingerprint(sft(40))
+    assert fingerprint(sft(20)) == fingerprint(sft(20, schedule_steps=20)) == fingerprint(sft(40, schedule_steps=20))
+    assert fingerprint(sft(20, "constant")) == fingerprint(sft(40, "constant", schedule_steps=3))
+    assert fingerprint(TrainerConfig(batch_timeout_s=1)) == fingerprint(TrainerConfig())
+    assert fingerprint(TrainerConfig(row_tokens=8)) != fingerprint(TrainerConfig())
+
+
+def test_batches_are_the_same_when_nothing_that_makes_them_changed() -> None:
+    base = OrchestratorConfig()
+    for same in ({"max_steps": 7}, {"output_dir": "x"}, {"client": {"urls": ["http://other"]}}, {"ckpt": {}}):
+        assert makes_same_batches(base, OrchestratorConfig.model_validate(same))
+    for other in ({"seed": 7}, {"group_size": 2}, {"sampling": {"temperature": 0.5}}, {"async_level": 0}):
+        assert not makes_same_batches(base, OrchestratorConfig.model_validate(other))
+
+
+def _models(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
+    for name, content in (("before.json", before), ("after.json", after)):
+        (tmp_path / name).write_text(json.dumps(content))
+    refuse_other_model(tmp_path / "before.json", tmp_path / "after.json", model_name="my/model", step=5)
+
+
+def test_another_model_is_refused_with_every_key_that_shapes_it(tmp_path: Path) -> None:
+    before = {"model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 2, "rope_theta": 1.0, "use_cache": True}
+    with pytest.raises(CheckpointError) as caught:
+        _models(tmp_path, before, before | {"hidden_size": 64, "num_hidden_layers": 3, "use_cache": False})
+    message = str(caught.value)
+    assert "step 5 is of another model than model.name = 'my/model'" in message and "--model.name" in message
+    assert "hidden_size: 32 -> 64" in message and "num_hidden_layers: 2 -> 3" in message
+    assert "use_cache" not in message and caught.value.exit_code == 2
+
+
+def test_models_that_differ_in_nothing_that_shapes_them_are_accepted(tmp_path: Path) -> None:
+    before = {"model_type": "qwen3", "hidden_size": 32, "head_dim": None, "attention_dropout": 0.0}
+    _models(tmp_path, before, {"model_type": "qwen3", "hidden_size": 32, "head_dim": 8, "attention_dropout": 0.3})
+    refuse_other_model(tmp_path / "nowhere.json", tmp_path / "after.json", model_name="m", step=5)
+    with pytest.raises(CheckpointError, match="text_config.vocab_size: 5 -> 6"):
+        _models(tmp_path, {"text_config": {"vocab_size": 5}}, {"text_config": {"vocab_size": 6}})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -125,8 +126,6 @@ def test_without_checkpoints_auto_starts_afresh_and_the_others_are_refused(run_d
 
 def test_leftovers_of_writers_are_cleared_and_named(run_dir: RunDir) -> None:
     commit(run_dir, 1)
-    torn = run_dir.checkpoint(2)
-    (torn / "trainer").mkdir(parents=True)
     leftovers = [durable.temporary_sibling(parent / "step_3") for parent in
                  (run_dir.checkpoints, run_dir.rollouts, run_dir.weights)]  # fmt: skip
     for path in leftovers:
@@ -135,8 +134,8 @@ def test_leftovers_of_writers_are_cleared_and_named(run_dir: RunDir) -> None:
     half_file = durable.temporary_sibling(run_dir.metrics)
     half_file.write_text("half")
     run_dir.batch(4).mkdir(parents=True)
-    assert sorted(run_dir.clear_leftovers()) == sorted([*leftovers, half_file, torn])
-    assert not any(path.exists() for path in [*leftovers, half_file, torn])
+    assert sorted(run_dir.clear_leftovers()) == sorted([*leftovers, half_file])
+    assert not any(path.exists() for path in [*leftovers, half_file])
     assert run_dir.checkpoint(1).exists() and run_dir.batch(4).exists() and run_dir.holds_run()
 
 
@@ -166,13 +165,42 @@ def test_setting_aside_moves_exactly_the_future(run_dir: RunDir) -> None:
 
 
 def test_the_journal_may_stay_to_be_trained_again(run_dir: RunDir) -> None:
-    for step in (1, 2):
+    for step in (1, 2, 3, 4):
         run_dir.batch(step).mkdir(parents=True)
-    run_dir.generations(3).write_text("finished")
+    for step in (4, 5):
+        run_dir.generations(step).write_text("finished")
     run_dir.weights_of(2).mkdir(parents=True)
-    moved = run_dir.set_aside_after(1, attempt=2, keep_journal=True)
-    assert moved == [run_dir.discarded(2) / "weights" / "step_2"]
-    assert run_dir.published_batches() == [1, 2] and run_dir.generations(3).exists()
+    moved = run_dir.set_aside_after(1, attempt=2, last_batch=3)
+    aside = run_dir.discarded(2)
+    assert moved == [
+        aside / "weights" / "step_2",
+        aside / "rollouts" / "step_4",
+        aside / "rollouts" / "generations_5.log",
+    ]
+    assert run_dir.published_batches() == [1, 2, 3] and run_dir.generations(4).exists()
+
+
+def test_what_an_attempt_set_aside_that_died_of_it_is_not_written_over(run_dir: RunDir) -> None:
+    for loss in (1, 2):
+        (commit(run_dir, 2) / "data").write_bytes(b"%d" % loss)
+        run_dir.metrics.write_text(json.dumps({"step": 2, "loss": loss}) + "\n")
+        run_dir.set_aside_after(1, attempt=2)
+    aside = run_dir.discarded(2)
+    assert [(aside / "checkpoints" / name / "data").read_bytes() for name in ("step_2", "step_2.2")] == [b"1", b"2"]
+    assert [json.loads((aside / name).read_text())["loss"] for name in ("metrics.jsonl", "metrics.jsonl.2")] == [1, 2]
+
+
+def test_damaged_checkpoints_are_set_aside_wherever_they_lie(run_dir: RunDir) -> None:
+    for step in (1, 2, 3):
+        commit(run_dir, step)
+    (run_dir.checkpoint(1) / manifest.MANIFEST_NAME).unlink()
+    shutil.copy(run_dir.checkpoint(2) / manifest.MANIFEST_NAME, run_dir.checkpoint(3))
+    set_aside = run_dir.set_aside_damaged(4)
+    aside = run_dir.discarded(4) / "checkpoints"
+    assert [path for path, _ in set_aside] == [aside / "step_1", aside / "step_3"]
+    assert "manifest.json is missing" in set_aside[0][1] and "the manifest of step 2" in set_aside[1][1]
+    assert (aside / "step_1" / "data").read_bytes() == b"1" and (aside / "step_3" / "data").read_bytes() == b"3"
+    assert [entry.step for entry in run_dir.entries()] == run_dir.committed_steps() == [2]
 
 
 def test_batches_that_no_checkpoint_needs_are_removed(run_dir: RunDir) -> None:
@@ -193,30 +221,71 @@ def test_cleaning_removes_the_run_and_nothing_else(run_dir: RunDir) -> None:
 
 @pytest.mark.parametrize("wanted", ["latest", "auto", -1])
 @pytest.mark.parametrize("damaged_file", ["data", manifest.MANIFEST_NAME])
-def test_the_newest_falls_back_past_damage_and_says_so(run_dir: RunDir, wanted: object, damaged_file: str) -> None:
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_the_newest_falls_back_past_damage_and_says_so(
+    run_dir: RunDir, wanted: Literal["latest", "auto", -1], damaged_file: str, is_gone: bool
+) -> None:
     for step in (5, 10, 15):
         commit(run_dir, step)
     damaged = run_dir.checkpoint(15) / damaged_file
     damaged.write_bytes(b"\xff" + damaged.read_bytes()[1:])
+    if is_gone:
+        damaged.unlink()
     said: list[str] = []
-    assert resolve_resume_step(run_dir, wanted, say=said.append) == 10  # type: ignore[arg-type]
+    assert resolve_resume_step(run_dir, wanted, say=said.append) == 10
     assert len(said) == 1 and "skipping the checkpoint of step 15" in said[0] and str(damaged) in said[0]
     run_dir.set_aside_after(10, 2)
     assert not run_dir.checkpoint(15).exists()  # so that step 15 can be saved again
-    assert (run_dir.discarded(2) / "checkpoints" / "step_15" / damaged_file).exists()
+    assert (run_dir.discarded(2) / "checkpoints" / "step_15").exists()
 
 
 def test_a_damaged_step_that_was_asked_for_is_an_error(run_dir: RunDir) -> None:
-    for step in (5, 10):
+    for step in (5, 10, 15):
         commit(run_dir, step)
     (run_dir.checkpoint(10) / "data").write_bytes(b"xx")
-    with pytest.raises(CheckpointError, match="resume_step = 10: .*data is damaged.*Choose another.* 5, 10"):
+    with pytest.raises(CheckpointError, match="resume_step = 10: .*data is damaged: checksum.*Choose another.* 5, 10"):
         resolve_resume_step(run_dir, 10)
+    (run_dir.checkpoint(15) / manifest.MANIFEST_NAME).unlink()
+    with pytest.raises(CheckpointError, match="resume_step = 15: .*manifest.json is missing.*steps: 5, 10.$"):
+        resolve_resume_step(run_dir, 15)
     assert resolve_resume_step(run_dir, 5) == 5
 
 
+def test_sizes_alone_are_checked_where_that_is_asked_for(run_dir: RunDir) -> None:
+    for step in (5, 10):
+        commit(run_dir, step)
+    data = run_dir.checkpoint(10) / "data"
+    data.write_bytes(b"xx")
+    assert resolve_resume_step(run_dir, "latest", how="size") == resolve_resume_step(run_dir, 10, how="size") == 10
+    assert resolve_resume_step(run_dir, "latest", how="full", say=lambda _: None) == 5
+    data.write_bytes(b"xxx")
+    assert resolve_resume_step(run_dir, "latest", how="size", say=lambda _: None) == 5
+
+
+def test_files_of_another_step_or_kind_are_no_checkpoint(run_dir: RunDir) -> None:
+    commit(run_dir, 5)
+    shutil.copytree(run_dir.checkpoint(5), run_dir.checkpoint(10))
+    with pytest.raises(CheckpointError, match="resume_step = 10: .*the manifest of step 5, not of step 10"):
+        resolve_resume_step(run_dir, 10)
+    weights = run_dir.checkpoint(15)
+    weights.mkdir()
+    manifest.write_manifest(weights, manifest.Manifest(kind="weights", step=15, policy_version=15, files={}))
+    with pytest.raises(CheckpointError, match="holds weights, not a checkpoint"):
+        resolve_resume_step(run_dir, 15)
+
+
 @pytest.mark.parametrize("wanted", ["latest", "auto"])
-def test_only_damaged_checkpoints_are_never_a_fresh_start(run_dir: RunDir, wanted: Literal["latest", "auto"]) -> None:
-    (commit(run_dir, 5) / "data").unlink()
-    with pytest.raises(CheckpointError, match="every checkpoint is damaged: .*data is missing"):
+@pytest.mark.parametrize("file", ["data", manifest.MANIFEST_NAME])
+def test_only_damaged_checkpoints_are_never_a_fresh_start(
+    run_dir: RunDir, wanted: Literal["latest", "auto"], file: str
+) -> None:
+    (commit(run_dir, 5) / file).unlink()
+    with pytest.raises(CheckpointError, match=f"every checkpoint is damaged: .*{file} is missing"):
         resolve_resume_step(run_dir, wanted, say=lambda _: None)
+
+
+def test_a_run_remembers_what_it_was_forked_from_and_keeps_its_id(run_dir: RunDir) -> None:
+    assert run_dir.forked_from() is None and RunDir(run_dir.path / "nowhere").forked_from() is None
+    before = run_dir.run_id()
+    run_dir.create(forked_from={"run_id": "other", "step": 3, "path": "/other/checkpoints/step_3"})
+    assert run_dir.forked_from() == "/other/checkpoints/step_3" and run_dir.run_id() == before
