@@ -1,0 +1,48 @@
+"""Small committed checkpoints and weights, for tests that care about files and not about tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from triad import manifest
+from triad.manifest import Manifest
+from triad.run_dir import RunDir
+
+
+def write_checkpoint(
+    run_dir: RunDir, step: int, *, content: str = "", run_id: str = "run", metrics: dict[str, float] | None = None
+) -> Path:
+    """Write and commit the checkpoint of `step`: five files, one of them empty, in two directories."""
+    directory = run_dir.checkpoint(step)
+    (directory / "trainer").mkdir(parents=True)
+    (directory / "orchestrator").mkdir()
+    for rank in range(2):
+        (directory / f"trainer/__{rank}.distcp").write_bytes(f"shard {rank} of {step} {content}".encode() * 100)
+    (directory / "trainer/.metadata").write_bytes(b"plan")
+    (directory / "trainer/progress.json").write_text(f'{{"step": {step}}}')
+    (directory / "orchestrator/empty").touch()
+    listing = Manifest(
+        kind="checkpoint",
+        step=step,
+        policy_version=step,
+        files=manifest.describe_files(directory),
+        run_id=run_id,
+        metrics=metrics or {},
+    )
+    manifest.write_manifest(directory, listing)
+    return directory
+
+
+def write_weights(run_dir: RunDir, version: int, *, content: str = "") -> Path:
+    """Publish weights of `version`: one file."""
+    directory = run_dir.weights_of(version)
+    directory.mkdir(parents=True)
+    (directory / "model.safetensors").write_bytes(f"weights {version} {content}".encode())
+    files = manifest.describe_files(directory)
+    manifest.write_manifest(directory, Manifest(kind="weights", step=version, policy_version=version, files=files))
+    return directory
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Return every file below `directory` with its bytes."""
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}

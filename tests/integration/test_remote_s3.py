@@ -1,0 +1,417 @@
+"""Remote checkpoints against a real S3 API server on loopback."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint_files import contents, write_checkpoint, write_weights
+from tests.s3_server import BUCKET, GONE, S3Server
+from tests.training_runs import SftRun
+from triad import manifest, object_store
+from triad.checkpoints import Retention
+from triad.errors import CheckpointError
+from triad.fetch import fetch
+from triad.object_store import StorageError
+from triad.remote import RemoteCheckpoints
+from triad.run_dir import RunDir
+from triad.uploader import Uploader
+
+URL = f"s3://{BUCKET}/runs/one"
+
+
+@pytest.fixture(scope="module")
+def shared_server() -> Iterator[S3Server]:
+    server = S3Server()
+    yield server
+    server.close()
+
+
+def point_to(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the environment that a user would set, and shorten the pauses."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setattr(object_store, "FIRST_DELAY_S", 0.01)
+
+
+@pytest.fixture
+def server(shared_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    shared_server.reset()
+    point_to(shared_server, monkeypatch)
+    return shared_server
+
+
+@pytest.fixture
+def remote(server: S3Server) -> RemoteCheckpoints:
+    return RemoteCheckpoints(URL)
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "here")
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "empty")
+
+
+def fail_from(server: S3Server, number: int, methods: tuple[str, ...] = ("PUT",)) -> None:
+    """Refuse the request of that number, from 1, that changes something, and all after it: the writer was killed."""
+    seen = 0
+
+    def spoil(method: str, path: str) -> str | None:
+        nonlocal seen
+        seen += method in methods
+        return "403" if seen >= number and method in methods else None
+
+    server.spoil = spoil
+
+
+def test_the_manifest_goes_last_and_a_resume_on_an_empty_machine_gets_all(
+    server: S3Server, remote: RemoteCheckpoints, here: RunDir, empty: RunDir
+) -> None:
+    weights = [write_weights(here, version) for version in (1, 2)]
+    remote.upload(write_checkpoint(here, 3), 3, weights=weights)
+    puts = [path for method, path in server.requests if method == "PUT"]
+    assert puts[-1] == f"/{BUCKET}/runs/one/step_3/manifest.json" and len(puts) == 10
+    assert puts[1] == f"/{BUCKET}/runs/one/weights/step_1/manifest.json"
+    assert fetch(URL, empty, "auto", older_weights=2) == 3
+    assert contents(empty.checkpoint(3)) == contents(here.checkpoint(3))
+    assert contents(empty.weights) == contents(here.weights)
+
+
+def test_a_real_checkpoint_comes_back_byte_for_byte(
+    server: S3Server, empty: RunDir, sft_runs: dict[str, Future[SftRun]]
+) -> None:
+    run = sft_runs["half"].result()
+    assert run.code == 0, run.output
+    RemoteCheckpoints(URL).upload(run.run_dir.checkpoint(5), 5)
+    assert fetch(URL, empty, "latest") == 5
+    assert contents(empty.checkpoint(5)) == contents(run.run_dir.checkpoint(5))
+    manifest.verify(empty.checkpoint(5), step=5)
+    assert empty.run_id() == manifest.read_manifest(run.run_dir.checkpoint(5)).run_id
+
+
+def test_a_large_file_goes_in_parts(server: S3Server, remote: RemoteCheckpoints, here: RunDir, empty: RunDir) -> None:
+    directory = write_checkpoint(here, 1)
+    with open(directory / "trainer/__0.distcp", "wb") as file:
+        for number in range(105):
+            file.write(bytes([number]) * 2**20)
+    listing = manifest.read_manifest(directory)
+    listing.files.update(manifest.describe_files(directory))
+    manifest.write_manifest(directory, listing)
+    remote.upload(directory, 1)
+    assert sum(method == "PUT" and path.endswith("__0.distcp") for method, path in server.requests) == 3
+    remote.download(1, empty.checkpoint(1))
+    manifest.verify(empty.checkpoint(1), step=1)
+
+
+@pytest.mark.parametrize("number", range(1, 7))
+def test_an_upload_torn_at_any_object_commits_nothing_and_the_next_one_heals(
+    server: S3Server, remote: RemoteCheckpoints, here: RunDir, empty: RunDir, number: int
+) -> None:
+    directory = write_checkpoint(here, 3)
+    fail_from(server, number)
+    with pytest.raises(StorageError, match=r"s3://bucket/runs/one: writing step_3/.* failed: PermissionError"):
+        remote.upload(directory, 3)
+    server.spoil = lambda method, path: None
+    assert len(server.names()) == number - 1
+    assert remote.steps() == [] and RemoteCheckpoints(URL).steps() == []
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+        remote.download(3, empty.checkpoint(3))
+    server.write("runs/one/step_3/trainer/__9.distcp", b"of another world")
+    assert remote.upload(directory, 3)
+    remote.download(3, empty.checkpoint(3))
+    assert contents(empty.checkpoint(3)) == contents(directory)
+    assert len(server.names()) == 6
+
+
+@pytest.mark.parametrize("number", range(2, 14))
+def test_a_replacement_torn_anywhere_is_neither_step(
+    server: S3Server, remote: RemoteCheckpoints, here: RunDir, empty: RunDir, number: int
+) -> None:
+    """Six removals, the manifest's first, then six puts: after the first of them the old step is gone."""
+    remote.upload(write_checkpoint(here, 3), 3)
+    other = write_checkpoint(empty, 3, content="rewritten")
+    fail_from(server, number, ("PUT", "DELETE"))
+    if number == 13:
+        assert remote.upload(other, 3)
+    else:
+        with pytest.raises(StorageError):
+            remote.upload(other, 3)
+        server.spoil = lambda method, path: None
+        assert remote.steps() == []
+        assert remote.upload(other, 3)
+    remote.download(3, empty.checkpoint(4))
+    assert contents(empty.checkpoint(4)) == contents(other)
+
+
+@pytest.mark.parametrize("number", range(2, 7))
+def test_a_removal_torn_anywhere_is_no_step_and_is_cleared(
+    server: S3Server, remote: RemoteCheckpoints, here: RunDir, number: int
+) -> None:
+    remote.upload(write_checkpoint(here, 3), 3)
+    fail_from(server, number, ("DELETE",))
+    with pytest.raises(StorageError, match="removing step_3/"):
+        remote.remove(3)
+    server.spoil = lambda method, path: None
+    assert remote.steps() == []
+    assert len(remote.clear_leftovers()) == 7 - number and server.names() == []
+
+
+def test_parts_of_a_cut_off_upload_are_given_up(server: S3Server, remote: RemoteCheckpoints) -> None:
+    for key in ("runs/one/step_2/trainer/__0.distcp", "runs/other/step_2/trainer/__0.distcp"):
+        server.client.create_multipart_upload(Bucket=BUCKET, Key=key)
+    remote.clear_leftovers()
+    left = server.client.list_multipart_uploads(Bucket=BUCKET)["Uploads"]
+    assert [upload["Key"] for upload in left] == ["runs/other/step_2/trainer/__0.distcp"]
+
+
+@pytest.mark.parametrize("name", ["trainer/.metadata", "trainer/__1.distcp", "trainer/progress.json", "manifest.json"])
+def test_a_flipped_bit_is_refused_by_name(
+    server: S3Server, remote: RemoteCheckpoints, here: RunDir, empty: RunDir, name: str
+) -> None:
+    remote.upload(write_checkpoint(here, 3), 3)
+    data = bytearray(server.read(f"runs/one/step_3/{name}"))
+    data[len(data) // 2] ^= 1
+    server.write(f"runs/one/step_3/{name}", bytes(data))
+    with pytest.raises(CheckpointError, match=rf"s3://bucket/runs/one/step_3/{name} is damaged") as caught:
+        remote.download(3, empty.checkpoint(3))
+    assert not isinstance(caught.value, StorageError)
+    assert contents(empty.path) == {}
+
+
+def test_a_cut_or_missing_object_is_refused_by_name(
+    server: S3Server, remote: RemoteCheckpoints, here: RunDir, empty: RunDir
+) -> None:
+    remote.upload(write_checkpoint(here, 3), 3)
+    server.write("runs/one/step_3/trainer/__1.distcp", b"short")
+    with pytest.raises(CheckpointError, match=r"__1\.distcp is damaged: 5 bytes, the manifest says"):
+        remote.download(3, empty.checkpoint(3))
+    server.client.delete_object(Bucket=BUCKET, Key="runs/one/step_3/trainer/__1.distcp")
+    with pytest.raises(CheckpointError, match=r"__1\.distcp is missing"):
+        remote.download(3, empty.checkpoint(3))
+    assert remote.upload(here.checkpoint(3), 3), "an upload heals what lost a file"
+    remote.download(3, empty.checkpoint(3))
+
+
+def test_a_store_that_keeps_another_size_is_no_commit(
+    server: S3Server, remote: RemoteCheckpoints, here: RunDir
+) -> None:
+    """Between put and check somebody else writes the object."""
+    has_begun = threading.Event()
+
+    def replace(method: str, path: str) -> str | None:
+        if method == "GET" and has_begun.is_set():
+            server.spoil = lambda method, path: None
+            server.write("runs/one/step_3/trainer/__1.distcp", b"short")
+        elif method == "PUT":
+            has_begun.set()
+        return None
+
+    server.spoil = replace
+    with pytest.raises(StorageError, match=r"__1\.distcp has 5 bytes, the manifest says .* cannot be trusted"):
+        remote.upload(write_checkpoint(here, 3), 3)
+    assert remote.steps() == []
+
+
+def test_a_listing_meanwhile_shows_whole_steps_only(server: S3Server, remote: RemoteCheckpoints, here: RunDir) -> None:
+    """Before every put of an upload another reader looks."""
+    seen: list[list[int]] = []
+    reader = RemoteCheckpoints(URL)
+
+    def look(method: str, path: str) -> str | None:
+        if method == "PUT":
+            seen.append(reader.steps())
+        return None
+
+    remote.upload(write_checkpoint(here, 1), 1)
+    server.spoil = look
+    remote.upload(write_checkpoint(here, 2), 2)
+    assert seen == [[1]] * 6 and reader.steps() == [1, 2]
+
+
+def test_retention_works_behind_the_uploads(server: S3Server, here: RunDir) -> None:
+    uploader = Uploader(RemoteCheckpoints(URL), retention=Retention(keep=2, keep_interval=4), older_weights=1)
+    for step in range(1, 8):
+        uploader.submit(write_checkpoint(here, step), step, weights=[write_weights(here, step - 1)])
+    uploader.close()
+    assert RemoteCheckpoints(URL).steps() == [4, 6, 7]
+    weights = {name.split("/")[3] for name in server.names() if "/weights/" in name}
+    assert weights == {"step_3", "step_4", "step_5", "step_6"}
+
+
+def test_busy_answers_are_tried_again(server: S3Server, remote: RemoteCheckpoints, here: RunDir) -> None:
+    refused: list[str] = []
+
+    def spoil(method: str, path: str) -> str | None:
+        if method == "PUT" and refused.count(path) < 1:
+            refused.append(path)
+            return "503"
+        return None
+
+    server.spoil = spoil
+    remote.upload(write_checkpoint(here, 3), 3)
+    assert len(refused) == 6 and remote.steps() == [3]
+
+
+def test_a_missing_bucket_is_no_empty_store(server: S3Server, here: RunDir, empty: RunDir) -> None:
+    with pytest.raises(StorageError, match=r"s3://buckett/runs: listing .* Create the bucket, or correct ckpt\.dir"):
+        fetch("s3://buckett/runs", empty, "auto")
+    with pytest.raises(StorageError, match="Create the bucket"):
+        RemoteCheckpoints("s3://buckett/runs").upload(write_checkpoint(here, 3), 3)
+
+
+def test_refused_credentials_fail_at_once(server: S3Server, remote: RemoteCheckpoints, empty: RunDir) -> None:
+    server.spoil = lambda method, path: "403"
+    with pytest.raises(StorageError, match="PermissionError.*Check AWS_ACCESS_KEY_ID"):
+        fetch(URL, empty, "auto")
+    assert len(server.requests) == 1
+
+
+def test_missing_credentials_are_named(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    with pytest.raises(StorageError, match="Unable to locate credentials.*Check AWS_ACCESS_KEY_ID"):
+        RemoteCheckpoints(URL).steps()
+
+
+def test_a_server_that_goes_away_surfaces_at_the_next_call(
+    here: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = S3Server()
+    try:
+        point_to(server, monkeypatch)
+        uploader = Uploader(RemoteCheckpoints(URL))
+        uploader.submit(write_checkpoint(here, 1), 1)
+        assert uploader.wait(timeout_s=60)
+        gone = threading.Event()
+
+        def spoil(method: str, path: str) -> str | None:
+            if method == "PUT" and "progress" in path:
+                gone.set()
+            return GONE if gone.is_set() else None
+
+        server.spoil = spoil
+        with caplog.at_level(logging.ERROR):
+            uploader.submit(write_checkpoint(here, 2), 2)
+            assert gone.wait(60)
+        server.stop()
+        started = time.monotonic()
+        with pytest.raises(StorageError, match=r"s3://bucket/runs/one: .* failed: .*tried 4 times"):
+            uploader.wait(timeout_s=120)
+        assert time.monotonic() - started < 100
+        uploader.close()
+    finally:
+        server.client.close()
+
+
+def test_a_server_that_never_answers_runs_into_the_deadline(
+    server: S3Server, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "STALLED_S", 0.3)
+    monkeypatch.setattr(object_store, "TRIES", 2)
+    release = threading.Event()
+
+    def spoil(method: str, path: str) -> str | None:
+        release.wait(60)
+        return None
+
+    server.spoil = spoil
+    with pytest.raises(StorageError, match="TimeoutError: nothing moved for 0 s"):
+        remote.steps()
+    release.set()
+
+
+def test_closing_gives_up_a_transfer_that_hangs(server: S3Server, here: RunDir) -> None:
+    entered, release = threading.Event(), threading.Event()
+
+    def spoil(method: str, path: str) -> str | None:
+        if method == "PUT":
+            entered.set()
+            release.wait(60)
+        return None
+
+    server.spoil = spoil
+    uploader = Uploader(RemoteCheckpoints(URL))
+    uploader.submit(write_checkpoint(here, 5), 5)
+    assert entered.wait(60)
+    with pytest.raises(CheckpointError, match="uploading step 5 was given up"):
+        uploader.close(timeout_s=0.1)
+    assert not uploader._thread.is_alive(), "the transfer was cancelled, not left behind"
+    release.set()
+
+
+def test_a_download_killed_half_way_leaves_a_temporary_only(
+    server: S3Server, remote: RemoteCheckpoints, here: RunDir, empty: RunDir
+) -> None:
+    remote.upload(write_checkpoint(here, 3), 3)
+    reached, release = threading.Event(), threading.Event()
+
+    def spoil(method: str, path: str) -> str | None:
+        if method == "GET" and "progress" in path:
+            reached.set()
+            release.wait(60)
+        return None
+
+    server.spoil = spoil
+    program = (
+        "import sys; from pathlib import Path; from triad.fetch import fetch; from triad.run_dir import RunDir\n"
+        "fetch(sys.argv[1], RunDir(Path(sys.argv[2])), 'auto')"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, URL, str(empty.path)])
+    try:
+        assert reached.wait(60)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        release.set()
+    names = [path.name for path in empty.checkpoints.iterdir()]
+    assert len(names) == 1 and names[0].startswith(".tmp-step_3") and not empty.holds_run()
+    empty.clear_leftovers()
+    server.spoil = lambda method, path: None
+    assert fetch(URL, empty, "auto") == 3
+    assert contents(empty.checkpoints) == contents(here.checkpoints)
+
+
+def test_a_process_ends_at_once_with_a_store_that_hangs(server: S3Server, here: RunDir) -> None:
+    """The thread is a daemon and so is the driver's loop: nothing waits for the network at exit."""
+    write_checkpoint(here, 1)
+    release = threading.Event()
+
+    def spoil(method: str, path: str) -> str | None:
+        release.wait(60)
+        return None
+
+    server.spoil = spoil
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from triad.remote import RemoteCheckpoints; from triad.uploader import Uploader\n"
+        "uploader = Uploader(RemoteCheckpoints(sys.argv[1])); uploader.submit(Path(sys.argv[2]), 1)\n"
+        "print('submitted', uploader.wait(timeout_s=1))"
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program, URL, str(here.checkpoint(1))], capture_output=True, text=True, timeout=30
+        )
+    finally:
+        release.set()
+    assert (done.returncode, done.stdout) == (0, "submitted False\n"), done.stderr

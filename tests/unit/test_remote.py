@@ -1,0 +1,438 @@
+"""Remote checkpoints, the part that every store has in common: on a directory, through fsspec."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import botocore.exceptions
+import pytest
+from fsspec.exceptions import FSTimeoutError
+
+from tests.checkpoint_files import contents, write_checkpoint, write_weights
+from triad.checkpoints import BestMetric, Retention
+from triad.errors import CheckpointError, ConfigError, RunDirError
+from triad.fetch import fetch
+from triad.object_store import ObjectStore, StorageError, is_transient
+from triad.remote import RemoteCheckpoints
+from triad.run_dir import RunDir
+from triad.uploader import Uploader
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "here")
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "empty")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "store [a]*"  # names are names, not patterns
+
+
+@pytest.fixture
+def remote(place: Path) -> RemoteCheckpoints:
+    return RemoteCheckpoints(f"file://{place}")
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_step_is_copied_byte_for_byte_and_back(here: RunDir, remote: RemoteCheckpoints, empty: RunDir) -> None:
+    assert remote.steps() == []
+    original = write_checkpoint(here, 3, metrics={"loss": 0.5})
+    assert remote.upload(original, 3)
+    assert remote.steps() == [3] and remote.read_manifest(3).metrics == {"loss": 0.5}
+    remote.download(3, empty.checkpoint(3))
+    assert contents(empty.checkpoint(3)) == contents(original)
+
+
+def test_memory_is_a_store_too(here: RunDir, empty: RunDir) -> None:
+    remote = RemoteCheckpoints("memory://of-this-test/prefix")
+    remote.upload(write_checkpoint(here, 12), 12)
+    remote.upload(write_checkpoint(here, 1), 1)
+    assert RemoteCheckpoints("memory://of-this-test/prefix/").steps() == [1, 12]
+    remote.download(1, empty.checkpoint(1))
+    assert contents(empty.checkpoint(1)) == contents(here.checkpoint(1))
+    remote.remove(1)
+    assert remote.steps() == [12] and ObjectStore("memory://of-this-test/prefix").sizes("step_1") == {}
+
+
+def test_a_step_that_is_there_is_left_alone(here: RunDir, remote: RemoteCheckpoints, place: Path) -> None:
+    directory = write_checkpoint(here, 3)
+    remote.upload(directory, 3)
+    before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
+    assert not remote.upload(directory, 3)
+    assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before
+
+
+def test_a_step_that_lost_a_file_is_uploaded_again(here: RunDir, remote: RemoteCheckpoints, place: Path) -> None:
+    directory = write_checkpoint(here, 3)
+    remote.upload(directory, 3)
+    (place / "step_3/trainer/.metadata").unlink()
+    assert remote.upload(directory, 3)
+    assert contents(place / "step_3") == contents(directory)
+
+
+def test_another_step_of_the_same_number_replaces_all_of_it(
+    here: RunDir, empty: RunDir, remote: RemoteCheckpoints, place: Path
+) -> None:
+    remote.upload(write_checkpoint(here, 3), 3)
+    (place / "step_3/trainer/__2.distcp").write_bytes(b"of a run with three ranks")
+    other = write_checkpoint(empty, 3, content="rewritten")
+    assert remote.upload(other, 3)
+    assert contents(place / "step_3") == contents(other)
+
+
+def test_a_damaged_checkpoint_is_not_uploaded(here: RunDir, remote: RemoteCheckpoints) -> None:
+    directory = write_checkpoint(here, 3)
+    flip(directory / "trainer/__1.distcp")
+    with pytest.raises(CheckpointError, match=f"{directory}/trainer/__1.distcp is damaged: checksum"):
+        remote.upload(directory, 3)
+    assert remote.steps() == []
+
+
+def test_a_checkpoint_of_another_step_is_not_uploaded(here: RunDir, remote: RemoteCheckpoints) -> None:
+    with pytest.raises(CheckpointError, match="is the checkpoint of step 3, not of step 4"):
+        remote.upload(write_checkpoint(here, 3), 4)
+    assert remote.steps() == []
+
+
+def test_a_removed_step_is_gone_and_others_are_not(here: RunDir, remote: RemoteCheckpoints, place: Path) -> None:
+    for step in (1, 10):
+        remote.upload(write_checkpoint(here, step), step)
+    remote.remove(1)
+    assert remote.steps() == [10] and not (place / "step_1").exists()
+    assert contents(place / "step_10") == contents(here.checkpoint(10))
+    with pytest.raises(CheckpointError, match=r"step_1/manifest\.json is missing"):
+        remote.read_manifest(1)
+
+
+def test_leftovers_are_steps_without_a_manifest(here: RunDir, remote: RemoteCheckpoints, place: Path) -> None:
+    for step in (1, 2):
+        remote.upload(write_checkpoint(here, step), step, weights=[write_weights(here, step)])
+    (place / "step_1/manifest.json").unlink()
+    (place / "weights/step_2/manifest.json").unlink()
+    (place / "step_notes").mkdir()
+    (place / "step_notes/mine").write_text("not ours")
+    removed = remote.clear_leftovers()
+    assert len(removed) == 6 and all(name.startswith(("step_1/", "weights/step_2/")) for name in removed)
+    assert remote.steps() == [2] and (place / "step_notes/mine").exists() and (place / "weights/step_1").exists()
+
+
+def test_a_step_set_aside_does_not_exist_but_keeps_its_files(
+    here: RunDir, remote: RemoteCheckpoints, place: Path
+) -> None:
+    for step in (1, 2, 3):
+        remote.upload(write_checkpoint(here, step), step)
+    manifest_3 = (place / "step_3/manifest.json").read_bytes()
+    assert remote.set_aside_after(1) == [2, 3]
+    assert remote.steps() == [1] and remote.clear_leftovers() == []
+    assert (place / "step_3/discarded.json").read_bytes() == manifest_3
+    assert remote.upload(here.checkpoint(3), 3) and contents(place / "step_3") == contents(here.checkpoint(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("trainer/__0.distcp", r"step_3/trainer/__0\.distcp is damaged: checksum"),
+        ("manifest.json", r"step_3/manifest\.json is damaged"),
+    ],
+)
+def test_a_flipped_bit_is_named_and_nothing_is_left(
+    here: RunDir, remote: RemoteCheckpoints, place: Path, empty: RunDir, name: str, message: str
+) -> None:
+    remote.upload(write_checkpoint(here, 3), 3)
+    flip(place / "step_3" / name)
+    with pytest.raises(CheckpointError, match=message):
+        remote.download(3, empty.checkpoint(3))
+    assert contents(empty.path) == {}
+
+
+def test_files_of_another_step_are_refused(here: RunDir, remote: RemoteCheckpoints, place: Path, empty: RunDir) -> None:
+    for step in (3, 4):
+        remote.upload(write_checkpoint(here, step), step)
+    (place / "step_3/manifest.json").write_bytes((place / "step_4/manifest.json").read_bytes())
+    with pytest.raises(CheckpointError, match=r"step_3/manifest\.json is the manifest of checkpoint 4"):
+        remote.download(3, empty.checkpoint(3))
+
+
+def test_a_manifest_cannot_name_files_outside(here: RunDir, remote: RemoteCheckpoints, place: Path) -> None:
+    from triad import manifest
+
+    remote.upload(write_checkpoint(here, 3), 3)
+    listing = manifest.read_manifest(place / "step_3")
+    listing.files["../../../evil"] = listing.files["orchestrator/empty"]
+    manifest.write_manifest(place / "step_3", listing)
+    with pytest.raises(CheckpointError, match=r"names a file outside of its directory: \.\./\.\./\.\./evil"):
+        remote.download(3, here.checkpoint(4))
+
+
+def test_retention_goes_by_the_metrics_of_the_manifests(here: RunDir, remote: RemoteCheckpoints, place: Path) -> None:
+    for step, loss in ((1, 0.1), (2, 0.9), (3, 0.8), (4, 0.7), (5, 0.6)):
+        remote.upload(write_checkpoint(here, step, metrics={"loss": loss}), step)
+    (place / "step_3/manifest.json").write_bytes(b"{")  # damaged: somebody should look at it
+    retention = Retention(keep=1, keep_best=BestMetric.parse("loss"))
+    assert remote.apply_retention(retention, protected=[4]) == [2]
+    assert remote.steps() == [1, 3, 4, 5]
+
+
+def test_weights_go_when_no_kept_step_needs_them(here: RunDir, remote: RemoteCheckpoints, place: Path) -> None:
+    for step in (2, 4, 6):
+        weights = [write_weights(here, version) for version in (step - 2, step - 1)]
+        remote.upload(write_checkpoint(here, step), step, weights=weights)
+    assert remote.apply_retention(Retention(keep=1, keep_interval=4), older_weights=2) == [2]
+    assert sorted(path.name for path in (place / "weights").iterdir()) == ["step_2", "step_3", "step_4", "step_5"]
+    assert remote.apply_retention(Retention(keep=1)) == [4]
+    assert len(list((place / "weights").iterdir())) == 4
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("nowhere://bucket/prefix", "Protocol not known"),
+        ("s3://", "names no place"),
+        ("", "names no place"),
+    ],
+)
+def test_a_url_that_cannot_be_used_is_an_input_error(url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        RemoteCheckpoints(url)
+    assert caught.value.exit_code == 2
+
+
+def test_a_missing_driver_names_the_extra() -> None:
+    program = (
+        "import sys; sys.modules['s3fs'] = None  # as if it were not installed\n"
+        "from triad.errors import ConfigError; from triad.remote import RemoteCheckpoints\n"
+        "try: RemoteCheckpoints('s3://bucket/prefix')\n"
+        "except ConfigError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "ckpt.dir = 's3://bucket/prefix'" in done.stdout and "uv sync --extra s3" in done.stdout, done
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (ConnectionResetError("reset"), True),
+        (TimeoutError("slow"), True),
+        (FSTimeoutError("slow"), True),
+        (OSError(errno.EBUSY, "slow down"), True),
+        (OSError(errno.EREMOTEIO, "internal error"), True),
+        (botocore.exceptions.EndpointConnectionError(endpoint_url="http://x"), True),
+        (botocore.exceptions.ReadTimeoutError(endpoint_url="http://x"), True),
+        (botocore.exceptions.NoCredentialsError(), False),
+        (PermissionError("no"), False),
+        (FileNotFoundError("no"), False),
+        (OSError(errno.ENOSPC, "full"), False),
+        (ValueError("no"), False),
+    ],
+)
+def test_what_may_pass(error: Exception, passes: bool) -> None:
+    assert is_transient(error) is passes
+
+
+class TestFetch:
+    """What a resume gets from the store."""
+
+    @pytest.fixture
+    def url(self, here: RunDir, remote: RemoteCheckpoints) -> str:
+        for step in (1, 2, 3):
+            remote.upload(write_checkpoint(here, step), step, weights=[write_weights(here, step - 1)])
+        return remote.url
+
+    @pytest.mark.parametrize(("wanted", "step"), [("latest", 3), ("auto", 3), (-1, 3), (2, 2)])
+    def test_an_empty_machine_gets_the_step_and_the_identity(
+        self, url: str, here: RunDir, empty: RunDir, wanted: int, step: int
+    ) -> None:
+        assert fetch(url, empty, wanted) == step
+        assert contents(empty.checkpoint(step)) == contents(here.checkpoint(step))
+        assert empty.run_id() == "run" and empty.committed_steps() == [step]
+        assert fetch(url, empty, wanted) is None
+
+    def test_older_weights_come_along(self, url: str, here: RunDir, empty: RunDir) -> None:
+        fetch(url, empty, 3, older_weights=2)
+        assert empty.published_weights() == [1, 2]
+        assert contents(empty.weights_of(1)) == contents(here.weights_of(1))
+
+    def test_a_damaged_step_falls_back_out_loud(self, url: str, place: Path, empty: RunDir) -> None:
+        flip(place / "step_3/trainer/__1.distcp")
+        said: list[str] = []
+        assert fetch(url, empty, "latest", say=said.append) == 2
+        assert "WARNING: skipping the remote checkpoint of step 3" in said[0] and "__1.distcp is damaged" in said[0]
+
+    def test_a_damaged_step_asked_for_by_number_is_an_error(self, url: str, place: Path, empty: RunDir) -> None:
+        flip(place / "step_3/trainer/__1.distcp")
+        with pytest.raises(CheckpointError, match=r"resume_step = 3: .*__1\.distcp is damaged.*1, 2, 3"):
+            fetch(url, empty, 3)
+        assert not empty.holds_run() and contents(empty.path) == {}
+
+    def test_nothing_but_damage_is_no_fresh_start(self, url: str, place: Path, empty: RunDir) -> None:
+        for step in (1, 2, 3):
+            (place / f"step_{step}/trainer/.metadata").unlink()
+        with pytest.raises(CheckpointError, match="every checkpoint at .* is damaged"):
+            fetch(url, empty, "auto", say=lambda text: None)
+
+    def test_what_is_here_and_newer_stays(self, url: str, empty: RunDir) -> None:
+        write_checkpoint(empty, 4)
+        assert fetch(url, empty, "latest") is None
+        assert fetch(url, empty, 4) is None and empty.committed_steps() == [4]
+
+    def test_a_damaged_one_here_is_replaced_by_the_intact_one_there(
+        self, url: str, here: RunDir, empty: RunDir
+    ) -> None:
+        flip(write_checkpoint(empty, 3) / "trainer/__0.distcp")
+        assert fetch(url, empty, "latest") == 3
+        assert contents(empty.checkpoint(3)) == contents(here.checkpoint(3))
+
+    def test_a_step_that_is_nowhere_is_an_error_that_lists_both(self, url: str, empty: RunDir) -> None:
+        write_checkpoint(empty, 7)
+        with pytest.raises(CheckpointError, match=r"= 5 is neither in .*\(committed steps: 7\).*steps: 1, 2, 3\)"):
+            fetch(url, empty, 5)
+
+    def test_an_empty_store_leaves_everything_to_this_machine(self, remote: RemoteCheckpoints, empty: RunDir) -> None:
+        assert fetch(remote.url, empty, "auto") is None
+        assert fetch(remote.url, empty, "latest") is None
+        assert fetch(remote.url, empty, None) is None
+
+    def test_a_fresh_start_does_not_mix_with_another_run(self, url: str, empty: RunDir) -> None:
+        with pytest.raises(RunDirError, match="holds the checkpoints of steps 1, 2, 3 of an earlier run"):
+            fetch(url, empty, None)
+
+    def test_a_resume_does_not_mix_with_another_run(self, url: str, empty: RunDir) -> None:
+        empty.create()
+        with pytest.raises(RunDirError, match=f"of run run, .* holds run {empty.run_id()}"):
+            fetch(url, empty, "latest")
+
+    def test_damaged_weights_are_done_without_out_loud(self, url: str, place: Path, empty: RunDir) -> None:
+        flip(place / "weights/step_1/model.safetensors")
+        said: list[str] = []
+        assert fetch(url, empty, 3, older_weights=2, say=said.append) == 3
+        assert empty.published_weights() == [2] and "going on without the weights of version 1" in "".join(said)
+
+
+class _Slow(RemoteCheckpoints):
+    """Uploads when it is allowed to."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.entered = threading.Event()
+        self.allowed = threading.Event()
+
+    def upload(self, directory: Path, step: int, **options: object) -> bool:
+        self.entered.set()
+        assert self.allowed.wait(30)
+        return super().upload(directory, step)
+
+
+class TestUploader:
+    """The thread behind the training."""
+
+    def test_steps_arrive_in_order_and_old_ones_go(self, here: RunDir, remote: RemoteCheckpoints) -> None:
+        uploader = Uploader(remote, retention=Retention(keep=2), protected=[1])
+        for step in (1, 2, 3, 4):
+            uploader.submit(write_checkpoint(here, step), step)
+        uploader.close()
+        assert remote.steps() == [1, 3, 4]
+
+    def test_a_step_below_stale_ones_is_not_pruned_by_its_own_upload(
+        self, here: RunDir, remote: RemoteCheckpoints
+    ) -> None:
+        for step in (8, 9):
+            remote.upload(write_checkpoint(here, step), step)
+        uploader = Uploader(remote, retention=Retention(keep=2))
+        uploader.submit(write_checkpoint(here, 3), 3)
+        uploader.close()
+        assert remote.steps() == [3, 8, 9]
+
+    def test_the_step_being_read_is_in_use(self, here: RunDir, place: Path) -> None:
+        remote = _Slow(f"file://{place}")
+        uploader = Uploader(remote)
+        assert uploader.in_use() == set()
+        uploader.submit(write_checkpoint(here, 1), 1)
+        uploader.submit(write_checkpoint(here, 2), 2)
+        assert remote.entered.wait(30) and uploader.in_use() == {1}
+        assert not uploader.wait(timeout_s=0.01)
+        remote.allowed.set()
+        assert uploader.wait(timeout_s=30) and uploader.in_use() == set()
+        uploader.close()
+
+    def test_a_queued_step_that_was_removed_is_skipped_and_said(
+        self, here: RunDir, place: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        from triad import durable
+
+        remote = _Slow(f"file://{place}")
+        uploader = Uploader(remote)
+        for step in (1, 2, 3):
+            uploader.submit(write_checkpoint(here, step), step)
+        assert remote.entered.wait(30)
+        durable.remove_directory(here.checkpoint(2))
+        with caplog.at_level(logging.WARNING):
+            remote.allowed.set()
+            uploader.close()
+        assert remote.steps() == [1, 3]
+        assert f"step 2 is not uploaded: {here.checkpoint(2)} was removed meanwhile" in caplog.text
+
+    def test_a_failure_surfaces_once_and_later_steps_are_uploaded(
+        self, here: RunDir, remote: RemoteCheckpoints
+    ) -> None:
+        uploader = Uploader(remote)
+        flip(write_checkpoint(here, 1) / "trainer/__0.distcp")
+        uploader.submit(here.checkpoint(1), 1)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            uploader.wait(timeout_s=30)
+        uploader.poll()
+        uploader.submit(write_checkpoint(here, 2), 2)
+        uploader.close()
+        assert remote.steps() == [2]
+
+    def test_closing_tells_of_a_failure(self, here: RunDir, remote: RemoteCheckpoints) -> None:
+        uploader = Uploader(remote)
+        flip(write_checkpoint(here, 1) / "trainer/__0.distcp")
+        uploader.submit(here.checkpoint(1), 1)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            uploader.close()
+
+    def test_closing_gives_up_in_time_and_says_what_is_missing(
+        self, here: RunDir, place: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("triad.uploader._GIVE_UP_S", 0.01)
+        remote = _Slow(f"file://{place}")
+        uploader = Uploader(remote)
+        for step in (1, 2):
+            uploader.submit(write_checkpoint(here, step), step)
+        assert remote.entered.wait(30)
+        with pytest.raises(CheckpointError, match=f"uploading step 1, 2 was given up.*whole in {here.checkpoints}"):
+            uploader.close(timeout_s=0.01)
+        remote.allowed.set()
+        uploader._thread.join(30)
+        assert RemoteCheckpoints(remote.url).steps() == []
+
+    def test_leftovers_are_cleared_after_the_first_upload(
+        self, here: RunDir, remote: RemoteCheckpoints, place: Path
+    ) -> None:
+        (place / "step_7/trainer").mkdir(parents=True)
+        (place / "step_7/trainer/__0.distcp").write_bytes(b"torn")
+        uploader = Uploader(remote)
+        uploader.submit(write_checkpoint(here, 1), 1)
+        uploader.close()
+        assert not (place / "step_7").exists() and remote.steps() == [1]
+
+
+def test_an_aborted_store_fails_at_once(remote: RemoteCheckpoints) -> None:
+    remote.abort()
+    with pytest.raises(StorageError, match="was given up, as the run ends"):
+        remote.steps()
