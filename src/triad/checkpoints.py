@@ -158,6 +158,22 @@ def describe_found(path: Path) -> str:
     return "a directory of no known kind" if any(path.iterdir()) else "an empty directory"
 
 
+def require_weights(path: Path) -> Kind:
+    """Return what kind of weights `path` holds, by the names of its files.
+
+    Raises:
+        CheckpointError: none: says what was found, what is needed and what to give.
+    """
+    kind = kind_of(path)
+    if kind is not Kind.UNKNOWN:
+        return kind
+    raise CheckpointError(
+        f"no weights can be taken from {path} (ckpt.weights_only): it is {describe_found(path)}. Needed: a checkpoint "
+        "(OTHER/checkpoints/step_N), a torch.distributed.checkpoint directory, a Hugging Face directory with weights, "
+        "or a .safetensors, .bin or .pt file. A model that is to be used by its name is given as --model.name."
+    )
+
+
 @dataclass(frozen=True)
 class BestMetric:
     """Which metric says what the best checkpoint is, and in which direction."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from triad.checkpoints import MODEL_DIR, ORCHESTRATOR_DIR, TRAINER_DIR, Kind, describe_found, kind_of
+from triad.checkpoints import MODEL_DIR, ORCHESTRATOR_DIR, TRAINER_DIR, require_weights
 from triad.config.base import CkptConfig, Command
 from triad.config.drift import compare_settings, describe_stretch, read_settings, refuse_other_model, settings_of
 from triad.config.fingerprint import fingerprint, makes_same_batches
@@ -75,7 +75,7 @@ def prepare(
     async_level = trainer.async_level if isinstance(trainer, TrainerConfig) else 0
     attempt = _decide(run_dir, ckpt, clean=clean, async_level=async_level)
     if attempt.resume_step is None and ckpt.weights_only is not None:
-        check_warm_start(ckpt.weights_only)
+        require_weights(ckpt.weights_only)
     _check_fits(attempt, trainer)
     if not dry_run:
         if clean:
@@ -132,21 +132,6 @@ def _holds_run(run_dir: RunDir, source: Path | None) -> str:
     return (
         f"{run_dir.path} already holds {what}: {resume}, choose another directory with --output-dir, "
         "or remove the run with --clean."
-    )
-
-
-def check_warm_start(path: Path) -> None:
-    """Refuse a `ckpt.weights_only` that holds no weights; their content is checked when they are loaded.
-
-    Raises:
-        CheckpointError: says what was found, what is needed and what to give.
-    """
-    if kind_of(path) is not Kind.UNKNOWN:
-        return
-    raise CheckpointError(
-        f"ckpt.weights_only = {path} is {describe_found(path)}. Needed: a checkpoint (OTHER/checkpoints/step_N), a "
-        "torch.distributed.checkpoint directory, a Hugging Face directory with weights, or a .safetensors, .bin or "
-        ".pt file. A model that is to be used by name is given as --model.name."
     )
 
 
