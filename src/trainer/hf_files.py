@@ -17,6 +17,7 @@ class SafetensorsWriter:
     """Writes tensors that come one by one, a file whenever enough are together.
 
     Never holds more than one file's tensors; the files get their names when all are written.
+    Counts tensors, their elements and their bytes.
     """
 
     def __init__(self, directory: Path, *, max_file_bytes: int | None = None) -> None:
@@ -26,7 +27,9 @@ class SafetensorsWriter:
         self._waiting: dict[str, Tensor] = {}
         self._waiting_bytes = 0
         self._files: list[tuple[Path, list[str]]] = []
-        self._total_bytes = 0
+        self.num_tensors = 0
+        self.num_elements = 0
+        self.num_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take one contiguous CPU tensor."""
@@ -35,7 +38,9 @@ class SafetensorsWriter:
             self._write_waiting()
         self._waiting[name] = tensor
         self._waiting_bytes += size
-        self._total_bytes += size
+        self.num_tensors += 1
+        self.num_elements += tensor.numel()
+        self.num_bytes += size
 
     def close(self) -> None:
         """Write what is left and give the files their usual names, with an index where there are several."""
@@ -49,7 +54,7 @@ class SafetensorsWriter:
             final = f"model-{number:05d}-of-{len(self._files):05d}.safetensors"
             path.rename(self._directory / final)
             weight_map |= dict.fromkeys(names, final)
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": self.num_bytes}, "weight_map": weight_map}
         (self._directory / "model.safetensors.index.json").write_bytes(msgspec.json.encode(index))
 
     def _write_waiting(self) -> None:

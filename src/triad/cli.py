@@ -1,4 +1,4 @@
-"""The commands: `sft`, `rl`, `trainer`, `orchestrator`, `inference`.
+"""The commands: `sft`, `rl`, `trainer`, `orchestrator`, `inference`, `ckpt`.
 
 Each parses its configuration before anything heavy is imported, so `--help` and errors come at
 once, and then hands over to the launcher, which starts the processes.
@@ -20,9 +20,13 @@ C = TypeVar("C", bound=Command)
 def _run(program: str, command: type[C], launch: Callable[[C], int]) -> NoReturn:
     from triad.config.load import parse_command_line
 
+    _exit(lambda: launch(parse_command_line(command, sys.argv[1:], program=program)))
+
+
+def _exit(run: Callable[[], int]) -> NoReturn:
+    """Exit with the code that `run` returns, or that of its error."""
     try:
-        config = parse_command_line(command, sys.argv[1:], program=program)
-        code = launch(config)
+        code = run()
     except TriadError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -69,3 +73,10 @@ def inference() -> NoReturn:
     from triad.launch import launch_inference
 
     _run("inference", InferenceConfig, launch_inference)
+
+
+def ckpt() -> NoReturn:
+    """Checkpoints: list, verify, show, compare, export, thin out, import."""
+    from triad.ckpt.main import main
+
+    _exit(lambda: main(sys.argv[1:]))

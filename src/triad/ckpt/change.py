@@ -1,0 +1,144 @@
+"""`ckpt export`, `promote`, `import` and `prune`: what writes and removes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from triad import durable
+from triad.checkpoints import BestMetric, Entry, Kind, Retention, describe_found, kind_of
+from triad.ckpt.inspecting import verified
+from triad.ckpt.places import Places
+from triad.ckpt.report import Grid, Report, size, working
+from triad.ckpt.requests import DTypeName, Export, Import, Request, Written, ask
+from triad.errors import CheckpointError, ConfigError
+
+
+def export(
+    places: Places, *, step: str, to: Path, dtype: DTypeName | None, max_shard_size: int | None, model: str | None
+) -> Report:
+    """Write the model of a step as a new Hugging Face directory; the step is verified first."""
+    directory = places.step_directory(step)
+    _refuse_existing(to, "--to")
+    verified(directory)
+    return _write(Export(str(directory), str(to.absolute()), dtype, max_shard_size, model))
+
+
+def promote(
+    places: Places, *, step: str, name: str, dtype: DTypeName | None, max_shard_size: int | None, model: str | None
+) -> Report:
+    """Export a step under a name; nothing ever removes it."""
+    to = places.exports / name
+    if to.exists():
+        raise CheckpointError(
+            f"the export '{name}' exists already: {to}. Choose another --name, or remove it yourself."
+        )
+    return export(places, step=step, to=to, dtype=dtype, max_shard_size=max_shard_size, model=model)
+
+
+def import_weights(places: Places, *, source: str, to: Path, model: str | None) -> Report:
+    """Turn weights of any kind into a new directory for `--ckpt.weights-only` and `--model.name`."""
+    path = Path(source) if Path(source).exists() or not source.isdecimal() else places.step_directory(source)
+    if kind_of(path) == Kind.UNKNOWN:
+        raise CheckpointError(
+            f"no weights can be imported from {path}: it is {describe_found(path)}. Needed: a .safetensors, .bin or "
+            ".pt file, a Hugging Face directory, a checkpoint, or a torch.distributed.checkpoint directory."
+        )
+    _refuse_existing(to, "--to")
+    return _write(Import(str(path.absolute()), str(to.absolute()), model))
+
+
+def _refuse_existing(directory: Path, flag: str) -> None:
+    if directory.exists():
+        raise ConfigError(f"{flag} {directory} exists already; nothing is written over. Name a new directory.")
+
+
+def _write(request: Request) -> Report:
+    with working("reading and writing tensors"):
+        written = ask(request, Written)
+    count = f"{written.tensors:,} tensors, {written.parameters:,} parameters, {written.dtype}"
+    files = f"{size(written.bytes)} in {written.files} safetensors file{'s' if written.files != 1 else ''}"
+    return Report(msgspec.to_builtins(written), [f"wrote {written.directory}: {count}, {files}"])
+
+
+class Removed(msgspec.Struct):
+    """One directory that prune removed, or would remove."""
+
+    path: str
+    reason: str
+    size_bytes: int
+
+
+def prune(
+    places: Places, *, keep: int | None, keep_interval: int | None, keep_best: str | None, dry_run: bool
+) -> Report:
+    """Remove superseded steps and torn saves. A run that goes on is refused; the newest step always stays.
+
+    A step counts as kept only if it is whole: what stays is verified before anything goes.
+
+    Raises:
+        RunDirError: the run goes on.
+    """
+    if keep is None and (keep_interval is not None or keep_best is not None):
+        raise ConfigError("--keep-interval and --keep-best keep steps besides the newest: say how many with --keep.")
+    places.check()
+    if not dry_run:
+        places.run_dir.lock()
+    entries = places.entries()
+    retention = Retention(keep, keep_interval, BestMetric.parse(keep_best) if keep_best else None)
+    superseded, problems = _superseded(entries, retention)
+    doomed = [entry for entry in entries if entry.status == "torn" or entry.step in superseded]
+    removed = []
+    for entry in doomed:
+        reason = "torn" if entry.status == "torn" else "superseded"
+        removed.append(Removed(str(entry.path), reason, entry.size_bytes))
+        if not dry_run:
+            _remove(entry)
+    freed = sum(line.size_bytes for line in removed)
+    rows = [(Path(line.path).name, line.reason, size(line.size_bytes)) for line in removed]
+    verb = "would remove" if dry_run else "removed"
+    stay = [entry.step for entry in entries if entry not in doomed]
+    document = {
+        "dry_run": dry_run,
+        "removed": msgspec.to_builtins(removed),
+        "freed_bytes": freed,
+        "steps": stay,
+        "problems": problems,
+    }
+    left = f"steps that stay: {', '.join(map(str, stay)) or 'none'}"
+    parts = [Grid((verb, "why", ">size"), rows)] if rows else []
+    return Report(document, [*parts, f"{verb} {len(removed)} directories, {size(freed)}; {left}"], problems)
+
+
+def _remove(entry: Entry) -> None:
+    if entry.status == "torn":
+        shutil.rmtree(entry.path)
+    else:
+        durable.remove_directory(entry.path)
+
+
+def _superseded(entries: list[Entry], retention: Retention) -> tuple[set[int], list[str]]:
+    """Return the steps to remove, and what is wrong with steps that would have been kept.
+
+    Damaged steps are neither removed nor counted.
+    """
+    problems = [
+        f"step {entry.step} is damaged and stays: {entry.reason}" for entry in entries if entry.status == "damaged"
+    ]
+    whole = {entry.step: entry for entry in entries if entry.status == "committed"}
+    checked: set[int] = set()
+    while True:
+        saved = {step: entry.manifest.metrics for step, entry in whole.items() if entry.manifest}
+        superseded = set(retention.superseded(saved))
+        unchecked = sorted(whole.keys() - superseded - checked) if superseded else []
+        if not unchecked:
+            return superseded, problems
+        for step in unchecked:
+            try:
+                verified(whole[step].path)
+                checked.add(step)
+            except CheckpointError as error:
+                problems.append(f"step {step} is damaged and stays: {error}")
+                del whole[step]

@@ -1,0 +1,43 @@
+"""From the command line to one action, its report and an exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from triad.ckpt.arguments import parse
+from triad.ckpt.change import export, import_weights, promote, prune
+from triad.ckpt.comparing import diff
+from triad.ckpt.inspecting import show, verify
+from triad.ckpt.listing import ls
+from triad.ckpt.places import Places
+from triad.ckpt.report import Report
+from triad.ckpt.requests import Failed
+
+_ACTIONS: dict[str, Callable[..., Report]] = {
+    "ls": ls,
+    "verify": verify,
+    "show": show,
+    "diff": diff,
+    "export": export,
+    "promote": promote,
+    "prune": prune,
+    "import": import_weights,
+}
+
+
+def main(argv: list[str]) -> int:
+    """Run one subcommand; return 0, 1 when something is wrong with a checkpoint, or a failure's code.
+
+    Raises:
+        TriadError: a mistake in the command, or something that is missing or damaged.
+    """
+    arguments = vars(parse(argv))
+    action = _ACTIONS[arguments.pop("command")]
+    as_json = arguments.pop("json")
+    places = Places(arguments.pop("output_dir"))
+    try:
+        report = action(places, **arguments)
+    except Failed as failure:
+        return failure.exit_code
+    report.print(as_json=as_json)
+    return report.exit_code
