@@ -1,4 +1,4 @@
-"""Bringing the checkpoint that a resume wants from an object store onto this machine."""
+"""Where a resume and an object store meet: bringing checkpoints here, and setting aside superseded ones there."""
 
 from __future__ import annotations
 
@@ -57,11 +57,21 @@ def fetch(
     return step
 
 
+def set_aside_after(url: str, step: int) -> None:
+    """Make the remote steps after `step` not exist, out loud: the run goes on from `step` and makes them anew."""
+    if later := RemoteCheckpoints(url).set_aside_after(step):
+        print(f"set aside at {url}, as it lies after step {step}: {', '.join(f'step_{number}' for number in later)}")
+
+
 def _refuse_another_run(remote: RemoteCheckpoints, steps: list[int], run_dir: RunDir, wanted: int | str | None) -> None:
     there = f"{remote.url} holds the checkpoints of steps {', '.join(map(str, steps))}"
     choose = "Choose another place with --ckpt.dir"
     if steps and wanted is None:
         raise RunDirError(f"{there} of an earlier run. {choose}, or go on from them with --ckpt.resume-step latest.")
+    if not run_dir.holds_run():
+        return
+    identity = json.loads((run_dir.path / "run.json").read_text())
+    ours = {"", identity["run_id"], identity.get("forked_from", {}).get("run_id", "")}
     for step in reversed(steps):
         try:
             run_id = remote.read_manifest(step).run_id
@@ -69,8 +79,8 @@ def _refuse_another_run(remote: RemoteCheckpoints, steps: list[int], run_dir: Ru
             raise
         except CheckpointError:
             continue
-        if run_dir.holds_run() and run_id not in ("", run_dir.run_id()):
-            raise RunDirError(f"{there} of run {run_id}, {run_dir.path} holds run {run_dir.run_id()}. {choose}.")
+        if run_id not in ours:
+            raise RunDirError(f"{there} of run {run_id}, {run_dir.path} holds run {identity['run_id']}. {choose}.")
         return
 
 
@@ -149,7 +159,7 @@ def _bring(remote: RemoteCheckpoints, run_dir: RunDir, step: int, say: Callable[
 
 def _adopt(run_dir: RunDir, run_id: str) -> None:
     """Make an empty directory that of the run whose checkpoint was brought."""
-    if not run_dir.holds_run():
+    if not run_dir.holds_run() and run_id:
         identity = {"run_id": run_id, "created_unix_s": int(time.time())}
         durable.write_file(run_dir.path / "run.json", json.dumps(identity, indent=1).encode())
 

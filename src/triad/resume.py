@@ -17,6 +17,7 @@ from triad.config.load import read_toml, to_toml
 from triad.config.orchestrator import OrchestratorConfig
 from triad.config.trainer import SftConfig, TrainerConfig, TrainingCommand
 from triad.errors import CheckpointError, ConfigError, RunDirError
+from triad.fetch import fetch, set_aside_after
 from triad.fork import Fork, bring_in, find_fork
 from triad.journal import STATE_NAME
 from triad.manifest import Verification, verify
@@ -73,7 +74,7 @@ def prepare(
     if not dry_run:
         run_dir.lock()
     async_level = trainer.async_level if isinstance(trainer, TrainerConfig) else 0
-    attempt = _decide(run_dir, ckpt, clean=clean, async_level=async_level)
+    attempt = _decide(run_dir, ckpt, clean=clean, dry_run=dry_run, async_level=async_level)
     if attempt.resume_step is None and ckpt.weights_only is not None:
         require_weights(ckpt.weights_only)
     _check_fits(attempt, trainer)
@@ -81,6 +82,8 @@ def prepare(
         if clean:
             run_dir.remove_run()
         _settle(attempt, how=ckpt.verify, last_batch=_last_batch(attempt, ckpt, trainer, orchestrator))
+        if ckpt.dir is not None and attempt.fork is None:
+            set_aside_after(ckpt.dir, attempt.resume_step or 0)
     return attempt
 
 
@@ -102,7 +105,7 @@ def _refuse_contradictions(ckpt: CkptConfig, *, clean: bool) -> None:
             )
 
 
-def _decide(run_dir: RunDir, ckpt: CkptConfig, *, clean: bool, async_level: int) -> Attempt:
+def _decide(run_dir: RunDir, ckpt: CkptConfig, *, clean: bool, dry_run: bool, async_level: int) -> Attempt:
     """Find the step to start from, verified. This run's own checkpoints come first."""
     wanted, source = ckpt.resume_step, ckpt.resume_dir
     number = 1 if clean else run_dir.next_attempt()
@@ -111,6 +114,10 @@ def _decide(run_dir: RunDir, ckpt: CkptConfig, *, clean: bool, async_level: int)
         if source is None or run_dir.forked_from() != str(source.resolve()):
             raise RunDirError(_holds_run(run_dir, source))
         wanted = "auto"
+    if ckpt.dir is not None and dry_run:
+        print(f"a dry run does not look for checkpoints at {ckpt.dir}")
+    elif ckpt.dir is not None:
+        is_there |= fetch(ckpt.dir, run_dir, wanted, how=ckpt.verify, older_weights=async_level) is not None
     step = resolve_resume_step(run_dir, wanted, how=ckpt.verify) if is_there or wanted != "auto" else None
     if step is not None:
         for flag, path in (("resume-dir", source), ("weights-only", ckpt.weights_only)):

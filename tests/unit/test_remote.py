@@ -15,10 +15,12 @@ from fsspec.exceptions import FSTimeoutError
 
 from tests.checkpoint_files import contents, write_checkpoint, write_weights
 from triad.checkpoints import BestMetric, Retention
+from triad.config import SftConfig
 from triad.errors import CheckpointError, ConfigError, RunDirError
-from triad.fetch import fetch
+from triad.fetch import fetch, set_aside_after
 from triad.object_store import ObjectStore, StorageError, is_transient
 from triad.remote import RemoteCheckpoints
+from triad.resume import prepare
 from triad.run_dir import RunDir
 from triad.uploader import Uploader
 
@@ -315,6 +317,31 @@ class TestFetch:
         empty.create()
         with pytest.raises(RunDirError, match=f"of run run, .* holds run {empty.run_id()}"):
             fetch(url, empty, "latest")
+
+    def test_a_fork_may_hold_the_checkpoint_that_it_began_with(self, url: str, empty: RunDir) -> None:
+        empty.create(forked_from={"run_id": "run", "step": 3, "path": "/elsewhere/checkpoints/step_3"})
+        assert fetch(url, empty, "latest") == 3
+
+    def test_going_on_from_an_older_step_sets_later_ones_aside_out_loud(
+        self, url: str, empty: RunDir, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        set_aside_after(url, 1)
+        assert "as it lies after step 1: step_2, step_3" in capsys.readouterr().out
+        assert fetch(url, empty, "latest") == 1
+
+    def test_the_launcher_asks_the_store(self, url: str, empty: RunDir) -> None:
+        settings = {"output_dir": empty.path, "max_steps": 5, "ckpt": {"dir": url, "resume_step": 2}}
+        attempt = prepare(SftConfig.model_validate(settings), clean=False, dry_run=False)
+        assert attempt.resume_step == 2 and attempt.checkpoint == empty.checkpoint(2)
+        assert empty.run_id() == "run" and RemoteCheckpoints(url).steps() == [1, 2]
+
+    def test_a_dry_run_leaves_the_store_alone(
+        self, url: str, empty: RunDir, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        settings = {"output_dir": empty.path, "max_steps": 5, "ckpt": {"dir": url, "resume_step": "auto"}}
+        assert prepare(SftConfig.model_validate(settings), clean=False, dry_run=True).resume_step is None
+        assert f"a dry run does not look for checkpoints at {url}" in capsys.readouterr().out
+        assert contents(empty.path) == {}
 
     def test_damaged_weights_are_done_without_out_loud(self, url: str, place: Path, empty: RunDir) -> None:
         flip(place / "weights/step_1/model.safetensors")
