@@ -238,6 +238,7 @@ class Retention:
         kept = set(steps[-self.keep :]) | set(protected)
         if self.keep_interval is not None:
             kept |= {step for step in steps if step % self.keep_interval == 0}
-        if self.keep_best is not None:
-            kept.add(self.keep_best.best(saved) or steps[-1])
+        best = self.keep_best.best(saved) if self.keep_best is not None else None
+        if best is not None:
+            kept.add(best)
         return [step for step in steps if step not in kept]
