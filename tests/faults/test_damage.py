@@ -1,0 +1,446 @@
+"""Damage to a real checkpoint, at hundreds of random places: always noticed, and the file is named.
+
+A run of the real `sft` command on two ranks saves three steps. Each case damages the bytes on the
+disk, asks everybody who may want the step, and puts the bytes back.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.conftest import ModelFactory
+from tests.training_runs import SftRun, run_sft
+from triad.errors import CheckpointError
+from triad.manifest import MANIFEST_NAME, FileEntry, Manifest, decode_manifest, encode_manifest, read_manifest, verify
+from triad.run_dir import RunDir, resolve_resume_step
+
+STEPS = (1, 2, 3)
+NEWEST, OTHER = 3, 2
+SEED = 20250
+EDGE_BYTES = 512
+POSITIONS = {"flipped bit": 170, "truncated": 60, "appended": 40, "wrong checksum": 20, "wrong size": 10, "mixed": 20}
+"""Random positions of each kind of damage. Together they are the promise of 300: do not thin them out."""
+
+Damaged = dict[int, Path]
+"""Step -> the file that is wrong in it."""
+Damage = Callable[[RunDir, Path, random.Random], AbstractContextManager[Damaged]]
+"""Damages one file of the newest step as long as the context lasts."""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, tiny_model: ModelFactory, sft_data: Path) -> SftRun:
+    """Return a run of three committed steps, written by two ranks; it drops out, so that its generators move."""
+    flags = ("--max-steps", str(NEWEST), "--ckpt.interval", "1", "--parallel.num-ranks", "2")
+    model = tiny_model(weights=False, attention_dropout=0.3)
+    run = run_sft(tmp_path_factory.mktemp("damage") / "run", model, sft_data, *flags)
+    assert run.code == 0, run.output
+    return run
+
+
+@pytest.fixture
+def run_dir(saved: SftRun) -> Iterator[RunDir]:
+    """Return the run's directory, intact before the test and after it."""
+    intact(saved.run_dir)
+    yield saved.run_dir
+    intact(saved.run_dir)
+
+
+def intact(run_dir: RunDir) -> None:
+    for step in STEPS:
+        assert verify(run_dir.checkpoint(step), how="full", step=step).step == step
+    assert resolve_resume_step(run_dir, "latest") == NEWEST
+
+
+def files_of(run_dir: RunDir, step: int = NEWEST) -> list[Path]:
+    """Every file of a checkpoint, manifest included."""
+    directory = run_dir.checkpoint(step)
+    return [*(directory / name for name in sorted(read_manifest(directory).files)), directory / MANIFEST_NAME]
+
+
+@contextmanager
+def rewritten(path: Path, content: bytes) -> Iterator[None]:
+    before = path.read_bytes()
+    assert before != content
+    path.write_bytes(content)
+    try:
+        yield
+    finally:
+        path.write_bytes(before)
+
+
+@contextmanager
+def exchanged(first: Path, second: Path) -> Iterator[None]:
+    """Exchange the names of two files or directories."""
+    aside = first.with_name("aside")
+
+    def exchange() -> None:
+        first.rename(aside)
+        second.rename(first)
+        aside.rename(second)
+
+    exchange()
+    try:
+        yield
+    finally:
+        exchange()
+
+
+def position(size: int, generator: random.Random) -> int:
+    """Return an offset; every other one in the first or last bytes, where headers and directories lie."""
+    if size <= EDGE_BYTES or generator.random() < 0.5:
+        return generator.randrange(size)
+    edge = generator.randrange(EDGE_BYTES)
+    return edge if generator.random() < 0.5 else size - 1 - edge
+
+
+@contextmanager
+def flipped_bit(run_dir: RunDir, path: Path, generator: random.Random) -> Iterator[Damaged]:
+    content = bytearray(path.read_bytes())
+    content[position(len(content), generator)] ^= 1 << generator.randrange(8)
+    with rewritten(path, bytes(content)):
+        yield {NEWEST: path}
+
+
+@contextmanager
+def truncated(run_dir: RunDir, path: Path, generator: random.Random) -> Iterator[Damaged]:
+    content = path.read_bytes()
+    with rewritten(path, content[: position(len(content), generator)]):
+        yield {NEWEST: path}
+
+
+@contextmanager
+def appended(run_dir: RunDir, path: Path, generator: random.Random) -> Iterator[Damaged]:
+    content = path.read_bytes()
+    more = generator.choice([b"\n", b"\0", b" ", content, generator.randbytes(generator.randint(1, 4096))])
+    with rewritten(path, content + more):
+        yield {NEWEST: path}
+
+
+@contextmanager
+def forged(run_dir: RunDir, path: Path, change: Callable[[FileEntry], FileEntry]) -> Iterator[Damaged]:
+    """Enter something wrong about one file; the manifest itself is consistent."""
+    directory = run_dir.checkpoint(NEWEST)
+    listing, name = read_manifest(directory), str(path.relative_to(directory))
+    files = listing.files | {name: change(listing.files[name])}
+    with rewritten(directory / MANIFEST_NAME, encode_manifest(msgspec.structs.replace(listing, files=files))):
+        yield {NEWEST: path}
+
+
+def wrong_checksum(run_dir: RunDir, path: Path, generator: random.Random) -> AbstractContextManager[Damaged]:
+    digit = generator.randrange(32)
+
+    def change(entry: FileEntry) -> FileEntry:
+        digits = list(entry.xxh3_128)
+        digits[digit] = "0" if digits[digit] != "0" else "1"
+        return msgspec.structs.replace(entry, xxh3_128="".join(digits))
+
+    return forged(run_dir, path, change)
+
+
+def wrong_size(run_dir: RunDir, path: Path, generator: random.Random) -> AbstractContextManager[Damaged]:
+    more = generator.choice([-1, 1, 1 << 32])
+    return forged(run_dir, path, lambda entry: msgspec.structs.replace(entry, size_bytes=entry.size_bytes + more))
+
+
+@contextmanager
+def mixed(run_dir: RunDir, path: Path, generator: random.Random) -> Iterator[Damaged]:
+    """Put a stretch of another file of any step into one file, its size unchanged."""
+    content = path.read_bytes()
+    while True:
+        other = generator.choice(files_of(run_dir, generator.choice(STEPS))).read_bytes()
+        offset = position(len(content), generator)
+        length = min(generator.randint(1, 4096), len(other), len(content) - offset)
+        start = generator.randrange(len(other) - length + 1)
+        changed = content[:offset] + other[start : start + length] + content[offset + length :]
+        if changed != content:
+            break
+    assert len(changed) == len(content)
+    with rewritten(path, changed):
+        yield {NEWEST: path}
+
+
+ANY_FILE: dict[str, Damage] = {"flipped bit": flipped_bit, "truncated": truncated, "appended": appended}
+LISTED_FILE: dict[str, Damage] = {"wrong checksum": wrong_checksum, "wrong size": wrong_size, "mixed": mixed}
+"""Of files that the manifest lists."""
+DAMAGES = ANY_FILE | LISTED_FILE
+
+
+@contextmanager
+def damage(kind: str, run_dir: RunDir, generator: random.Random, *, turn: int) -> Iterator[Damaged]:
+    """Damage one file; a series of turns goes through all of them."""
+    files = files_of(run_dir) if kind in ANY_FILE else files_of(run_dir)[:-1]
+    with DAMAGES[kind](run_dir, files[turn % len(files)], generator) as damaged:
+        yield damaged
+
+
+def noticed(run_dir: RunDir, damaged: Damaged) -> None:
+    """Ask everybody who may want a step; those that are damaged are refused, naming the file."""
+    for step, path in damaged.items():
+        with pytest.raises(CheckpointError) as caught:
+            verify(run_dir.checkpoint(step), how="full", step=step)
+        assert str(path) in str(caught.value) and caught.value.exit_code == 2
+        with pytest.raises(CheckpointError) as caught:
+            resolve_resume_step(run_dir, step)
+        assert str(path) in str(caught.value), "the load path says less than verify"
+        assert f"resume_step = {step}" in str(caught.value) and caught.value.exit_code == 2
+    intact_step = max(step for step in STEPS if step not in damaged)
+    said: list[str] = []
+    assert resolve_resume_step(run_dir, "latest", say=said.append) == intact_step
+    skipped = {step: path for step, path in damaged.items() if step > intact_step}
+    assert len(said) == len(skipped)
+    for step, path in skipped.items():
+        assert any(f"skipping the checkpoint of step {step}" in line and str(path) in line for line in said)
+
+
+def test_the_positions_are_three_hundred_and_more() -> None:
+    assert sum(POSITIONS.values()) >= 300 and POSITIONS.keys() == DAMAGES.keys()
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage_at_random_positions_is_noticed(run_dir: RunDir, kind: str) -> None:
+    generator = random.Random(f"{SEED} {kind}")
+    cases: list[Path] = []
+    while len(cases) < POSITIONS[kind]:
+        with damage(kind, run_dir, generator, turn=len(cases)) as damaged:
+            noticed(run_dir, damaged)
+            cases += damaged.values()
+    assert len(cases) == POSITIONS[kind]
+    if kind in ANY_FILE:
+        assert set(cases) == set(files_of(run_dir)), "some file was never damaged: draw more positions"
+
+
+def test_every_single_bit_of_the_manifest_counts(run_dir: RunDir) -> None:
+    content = (run_dir.checkpoint(NEWEST) / MANIFEST_NAME).read_bytes()
+    for bit in range(len(content) * 8):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CheckpointError, match="^the manifest "):
+            decode_manifest(bytes(changed), "the manifest")
+
+
+def test_every_length_of_a_cut_manifest_is_noticed(run_dir: RunDir) -> None:
+    content = (run_dir.checkpoint(NEWEST) / MANIFEST_NAME).read_bytes()
+    for length in range(len(content)):
+        with pytest.raises(CheckpointError, match="^the manifest is damaged"):
+            decode_manifest(content[:length], "the manifest")
+
+
+def test_every_file_can_be_missing(run_dir: RunDir) -> None:
+    for path in files_of(run_dir):
+        aside = run_dir.path / "aside"
+        path.rename(aside)
+        try:
+            noticed(run_dir, {NEWEST: path})
+        finally:
+            aside.rename(path)
+
+
+def test_every_file_can_be_a_directory(run_dir: RunDir) -> None:
+    for path in files_of(run_dir):
+        content = path.read_bytes()
+        path.unlink()
+        path.mkdir()
+        try:
+            noticed(run_dir, {NEWEST: path})
+        finally:
+            path.rmdir()
+            path.write_bytes(content)
+
+
+def test_every_file_of_two_steps_can_be_exchanged(run_dir: RunDir) -> None:
+    """Files that are equal in both steps do no harm; the others are found in both."""
+    differing = 0
+    for newer, older in zip(files_of(run_dir), files_of(run_dir, OTHER), strict=True):
+        assert newer.name == older.name
+        if newer.read_bytes() != older.read_bytes():
+            with exchanged(newer, older):
+                noticed(run_dir, {NEWEST: newer, OTHER: older})
+            differing += 1
+    assert differing >= 7, "two of each: shards and random states; metadata, progress and manifest"
+
+
+def test_the_files_of_two_ranks_can_be_exchanged(run_dir: RunDir) -> None:
+    trainer = run_dir.checkpoint(NEWEST) / "trainer"
+    for pattern in ("__{}_0.distcp", "random_rank_{}.json"):
+        first, second = (trainer / pattern.format(rank) for rank in (0, 1))
+        with exchanged(first, second):
+            noticed(run_dir, {NEWEST: first})
+
+
+def test_whole_steps_can_be_exchanged(run_dir: RunDir) -> None:
+    newer, older = run_dir.checkpoint(NEWEST), run_dir.checkpoint(OTHER)
+    with exchanged(newer, older):
+        noticed(run_dir, {NEWEST: newer / MANIFEST_NAME, OTHER: older / MANIFEST_NAME})
+        verify(newer)  # each is whole: only the name says which step it should be
+
+
+def test_an_empty_or_foreign_manifest_is_noticed(run_dir: RunDir) -> None:
+    directory = run_dir.checkpoint(NEWEST)
+    listing = read_manifest(directory)
+    for content in (b"", b"{}", b"[]", b"null", b"\0" * 4096, encode_manifest(listing)[:-1] + b" "):
+        with rewritten(directory / MANIFEST_NAME, content):
+            noticed(run_dir, {NEWEST: directory / MANIFEST_NAME})
+
+
+def test_a_checksum_entered_by_hand_breaks_the_manifest_itself(run_dir: RunDir) -> None:
+    directory = run_dir.checkpoint(NEWEST)
+    content = (directory / MANIFEST_NAME).read_bytes()
+    for entry in read_manifest(directory).files.values():
+        other = entry.xxh3_128[::-1].encode()
+        with rewritten(directory / MANIFEST_NAME, content.replace(entry.xxh3_128.encode(), other)):
+            noticed(run_dir, {NEWEST: directory / MANIFEST_NAME})
+
+
+def test_a_manifest_on_a_bad_sector_is_named(run_dir: RunDir) -> None:
+    """Address 0 of a process cannot be read: the kernel answers with an I/O error."""
+    path = run_dir.checkpoint(NEWEST) / MANIFEST_NAME
+    content = path.read_bytes()
+    path.unlink()
+    path.symlink_to("/proc/self/mem")
+    try:
+        with pytest.raises(CheckpointError, match="manifest.json cannot be read: Input/output error"):
+            verify(run_dir.checkpoint(NEWEST))
+        noticed(run_dir, {NEWEST: path})
+    finally:
+        path.unlink()
+        path.write_bytes(content)
+
+
+@contextmanager
+def without_privileges() -> Iterator[None]:
+    """Be nobody for a while, if root: root may read everything."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_every_file_can_be_unreadable(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Relative paths: nobody may not walk through root's temporary directories, only on from here.
+    monkeypatch.chdir(run_dir.checkpoint(NEWEST))
+    for path in files_of(run_dir):
+        mode, name = path.stat().st_mode, str(path.relative_to(run_dir.checkpoint(NEWEST)))
+        path.chmod(0)
+        try:
+            with without_privileges(), pytest.raises(CheckpointError) as caught:
+                verify(Path())
+        finally:
+            path.chmod(mode)
+        assert str(caught.value) == f"{name} cannot be read: Permission denied"
+
+
+def test_sizes_alone_find_what_is_cut_or_missing_and_no_more(run_dir: RunDir) -> None:
+    """`ckpt.verify = size` reads no data: a changed file of the same size passes."""
+    directory = run_dir.checkpoint(NEWEST)
+    generator = random.Random(SEED)
+
+    def passes() -> bool:
+        try:
+            verify(directory, how="size", step=NEWEST)
+        except CheckpointError as error:
+            assert str(next(iter(damaged.values()))) in str(error)
+            return False
+        return True
+
+    for kind, found in (("truncated", True), ("appended", True), ("wrong size", True), ("mixed", False)):
+        for turn in range(15):
+            with damage(kind, run_dir, generator, turn=turn) as damaged:
+                assert passes() is not found, (kind, damaged)
+    for turn in range(40):
+        with damage("flipped bit", run_dir, generator, turn=turn) as damaged:
+            assert passes() is (damaged[NEWEST].name != MANIFEST_NAME), "the manifest is always checked whole"
+    newer, older = (run_dir.checkpoint(step) / "trainer" / "__0_0.distcp" for step in (NEWEST, OTHER))
+    with exchanged(newer, older):
+        damaged = {NEWEST: newer}
+        assert passes()
+    with exchanged(directory, run_dir.checkpoint(OTHER)):
+        damaged = {NEWEST: directory / MANIFEST_NAME}
+        assert not passes()
+    for path in files_of(run_dir):
+        with ExitStack() as stack:
+            path.rename(run_dir.path / "aside")
+            stack.callback((run_dir.path / "aside").rename, path)
+            damaged = {NEWEST: path}
+            assert not passes()
+
+
+# What the command does about it.
+
+
+@pytest.fixture
+def copied(saved: SftRun, tmp_path: Path) -> RunDir:
+    """Return a copy of the run, to be damaged for good."""
+    shutil.copytree(saved.run_dir.path, tmp_path / "run")
+    return RunDir(tmp_path / "run")
+
+
+def resumed(
+    copied: RunDir, tiny_model: ModelFactory, sft_data: Path, step: str, *, max_steps: int = NEWEST
+) -> tuple[SftRun, str]:
+    model = tiny_model(weights=False, attention_dropout=0.3)
+    flags = ("--max-steps", str(max_steps), "--parallel.num-ranks", "2", "--ckpt.resume-step", step)
+    run = run_sft(copied.path, model, sft_data, *flags)
+    return run, " ".join(run.output.split())
+
+
+@pytest.mark.parametrize("kind", ["flipped bit", "truncated", "deleted", "empty manifest", "wrong checksum"])
+def test_the_command_refuses_a_damaged_step(
+    kind: str, copied: RunDir, tiny_model: ModelFactory, sft_data: Path
+) -> None:
+    directory = copied.checkpoint(NEWEST)
+    with ExitStack() as stack:
+        if kind == "deleted":
+            path = directory / "trainer" / "progress.json"
+            path.unlink()
+        elif kind == "empty manifest":
+            path = directory / MANIFEST_NAME
+            path.write_bytes(b"")
+        else:
+            (path,) = stack.enter_context(damage(kind, copied, random.Random(SEED), turn=1)).values()
+        before = snapshot(copied)
+        run, said = resumed(copied, tiny_model, sft_data, str(NEWEST))
+        assert run.code == 2 and "Traceback" not in run.output, run.output
+        assert str(path) in said and "committed steps: 1, 2" in said
+        assert snapshot(copied) == before, "a refused resume changes nothing"
+
+
+def snapshot(run_dir: RunDir) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in run_dir.checkpoints.rglob("*") if path.is_file()}
+
+
+def test_the_command_falls_back_past_damage_to_the_same_result(
+    copied: RunDir, saved: SftRun, tiny_model: ModelFactory, sft_data: Path
+) -> None:
+    """Two damaged steps are skipped, said, and set aside; the third is trained on to the same bits."""
+    newest = copied.checkpoint(NEWEST) / "trainer" / "__1_0.distcp"
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    progress = copied.checkpoint(OTHER) / "trainer" / "progress.json"
+    progress.unlink()
+    run, said = resumed(copied, tiny_model, sft_data, "latest")
+    assert run.code == 0, run.output
+    assert f"skipping the checkpoint of step {NEWEST}: {newest} is damaged" in said
+    assert f"skipping the checkpoint of step {OTHER}: {progress} is missing" in said
+    assert "resuming from step 1 " in said
+    assert run.weights(NEWEST) == saved.weights(NEWEST)
+    aside = copied.discarded(2) / "checkpoints" / f"step_{NEWEST}"
+    assert (aside / "trainer" / newest.name).read_bytes() == bytes(content), "nothing is deleted"
+
+
+def test_a_manifest_is_checked_before_anything_of_it_is_believed() -> None:
+    listing = Manifest(kind="checkpoint", step=1, policy_version=1, files={})
+    with pytest.raises(CheckpointError, match="there is damaged"):
+        decode_manifest(encode_manifest(listing).replace(b'"step": 1', b'"step": 2'), "there")
