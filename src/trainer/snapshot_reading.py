@@ -85,7 +85,7 @@ def _difference(name: str, before: Tensor, after: Tensor) -> Difference:
     norm_before, norm_after = _norm(before), _norm(after)
     equal = _are_bit_equal(before, after)
     change = 0.0 if equal else _norm(after.double() - before.double())
-    relative = 0.0 if equal else change / norm_before if norm_before else math.inf
+    relative = 0.0 if change == 0 else change / norm_before if norm_before else math.inf
     return Difference(name, equal, _finite(norm_before), _finite(norm_after), _finite(relative))
 
 

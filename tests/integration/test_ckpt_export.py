@@ -1,0 +1,287 @@
+"""`ckpt show`, `diff`, `export`, `promote` and `import` on checkpoints of a real run of two ranks in bfloat16."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.inference_models import reference_logprobs, write_model
+from tests.inference_zygote import free_port, shared_zygote
+from tests.training_runs import run_sft
+from trainer.model import build_policy, trained_tensors
+from trainer.parallel import Parallel
+from trainer.snapshot_import import import_weights
+from trainer.snapshot_writing import export
+from trainer.warm_start import load_weights_only
+from triad import manifest
+from triad.ckpt.requests import Export, Import
+from triad.config import InferenceConfig
+from triad.config.trainer import TrainedModelConfig
+from triad.errors import CheckpointError, SaveError
+from triad.run_dir import RunDir
+
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), seed=1, tied=True)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory, model: Path, sft_data: Path) -> RunDir:
+    flags = ("--max-steps", str(STEPS), "--ckpt.interval", "1", "--parallel.num-ranks", "2")
+    output = tmp_path_factory.mktemp("run") / "run"
+    run = run_sft(output, model, sft_data, "--model.dtype", "bfloat16", "--model.init", "pretrained", *flags)
+    assert run.code == 0, run.output
+    return run.run_dir
+
+
+def ckpt(*argv: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run the command as a process, and check its exit code."""
+    program = [sys.executable, "-c", "from triad.cli import ckpt; ckpt()"]
+    done = subprocess.run([*program, *map(str, argv)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def masters(run_dir: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The last step, exported in float32: all bits of the master weights."""
+    target = tmp_path_factory.mktemp("masters") / "export"
+    ckpt("export", STEPS, "--to", target, "--dtype", "float32", "--output-dir", run_dir.path)
+    return target
+
+
+def bare_step(run_dir: RunDir, target: Path) -> Path:
+    """Copy the last step as a training loop of one's own would have saved it: without config and tokenizer."""
+    shutil.copytree(run_dir.checkpoint(STEPS), target)
+    shutil.rmtree(target / "model")
+    (target / "trainer" / "config.toml").unlink()
+    listing = manifest.read_manifest(target)
+    listing.files = manifest.describe_files(target)
+    manifest.write_manifest(target, listing)
+    return target
+
+
+def test_an_export_equals_the_published_weights_bit_for_bit(run_dir: RunDir, tmp_path: Path) -> None:
+    target = tmp_path / "new" / "export"
+    done = ckpt("export", STEPS, "--to", target, "--json", "--output-dir", run_dir.path)
+    written = json.loads(done.stdout)
+    assert (written["directory"], written["dtype"], written["files"]) == (str(target), "bfloat16", 1)
+    published = run_dir.weights_of(STEPS)
+    names = {str(path.relative_to(published)) for path in published.rglob("*")} - {"manifest.json"}
+    assert {str(path.relative_to(target)) for path in target.rglob("*")} - {"manifest.json"} == names
+    assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"} <= names
+    for name in names:
+        assert (target / name).read_bytes() == (published / name).read_bytes(), name
+    listing, source = manifest.verify(target), manifest.read_manifest(run_dir.checkpoint(STEPS))
+    assert (listing.kind, listing.step, listing.run_id) == ("weights", STEPS, source.run_id)
+    assert written["parameters"] == sum(tensor.numel() for tensor in load_file(target / "model.safetensors").values())
+
+
+def test_an_export_loads_in_transformers_with_the_logits_of_the_trainer(
+    run_dir: RunDir, masters: Path, parallel: Parallel
+) -> None:
+    config = TrainedModelConfig.model_validate({"name": str(run_dir.checkpoint(STEPS) / "model")})
+    policy = build_policy(config, parallel, seed=0, weights=False)
+    load_weights_only(trained_tensors(policy.causal_lm), run_dir.checkpoint(STEPS))
+    loaded, findings = AutoModelForCausalLM.from_pretrained(masters, output_loading_info=True)
+    assert not findings["missing_keys"] and not findings["unexpected_keys"] and loaded.dtype == torch.float32
+    assert AutoTokenizer.from_pretrained(masters)("abc")["input_ids"]
+    ids = torch.randint(5, 100, (1, 12), generator=torch.Generator().manual_seed(0))
+    policy.eval()
+    with torch.no_grad():
+        ours, theirs = policy.causal_lm.get_decoder()(ids), loaded.eval().get_decoder()(ids)
+        head = policy.causal_lm.get_output_embeddings()
+        assert head is not None
+        assert torch.equal(head(ours.last_hidden_state), loaded.lm_head(theirs.last_hidden_state))
+
+
+def test_vllm_serves_an_export(masters: Path, tmp_path: Path) -> None:
+    config = InferenceConfig.model_validate(
+        {"model": {"name": str(masters), "max_len": 64}, "server": {"port": free_port()}, "engine": {"threads": 1}}
+    )
+    server = shared_zygote().start(config, tmp_path / "inference.log")
+    server.wait_ready()
+    prompt = [5, 17, 40, 41, 9, 66]
+    body = {"token_ids": prompt, "seeds": [1], "max_tokens": 16}
+    answer = httpx.post(f"{server.url}/inference/v1/generate", json=body, timeout=60).raise_for_status().json()
+    choice = answer["choices"][0]
+    assert choice["logprobs"] == pytest.approx(reference_logprobs(masters, prompt, choice["token_ids"]), abs=1e-3)
+    assert server.terminate() == 0
+
+
+def test_an_export_is_split_by_size(run_dir: RunDir, masters: Path, tmp_path: Path) -> None:
+    target = tmp_path / "export"
+    request = Export(str(run_dir.checkpoint(STEPS)), str(target), "float32", 100_000)
+    assert export(request).files == len(list(target.glob("model-*.safetensors"))) > 3
+    sizes = {path.name: sum(t.nbytes for t in load_file(path).values()) for path in target.glob("*.safetensors")}
+    alone = {path.name for path in target.glob("*.safetensors") if len(load_file(path)) == 1}
+    assert all(size <= 100_000 for name, size in sizes.items() if name not in alone)
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(sizes.values()) and set(index["weight_map"].values()) == set(sizes)
+    whole = trained_tensors(AutoModelForCausalLM.from_pretrained(masters))
+    for name, tensor in trained_tensors(AutoModelForCausalLM.from_pretrained(target)).items():
+        assert torch.equal(tensor, whole[name]), name
+
+
+def test_a_step_without_config_takes_that_of_a_named_model(
+    run_dir: RunDir, model: Path, masters: Path, tmp_path: Path
+) -> None:
+    bare = bare_step(run_dir, tmp_path / "loop" / "step_2")
+    done = ckpt("export", 2, "--to", tmp_path / "x", "--output-dir", tmp_path / "loop", code=2)
+    assert "has no model/config.json: say with --model which model it is" in done.stderr
+    other = write_model(tmp_path / "other", seed=0, tied=False)
+    with pytest.raises(CheckpointError, match=r"is not the model .*other': missing: lm_head.weight"):
+        export(Export(str(bare), str(tmp_path / "x"), model=str(other)))
+    assert not list(tmp_path.glob("*x*"))
+    assert export(Export(str(bare), str(tmp_path / "x"), model=str(model))).dtype == "float32"  # as it is saved
+    assert (tmp_path / "x" / "model.safetensors").read_bytes() == (masters / "model.safetensors").read_bytes()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "x")
+    assert loaded.config.tie_word_embeddings and loaded.dtype == torch.float32
+    assert AutoTokenizer.from_pretrained(tmp_path / "x")("abc")["input_ids"]
+
+
+def test_a_damaged_step_is_not_exported_and_nothing_is_written_over(run_dir: RunDir, tmp_path: Path) -> None:
+    copy = RunDir(shutil.copytree(run_dir.path, tmp_path / "run"))
+    data = copy.checkpoint(1) / "trainer" / "__1_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[1000] ^= 1
+    data.write_bytes(content)
+    for argv in (("export", 1, "--to", tmp_path / "x"), ("promote", 1, "--name", "x"), ("show", 1), ("diff", 1, 2)):
+        assert "__1_0.distcp is damaged" in ckpt(*argv, "--output-dir", copy.path, code=2).stderr
+    assert not (tmp_path / "x").exists() and not (copy.path / "exports").exists()
+    (tmp_path / "mine").mkdir()
+    done = ckpt("export", 2, "--to", tmp_path / "mine", "--output-dir", copy.path, code=2)
+    assert "exists already; nothing is written over" in done.stderr
+
+
+def test_a_full_disk_leaves_nothing_behind(run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("trainer.hf_files.save_file", full)
+    with pytest.raises(SaveError, match="could not be written: No space left on device"):
+        export(Export(str(run_dir.checkpoint(STEPS)), str(tmp_path / "x")))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_promoted_step_outlives_retention_and_clean(run_dir: RunDir, tmp_path: Path) -> None:
+    copy = RunDir(shutil.copytree(run_dir.path, tmp_path / "run"))
+    ckpt("promote", 1, "--name", "gold-1.0", "--output-dir", copy.path)
+    gold = copy.path / "exports" / "gold-1.0"
+    assert manifest.verify(gold).step == 1
+    done = ckpt("promote", 2, "--name", "gold-1.0", "--output-dir", copy.path, code=2)
+    assert "the export 'gold-1.0' exists already" in done.stderr
+    done = ckpt("prune", "--keep", "1", "--output-dir", copy.path)
+    assert copy.committed_steps() == [STEPS], done.stdout
+    copy.clear_leftovers()
+    (line,) = json.loads(ckpt("ls", "--json", "--output-dir", copy.path).stdout)["exports"]
+    assert (line["name"], line["status"], line["step"]) == ("gold-1.0", "committed", 1)
+    assert "2 of 2 OK" in ckpt("verify", "--output-dir", copy.path).stdout
+    copy.remove_run()
+    manifest.verify(gold)
+    (gold / "model.safetensors").unlink()
+    assert "export gold-1.0 is damaged" in ckpt("ls", "--output-dir", copy.path, code=1).stdout
+
+
+def test_show_tells_counters_tensors_and_settings(run_dir: RunDir) -> None:
+    document = json.loads(ckpt("show", STEPS, "--json", "--output-dir", run_dir.path).stdout)
+    assert document["counters"]["step"] == document["manifest"]["step"] == STEPS
+    assert document["manifest"]["world_size"] == 2 and document["config"]["model"]["dtype"] == "bfloat16"
+    published = load_file(run_dir.weights_of(STEPS) / "model.safetensors")
+    elements = sum(tensor.numel() for tensor in published.values())
+    groups = document["tensors"]
+    assert groups["model"] == {"tensors": len(published), "elements": elements, "bytes": 4 * elements}
+    assert groups["optim"]["tensors"] == 3 * len(published)
+    out = ckpt("show", "latest", "--output-dir", run_dir.path).stdout
+    assert "model.dtype" in out and f"{elements:,}" in out and "config fingerprint" in out
+
+
+def test_diff_tells_what_changed_between_steps_and_runs(run_dir: RunDir, model: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(run_dir.checkpoint(1), tmp_path / "step_1")
+    config = other / "trainer" / "config.toml"
+    config.write_text(config.read_text().replace("lr = 0.001", "lr = 0.002"))
+    listing = manifest.read_manifest(other)
+    listing.files, listing.libraries = manifest.describe_files(other), {**listing.libraries, "torch": "1.0"}
+    manifest.write_manifest(other, listing)
+    same = json.loads(ckpt("diff", 1, other, "--json", "--output-dir", run_dir.path).stdout)
+    assert same["bit_equal"] is True and same["counters"] == {}
+    assert same["files"] == ["trainer/config.toml"] and same["libraries"]["torch"][1] == "1.0"
+    assert same["settings"]["computing"] == ["optim.lr: 0.001 -> 0.002"]
+    steps = json.loads(ckpt("diff", 1, 2, "--json", "--top", 5, "--output-dir", run_dir.path).stdout)
+    assert steps["bit_equal"] is False and steps["counters"]["step"] == [1, 2]
+    assert len(steps["parameters"]) == 5
+    before, after = (export_tensors(run_dir, step, tmp_path) for step in (1, 2))
+    for item in steps["parameters"]:
+        name = item["name"].removeprefix("model.")
+        norm, change = float(before[name].norm()), float((after[name] - before[name]).norm())
+        assert item["norm_before"] == pytest.approx(norm) and item["relative"] == pytest.approx(change / norm)
+    relative = [item["relative"] for item in steps["parameters"]]
+    assert relative == sorted(relative, reverse=True)
+    out = ckpt("diff", 1, 2, "--output-dir", run_dir.path).stdout
+    assert "settings are equal" in out and "relative change" in out
+
+
+def export_tensors(run_dir: RunDir, step: int, scratch: Path) -> dict[str, torch.Tensor]:
+    export(Export(str(run_dir.checkpoint(step)), str(scratch / f"e{step}"), "float32"))
+    return {name: tensor.double() for name, tensor in load_file(scratch / f"e{step}" / "model.safetensors").items()}
+
+
+def test_a_pickled_model_becomes_a_warm_start(
+    run_dir: RunDir, model: Path, masters: Path, sft_data: Path, tmp_path: Path
+) -> None:
+    weights: dict[str, Any] = dict(load_file(masters / "model.safetensors"))
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]  # as torch.save of a tied model has it
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    done = ckpt("import", tmp_path / "pytorch_model.bin", "--to", tmp_path / "warm", code=2)
+    assert "comes without a config.json: say with --model" in done.stderr
+    target = tmp_path / "warm"
+    ckpt("import", tmp_path / "pytorch_model.bin", "--to", target, "--model", model)
+    assert (target / "model.safetensors").read_bytes() == (masters / "model.safetensors").read_bytes()
+    assert manifest.verify(target).kind == "weights"
+    assert AutoTokenizer.from_pretrained(target)("abc")["input_ids"]
+    flags = ("--ckpt.weights-only", str(target), "--max-steps", "1", "--optim.lr", "1e-12")
+    run = run_sft(tmp_path / "run", target, sft_data, *flags)
+    assert run.code == 0, run.output
+    trained = load_file(run.run_dir.weights_of(1) / "model.safetensors")
+    for name, tensor in load_file(masters / "model.safetensors").items():
+        torch.testing.assert_close(trained[name], tensor)
+
+
+def test_imports_of_all_kinds_hold_the_same_weights(run_dir: RunDir, masters: Path, tmp_path: Path) -> None:
+    (tmp_path / "sharded").mkdir()
+    export(Export(str(run_dir.checkpoint(STEPS)), str(tmp_path / "sharded" / "x"), "float32", 100_000))
+    sources = [run_dir.checkpoint(STEPS), masters, masters / "model.safetensors", tmp_path / "sharded" / "x"]
+    for number, source in enumerate(sources):
+        target = tmp_path / f"import-{number}"
+        assert import_weights(Import(str(source), str(target))).dtype == "float32"
+        assert (target / "model.safetensors").read_bytes() == (masters / "model.safetensors").read_bytes()
+
+
+def test_weights_of_another_model_are_refused_by_name(masters: Path, tmp_path: Path) -> None:
+    tensors = load_file(masters / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(3)
+    save_file(tensors, tmp_path / "odd.safetensors")
+    done = ckpt("import", tmp_path / "odd.safetensors", "--to", tmp_path / "x", "--model", masters, code=2)
+    assert "model.norm.weight is (3,)" in done.stderr
+    del tensors["model.norm.weight"]
+    tensors["extra"] = torch.ones(3)
+    save_file(tensors, tmp_path / "odd.safetensors")
+    with pytest.raises(CheckpointError, match=r"lacks model.norm.weight and has besides extra"):
+        import_weights(Import(str(tmp_path / "odd.safetensors"), str(tmp_path / "x"), str(masters)))
+    done = ckpt("import", tmp_path, "--to", tmp_path / "x", code=2)
+    assert "no weights can be imported from" in done.stderr
+    assert not list(tmp_path.glob("*x"))

@@ -1,0 +1,107 @@
+"""Reading and comparing torch.distributed.checkpoint directories tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from trainer.hf_files import SafetensorsWriter
+from trainer.parallel import Parallel
+from trainer.snapshot_reading import TensorReader, compare, describe
+from trainer.snapshot_writing import new_directory
+from triad.ckpt.requests import Compare, Describe, Group
+from triad.errors import CheckpointError, SaveError
+
+
+def saved(directory: Path, tensors: dict[str, Tensor]) -> Path:
+    dcp.save(dict(tensors), checkpoint_id=directory)
+    return directory
+
+
+@pytest.fixture
+def pair(parallel: Parallel, tmp_path: Path) -> tuple[Path, Path]:
+    """Two directories that differ in every way that there is."""
+    shared = {"model.same": torch.tensor([math.nan, 0.0]), "optim.same.step": torch.tensor(3.0)}
+    before = {
+        "model.near": torch.tensor([3.0, 4.0]),
+        "model.far": torch.ones(4),
+        "model.from_zero": torch.zeros(2),
+        "model.sign": torch.zeros(2),
+        "model.shape": torch.ones(2),
+        "model.dtype": torch.ones(2),
+        "model.gone": torch.ones(1),
+    }
+    after = {
+        "model.near": torch.tensor([3.0, 5.0]),
+        "model.far": torch.full((4,), 3.0),
+        "model.from_zero": torch.ones(2),
+        "model.sign": -torch.zeros(2),
+        "model.shape": torch.ones(3),
+        "model.dtype": torch.ones(2, dtype=torch.bfloat16),
+        "model.new": torch.ones(1),
+    }
+    return saved(tmp_path / "before", shared | before), saved(tmp_path / "after", shared | after)
+
+
+def test_tensors_are_read_one_by_one(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    reader = TensorReader(pair[0])
+    assert torch.equal(reader.read("model.near"), torch.tensor([3.0, 4.0]))
+    assert reader.read("optim.same.step").shape == ()
+    assert TensorReader(pair[1]).read("model.dtype").dtype == torch.bfloat16
+    for file in pair[0].glob("*.distcp"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match=r"model\.near cannot be read from .*before"):
+        reader.read("model.near")
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read"):
+        TensorReader(tmp_path)
+
+
+def test_tensors_are_counted_by_the_first_part_of_their_names(pair: tuple[Path, Path]) -> None:
+    groups = describe(Describe(str(pair[1]))).groups
+    assert groups == {"model": Group(8, 18, 16 * 4 + 2 * 2), "optim": Group(1, 1, 4)}
+
+
+def test_a_comparison_tells_every_kind_of_difference(pair: tuple[Path, Path]) -> None:
+    found = compare(Compare(str(pair[0]), str(pair[1])))
+    assert (found.only_before, found.only_after) == (["model.gone"], ["model.new"])
+    assert found.reshaped == ["model.dtype", "model.shape"]
+    shown = [(item.name, item.equal, item.relative) for item in found.tensors]
+    assert shown == [
+        ("model.from_zero", False, None),
+        ("model.far", False, pytest.approx(2.0)),
+        ("model.near", False, pytest.approx(0.2)),
+        ("model.same", True, 0.0),  # NaN equals itself
+        ("model.sign", False, 0.0),  # 0 and -0 are other bits
+        ("optim.same.step", True, 0.0),
+    ]
+    by_name = {item.name: item for item in found.tensors}
+    assert (by_name["model.near"].norm_before, by_name["model.near"].norm_after) == (5.0, pytest.approx(34**0.5))
+    assert by_name["model.same"].norm_before is None
+
+
+def test_files_hold_no_more_than_asked_unless_one_tensor_does(tmp_path: Path) -> None:
+    writer = SafetensorsWriter(tmp_path, max_file_bytes=100)
+    for name, elements in (("a", 10), ("b", 15), ("c", 50), ("d", 1)):
+        writer.add(name, torch.zeros(elements))
+    writer.close()
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == [
+        f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)
+    ]
+    assert (writer.num_tensors, writer.num_elements, writer.num_bytes) == (4, 76, 304)
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"), [(OSError(28, "No space left on device"), SaveError), (KeyboardInterrupt(), KeyboardInterrupt)]
+)
+def test_a_directory_that_is_not_finished_goes_away(
+    raised: BaseException, seen: type[BaseException], tmp_path: Path
+) -> None:
+    with pytest.raises(seen), new_directory(tmp_path / "exports" / "x") as directory:
+        (directory / "part-0.safetensors").write_bytes(b"half")
+        raise raised
+    assert list((tmp_path / "exports").iterdir()) == []
