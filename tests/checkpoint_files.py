@@ -12,7 +12,7 @@ from triad.run_dir import RunDir
 def write_checkpoint(
     run_dir: RunDir, step: int, *, content: str = "", run_id: str = "run", metrics: dict[str, float] | None = None
 ) -> Path:
-    """Write and commit the checkpoint of `step`: five files, one of them empty, in two directories."""
+    """Write and commit the checkpoint of `step`: six files, one empty, one whose name comes before the manifest."""
     directory = run_dir.checkpoint(step)
     (directory / "trainer").mkdir(parents=True)
     (directory / "orchestrator").mkdir()
@@ -21,6 +21,7 @@ def write_checkpoint(
     (directory / "trainer/.metadata").write_bytes(b"plan")
     (directory / "trainer/progress.json").write_text(f'{{"step": {step}}}')
     (directory / "orchestrator/empty").touch()
+    (directory / "a_first.txt").write_text(f"{step} {content}")
     listing = Manifest(
         kind="checkpoint",
         step=step,

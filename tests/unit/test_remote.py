@@ -129,7 +129,7 @@ def test_leftovers_are_steps_without_a_manifest(here: RunDir, remote: RemoteChec
     (place / "step_notes").mkdir()
     (place / "step_notes/mine").write_text("not ours")
     removed = remote.clear_leftovers()
-    assert len(removed) == 6 and all(name.startswith(("step_1/", "weights/step_2/")) for name in removed)
+    assert len(removed) == 7 and all(name.startswith(("step_1/", "weights/step_2/")) for name in removed)
     assert remote.steps() == [2] and (place / "step_notes/mine").exists() and (place / "weights/step_1").exists()
 
 
@@ -194,10 +194,11 @@ def test_weights_go_when_no_kept_step_needs_them(here: RunDir, remote: RemoteChe
     for step in (2, 4, 6):
         weights = [write_weights(here, version) for version in (step - 2, step - 1)]
         remote.upload(write_checkpoint(here, step), step, weights=weights)
-    assert remote.apply_retention(Retention(keep=1, keep_interval=4), older_weights=2) == [2]
+    (place / "step_4/manifest.json").write_bytes(b"{")  # damaged, not given up
+    assert remote.apply_retention(Retention(keep=1), older_weights=2) == [2]
     assert sorted(path.name for path in (place / "weights").iterdir()) == ["step_2", "step_3", "step_4", "step_5"]
-    assert remote.apply_retention(Retention(keep=1)) == [4]
-    assert len(list((place / "weights").iterdir())) == 4
+    remote.remove(4)
+    assert remote.apply_retention(Retention(keep=1)) == [] and len(list((place / "weights").iterdir())) == 4
 
 
 @pytest.mark.parametrize(
