@@ -1,189 +1,297 @@
-"""Checkpoints of the trainer: sharded save and load, committed by one manifest.
+"""Checkpoints that are committed or absent: for our programs and for training loops of your own.
 
-    checkpoints/step_N/trainer/        torch.distributed.checkpoint, progress.json, random_rank_R.json
-    checkpoints/step_N/orchestrator/   the orchestrator's state after batch N (RL runs)
-    checkpoints/step_N/manifest.json   sizes and checksums of all of it, written last: the commit
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "progress": progress}
+    with Checkpointer("checkpoints", state) as checkpointer:
+        step = checkpointer.load("auto")
+        while step < max_steps:
+            ...
+            step += 1
+            checkpointer.save(step)
 
-Everything is written under a temporary name and renamed when it is whole, so a step exists
-completely or not at all.
+A step is one directory with a manifest of checksums, written last:
+
+    step_N/trainer/        torch.distributed.checkpoint, progress.json, random_rank_R.json
+    step_N/manifest.json   sizes and checksums of all of it: the commit
+
+It is written under a temporary name and renamed when it is whole, so a step exists completely or not at
+all. `save` returns when the state is copied; the rest happens behind the training.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Sequence
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
-import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from trainer.parallel import Parallel
-from trainer.state import Progress, RandomState, TrainState, capture_random_state, restore_random_state, seed_everything
-from triad import durable, manifest
-from triad.checkpoints import ORCHESTRATOR_DIR, TRAINER_DIR
-from triad.config import CkptConfig
+from trainer.collective import Ranks, rank_and_world_size
+from trainer.commit import Commit, Identity, Snapshot, read_values
+from trainer.dcp import load_tensors
+from trainer.plain_state import State, as_state
+from trainer.staging import Stager
+from trainer.state import RandomState, restore_random_state, seed_everything
+from triad import manifest
+from triad.checkpoints import TRAINER_DIR, Kind, Retention, describe_found, kind_of, list_entries
 from triad.errors import CheckpointError
-from triad.journal import STATE_NAME
-from triad.run_dir import RunDir
+from triad.manifest import Verification
 
-_PROGRESS_NAME = "progress.json"
-
-
-class _CountingWriter(FileSystemWriter):
-    """A FileSystemWriter that notices items that a writer thread lost: torch reports those saves as good."""
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        future = super().write_data(plan, planner)
-        written = len(future.value())
-        if written != len(plan.items):
-            raise OSError(f"{len(plan.items) - written} of {len(plan.items)} tensors were not written to {self.path}")
-        return future
+_log = logging.getLogger("trainer")
 
 
 class Checkpointer:
-    """Saves and loads the `TrainState` of a run."""
+    """Saves and loads the state of a training loop. All methods are collective unless they say otherwise.
+
+    With torch.distributed every rank makes one and calls the same methods at the same steps; without,
+    one process does. One save is written at a time.
+
+    Args:
+        directory: gets one `step_N` per save; on a filesystem that all ranks share.
+        state: what is saved: a `State`, or a mapping from names to modules, optimizers, schedulers and
+            other objects with `state_dict` and `load_state_dict`, and dicts of plain values.
+        save_async: return from `save` when the state is copied; otherwise when it is committed.
+        when_busy: what a save does while the one before is being written: wait, or be left out.
+        on_failure: what follows a failed save at the next call: raise its `SaveError`, or log it.
+        retention: which old steps are removed after a commit; without, none.
+        seed: generators of ranks that a checkpoint does not know are derived from it.
+        identity: what the manifest says about the run.
+        on_commit: called on rank 0 with the directory of every committed step, from the writing thread.
+    """
 
     def __init__(
-        self, run_dir: RunDir, config: CkptConfig | None, parallel: Parallel, *, seed: int, fingerprint: str
+        self,
+        directory: str | Path,
+        state: State | Mapping[str, Any],
+        *,
+        save_async: bool = True,
+        when_busy: Literal["wait", "skip"] = "wait",
+        on_failure: Literal["stop", "warn"] = "stop",
+        retention: Retention | None = None,
+        seed: int = 0,
+        identity: Identity | None = None,
+        on_commit: Callable[[Path], None] | None = None,
     ) -> None:
-        self._run_dir = run_dir
-        self._config = config
-        self._parallel = parallel
+        self.directory = Path(directory).absolute()
+        self._state = as_state(state)
+        self._save_async = save_async
+        self._when_busy = when_busy
+        self._on_failure = on_failure
         self._seed = seed
-        self._fingerprint = fingerprint
+        self._control = Ranks()
+        self._stager = Stager()
+        # The writing thread has its own group: collectives of two threads in one would mix.
+        self._commit = Commit(self.directory, Ranks(), retention or Retention(), identity or Identity(), on_commit)
+        self._thread: threading.Thread | None = None
+        self._in_flight: int | None = None
+        self._failure: Exception | None = None
+        self._committed: list[int] = []
 
-    def is_due(self, step: int, max_steps: int) -> bool:
-        """Whether the configuration asks for a checkpoint after `step`."""
-        if self._config is None:
-            return False
-        return step == max_steps or (self._config.interval is not None and step % self._config.interval == 0)
+    def __enter__(self) -> Checkpointer:
+        return self
 
-    def save(self, state: TrainState, *, orchestrator_state: Path | None = None) -> Path:
-        """Save and commit the step that `state` is at; return its directory. Collective.
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        elif issubclass(kind, Exception):
+            self.wait()  # what was being written when the loop failed is still worth having
+
+    def reserve(self) -> None:
+        """Allocate the buffers that an asynchronous save copies into, so that the first save is no slower."""
+        if self._save_async:
+            self._stager.reserve(self._state.tensors())
+
+    def save(
+        self,
+        step: int,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        attachments: Mapping[str, Path] | None = None,
+        urgent: bool = False,
+    ) -> bool:
+        """Save the state as the checkpoint of `step`; return whether it was done rather than skipped.
 
         Args:
-            orchestrator_state: file with the orchestrator's state after this step's batch.
-        """
-        step = state.progress.step
-        final = self._run_dir.checkpoint(step)
-        temporary = final.with_name(f"{durable.TEMPORARY_PREFIX}{final.name}")
-        if self._parallel.is_main:
-            durable.make_directory(final.parent)
-            shutil.rmtree(temporary, ignore_errors=True)
-            (temporary / TRAINER_DIR).mkdir(parents=True)
-        self._parallel.barrier()
-        directory = temporary / TRAINER_DIR
-        _save_tensors(state.tensors(), directory)
-        random_state = msgspec.json.encode(capture_random_state())
-        (directory / f"random_rank_{self._parallel.rank}.json").write_bytes(random_state)
-        self._parallel.barrier()
-        if self._parallel.is_main:
-            (directory / _PROGRESS_NAME).write_bytes(msgspec.json.encode(state.progress))
-            if orchestrator_state is not None:
-                (temporary / ORCHESTRATOR_DIR).mkdir()
-                _link_or_copy(orchestrator_state, temporary / ORCHESTRATOR_DIR / STATE_NAME)
-            self._commit(temporary, final, step)
-        self._parallel.barrier()
-        return final
-
-    def _commit(self, temporary: Path, final: Path, step: int) -> None:
-        """Write the manifest last, publish the directory, and only then delete what is too old."""
-        listing = manifest.Manifest(
-            kind="checkpoint",
-            step=step,
-            policy_version=step,
-            files=manifest.describe_files(temporary),
-            world_size=self._parallel.world_size,
-            run_id=self._run_dir.run_id(),
-            fingerprints=manifest.Fingerprints(config=self._fingerprint),
-            libraries=manifest.library_versions(),
-        )
-        durable.fsync_tree(temporary)
-        manifest.write_manifest(temporary, listing)
-        durable.publish_directory(temporary, final)
-        for old in self._superseded():
-            durable.remove_directory(self._run_dir.checkpoint(old))
-
-    def _superseded(self) -> Sequence[int]:
-        keep = self._config.keep if self._config else None
-        return self._run_dir.committed_steps()[:-keep] if keep else ()
-
-    def load(self, state: TrainState, step: int) -> None:
-        """Restore `state` from the committed checkpoint of `step`, verified before a byte is used. Collective.
+            metrics: numbers of this step for the manifest; retention may go by them.
+            attachments: files to put into the checkpoint, by their path in it. They must not change later.
+            urgent: wait for a save in progress, whatever `when_busy` says.
 
         Raises:
-            CheckpointError: it is damaged, or holds another model or no optimizer.
+            SaveError: this save (synchronous) or an earlier one (asynchronous) failed.
         """
-        directory = self._run_dir.checkpoint(step)
-        manifest.verify(directory)
-        _load_tensors(state.tensors(), directory / TRAINER_DIR)
-        restored = msgspec.json.decode((directory / TRAINER_DIR / _PROGRESS_NAME).read_bytes(), type=Progress)
-        for field in Progress.__struct_fields__:
-            setattr(state.progress, field, getattr(restored, field))
-        self._restore_random(directory / TRAINER_DIR, step)
-
-    def _restore_random(self, directory: Path, step: int) -> None:
-        """Restore the generators last; a rank that the checkpoint does not know derives its own."""
-        saved_by = len(list(directory.glob("random_rank_*.json")))
-        if saved_by == self._parallel.world_size:
-            data = (directory / f"random_rank_{self._parallel.rank}.json").read_bytes()
-            restore_random_state(msgspec.json.decode(data, type=RandomState))
-        else:
-            seed_everything(self._seed, step=step, rank=self._parallel.rank)
-
-
-def _save_tensors(tensors: dict[str, Tensor], directory: Path) -> None:
-    writer = _CountingWriter(directory, single_file_per_rank=True, sync_files=True)
-    try:
-        dcp.save(tensors, storage_writer=writer)
-    except CheckpointException as error:  # a BaseException: `except Exception` would miss it
-        raise CheckpointError(f"saving to {directory} failed: {_reasons(error)}") from error
-
-
-def _load_tensors(tensors: dict[str, Tensor], directory: Path) -> None:
-    reader = FileSystemReader(directory)
-    _check_same_tensors(tensors, reader.read_metadata().state_dict_metadata, directory)
-    try:
-        with torch.no_grad():
-            dcp.load(tensors, storage_reader=reader)
-    except CheckpointException as error:
-        raise CheckpointError(f"loading {directory} failed: {_reasons(error)}") from error
-
-
-def _check_same_tensors(tensors: dict[str, Tensor], saved: dict[str, Any], directory: Path) -> None:
-    """Refuse a checkpoint of another model: torch itself ignores surplus tensors and casts dtypes silently."""
-    missing, surplus = sorted(tensors.keys() - saved.keys()), sorted(saved.keys() - tensors.keys())
-    if missing or surplus:
-        raise CheckpointError(
-            f"{directory} does not fit this model: it lacks {_some(missing)} and has besides {_some(surplus)}"
-        )
-    for name, tensor in tensors.items():
-        entry = saved[name]
-        if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"{directory}: {name} is not a tensor there")
-        if entry.size != tensor.shape or entry.properties.dtype != tensor.dtype:
-            raise CheckpointError(
-                f"{directory} does not fit this model: {name} is {tuple(entry.size)} {entry.properties.dtype} there, "
-                f"{tuple(tensor.shape)} {tensor.dtype} here"
+        self.poll()
+        if self._is_busy():
+            if self._when_busy == "skip" and not urgent:
+                _log.warning("step %d is not saved: the save before it is still being written", step)
+                return False
+            started = time.perf_counter()
+            self.wait()
+            _log.warning("waited %.1f s for the save before step %d", time.perf_counter() - started, step)
+            self.poll()
+        snapshot = Snapshot.of(self._state, step, metrics=metrics, attachments=attachments)
+        tensors = self._state.tensors()
+        if self._save_async:
+            tensors = self._stager.stage(tensors)
+            self._thread = threading.Thread(
+                target=self._write, args=(lambda: self._commit.write(snapshot, tensors), step), daemon=True
             )
+            self._in_flight = step
+            self._thread.start()
+        else:
+            self._write(lambda: self._commit.write(snapshot, tensors), step)
+        return True
+
+    def _write(self, action: Callable[[], None], step: int) -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - kept for the next call, which raises it
+            self._failure = error
+        else:
+            self._committed.append(step)
+
+    def _is_busy(self) -> bool:
+        """Whether the save before is still being written; with `skip`, on any rank, as all must decide alike."""
+        if self._thread is None:
+            return False
+        is_busy = self._thread.is_alive()
+        return is_busy if self._when_busy == "wait" else any(self._control.all_gather(is_busy))
+
+    def poll(self) -> list[int]:
+        """Return the steps committed since the last call; not collective.
+
+        Raises:
+            SaveError: a save failed since the last call, and `on_failure` is `stop`.
+        """
+        if self._thread is not None and not self._thread.is_alive():
+            self._thread = None
+            self._in_flight = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            if self._on_failure == "stop":
+                raise failure
+            _log.error("%s", failure)
+        committed, self._committed = self._committed, []
+        return committed
+
+    @property
+    def in_flight(self) -> int | None:
+        """The step that is being written, or was until the last `poll`."""
+        return self._in_flight
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is being written; return whether that came within `timeout_s`. Not collective."""
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Wait for the last save and leave the process groups.
+
+        Raises:
+            SaveError: it failed; also where `on_failure` is `warn`, as no later one will make good for it.
+        """
+        self.wait()
+        failure = self._failure
+        self.poll()
+        self._commit.close()
+        self._control.close()
+        if failure is not None:
+            raise failure
+
+    def load(self, step: int | Literal["latest", "auto"] = "latest", *, verify: Verification = "full") -> int:
+        """Restore the state from the checkpoint of `step`; return its step.
+
+        Args:
+            step: a number; `latest`, the newest intact one (damaged ones are skipped, out loud); `auto`,
+                the same, or 0 and an untouched state where there is none.
+            verify: what is checked before a byte is used: every byte, or sizes only.
+
+        Raises:
+            CheckpointError: it is missing or damaged, holds no optimizer, or does not fit the state.
+        """
+        found = self._control.on_main(lambda: self._choose(step, verify), error=CheckpointError)
+        chosen = self._control.broadcast(found)
+        if chosen is None:
+            return 0
+        load_state_with_optimizer(self.directory / f"step_{chosen}", self._state, seed=self._seed, verify="size")
+        self._commit.protect(chosen)
+        return chosen
+
+    def _choose(self, step: int | Literal["latest", "auto"], verify: Verification) -> int | None:
+        if isinstance(step, int):
+            manifest.verify(self.directory / f"step_{step}", how=verify, step=step)
+            return step
+        damaged = []
+        for entry in reversed(list_entries(self.directory)):
+            if entry.status == "torn":
+                continue
+            try:
+                manifest.verify(entry.path, how=verify, step=entry.step)
+                return entry.step
+            except CheckpointError as error:
+                _log.warning("skipping the checkpoint of step %d: %s", entry.step, error)
+                damaged.append(str(error))
+        if damaged:
+            raise CheckpointError(f"every checkpoint is damaged: {'; '.join(damaged)}")
+        if step == "auto":
+            return None
+        raise CheckpointError(f"there is no checkpoint in {self.directory}; `auto` starts afresh then")
 
 
-def _some(names: list[str]) -> str:
-    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}" if names else "nothing"
+def save_state(directory: str | Path, state: State | Mapping[str, Any], *, step: int = 0) -> None:
+    """Save tensors, optimizer, values and random generators into `directory` and commit it. Collective.
 
+    Args:
+        directory: must not exist; is written under a temporary name beside it and renamed.
 
-def _reasons(error: CheckpointException) -> str:
-    return "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items())
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
+    Raises:
+        SaveError: on every rank, with the reason of the one that failed.
+    """
+    ranks = Ranks()
+    whole = as_state(state)
     try:
-        os.link(source, target)
-    except OSError:  # another filesystem, or one without links
-        shutil.copyfile(source, target)
+        Commit(Path(directory).absolute().parent, ranks, Retention(), Identity()).write(
+            Snapshot.of(whole, step), whole.tensors(), name=Path(directory).name
+        )
+    finally:
+        ranks.close()
+
+
+def load_state_with_optimizer(
+    directory: str | Path,
+    state: State | Mapping[str, Any],
+    *,
+    seed: int = 0,
+    verify: Verification = "full",
+) -> int:
+    """Restore everything that `save_state` saved, optimizer and random generators too; return the step. Collective.
+
+    Raises:
+        CheckpointError: the directory is damaged, holds weights alone, or does not fit the state.
+    """
+    path = Path(directory)
+    if kind_of(path) is not Kind.CHECKPOINT:
+        raise CheckpointError(
+            f"{path} holds {describe_found(path)}; optimizer and counters are in committed checkpoints only. "
+            "To take the weights alone, use load_weights_only (--ckpt.weights-only)."
+        )
+    step = manifest.verify(path, how=verify).step
+    whole = as_state(state)
+    load_tensors(whole.tensors(), path / TRAINER_DIR)
+    whole.restore(read_values(path / TRAINER_DIR))
+    _restore_random(path / TRAINER_DIR, step, seed)  # last: loading may draw numbers
+    return step
+
+
+def _restore_random(directory: Path, step: int, seed: int) -> None:
+    """Restore this rank's generators; where another number of ranks saved, derive them from seed, step and rank."""
+    rank, world_size = rank_and_world_size()
+    saved_by = len(list(directory.glob("random_rank_*.json")))
+    if saved_by == world_size:
+        data = (directory / f"random_rank_{rank}.json").read_bytes()
+        restore_random_state(msgspec.json.decode(data, type=RandomState))
+    else:
+        seed_everything(seed, step=step, rank=rank)

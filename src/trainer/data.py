@@ -8,11 +8,12 @@ the data: exact on resume and the same for any number of ranks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trainer.packing import Sample
@@ -44,6 +45,16 @@ class SampleOrder:
     def batch(self, position: int, size: int) -> list[int]:
         """Return the indices of the next `size` samples from `position`; may cross an epoch."""
         return [self.at(place) for place in range(position, position + size)]
+
+
+def fingerprint_samples(samples: Sequence[Sample]) -> str:
+    """Return the xxh3-128 of the samples' tokens and masks, in order."""
+    digest = xxhash.xxh3_128()
+    for sample in samples:
+        digest.update(len(sample.token_ids).to_bytes(8, "little"))
+        digest.update(sample.token_ids.astype("<i4").tobytes())
+        digest.update(sample.loss_mask.astype(np.uint8).tobytes())
+    return digest.hexdigest()
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import tomli
 
+from trainer.stop import STOP_REQUEST
 from triad.config import SftConfig, TrainerConfig
 from triad.events import report
 from triad.process import (
@@ -38,6 +39,8 @@ def _worker(program: str, config_path: str, parent: int) -> None:
     set_up_logging("trainer")
     module_name, config_type = _PROGRAMS[program]
     config = config_type.model_validate(tomli.loads(Path(config_path).read_text()))
+    if config.ckpt is not None:
+        STOP_REQUEST.listen()
     module = importlib.import_module(module_name)
     run_reporting_errors(lambda: module.run(config))
 
@@ -54,6 +57,8 @@ def main(argv: list[str] | None = None) -> int:
     config = config_type.model_validate(tomli.loads(Path(arguments.config).read_text()))
     ranks = config.parallel.num_ranks
     set_thread_environment(config.parallel.threads or max(1, available_cores() // ranks))
+    if config.ckpt is not None:
+        STOP_REQUEST.listen()
     report("importing torch")
     importlib.import_module(module_name)
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -72,6 +77,8 @@ def main(argv: list[str] | None = None) -> int:
         max_restarts=0,
         start_method="fork",
         monitor_interval=0.05,
+        # With checkpoints on, SIGTERM asks the ranks for a last save instead of stopping them.
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT" + (",SIGTERM" if config.ckpt is None else ""),
     )
     try:
         elastic_launch(launch_config, _worker)(arguments.program, arguments.config, os.getpid())

@@ -12,22 +12,18 @@ import logging
 import torch
 
 from trainer import parallel as parallel_module
-from trainer.checkpoint import Checkpointer
-from trainer.data import SampleOrder, load_samples, load_tokenizer
+from trainer.data import SampleOrder, fingerprint_samples, load_samples, load_tokenizer
 from trainer.loss import cross_entropy
-from trainer.model import Policy, build_policy, reshard
-from trainer.optim import build_optimizer, clip_gradients, update_parameters
+from trainer.model import Policy, reshard
+from trainer.optim import clip_gradients, update_parameters
 from trainer.packing import Sample, build_micro_batch, plan_rows
 from trainer.parallel import Parallel
-from trainer.state import Progress, TrainState, seed_everything
-from trainer.step import Stopwatch, check_finite, memory_gib, predict
-from trainer.weights import WeightPublisher
+from trainer.session import Session, start_session
+from trainer.state import seed_everything
+from trainer.step import Stopwatch, check_finite, predict, step_metrics
 from triad.config import SftConfig
-from triad.config.fingerprint import fingerprint
 from triad.config.schedule import learning_rate
 from triad.events import report
-from triad.metrics import MetricsWriter
-from triad.run_dir import RunDir
 
 _log = logging.getLogger("trainer")
 
@@ -35,70 +31,54 @@ _log = logging.getLogger("trainer")
 def run(config: SftConfig) -> None:
     """Train until `max_steps`, then publish the weights."""
     parallel = parallel_module.start(config.parallel)
-    run_dir = RunDir(config.output_dir)
-    resume_step = config.ckpt.resume_step if config.ckpt else None
     seed_everything(config.seed, step=0, rank=parallel.rank)
-
     report("reading data")
     tokenizer = load_tokenizer(config.model.tokenizer_name)
     samples, held_out = load_samples(config.data, tokenizer, seed=config.seed)
     order = SampleOrder(len(samples), seed=config.seed, shuffle=config.data.shuffle)
     _log.info("%d samples to train on, %d held out", len(samples), len(held_out))
+    with start_session(config, parallel, tokenizer, data_fingerprint=fingerprint_samples(samples)) as session:
+        _train(config, session, samples, held_out, order)
+        report("publishing weights", step=session.progress.step)
+        session.publisher.publish(session.progress.step)
+        session.publisher.prune({session.progress.step})
+    report("finished", step=session.progress.step)
 
-    report("loading model")
-    policy = build_policy(config.model, parallel, seed=config.seed, weights=resume_step is None)
-    optimizer = build_optimizer(policy, config.optim)
-    state = TrainState(policy, optimizer, Progress())
-    checkpointer = Checkpointer(run_dir, config.ckpt, parallel, seed=config.seed, fingerprint=fingerprint(config))
-    publisher = WeightPublisher(run_dir, policy, tokenizer, parallel, dtype=config.model.dtype)
-    if isinstance(resume_step, int):
-        report("loading checkpoint", step=resume_step)
-        checkpointer.load(state, resume_step)
-        _log.info("resumed from step %d: %d samples trained", resume_step, state.progress.samples)
-    writer = MetricsWriter(run_dir.metrics) if parallel.is_main else None
-    report("training", step=state.progress.step, max_steps=config.max_steps)
+
+def _train(
+    config: SftConfig, session: Session, samples: list[Sample], held_out: list[Sample], order: SampleOrder
+) -> None:
+    parallel = session.parallel
+    policy, progress, saver = session.policy, session.progress, session.saver
+    report("training", step=progress.step, max_steps=config.max_steps)
     stopwatch = Stopwatch()
+    metrics: dict[str, float] = {}
 
-    while state.progress.step < config.max_steps:
-        step = state.progress.step + 1
+    while progress.step < config.max_steps:
+        step = progress.step + 1
         with stopwatch.phase("data"):
-            batch = [samples[i] for i in order.batch(state.progress.samples, config.data.batch_size)]
+            batch = [samples[i] for i in order.batch(progress.samples, config.data.batch_size)]
+        if saver.is_asked_to_stop():
+            saver.stop(progress.step, metrics)
         with stopwatch.phase("forward_backward"):
             loss = _forward_backward(policy, batch, config, parallel)
         with stopwatch.phase("optimizer"):
             lr = learning_rate(step, config.optim, config.max_steps)
             grad_norm = clip_gradients(policy, config.optim.max_grad_norm)
             check_finite(step, loss=loss, grad_norm=grad_norm)
-            update_parameters(optimizer, lr=lr)
+            update_parameters(session.optimizer, lr=lr)
         num_tokens = sum(len(sample.token_ids) for sample in batch)
-        state.progress.step = step
-        state.progress.samples += len(batch)
-        state.progress.tokens += num_tokens
+        progress.advance(samples=len(batch), tokens=num_tokens)
 
-        metrics = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "epoch": state.progress.samples / len(samples)}
+        metrics = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "epoch": progress.samples / len(samples)}
         is_last = step == config.max_steps
         if held_out and (is_last or (config.val_interval and step % config.val_interval == 0)):
             with stopwatch.phase("validation"):
                 metrics["val/loss"] = _validate(policy, held_out, config, parallel)
-        metrics["memory_gib"] = memory_gib(parallel)
-        metrics |= stopwatch.take()
-        metrics["tokens_per_s"] = num_tokens / metrics["time/step"]
-        metrics |= {"samples": state.progress.samples, "tokens": state.progress.tokens}
-        # Before the checkpoint: a step that exists for resume has its line of metrics.
-        if writer is not None:
-            writer.write(step, metrics)
-        if checkpointer.is_due(step, config.max_steps):
-            with stopwatch.phase("checkpoint"):
-                checkpointer.save(state)
-
-    report("publishing weights", step=state.progress.step)
-    publisher.publish(state.progress.step)
-    publisher.prune({state.progress.step})
-    if writer is not None:
-        writer.close()
-    parallel.barrier()
-    parallel_module.stop()
-    report("finished", step=state.progress.step)
+        metrics |= step_metrics(parallel, stopwatch, progress, num_tokens=num_tokens)
+        session.log(step, metrics)
+        with stopwatch.phase("checkpoint"):
+            saver.after_step(step, metrics)
 
 
 def _forward_backward(policy: Policy, batch: list[Sample], config: SftConfig, parallel: Parallel) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -94,16 +96,20 @@ def new_directory(final: Path) -> Iterator[Path]:
         SaveError: the storage failed.
     """
     temporary = durable.temporary_sibling(final)
+    descriptor = None
     try:
         durable.make_directory(final.parent)
         temporary.mkdir()
+        descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # says to `ckpt prune` that its writer lives
         yield temporary
     except OSError as error:
         where = error.filename or final
-        raise SaveError(
-            f"{final} could not be written: {error.strerror or error} ({where}). Nothing is left of it."
-        ) from None
+        reason = error.strerror or error
+        raise SaveError(f"{final} could not be written: {reason} ({where}). Nothing is left of it.") from None
     finally:
+        if descriptor is not None:
+            os.close(descriptor)
         shutil.rmtree(temporary, ignore_errors=True)
 
 

@@ -8,7 +8,7 @@ decay are not state: they are functions of the configuration and the step.
 from __future__ import annotations
 
 import random
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -31,6 +31,12 @@ class Progress(msgspec.Struct):
     step: int = 0
     samples: int = 0
     tokens: int = 0
+
+    def advance(self, *, samples: int, tokens: int) -> None:
+        """Count one optimizer step."""
+        self.step += 1
+        self.samples += samples
+        self.tokens += tokens
 
 
 class RandomState(msgspec.Struct):
@@ -66,6 +72,16 @@ class TrainState:
                 state = self._optimizer_state(parameter)
                 tensors |= {f"optim.{name}.{key}": state[key] for key in sorted(state)}
         return tensors
+
+    def values(self) -> dict[str, Any]:
+        """Return the counters."""
+        return msgspec.to_builtins(self.progress)
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Take over the counters of a checkpoint."""
+        restored = msgspec.convert(values, Progress)
+        for field in Progress.__struct_fields__:
+            setattr(self.progress, field, getattr(restored, field))
 
     def _optimizer_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return AdamW's state of one parameter, made as its first step would make it."""

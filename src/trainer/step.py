@@ -14,6 +14,7 @@ from torch import Tensor
 from trainer.model import Policy
 from trainer.packing import MicroBatch
 from trainer.parallel import Parallel
+from trainer.state import Progress
 from triad.errors import TrainingError
 
 
@@ -61,6 +62,15 @@ def memory_gib(parallel: Parallel) -> float:
     else:
         own = psutil.Process().memory_info().rss / 2**30
     return parallel.max({"memory": own})["memory"]
+
+
+def step_metrics(parallel: Parallel, stopwatch: Stopwatch, progress: Progress, *, num_tokens: int) -> dict[str, float]:
+    """Return the figures that every program reports at the end of a step of `num_tokens` tokens."""
+    memory = memory_gib(parallel)
+    times = stopwatch.take()
+    rate = num_tokens / times["time/step"]
+    counters = {"samples": progress.samples, "tokens": progress.tokens}
+    return {"memory_gib": memory, **times, "tokens_per_s": rate, **counters}
 
 
 def check_finite(step: int, *, loss: float, grad_norm: float) -> None:

@@ -25,7 +25,7 @@ class WeightPublisher:
         self._policy = policy
         self._parallel = parallel
         self._dtype = DTYPES[dtype]
-        self._config_files = self._describe_model(tokenizer) if parallel.is_main else {}
+        self.config_files = self._describe_model(tokenizer) if parallel.is_main else {}
 
     def _describe_model(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
         """Return config and tokenizer files, which are the same for every version."""
@@ -52,7 +52,7 @@ class WeightPublisher:
             temporary.mkdir(parents=True)
         self._write_tensors(temporary)
         if self._parallel.is_main:
-            for name, content in self._config_files.items():
+            for name, content in self.config_files.items():
                 (temporary / name).parent.mkdir(parents=True, exist_ok=True)
                 (temporary / name).write_bytes(content)
             files = manifest.describe_files(temporary)

@@ -8,7 +8,12 @@
     ├── EnvironmentFailure      an environment raised or broke its contract        exit 3
     ├── InferenceError          the inference server refused, failed or vanished   exit 3
     ├── TrainingError           the numbers went wrong (NaN loss)                  exit 3
+    ├── Stopped                 a signal asked to stop; the step is saved          exit 128 + signal
+    ├── SaveError               a checkpoint could not be written                  exit 3
     └── ProcessDied             a child process ended before its time              exit 1, or the 2 or 3 of the child
+
+A run that a signal stops exits with 128 + signal, or with `NOT_SAVED` when the save that checkpoints
+ask for then did not land.
 
 Every message says what failed, the value received, what is allowed and what to do.
 Exit code 2 means: nothing was started, fix the input. 3 means: it was running.
@@ -18,6 +23,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+
+NOT_SAVED = 4
 
 
 class TriadError(Exception):
@@ -60,6 +67,14 @@ class InferenceError(TriadError):
 
 class TrainingError(TriadError):
     """Training cannot go on: the numbers went wrong."""
+
+
+class SaveError(TriadError):
+    """A checkpoint could not be written; those committed before are whole."""
+
+
+class Stopped(TriadError):
+    """A signal asked the run to stop, and its current step is saved."""
 
 
 class ProcessDied(TriadError):

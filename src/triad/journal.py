@@ -60,17 +60,24 @@ def read_batch(run_dir: RunDir, step: int) -> Batch:
     return batch
 
 
-def wait_for(path: Path, *, timeout_s: float, check: Callable[[], None] | None = None) -> bool:
+def wait_for(
+    path: Path,
+    *,
+    timeout_s: float,
+    check: Callable[[], None] | None = None,
+    unless: Callable[[], object] | None = None,
+) -> bool:
     """Wait until `path` exists; return whether it came within `timeout_s` seconds.
 
     A run directory may lie on a shared filesystem, where no notification crosses machines, so
-    this asks every few milliseconds. `check` is called at each round and may raise.
+    this asks every few milliseconds. `check` is called at each round and may raise; the wait
+    ends early when `unless` returns something true.
     """
     deadline = time.monotonic() + timeout_s
     while not path.exists():
         if check is not None:
             check()
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or (unless is not None and unless()):
             return False
         time.sleep(POLL_S)
     return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
@@ -100,12 +101,17 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def describe_files(directory: Path) -> dict[str, FileEntry]:
-    """Return size and checksum of every file below `directory` except its manifest."""
+def describe_files(directory: Path, *, known: Mapping[str, FileEntry] | None = None) -> dict[str, FileEntry]:
+    """Return size and checksum of every file below `directory` except its manifest.
+
+    Args:
+        known: entries that need not be computed again.
+    """
+    known = known or {}
     return {
-        str(path.relative_to(directory)): FileEntry(path.stat().st_size, file_digest(path))
+        place: known.get(place) or FileEntry(path.stat().st_size, file_digest(path))
         for path in sorted(directory.rglob("*"))
-        if path.is_file() and path != directory / MANIFEST_NAME
+        if path.is_file() and (place := str(path.relative_to(directory))) != MANIFEST_NAME
     }
 
 

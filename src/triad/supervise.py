@@ -62,7 +62,7 @@ class Supervisor:
 
     def __enter__(self) -> Supervisor:
         signal.set_wakeup_fd(self._sender.fileno())
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, self._note_signal)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         return self
@@ -112,6 +112,25 @@ class Supervisor:
                 return None
             select.select([self._receiver], [], [], REFRESH_S)
             self._drain()
+
+    def ask_to_end(self, name: str, refresh: Callable[[], None], *, timeout_s: float) -> bool:
+        """Send SIGTERM to one child and wait for its end; return whether it came within `timeout_s`.
+
+        A second signal to the launcher ends the wait.
+        """
+        (child,) = [child for child in self.children if child.name == name]
+        self._signal = None
+        if child.process.poll() is None:
+            _signal_group(child.process.pid, signal.SIGTERM, group=False)
+        deadline = time.monotonic() + timeout_s
+        while child.process.poll() is None:
+            if self._signal is not None or time.monotonic() > deadline:
+                return False
+            refresh()
+            select.select([self._receiver], [], [], REFRESH_S)
+            self._drain()
+        refresh()
+        return True
 
     def _drain(self) -> None:
         try:

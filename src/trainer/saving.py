@@ -1,0 +1,108 @@
+"""When a training program saves: every so many steps or minutes, at the end, and when it is asked to stop."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainer.checkpoint import Checkpointer
+from trainer.parallel import Parallel
+from trainer.stop import STOP_REQUEST, StopRequest
+from triad.config import CkptConfig
+from triad.errors import SaveError, Stopped
+from triad.events import report
+
+_log = logging.getLogger("trainer")
+
+
+class Saver:
+    """Drives a `Checkpointer` from the boundaries of steps. All methods are collective.
+
+    Args:
+        config: None where checkpoints are off: then nothing is saved and signals act as usual.
+        committed: the step that the run was resumed from, which needs no saving; None for a fresh start.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        config: CkptConfig | None,
+        parallel: Parallel,
+        *,
+        max_steps: int,
+        committed: int | None,
+        stop: StopRequest = STOP_REQUEST,
+    ) -> None:
+        self._checkpointer = checkpointer
+        self._config = config
+        self._parallel = parallel
+        self._max_steps = max_steps
+        self._stop = stop
+        self._asked = 0
+        self._is_time = False
+        self._last_saved = committed or 0
+        self._last_save_time = time.monotonic()
+
+    def is_asked_to_stop(self) -> bool:
+        """Whether a signal came, on whichever rank; call once at the start of every step, after waiting for data."""
+        if self._config is None:
+            return False
+        minutes = self._config.every_minutes
+        is_time = minutes is not None and time.monotonic() - self._last_save_time >= 60 * minutes
+        # The clock of rank 0 decides for all.
+        agreed = self._parallel.max(
+            {"signal": self._stop.signal_number(), "time": float(is_time and self._parallel.is_main)}
+        )
+        self._asked, self._is_time = int(agreed["signal"]), bool(agreed["time"])
+        return self._asked != 0
+
+    def after_step(
+        self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Path] | None = None
+    ) -> list[int]:
+        """Save if it is time to; return the steps that were committed since the last call.
+
+        Raises:
+            SaveError: a save failed, and the configuration says to stop then.
+        """
+        config = self._config
+        if config is None:
+            return []
+        is_last = step == self._max_steps
+        if is_last or self._is_time or (config.interval is not None and step % config.interval == 0):
+            self._save(step, metrics, attachments, urgent=is_last)
+        return self._checkpointer.poll()
+
+    def _save(
+        self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Path] | None, *, urgent: bool
+    ) -> None:
+        if self._checkpointer.save(step, metrics=metrics, attachments=attachments, urgent=urgent):
+            self._last_saved = step
+            self._last_save_time = time.monotonic()
+            self._is_time = False
+
+    def unsettled(self) -> list[int]:
+        """Steps whose save is not known to have ended."""
+        return [self._checkpointer.in_flight] if self._checkpointer.in_flight is not None else []
+
+    def stop(self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Path] | None = None) -> None:
+        """Save the current step because a signal asked for it, wait until it is committed, and end.
+
+        Raises:
+            Stopped: always, when the step is saved.
+            SaveError: it could not be saved, or not within the time of grace.
+        """
+        assert self._config is not None
+        name = signal.Signals(self._asked).name
+        deadline = time.monotonic() + self._config.grace_s
+        report("saving before the stop", step=step, signal=name)
+        if step > self._last_saved:
+            self._save(step, metrics, attachments, urgent=True)
+        if not self._checkpointer.wait(max(0.0, deadline - time.monotonic())):
+            raise SaveError(f"{name}: the checkpoint of step {step} was not written within {self._config.grace_s:g} s")
+        self._checkpointer.close()
+        stopped = Stopped(f"stopped by {name}: step {step} is saved" if step else f"stopped by {name} before step 1")
+        stopped.exit_code = 128 + self._asked
+        raise stopped

@@ -1,0 +1,132 @@
+"""What every training program starts with: ranks, model, optimizer, counters, checkpoints, weights, metrics."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from trainer import parallel as parallel_module
+from trainer.checkpoint import Checkpointer
+from trainer.commit import Identity
+from trainer.model import Policy, build_policy, trained_tensors
+from trainer.optim import build_optimizer
+from trainer.parallel import Parallel
+from trainer.saving import Saver
+from trainer.state import Progress, TrainState
+from trainer.warm_start import load_weights_only
+from trainer.weights import WeightPublisher
+from triad import manifest
+from triad.checkpoints import TRAINER_DIR, Retention
+from triad.config.fingerprint import fingerprint
+from triad.config.load import to_toml
+from triad.config.trainer import TrainingCommand
+from triad.errors import CheckpointError
+from triad.events import report
+from triad.metrics import MetricsWriter
+from triad.run_dir import RunDir
+
+_LAST_SAVE_S = 60.0
+_log = logging.getLogger("trainer")
+
+
+@dataclass(frozen=True)
+class Session:
+    """The parts of one training run on this rank, ready for the next step."""
+
+    parallel: Parallel
+    run_dir: RunDir
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    progress: Progress
+    checkpointer: Checkpointer
+    saver: Saver
+    publisher: WeightPublisher
+    metrics: MetricsWriter | None
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of `step`, on rank 0. Do so before saving: a step to resume from has its line."""
+        if self.metrics is not None:
+            self.metrics.write(step, metrics)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait for the last save, also where training failed; then leave the process group."""
+        if kind is not None:
+            self.checkpointer.wait(_LAST_SAVE_S)
+            return
+        self.checkpointer.close()
+        if self.metrics is not None:
+            self.metrics.close()
+        self.parallel.barrier()
+        parallel_module.stop()
+
+
+def start_session(
+    config: TrainingCommand,
+    parallel: Parallel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    data_fingerprint: str = "",
+    on_commit: Callable[[Path], None] | None = None,
+) -> Session:
+    """Build the model and everything around it, and bring it to the step that the run goes on from. Collective."""
+    run_dir = RunDir(config.output_dir)
+    ckpt = config.ckpt
+    resume_step = ckpt.resume_step if ckpt else None
+    weights_only = ckpt.weights_only if ckpt else None
+    report("loading model")
+    has_other_weights = resume_step is not None or weights_only is not None
+    policy = build_policy(config.model, parallel, seed=config.seed, weights=not has_other_weights)
+    optimizer = build_optimizer(policy, config.optim)
+    progress = Progress()
+    publisher = WeightPublisher(run_dir, policy, tokenizer, parallel, dtype=config.model.dtype)
+    checkpointer = Checkpointer(
+        run_dir.checkpoints,
+        TrainState(policy, optimizer, progress),
+        save_async=ckpt.save_async if ckpt else False,
+        when_busy=ckpt.when_busy if ckpt else "wait",
+        on_failure=ckpt.on_failure if ckpt else "stop",
+        retention=Retention.of(ckpt),
+        seed=config.seed,
+        identity=_identity(config, run_dir, publisher, data_fingerprint),
+        on_commit=on_commit,
+    )
+    if isinstance(resume_step, int):
+        _resume(checkpointer, run_dir.checkpoint(resume_step), data_fingerprint, parallel)
+        _log.info("resumed from step %d: %d samples trained", resume_step, progress.samples)
+    elif weights_only is not None:
+        report("loading weights", path=str(weights_only))
+        load_weights_only(trained_tensors(policy.causal_lm), weights_only)
+    if ckpt is not None:
+        checkpointer.reserve()
+    saver = Saver(checkpointer, ckpt, parallel, max_steps=config.max_steps, committed=progress.step)
+    metrics = MetricsWriter(run_dir.metrics) if parallel.is_main else None
+    return Session(parallel, run_dir, policy, optimizer, progress, checkpointer, saver, publisher, metrics)
+
+
+def _identity(config: TrainingCommand, run_dir: RunDir, publisher: WeightPublisher, data_fingerprint: str) -> Identity:
+    files = {f"{TRAINER_DIR}/config.toml": to_toml(config).encode()}
+    files |= {f"model/{name}": content for name, content in publisher.config_files.items()}
+    return Identity(run_dir.run_id(), data_fingerprint, fingerprint(config), files)
+
+
+def _resume(checkpointer: Checkpointer, directory: Path, data_fingerprint: str, parallel: Parallel) -> None:
+    """Load the step that the launcher has verified, byte for byte, before it started this process."""
+    step = int(directory.name.removeprefix("step_"))
+    report("loading checkpoint", step=step)
+    saved = manifest.read_manifest(directory)
+    if checkpointer.load(step, verify="size") != step:
+        raise CheckpointError(f"{directory} is not the checkpoint of step {step}")
+    if saved.fingerprints.data != data_fingerprint and parallel.is_main:
+        _log.warning(
+            "the training data are not those of step %d: the position in them is kept, so samples may be "
+            "trained twice or never in this epoch",
+            step,
+        )

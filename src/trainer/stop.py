@@ -1,0 +1,36 @@
+"""A request to stop that every rank sees: SIGTERM and SIGUSR1 ask for a save of the current step first.
+
+Ranks are forked from one process, so a page of shared memory made before the fork carries the request:
+whichever process a scheduler signals, all notice. Only ranks of one machine share it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import signal
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Which signal asked to stop, shared by the process that makes it and its forks."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 1)
+
+    def listen(self) -> None:
+        """Take SIGTERM and SIGUSR1 of this process as requests, instead of dying by them."""
+        for number in SIGNALS:
+            signal.signal(number, lambda received, _: self.ask(received))
+
+    def ask(self, number: int) -> None:
+        """Ask all ranks to stop, as signal `number` does."""
+        self._memory[0] = number
+
+    def signal_number(self) -> int:
+        """The signal that asked to stop; 0 when none did."""
+        return self._memory[0]
+
+
+STOP_REQUEST = StopRequest()
+"""The request of this process and its forks."""
