@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -247,6 +249,19 @@ def test_prune_without_rules_removes_torn_saves_alone(ckpt: Ckpt, run_dir: RunDi
     code, out, _ = ckpt("prune", "--output-dir", run_dir.path)
     assert code == 0 and "torn" in out and "removed 1 directories" in out
     assert sorted(path.name for path in run_dir.checkpoints.iterdir()) == ["step_1", "step_2", "step_3", "step_4"]
+
+
+def test_prune_removes_exports_whose_writer_died(ckpt: Ckpt, run_dir: RunDir) -> None:
+    exports = run_dir.path / "exports"
+    for name in ("gold", ".tmp-dead", ".tmp-alive"):
+        (exports / name).mkdir(parents=True)
+    descriptor = os.open(exports / ".tmp-alive", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    statuses = {line["name"]: line["status"] for line in listed(ckpt, run_dir)[1]["exports"]}
+    assert statuses == {"gold": "damaged", ".tmp-dead": "torn", ".tmp-alive": "torn"}
+    assert ckpt("prune", "--output-dir", run_dir.path)[0] == 0
+    os.close(descriptor)
+    assert sorted(path.name for path in exports.iterdir()) == [".tmp-alive", "gold"]
 
 
 def test_prune_never_counts_a_damaged_step_as_kept(ckpt: Ckpt, run_dir: RunDir) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import msgspec
 from triad import durable
 from triad.checkpoints import BestMetric, Entry, Kind, Retention, describe_found, kind_of
 from triad.ckpt.inspecting import verified
-from triad.ckpt.places import Places
+from triad.ckpt.places import Places, is_temporary, size_of
 from triad.ckpt.report import Grid, Report, size, working
 from triad.ckpt.requests import DTypeName, Export, Import, Request, Written, ask
 from triad.errors import CheckpointError, ConfigError
@@ -74,7 +76,7 @@ class Removed(msgspec.Struct):
 def prune(
     places: Places, *, keep: int | None, keep_interval: int | None, keep_best: str | None, dry_run: bool
 ) -> Report:
-    """Remove superseded steps and torn saves. A run that goes on is refused; the newest step always stays.
+    """Remove superseded steps, torn saves and torn exports. A run that goes on is refused; the newest step stays.
 
     A step counts as kept only if it is whole: what stays is verified before anything goes.
 
@@ -90,12 +92,16 @@ def prune(
     retention = Retention(keep, keep_interval, BestMetric.parse(keep_best) if keep_best else None)
     superseded, problems = _superseded(entries, retention)
     doomed = [entry for entry in entries if entry.status == "torn" or entry.step in superseded]
-    removed = []
-    for entry in doomed:
-        reason = "torn" if entry.status == "torn" else "superseded"
-        removed.append(Removed(str(entry.path), reason, entry.size_bytes))
-        if not dry_run:
+    torn_exports = [path for path in places.export_directories() if is_temporary(path) and not _is_being_written(path)]
+    removed = [
+        *(Removed(str(entry.path), _why(entry), entry.size_bytes) for entry in doomed),
+        *(Removed(str(path), "torn", size_of(path)) for path in torn_exports),
+    ]
+    if not dry_run:
+        for entry in doomed:
             _remove(entry)
+        for path in torn_exports:
+            shutil.rmtree(path)
     freed = sum(line.size_bytes for line in removed)
     rows = [(Path(line.path).name, line.reason, size(line.size_bytes)) for line in removed]
     verb = "would remove" if dry_run else "removed"
@@ -110,6 +116,22 @@ def prune(
     left = f"steps that stay: {', '.join(map(str, stay)) or 'none'}"
     parts = [Grid((verb, "why", ">size"), rows)] if rows else []
     return Report(document, [*parts, f"{verb} {len(removed)} directories, {size(freed)}; {left}"], problems)
+
+
+def _why(entry: Entry) -> str:
+    return "torn" if entry.status == "torn" else "superseded"
+
+
+def _is_being_written(path: Path) -> bool:
+    """Whether the process that writes an export lives: it holds a lock on the directory."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _remove(entry: Entry) -> None:

@@ -9,7 +9,7 @@ import msgspec
 
 from triad import manifest
 from triad.checkpoints import Entry, kind_of
-from triad.ckpt.places import Places, is_temporary
+from triad.ckpt.places import Places, is_temporary, size_of
 from triad.ckpt.report import Grid, Report, age, number, size
 from triad.errors import CheckpointError
 from triad.manifest import Manifest
@@ -127,9 +127,8 @@ def _export_line(path: Path) -> ExportLine:
             listing = manifest.verify(path, how="size")
         except CheckpointError as error:
             status, reason = "damaged", str(error)
-    num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     step = listing.step if listing else None
-    return ExportLine(path.name, status, step, num_bytes, _age_s(path, listing), str(path), reason)
+    return ExportLine(path.name, status, step, size_of(path), _age_s(path, listing), str(path), reason)
 
 
 def _age_s(path: Path, listing: Manifest | None) -> float:

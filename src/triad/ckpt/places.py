@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -117,3 +118,15 @@ def _checked(entry: Entry) -> Entry:
 def is_temporary(path: Path) -> bool:
     """Whether `path` is being written, or was when its writer died."""
     return path.name.startswith(TEMPORARY_PREFIX)
+
+
+def size_of(directory: Path) -> int:
+    """Return the size of all files in a directory, in bytes; they may go away while they are looked at."""
+    total = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += (Path(parent) / name).stat().st_size
+            except FileNotFoundError:
+                continue
+    return total
