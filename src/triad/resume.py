@@ -75,8 +75,10 @@ def prepare(
         run_dir.lock()
     async_level = trainer.async_level if isinstance(trainer, TrainerConfig) else 0
     attempt = _decide(run_dir, ckpt, clean=clean, dry_run=dry_run, async_level=async_level)
-    if attempt.resume_step is None and ckpt.weights_only is not None:
-        require_weights(ckpt.weights_only)
+    if attempt.resume_step is None:
+        _refuse_own_weights(run_dir, trainer.model.name, ckpt.weights_only)
+        if ckpt.weights_only is not None:
+            require_weights(ckpt.weights_only)
     _check_fits(attempt, trainer)
     if not dry_run:
         if clean:
@@ -102,6 +104,17 @@ def _refuse_contradictions(ckpt: CkptConfig, *, clean: bool) -> None:
                 f"ckpt.resume_step = {wanted} goes on from a checkpoint of this run, and ckpt.{key} = {path} {other}: "
                 f"give one of them. `--ckpt.resume-step auto --ckpt.{flag} {path}` takes this run's own newest "
                 "checkpoint, and the other where there is none."
+            )
+
+
+def _refuse_own_weights(run_dir: RunDir, model_name: str, weights_only: Path | None) -> None:
+    """Refuse to start afresh with weights that starting afresh takes out of this directory."""
+    moved = [directory.resolve() for directory in (run_dir.checkpoints, run_dir.weights)]
+    for key, path in (("ckpt.weights_only", weights_only), ("model.name", Path(model_name))):
+        if path is not None and any(path.resolve().is_relative_to(directory) for directory in moved):
+            raise ConfigError(
+                f"{key} = {path} lies in {run_dir.path}, which a fresh start clears. "
+                "Choose another directory with --output-dir."
             )
 
 

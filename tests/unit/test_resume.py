@@ -321,6 +321,19 @@ def test_a_warm_start_needs_weights(other: RunDir, sft: Sft, tmp_path: Path, tin
             assert code == 2 and f"from {path} (ckpt.weights_only): it is {found}" in err and "Needed: " in err
 
 
+@pytest.mark.parametrize("flags", [["--clean"], ["--ckpt.resume-step", "auto"]])
+def test_a_fresh_start_does_not_clear_the_weights_that_it_starts_from(
+    flags: list[str], new: RunDir, sft: Sft, tiny_model: Callable[..., Path]
+) -> None:
+    new.create()
+    shutil.copytree(tiny_model(), new.weights_of(6))
+    for flag in ("--ckpt.weights-only", "--model.name"):
+        code, _, err = sft(flag, new.weights_of(6), *flags)
+        assert code == 2 and f"= {new.weights_of(6)} lies in {new.path}" in err and "--output-dir" in err
+    code, _, err = sft("--model.name", shutil.copytree(tiny_model(), new.path / "model"), *flags)
+    assert code == 0, err
+
+
 # Resuming, and what differs from before.
 
 
