@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,6 +59,7 @@ class Checkpointer:
         seed: generators of ranks that a checkpoint does not know are derived from it.
         identity: what the manifest says about the run.
         on_commit: called on rank 0 with the directory of every committed step, from the writing thread.
+        in_use: asked on rank 0, from the writing thread, for steps that retention must leave alone now.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Checkpointer:
         seed: int = 0,
         identity: Identity | None = None,
         on_commit: Callable[[Path], None] | None = None,
+        in_use: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self.directory = Path(directory).absolute()
         self._state = as_state(state)
@@ -83,7 +85,9 @@ class Checkpointer:
         self._control = Ranks()
         self._stager = Stager()
         # The writing thread has its own group: collectives of two threads in one would mix.
-        self._commit = Commit(self.directory, Ranks(), retention or Retention(), identity or Identity(), on_commit)
+        self._commit = Commit(
+            self.directory, Ranks(), retention or Retention(), identity or Identity(), on_commit, in_use
+        )
         self._thread: threading.Thread | None = None
         self._in_flight: int | None = None
         self._failure: Exception | None = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,7 @@ class Commit:
         retention: Retention,
         identity: Identity,
         on_commit: Callable[[Path], None] | None = None,
+        in_use: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self._directory = directory
         self._ranks = ranks
@@ -104,6 +105,7 @@ class Commit:
         self._retention = retention
         self._identity = identity
         self._on_commit = on_commit
+        self._in_use = in_use
         self._protected: set[int] = set()
 
     def protect(self, step: int) -> None:
@@ -175,7 +177,7 @@ class Commit:
     def _after_commit(self, final: Path) -> None:
         """Remove what the new commit makes needless, and tell whoever asked. The step stays whatever happens here."""
         committed = {entry.step: entry.manifest.metrics for entry in list_entries(self._directory) if entry.manifest}
-        for step in self._retention.superseded(committed, self._protected):
+        for step in self._retention.superseded(committed, {*self._protected, *self._in_use()}):
             durable.remove_directory(self._directory / f"step_{step}")
         if self._on_commit is not None:
             self._on_commit(final)

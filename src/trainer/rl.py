@@ -33,7 +33,7 @@ def run(config: TrainerConfig) -> None:
     parallel = parallel_module.start(config.parallel)
     seed_everything(config.seed, step=0, rank=parallel.rank)
     tokenizer = load_tokenizer(config.model.tokenizer_name)
-    with start_session(config, parallel, tokenizer) as session:
+    with start_session(config, parallel, tokenizer, older_weights=config.async_level) as session:
         session.publisher.publish(session.progress.step)
         _train(config, session)
     report("finished", step=session.progress.step)

@@ -12,8 +12,10 @@ from trainer.checkpoint import Checkpointer
 from trainer.parallel import Parallel
 from trainer.stop import STOP_REQUEST, StopRequest
 from triad.config import CkptConfig
-from triad.errors import SaveError, Stopped
+from triad.errors import CheckpointError, SaveError, Stopped
 from triad.events import report
+from triad.uploader import CLOSE_S as UPLOAD_S
+from triad.uploader import Uploader
 
 _log = logging.getLogger("trainer")
 
@@ -24,6 +26,7 @@ class Saver:
     Args:
         config: None where checkpoints are off: then nothing is saved and signals act as usual.
         committed: the step that the run was resumed from, which needs no saving; None for a fresh start.
+        uploader: on rank 0, where checkpoints are copied to a store.
     """
 
     def __init__(
@@ -34,12 +37,14 @@ class Saver:
         *,
         max_steps: int,
         committed: int | None,
+        uploader: Uploader | None = None,
         stop: StopRequest = STOP_REQUEST,
     ) -> None:
         self._checkpointer = checkpointer
         self._config = config
         self._parallel = parallel
         self._max_steps = max_steps
+        self._uploader = uploader
         self._stop = stop
         self._asked = 0
         self._is_time = False
@@ -73,7 +78,18 @@ class Saver:
         is_last = step == self._max_steps
         if is_last or self._is_time or (config.interval is not None and step % config.interval == 0):
             self._save(step, metrics, attachments, urgent=is_last)
+        self._check_uploads()
         return self._checkpointer.poll()
+
+    def _check_uploads(self) -> None:
+        if self._uploader is None or self._config is None:
+            return
+        try:
+            self._uploader.poll()
+        except CheckpointError as error:
+            if self._config.on_failure == "stop":
+                raise SaveError(str(error)) from error
+            _log.error("%s", error)
 
     def _save(
         self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Path] | None, *, urgent: bool
@@ -103,6 +119,24 @@ class Saver:
         if not self._checkpointer.wait(max(0.0, deadline - time.monotonic())):
             raise SaveError(f"{name}: the checkpoint of step {step} was not written within {self._config.grace_s:g} s")
         self._checkpointer.close()
+        self._finish_uploads(max(0.0, deadline - time.monotonic()))
         stopped = Stopped(f"stopped by {name}: step {step} is saved" if step else f"stopped by {name} before step 1")
         stopped.exit_code = 128 + self._asked
         raise stopped
+
+    def close(self) -> None:
+        """Wait for the last save and its upload, then leave the process groups.
+
+        Raises:
+            SaveError: one of them failed.
+        """
+        self._checkpointer.close()
+        self._finish_uploads(UPLOAD_S)
+
+    def _finish_uploads(self, timeout_s: float) -> None:
+        if self._uploader is None:
+            return
+        try:
+            self._uploader.close(timeout_s)
+        except CheckpointError as error:
+            raise SaveError(str(error)) from error

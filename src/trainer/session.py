@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +21,16 @@ from trainer.warm_start import load_weights_only
 from trainer.weights import WeightPublisher
 from triad import manifest
 from triad.checkpoints import TRAINER_DIR, Retention
+from triad.config import CkptConfig
 from triad.config.fingerprint import fingerprint
 from triad.config.load import to_toml
 from triad.config.trainer import TrainingCommand
 from triad.errors import CheckpointError
 from triad.events import report
 from triad.metrics import MetricsWriter
+from triad.remote import RemoteCheckpoints
 from triad.run_dir import RunDir
+from triad.uploader import Uploader
 
 _LAST_SAVE_S = 60.0
 _log = logging.getLogger("trainer")
@@ -61,7 +63,7 @@ class Session:
         if kind is not None:
             self.checkpointer.wait(_LAST_SAVE_S)
             return
-        self.checkpointer.close()
+        self.saver.close()
         if self.metrics is not None:
             self.metrics.close()
         self.parallel.barrier()
@@ -74,9 +76,14 @@ def start_session(
     tokenizer: PreTrainedTokenizerBase,
     *,
     data_fingerprint: str = "",
-    on_commit: Callable[[Path], None] | None = None,
+    older_weights: int = 0,
 ) -> Session:
-    """Build the model and everything around it, and bring it to the step that the run goes on from. Collective."""
+    """Build the model and everything around it, and bring it to the step that the run goes on from. Collective.
+
+    Args:
+        data_fingerprint: of the training data, where the trainer has them.
+        older_weights: how many published versions before its own a checkpoint needs.
+    """
     run_dir = RunDir(config.output_dir)
     ckpt = config.ckpt
     resume_step = ckpt.resume_step if ckpt else None
@@ -87,6 +94,7 @@ def start_session(
     optimizer = build_optimizer(policy, config.optim)
     progress = Progress()
     publisher = WeightPublisher(run_dir, policy, tokenizer, parallel, dtype=config.model.dtype)
+    uploads = _Uploads(run_dir, ckpt, older_weights) if ckpt and ckpt.dir and parallel.is_main else None
     checkpointer = Checkpointer(
         run_dir.checkpoints,
         TrainState(policy, optimizer, progress),
@@ -96,7 +104,8 @@ def start_session(
         retention=Retention.of(ckpt),
         seed=config.seed,
         identity=_identity(config, run_dir, publisher, data_fingerprint),
-        on_commit=on_commit,
+        on_commit=uploads.submit if uploads else None,
+        in_use=uploads.uploader.in_use if uploads else tuple,
     )
     if isinstance(resume_step, int):
         _resume(checkpointer, run_dir.checkpoint(resume_step), data_fingerprint, parallel)
@@ -106,9 +115,41 @@ def start_session(
         load_weights_only(trained_tensors(policy.causal_lm), weights_only)
     if ckpt is not None:
         checkpointer.reserve()
-    saver = Saver(checkpointer, ckpt, parallel, max_steps=config.max_steps, committed=progress.step)
+    if uploads and isinstance(resume_step, int):
+        uploads.submit(run_dir.checkpoint(resume_step))  # if the store has it already, nothing is sent
+    saver = Saver(
+        checkpointer,
+        ckpt,
+        parallel,
+        max_steps=config.max_steps,
+        committed=progress.step,
+        uploader=uploads.uploader if uploads else None,
+    )
     metrics = MetricsWriter(run_dir.metrics) if parallel.is_main else None
     return Session(parallel, run_dir, policy, optimizer, progress, checkpointer, saver, publisher, metrics)
+
+
+class _Uploads:
+    """Sends each committed checkpoint to the configured store, with the weights that a resume of it needs."""
+
+    def __init__(self, run_dir: RunDir, config: CkptConfig, older_weights: int) -> None:
+        assert config.dir is not None
+        protected = {config.resume_step} if isinstance(config.resume_step, int) else set()
+        self._run_dir = run_dir
+        self._older_weights = older_weights
+        self.uploader = Uploader(
+            RemoteCheckpoints(config.dir),
+            retention=Retention.of(config),
+            protected=protected,
+            older_weights=older_weights,
+        )
+
+    def submit(self, directory: Path) -> None:
+        """Have the committed checkpoint in `directory` uploaded."""
+        step = int(directory.name.removeprefix("step_"))
+        versions = range(max(0, step - self._older_weights), step)
+        weights = [self._run_dir.weights_of(version) for version in versions]
+        self.uploader.submit(directory, step, weights=[path for path in weights if path.exists()])
 
 
 def _identity(config: TrainingCommand, run_dir: RunDir, publisher: WeightPublisher, data_fingerprint: str) -> Identity:
