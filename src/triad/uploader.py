@@ -78,7 +78,7 @@ class Uploader:
             return {self._current.step} if self._current else set()
 
     def poll(self) -> None:
-        """Raise the failure of an upload since the last call; a failed step is not tried again.
+        """Raise the first failure of an upload since the last call; all are logged. None is tried again.
 
         Raises:
             CheckpointError: with URL, operation and reason.
@@ -135,7 +135,7 @@ class Uploader:
             failure = self._failure_of(job)
             with self._changed:
                 self._current = None
-                self._failure = failure or self._failure
+                self._failure = self._failure or failure
                 self._changed.notify_all()
 
     def _failure_of(self, job: _Job) -> Exception | None:

@@ -427,6 +427,17 @@ class TestUploader:
         uploader.close()
         assert remote.steps() == [2]
 
+    def test_the_first_of_several_failures_is_told_and_all_are_logged(
+        self, here: RunDir, remote: RemoteCheckpoints, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        uploader = Uploader(remote)
+        for step in (1, 2):
+            flip(write_checkpoint(here, step) / "trainer/__0.distcp")
+            uploader.submit(here.checkpoint(step), step)
+        with pytest.raises(CheckpointError, match=f"{here.checkpoint(1)}/trainer"):
+            uploader.close()
+        assert "uploading step 1 failed" in caplog.text and "uploading step 2 failed" in caplog.text
+
     def test_closing_tells_of_a_failure(self, here: RunDir, remote: RemoteCheckpoints) -> None:
         uploader = Uploader(remote)
         flip(write_checkpoint(here, 1) / "trainer/__0.distcp")
