@@ -86,13 +86,13 @@ def test_a_comparison_tells_every_kind_of_difference(pair: tuple[Path, Path]) ->
 
 def test_files_hold_no_more_than_asked_unless_one_tensor_does(tmp_path: Path) -> None:
     writer = SafetensorsWriter(tmp_path, max_file_bytes=100)
-    for name, elements in (("a", 10), ("b", 15), ("c", 50), ("d", 1)):
+    for name, elements in (("a", 10), ("b", 16), ("c", 50), ("d", 1), ("e", 24)):
         writer.add(name, torch.zeros(elements))
     writer.close()
     assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == [
-        f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)
+        f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)
     ]
-    assert (writer.num_tensors, writer.num_elements, writer.num_bytes) == (4, 76, 304)
+    assert (writer.num_tensors, writer.num_elements, writer.num_bytes) == (5, 101, 404)
 
 
 @pytest.mark.parametrize(
