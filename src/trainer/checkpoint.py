@@ -30,8 +30,8 @@ import msgspec
 
 from trainer.collective import Ranks, rank_and_world_size
 from trainer.commit import Commit, Identity, Snapshot, read_values
-from trainer.dcp import load_tensors
-from trainer.plain_state import State, as_state
+from trainer.dcp import check_same_tensors, read_tensors, saved_tensors
+from trainer.plain_state import ObjectsState, State, as_state
 from trainer.staging import Stager
 from trainer.state import RandomState, restore_random_state, seed_everything
 from triad import manifest
@@ -125,15 +125,15 @@ class Checkpointer:
         Raises:
             SaveError: this save (synchronous) or an earlier one (asynchronous) failed.
         """
-        self.poll()
-        if self._is_busy():
-            if self._when_busy == "skip" and not urgent:
+        if self._when_busy == "skip" and not urgent:
+            if any(self._control.all_gather(self._is_busy())):  # all ranks must decide alike
                 _log.warning("step %d is not saved: the save before it is still being written", step)
                 return False
+        elif self._is_busy():
             started = time.perf_counter()
             self.wait()
             _log.warning("waited %.1f s for the save before step %d", time.perf_counter() - started, step)
-            self.poll()
+        self._settle()
         snapshot = Snapshot.of(self._state, step, metrics=metrics, attachments=attachments)
         tensors = self._state.tensors()
         if self._save_async:
@@ -156,11 +156,8 @@ class Checkpointer:
             self._committed.append(step)
 
     def _is_busy(self) -> bool:
-        """Whether the save before is still being written; with `skip`, on any rank, as all must decide alike."""
-        if self._thread is None:
-            return False
-        is_busy = self._thread.is_alive()
-        return is_busy if self._when_busy == "wait" else any(self._control.all_gather(is_busy))
+        """Whether this rank is still writing the save before."""
+        return self._thread is not None and self._thread.is_alive()
 
     def poll(self) -> list[int]:
         """Return the steps committed since the last call; not collective.
@@ -168,6 +165,12 @@ class Checkpointer:
         Raises:
             SaveError: a save failed since the last call, and `on_failure` is `stop`.
         """
+        self._settle()
+        committed, self._committed = self._committed, []
+        return committed
+
+    def _settle(self) -> None:
+        """Take note of a save that has ended; the steps committed are left for `poll` to tell."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
             self._in_flight = None
@@ -176,8 +179,6 @@ class Checkpointer:
             if self._on_failure == "stop":
                 raise failure
             _log.error("%s", failure)
-        committed, self._committed = self._committed, []
-        return committed
 
     @property
     def in_flight(self) -> int | None:
@@ -199,9 +200,11 @@ class Checkpointer:
         """
         self.wait()
         failure = self._failure
-        self.poll()
-        self._commit.close()
-        self._control.close()
+        try:
+            self._settle()
+        finally:
+            self._commit.close()
+            self._control.close()
         if failure is not None:
             raise failure
 
@@ -216,6 +219,7 @@ class Checkpointer:
         Raises:
             CheckpointError: it is missing or damaged, holds no optimizer, or does not fit the state.
         """
+        self.wait()
         found = self._control.on_main(lambda: self._choose(step, verify), error=CheckpointError)
         chosen = self._control.broadcast(found)
         if chosen is None:
@@ -284,8 +288,11 @@ def load_state_with_optimizer(
         )
     step = manifest.verify(path, how=verify).step
     whole = as_state(state)
-    load_tensors(whole.tensors(), path / TRAINER_DIR)
-    whole.restore(read_values(path / TRAINER_DIR))
+    saved = saved_tensors(path / TRAINER_DIR)
+    tensors = whole.targets(saved) if isinstance(whole, ObjectsState) else whole.tensors()
+    check_same_tensors(tensors, saved, path)
+    whole.restore(read_values(path / TRAINER_DIR))  # before a tensor is touched: it may refuse
+    read_tensors(tensors, path / TRAINER_DIR)
     _restore_random(path / TRAINER_DIR, step, seed)  # last: loading may draw numbers
     return step
 

@@ -9,6 +9,8 @@ A failure on any rank is one on every rank, and takes the temporary directory wi
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import shutil
 import time
@@ -22,7 +24,7 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.collective import Ranks
+from trainer.collective import Ranks, describe
 from trainer.dcp import ShardWriter
 from trainer.plain_state import State
 from trainer.state import capture_random_state
@@ -32,6 +34,7 @@ from triad.errors import CheckpointError, SaveError
 from triad.events import report
 from triad.manifest import FileEntry, Fingerprints, Manifest
 
+_log = logging.getLogger("trainer")
 _VALUES_NAME = "progress.json"
 
 
@@ -128,17 +131,17 @@ class Commit:
             random_path = trainer_dir / f"random_rank_{self._ranks.rank}.json"
             self._ranks.together(lambda: random_path.write_bytes(snapshot.random_state))
             size = self._ranks.on_main(lambda: self._publish(snapshot, tensors, shards, temporary, final))
-        except SaveError as error:
+        except Exception as error:
             if self._ranks.is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise SaveError(
-                f"the checkpoint of step {snapshot.step} could not be saved in {self._directory}: {error}. "
+                f"the checkpoint of step {snapshot.step} could not be saved in {self._directory}: {describe(error)}. "
                 "Those before it are whole. Make room or mend the storage, then resume with latest."
             ) from error
         if self._ranks.is_main:
             seconds = time.perf_counter() - started
             report("saved checkpoint", step=snapshot.step, bytes=size, seconds=round(seconds, 3))
-        self._ranks.on_main(lambda: self._after_commit(final))
+            self._after_commit(final)
 
     def _publish(
         self,
@@ -166,7 +169,9 @@ class Commit:
             fingerprints=Fingerprints(
                 model=fingerprint_tensors(tensors), data=self._identity.data, config=self._identity.config
             ),
-            metrics={key: value for key, value in snapshot.metrics.items() if value == value},  # JSON has no NaN
+            metrics={
+                key: value for key, value in snapshot.metrics.items() if math.isfinite(value)
+            },  # JSON has no others
             libraries=manifest.library_versions(),
         )
         durable.fsync_tree(temporary)
@@ -175,12 +180,23 @@ class Commit:
         return sum(entry.size_bytes for entry in listing.files.values())
 
     def _after_commit(self, final: Path) -> None:
-        """Remove what the new commit makes needless, and tell whoever asked. The step stays whatever happens here."""
-        committed = {entry.step: entry.manifest.metrics for entry in list_entries(self._directory) if entry.manifest}
-        for step in self._retention.superseded(committed, {*self._protected, *self._in_use()}):
-            durable.remove_directory(self._directory / f"step_{step}")
+        """Remove what the new commit makes needless, and tell whoever asked.
+
+        The step is saved whatever happens here, so a failure is told and is none of the save.
+        """
+        try:
+            committed = {
+                entry.step: entry.manifest.metrics for entry in list_entries(self._directory) if entry.manifest
+            }
+            for step in self._retention.superseded(committed, {*self._protected, *self._in_use()}):
+                durable.remove_directory(self._directory / f"step_{step}")
+        except Exception as error:  # noqa: BLE001 - logged
+            _log.error("%s is saved, but older ones could not be removed: %s", final, describe(error))
         if self._on_commit is not None:
-            self._on_commit(final)
+            try:
+                self._on_commit(final)
+            except Exception as error:  # noqa: BLE001 - logged
+                _log.error("%s is saved, but what should follow failed: %s", final, describe(error))
 
     def close(self) -> None:
         """Leave the process group."""

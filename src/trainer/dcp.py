@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -216,7 +217,9 @@ def load_tensors(tensors: Mapping[str, Tensor], directory: Path) -> None:
 def read_tensors(tensors: Mapping[str, Tensor], directory: Path) -> None:
     """Fill `tensors` in place, whatever else the directory holds. Collective."""
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            # Of a single process it is no news that it is one.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             torch_dcp.load(dict(tensors), storage_reader=FileSystemReader(directory))
     except CheckpointException as error:  # a BaseException: `except Exception` would miss it
         reasons = "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items())

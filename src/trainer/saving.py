@@ -20,6 +20,10 @@ from triad.uploader import Uploader
 _log = logging.getLogger("trainer")
 
 
+class GraceOver(SaveError):
+    """The time of grace was over before the save that a signal asked for was done."""
+
+
 class Saver:
     """Drives a `Checkpointer` from the boundaries of steps. All methods are collective.
 
@@ -48,7 +52,8 @@ class Saver:
         self._stop = stop
         self._asked = 0
         self._is_time = False
-        self._last_saved = committed or 0
+        self._committed: list[int] = []
+        self._newest = committed or 0
         self._last_save_time = time.monotonic()
 
     def is_asked_to_stop(self) -> bool:
@@ -79,7 +84,14 @@ class Saver:
         if is_last or self._is_time or (config.interval is not None and step % config.interval == 0):
             self._save(step, metrics, attachments, urgent=is_last)
         self._check_uploads()
-        return self._checkpointer.poll()
+        self._poll()
+        committed, self._committed = self._committed, []
+        return committed
+
+    def _poll(self) -> None:
+        committed = self._checkpointer.poll()
+        self._committed += committed
+        self._newest = max([self._newest, *committed])
 
     def _check_uploads(self) -> None:
         if self._uploader is None or self._config is None:
@@ -95,7 +107,6 @@ class Saver:
         self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Path] | None, *, urgent: bool
     ) -> None:
         if self._checkpointer.save(step, metrics=metrics, attachments=attachments, urgent=urgent):
-            self._last_saved = step
             self._last_save_time = time.monotonic()
             self._is_time = False
 
@@ -108,16 +119,20 @@ class Saver:
 
         Raises:
             Stopped: always, when the step is saved.
-            SaveError: it could not be saved, or not within the time of grace.
+            SaveError: it could not be saved; `GraceOver`: not within the time of grace.
         """
         assert self._config is not None
         name = signal.Signals(self._asked).name
         deadline = time.monotonic() + self._config.grace_s
         report("saving before the stop", step=step, signal=name)
-        if step > self._last_saved:
-            self._save(step, metrics, attachments, urgent=True)
-        if not self._checkpointer.wait(max(0.0, deadline - time.monotonic())):
-            raise SaveError(f"{name}: the checkpoint of step {step} was not written within {self._config.grace_s:g} s")
+        is_in_time = self._checkpointer.wait(deadline - time.monotonic())  # it may be this step's
+        if is_in_time:
+            self._poll()
+            if step > self._newest:
+                self._save(step, metrics, attachments, urgent=True)
+                is_in_time = self._checkpointer.wait(max(0.0, deadline - time.monotonic()))
+        if not is_in_time:
+            raise GraceOver(f"{name}: the checkpoint of step {step} was not written within {self._config.grace_s:g} s")
         self._checkpointer.close()
         self._finish_uploads(max(0.0, deadline - time.monotonic()))
         stopped = Stopped(f"stopped by {name}: step {step} is saved" if step else f"stopped by {name} before step 1")

@@ -15,7 +15,7 @@ from trainer.commit import Identity
 from trainer.model import Policy, build_policy, trained_tensors
 from trainer.optim import build_optimizer
 from trainer.parallel import Parallel
-from trainer.saving import Saver
+from trainer.saving import GraceOver, Saver
 from trainer.state import Progress, TrainState
 from trainer.warm_start import load_weights_only
 from trainer.weights import WeightPublisher
@@ -61,7 +61,8 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Wait for the last save, also where training failed; then leave the process group."""
         if kind is not None:
-            self.checkpointer.wait(_LAST_SAVE_S)
+            if not issubclass(kind, GraceOver):
+                self.checkpointer.wait(_LAST_SAVE_S)
             return
         self.saver.close()
         if self.metrics is not None:
@@ -112,7 +113,7 @@ def start_session(
         _log.info("resumed from step %d: %d samples trained", resume_step, progress.samples)
     elif weights_only is not None:
         report("loading weights", path=str(weights_only))
-        load_weights_only(trained_tensors(policy.causal_lm), weights_only)
+        load_weights_only(trained_tensors(policy.causal_lm), weights_only, how=ckpt.verify if ckpt else "full")
     if ckpt is not None:
         checkpointer.reserve()
     if uploads and isinstance(resume_step, int):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import pickle
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -256,9 +255,7 @@ class _DcpSource:
 
     def _read(self, tensors: Mapping[str, Tensor]) -> None:
         if tensors:
-            with warnings.catch_warnings():  # of a single process it is no news that it is one
-                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-                read_tensors(tensors, self._directory)
+            read_tensors(tensors, self._directory)
 
 
 class _SafetensorsSource:

@@ -155,23 +155,25 @@ def _watch(attempt: Attempt, commands: dict[str, list[str]], config: TrainingCom
     if isinstance(outcome, Child):
         raise _death(outcome)
     if isinstance(outcome, int):
-        return _report_stop(attempt, config, step=console.last_step, number=outcome)
+        (trainer,) = [child for child in supervisor.children if child.name == "trainer"]
+        return _report_stop(attempt, config, trainer, step=console.last_step, number=outcome)
     print(f"finished step {console.last_step} of {max_steps}; weights: {attempt.run_dir.weights_of(console.last_step)}")
     return 0
 
 
-def _report_stop(attempt: Attempt, config: TrainingCommand, *, step: int, number: int) -> int:
+def _report_stop(attempt: Attempt, config: TrainingCommand, trainer: Child, *, step: int, number: int) -> int:
     """Say what a stopped run saved; return 128 + signal, or `NOT_SAVED` where its last step should be and is not."""
-    steps = attempt.run_dir.committed_steps()
-    newest = steps[-1] if steps else 0
     stopped = f"stopped at step {step} of {config.max_steps}"
     if config.ckpt is None:
         print(f"{stopped}; nothing was saved (--ckpt saves the step that a signal stops at)")
         return 128 + number
-    resume = f"go on from step {newest} with --ckpt.resume-step latest" if steps else "there is no checkpoint"
-    if newest < step:
-        reason = error_message(attempt.run_dir.logs(attempt.number) / "trainer.log") or "see the trainer's log"
-        print(f"{stopped}; step {step} was NOT saved ({reason}); {resume}")
+    steps = attempt.run_dir.committed_steps()
+    resume = f"go on from step {steps[-1]} with --ckpt.resume-step latest" if steps else "there is no checkpoint"
+    # By SIGTERM itself it ends only before it has begun to train; 128 + SIGTERM says that everything landed.
+    has_landed = trainer.process.returncode in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
+    if not has_landed or (steps[-1] if steps else 0) < step:
+        reason = error_message(trainer.log) or f"see {trainer.log}"
+        print(f"{stopped}; step {step} was NOT saved: {reason}\n{resume}")
         return NOT_SAVED
     print(f"{stopped}, which is saved; {resume}" if step else f"{stopped}, before anything was trained")
     return 128 + number
