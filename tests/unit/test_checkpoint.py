@@ -1,40 +1,31 @@
-"""Checkpoints: bit-equal after loading, refused when they do not fit or are damaged, never half there."""
+"""Checkpoints: bit-equal after loading, refused when they do not fit or are damaged."""
 
 from __future__ import annotations
 
+import logging
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from trainer import checkpoint
-from trainer.checkpoint import ORCHESTRATOR_DIR, TRAINER_DIR, Checkpointer
-from trainer.model import build_policy
-from trainer.optim import build_optimizer, clip_gradients, update_parameters
+from tests.train_states import MakeState, copied, draw, same, state_maker, train
+from trainer import commit
+from trainer.checkpoint import Checkpointer
+from trainer.commit import Identity
 from trainer.parallel import Parallel
-from trainer.state import (
-    Progress,
-    TrainState,
-    capture_random_state,
-    local_part,
-    restore_random_state,
-    seed_everything,
-)
-from triad import durable, manifest
-from triad.config import CkptConfig
-from triad.config.trainer import OptimConfig, TrainedModelConfig
+from trainer.state import TrainState, capture_random_state, local_part, restore_random_state, seed_everything
+from triad import manifest
+from triad.checkpoints import ORCHESTRATOR_DIR, TRAINER_DIR, BestMetric, Retention
 from triad.errors import CheckpointError
 from triad.journal import STATE_NAME
 from triad.run_dir import RunDir
 
-Models = Callable[..., Path]
-MakeState = Callable[..., TrainState]
+both = pytest.mark.parametrize("save_async", [False, True], ids=["sync", "async"])
 
 
 @pytest.fixture
@@ -45,72 +36,44 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 @pytest.fixture
-def make_state(tiny_model: Models, parallel: Parallel) -> MakeState:
-    def make(*, seed: int = 0, steps: int = 0, weights: bool = True, **model: Any) -> TrainState:
-        config = TrainedModelConfig(name=str(tiny_model(**model)), init="random")
-        policy = build_policy(config, parallel, seed=seed, weights=weights)
-        state = TrainState(policy, build_optimizer(policy, OptimConfig(lr=0.01)), Progress())
-        train(state, steps)
-        return state
-
-    return make
+def make_state(tiny_model: Callable[..., Path], parallel: Parallel) -> MakeState:
+    return state_maker(tiny_model, parallel)
 
 
-@pytest.fixture
-def make_checkpointer(run_dir: RunDir, parallel: Parallel) -> Callable[..., Checkpointer]:
-    def make(**config: Any) -> Checkpointer:
-        return Checkpointer(run_dir, CkptConfig(**config), parallel, seed=0, fingerprint="f" * 32)
-
-    return make
-
-
-def train(state: TrainState, steps: int) -> None:
-    """Steps with random gradients: they use torch's generator, as dropout does."""
-    for _ in range(steps):
-        for parameter in state.policy.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-            local_part(parameter.grad).copy_(torch.randn(local_part(parameter).shape))
-        clip_gradients(state.policy, 1.0)
-        update_parameters(state.optimizer, lr=0.01)
-        state.progress.step += 1
-        state.progress.samples += 8
-        state.progress.tokens += 100
+def save(run_dir: RunDir, state: TrainState, **options: Any) -> Path:
+    """Save one step to its end."""
+    with Checkpointer(run_dir.checkpoints, state) as checkpointer:
+        checkpointer.save(state.progress.step, **options)
+    return run_dir.checkpoint(state.progress.step)
 
 
-def snapshot(state: TrainState) -> dict[str, Tensor]:
-    return {name: local_part(tensor).clone() for name, tensor in state.tensors().items()}
+def load(run_dir: RunDir, state: TrainState, step: int) -> None:
+    with Checkpointer(run_dir.checkpoints, state) as checkpointer:
+        assert checkpointer.load(step) == step
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def draw() -> tuple[float, float, float, float]:
-    return random.random(), random.gauss(0, 1), float(np.random.rand()), float(torch.rand(()))
-
-
-def test_all_state_comes_back_bit_for_bit(
-    make_state: MakeState, make_checkpointer: Callable[..., Checkpointer], run_dir: RunDir
-) -> None:
+@both
+def test_all_state_comes_back_bit_for_bit(make_state: MakeState, run_dir: RunDir, save_async: bool) -> None:
     seed_everything(5, step=0, rank=0)
     state = make_state(steps=3)
     random.gauss(0, 1)  # leaves the second of a pair behind, which is state too
-    checkpointer = make_checkpointer()
-    directory = checkpointer.save(state)
-    saved, progress = snapshot(state), (state.progress.step, state.progress.samples, state.progress.tokens)
+    checkpointer = Checkpointer(run_dir.checkpoints, state, save_async=save_async)
+    assert checkpointer.save(3)
+    saved, progress = copied(state.tensors()), (state.progress.step, state.progress.samples, state.progress.tokens)
     next_numbers = draw()
     train(state, 2)
-    straight = snapshot(state)
+    straight = copied(state.tensors())
+    checkpointer.close()
+    assert run_dir.committed_steps() == [3]
 
-    assert directory == run_dir.checkpoint(3) and run_dir.committed_steps() == [3]
     resumed = make_state(seed=1, weights=False)
     seed_everything(99, step=7, rank=3)
-    checkpointer.load(resumed, 3)
-    assert same(snapshot(resumed), saved)
+    load(run_dir, resumed, 3)
+    assert same(copied(resumed.tensors()), saved)
     assert (resumed.progress.step, resumed.progress.samples, resumed.progress.tokens) == progress == (3, 24, 300)
     assert draw() == next_numbers
     train(resumed, 2)
-    assert same(snapshot(resumed), straight), "the next steps are the same steps"
+    assert same(copied(resumed.tensors()), straight), "the next steps are the same steps"
 
 
 def test_the_state_has_every_parameter_with_both_moments(make_state: MakeState) -> None:
@@ -132,15 +95,17 @@ def test_state_made_for_loading_is_what_adamw_would_make(make_state: MakeState) 
         assert made.stride() == real.stride(), name
 
 
-def test_a_resume_before_the_first_step(make_state: MakeState, make_checkpointer: Callable[..., Checkpointer]) -> None:
+@both
+def test_a_resume_before_the_first_step(make_state: MakeState, run_dir: RunDir, save_async: bool) -> None:
     seed_everything(0, step=0, rank=0)
-    state, checkpointer = make_state(), make_checkpointer()
-    checkpointer.save(state)
-    train(state, 2)
+    state = make_state()
+    with Checkpointer(run_dir.checkpoints, state, save_async=save_async) as checkpointer:
+        checkpointer.save(0)
+        train(state, 2)
     resumed = make_state(seed=1)
-    checkpointer.load(resumed, 0)
+    load(run_dir, resumed, 0)
     train(resumed, 2)
-    assert same(snapshot(resumed), snapshot(state))
+    assert same(copied(resumed.tensors()), copied(state.tensors()))
 
 
 @pytest.mark.parametrize(
@@ -155,21 +120,20 @@ def test_a_resume_before_the_first_step(make_state: MakeState, make_checkpointer
     ids=["more layers", "fewer layers", "other width", "untied", "other kind"],
 )
 def test_another_model_is_refused_and_nothing_is_touched(
-    saved: dict[str, Any], loaded: dict[str, Any], make_state: MakeState, make_checkpointer: Callable[..., Checkpointer]
+    saved: dict[str, Any], loaded: dict[str, Any], make_state: MakeState, run_dir: RunDir
 ) -> None:
-    checkpointer = make_checkpointer()
-    checkpointer.save(make_state(steps=1, **saved))
+    save(run_dir, make_state(steps=1, **saved))
     state = make_state(seed=3, **loaded)
-    before = snapshot(state)
+    before, generators = copied(state.tensors()), capture_random_state()
     with pytest.raises(CheckpointError, match="does not fit this model") as caught:
-        checkpointer.load(state, 1)
+        load(run_dir, state, 1)
     assert caught.value.exit_code == 2 and "step_1" in str(caught.value)
-    assert same(snapshot(state), before) and state.progress.step == 0
+    assert same(copied(state.tensors()), before) and state.progress.step == 0
+    assert capture_random_state() == generators
 
 
-def test_another_dtype_is_refused(make_state: MakeState, make_checkpointer: Callable[..., Checkpointer]) -> None:
-    checkpointer = make_checkpointer()
-    checkpointer.save(make_state(steps=1))
+def test_another_dtype_is_refused(make_state: MakeState, run_dir: RunDir) -> None:
+    save(run_dir, make_state(steps=1))
 
     class Half(TrainState):
         def tensors(self) -> dict[str, Tensor]:
@@ -177,26 +141,22 @@ def test_another_dtype_is_refused(make_state: MakeState, make_checkpointer: Call
 
     state = make_state()
     with pytest.raises(CheckpointError, match="float32 there, .* torch.bfloat16 here"):
-        checkpointer.load(Half(state.policy, state.optimizer, state.progress), 1)
+        load(run_dir, Half(state.policy, state.optimizer, state.progress), 1)
 
 
 @pytest.mark.parametrize("kind", ["flipped", "truncated", "missing", "swapped"])
-def test_damage_to_any_file_is_found_before_a_byte_is_used(
-    kind: str, make_state: MakeState, make_checkpointer: Callable[..., Checkpointer], run_dir: RunDir
-) -> None:
-    checkpointer = make_checkpointer()
-    checkpointer.save(make_state(steps=1))
-    checkpointer.save(other := make_state(steps=2))
+def test_damage_to_any_file_is_found_before_a_byte_is_used(kind: str, make_state: MakeState, run_dir: RunDir) -> None:
+    save(run_dir, make_state(steps=1))
+    save(run_dir, other := make_state(steps=2))
     files = sorted(manifest.verify(run_dir.checkpoint(2)).files)
     assert len(files) == 4 and f"{TRAINER_DIR}/__0_0.distcp" in files
-    before = snapshot(other)
+    before = copied(other.tensors())
     for name in files:
         path = run_dir.checkpoint(2) / name
         whole = path.read_bytes()
+        middle = len(whole) // 2
         if kind == "flipped":
-            path.write_bytes(
-                whole[: len(whole) // 2] + bytes([whole[len(whole) // 2] ^ 4]) + whole[len(whole) // 2 + 1 :]
-            )
+            path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 4]) + whole[middle + 1 :])
         elif kind == "truncated":
             path.write_bytes(whole[:-1])
         elif kind == "missing":
@@ -206,127 +166,117 @@ def test_damage_to_any_file_is_found_before_a_byte_is_used(
             if path.read_bytes() == whole:
                 continue
         with pytest.raises(CheckpointError) as caught:
-            checkpointer.load(other, 2)
+            load(run_dir, other, 2)
         assert str(path) in str(caught.value)
         path.write_bytes(whole)
-    assert same(snapshot(other), before)
-    checkpointer.load(other, 2)
+    assert same(copied(other.tensors()), before)
+    load(run_dir, other, 2)
 
 
-def test_only_the_newest_are_kept(
-    make_state: MakeState, make_checkpointer: Callable[..., Checkpointer], run_dir: RunDir
+def damage(run_dir: RunDir, step: int) -> None:
+    path = run_dir.checkpoint(step) / TRAINER_DIR / "progress.json"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def test_latest_falls_back_past_damage_and_says_so(
+    make_state: MakeState, run_dir: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state, checkpointer = make_state(), make_checkpointer(interval=1, keep=2)
+    for steps in (1, 2, 3):
+        save(run_dir, make_state(steps=steps))
+    damage(run_dir, 3)
+    state = make_state()
+    with Checkpointer(run_dir.checkpoints, state) as checkpointer:
+        assert checkpointer.load("latest") == 2 == state.progress.step
+        assert "skipping the checkpoint of step 3" in caplog.text and "progress.json is damaged" in caplog.text
+        with pytest.raises(CheckpointError, match="progress.json is damaged"):
+            checkpointer.load(3)
+        with pytest.raises(CheckpointError, match="step_9"):
+            checkpointer.load(9)
+        damage(run_dir, 1)
+        damage(run_dir, 2)
+        for choice in ("latest", "auto"):
+            with pytest.raises(CheckpointError, match="every checkpoint is damaged"):
+                checkpointer.load(choice)
+    assert state.progress.step == 2
+
+
+def test_auto_starts_afresh_where_latest_is_refused(make_state: MakeState, run_dir: RunDir) -> None:
+    state = make_state(steps=1)
+    before = copied(state.tensors())
+    with Checkpointer(run_dir.checkpoints, state) as checkpointer:
+        assert checkpointer.load("auto") == 0
+        with pytest.raises(CheckpointError, match="there is no checkpoint in .*auto"):
+            checkpointer.load()
+    assert same(copied(state.tensors()), before)
+
+
+def test_a_load_waits_for_the_save_before_it(make_state: MakeState, run_dir: RunDir) -> None:
+    state = make_state(steps=1)
+    with Checkpointer(run_dir.checkpoints, state) as checkpointer:
+        for _ in range(5):
+            checkpointer.save(state.progress.step)
+            assert checkpointer.load() == state.progress.step
+            train(state, 1)
+
+
+@both
+def test_only_the_newest_are_kept(make_state: MakeState, run_dir: RunDir, save_async: bool) -> None:
+    state = make_state()
+    checkpointer = Checkpointer(run_dir.checkpoints, state, save_async=save_async, retention=Retention(keep=2))
     for step in range(1, 5):
         train(state, 1)
-        checkpointer.save(state)
+        checkpointer.save(step)
+        checkpointer.wait()
         assert run_dir.committed_steps() == list(range(max(1, step - 1), step + 1))
+    checkpointer.close()
     assert sorted(path.name for path in run_dir.checkpoints.iterdir()) == ["step_3", "step_4"]
 
 
-def test_a_damaged_step_does_not_count_as_one_of_the_kept(
-    make_state: MakeState, make_checkpointer: Callable[..., Checkpointer], run_dir: RunDir
+def test_retention_spares_the_best_every_third_what_was_loaded_and_what_is_in_use(
+    make_state: MakeState, run_dir: RunDir
 ) -> None:
-    state, checkpointer = make_state(), make_checkpointer(interval=1, keep=2)
-    for _ in range(2):
-        train(state, 1)
-        checkpointer.save(state)
-    (run_dir.checkpoint(2) / manifest.MANIFEST_NAME).write_text("{")
-    train(state, 1)
-    checkpointer.save(state)
+    state, used = make_state(), {4}
+    save(run_dir, state)
+    retention = Retention(keep=1, keep_interval=3, keep_best=BestMetric.parse("min:loss"))
+    with Checkpointer(run_dir.checkpoints, state, retention=retention, in_use=lambda: used) as checkpointer:
+        checkpointer.load(0)
+        for step, loss in enumerate((5.0, 2.0, 9.0, 7.0, float("inf"), 8.0, 7.0), start=1):
+            checkpointer.save(step, metrics={"loss": loss, "nothing": float("nan")})
+    assert run_dir.committed_steps() == [0, 2, 3, 4, 6, 7]
+    assert manifest.read_manifest(run_dir.checkpoint(2)).metrics == {"loss": 2.0}
+
+
+def test_a_metric_without_bounds_does_not_spoil_the_manifest(make_state: MakeState, run_dir: RunDir) -> None:
+    save(run_dir, make_state(steps=1), metrics={"loss": float("inf"), "worse": float("-inf"), "lr": 0.5})
+    assert manifest.verify(run_dir.checkpoint(1)).metrics == {"lr": 0.5}
+
+
+def test_a_damaged_step_does_not_count_as_one_of_the_kept(make_state: MakeState, run_dir: RunDir) -> None:
+    state = make_state()
+    checkpointer = Checkpointer(run_dir.checkpoints, state, save_async=False, retention=Retention(keep=2))
+    for step in (1, 2, 3):
+        checkpointer.save(step)
+        if step == 2:
+            (run_dir.checkpoint(2) / manifest.MANIFEST_NAME).write_text("{")
     assert run_dir.committed_steps() == [1, 3]
 
 
-@pytest.mark.parametrize(
-    ("config", "due"),
-    [(None, []), ({}, [7]), ({"interval": 3}, [3, 6, 7]), ({"interval": 7}, [7]), ({"interval": 1}, list(range(1, 8)))],
-)
-def test_when_a_checkpoint_is_due(
-    config: dict[str, int] | None, due: list[int], run_dir: RunDir, parallel: Parallel
-) -> None:
-    section = None if config is None else CkptConfig(**config)
-    checkpointer = Checkpointer(run_dir, section, parallel, seed=0, fingerprint="")
-    assert [step for step in range(1, 8) if checkpointer.is_due(step, 7)] == due
-
-
-def fails(*_: object, **__: object) -> None:
-    raise OSError(28, "No space left on device")
-
-
-FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "writing tensors": lambda patch: patch.setattr(torch, "save", fails),
-    "writing the manifest": lambda patch: patch.setattr(manifest, "write_manifest", fails),
-    "flushing": lambda patch: patch.setattr(durable, "fsync_tree", fails),
-    "renaming": lambda patch: patch.setattr(durable, "publish_directory", fails),
-    "linking": lambda patch: patch.setattr(checkpoint, "_link_or_copy", fails),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_save_that_fails_leaves_nothing_visible_and_the_old_steps_alone(
-    fault: str, make_state: MakeState, make_checkpointer: Callable[..., Checkpointer], run_dir: RunDir,
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-) -> None:  # fmt: skip
-    state, checkpointer = make_state(steps=1), make_checkpointer(interval=1, keep=1)
-    orchestrator_state = tmp_path / STATE_NAME
-    orchestrator_state.write_text("{}")
-    checkpointer.save(state, orchestrator_state=orchestrator_state)
-    train(state, 1)
-    with monkeypatch.context() as patch:
-        FAULTS[fault](patch)
-        with pytest.raises((OSError, CheckpointError), match="No space left"):
-            checkpointer.save(state, orchestrator_state=orchestrator_state)
-    assert run_dir.committed_steps() == [1]
-    assert [path.name for path in run_dir.checkpoints.iterdir() if path.name.startswith("step_")] == ["step_1"]
-    manifest.verify(run_dir.checkpoint(1))
-    checkpointer.save(state, orchestrator_state=orchestrator_state)  # and the next try is not in its way
-    assert run_dir.committed_steps() == [2]
-    checkpointer.load(make_state(), 2)
-    assert run_dir.clear_leftovers() == []
-
-
-def test_tensors_that_a_writer_loses_fail_the_save(
-    make_state: MakeState,
-    make_checkpointer: Callable[..., Checkpointer],
-    run_dir: RunDir,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """torch swallows an I/O error in a writer thread and reports success with items missing."""
-    writer = checkpoint.FileSystemWriter
-    whole = writer.write_data
-
-    def lossy(self: Any, plan: Any, planner: Any) -> Any:
-        future = whole(self, plan, planner)
-        future.value().pop()
-        return future
-
-    monkeypatch.setattr(writer, "write_data", lossy)
-    with pytest.raises(CheckpointError, match="1 of .* tensors were not written"):
-        make_checkpointer().save(make_state(steps=1))
-    assert run_dir.committed_steps() == []
-
-
-def test_the_state_of_the_orchestrator_is_part_of_the_commit(
-    make_state: MakeState, make_checkpointer: Callable[..., Checkpointer], run_dir: RunDir, tmp_path: Path
-) -> None:
+def test_attachments_are_part_of_the_commit(make_state: MakeState, run_dir: RunDir, tmp_path: Path) -> None:
     source = tmp_path / STATE_NAME
     source.write_bytes(b'{"next_task": 17}')
-    checkpointer, state = make_checkpointer(), make_state(steps=1)
-    linked = checkpointer.save(state, orchestrator_state=source) / ORCHESTRATOR_DIR / STATE_NAME
+    state = make_state(steps=1)
+    name = f"{ORCHESTRATOR_DIR}/{STATE_NAME}"
+    linked = save(run_dir, state, attachments={name: source}) / name
     assert linked.read_bytes() == source.read_bytes()
     source.unlink()
-    listing = manifest.verify(run_dir.checkpoint(1))
-    assert f"{ORCHESTRATOR_DIR}/{STATE_NAME}" in listing.files
+    assert name in manifest.verify(run_dir.checkpoint(1)).files
     linked.write_bytes(b'{"next_task": 18}')
     with pytest.raises(CheckpointError, match=STATE_NAME):
-        checkpointer.load(state, 1)
+        load(run_dir, state, 1)
 
 
-def test_state_on_another_filesystem_is_copied(
-    make_state: MakeState,
-    make_checkpointer: Callable[..., Checkpointer],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_an_attachment_on_another_filesystem_is_copied(
+    make_state: MakeState, run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / STATE_NAME
     source.write_bytes(b"{}")
@@ -334,32 +284,36 @@ def test_state_on_another_filesystem_is_copied(
     def no_link(*_: object) -> None:
         raise OSError(18, "Invalid cross-device link")
 
-    monkeypatch.setattr(checkpoint.os, "link", no_link)
-    directory = make_checkpointer().save(make_state(steps=1), orchestrator_state=source)
-    assert (directory / ORCHESTRATOR_DIR / STATE_NAME).read_bytes() == b"{}"
+    monkeypatch.setattr(commit.os, "link", no_link)
+    directory = save(run_dir, make_state(steps=1), attachments={"a/b.json": source})
+    assert (directory / "a" / "b.json").read_bytes() == b"{}"
 
 
-def test_the_manifest_says_who_wrote_it(
-    make_state: MakeState, make_checkpointer: Callable[..., Checkpointer], run_dir: RunDir
-) -> None:
-    make_checkpointer().save(make_state(steps=2))
+def test_the_manifest_says_who_wrote_it(make_state: MakeState, run_dir: RunDir) -> None:
+    files = {f"{TRAINER_DIR}/config.toml": b"lr = 1", "model/config.json": b"{}"}
+    identity = Identity("a run", "data", "config", files)
+    state = make_state(steps=2)
+    with Checkpointer(run_dir.checkpoints, state, identity=identity) as checkpointer:
+        checkpointer.save(2)
     listing = manifest.verify(run_dir.checkpoint(2))
     assert (listing.kind, listing.step, listing.policy_version, listing.world_size) == ("checkpoint", 2, 2, 1)
-    assert (
-        listing.run_id == run_dir.run_id() and listing.fingerprints.config == "f" * 32 and "torch" in listing.libraries
-    )
+    assert (listing.run_id, listing.fingerprints.data, listing.fingerprints.config) == ("a run", "data", "config")
+    assert "torch" in listing.libraries and files.keys() <= listing.files.keys()
+    assert (run_dir.checkpoint(2) / "model" / "config.json").read_bytes() == b"{}"
+    other = commit.fingerprint_tensors(make_state(num_hidden_layers=3).tensors())
+    assert listing.fingerprints.model == commit.fingerprint_tensors(state.tensors()) != other
 
 
 def test_a_rank_that_the_checkpoint_does_not_know_derives_its_generator(
-    make_state: MakeState, make_checkpointer: Callable[..., Checkpointer], run_dir: RunDir, parallel: Parallel
+    make_state: MakeState, run_dir: RunDir, parallel: Parallel
 ) -> None:
-    checkpointer, state = make_checkpointer(), make_state(steps=1)
-    directory = checkpointer.save(state)
+    state = make_state(steps=1)
+    directory = save(run_dir, state)
     shutil.copyfile(directory / TRAINER_DIR / "random_rank_0.json", directory / TRAINER_DIR / "random_rank_1.json")
     listing = manifest.read_manifest(directory)
     listing.files = manifest.describe_files(directory)
     manifest.write_manifest(directory, listing)
-    checkpointer.load(state, 1)
+    load(run_dir, state, 1)
     got = draw()
     seed_everything(0, step=1, rank=parallel.rank)
     assert draw() == got
@@ -381,3 +335,11 @@ def test_seeds_differ_by_seed_step_and_rank() -> None:
         seed_everything(seed, step=step, rank=rank)
         drawn.append(draw())
     assert drawn[0] == drawn[-1] and len(set(drawn)) == 4
+
+
+def test_a_save_that_nothing_disturbs_warns_of_nothing(
+    make_state: MakeState, run_dir: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        save(run_dir, make_state(steps=1))
+    assert not caplog.records

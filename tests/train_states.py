@@ -1,0 +1,103 @@
+"""Training states for tests of checkpoints: a tiny policy with AdamW, trained by random gradients."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.dcp import ShardWriter
+from trainer.model import build_policy
+from trainer.optim import build_optimizer, clip_gradients, update_parameters
+from trainer.parallel import Parallel
+from trainer.state import Progress, TrainState, local_part
+from triad.config.trainer import OptimConfig, TrainedModelConfig
+from triad.manifest import FileEntry
+
+MakeState = Callable[..., TrainState]
+
+
+def state_maker(tiny_model: Callable[..., Path], parallel: Parallel) -> MakeState:
+    """Return a maker of states: `make(seed=0, steps=0, weights=True, **model)`."""
+
+    def make(*, seed: int = 0, steps: int = 0, weights: bool = True, **model: Any) -> TrainState:
+        config = TrainedModelConfig(name=str(tiny_model(**model)), init="random")
+        policy = build_policy(config, parallel, seed=seed, weights=weights)
+        state = TrainState(policy, build_optimizer(policy, OptimConfig(lr=0.01)), Progress())
+        train(state, steps)
+        return state
+
+    return make
+
+
+def train(state: TrainState, steps: int) -> None:
+    """Take steps with random gradients: they use torch's generator, as dropout does."""
+    for _ in range(steps):
+        for parameter in state.policy.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+            local_part(parameter.grad).copy_(torch.randn(local_part(parameter).shape))
+        clip_gradients(state.policy, 1.0)
+        update_parameters(state.optimizer, lr=0.01)
+        state.progress.advance(samples=8, tokens=100)
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a copy of this rank's part of each tensor."""
+    return {name: local_part(tensor).detach().clone() for name, tensor in tensors.items()}
+
+
+def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    """Whether two sets of tensors have the same names and bits."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def draw() -> tuple[float, float, float, float]:
+    """Draw a number from each generator."""
+    return random.random(), random.gauss(0, 1), float(np.random.rand()), float(torch.rand(()))
+
+
+class HeldWrites:
+    """Keeps saves from writing until they are released.
+
+    Attributes:
+        begun: set when a save has come to its writing.
+    """
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self._released = threading.Event()
+
+    def release(self) -> None:
+        """Let them write."""
+        self._released.set()
+
+    def wait(self) -> None:
+        """Called by the writing thread."""
+        self.begun.set()
+        assert self._released.wait(30), "nobody released the save"
+
+
+@contextmanager
+def held_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldWrites]:
+    """Hold every save back just before it writes its tensors, and release it at the end at the latest."""
+    held = HeldWrites()
+    write = ShardWriter.write
+
+    def late(writer: ShardWriter, tensors: Mapping[str, Tensor], directory: Path) -> dict[str, FileEntry]:
+        held.wait()
+        return write(writer, tensors, directory)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "write", late)
+        try:
+            yield held
+        finally:
+            held.release()
