@@ -91,6 +91,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._in_flight: int | None = None
         self._failure: Exception | None = None
+        self._unmended: Exception | None = None  # of the newest save, for as long as no later one commits
         self._committed: list[int] = []
 
     def __enter__(self) -> Checkpointer:
@@ -151,8 +152,9 @@ class Checkpointer:
         try:
             action()
         except Exception as error:  # noqa: BLE001 - kept for the next call, which raises it
-            self._failure = error
+            self._failure = self._unmended = error
         else:
+            self._unmended = None
             self._committed.append(step)
 
     def _is_busy(self) -> bool:
@@ -199,14 +201,13 @@ class Checkpointer:
             SaveError: it failed; also where `on_failure` is `warn`, as no later one will make good for it.
         """
         self.wait()
-        failure = self._failure
         try:
             self._settle()
         finally:
             self._commit.close()
             self._control.close()
-        if failure is not None:
-            raise failure
+        if self._unmended is not None:
+            raise self._unmended
 
     def load(self, step: int | Literal["latest", "auto"] = "latest", *, verify: Verification = "full") -> int:
         """Restore the state from the checkpoint of `step`; return its step.

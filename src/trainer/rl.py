@@ -44,7 +44,7 @@ def _train(config: TrainerConfig, session: Session) -> None:
     policy, progress, saver, run_dir = session.policy, session.progress, session.saver, session.run_dir
     loss_function = grpo_loss(config.loss)
     report("waiting for batches", step=progress.step, max_steps=config.max_steps)
-    checkpoints = run_dir.committed_steps()  # read again only after a commit: listing them costs a read each
+    kept = run_dir.committed_steps()  # read again only after a commit: listing them costs a read each
     stopwatch = Stopwatch()
     metrics: dict[str, float] = {}
 
@@ -75,11 +75,20 @@ def _train(config: TrainerConfig, session: Session) -> None:
         session.log(step, metrics)
         with stopwatch.phase("checkpoint"):
             committed = saver.after_step(step, metrics, _attachments(run_dir, step))
-        if committed:
-            checkpoints = run_dir.committed_steps()
-            if parallel.is_main:
-                run_dir.prune_batches(checkpoints[0])
-        session.publisher.prune(_needed_weights([*checkpoints, *saver.unsettled(), step], config.async_level))
+        kept = _prune_batches(session) if committed else kept
+        session.publisher.prune(_needed_weights([*kept, *saver.unsettled(), step], config.async_level))
+
+    saver.wait()
+    kept = _prune_batches(session)
+    session.publisher.prune(_needed_weights([*kept, progress.step], config.async_level))
+
+
+def _prune_batches(session: Session) -> list[int]:
+    """Remove the batches that no checkpoint needs any more; return the steps with a checkpoint."""
+    steps = session.run_dir.committed_steps()
+    if session.parallel.is_main and steps:
+        session.run_dir.prune_batches(steps[0])
+    return steps
 
 
 def _wait_for_batch(run_dir: RunDir, step: int, config: TrainerConfig) -> None:

@@ -139,6 +139,15 @@ class Saver:
         stopped.exit_code = 128 + self._asked
         raise stopped
 
+    def wait(self) -> None:
+        """Wait until what was saved is committed.
+
+        Raises:
+            SaveError: it failed, and the configuration says to stop then.
+        """
+        self._checkpointer.wait()
+        self._checkpointer.poll()
+
     def close(self) -> None:
         """Wait for the last save and its upload, then leave the process groups.
 
