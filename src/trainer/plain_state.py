@@ -187,7 +187,7 @@ class ObjectsState:
             for group in optimizer.param_groups
         ]
         state = {
-            place: plain
+            place.removeprefix(f"{name}."): plain
             for place, parameter, _ in self._named(name, optimizer)
             if (plain := {k: v for k, v in optimizer.state.get(parameter, {}).items() if not isinstance(v, Tensor)})
         }
@@ -197,7 +197,7 @@ class ObjectsState:
         for group, saved in zip(optimizer.param_groups, values["param_groups"], strict=True):
             group.update(saved)
         for place, parameter, _ in self._named(name, optimizer):
-            state = values["state"].get(place, {}) | self._moments.pop(id(parameter), {})
+            state = values["state"].get(place.removeprefix(f"{name}."), {}) | self._moments.pop(id(parameter), {})
             if state:
                 optimizer.state[parameter] = state
             else:

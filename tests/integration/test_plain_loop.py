@@ -1,0 +1,76 @@
+"""The loop in docs/checkpoints_api.md, as it stands there: killed and started again it is the loop that ran through."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from triad import manifest
+from triad.checkpoints import list_entries
+
+MAX_STEPS = 40
+DEADLINE_S = 60
+
+
+def example() -> str:
+    """The one program of the page: its first block of Python."""
+    page = (ROOT / "docs" / "checkpoints_api.md").read_text()
+    return re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0]
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("example") / "loop.py"
+    path.write_text(example())
+    return path
+
+
+def run(script: Path, directory: Path, *, kill_after: int | None = None) -> list[str]:
+    """Run the loop, killing it by SIGKILL as soon as it prints step `kill_after`; return the lines that it printed."""
+    command = [sys.executable, str(script), str(directory), str(MAX_STEPS)]
+    lines: list[str] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        for line in process.stdout:
+            lines.append(line)
+            if kill_after is not None and line.startswith(f"{kill_after} "):
+                process.kill()
+                break
+        errors = process.stderr.read()
+        code = process.wait(DEADLINE_S)
+    assert code == (0 if kill_after is None else -9), errors
+    return lines
+
+
+def test_the_example_killed_twice_is_the_example_that_ran_through(script: Path, tmp_path: Path) -> None:
+    straight = run(script, tmp_path / "straight")
+    assert len(straight) == MAX_STEPS and len({line.split()[2] for line in straight}) == MAX_STEPS
+    assert {line.split()[1] for line in straight} == {"1", "2", "3", "4", "5"}, "the order of five epochs"
+
+    killed = tmp_path / "killed"
+    first = run(script, killed, kill_after=9)
+    committed = [entry.step for entry in list_entries(killed) if entry.status == "committed"]
+    assert committed and committed[-1] in (7, 8, 9)
+    second = run(script, killed, kill_after=27)
+    assert second[0] == straight[committed[-1]], "it goes on with the step after the newest checkpoint"
+    third = run(script, killed)
+    for lines in (first, second, third):
+        start = int(lines[0].split()[0]) - 1
+        whole = [line for line in lines if line.endswith("\n")]
+        assert whole == straight[start : start + len(whole)]
+
+    files = [manifest.verify(path / f"step_{MAX_STEPS}").files for path in (tmp_path / "straight", killed)]
+    for name in ("__0_0.distcp", "progress.json"):
+        assert files[0][f"trainer/{name}"] == files[1][f"trainer/{name}"], name
+    generators = [
+        json.loads((path / f"step_{MAX_STEPS}" / "trainer" / "random_rank_0.json").read_bytes())
+        for path in (tmp_path / "straight", killed)
+    ]
+    for name in ("torch_cpu", "python_keys"):  # NumPy's the example does not seed
+        assert generators[0][name] == generators[1][name]
