@@ -1,0 +1,258 @@
+"""Two real ranks that save and load together: `python -m tests.checkpoint_ranks DIRECTORY`.
+
+Each rank goes through all scenarios and writes what it saw into `DIRECTORY/rank_R.json`, by scenario.
+`DIRECTORY/one` is a checkpoint of `make_objects` saved by one process beforehand.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.train_states import copied, held_writes, same
+from trainer import dcp
+from trainer.checkpoint import Checkpointer, load_state_with_optimizer, save_state
+from trainer.parallel import Parallel
+from trainer.plain_state import ObjectsState
+from trainer.saving import Saver
+from trainer.stop import StopRequest
+from triad.config import CkptConfig
+from triad.errors import Stopped, TriadError
+
+Objects = dict[str, Any]
+WIDTH = 256
+DEADLINE_S = 120
+
+
+def make_objects(seed: int, mesh: DeviceMesh | None = None) -> Objects:
+    """A module, sharded over the mesh if there is one, its optimizer and a counter."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, 3))
+    if mesh is not None:
+        fully_shard(model, mesh=mesh)
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01), "progress": {"step": 0}}
+
+
+def train(objects: Objects, steps: int = 1) -> None:
+    """Real steps: forward, backward, update; over ranks these are collectives of the default group."""
+    for _ in range(steps):
+        objects["optimizer"].zero_grad()
+        objects["model"](torch.randn(4, WIDTH)).square().mean().backward()
+        objects["optimizer"].step()
+        objects["progress"]["step"] += 1
+
+
+def whole(objects: Objects) -> dict[str, Tensor]:
+    """Every tensor in full. Collective."""
+    tensors = ObjectsState(objects).tensors()
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+        for name, tensor in tensors.items()
+    }
+
+
+def names_in(directory: Path) -> list[str]:
+    """What lies in a directory of checkpoints."""
+    dist.barrier()
+    names = sorted(path.name for path in directory.iterdir()) if directory.exists() else []
+    dist.barrier()
+    return names
+
+
+def message_of(action: Callable[[], object]) -> str:
+    """The message of the error that `action` raises."""
+    try:
+        action()
+    except TriadError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class Scenarios:
+    """What the ranks do; every method returns what its rank saw."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self.directory = directory
+        self.rank = rank
+        self.mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+        self.parallel = Parallel(rank=rank, world_size=2, device=torch.device("cpu"), mesh=self.mesh)
+
+    def saves_behind_training(self) -> dict[str, Any]:
+        """Collectives of training on the default group while a save goes on in its own."""
+        objects = make_objects(0, self.mesh)
+        train(objects, 2)
+        place = self.directory / "behind"
+        with pytest.MonkeyPatch.context() as patch, held_writes(patch) as held, Checkpointer(place, objects) as saving:
+            saving.save(2)
+            saved = copied(ObjectsState(objects).tensors())
+            numbers = torch.random.get_rng_state()
+            train(objects)
+            held.release()
+            train(objects, 5)
+            saving.save(3)
+            staged = saving._stager.num_bytes
+        other = make_objects(1, self.mesh)
+        with Checkpointer(place, other) as loading:
+            step = loading.load(2)
+        total = sum(tensor.numel() * tensor.element_size() for tensor in whole(objects).values())
+        return {
+            "step": step,
+            "is_equal": same(copied(ObjectsState(other).tensors()), saved),
+            "is_random_equal": torch.equal(torch.random.get_rng_state(), numbers),
+            "progress": other["progress"],
+            "moved_on": not same(copied(ObjectsState(objects).tensors()), saved),
+            "staged_share": staged / total,
+            "largest_file_share": max(p.stat().st_size for p in (place / "step_2/trainer").glob("*.distcp")) / total,
+        }
+
+    def one_rank_fails(self) -> dict[str, Any]:
+        """EIO while rank 1 writes its shard."""
+        objects = make_objects(0, self.mesh)
+        train(objects)
+        place = self.directory / "fails"
+        checkpointer = Checkpointer(place, objects)
+
+        def broken(*_: object) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+        with pytest.MonkeyPatch.context() as patch:
+            if self.rank == 1:
+                patch.setattr(dcp.os, "write", broken)
+            checkpointer.save(1)
+            train(objects)
+            checkpointer.wait()
+        told = message_of(checkpointer.poll)
+        left = names_in(place)
+        checkpointer.save(2)
+        checkpointer.close()
+        return {"told": told, "left": left, "then": names_in(place)}
+
+    def both_skip(self) -> dict[str, Any]:
+        """Rank 0 is still busy after the commit, rank 1 is not: they must decide alike."""
+        released = threading.Event()
+        objects = make_objects(0, self.mesh)
+        place = self.directory / "skip"
+        checkpointer = Checkpointer(
+            place,
+            objects,
+            when_busy="skip",
+            on_commit=lambda path: released.wait(30) if path.name == "step_1" else None,
+        )
+        checkpointer.save(1)
+        if self.rank == 1:
+            checkpointer.wait()
+            checkpointer.poll()
+        dist.barrier()
+        answers = [checkpointer.save(2)]
+        released.set()
+        checkpointer.wait()
+        dist.barrier()
+        answers.append(checkpointer.save(3))
+        checkpointer.close()
+        return {"answers": answers, "left": names_in(place)}
+
+    def changes_its_number(self) -> dict[str, Any]:
+        """Load what one process saved, save it again, and save a trained state for one process to load."""
+        objects = make_objects(5, self.mesh)
+        step = load_state_with_optimizer(self.directory / "one", objects)
+        kinds = sorted({type(tensor).__name__ for tensor in ObjectsState(objects).tensors().values()})
+        save_state(self.directory / "two", objects, step=step)
+        train(objects, 2)
+        save_state(self.directory / "trained", objects, step=step + 2)
+        full = whole(objects)
+        if self.rank == 0:
+            torch.save(full, self.directory / "trained.pt")
+        return {"step": step, "kinds": kinds, "progress": objects["progress"]}
+
+    def damage_is_told_to_all(self) -> dict[str, Any]:
+        """Only rank 0 verifies."""
+        objects = make_objects(0, self.mesh)
+        place = self.directory / "damaged"
+        with Checkpointer(place, objects) as checkpointer:
+            checkpointer.save(1)
+        dist.barrier()
+        if self.rank == 0:
+            path = place / "step_1" / "trainer" / "__1_0.distcp"
+            path.write_bytes(path.read_bytes()[:-1])
+        dist.barrier()
+        with Checkpointer(place, objects) as checkpointer:
+            return {"told": message_of(lambda: checkpointer.load(1)), "auto": message_of(checkpointer.load)}
+
+    def one_rank_is_asked_to_stop(self) -> dict[str, Any]:
+        """A signal that reaches rank 1 alone stops both after one save."""
+        objects = make_objects(0, self.mesh)
+        place, stop = self.directory / "asked", StopRequest()
+        checkpointer = Checkpointer(place, objects)
+        saver = Saver(checkpointer, CkptConfig(), self.parallel, max_steps=10, committed=None, stop=stop)
+        asked = [saver.is_asked_to_stop()]
+        train(objects)
+        saver.after_step(1, {})
+        if self.rank == 1:
+            stop.ask(10)
+        asked.append(saver.is_asked_to_stop())
+        try:
+            saver.stop(1, {"loss": 1.0})
+        except Stopped as stopped:
+            return {"asked": asked, "code": stopped.exit_code, "message": str(stopped), "left": names_in(place)}
+        return {}
+
+    def clocks_differ(self) -> dict[str, Any]:
+        """By the clock of rank 1 no time passes; rank 0's decides."""
+        objects = make_objects(0, self.mesh)
+        place = self.directory / "clock"
+        with Checkpointer(place, objects) as checkpointer:
+            config = CkptConfig(every_minutes=1e-9 if self.rank == 0 else 1e9)
+            saver = Saver(checkpointer, config, self.parallel, max_steps=10, committed=None, stop=StopRequest())
+            saver.is_asked_to_stop()
+            saver.after_step(1, {})
+        return {"left": names_in(place)}
+
+
+def _rank(rank: int, directory: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(directory / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    scenarios = Scenarios(directory, rank)
+    seen: Mapping[str, Any] = {
+        name: getattr(scenarios, name)()
+        for name, thing in vars(Scenarios).items()
+        if callable(thing) and not name.startswith("_")
+    }
+    (directory / f"rank_{rank}.json").write_text(json.dumps(seen))
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Start both ranks; return 0 when both came through."""
+    directory = Path(sys.argv[1])
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_rank, args=(rank, directory)) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(DEADLINE_S)
+        if process.exitcode != 0:
+            for other in ranks:
+                other.kill()
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.stdout.flush()
+    os._exit(main())

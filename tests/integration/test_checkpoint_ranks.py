@@ -1,0 +1,93 @@
+"""Two ranks save and load together: overlapped with training, alike in every decision, never whole on one rank."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint_ranks import make_objects, train, whole
+from tests.conftest import ROOT
+from trainer.checkpoint import load_state_with_optimizer, save_state
+from triad import manifest
+
+DEADLINE_S = 150
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where both ranks have gone through their scenarios; `one` was saved by this process alone."""
+    made = tmp_path_factory.mktemp("ranks")
+    objects = make_objects(0)
+    train(objects, 3)
+    save_state(made / "one", objects, step=3)
+    command = [sys.executable, "-m", "tests.checkpoint_ranks", str(made)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    return made
+
+
+@pytest.fixture
+def seen(directory: Path, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What each rank saw in the scenario that the test is named after."""
+    scenario = request.node.originalname.removeprefix("test_")
+    return [json.loads((directory / f"rank_{rank}.json").read_text())[scenario] for rank in (0, 1)]
+
+
+def test_saves_behind_training(seen: list[dict[str, Any]]) -> None:
+    for rank in seen:
+        assert rank["step"] == 2 and rank["progress"] == {"step": 2}
+        assert rank["is_equal"] and rank["is_random_equal"] and rank["moved_on"]
+        assert 0.45 < rank["staged_share"] < 0.6, "each rank copies its own half"
+        assert rank["largest_file_share"] < 0.7, "and writes no more than that"
+
+
+def test_one_rank_fails(seen: list[dict[str, Any]]) -> None:
+    for rank in seen:
+        assert rank["told"].startswith("SaveError: the checkpoint of step 1 could not be saved")
+        assert "rank 1: Input/output error" in rank["told"] and "__1_0.distcp" in rank["told"]
+        assert "rank 0" not in rank["told"]
+        assert rank["left"] == [] and rank["then"] == ["step_2"]
+
+
+def test_both_skip(seen: list[dict[str, Any]]) -> None:
+    for rank in seen:
+        assert rank == {"answers": [False, True], "left": ["step_1", "step_3"]}
+
+
+def test_changes_its_number(seen: list[dict[str, Any]], directory: Path) -> None:
+    """1 to 2 to 1 ranks, and 2 to 1: the state is the same bits."""
+    for rank in seen:
+        assert rank["step"] == 3 and rank["kinds"] == ["DTensor", "Tensor"] and rank["progress"] == {"step": 5}
+    assert manifest.verify(directory / "one").world_size == 1
+    assert manifest.verify(directory / "two").world_size == 2
+    loaded = {}
+    for name in ("one", "two", "trained"):
+        objects = make_objects(9)
+        load_state_with_optimizer(directory / name, objects)
+        loaded[name] = whole(objects) | {"step": torch.tensor(objects["progress"]["step"])}
+    trained = torch.load(directory / "trained.pt", weights_only=True) | {"step": torch.tensor(5)}
+    for mine, theirs in ((loaded["two"], loaded["one"]), (loaded["trained"], trained)):
+        assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert not torch.equal(loaded["one"]["model.0.weight"], loaded["trained"]["model.0.weight"])
+
+
+def test_damage_is_told_to_all(seen: list[dict[str, Any]]) -> None:
+    for rank in seen:
+        assert rank["told"].startswith("CheckpointError: ") and "__1_0.distcp is damaged" in rank["told"]
+        assert "every checkpoint is damaged" in rank["auto"]
+
+
+def test_one_rank_is_asked_to_stop(seen: list[dict[str, Any]]) -> None:
+    for rank in seen:
+        assert rank["asked"] == [False, True] and rank["code"] == 138 and rank["left"] == ["step_1"]
+        assert rank["message"] == "stopped by SIGUSR1: step 1 is saved"
+
+
+def test_clocks_differ(seen: list[dict[str, Any]]) -> None:
+    assert [rank["left"] for rank in seen] == [["step_1"], ["step_1"]]
