@@ -64,7 +64,8 @@ def prepare(
         orchestrator: for RL runs: what makes the batches; decides whether journaled ones still hold.
 
     Raises:
-        RunDirError: the directory is in use, or holds a run and neither resume nor --clean was asked.
+        RunDirError: the directory is in use, cannot be written, or holds a run and neither resume nor
+            --clean was asked.
         ConfigError: options that contradict each other.
         CheckpointError: the step to resume from is not there, damaged, or of another model.
     """
@@ -81,9 +82,16 @@ def prepare(
             require_weights(ckpt.weights_only)
     _check_fits(attempt, trainer)
     if not dry_run:
-        if clean:
-            run_dir.remove_run()
-        _settle(attempt, how=ckpt.verify, last_batch=_last_batch(attempt, ckpt, trainer, orchestrator))
+        try:
+            if clean:
+                run_dir.remove_run()
+            run_dir.require_writable()
+            _settle(attempt, how=ckpt.verify, last_batch=_last_batch(attempt, ckpt, trainer, orchestrator))
+        except OSError as error:
+            raise RunDirError(
+                f"{run_dir.path} could not be prepared: {error}. No committed checkpoint is lost: mend the storage "
+                "or the permissions, then start again."
+            ) from None
         if ckpt.dir is not None and attempt.fork is None:
             set_aside_after(ckpt.dir, attempt.resume_step or 0)
     return attempt

@@ -152,6 +152,25 @@ class RunDir:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, str(os.getpid()).encode())
 
+    def require_writable(self) -> None:
+        """Refuse a directory that cannot be written now, rather than at the first save.
+
+        Raises:
+            RunDirError: naming the directory in it, and the reason.
+        """
+        for directory in (self.path, self.checkpoints, self.rollouts, self.weights):
+            if not directory.exists():
+                continue
+            probe = durable.temporary_sibling(directory / "probe")
+            try:
+                probe.touch()
+                probe.unlink()
+            except OSError as error:
+                raise RunDirError(
+                    f"{directory} cannot be written: {error.strerror}. Mend that, or choose another directory with "
+                    "--output-dir."
+                ) from None
+
     def create(self, *, forked_from: dict[str, str | int] | None = None) -> None:
         """Mark the directory as holding a run; one that does already keeps its id.
 
