@@ -147,12 +147,12 @@ class Scenarios:
         released = threading.Event()
         objects = make_objects(0, self.mesh)
         place = self.directory / "skip"
-        checkpointer = Checkpointer(
-            place,
-            objects,
-            when_busy="skip",
-            on_commit=lambda path: released.wait(30) if path.name == "step_1" else None,
-        )
+
+        def linger(path: Path) -> None:
+            if path.name == "step_1":
+                released.wait(30)
+
+        checkpointer = Checkpointer(place, objects, when_busy="skip", on_commit=linger)
         checkpointer.save(1)
         if self.rank == 1:
             checkpointer.wait()
