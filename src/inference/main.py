@@ -20,6 +20,7 @@ from inference.preflight import Preflight, check
 from triad.config import InferenceConfig
 from triad.errors import ConfigError, TriadError
 from triad.events import report
+from triad.heartbeat import start_heartbeat
 from triad.process import available_cores, die_with_launcher, set_thread_environment, set_up_logging
 
 
@@ -27,6 +28,7 @@ def main(argv: list[str]) -> int:
     """Serve the configuration in the file that `argv` names; return the exit code."""
     set_up_logging("inference")
     die_with_launcher()
+    start_heartbeat()
     try:
         if len(argv) != 1:
             raise ConfigError(f"usage: python -m inference.main <resolved.toml>, got {len(argv)} arguments")

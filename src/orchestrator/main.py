@@ -26,6 +26,7 @@ from orchestrator.tokenizer import load_tokenizer
 from triad import events
 from triad.config.orchestrator import OrchestratorConfig
 from triad.errors import ConfigError
+from triad.heartbeat import start_heartbeat
 from triad.messages import Batch
 from triad.process import die_with_launcher, run_reporting_errors, set_up_logging
 from triad.run_dir import RunDir
@@ -155,6 +156,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     die_with_launcher()
     set_up_logging("orchestrator")
+    start_heartbeat()
     run_reporting_errors(lambda: asyncio.run(run_until_stopped(_read_config(arguments))))
 
 

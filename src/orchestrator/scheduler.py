@@ -41,12 +41,14 @@ class Start:
 def find_start(run_dir: RunDir, resume_step: int | None) -> Start:
     """Return where to begin: after the journal's batches if some follow the checkpoint, else after the checkpoint.
 
-    The trainer trains on the batches that are there, so they are never made again.
+    The trainer trains on the batches that are there, so they are never made again. An orchestrator that
+    is started again in the middle of a run goes by the newest checkpoint, which may be later than
+    `resume_step`: batches before it may be gone.
 
     Raises:
         CheckpointError: the state is missing or damaged.
     """
-    trainer_step = resume_step or 0
+    trainer_step = max([resume_step or 0, *run_dir.committed_steps()])
     published = set(run_dir.published_batches())
     last = trainer_step
     while last + 1 in published:

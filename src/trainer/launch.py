@@ -20,6 +20,7 @@ import tomli
 from trainer.stop import STOP_REQUEST
 from triad.config import SftConfig, TrainerConfig
 from triad.events import report
+from triad.heartbeat import start_heartbeat
 from triad.process import (
     available_cores,
     die_with_launcher,
@@ -37,6 +38,7 @@ def _worker(program: str, config_path: str, parent: int) -> None:
     die_with_parent(parent=parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_up_logging("trainer")
+    start_heartbeat(f"_rank_{os.environ['RANK']}")
     module_name, config_type = _PROGRAMS[program]
     config = config_type.model_validate(tomli.loads(Path(config_path).read_text()))
     if config.ckpt is not None:
@@ -53,6 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     die_with_launcher()
     set_up_logging("trainer")
+    start_heartbeat()
     module_name, config_type = _PROGRAMS[arguments.program]
     config = config_type.model_validate(tomli.loads(Path(arguments.config).read_text()))
     ranks = config.parallel.num_ranks

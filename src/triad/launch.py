@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import urllib.error
 import urllib.request
@@ -19,13 +18,13 @@ from triad.config.inference import InferenceConfig
 from triad.config.orchestrator import OrchestratorConfig
 from triad.config.rl import RlConfig, hand_down_shared
 from triad.config.trainer import SftConfig, TrainerConfig, TrainingCommand
-from triad.console import Console
-from triad.errors import NOT_SAVED, ConfigError, DataError, InferenceError, ProcessDied
-from triad.events import EVENTS_ENV, PROCESS_ENV
+from triad.errors import ConfigError, DataError, InferenceError
+from triad.events import PROCESS_ENV
 from triad.process import available_cores
+from triad.restarts import Restarts
 from triad.resume import Attempt, prepare, with_resume, write_config
 from triad.run_dir import RunDir, resolve_resume_step
-from triad.supervise import Child, Supervisor, error_message, last_lines
+from triad.watch import Plan, watch
 
 
 def launch_training(program: str, config: TrainingCommand) -> int:
@@ -34,9 +33,8 @@ def launch_training(program: str, config: TrainingCommand) -> int:
     attempt = prepare(config, clean=config.clean, dry_run=config.dry_run)
     config = with_resume(config, attempt.resume_step)
     path = write_config(attempt, "trainer" if program == "rl" else program, config, dry_run=config.dry_run)
-    if config.dry_run:
-        return _print_plan(attempt, [path], config.max_steps)
-    return _watch(attempt, {"trainer": [sys.executable, "-m", "trainer.launch", program, str(path)]}, config)
+    plan = Plan(attempt, {"trainer": [sys.executable, "-m", "trainer.launch", program, str(path)]}, config, [path])
+    return _print_plan(plan) if config.dry_run else watch(plan)
 
 
 def launch_rl(config: RlConfig) -> int:
@@ -46,29 +44,43 @@ def launch_rl(config: RlConfig) -> int:
     urls = config.orchestrator.client.urls
     is_ours = _address(config.inference) in urls  # otherwise the servers are somebody else's to start
     served = _served_model(config.inference) if is_ours else None
-    attempt = prepare(config.trainer, clean=config.clean, dry_run=config.dry_run, orchestrator=config.orchestrator)
+    starts_inference = is_ours and served is None
+    plan = _plan_rl(config, starts_inference=starts_inference)
+    if config.dry_run:
+        return _print_plan(plan)
+    if not is_ours:
+        print(f"using the inference servers at {', '.join(urls)}")
+    elif served is not None:
+        print(f"using the inference server that answers at {_address(config.inference)} (model {served})")
+    return watch(
+        plan,
+        again=lambda: _plan_rl(config, starts_inference=starts_inference, again=True),
+        restarts=Restarts(config.max_restarts, config.restart_window_s),
+        heartbeat_timeout_s=config.heartbeat_timeout_s,
+    )
+
+
+def _plan_rl(config: RlConfig, *, starts_inference: bool, again: bool = False) -> Plan:
+    """Decide where the run starts, or goes on after its trainer died, and write every process's configuration."""
+    clean = config.clean and not again
+    attempt = prepare(
+        config.trainer, clean=clean, dry_run=config.dry_run, orchestrator=config.orchestrator, again=again
+    )
     trainer = with_resume(config.trainer, attempt.resume_step)
     orchestrator = with_resume(config.orchestrator, attempt.resume_step)
-    _share_cores(trainer, config.inference)
-    dry_run = config.dry_run
-    paths = {
-        name: write_config(attempt, name, section, dry_run=dry_run)
-        for name, section in (("trainer", trainer), ("orchestrator", orchestrator), ("inference", config.inference))
-    }
-    write_config(attempt, "rl", config, dry_run=dry_run)
-    if dry_run:
-        return _print_plan(attempt, list(paths.values()), trainer.max_steps)
+    inference = config.inference.model_copy(deep=True)
+    _share_cores(trainer, inference)
+    sections = {"trainer": trainer, "orchestrator": orchestrator, "inference": inference}
+    paths = {name: write_config(attempt, name, section, dry_run=config.dry_run) for name, section in sections.items()}
+    write_config(attempt, "rl", config, dry_run=config.dry_run)
     commands = {
         "trainer": [sys.executable, "-m", "trainer.launch", "rl", str(paths["trainer"])],
         "orchestrator": [sys.executable, "-m", "orchestrator.main", str(paths["orchestrator"])],
     }
-    if not is_ours:
-        print(f"using the inference servers at {', '.join(urls)}")
-    elif served is None:
+    if starts_inference:
         commands = {"inference": [sys.executable, "-m", "inference.main", str(paths["inference"])], **commands}
-    else:
-        print(f"using the inference server that answers at {_address(config.inference)} (model {served})")
-    return _watch(attempt, commands, trainer)
+    health = {"inference": f"{_address(inference)}/health"} if starts_inference else {}
+    return Plan(attempt, commands, trainer, list(paths.values()), health)
 
 
 def launch_orchestrator(config: OrchestratorConfig) -> int:
@@ -85,7 +97,8 @@ def launch_orchestrator(config: OrchestratorConfig) -> int:
     config = with_resume(config, resume_step)
     path = write_config(attempt, "orchestrator", config, dry_run=config.dry_run)
     if config.dry_run:
-        return _print_plan(attempt, [path], config.max_steps)
+        print(f"would make batches until step {config.max_steps}\nresolved configuration: {path}")
+        return 0
     return _become([sys.executable, "-m", "orchestrator.main", str(path)], "orchestrator")
 
 
@@ -115,80 +128,12 @@ def _share_cores(trainer: TrainerConfig, inference: InferenceConfig) -> None:
         inference.engine.threads = max(1, cores - trainer.parallel.threads * trainer.parallel.num_ranks)
 
 
-def _print_plan(attempt: Attempt, paths: list[Path], max_steps: int) -> int:
-    print(f"would start {attempt.start} in {attempt.run_dir.path} and train until step {max_steps}")
-    for path in paths:
+def _print_plan(plan: Plan) -> int:
+    attempt = plan.attempt
+    print(f"would start {attempt.start} in {attempt.run_dir.path} and train until step {plan.trainer.max_steps}")
+    for path in plan.paths:
         print(f"resolved configuration: {path}")
     return 0
-
-
-def _watch(attempt: Attempt, commands: dict[str, list[str]], config: TrainingCommand) -> int:
-    """Start the commands, show the run, stop everything when one ends badly; return the exit code.
-
-    A signal asks the trainer to save its current step first, where checkpoints are on.
-
-    Args:
-        config: of the trainer.
-
-    Raises:
-        ProcessDied: one of them ended before its time.
-    """
-    logs = attempt.run_dir.logs(attempt.number)
-    logs.mkdir(parents=True, exist_ok=True)
-    events = logs / "events.jsonl"
-    max_steps = config.max_steps
-    console = Console(
-        metrics=attempt.run_dir.metrics, events=events, first_step=attempt.resume_step or 0, max_steps=max_steps
-    )
-    with Supervisor() as supervisor, console:
-        for name, argv in commands.items():
-            environment = {EVENTS_ENV: str(events), PROCESS_ENV: name}
-            supervisor.start(name, argv, logs / f"{name}.log", environment=environment, is_service=name == "inference")
-        outcome = supervisor.run(console.refresh)
-        if isinstance(outcome, int):
-            grace = config.ckpt.grace_s if config.ckpt else None
-            saving = f"saving the current step, for at most {grace:g} s" if grace else "stopping"
-            console.say(f"{signal.Signals(outcome).name}: {saving}")
-            if grace:
-                supervisor.ask_to_end("trainer", console.refresh, timeout_s=grace)
-        supervisor.stop()
-    if isinstance(outcome, Child):
-        raise _death(outcome)
-    if isinstance(outcome, int):
-        (trainer,) = [child for child in supervisor.children if child.name == "trainer"]
-        return _report_stop(attempt, config, trainer, step=console.last_step, number=outcome)
-    print(f"finished step {console.last_step} of {max_steps}; weights: {attempt.run_dir.weights_of(console.last_step)}")
-    return 0
-
-
-def _report_stop(attempt: Attempt, config: TrainingCommand, trainer: Child, *, step: int, number: int) -> int:
-    """Say what a stopped run saved; return 128 + signal, or `NOT_SAVED` where its last step should be and is not."""
-    stopped = f"stopped at step {step} of {config.max_steps}"
-    if config.ckpt is None:
-        print(f"{stopped}; nothing was saved (--ckpt saves the step that a signal stops at)")
-        return 128 + number
-    steps = attempt.run_dir.committed_steps()
-    resume = f"go on from step {steps[-1]} with --ckpt.resume-step latest" if steps else "there is no checkpoint"
-    # By SIGTERM itself it ends only before it has begun to train; 128 + SIGTERM says that everything landed.
-    has_landed = trainer.process.returncode in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
-    if not has_landed or (steps[-1] if steps else 0) < step:
-        reason = error_message(trainer.log) or f"see {trainer.log}"
-        print(f"{stopped}; step {step} was NOT saved: {reason}\n{resume}")
-        return NOT_SAVED
-    print(f"{stopped}, which is saved; {resume}" if step else f"{stopped}, before anything was trained")
-    return 128 + number
-
-
-def _death(child: Child) -> ProcessDied:
-    code = child.process.returncode
-    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    reason = error_message(child.log)
-    if reason is not None:
-        error = ProcessDied(f"{child.name}: {reason}\n       log: {child.log}")
-    else:
-        error = ProcessDied(f"{child.name} {how}; the last lines of {child.log}:\n{last_lines(child.log)}")
-    error.exit_code = code if code in (2, 3) else 1
-    return error
 
 
 def check_model(config: TrainingCommand) -> None:

@@ -53,7 +53,12 @@ class Attempt:
 
 
 def prepare(
-    trainer: TrainingCommand, *, clean: bool, dry_run: bool, orchestrator: OrchestratorConfig | None = None
+    trainer: TrainingCommand,
+    *,
+    clean: bool,
+    dry_run: bool,
+    orchestrator: OrchestratorConfig | None = None,
+    again: bool = False,
 ) -> Attempt:
     """Take the run directory, decide where to start, and set aside what that supersedes.
 
@@ -62,6 +67,8 @@ def prepare(
         clean: remove the run that is there.
         dry_run: decide and check everything, touch nothing.
         orchestrator: for RL runs: what makes the batches; decides whether journaled ones still hold.
+        again: go on with the run that this process has started before: from its newest checkpoint, or
+            its beginning, whatever the configuration says about resuming.
 
     Raises:
         RunDirError: the directory is in use, cannot be written, or holds a run and neither resume nor
@@ -71,6 +78,8 @@ def prepare(
     """
     run_dir = RunDir(trainer.output_dir)
     ckpt = trainer.ckpt or CkptConfig()
+    if again:
+        ckpt = ckpt.model_copy(update={"resume_step": "auto"})
     _refuse_contradictions(ckpt, clean=clean)
     if not dry_run:
         run_dir.lock()

@@ -8,6 +8,7 @@ rollouts/step_N/         the batch that step N trains on, and the orchestrator's
 rollouts/generations_N.log  finished generations of batch N while it is being made
 weights/step_N/          what inference serves (Hugging Face layout)
 metrics.jsonl            one JSON object per step
+heartbeats/              touched by every process every second
 logs/attempt_K/          one log per process, and events.jsonl (phases)
 discarded/attempt_K/     what a resume from an older step superseded, and damaged checkpoints
 """
@@ -30,6 +31,7 @@ from triad.checkpoints import Entry, list_entries, verify_checkpoint
 from triad.errors import CheckpointError, RunDirError
 from triad.manifest import Verification
 
+_LOCKED: set[Path] = set()  # by this process
 _STEP = re.compile(r"step_(\d+)$")
 _OF_STEP = re.compile(r"(step_\d+|generations_\d+\.log)$")
 _ATTEMPT = re.compile(r"attempt_(\d+)$")
@@ -87,6 +89,10 @@ class RunDir:
         """Directory of the logs of one attempt."""
         return self.path / "logs" / f"attempt_{attempt}"
 
+    def heartbeat(self, process: str) -> Path:
+        """What a process touches to show that it lives; its parts add to the name."""
+        return self.path / "heartbeats" / process
+
     def discarded(self, attempt: int) -> Path:
         """Where attempt `attempt` put what it superseded."""
         return self.path / "discarded" / f"attempt_{attempt}"
@@ -127,11 +133,13 @@ class RunDir:
         return max(_numbered(self.path / "configs", _ATTEMPT), default=0) + 1
 
     def lock(self) -> None:
-        """Take the directory for this process; the kernel frees it when the process ends.
+        """Take the directory for this process; the kernel frees it when the process ends. Again is no harm.
 
         Raises:
             RunDirError: another process holds it, or it cannot be written.
         """
+        if self.path in _LOCKED:
+            return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -151,6 +159,7 @@ class RunDir:
         # Never closed: the lock lasts as long as the process, whatever becomes of this object.
         os.ftruncate(descriptor, 0)
         os.write(descriptor, str(os.getpid()).encode())
+        _LOCKED.add(self.path)
 
     def require_writable(self) -> None:
         """Refuse a directory that cannot be written now, rather than at the first save.
@@ -186,7 +195,17 @@ class RunDir:
 
     def remove_run(self) -> None:
         """Remove everything that a run made here; other files stay."""
-        for name in ("run.json", "checkpoints", "rollouts", "weights", "metrics.jsonl", "configs", "logs", "discarded"):
+        for name in (
+            "run.json",
+            "checkpoints",
+            "rollouts",
+            "weights",
+            "metrics.jsonl",
+            "configs",
+            "logs",
+            "heartbeats",
+            "discarded",
+        ):
             path = self.path / name
             if path.is_dir():
                 shutil.rmtree(path)

@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +37,8 @@ class Child:
     process: subprocess.Popen[bytes]
     log: Path
     is_service: bool
+    argv: list[str]
+    environment: dict[str, str]
 
     @property
     def has_failed(self) -> bool:
@@ -79,7 +81,11 @@ class Supervisor:
     def start(
         self, name: str, argv: list[str], log: Path, *, environment: dict[str, str], is_service: bool = False
     ) -> Child:
-        """Start one child with its output in `log`."""
+        """Start one child with its output in `log`; it takes the place of a dead one of that name."""
+        for dead in [child for child in self.children if child.name == name]:
+            _signal_group(dead.process.pid, signal.SIGKILL, group=True)  # its own children, such as an engine
+            dead.process.wait()
+            self.children.remove(dead)
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as output:
             process = subprocess.Popen(
@@ -90,7 +96,7 @@ class Supervisor:
                 env={**os.environ, **environment, LAUNCHER_ENV: str(os.getpid())},
                 start_new_session=True,
             )
-        child = Child(name, process, log, is_service)
+        child = Child(name, process, log, is_service, argv, environment)
         self.children.append(child)
         return child
 
@@ -112,6 +118,23 @@ class Supervisor:
                 return None
             select.select([self._receiver], [], [], REFRESH_S)
             self._drain()
+
+    def restart(self, child: Child) -> Child:
+        """Start a dead child again, as it was started."""
+        return self.start(child.name, child.argv, child.log, environment=child.environment, is_service=child.is_service)
+
+    def kill(self, child: Child) -> None:
+        """Kill a child and its children."""
+        _signal_group(child.process.pid, signal.SIGKILL, group=True)
+
+    def pause(self, seconds: float, refresh: Callable[[], None]) -> int | None:
+        """Wait; return the number of a signal that came meanwhile."""
+        deadline = time.monotonic() + seconds
+        while self._signal is None and (left := deadline - time.monotonic()) > 0:
+            refresh()
+            select.select([self._receiver], [], [], min(left, REFRESH_S))
+            self._drain()
+        return self._signal
 
     def ask_to_end(self, name: str, refresh: Callable[[], None], *, timeout_s: float) -> bool:
         """Send SIGTERM to one child and wait for its end; return whether it came within `timeout_s`.
@@ -139,9 +162,14 @@ class Supervisor:
         except BlockingIOError:
             return
 
-    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """Ask all children to end, wait up to `timeout_s`, then kill what is left with its children."""
-        running = [child for child in self.children if child.process.poll() is None]
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S, *, names: Collection[str] | None = None) -> None:
+        """Ask children to end, wait up to `timeout_s`, then kill what is left with its children.
+
+        Args:
+            names: which; unset: all.
+        """
+        asked = [child for child in self.children if names is None or child.name in names]
+        running = [child for child in asked if child.process.poll() is None]
         for child in running:
             _signal_group(child.process.pid, signal.SIGTERM, group=False)
         deadline = time.monotonic() + timeout_s
@@ -151,7 +179,7 @@ class Supervisor:
             except subprocess.TimeoutExpired:
                 _signal_group(child.process.pid, signal.SIGKILL, group=True)
                 child.process.wait()
-        for child in self.children:
+        for child in asked:
             # A child that died left its own children (ranks, an engine) in its session.
             _signal_group(child.process.pid, signal.SIGKILL, group=True)
 

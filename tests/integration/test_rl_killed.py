@@ -62,7 +62,11 @@ def _terminate(run: RlRun) -> None:
 
 # In this order, each in an attempt of its own; expected: exit code, and what the launcher says (killed: nothing).
 _INTERRUPTIONS: dict[str, tuple[Callable[[RlRun], None], int, str]] = {
-    "SIGTERM at the start": (_interrupt_start, 143, f"stopped at step 0 of {REFERENCE_STEPS}, before anything was trained"),
+    "SIGTERM at the start": (
+        _interrupt_start,
+        143,
+        f"stopped at step 0 of {REFERENCE_STEPS}, before anything was trained",
+    ),
     "SIGKILL of a rank": (_kill_rank, 1, "error: trainer: rank 0 was killed by signal 9\n       log: "),
     "SIGKILL of the orchestrator": (
         _kill_orchestrator,
@@ -105,7 +109,8 @@ class DisturbedRun:
 @pytest.fixture(scope="module")
 def disturbed(rl_server: UsedServer, tmp_path_factory: pytest.TempPathFactory) -> DisturbedRun:
     directory = tmp_path_factory.mktemp("disturbed") / "run"
-    flags = (*rl_server.flags, "--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2")
+    by_hand = ("--max-restarts", "0")
+    flags = (*rl_server.flags, "--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2", *by_hand)
     resume = ("--ckpt.resume-step", "auto")
     generated_before = rl_server.generated_tokens()
     attempts: dict[str, Interrupted] = {}

@@ -37,6 +37,15 @@ class RlConfig(Command):
     ckpt: CkptConfig | None = None
     """For trainer and orchestrator: checkpoints."""
 
+    max_restarts: int = Field(default=3, ge=0)
+    """Start a process that died again, at most this often within `restart_window_s`; 0: the run ends."""
+
+    restart_window_s: float = Field(default=600.0, gt=0)
+    """The time in which `max_restarts` are counted, for each process by itself."""
+
+    heartbeat_timeout_s: float = Field(default=120.0, gt=0)
+    """A process that shows no sign of life for this long counts as dead."""
+
     clean: bool = False
     """Remove a run that the output directory already holds, then start afresh."""
 

@@ -1,0 +1,100 @@
+"""Heartbeats: a process that is stopped, or stuck so hard that no thread runs, is noticed from outside.
+
+The launcher names a file in the environment; a thread of the process touches it every second. What
+counts is that its time changes, not what it is, so clocks may jump.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+HEARTBEAT_ENV = "TRIAD_HEARTBEAT"
+PERIOD_S = 1.0
+_HEALTH_PERIOD_S = 5.0
+_HEALTH_TIMEOUT_S = 30.0
+
+
+def start_heartbeat(name: str = "") -> None:
+    """Beat for as long as this process lives, if the launcher asked for it.
+
+    Args:
+        name: distinguishes processes that share one environment, such as ranks.
+    """
+    prefix = os.environ.get(HEARTBEAT_ENV)
+    if prefix:
+        path = Path(f"{prefix}{name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        threading.Thread(target=_beat, args=(path,), name="heartbeat", daemon=True).start()
+
+
+def _beat(path: Path) -> None:
+    while True:
+        path.write_bytes(b"")
+        os.utime(path)
+        time.sleep(PERIOD_S)
+
+
+class Vitals:
+    """Signs of life of one process: its heartbeats, and the answers of its health route where it has one.
+
+    A health route that generates a token for its answer tells a hung engine from a living one.
+    """
+
+    def __init__(self, heartbeat: Path, health_url: str | None = None) -> None:
+        self._prefix = heartbeat
+        self._seen: dict[Path, tuple[int, float]] = {}
+        self._health = HealthProbe(health_url) if health_url else None
+
+    def silent_s(self) -> float:
+        """Return for how long the most silent of the parts that ever gave a sign has been silent."""
+        now = time.monotonic()
+        longest = self._health.silent_s() if self._health else 0.0
+        for path in self._prefix.parent.glob(f"{self._prefix.name}*"):
+            beat = path.stat().st_mtime_ns
+            known = self._seen.get(path)
+            if known is None or known[0] != beat:
+                self._seen[path] = (beat, now)
+            else:
+                longest = max(longest, now - known[1])
+        return longest
+
+    def forget(self) -> None:
+        """Start again, for a process that takes the place of another."""
+        for path in self._prefix.parent.glob(f"{self._prefix.name}*"):
+            path.unlink(missing_ok=True)
+        self._seen.clear()
+        if self._health:
+            self._health.forget()
+
+
+class HealthProbe:
+    """Asks a health route again and again, in a thread, and remembers when it last answered well."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._last_good: float | None = None
+        threading.Thread(target=self._ask, name="health", daemon=True).start()
+
+    def silent_s(self) -> float:
+        """Return the seconds since the last good answer; 0 before the first."""
+        return time.monotonic() - self._last_good if self._last_good is not None else 0.0
+
+    def forget(self) -> None:
+        """Wait for a first good answer again."""
+        self._last_good = None
+
+    def _ask(self) -> None:
+        while True:
+            asked = time.monotonic()
+            try:
+                with urllib.request.urlopen(self._url, timeout=_HEALTH_TIMEOUT_S):
+                    self._last_good = asked
+            except (OSError, http.client.HTTPException):
+                time.sleep(PERIOD_S)  # nobody there, or not well: its silence is what counts
+            else:
+                time.sleep(_HEALTH_PERIOD_S)

@@ -1,0 +1,44 @@
+"""Which dead processes are started again, how often, and after which delay."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+
+_FIRST_DELAY_S = 0.2
+_LAST_DELAY_S = 10.0
+_CRASH = 1
+
+
+class Restarts:
+    """The allowance of every process: at most `limit` restarts within `window_s` seconds.
+
+    Args:
+        limit: 0: none is ever started again.
+    """
+
+    def __init__(self, limit: int, window_s: float) -> None:
+        self.limit = limit
+        self.window_s = window_s
+        self._times: defaultdict[str, deque[float]] = defaultdict(deque)
+
+    def delay_s(self, name: str, exit_code: int) -> float | None:
+        """Return the seconds to wait before process `name` is started again; None: it is not.
+
+        Deaths by a signal and crashes are worth another try. Errors that were told (bad input, numbers
+        that broke, a full disk) would only come again.
+        """
+        if exit_code != _CRASH and 0 <= exit_code < 128:
+            return None
+        now = time.monotonic()
+        times = self._times[name]
+        while times and now - times[0] > self.window_s:
+            times.popleft()
+        if len(times) >= self.limit:
+            return None
+        times.append(now)
+        return min(_LAST_DELAY_S, _FIRST_DELAY_S * 2 ** (len(times) - 1))
+
+    def used(self, name: str) -> int:
+        """Restarts of `name` within the window."""
+        return len(self._times[name])

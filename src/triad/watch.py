@@ -1,0 +1,216 @@
+"""Watching a run: showing what it does, starting again what died, saving before a stop, saying how it ended.
+
+What a death costs:
+- inference: it is started again; the orchestrator waits, gives it the weights it should have, and asks
+  again for what was in flight, with the same seeds.
+- orchestrator: it is started again and goes on behind the last journaled batch; the trainer waits.
+- trainer (any rank): trainer and orchestrator are started again as a new attempt, from the newest
+  checkpoint; batches in the journal and finished generations are used again.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from triad import durable
+from triad.config.trainer import TrainingCommand
+from triad.console import Console
+from triad.errors import NOT_SAVED, ProcessDied
+from triad.events import EVENTS_ENV, PROCESS_ENV
+from triad.heartbeat import HEARTBEAT_ENV, Vitals
+from triad.restarts import Restarts
+from triad.resume import Attempt
+from triad.supervise import Child, Supervisor, error_message, last_lines
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One attempt, ready to start.
+
+    Attributes:
+        commands: argv of every process, by name, in the order of starting.
+        trainer: configuration of the trainer.
+        paths: the resolved configurations.
+        health_urls: what to ask for the health of a process, by name.
+    """
+
+    attempt: Attempt
+    commands: dict[str, list[str]]
+    trainer: TrainingCommand
+    paths: list[Path]
+    health_urls: dict[str, str] = field(default_factory=dict)
+
+
+def watch(
+    plan: Plan,
+    *,
+    again: Callable[[], Plan] | None = None,
+    restarts: Restarts | None = None,
+    heartbeat_timeout_s: float | None = None,
+) -> int:
+    """Run the processes of `plan` to their end; return the exit code.
+
+    Args:
+        again: makes the plan that goes on with the run after its trainer died.
+        restarts: the allowance of restarts; unset: none.
+        heartbeat_timeout_s: kill a process that is silent for this long; unset: never.
+
+    Raises:
+        ProcessDied: one of them ended before its time and was not to be started again.
+    """
+    restarts = restarts or Restarts(0, 0.0)
+    run_dir = plan.attempt.run_dir
+    vitals = {name: Vitals(run_dir.heartbeat(name), plan.health_urls.get(name)) for name in plan.commands}
+    with Supervisor() as supervisor:
+        while True:
+            watcher = _Watcher(plan, supervisor, restarts, vitals, heartbeat_timeout_s)
+            outcome = watcher.run()
+            if outcome is not None:
+                return outcome
+            assert again is not None, "only runs that can go on again end without an outcome"
+            plan = again()
+
+
+class _Watcher:
+    """Watches one attempt."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        supervisor: Supervisor,
+        restarts: Restarts,
+        vitals: dict[str, Vitals],
+        heartbeat_timeout_s: float | None,
+    ) -> None:
+        self._plan = plan
+        self._supervisor = supervisor
+        self._restarts = restarts
+        self._timeout_s = heartbeat_timeout_s
+        self._run_dir = plan.attempt.run_dir
+        self._logs = self._run_dir.logs(plan.attempt.number)
+        self._vitals = vitals
+        self._console = Console(
+            metrics=self._run_dir.metrics,
+            events=self._logs / "events.jsonl",
+            first_step=plan.attempt.resume_step or 0,
+            max_steps=plan.trainer.max_steps,
+        )
+
+    def run(self) -> int | None:
+        """Return the exit code of the run, or None when it is to go on in another attempt."""
+        self._logs.mkdir(parents=True, exist_ok=True)
+        with self._console:
+            self._start()
+            outcome = self._supervisor.run(self._refresh)
+            while isinstance(outcome, Child):
+                number = self._wait_to_restart(outcome)
+                if number is None and outcome.name == "trainer":
+                    self._supervisor.stop(names={"trainer", "orchestrator"})
+                    return None
+                if number is None:
+                    self._restart(outcome)
+                    outcome = self._supervisor.run(self._refresh)
+                else:
+                    outcome = number
+            if outcome is not None:
+                self._save_before_stop(outcome)
+            self._supervisor.stop()
+        if outcome is not None:
+            return self._report_stop(outcome)
+        step = self._console.last_step
+        print(f"finished step {step} of {self._plan.trainer.max_steps}; weights: {self._run_dir.weights_of(step)}")
+        return 0
+
+    def _start(self) -> None:
+        """Start what does not run yet; an inference server outlives an attempt."""
+        for name, argv in self._plan.commands.items():
+            if any(child.name == name and child.process.poll() is None for child in self._supervisor.children):
+                continue
+            environment = {
+                EVENTS_ENV: str(self._logs / "events.jsonl"),
+                PROCESS_ENV: name,
+                HEARTBEAT_ENV: str(self._run_dir.heartbeat(name)),
+            }
+            self._vitals[name].forget()
+            self._supervisor.start(
+                name, argv, self._logs / f"{name}.log", environment=environment, is_service=name == "inference"
+            )
+
+    def _restart(self, child: Child) -> None:
+        if child.name == "orchestrator":
+            durable.clear_leftovers(self._run_dir.rollouts)  # of the batch that it was publishing
+        self._vitals[child.name].forget()
+        child.environment[EVENTS_ENV] = str(self._logs / "events.jsonl")  # it may be of an earlier attempt
+        self._supervisor.restart(child)
+
+    def _refresh(self) -> None:
+        self._console.refresh()
+        if self._timeout_s is None:
+            return
+        for child in self._supervisor.children:
+            silent_s = self._vitals[child.name].silent_s()
+            if silent_s > self._timeout_s and child.process.poll() is None:
+                self._console.say(f"{child.name} has shown no sign of life for {silent_s:.0f} s: killing it")
+                self._supervisor.kill(child)
+
+    def _wait_to_restart(self, child: Child) -> int | None:
+        """Wait out the delay before `child` is started again; return the number of a signal that came meanwhile.
+
+        Raises:
+            ProcessDied: it is not to be started again.
+        """
+        delay = self._restarts.delay_s(child.name, child.process.returncode)
+        if delay is None:
+            self._supervisor.stop()
+            raise self._death(child)
+        used, limit = self._restarts.used(child.name), self._restarts.limit
+        self._console.say(f"{child.name} {_how_it_ended(child)}: starting it again (restart {used} of {limit})")
+        return self._supervisor.pause(delay, self._console.refresh)
+
+    def _death(self, child: Child) -> ProcessDied:
+        reason = error_message(child.log)
+        if reason is not None:
+            error = ProcessDied(f"{child.name}: {reason}\n       log: {child.log}")
+        else:
+            tail = last_lines(child.log)
+            error = ProcessDied(f"{child.name} {_how_it_ended(child)}; the last lines of {child.log}:\n{tail}")
+        used = self._restarts.used(child.name)
+        if used:
+            error.args = (f"{error}\n       it was started again {used} times in {self._restarts.window_s:g} s",)
+        code = child.process.returncode
+        error.exit_code = code if code in (2, 3) else 1
+        return error
+
+    def _save_before_stop(self, number: int) -> None:
+        """Have the trainer save its current step, where checkpoints are on."""
+        ckpt = self._plan.trainer.ckpt
+        saving = f"saving the current step, for at most {ckpt.grace_s:g} s" if ckpt else "stopping"
+        self._console.say(f"{signal.Signals(number).name}: {saving}")
+        if ckpt:
+            self._supervisor.ask_to_end("trainer", self._console.refresh, timeout_s=ckpt.grace_s)
+
+    def _report_stop(self, number: int) -> int:
+        """Say what a stopped run saved; return 128 + signal, or `NOT_SAVED` where its last step is not saved."""
+        step = self._console.last_step
+        stopped = f"stopped at step {step} of {self._plan.trainer.max_steps}"
+        if self._plan.trainer.ckpt is None:
+            print(f"{stopped}; nothing was saved (--ckpt saves the step that a signal stops at)")
+            return 128 + number
+        (trainer,) = [child for child in self._supervisor.children if child.name == "trainer"]
+        steps = self._run_dir.committed_steps()
+        resume = f"go on from step {steps[-1]} with --ckpt.resume-step latest" if steps else "there is no checkpoint"
+        has_failed = trainer.process.returncode in (1, 2, 3)  # it may be that an upload did not land
+        if has_failed or (steps[-1] if steps else 0) < step:
+            reason = error_message(trainer.log) or f"see {trainer.log}"
+            print(f"{stopped}; step {step} was NOT saved: {reason}\n{resume}")
+            return NOT_SAVED
+        print(f"{stopped}, which is saved; {resume}" if step else f"{stopped}, before anything was trained")
+        return 128 + number
+
+
+def _how_it_ended(child: Child) -> str:
+    code = child.process.returncode
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
