@@ -1,0 +1,84 @@
+"""Small, broken and read-only disks for tests: real filesystems, mounted where nobody else sees them.
+
+A holder process has a mount namespace of its own, and without root a user namespace too. Runs enter it;
+the test looks into it through /proc. Everything is gone when the holder ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from pathlib import Path
+
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
+
+
+class Disk:
+    """Mounts made by `script`, a shell script, in a namespace of their own; used as a context manager.
+
+    Args:
+        needs_root: it mounts what a user namespace may not mount, such as an image of a disk.
+
+    Attributes:
+        problem: why it cannot be had here; None if it is there.
+    """
+
+    def __init__(self, script: str, *, needs_root: bool = False) -> None:
+        flags = ["-m"] if needs_root else ["-Urm"]
+        self._holder = subprocess.Popen(
+            ["unshare", *flags, "--propagation", "private", "sh", "-c", f"set -e\n{script}\necho ready\nexec cat"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert self._holder.stdin is not None and self._holder.stdout is not None
+        self._stdin, self._stdout = self._holder.stdin, self._holder.stdout
+        said = []
+        for line in self._stdout:
+            if line == "ready\n":
+                self.problem = None
+                return
+            said.append(line)
+        self.problem = "".join(said).strip() or "no namespace of its own"
+
+    def __enter__(self) -> Disk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stdin.close()
+        self._holder.wait()
+        self._stdout.close()
+
+    @property
+    def fault(self) -> str:
+        """Source that makes a run of the zygote see the mounts."""
+        return f"from tests.faults.disks import enter\nenter({self._holder.pid})\n"
+
+    def view(self, path: Path) -> Path:
+        """Where this process finds what `path` is in there."""
+        return Path(f"/proc/{self._holder.pid}/root{path}")
+
+
+def enter(pid: int) -> None:
+    """Enter user and mount namespace of a process, this one having a single thread."""
+    here = Path.cwd()
+    libc = ctypes.CDLL(None, use_errno=True)
+    for name, kind in (("user", _CLONE_NEWUSER), ("mnt", _CLONE_NEWNS)):
+        theirs = Path(f"/proc/{pid}/ns/{name}")
+        if theirs.stat().st_ino == Path(f"/proc/self/ns/{name}").stat().st_ino:
+            continue
+        descriptor = os.open(theirs, os.O_RDONLY)
+        if libc.setns(descriptor, kind) != 0:
+            raise OSError(ctypes.get_errno(), f"entering the {name} namespace of {pid}")
+        os.close(descriptor)
+    os.chdir(here)
+
+
+def drop_capabilities() -> None:
+    """Have file permissions count for this process, also if it is root's."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.capset(header, (ctypes.c_uint32 * 6)()) != 0:
+        raise OSError(ctypes.get_errno(), "capset")

@@ -1,0 +1,162 @@
+"""Directories that may not be written, odd clocks and two runs in one place: refused in one message, or no matter."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ModelFactory
+from tests.faults.disks import Disk
+from tests.faults.run_states import FLAGS, LAST, differing, end_state, whole_steps
+from tests.training_zygote import Run, shared_zygote
+from triad.metrics import read_metrics
+
+Start = Callable[..., Run]
+Chmod = Callable[[Path, int], None]
+
+UNPRIVILEGED = "from tests.faults.disks import drop_capabilities\ndrop_capabilities()\n"
+"""Source of a fault: permissions count, also for root."""
+
+
+@pytest.fixture(scope="module")
+def start(tiny_model: ModelFactory, sft_data: Path) -> Start:
+    model = tiny_model(weights=False, attention_dropout=0.3)
+
+    def run(output: Path, *flags: str, common: tuple[str, ...] = FLAGS, **options: Any) -> Run:
+        return shared_zygote().start(output, model, sft_data, *common, *flags, **options)
+
+    return run
+
+
+@pytest.fixture
+def chmod() -> Iterator[Chmod]:
+    """Change modes until the end of the test, so that pytest can clear up."""
+    before: dict[Path, int] = {}
+
+    def change(path: Path, mode: int) -> None:
+        before.setdefault(path, path.stat().st_mode)
+        path.chmod(mode)
+
+    yield change
+    for path, mode in before.items():
+        if path.exists():  # it may have been set aside
+            path.chmod(mode)
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    return tmp_path / "run"
+
+
+def check_refused(run: Run, *parts: str) -> None:
+    """It ended before anything was started, with one message that has all `parts`."""
+    assert run.code == 2 and "Traceback" not in run.log, run.log
+    (message,) = [line for line in run.log.splitlines() if line.startswith("error: ")]
+    for part in parts:
+        assert part in message, message
+    assert "reading data" not in run.log
+
+
+def test_a_run_directory_that_may_not_be_written_is_refused(start: Start, output: Path, chmod: Chmod) -> None:
+    chmod(output, 0o555)
+    run = start(output, fault=UNPRIVILEGED).wait()
+    check_refused(run, str(output), "Permission denied", "--output-dir")
+    below = start(output / "new", fault=UNPRIVILEGED, log=output.with_name("new.log")).wait()
+    check_refused(below, str(output / "new"), "Permission denied", "--output-dir")
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "weights"])
+def test_directories_in_it_that_may_not_be_written_are_refused(
+    start: Start, output: Path, chmod: Chmod, name: str
+) -> None:
+    """At the start, and not after the hours that it takes to the first save."""
+    (output / name).mkdir(exist_ok=True)
+    chmod(output / name, 0o555)
+    run = start(output, fault=UNPRIVILEGED).wait()
+    check_refused(run, str(output / name), "Permission denied", "--output-dir")
+
+
+def test_leftovers_that_may_not_be_removed_are_told(start: Start, output: Path, chmod: Chmod) -> None:
+    torn = output / "checkpoints/.tmp-step_2"
+    (torn / "trainer").mkdir(parents=True)
+    chmod(torn, 0o555)
+    run = start(output, fault=UNPRIVILEGED).wait()
+    check_refused(run, str(output), "Permission denied", "trainer", "start again")
+
+
+def test_a_read_only_mount_is_refused(start: Start, output: Path) -> None:
+    place = output / "checkpoints"
+    with Disk(f"mount --bind {place} {place}\nmount -o remount,ro,bind {place}") as disk:
+        if disk.problem:
+            pytest.skip(f"nothing can be mounted here: {disk.problem}")
+        run = start(output, fault=disk.fault).wait()
+    check_refused(run, str(place), "Read-only file system", "--output-dir")
+
+
+def test_checkpoints_that_are_a_file_are_refused(start: Start, output: Path) -> None:
+    (output / "checkpoints").rmdir()
+    (output / "checkpoints").write_text("not a directory")
+    check_refused(start(output).wait(), f"{output}/checkpoints", "--output-dir")
+    assert (output / "checkpoints").read_text() == "not a directory"
+
+
+def test_a_step_that_may_not_be_read_is_no_step_to_resume_from(start: Start, output: Path, chmod: Chmod) -> None:
+    assert start(output).wait().code == 0
+    shard = output / f"checkpoints/step_{LAST}/trainer/__0_0.distcp"
+    chmod(shard, 0)
+    numbered = start(output, "--ckpt.resume-step", str(LAST), fault=UNPRIVILEGED).wait()
+    check_refused(numbered, f"{shard} cannot be read: Permission denied", "committed steps: 4, 6")
+    newest = start(output, fault=UNPRIVILEGED, until="prepared").wait()
+    assert newest.code == 0 and "skipping the checkpoint of step 6" in newest.log, newest.log
+    assert "from step 4 " in newest.log and (output / f"discarded/attempt_2/checkpoints/step_{LAST}").exists()
+
+
+def test_saves_go_by_step_and_not_by_a_clock_that_runs_backwards(start: Start, output: Path) -> None:
+    backwards = "import itertools, time\nticks = itertools.count()\ntime.time = lambda: 2e9 - 1e6 * next(ticks)\n"
+    run = start(output, fault=backwards).wait()
+    assert run.code == 0, run.log
+    steps = whole_steps(output / "checkpoints")
+    assert sorted(steps) == [4, 6] and steps[4].created_unix_s > steps[6].created_unix_s
+    os.utime(output / "checkpoints/step_4", (4e9, 4e9))
+    in_1970 = start(output, "--max-steps", "8", "--ckpt.resume-step", "latest", fault="import time\ntime.time = float")
+    assert in_1970.wait().code == 0 and "from step 6 " in in_1970.log, in_1970.log
+    steps = whole_steps(output / "checkpoints")
+    assert sorted(steps) == [6, 8] and steps[8].created_unix_s == 0
+
+
+def wait_for_step(run: Run, step: int) -> None:
+    """Wait until the run has trained `step`."""
+    metrics = run.output / "metrics.jsonl"
+    while not metrics.exists() or not (lines := read_metrics(metrics)) or lines[-1]["step"] < step:
+        assert run.answers.empty(), f"it ended before step {step}:\n{run.log}"
+
+
+def test_a_second_run_is_refused_and_the_first_not_disturbed(start: Start, output: Path, tmp_path: Path) -> None:
+    long = ("--max-steps", "100", "--ckpt.interval", "10")
+    first = start(output, *long)
+    wait_for_step(first, 12)
+    for number, common in enumerate((FLAGS, ("--clean",))):
+        second = start(output, common=common, log=tmp_path / f"second_{number}.log").wait()
+        check_refused(second, f"{output} is in use by another run (process {first.pid})", "--output-dir")
+    assert first.answers.empty(), "the first was over before the second was refused"
+    assert first.wait().code == 0, first.log
+    straight = start(tmp_path / "straight", *long).wait()
+    assert straight.code == 0, straight.log
+    assert differing(end_state(output, last=100), end_state(straight.output, last=100)) == []
+
+
+def test_the_lock_is_free_as_soon_as_its_holder_is_killed(start: Start, output: Path) -> None:
+    first = start(output, "--max-steps", "100000")
+    wait_for_step(first, 5)
+    os.kill(first.pid, signal.SIGKILL)
+    assert first.wait().code == -signal.SIGKILL
+    steps = whole_steps(output / "checkpoints")
+    until = str(max(steps) + 2)
+    second = start(output, "--max-steps", until).wait()
+    assert second.code == 0 and f"from step {max(steps)} " in second.log, second.log

@@ -1,0 +1,313 @@
+"""Storage that is full, broken or forbidden: the run says so, what was committed is whole, and it goes on later."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ModelFactory
+from tests.faults.disks import Disk
+from tests.faults.run_states import FLAGS, LAST, differing, end_state, whole_steps
+from tests.training_zygote import Run, shared_zygote
+from triad.metrics import read_metrics
+from triad.run_dir import RunDir
+
+Start = Callable[..., Run]
+
+LONG = 60
+ROOM_BYTES = 900_000
+"""More than one checkpoint of the tiny model (470 kB) and less than two."""
+
+
+@pytest.fixture(scope="module")
+def start(tiny_model: ModelFactory, sft_data: Path) -> Start:
+    """Return a start of `sft` on the tiny model: three saves of which the last removes the first."""
+    model = tiny_model(weights=False, attention_dropout=0.3)
+    return lambda output, *flags, **options: shared_zygote().start(output, model, sft_data, *FLAGS, *flags, **options)
+
+
+@pytest.fixture(scope="module")
+def wanted(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
+    """Return the end states of undisturbed runs, by number of ranks."""
+    home = tmp_path_factory.mktemp("undisturbed")
+    made: dict[int, dict[str, Any]] = {}
+
+    def state(ranks: int = 1) -> dict[str, Any]:
+        if ranks not in made:
+            run = start(home / f"on_{ranks}", ranks=ranks).wait()
+            assert run.code == 0, run.log
+            made[ranks] = end_state(run.output)
+        return made[ranks]
+
+    return state
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """Return a run directory with an empty directory of checkpoints, to be mounted over."""
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    return tmp_path / "run"
+
+
+@dataclass(frozen=True)
+class SmallDisk:
+    """A filesystem at `checkpoints/` on which a ballast leaves room for one save and not for two."""
+
+    disk: Disk
+    checkpoints: Path
+
+    @property
+    def ballast(self) -> Path:
+        return self.checkpoints / "ballast"
+
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(self.checkpoints).free
+
+
+@pytest.fixture
+def small(output: Path) -> Iterator[SmallDisk]:
+    place = output / "checkpoints"
+    ballast = f"head -c 5000000 /dev/zero > {place}/ballast"
+    size = 5_000_000 + ROOM_BYTES
+    with Disk(f"mount -t tmpfs -o size={size} tmpfs {place}\n{ballast}") as disk:
+        if disk.problem:
+            pytest.skip(f"no filesystem can be mounted here: {disk.problem}")
+        yield SmallDisk(disk, disk.view(place))
+
+
+def failed_steps(log: str) -> list[int]:
+    return [int(step) for step in re.findall(r"the checkpoint of step (\d+) could not be saved", log)]
+
+
+def saved_steps(log: str) -> list[int]:
+    return [int(step) for step in re.findall(r"saved checkpoint \(step=(\d+)", log)]
+
+
+def check_message(run: Run, reason: str, *, step: int = 4) -> None:
+    """The last words say which step, where, why and what to do, once and without a traceback."""
+    assert run.code == 3, run.log
+    assert "Traceback" not in run.log, run.log
+    (message,) = [line for line in run.log.splitlines() if line.startswith("error: ")]
+    where = f"the checkpoint of step {step} could not be saved in {run.output}/checkpoints"
+    assert where in message and reason in message, message
+    assert "Those before it are whole. Make room or mend the storage, then resume with latest." in message
+
+
+def steps_without_ballast(checkpoints: Path) -> list[int]:
+    names = {path.name for path in checkpoints.iterdir()} - {"ballast"}
+    assert not any(name.startswith(".") for name in names), names
+    ballast = checkpoints / "ballast"
+    if ballast.exists():
+        ballast.rename(checkpoints / ".tmp-ballast")  # no step, for the moment of the look
+    steps = sorted(whole_steps(checkpoints))
+    if (checkpoints / ".tmp-ballast").exists():
+        (checkpoints / ".tmp-ballast").rename(ballast)
+    return steps
+
+
+@pytest.mark.parametrize("mode", ["--ckpt.save-async", "--no-ckpt.save-async"])
+def test_a_full_disk_ends_the_run_keeps_what_is_there_and_gives_the_space_back(
+    start: Start, wanted: Callable[[int], dict[str, Any]], small: SmallDisk, output: Path, mode: str
+) -> None:
+    first = start(output, "--max-steps", "3", "--ckpt.interval", "2", mode, fault=small.disk.fault).wait()
+    # The final step of a run is saved as well, and does not fit: the space is that before the save.
+    check_message(first, "No space left on device", step=3)
+    before = small.free_bytes()
+    assert steps_without_ballast(small.checkpoints) == [2]
+
+    full = start(output, "--ckpt.keep", "1", mode, fault=small.disk.fault).wait()
+    check_message(full, f"No space left on device: {output}/checkpoints/.tmp-step_4/")
+    assert steps_without_ballast(small.checkpoints) == [2]
+    assert small.free_bytes() == before
+    assert RunDir(output).published_weights() in ([], [3]) and len(read_metrics(output / "metrics.jsonl")) < LAST + 1
+
+    small.ballast.unlink()
+    resumed = start(output, mode, fault=small.disk.fault).wait()
+    assert resumed.code == 0 and "from step 2 " in resumed.log, resumed.log
+    shutil.copytree(small.checkpoints, output / "checkpoints", dirs_exist_ok=True)
+    assert differing(end_state(output), wanted(1)) == []
+
+
+def test_a_save_that_fails_stops_at_the_next_boundary(start: Start, small: SmallDisk, output: Path) -> None:
+    """Saves every 20 steps: the run ends long before the next would notice."""
+    flags = ("--max-steps", str(LONG), "--ckpt.interval", "20", "--ckpt.keep", "1")
+    full = start(output, *flags, fault=small.disk.fault).wait()
+    check_message(full, "No space left on device", step=40)
+    assert 40 <= read_metrics(output / "metrics.jsonl")[-1]["step"] < LONG
+    assert steps_without_ballast(small.checkpoints) == [20]
+
+
+def test_told_to_warn_it_trains_on_says_every_failure_and_saves_again_when_there_is_room(
+    start: Start, small: SmallDisk, output: Path
+) -> None:
+    flags = ("--max-steps", str(LONG), "--ckpt.interval", "2", "--ckpt.keep", "1", "--ckpt.on-failure", "warn")
+    run = start(output, *flags, fault=small.disk.fault)
+    while not failed_steps(run.log):
+        assert run.answers.empty(), f"it ended before a save failed:\n{run.log}"
+    small.ballast.unlink()
+    run.wait()
+    assert run.code == 0 and "Traceback" not in run.log and "error: " not in run.log, run.log
+    failed, saved = failed_steps(run.log), saved_steps(run.log)
+    assert failed[0] == 4 and saved[0] == 2 and saved[-1] == LONG
+    assert sorted({*failed, *saved}) == list(range(2, LONG + 1, 2)) and len(failed) + len(saved) == LONG // 2
+    assert run.log.count("No space left on device") == len(failed)
+    assert steps_without_ballast(small.checkpoints) == [LONG]
+    assert len(read_metrics(output / "metrics.jsonl")) == LONG
+
+
+@pytest.mark.parametrize("mode", ["--ckpt.save-async", "--no-ckpt.save-async"])
+def test_told_to_warn_a_final_save_that_fails_is_still_a_failure(
+    start: Start, small: SmallDisk, output: Path, mode: str
+) -> None:
+    flags = ("--ckpt.keep", "1", "--ckpt.on-failure", "warn", mode)
+    run = start(output, *flags, fault=small.disk.fault).wait()
+    check_message(run, "No space left on device", step=LAST)
+    assert 4 in failed_steps(run.log) and steps_without_ballast(small.checkpoints) == [2]
+    assert read_metrics(output / "metrics.jsonl")[-1]["step"] == LAST
+
+
+def test_a_disk_that_breaks_for_good(
+    start: Start, wanted: Callable[[int], dict[str, Any]], output: Path, tmp_path: Path
+) -> None:
+    """A real disk, of an image in a filesystem too small for it: writing it back fails, and then it is read-only."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting an image of a disk takes root")
+    host, place = tmp_path / "host", output / "checkpoints"
+    host.mkdir()
+    script = f"""
+        mount -t tmpfs -o size=1700k tmpfs {host}
+        truncate -s 64M {host}/image
+        mkfs.ext4 -q -E lazy_itable_init=0,nodiscard {host}/image
+        mount -o loop {host}/image {place}
+        rmdir {place}/lost+found
+    """
+    with Disk(script, needs_root=True) as disk:
+        if disk.problem:
+            pytest.skip(f"no image of a disk can be mounted here: {disk.problem}")
+        run = start(output, "--max-steps", str(LONG), "--ckpt.keep", "20", fault=disk.fault).wait()
+        step = failed_steps(run.log)[-1]
+        assert step > 2, run.log
+        reason = "Input/output error" if "Input/output error" in run.log else "Read-only file system"
+        check_message(run, reason, step=step)
+        copied = tmp_path / "rescued"
+        shutil.copytree(output, copied, ignore=shutil.ignore_patterns("checkpoints"))
+        steps = [path.name for path in disk.view(place).iterdir() if path.name.startswith("step_")]
+        for name in steps:
+            shutil.copytree(disk.view(place) / name, copied / "checkpoints" / name)
+    assert sorted(whole_steps(copied / "checkpoints"))[-1] == step - 2
+    until = str(step + 2)
+    resumed = start(copied, "--max-steps", until, "--ckpt.keep", "20").wait()
+    straight = start(tmp_path / "straight", "--max-steps", until).wait()
+    assert (resumed.code, straight.code) == (0, 0), resumed.log
+    assert differing(end_state(copied, last=step + 2), end_state(straight.output, last=step + 2)) == []
+
+
+_EIO = "Input/output error"
+FAILURES = {
+    "first shard write": ("write .tmp-step_4/trainer/__0_0.distcp", 1),
+    "later shard write": ("write .tmp-step_4/trainer/__0_0.distcp", 3000),
+    "shard opened": ("open .tmp-step_4/trainer/__0_0.distcp", 1),
+    "shard fsync": ("fsync .tmp-step_4/trainer/__0_0.distcp", 1),
+    "index write": ("write .tmp-step_4/trainer/.metadata", 1),
+    "index rename": ("rename .tmp-step_4/trainer/.metadata", 1),
+    "random state": ("open .tmp-step_4/trainer/random_rank_0.json", 1),
+    "counters": ("open .tmp-step_4/trainer/progress.json", 1),
+    "directory": ("mkdir .tmp-step_4/model", 1),
+    "tree fsync": ("fsync .tmp-step_4/trainer/progress.json", 1),
+    "directory fsync": ("fsync .tmp-step_4/trainer$", 1),
+    "manifest fsync": ("fsync .tmp-step_4/.tmp-manifest.json", 1),
+    "manifest rename": ("rename .tmp-step_4/.tmp-manifest.json", 1),
+    "last rename": ("rename .tmp-step_4$", 1),
+}
+
+
+def failing(output: Path, call: str, *, nth: int = 1, until_nth: int | None = None, rank: int | None = None) -> str:
+    """Source of a fault: calls fail as on a disk that gives I/O errors."""
+    trail = output.with_name("trail")
+    return (
+        "from tests.faults.faulty_calls import install\n"
+        f"install({str(output / 'checkpoints')!r}, {str(trail)!r}, fail={call!r}, nth={nth}, until_nth={until_nth}, "
+        f"error={errno.EIO}, rank={rank})\n"
+    )
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_an_io_error_anywhere_in_a_save_fails_it_whole(start: Start, output: Path, case: str) -> None:
+    call, nth = FAILURES[case]
+    run = start(output, fault=failing(output, call, nth=nth)).wait()
+    check_message(run, _EIO)
+    assert sorted(whole_steps(output / "checkpoints")) == [2]
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step_2"]
+
+
+def test_after_an_io_error_the_run_goes_on_bit_for_bit(
+    start: Start, wanted: Callable[[int], dict[str, Any]], output: Path
+) -> None:
+    """Once stopped and resumed, once told to warn: then the next save commits in the same run."""
+    call, nth = FAILURES["later shard write"]
+    stopped = start(output, fault=failing(output, call, nth=nth)).wait()
+    check_message(stopped, _EIO)
+    resumed = start(output).wait()
+    assert resumed.code == 0 and "from step 2 " in resumed.log, resumed.log
+    assert differing(end_state(output), wanted(1)) == []
+    warned_output = output.with_name("warned")
+    warned = start(warned_output, "--ckpt.on-failure", "warn", fault=failing(warned_output, call, nth=nth)).wait()
+    assert warned.code == 0 and failed_steps(warned.log) == [4] and saved_steps(warned.log) == [2, 6], warned.log
+    assert differing(end_state(warned_output), wanted(1)) == []
+
+
+def test_a_disk_that_dies_in_a_save_takes_nothing_committed_with_it(
+    start: Start, wanted: Callable[[int], dict[str, Any]], output: Path
+) -> None:
+    """Every call fails from then on, also those that would clear up: the next start does that."""
+    dead = failing(output, "* .tmp-step_4", nth=3000, until_nth=10**9)
+    run = start(output, fault=dead).wait()
+    check_message(run, _EIO)
+    assert sorted(whole_steps(output / "checkpoints")) == [2] and (output / "checkpoints/.tmp-step_4").exists()
+    resumed = start(output).wait()
+    assert resumed.code == 0 and "removed checkpoints/.tmp-step_4: it was never committed" in resumed.log
+    assert differing(end_state(output), wanted(1)) == []
+
+
+def test_what_cannot_be_removed_is_said_and_the_new_step_stays(start: Start, output: Path) -> None:
+    """The save succeeded, so the run does; the next commit tries again."""
+    run = start(output, "--max-steps", "8", fault=failing(output, "rename step_2$")).wait()
+    assert run.code == 0 and "Traceback" not in run.log, run.log
+    (message,) = [line for line in run.log.splitlines() if "ERROR" in line]
+    assert f"{output}/checkpoints/step_6 is saved, but older ones could not be removed: {_EIO}" in message
+    assert sorted(whole_steps(output / "checkpoints")) == [6, 8]
+
+
+def test_a_step_whose_name_is_not_flushed_counts_as_failed_and_may_be_used(
+    start: Start, wanted: Callable[[int], dict[str, Any]], output: Path
+) -> None:
+    """The last flush of a save: the step is whole and has its name, but a power cut could take that away."""
+    run = start(output, fault=failing(output, "fsync .$", nth=2)).wait()
+    check_message(run, _EIO)
+    assert sorted(whole_steps(output / "checkpoints")) == [2, 4]
+    resumed = start(output).wait()
+    assert resumed.code == 0 and "from step 4 " in resumed.log, resumed.log
+    assert differing(end_state(output), wanted(1)) == []
+
+
+@pytest.mark.parametrize("call", ["write .tmp-step_4/trainer/__1_0.distcp", "open .tmp-step_4/trainer/random_rank_1"])
+def test_an_io_error_on_one_rank_fails_the_save_of_all(
+    start: Start, wanted: Callable[[int], dict[str, Any]], output: Path, call: str
+) -> None:
+    run = start(output, fault=failing(output, call, nth=1, rank=1), ranks=2).wait()
+    assert run.code == 3, run.log
+    messages = [line for line in run.log.splitlines() if line.startswith("error: ")]
+    assert messages and all("step 4 could not be saved" in line and f"rank 1: {_EIO}" in line for line in messages)
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step_2"]
+    assert sorted(whole_steps(output / "checkpoints")) == [2]
+    resumed = start(output, ranks=2).wait()
+    assert resumed.code == 0 and "from step 2 " in resumed.log, resumed.log
+    assert differing(end_state(output), wanted(2)) == []
