@@ -262,8 +262,8 @@ def test_a_failed_save_stops_the_loop_at_the_next_step_or_is_logged(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(manifest, "write_manifest", fails)
+    loop = start(interval=2)
     with pytest.raises(SaveError, match="No space left"):
-        loop = start(interval=2)
         for _ in range(4):
             loop.step()
             loop.settle()
