@@ -287,23 +287,22 @@ def load_state_with_optimizer(
             f"{path} holds {describe_found(path)}; optimizer and counters are in committed checkpoints only. "
             "To take the weights alone, use load_weights_only (--ckpt.weights-only)."
         )
-    step = manifest.verify(path, how=verify).step
+    listing = manifest.verify(path, how=verify)
     whole = as_state(state)
     saved = saved_tensors(path / TRAINER_DIR)
     tensors = whole.targets(saved) if isinstance(whole, ObjectsState) else whole.tensors()
     check_same_tensors(tensors, saved, path)
     whole.restore(read_values(path / TRAINER_DIR))  # before a tensor is touched: it may refuse
     read_tensors(tensors, path / TRAINER_DIR)
-    _restore_random(path / TRAINER_DIR, step, seed)  # last: loading may draw numbers
-    return step
+    _restore_random(path / TRAINER_DIR, listing, seed)  # last: loading may draw numbers
+    return listing.step
 
 
-def _restore_random(directory: Path, step: int, seed: int) -> None:
+def _restore_random(directory: Path, listing: manifest.Manifest, seed: int) -> None:
     """Restore this rank's generators; where another number of ranks saved, derive them from seed, step and rank."""
     rank, world_size = rank_and_world_size()
-    saved_by = len(list(directory.glob("random_rank_*.json")))
-    if saved_by == world_size:
+    if listing.world_size == world_size:
         data = (directory / f"random_rank_{rank}.json").read_bytes()
         restore_random_state(msgspec.json.decode(data, type=RandomState))
     else:
-        seed_everything(seed, step=step, rank=rank)
+        seed_everything(seed, step=listing.step, rank=rank)

@@ -11,8 +11,9 @@ from pathlib import Path
 from trainer.checkpoint import Checkpointer
 from trainer.parallel import Parallel
 from trainer.stop import STOP_REQUEST, StopRequest
+from triad.checkpoints import BestMetric
 from triad.config import CkptConfig
-from triad.errors import CheckpointError, SaveError, Stopped
+from triad.errors import CheckpointError, SaveError, Stopped, nearest
 from triad.events import report
 from triad.uploader import CLOSE_S as UPLOAD_S
 from triad.uploader import Uploader
@@ -106,9 +107,20 @@ class Saver:
     def _save(
         self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Path] | None, *, urgent: bool
     ) -> None:
+        self._check_best(step, metrics)
         if self._checkpointer.save(step, metrics=metrics, attachments=attachments, urgent=urgent):
             self._last_save_time = time.monotonic()
             self._is_time = False
+
+    def _check_best(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Say once that a checkpoint lacks the metric that would make it the best: it may be misspelt."""
+        if self._config is None or self._config.keep_best is None or self._has_said_best:
+            return
+        name = BestMetric.parse(self._config.keep_best).name
+        if name not in metrics and self._parallel.is_main:
+            similar = nearest(name, metrics)
+            report(f"WARNING: step {step} has no metric '{name}' (ckpt.keep_best) to be the best by.{similar}")
+            self._has_said_best = True
 
     def unsettled(self) -> list[int]:
         """Steps whose save is not known to have ended."""

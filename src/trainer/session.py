@@ -167,8 +167,7 @@ def _resume(checkpointer: Checkpointer, directory: Path, data_fingerprint: str, 
     if checkpointer.load(step, verify="size") != step:
         raise CheckpointError(f"{directory} is not the checkpoint of step {step}")
     if saved.fingerprints.data != data_fingerprint and parallel.is_main:
-        _log.warning(
-            "the training data are not those of step %d: the position in them is kept, so samples may be "
-            "trained twice or never in this epoch",
-            step,
+        report(
+            f"WARNING: the training data are not those of step {step}: the position in them is kept, so samples may "
+            "be trained twice or never in this epoch"
         )

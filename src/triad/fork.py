@@ -122,10 +122,11 @@ def _bring_directory(source: Path, final: Path, listing: Manifest) -> None:
     temporary = durable.temporary_sibling(final)
     try:
         durable.make_directory(final.parent)
+        all_linked = True
         for name in (*listing.files, MANIFEST_NAME):
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-            _link_or_copy(source / name, temporary / name)
-        verify(temporary, how="size", step=listing.step)
+            all_linked &= _link_or_copy(source / name, temporary / name)
+        verify(temporary, how="size" if all_linked else "full", step=listing.step)
         if read_manifest(temporary).checksum != listing.checksum:
             raise CheckpointError(f"{source} changed while it was copied to {final}")
         durable.publish_directory(temporary, final)
@@ -134,8 +135,11 @@ def _bring_directory(source: Path, final: Path, listing: Manifest) -> None:
         raise CheckpointError(f"{source} could not be copied to {final}: {error.strerror or error}") from None
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
+def _link_or_copy(source: Path, target: Path) -> bool:
+    """Return whether it could be linked."""
     try:
         os.link(source, target)
+        return True
     except OSError:  # another filesystem, or one without links
         shutil.copyfile(source, target)
+        return False

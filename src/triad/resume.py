@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from triad import durable
 from triad.checkpoints import MODEL_DIR, ORCHESTRATOR_DIR, TRAINER_DIR, require_weights
 from triad.config.base import CkptConfig, Command
 from triad.config.drift import compare_settings, describe_stretch, read_settings, refuse_other_model, settings_of
@@ -81,7 +82,7 @@ def prepare(
     if again:
         ckpt = ckpt.model_copy(update={"resume_step": "auto"})
     _refuse_contradictions(ckpt, clean=clean)
-    if not dry_run:
+    if not dry_run and not again:  # then this process holds the lock
         run_dir.lock()
     async_level = trainer.async_level if isinstance(trainer, TrainerConfig) else 0
     attempt = _decide(run_dir, ckpt, clean=clean, dry_run=dry_run, async_level=async_level)
@@ -218,12 +219,14 @@ def _last_batch(
     steps = run_dir.committed_steps()
     if ckpt.resume_step not in ("latest", "auto", -1) and steps and steps[-1] > step:
         return None
-    previous = run_dir.configs(attempt.number - 1)
+    previous = _last_started(run_dir, attempt.number)
+    if previous is None:
+        return None
     try:
         if not makes_same_batches(read_toml(OrchestratorConfig, previous / "orchestrator.toml"), orchestrator):
             return None
         same_weights = fingerprint(read_toml(TrainerConfig, previous / "trainer.toml")) == fingerprint(trainer)
-    except ConfigError:  # it was never written, or by another version
+    except ConfigError:  # it was written by another version
         return None
     last = step
     while (batch := run_dir.batch(last + 1)).exists():
@@ -236,6 +239,18 @@ def _last_batch(
             break
         last += 1
     return last
+
+
+def _last_started(run_dir: RunDir, number: int) -> Path | None:
+    """Return the configurations of the newest attempt before `number` that may have started a process.
+
+    A launcher that was killed before it had written them all has started nothing, so changed nothing.
+    """
+    for earlier in range(number - 1, 0, -1):
+        directory = run_dir.configs(earlier)
+        if all((directory / f"{name}.toml").exists() for name in ("trainer", "orchestrator")):
+            return directory
+    return None
 
 
 def _settle(attempt: Attempt, *, how: Verification, last_batch: int | None) -> None:
@@ -280,7 +295,7 @@ def write_config(attempt: Attempt, name: str, config: Command, *, dry_run: bool)
     directory = attempt.run_dir.path / "configs" / "dry_run" if dry_run else attempt.run_dir.configs(attempt.number)
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.toml"
-    path.write_text(to_toml(config))
+    durable.write_file(path, to_toml(config).encode())  # whole, or not at all
     if attempt.resume_step is not None and name != "rl":
         _say_what_differs(attempt, name, config)
     return path

@@ -31,7 +31,6 @@ from triad.checkpoints import Entry, list_entries, verify_checkpoint
 from triad.errors import CheckpointError, RunDirError
 from triad.manifest import Verification
 
-_LOCKED: set[Path] = set()  # by this process
 _STEP = re.compile(r"step_(\d+)$")
 _OF_STEP = re.compile(r"(step_\d+|generations_\d+\.log)$")
 _ATTEMPT = re.compile(r"attempt_(\d+)$")
@@ -133,13 +132,11 @@ class RunDir:
         return max(_numbered(self.path / "configs", _ATTEMPT), default=0) + 1
 
     def lock(self) -> None:
-        """Take the directory for this process; the kernel frees it when the process ends. Again is no harm.
+        """Take the directory for this process; the kernel frees it when the process ends.
 
         Raises:
             RunDirError: another process holds it, or it cannot be written.
         """
-        if self.path in _LOCKED:
-            return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -159,7 +156,6 @@ class RunDir:
         # Never closed: the lock lasts as long as the process, whatever becomes of this object.
         os.ftruncate(descriptor, 0)
         os.write(descriptor, str(os.getpid()).encode())
-        _LOCKED.add(self.path)
 
     def require_writable(self) -> None:
         """Refuse a directory that cannot be written now, rather than at the first save.
@@ -316,7 +312,10 @@ def resolve_resume_step(
         try:
             verify_checkpoint(run_dir.checkpoint(int(wanted)), how=how, step=int(wanted))
         except CheckpointError as error:
-            raise CheckpointError(f"ckpt.resume_step = {wanted}: {error}. Choose another step; {there}.") from None
+            others = ", ".join(str(step) for step in steps if step != wanted) or "none"
+            raise CheckpointError(
+                f"ckpt.resume_step = {wanted}: {error}. Choose another step; other committed steps: {others}."
+            ) from None
         return int(wanted)
     damaged = []
     for entry in reversed(entries):

@@ -190,7 +190,7 @@ class _Watcher:
         saving = f"saving the current step, for at most {ckpt.grace_s:g} s" if ckpt else "stopping"
         self._console.say(f"{signal.Signals(number).name}: {saving}")
         if ckpt:
-            self._supervisor.ask_to_end("trainer", self._console.refresh, timeout_s=ckpt.grace_s)
+            self._supervisor.ask_to_end("trainer", number, self._console.refresh, timeout_s=ckpt.grace_s)
 
     def _report_stop(self, number: int) -> int:
         """Say what a stopped run saved; return 128 + signal, or `NOT_SAVED` where its last step is not saved."""
@@ -202,10 +202,10 @@ class _Watcher:
         (trainer,) = [child for child in self._supervisor.children if child.name == "trainer"]
         steps = self._run_dir.committed_steps()
         resume = f"go on from step {steps[-1]} with --ckpt.resume-step latest" if steps else "there is no checkpoint"
-        has_failed = trainer.process.returncode in (1, 2, 3)  # it may be that an upload did not land
-        if has_failed or (steps[-1] if steps else 0) < step:
-            reason = error_message(trainer.log) or f"see {trainer.log}"
-            print(f"{stopped}; step {step} was NOT saved: {reason}\n{resume}")
+        is_saved = (steps[-1] if steps else 0) >= step
+        if not is_saved or trainer.process.returncode in (1, 2, 3):
+            what = f"step {step} is saved here, but" if is_saved else f"step {step} was NOT saved:"
+            print(f"{stopped}; {what} {error_message(trainer.log) or f'see {trainer.log}'}\n{resume}")
             return NOT_SAVED
         print(f"{stopped}, which is saved; {resume}" if step else f"{stopped}, before anything was trained")
         return 128 + number

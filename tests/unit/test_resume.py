@@ -150,10 +150,11 @@ def test_a_fork_copies_where_the_filesystem_cannot_link(
 def test_a_fork_that_runs_out_of_space_leaves_nothing_and_can_be_tried_again(
     other: RunDir, new: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(source: Path, target: Path) -> None:
+    def full(source: Path, target: Path) -> bool:
         if target.name == "manifest.json":
             raise OSError(28, "No space left on device")
         shutil.copyfile(source, target)
+        return False
 
     config = config_of(new, resume_dir=other.checkpoint(5))
     with monkeypatch.context() as patch:

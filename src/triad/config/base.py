@@ -106,6 +106,9 @@ class CkptConfig(Section):
     def _fits_together(self) -> CkptConfig:
         if self.keep_best is not None and not self.keep_best.removeprefix("min:").removeprefix("max:"):
             raise ValueError(f"keep_best = '{self.keep_best}' names no metric; write it as `max:reward/mean`")
+        for name in ("keep_interval", "keep_best"):
+            if getattr(self, name) is not None and self.keep is None:
+                raise ValueError(f"{name} says what stays besides the newest: set keep as well; without keep all stay")
         if self.weights_only is not None and self.resume_dir is not None:
             raise ValueError("weights_only takes the weights alone and resume_dir everything: give one of them")
         return self
