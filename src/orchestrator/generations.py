@@ -1,40 +1,66 @@
 """What the engines sampled for the batch in progress, kept so that a killed orchestrator asks for nothing twice.
 
-One file per batch beside the journal, one append per answer. It is keyed by everything that a
-sampled token depends on (digest of the weights, prompt, seed, limits), and by nothing else: after a
-restart the environments run again, with whatever code they have then, and get the same answers.
-Appends are not fsynced: they outlive a killed process, and a power cut costs only sampling them again.
+One log per batch beside the journal, `rollouts/generations_N.log`, one record per answer: see
+`triad.record_log` for the frame and docs/journal.md for a program that reads one. The first record is a
+header, the others are answers; both are msgpack maps whose keys are the attributes of `Header` and
+`Answer`. An answer is found again by everything that a sampled token depends on (digest of the weights,
+prompt, seed, limits), and by nothing else: after a restart the environments run again, with whatever
+code they have then, and get the same answers.
+
+When an answer counts as finished: as soon as it is in the page cache, before it is durable. A killed
+process loses nothing then. A power cut may lose the answers of the last moments, and nothing that is
+durable can depend on one of them: batch N becomes visible only with all its rollouts in it and
+synced by itself, and a later turn is found again only behind the very tokens that its prompt holds. So a
+lost answer costs sampling it again with the same seed, and nobody needs to wait for the disk.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from array import array
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 import xxhash
 
 from orchestrator.environment import Completion
+from triad.errors import RunDirError
+from triad.record_log import RecordLog, read_records
 from triad.run_dir import RunDir
 
 _log = logging.getLogger("orchestrator")
 
-_FORMAT = 1
-_LENGTH_BYTES = 4
-_CHECK_BYTES = 8
+_FORMAT = 2
 
 
-class _Header(msgspec.Struct, array_like=True, frozen=True):
+class Header(msgspec.Struct, frozen=True):
+    """First record: what all answers of the log were sampled with.
+
+    Attributes:
+        format: of the log.
+        step: of the batch.
+        weights_digest: of the policy.
+        temperature: of the sampler.
+        stop_token_ids: what ends a turn.
+    """
+
     format: int
+    step: int
     weights_digest: str
     temperature: float
     stop_token_ids: list[int]
 
 
-class _Record(msgspec.Struct, array_like=True):
+class Answer(msgspec.Struct):
+    """One answer of an engine.
+
+    Attributes:
+        prompt: xxh3-128 of the prompt's ids as little-endian int64, in hexadecimal.
+        max_tokens: most tokens that were asked for.
+        seeds: of the samples.
+        completions: one per seed.
+    """
+
     prompt: str
     max_tokens: int
     seeds: list[int]
@@ -42,21 +68,31 @@ class _Record(msgspec.Struct, array_like=True):
 
 
 class GenerationLog:
-    """Append-only log of finished generations of one batch, indexed in memory."""
+    """Append-only log of finished generations of one batch, indexed in memory.
+
+    Raises:
+        RunDirError: the file cannot be read or written.
+    """
 
     def __init__(
         self, run_dir: RunDir, step: int, *, weights_digest: str, temperature: float, stop_token_ids: list[int]
     ) -> None:
-        self.path = _path(run_dir, step)
-        self._header = msgspec.msgpack.encode(_Header(_FORMAT, weights_digest, temperature, stop_token_ids))
+        self.path = run_dir.generations(step)
+        self._step = step
+        self._header = Header(_FORMAT, step, weights_digest, temperature, stop_token_ids)
         self._found: dict[tuple[str, int, int], Completion] = {}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        valid_bytes = self._load()
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
-        os.truncate(self._descriptor, valid_bytes)
-        os.lseek(self._descriptor, 0, os.SEEK_END)
+        self._encoder = msgspec.msgpack.Encoder()
+        try:
+            valid_bytes = self._load()
+            self._records = RecordLog(self.path, valid_bytes=valid_bytes)
+        except OSError as error:
+            raise self._unwritable(error) from error
         if valid_bytes == 0:
-            self._write(self._header)
+            try:
+                self._append(self._header)
+            except RunDirError:
+                self._records.close()
+                raise
         if self._found:
             _log.info("batch %d: %d finished generations are there already", step, len(self._found))
 
@@ -67,36 +103,49 @@ class GenerationLog:
     def append(
         self, token_ids: Sequence[int], *, max_tokens: int, seeds: Sequence[int], completions: Sequence[Completion]
     ) -> None:
-        """Keep an answer. A few kilobytes into the page cache, so this may run on the event loop."""
-        record = _Record(_prompt_hash(token_ids), max_tokens, list(seeds), list(completions))
-        self._write(msgspec.msgpack.encode(record))
+        """Keep an answer. A few kilobytes into the page cache, so this may run on the event loop.
+
+        Raises:
+            RunDirError: it cannot be written, such as to a full disk.
+        """
+        self._append(Answer(_prompt_hash(token_ids), max_tokens, list(seeds), list(completions)))
 
     def close(self) -> None:
-        """Close the file and keep it."""
-        os.close(self._descriptor)
+        """Close the file and keep it; a thread makes the rest of it durable."""
+        self._records.close()
 
-    def _write(self, payload: bytes) -> None:
-        check = xxhash.xxh3_64_digest(payload)
-        data = len(payload).to_bytes(_LENGTH_BYTES, "little") + check + payload
-        while data:
-            data = data[os.write(self._descriptor, data) :]
+    def _append(self, record: Header | Answer) -> None:
+        try:
+            self._records.append(self._encoder.encode(record))
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> RunDirError:
+        return RunDirError(
+            f"finished generations of batch {self._step} cannot be kept in {self.path}: {error.strerror or error}. "
+            "Mend that and start again: the run goes on behind what is there."
+        )
 
     def _load(self) -> int:
         """Index the whole records of the file; return where they end. A log of something else counts as empty."""
         if not self.path.exists():
             return 0
-        data = self.path.read_bytes()
-        header, end = _next_record(data, 0)
-        if header != self._header:
+        payloads, damages = read_records(self.path)
+        for damage in damages:
+            _log.warning("%s: %s; what it held is sampled again", self.path, damage)
+        if not payloads:
             return 0
-        while True:
-            payload, after = _next_record(data, end)
-            if payload is None:
-                return end
-            end = after
-            record = msgspec.msgpack.decode(payload, type=_Record)
-            for seed, completion in zip(record.seeds, record.completions, strict=True):
-                self._found[record.prompt, record.max_tokens, seed] = completion
+        if damages and damages[0].record == 0:
+            _log.warning("%s has lost its header; its batch is sampled anew", self.path)
+            return 0
+        if payloads[0] != self._encoder.encode(self._header):
+            _log.warning("%s was sampled by other weights or settings; its batch is sampled anew", self.path)
+            return 0
+        for payload in payloads[1:]:
+            answer = msgspec.msgpack.decode(payload, type=Answer)
+            for seed, completion in zip(answer.seeds, answer.completions, strict=True):
+                self._found[answer.prompt, answer.max_tokens, seed] = completion
+        return damages[-1].start if damages and damages[-1].is_tail else self.path.stat().st_size
 
 
 def discard_generations(run_dir: RunDir, *, up_to: int) -> None:
@@ -107,20 +156,5 @@ def discard_generations(run_dir: RunDir, *, up_to: int) -> None:
             path.unlink(missing_ok=True)
 
 
-def _path(run_dir: RunDir, step: int) -> Path:
-    return run_dir.generations(step)
-
-
 def _prompt_hash(token_ids: Sequence[int]) -> str:
     return xxhash.xxh3_128_hexdigest(array("q", token_ids).tobytes())
-
-
-def _next_record(data: bytes, start: int) -> tuple[bytes | None, int]:
-    """Return the record at `start` and where it ends, or (None, start) if it is torn."""
-    body = start + _LENGTH_BYTES + _CHECK_BYTES
-    length = int.from_bytes(data[start : start + _LENGTH_BYTES], "little")
-    payload = data[body : body + length]
-    check = data[start + _LENGTH_BYTES : body]
-    if not length or len(payload) < length or xxhash.xxh3_64_digest(payload) != check:
-        return None, start
-    return payload, body + length
