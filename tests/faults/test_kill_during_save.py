@@ -28,7 +28,7 @@ from tests.training_zygote import Run, shared_zygote
 from triad.run_dir import RunDir
 
 SEED = 16
-NUM_EVEN, NUM_TIMED = 40, 12
+NUM_EVEN, NUM_TIMED = 36, 12
 LONG = 30
 
 Start = Callable[..., Run]
@@ -90,11 +90,12 @@ def undisturbed(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def trials(calls: list[Call]) -> list[Trial]:
-    """Choose instants: around every rename, evenly over all other calls, and random times within the saves."""
+    """Choose instants: around renames, in the removal, evenly over others, and at random times in the saves."""
     found = [Trial(call.number, when) for call in calls if call.name == "rename" for when in ("before", "after")]
+    found += [Trial(call.number) for call in [call for call in calls if call.name in ("unlink", "rmdir")][1::3]]
     # A save writes thousands of small pieces: as many of them count as there are calls of other kinds.
     writes = [call for call in calls if call.name == "write"]
-    others = [call for call in calls if call.name not in ("write", "rename")]
+    others = [call for call in calls if call.name not in ("write", "rename", "unlink", "rmdir")]
     spread = sorted((*others, *writes[:: len(writes) // (len(others) // 4)]), key=lambda call: call.number)
     chosen = [spread[place * len(spread) // NUM_EVEN] for place in range(NUM_EVEN)]
     instants: tuple[Instant, ...] = ("before", "after")
