@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -68,6 +69,14 @@ class RlRun:
         """What the command printed so far."""
         return self._output.read_text(errors="replace")
 
+    def launcher(self) -> psutil.Process:
+        """The process of the command."""
+        return self._launcher
+
+    def ended(self) -> bool:
+        """Whether the command has ended."""
+        return self._launcher.poll() is not None
+
     def processes(self) -> list[psutil.Process]:
         """Every process that the launcher started and that runs now, children of children included."""
         found = self._launcher.children(recursive=True)
@@ -86,6 +95,10 @@ class RlRun:
     def wait_for_output(self, text: str) -> None:
         """Return as soon as the command has printed `text`."""
         self._wait(lambda: text in self.output, f"'{text}'")
+
+    def wait_for_match(self, pattern: str) -> None:
+        """Return as soon as something that the command has printed matches the regular expression `pattern`."""
+        self._wait(lambda: re.search(pattern, self.output) is not None, f"/{pattern}/")
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + STEP_TIMEOUT_S

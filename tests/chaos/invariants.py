@@ -1,0 +1,67 @@
+"""What must hold of a run that was hit, beside the run of the same seed that nothing disturbed."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tests.chaos.driver import ChaosRun
+from tests.rl_runs import CompletedRun, assert_same, exact_metrics, outcome
+
+
+def check(chaos: ChaosRun, reference: CompletedRun, *, max_steps: int) -> dict[str, str]:
+    """Check every invariant; return what was found for each, in words.
+
+    Raises:
+        AssertionError: naming the invariant that is broken.
+    """
+    assert chaos.exit_code == 0, f"the run failed:\n{chaos.console[-1][-6000:]}"
+    assert not chaos.survivors, f"processes outlived their launcher: {chaos.survivors}"
+    assert_same(outcome(chaos.run_dir, max_steps), outcome(reference.run_dir, max_steps))
+    steps = range(1, max_steps + 1)
+    assert exact_metrics(chaos.run_dir, steps) == exact_metrics(reference.run_dir, steps)
+    return {
+        "steps": f"all {max_steps} trained, one line of metrics each, equal to those of the undisturbed run",
+        "final state": "weights, optimizer, random generators and orchestrator equal to the undisturbed run, "
+        "byte for byte",
+        "processes": "none outlived its launcher",
+        "tasks": check_tasks(chaos, max_steps=max_steps),
+        "batches": check_batches(chaos, max_steps=max_steps),
+        "generations": check_generations(chaos),
+    }
+
+
+def check_tasks(chaos: ChaosRun, *, max_steps: int) -> str:
+    """Every task trains exactly once: in the batches of steps 1 to `max_steps`, tasks have no gap and no repetition."""
+    batches = chaos.witness.batches()
+    assert list(batches) == list(range(1, max_steps + 1)), "not every batch was seen"
+    trained: Counter[tuple[str, int, int]] = Counter(
+        (rollout.environment, rollout.task_id, rollout.sample_index)
+        for step in batches
+        for rollout in batches[step][-1].rollouts
+    )
+    assert set(trained.values()) == {1}, "a rollout is in two batches"
+    tasks = sorted({task for _, task, _ in trained})
+    assert tasks == list(range(len(tasks))), "a task was skipped"
+    return f"{len(tasks)} tasks in {len(trained)} rollouts, each trained once, none left out"
+
+
+def check_batches(chaos: ChaosRun, *, max_steps: int) -> str:
+    """No batch is made again once it is in the journal."""
+    again = [step for step, made in chaos.witness.batches().items() if len(made) > 1]
+    assert not again, f"batches {again} were made again"
+    return f"{max_steps} were published, each once"
+
+
+def check_generations(chaos: ChaosRun) -> str:
+    """No generation that was logged is asked for again: none is in a log twice, none that was seen is gone."""
+    logged = chaos.witness.generations()
+    again = {step: count for step, found in logged.items() if (count := found.total() - len(found))}
+    assert not again, f"generations were asked for again, by batch: {again}"
+    assert chaos.witness.lost() == 0, f"{chaos.witness.lost()} logged generations were lost"
+    total = sum(found.total() for found in logged.values())
+    rollouts = sum(len(made[-1].rollouts) for made in chaos.witness.batches().values())
+    assert total == rollouts, f"{total} generations were logged for {rollouts} rollouts of one turn"
+    return (
+        f"{total} were logged in {len(logged)} logs, none twice; at the hits {chaos.witness.num_noted} were finished "
+        "in batches that were not, all of them were kept"
+    )

@@ -1,0 +1,146 @@
+"""Watches a run directory from outside, so that nothing that the run removes or replaces goes unseen.
+
+Every batch and every log of generations gets a second name (a hard link) as soon as it is there. At the end
+the links tell whether a batch was made twice, and whether a generation that was logged was asked for again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import msgspec
+
+from orchestrator.generations import Answer
+from triad.journal import BATCH_NAME
+from triad.messages import Batch
+from triad.record_log import read_records
+from triad.run_dir import RunDir
+
+_PERIOD_S = 0.01
+
+
+class Witness:
+    """Use as a context manager around the whole of a run."""
+
+    def __init__(self, run_dir: RunDir, folder: Path) -> None:
+        self._run_dir = run_dir
+        self._folder = folder
+        self._links: defaultdict[str, dict[int, Path]] = defaultdict(dict)
+        self._finished: defaultdict[int, Counter[tuple[str, int, int]]] = defaultdict(Counter)
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="witness")
+
+    def __enter__(self) -> Witness:
+        self._folder.mkdir(parents=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._end.wait(_PERIOD_S):
+            self._look()
+        self._look()
+
+    def _look(self) -> None:
+        try:
+            paths = list(self._run_dir.rollouts.iterdir())
+        except FileNotFoundError:
+            return
+        for path in paths:
+            if path.name.startswith("step_"):
+                self._link(path.name, path / BATCH_NAME)
+            elif path.name.startswith("generations_"):
+                self._link(path.name, path)
+
+    def _link(self, name: str, path: Path) -> None:
+        known = self._links[name]
+        try:
+            inode = path.stat().st_ino
+            if inode in known:
+                return
+            copy = self._folder / f"{name}.{len(known) + 1}"
+            os.link(path, copy)
+        except FileNotFoundError:  # removed in between
+            return
+        known[copy.stat().st_ino] = copy
+
+    def note_finished(self) -> None:
+        """Remember every generation that is logged now: called after each hit, none of them may be asked for again."""
+        for path in self._run_dir.rollouts.glob("generations_*.log"):
+            try:
+                found = _generations(path)
+            except FileNotFoundError:
+                continue
+            step = int(path.stem.removeprefix("generations_"))
+            self._finished[step] |= Counter(found)
+
+    def batches(self) -> dict[int, list[Batch]]:
+        """Every batch that was ever published, by step: more than one for a step means that it was made again."""
+        found: dict[int, list[Batch]] = {}
+        for name, links in self._links.items():
+            if name.startswith("step_"):
+                read = [msgspec.msgpack.decode(path.read_bytes(), type=Batch) for path in links.values()]
+                found[int(name.removeprefix("step_"))] = read
+        return dict(sorted(found.items()))
+
+    def generations(self) -> dict[int, Counter[tuple[str, int, int]]]:
+        """How often each generation was logged, by step of the batch and (prompt, limit, seed)."""
+        found: defaultdict[int, Counter[tuple[str, int, int]]] = defaultdict(Counter)
+        for name, links in self._links.items():
+            if name.startswith("generations_"):
+                for path in links.values():
+                    found[int(Path(name).stem.removeprefix("generations_"))].update(_generations(path))
+        return dict(found)
+
+    def lost(self) -> int:
+        """How many generations that `note_finished` saw are in no log any more, so must have been made again."""
+        logged = self.generations()
+        return sum((seen - logged.get(step, Counter())).total() for step, seen in self._finished.items())
+
+    @property
+    def num_noted(self) -> int:
+        """How many finished generations of unfinished batches there were at the hits."""
+        return sum(seen.total() for seen in self._finished.values())
+
+
+def _generations(path: Path) -> list[tuple[str, int, int]]:
+    """The (prompt hash, limit, seed) of each generation in a log; what is torn at its end is not there."""
+    payloads, _ = read_records(path)
+    answers = [msgspec.msgpack.decode(payload, type=Answer) for payload in payloads[1:]]
+    return [(answer.prompt, answer.max_tokens, seed) for answer in answers for seed in answer.seeds]
+
+
+class Progress:
+    """The last step in `metrics.jsonl`, read cheaply."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._path = run_dir.metrics
+
+    def step(self) -> int:
+        """0 before the first."""
+        try:
+            with open(self._path, "rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - 8192))
+                lines = file.read().split(b"\n")
+        except FileNotFoundError:
+            return 0
+        return int(json.loads(lines[-2])["step"]) if len(lines) > 1 and lines[-2] else 0
+
+
+def wait_for_step(progress: Progress, step: int, *, timeout_s: float) -> bool:
+    """Return whether `step` was trained within `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while progress.step() < step:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_PERIOD_S)
+    return True

@@ -1,0 +1,135 @@
+"""An rl run heals itself: each process dies once, or hangs, and the end is that of the run that nothing disturbed."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.inference_zygote import free_port
+from tests.integration.conftest import REFERENCE_STEPS, UsedServer
+from tests.rl_runs import SMALL_BATCH, CompletedRun, RlRun, assert_same, complete, exact_metrics, outcome
+
+_STEPS = ("--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2")
+_HEARTBEAT_S = 6
+
+
+def _orchestrator(run: RlRun) -> psutil.Process:
+    (found,) = run.find("orchestrator.main")
+    return found
+
+
+def _rank(run: RlRun) -> psutil.Process:
+    _, rank = run.find("trainer.launch")
+    return rank
+
+
+def _trainer(run: RlRun) -> psutil.Process:
+    return run.find("trainer.launch")[0]
+
+
+def _inference(run: RlRun) -> psutil.Process:
+    (found,) = run.find("inference.main")
+    return found
+
+
+def _engine(run: RlRun) -> psutil.Process:
+    (found,) = [child for child in _inference(run).children() if "EngineCore" in "".join(child.cmdline())]
+    return found
+
+
+@dataclass(frozen=True)
+class Blow:
+    """A signal to one process after a step, and what the console must say about it."""
+
+    step: int
+    victim: Callable[[RlRun], psutil.Process]
+    number: signal.Signals
+    says: str
+
+
+# The server of these runs is another's, and must outlive them.
+_WITH_A_SERVER = [
+    Blow(
+        3, _orchestrator, signal.SIGKILL, r"orchestrator was killed by signal 9: starting it again \(restart 1 of 3\)"
+    ),
+    Blow(6, _rank, signal.SIGKILL, r"trainer ended with exit code 137: starting it again \(restart 1 of 3\)"),
+    Blow(9, _trainer, signal.SIGKILL, r"trainer was killed by signal 9: starting it again \(restart 2 of 3\)"),
+    Blow(12, _orchestrator, signal.SIGSTOP, r"orchestrator has shown no sign of life for \d+ s: killing it"),
+    Blow(15, _rank, signal.SIGSTOP, r"trainer has shown no sign of life for \d+ s: killing it"),
+]
+_OWN_SERVER = [
+    Blow(3, _inference, signal.SIGKILL, r"inference was killed by signal 9: starting it again \(restart 1 of 3\)"),
+    Blow(7, _engine, signal.SIGKILL, r"inference ended with exit code \d+: starting it again \(restart 2 of 3\)"),
+    Blow(11, _engine, signal.SIGSTOP, r"inference has shown no sign of life for \d+ s: killing it"),
+]
+
+
+def _deal(directory: Path, blows: list[Blow], *flags: str) -> CompletedRun:
+    with RlRun(directory, *_STEPS, "--heartbeat-timeout-s", str(_HEARTBEAT_S), *flags) as run:
+        for blow in blows:
+            run.wait_for_step(blow.step)
+            blow.victim(run).send_signal(blow.number)
+            run.wait_for_match(blow.says)
+        return complete(run)
+
+
+def _check_same_end(healed: CompletedRun, reference: CompletedRun) -> None:
+    assert healed.exit_code == 0, healed.output
+    assert not healed.survivors
+    assert "Traceback" not in healed.output
+    assert_same(outcome(healed.run_dir, REFERENCE_STEPS), outcome(reference.run_dir, REFERENCE_STEPS))
+    steps = range(1, REFERENCE_STEPS + 1)
+    assert exact_metrics(healed.run_dir, steps) == exact_metrics(reference.run_dir, steps)
+
+
+def test_orchestrator_and_trainer_die_and_hang(rl_server: UsedServer, reference: CompletedRun, tmp_path: Path) -> None:
+    healed = _deal(tmp_path / "run", _WITH_A_SERVER, *rl_server.flags)
+    _check_same_end(healed, reference)
+    # The orchestrator alone is no new attempt; the three deaths of the trainer are one each.
+    assert sorted(path.name for path in (healed.run_dir.path / "configs").iterdir()) == [
+        f"attempt_{number}" for number in range(1, 5)
+    ]
+
+
+@pytest.mark.timeout(600)
+def test_inference_and_its_engine_die_and_hang(reference: CompletedRun, tmp_path: Path) -> None:
+    flags = (*SMALL_BATCH, "--inference.server.port", str(free_port()))
+    healed = _deal(tmp_path / "run", _OWN_SERVER, *flags)
+    _check_same_end(healed, reference)
+    # Orchestrator and trainer went on as they were.
+    assert [path.name for path in (healed.run_dir.path / "configs").iterdir()] == ["attempt_1"]
+
+
+def test_when_restarts_are_used_up_one_report_says_why(rl_server: UsedServer, tmp_path: Path) -> None:
+    flags = (*rl_server.flags, *_STEPS, "--max-restarts", "1")
+    with RlRun(tmp_path / "run", *flags) as run:
+        run.wait_for_step(2)
+        _orchestrator(run).kill()
+        run.wait_for_output("starting it again (restart 1 of 1)")
+        run.wait_for_step(6)
+        _orchestrator(run).kill()
+        ended = complete(run)
+    assert ended.exit_code == 1
+    assert not ended.survivors
+    report = ended.output[ended.output.index("error: ") :]
+    log = ended.run_dir.logs(1) / "orchestrator.log"
+    assert report.startswith(f"error: orchestrator was killed by signal 9; the last lines of {log}:\n")
+    assert log.read_text().splitlines()[-1] in report
+    assert re.search(r"it was started again 1 times? in 600 s", report)
+    assert ended.output.count("error: ") == 1
+
+
+def test_an_error_that_was_told_is_never_started_again(rl_server: UsedServer, tmp_path: Path) -> None:
+    # A prompt leaves no room in a session of 4 tokens: the orchestrator says so and ends with 2.
+    flags = (*rl_server.flags, *_STEPS, "--orchestrator.seq-len", "4", "--orchestrator.sampling.max-tokens", "2")
+    with RlRun(tmp_path / "run", *flags) as run:
+        ended = complete(run)
+    assert ended.exit_code == 2, ended.output
+    assert "starting it again" not in ended.output
+    assert not ended.survivors
