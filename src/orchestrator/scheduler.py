@@ -15,7 +15,7 @@ from orchestrator.client import InferenceClient
 from orchestrator.state import OrchestratorState, read_state
 from orchestrator.weights import PublishedWeights, wait_for_weights
 from triad import journal
-from triad.errors import InferenceError
+from triad.errors import CheckpointError, InferenceError
 from triad.manifest import is_committed, verify
 from triad.run_dir import RunDir
 
@@ -48,8 +48,18 @@ def find_start(run_dir: RunDir, resume_step: int | None) -> Start:
     Raises:
         CheckpointError: the state is missing or damaged.
     """
-    trainer_step = max([resume_step or 0, *run_dir.committed_steps()])
-    published = set(run_dir.published_batches())
+    while True:
+        # The trainer may save and prune meanwhile. In this order what follows the newest checkpoint is seen whole.
+        published = set(run_dir.published_batches())
+        trainer_step = max([resume_step or 0, *run_dir.committed_steps()])
+        try:
+            return _start_after(run_dir, trainer_step, published)
+        except (CheckpointError, FileNotFoundError):
+            if max(run_dir.committed_steps(), default=0) <= trainer_step:
+                raise
+
+
+def _start_after(run_dir: RunDir, trainer_step: int, published: set[int]) -> Start:
     last = trainer_step
     while last + 1 in published:
         last += 1
