@@ -504,6 +504,16 @@ def test_falling_back_past_damage_keeps_the_journal(killed: RunDir, file: str) -
     assert killed.committed_steps() == [4] and (killed.discarded(2) / "checkpoints" / "step_6").exists()
 
 
+@pytest.mark.parametrize("written", [(), ("trainer.toml",)])
+def test_a_start_that_was_killed_before_it_started_anything_costs_no_batch(
+    killed: RunDir, written: tuple[str, ...]
+) -> None:
+    killed.configs(2).mkdir()
+    for name in written:
+        shutil.copy(killed.configs(1) / name, killed.configs(2))
+    assert replayed(killed) == [7, 8, 9] and killed.generations(10).exists()
+
+
 def test_going_back_on_purpose_makes_the_batches_again(killed: RunDir) -> None:
     assert replayed(killed, resume_step=4) == []
     assert not killed.generations(10).exists() and (killed.discarded(2) / "rollouts" / "step_9").exists()
