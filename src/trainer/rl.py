@@ -7,10 +7,9 @@ the orchestrator has one way to begin.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from trainer import parallel as parallel_module
 from trainer.data import load_tokenizer
+from trainer.ledger import Ledger
 from trainer.loss import grpo_loss
 from trainer.optim import clip_gradients, update_parameters
 from trainer.policy_step import policy_step
@@ -19,12 +18,11 @@ from trainer.session import Session, start_session
 from trainer.state import seed_everything
 from trainer.step import Stopwatch, check_finite, step_metrics
 from trainer.stop import STOP_REQUEST
-from triad.checkpoints import ORCHESTRATOR_DIR
 from triad.config import TrainerConfig
 from triad.config.schedule import learning_rate
 from triad.errors import InferenceError
 from triad.events import report
-from triad.journal import STATE_NAME, read_batch, wait_for
+from triad.journal import read_batch, wait_for
 from triad.run_dir import RunDir
 
 
@@ -43,6 +41,7 @@ def _train(config: TrainerConfig, session: Session) -> None:
     parallel = session.parallel
     policy, progress, saver, run_dir = session.policy, session.progress, session.saver, session.run_dir
     loss_function = grpo_loss(config.loss)
+    ledger = Ledger(run_dir, progress)
     report("waiting for batches", step=progress.step, max_steps=config.max_steps)
     kept = run_dir.committed_steps()  # read again only after a commit: listing them costs a read each
     stopwatch = Stopwatch()
@@ -53,8 +52,9 @@ def _train(config: TrainerConfig, session: Session) -> None:
         with stopwatch.phase("wait_for_batch"):
             _wait_for_batch(run_dir, step, config)
         if saver.is_asked_to_stop():
-            saver.stop(progress.step, metrics, _attachments(run_dir, progress.step))
+            saver.stop(progress.step, metrics, ledger.attachments())
         batch = read_batch(run_dir, step)
+        ledger.accept(batch)
         with stopwatch.phase("forward_backward"):
             samples = to_samples(batch, trained_version=step - 1)
             metrics = policy_step(
@@ -74,7 +74,7 @@ def _train(config: TrainerConfig, session: Session) -> None:
         metrics |= step_metrics(parallel, stopwatch, progress, num_tokens=num_tokens)
         session.log(step, metrics)
         with stopwatch.phase("checkpoint"):
-            committed = saver.after_step(step, metrics, _attachments(run_dir, step))
+            committed = saver.after_step(step, metrics, ledger.attachments())
         kept = _prune_batches(session) if committed else kept
         session.publisher.prune(_needed_weights([*kept, *saver.unsettled(), step], config.async_level))
 
@@ -99,11 +99,6 @@ def _wait_for_batch(run_dir: RunDir, step: int, config: TrainerConfig) -> None:
             f"step {step}: the orchestrator published no batch within {config.batch_timeout_s:g} s. "
             "See the orchestrator's log, or raise trainer.batch_timeout_s."
         )
-
-
-def _attachments(run_dir: RunDir, step: int) -> dict[str, Path]:
-    """The orchestrator's state after batch `step`: it was durable before the trainer could see the batch."""
-    return {f"{ORCHESTRATOR_DIR}/{STATE_NAME}": run_dir.batch(step) / STATE_NAME}
 
 
 def _needed_weights(steps: list[int], async_level: int) -> set[int]:

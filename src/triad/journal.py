@@ -60,6 +60,51 @@ def read_batch(run_dir: RunDir, step: int) -> Batch:
     return batch
 
 
+class EnvironmentPosition(msgspec.Struct, frozen=True):
+    """Position in one environment: `next_task` is the task that comes next."""
+
+    next_task: int = 0
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    """What everybody may know of the orchestrator's state after batch `step`: counts since the start of the run.
+
+    Attributes:
+        step: the batch that was made last; 0 before the first.
+        problems: problems of all batches so far.
+        rollouts: their rollouts.
+        tokens: tokens of those, prompts included.
+        environments: position in every environment, by name.
+    """
+
+    step: int = 0
+    problems: int = 0
+    rollouts: int = 0
+    tokens: int = 0
+    environments: dict[str, EnvironmentPosition] = {}
+
+    def next_task(self, environment: str) -> int:
+        """The task of `environment` that comes next; 0 where none was made."""
+        return self.environments.get(environment, EnvironmentPosition()).next_task
+
+
+def read_accepted(path: Path, *, step: int) -> Accepted:
+    """Return the counts in the orchestrator's state at `path`, which must be the one after batch `step`.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of another step.
+    """
+    try:
+        accepted = msgspec.json.decode(path.read_bytes(), type=Accepted)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+    if accepted.step != step:
+        raise CheckpointError(f"{path} is the state after step {accepted.step}, expected step {step}")
+    return accepted
+
+
 def wait_for(
     path: Path,
     *,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -151,7 +152,7 @@ def make_batch(step: int) -> Batch:
     rollouts = [
         Rollout(
             environment="reverse_text",
-            task_id=step,
+            task_id=step - 1,
             sample_index=index,
             token_ids=[5, 6, 7 + index, 8, 3],
             loss_mask=[False, False, True, True, True],
@@ -163,6 +164,12 @@ def make_batch(step: int) -> Batch:
         for index in (0, 1)
     ]
     return Batch(step=step, policy_version=step - 1, temperature=1.0, rollouts=rollouts)
+
+
+def state_after(step: int) -> bytes:
+    """The orchestrator's state after the batches up to `step`."""
+    counts = {"step": step, "problems": step, "rollouts": 2 * step, "tokens": 10 * step}
+    return json.dumps(counts | {"environments": {"reverse_text": {"next_task": step}}}).encode()
 
 
 def test_a_trainer_that_waits_for_a_batch_saves_at_once(
@@ -183,8 +190,8 @@ def test_a_trainer_that_waits_for_a_batch_saves_at_once(
         for line in process.stdout:
             output += line
             if "waiting for batches" in line:
-                publish_batch(run_dir, make_batch(1), b'{"after": 1}')
-                publish_batch(run_dir, make_batch(2), b'{"after": 2}')
+                publish_batch(run_dir, make_batch(1), state_after(1))
+                publish_batch(run_dir, make_batch(2), state_after(2))
             if "step  2/" in line:
                 break
         process.send_signal(signal.SIGTERM)
@@ -197,5 +204,5 @@ def test_a_trainer_that_waits_for_a_batch_saves_at_once(
     assert "stopped at step 2 of 10, which is saved" in output
     assert run_dir.committed_steps() == [2]
     manifest.verify(run_dir.checkpoint(2))
-    assert (run_dir.checkpoint(2) / "orchestrator" / "orchestrator.json").read_bytes() == b'{"after": 2}'
+    assert (run_dir.checkpoint(2) / "orchestrator" / "orchestrator.json").read_bytes() == state_after(2)
     assert (run_dir.weights_of(2) / "model.safetensors").exists()
