@@ -41,6 +41,7 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
         temperature: softmax temperature, 0.01 to 2; 0 picks the likeliest token, with
             logprobs at temperature 1.
         stop_token_ids: a choice ends after sampling one of these; nothing else stops it.
+        prompt_logprobs: also give the log-probabilities of the prompt, for checks.
     """
 
     token_ids: Annotated[list[_TokenId], msgspec.Meta(min_length=1)]
@@ -48,16 +49,21 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
     max_tokens: Annotated[int, msgspec.Meta(ge=1)]
     temperature: float = 1.0
     stop_token_ids: list[_TokenId] = []
+    prompt_logprobs: bool = False
 
 
 class Choice(msgspec.Struct):
-    """One sampled continuation; `logprobs` are log_softmax(logits / temperature) of `token_ids`."""
+    """One sampled continuation; `logprobs` are log_softmax(logits / temperature) of `token_ids`.
+
+    `prompt_logprobs`, where asked for, are those of every prompt token but the first, at temperature 1.
+    """
 
     index: int
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
     versions: list[VersionSpan]
+    prompt_logprobs: list[float] | None = None
 
 
 class GenerateResponse(msgspec.Struct):
@@ -142,6 +148,7 @@ class Generator:
             stop_token_ids=request.stop_token_ids,
             ignore_eos=True,
             logprobs=0,
+            prompt_logprobs=0 if request.prompt_logprobs else None,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -149,8 +156,16 @@ class Generator:
         )
         prompt = tokens_input(request.token_ids)
         async for output in self._engine.generate(prompt, params, f"generate-{next(_request_ids)}"):
-            return _choice(index, output.outputs[0])
+            choice = _choice(index, output.outputs[0])
+            if request.prompt_logprobs:
+                choice.prompt_logprobs = _prompt_logprobs(request.token_ids, output.prompt_logprobs)
+            return choice
         raise AssertionError("the engine ended a request without an output")
+
+
+def _prompt_logprobs(token_ids: list[int], found: Any) -> list[float]:
+    """Return the log-probability of every prompt token but the first."""
+    return [float(found[place][token_ids[place]].logprob) for place in range(1, len(token_ids))]
 
 
 def _choice(index: int, output: CompletionOutput) -> Choice:

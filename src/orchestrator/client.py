@@ -26,6 +26,7 @@ import msgspec
 from orchestrator.concurrency import run_all
 from orchestrator.environment import Completion
 from orchestrator.weights import PublishedWeights
+from triad.canary import Canary, deviation
 from triad.config.orchestrator import ClientConfig
 from triad.errors import ConfigError, InferenceError
 
@@ -55,12 +56,14 @@ class GenerateRequest(msgspec.Struct):
     temperature: float
     max_tokens: int
     stop_token_ids: list[int]
+    prompt_logprobs: bool = False
 
 
 class Choice(Completion):
     """One sampled continuation; `index` counts the seeds."""
 
     index: int = 0
+    prompt_logprobs: list[float] | None = None
 
 
 class GenerateResponse(msgspec.Struct):
@@ -219,6 +222,31 @@ class InferenceClient:
                 f"{engine.url} loaded version {weights.version} with digest {served.digest}, but {weights.path} "
                 f"was published with digest {weights.digest}: the weights changed or were damaged on the way."
             )
+
+    async def check_canary(self, canary: Canary) -> None:
+        """Have every engine compute the canary's log-probabilities, and compare.
+
+        Raises:
+            InferenceError: an engine computes something else from the weights that it reports.
+        """
+        request = GenerateRequest(
+            token_ids=canary.token_ids,
+            seeds=[0],
+            temperature=1.0,
+            max_tokens=1,
+            stop_token_ids=[],
+            prompt_logprobs=True,
+        )
+        for number, engine in enumerate(self._engines):
+            (choice,) = await self.generate(request, engine=number)
+            found, allowed = deviation(canary, choice.prompt_logprobs or [])
+            _log.info("%s: canary differs by %.2g nats from the trainer's (allowed: %.2g)", engine.url, found, allowed)
+            if not found <= allowed:
+                raise InferenceError(
+                    f"{engine.url} serves the right weights, but computes other log-probabilities from them than the "
+                    f"trainer: {found:.3g} nats apart on average for a fixed text, allowed are {allowed:.3g}. Do both "
+                    "run the same model (config.json), a sound build of vLLM and a fitting dtype?"
+                )
 
     async def generate(self, request: GenerateRequest, *, engine: int) -> list[Choice]:
         """Return one choice per seed, in the order of the seeds.

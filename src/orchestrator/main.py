@@ -23,6 +23,7 @@ from orchestrator.mix import adopt_mix
 from orchestrator.publisher import Publisher
 from orchestrator.scheduler import StrictSchedule, find_start
 from orchestrator.tokenizer import load_tokenizer
+from orchestrator.weights import read_canary
 from triad import events
 from triad.config.orchestrator import OrchestratorConfig
 from triad.errors import ConfigError
@@ -83,6 +84,8 @@ async def orchestrate(config: OrchestratorConfig) -> None:
             weights = await schedule.serve(weights, check=publisher.check)
             generating = time.perf_counter()
             if step == first:
+                if (canary := read_canary(weights)) is not None:
+                    await client.check_canary(canary)
                 events.report("generating", step=step, version=weights.version)
             rollouts = await maker.make(step, weights)
             now = time.perf_counter()

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
+from triad.canary import CANARY_NAME, Canary
 from triad.errors import CheckpointError, InferenceError
 from triad.journal import POLL_S
 from triad.manifest import MANIFEST_NAME, read_manifest
@@ -37,6 +40,21 @@ class PublishedWeights:
             return (self.path / MANIFEST_NAME).stat().st_ino != self.inode
         except FileNotFoundError:
             return True
+
+
+def read_canary(weights: PublishedWeights) -> Canary | None:
+    """Return what the trainer computed with `weights`, where it published that: with the version it starts from.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    path = weights.path / CANARY_NAME
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Canary)
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
 
 
 def describe_weights(run_dir: RunDir, version: int) -> PublishedWeights:

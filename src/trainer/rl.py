@@ -8,6 +8,7 @@ the orchestrator has one way to begin.
 from __future__ import annotations
 
 from trainer import parallel as parallel_module
+from trainer.canary import measure_canary
 from trainer.data import load_tokenizer
 from trainer.ledger import Ledger
 from trainer.loss import grpo_loss
@@ -32,7 +33,7 @@ def run(config: TrainerConfig) -> None:
     seed_everything(config.seed, step=0, rank=parallel.rank)
     tokenizer = load_tokenizer(config.model.tokenizer_name)
     with start_session(config, parallel, tokenizer, older_weights=config.async_level) as session:
-        session.publisher.publish(session.progress.step)
+        session.publisher.publish(session.progress.step, canary=measure_canary(session.policy, tokenizer, parallel))
         _train(config, session)
     report("finished", step=session.progress.step)
 

@@ -12,6 +12,7 @@ from trainer.hf_files import DTYPES, SafetensorsWriter
 from trainer.model import Policy, trained_tensors
 from trainer.parallel import Parallel
 from triad import durable, manifest
+from triad.canary import CANARY_NAME
 from triad.run_dir import RunDir
 
 
@@ -44,8 +45,12 @@ class WeightPublisher:
         finally:
             shutil.rmtree(scratch)
 
-    def publish(self, version: int) -> Path:
-        """Publish the policy's weights as `version`; return the directory. Collective."""
+    def publish(self, version: int, *, canary: bytes | None = None) -> Path:
+        """Publish the policy's weights as `version`; return the directory. Collective.
+
+        Args:
+            canary: what engines are to be checked by; see `triad.canary`.
+        """
         final = self._run_dir.weights_of(version)
         temporary = durable.temporary_sibling(final)
         if self._parallel.is_main:
@@ -55,6 +60,8 @@ class WeightPublisher:
             for name, content in self.config_files.items():
                 (temporary / name).parent.mkdir(parents=True, exist_ok=True)
                 (temporary / name).write_bytes(content)
+            if canary is not None:
+                (temporary / CANARY_NAME).write_bytes(canary)
             files = manifest.describe_files(temporary)
             listing = manifest.Manifest(kind="weights", step=version, policy_version=version, files=files)
             manifest.write_manifest(temporary, listing)

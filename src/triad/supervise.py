@@ -136,14 +136,13 @@ class Supervisor:
             self._drain()
         return self._signal
 
-    def ask_to_end(self, name: str, number: int, refresh: Callable[[], None], *, timeout_s: float) -> bool:
+    def ask_to_end(self, child: Child, number: int, refresh: Callable[[], None], *, timeout_s: float) -> bool:
         """Pass a signal on to one child and wait for its end; return whether it came within `timeout_s`.
 
         SIGUSR1 stays what it is; anything else arrives as SIGTERM.
 
         A second signal to the launcher ends the wait.
         """
-        (child,) = [child for child in self.children if child.name == name]
         self._signal = None
         if child.process.poll() is None:
             passed_on = number if number == signal.SIGUSR1 else signal.SIGTERM

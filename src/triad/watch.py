@@ -10,6 +10,7 @@ What a death costs:
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,9 +21,10 @@ from triad.config.trainer import TrainingCommand
 from triad.console import Console
 from triad.errors import NOT_SAVED, ProcessDied
 from triad.events import EVENTS_ENV, PROCESS_ENV
-from triad.heartbeat import HEARTBEAT_ENV, Vitals
+from triad.heartbeat import HEARTBEAT_ENV, PROBE_PERIOD_S, Vitals
 from triad.restarts import Restarts
 from triad.resume import Attempt
+from triad.run_dir import RunDir
 from triad.supervise import Child, Supervisor, error_message, last_lines
 
 
@@ -63,7 +65,11 @@ def watch(
     """
     restarts = restarts or Restarts(0, 0.0)
     run_dir = plan.attempt.run_dir
-    vitals = {name: Vitals(run_dir.heartbeat(name), plan.health_urls.get(name)) for name in plan.commands}
+    probe_period_s = PROBE_PERIOD_S if heartbeat_timeout_s is None else min(PROBE_PERIOD_S, heartbeat_timeout_s / 4)
+    vitals = {
+        name: Vitals(run_dir.heartbeat(name), plan.health_urls.get(name), probe_period_s=probe_period_s)
+        for name in plan.commands
+    }
     with Supervisor() as supervisor:
         while True:
             watcher = _Watcher(plan, supervisor, restarts, vitals, heartbeat_timeout_s)
@@ -106,6 +112,9 @@ class _Watcher:
             self._start()
             outcome = self._supervisor.run(self._refresh)
             while isinstance(outcome, Child):
+                if (asked := self._signal_taken_by(outcome)) is not None:
+                    outcome = asked
+                    break
                 number = self._wait_to_restart(outcome)
                 if number is None and outcome.name == "trainer":
                     self._supervisor.stop(names={"trainer", "orchestrator"})
@@ -141,7 +150,7 @@ class _Watcher:
 
     def _restart(self, child: Child) -> None:
         if child.name == "orchestrator":
-            durable.clear_leftovers(self._run_dir.rollouts)  # of the batch that it was publishing
+            _clear_unpublished(self._run_dir)
         self._vitals[child.name].forget()
         child.environment[EVENTS_ENV] = str(self._logs / "events.jsonl")  # it may be of an earlier attempt
         self._supervisor.restart(child)
@@ -184,13 +193,21 @@ class _Watcher:
         error.exit_code = code if code in (2, 3) else 1
         return error
 
+    def _signal_taken_by(self, child: Child) -> int | None:
+        """Return the signal that a trainer saved for and ended by: a scheduler may signal ranks as well as us."""
+        number = child.process.returncode - 128
+        is_request = number in (signal.SIGTERM, signal.SIGUSR1) and self._plan.trainer.ckpt is not None
+        return number if child.name == "trainer" and is_request else None
+
     def _save_before_stop(self, number: int) -> None:
         """Have the trainer save its current step, where checkpoints are on."""
         ckpt = self._plan.trainer.ckpt
         saving = f"saving the current step, for at most {ckpt.grace_s:g} s" if ckpt else "stopping"
         self._console.say(f"{signal.Signals(number).name}: {saving}")
         if ckpt:
-            self._supervisor.ask_to_end("trainer", number, self._console.refresh, timeout_s=ckpt.grace_s)
+            (trainer,) = [child for child in self._supervisor.children if child.name == "trainer"]
+            if not self._supervisor.ask_to_end(trainer, number, self._console.refresh, timeout_s=ckpt.grace_s):
+                self._supervisor.kill(trainer)  # the time is over, or a second signal wants it over
 
     def _report_stop(self, number: int) -> int:
         """Say what a stopped run saved; return 128 + signal, or `NOT_SAVED` where its last step is not saved."""
@@ -214,3 +231,15 @@ class _Watcher:
 def _how_it_ended(child: Child) -> str:
     code = child.process.returncode
     return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+def _clear_unpublished(run_dir: RunDir) -> None:
+    """Remove what a dead orchestrator left of the batch that it was publishing.
+
+    The trainer lives, and removes old batches under temporary names as well: those are not touched.
+    """
+    last = max([*run_dir.published_batches(), *run_dir.committed_steps()], default=0)
+    prefix = f"{durable.TEMPORARY_PREFIX}step_"
+    for path in run_dir.rollouts.glob(f"{prefix}*"):
+        if int(path.name.removeprefix(prefix).split("-")[0]) > last:
+            shutil.rmtree(path)

@@ -100,6 +100,8 @@ def test_a_running_server_is_used_told_the_version_and_left_running(
     assert first["rollout/policy_age"] == 0
     assert first["mismatch/max_log_ratio"] <= LOG_RATIO_TOLERANCE
     assert httpx.get(f"{rl_server.handle.url}/health").status_code == 200
+    # The engine computed what the trainer computes before any rollout was asked for.
+    assert "canary differs by" in (reference.run_dir.logs(1) / "orchestrator.log").read_text()
 
 
 def test_after_a_run_the_server_reports_the_last_version_that_was_needed(synchronous: SynchronousRuns) -> None:

@@ -122,6 +122,7 @@ class FakeEngine:
                     "logprobs": logprobs,
                     "finish_reason": "stop" if tokens[-1] in body["stop_token_ids"] else "length",
                     "versions": [{"version": version, "start": 0, "end": len(tokens)}],
+                    "prompt_logprobs": [-1.5] * (len(body["token_ids"]) - 1) if body["prompt_logprobs"] else None,
                 }
             )
         # Completion order is up to the server; the client must go by the index.

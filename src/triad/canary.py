@@ -1,0 +1,42 @@
+"""The canary: log-probabilities of a fixed text, by which trainer and engine show that they hold the same policy.
+
+A digest proves that an engine read the right bytes; the canary proves that it computes the right
+thing from them: another architecture detail, a stale cache or a wrong dtype would show here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+CANARY_NAME = "canary.json"
+TEXT = "One two three four five six seven eight nine ten. The quick brown fox jumps over the lazy dog."
+MAX_TOKENS = 32
+_TOLERANCE_NATS = 0.1
+_RELATIVE_TOLERANCE = 0.05
+
+
+class Canary(msgspec.Struct):
+    """What the trainer computed.
+
+    Attributes:
+        token_ids: the text, at most `MAX_TOKENS` tokens.
+        logprobs: of every token but the first given those before it, in nats, at temperature 1.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+def deviation(canary: Canary, logprobs: Sequence[float]) -> tuple[float, float]:
+    """Return (mean absolute difference of an engine's `logprobs`, what is allowed), in nats.
+
+    Rounding of 16-bit engines grows with the log-probabilities, so what is allowed does as well.
+    """
+    if len(logprobs) != len(canary.logprobs):
+        return float("inf"), 0.0
+    count = len(logprobs)
+    differences = [abs(ours - theirs) for ours, theirs in zip(canary.logprobs, logprobs, strict=True)]
+    allowed = _TOLERANCE_NATS + _RELATIVE_TOLERANCE * sum(map(abs, canary.logprobs)) / count
+    return sum(differences) / count, allowed
