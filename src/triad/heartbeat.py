@@ -7,15 +7,18 @@ counts is that its time changes, not what it is, so clocks may jump.
 from __future__ import annotations
 
 import http.client
+import logging
 import os
 import threading
 import time
 import urllib.request
 from pathlib import Path
 
+_log = logging.getLogger("triad")
+
 HEARTBEAT_ENV = "TRIAD_HEARTBEAT"
 PERIOD_S = 1.0
-_HEALTH_PERIOD_S = 5.0
+PROBE_PERIOD_S = 5.0
 _HEALTH_TIMEOUT_S = 30.0
 
 
@@ -34,8 +37,11 @@ def start_heartbeat(name: str = "") -> None:
 
 def _beat(path: Path) -> None:
     while True:
-        path.write_bytes(b"")
-        os.utime(path)
+        try:
+            path.write_bytes(b"")
+            os.utime(path)
+        except OSError as error:  # a storage that fails for a moment must not make a living process look dead
+            _log.warning("no heartbeat: %s", error)
         time.sleep(PERIOD_S)
 
 
@@ -43,12 +49,18 @@ class Vitals:
     """Signs of life of one process: its heartbeats, and the answers of its health route where it has one.
 
     A health route that generates a token for its answer tells a hung engine from a living one.
+
+    Args:
+        probe_period_s: between a good answer of the health route and the next question. It counts as
+            silence, so it must be well below what is taken for death.
     """
 
-    def __init__(self, heartbeat: Path, health_url: str | None = None) -> None:
+    def __init__(
+        self, heartbeat: Path, health_url: str | None = None, *, probe_period_s: float = PROBE_PERIOD_S
+    ) -> None:
         self._prefix = heartbeat
         self._seen: dict[Path, tuple[int, float]] = {}
-        self._health = HealthProbe(health_url) if health_url else None
+        self._health = HealthProbe(health_url, probe_period_s) if health_url else None
 
     def silent_s(self) -> float:
         """Return for how long the most silent of the parts that ever gave a sign has been silent."""
@@ -75,8 +87,9 @@ class Vitals:
 class HealthProbe:
     """Asks a health route again and again, in a thread, and remembers when it last answered well."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, period_s: float) -> None:
         self._url = url
+        self._period_s = period_s
         self._last_good: float | None = None
         threading.Thread(target=self._ask, name="health", daemon=True).start()
 
@@ -97,4 +110,4 @@ class HealthProbe:
             except (OSError, http.client.HTTPException):
                 time.sleep(PERIOD_S)  # nobody there, or not well: its silence is what counts
             else:
-                time.sleep(_HEALTH_PERIOD_S)
+                time.sleep(self._period_s)

@@ -150,7 +150,7 @@ class _Watcher:
 
     def _restart(self, child: Child) -> None:
         if child.name == "orchestrator":
-            _clear_unpublished(self._run_dir)
+            clear_unpublished(self._run_dir)
         self._vitals[child.name].forget()
         child.environment[EVENTS_ENV] = str(self._logs / "events.jsonl")  # it may be of an earlier attempt
         self._supervisor.restart(child)
@@ -233,7 +233,7 @@ def _how_it_ended(child: Child) -> str:
     return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
-def _clear_unpublished(run_dir: RunDir) -> None:
+def clear_unpublished(run_dir: RunDir) -> None:
     """Remove what a dead orchestrator left of the batch that it was publishing.
 
     The trainer lives, and removes old batches under temporary names as well: those are not touched.
