@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 
+from triad.errors import NOT_SAVED
+
 _FIRST_DELAY_S = 0.2
 _LAST_DELAY_S = 10.0
-_CRASH = 1
+_TOLD = (2, 3, NOT_SAVED)
 
 
 class Restarts:
@@ -25,10 +27,10 @@ class Restarts:
     def delay_s(self, name: str, exit_code: int) -> float | None:
         """Return the seconds to wait before process `name` is started again; None: it is not.
 
-        Deaths by a signal and crashes are worth another try. Errors that were told (bad input, numbers
-        that broke, a full disk) would only come again.
+        Deaths by a signal, crashes and a dead engine are worth another try. Errors that were told (bad input,
+        numbers that broke, a full disk) would only come again.
         """
-        if exit_code != _CRASH and 0 <= exit_code < 128:
+        if exit_code in _TOLD:
             return None
         now = time.monotonic()
         times = self._times[name]

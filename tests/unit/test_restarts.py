@@ -13,12 +13,12 @@ from triad.run_dir import RunDir
 from triad.watch import clear_unpublished
 
 
-@pytest.mark.parametrize("code", [1, -signal.SIGKILL, 128 + signal.SIGKILL, -signal.SIGSEGV])
+@pytest.mark.parametrize("code", [1, 75, -signal.SIGKILL, 128 + signal.SIGKILL, -signal.SIGSEGV])
 def test_crashes_and_deaths_by_a_signal_are_started_again(code: int) -> None:
     assert Restarts(3, 600).delay_s("trainer", code) is not None
 
 
-@pytest.mark.parametrize("code", [0, 2, 3, 4])
+@pytest.mark.parametrize("code", [2, 3, 4])
 def test_an_error_that_was_told_is_not(code: int) -> None:
     restarts = Restarts(3, 600)
     assert restarts.delay_s("trainer", code) is None
