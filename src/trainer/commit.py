@@ -174,7 +174,6 @@ class Commit:
             },  # JSON has no others
             libraries=manifest.library_versions(),
         )
-        durable.fsync_tree(temporary)
         manifest.write_manifest(temporary, listing)
         durable.publish_directory(temporary, final)
         return sum(entry.size_bytes for entry in listing.files.values())

@@ -34,6 +34,7 @@ from triad.errors import CheckpointError
 from triad.manifest import FileEntry
 
 _WRITE_BYTES = 1 << 22
+_SMALL_BYTES = 1 << 16
 _WRITEBACK_BYTES = 1 << 26
 
 
@@ -48,12 +49,26 @@ class _DigestStream(io.RawIOBase):
         self._path = path
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._digest = xxhash.xxh3_128()
+        self._small = bytearray()  # pickles come in thousands of pieces of a few bytes
         self._position = 0
         self._flushed = 0
         self.failure: OSError | None = None
 
     def write(self, data: Any, /) -> int:
         view = memoryview(data).cast("B")
+        if len(self._small) + len(view) <= _SMALL_BYTES:
+            self._small += view
+        else:
+            self.flush()
+            self._write_through(view)
+        return len(view)
+
+    def flush(self) -> None:
+        if self._small:
+            small, self._small = self._small, bytearray()
+            self._write_through(memoryview(small))
+
+    def _write_through(self, view: memoryview) -> None:
         done = 0
         while done < len(view):
             chunk = view[done : done + _WRITE_BYTES]
@@ -66,7 +81,6 @@ class _DigestStream(io.RawIOBase):
             done += written
             self._position += written
             self._start_writeback()
-        return done
 
     def _start_writeback(self) -> None:
         """Have the disk work while the rest is being written, not only in the final fsync."""
@@ -76,13 +90,14 @@ class _DigestStream(io.RawIOBase):
             self._flushed = self._position
 
     def entry(self) -> FileEntry:
-        """Size and checksum of what was written."""
+        """Size and checksum of what was written and flushed."""
         return FileEntry(self._position, self._digest.hexdigest())
 
     def tell(self) -> int:
-        return self._position
+        return self._position + len(self._small)
 
     def fileno(self) -> int:
+        self.flush()  # whoever asks is about to fsync
         return self._descriptor
 
     def writable(self) -> bool:
@@ -90,7 +105,12 @@ class _DigestStream(io.RawIOBase):
 
     def close(self) -> None:
         if not self.closed:
-            os.close(self._descriptor)
+            try:
+                if self.failure is None:
+                    self.flush()
+            finally:
+                self._small.clear()
+                os.close(self._descriptor)
         super().close()
 
 

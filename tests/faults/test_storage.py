@@ -213,7 +213,7 @@ def test_a_disk_that_breaks_for_good(
 _EIO = "Input/output error"
 FAILURES = {
     "first shard write": ("write .tmp-step_4/trainer/__0_0.distcp", 1),
-    "later shard write": ("write .tmp-step_4/trainer/__0_0.distcp", 3000),
+    "later shard write": ("write .tmp-step_4/trainer/__0_0.distcp", 60),
     "shard opened": ("open .tmp-step_4/trainer/__0_0.distcp", 1),
     "shard fsync": ("fsync .tmp-step_4/trainer/__0_0.distcp", 1),
     "index write": ("write .tmp-step_4/trainer/.metadata", 1),
@@ -268,7 +268,7 @@ def test_a_disk_that_dies_in_a_save_takes_nothing_committed_with_it(
     start: Start, wanted: Callable[[int], dict[str, Any]], output: Path
 ) -> None:
     """Every call fails from then on, also those that would clear up: the next start does that."""
-    dead = failing(output, "* .tmp-step_4", nth=3000, until_nth=10**9)
+    dead = failing(output, "* .tmp-step_4", nth=60, until_nth=10**9)
     run = start(output, fault=dead).wait()
     check_message(run, _EIO)
     assert sorted(whole_steps(output / "checkpoints")) == [2] and (output / "checkpoints/.tmp-step_4").exists()

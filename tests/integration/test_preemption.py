@@ -116,8 +116,8 @@ def test_a_signal_to_one_rank_saves_on_all(runs: Runs) -> None:
         code = run.wait(within_s=END_S)
         (step,) = run.run_dir.committed_steps()
         assert manifest.verify(run.run_dir.checkpoint(step)).world_size == 2
-        assert code != 0 and f"stopped by SIGUSR1: step {step} is saved" in run.output
-        assert "finished step" not in run.output
+        assert code == 128 + signal.SIGUSR1 and f"stopped at step {step} of" in run.output
+        assert "which is saved" in run.output and "finished step" not in run.output
 
 
 @pytest.fixture(scope="module")
