@@ -127,6 +127,9 @@ async def _run(server: _Server, engine: AsyncLLM, *, sock: socket.socket) -> int
     await loop.run_in_executor(None, engine.shutdown, 0)
     # Nobody answers the requests in flight any more, and uvicorn would wait for them.
     engine.output_processor.propagate_error(EngineDeadError())
+    for waiting in getattr(engine.engine_core, "utility_results", {}).values():  # an update of the weights, say
+        if not waiting.done():
+            waiting.set_exception(EngineDeadError())
     server.should_exit = True
     for task in (watching, asked):
         task.cancel()
