@@ -30,6 +30,14 @@ def _exit(run: Callable[[], int]) -> NoReturn:
     except TriadError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        print(
+            f"error: {error.strerror or error}{where}. Check permissions and free space there, or choose another "
+            "directory with --output-dir.",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     sys.exit(code)
