@@ -33,7 +33,7 @@ _LENGTH_BYTES = 4
 _CHECK_BYTES = 8
 _HEAD_BYTES = len(MARKER) + _LENGTH_BYTES + _CHECK_BYTES
 # A fast disk would sync after every record, which costs a core for nothing; a power cut costs this much more.
-_BETWEEN_SYNCS_S = 0.02
+_BETWEEN_SYNCS_S = 0.1
 
 
 @dataclass(frozen=True)
