@@ -136,7 +136,7 @@ class Chaos:
 
     def _deal(self, hit: Hit, witness: Witness) -> None:
         while True:
-            victim = self._find(hit.victim)
+            victim = find_process(self._run, hit.victim)
             if victim is not None or self._run.ended():
                 break
             time.sleep(POLL_S)  # it is just being started again
@@ -156,20 +156,22 @@ class Chaos:
         else:
             witness.note_finished()
 
-    def _find(self, victim: str) -> psutil.Process | None:
-        try:
-            if victim == "launcher":
-                return self._run.launcher()
-            if victim in ("trainer", "rank"):
-                ranks = self._run.find("trainer.launch")
-                return ranks[0 if victim == "trainer" else -1] if len(ranks) > (victim == "rank") else None
-            found = self._run.find(_MODULES["inference" if victim == "engine" else victim])
-            if victim == "engine":
-                children = found[0].children() if found else []
-                found = [child for child in children if "EngineCore" in "".join(child.cmdline())]
-            return found[0] if found else None
-        except psutil.NoSuchProcess:
-            return None
+
+def find_process(run: RlRun, victim: str) -> psutil.Process | None:
+    """Return the process of `run` that is called `victim` in a schedule; None while there is none."""
+    try:
+        if victim == "launcher":
+            return run.launcher()
+        if victim in ("trainer", "rank"):
+            ranks = run.find("trainer.launch")
+            return ranks[0 if victim == "trainer" else -1] if len(ranks) > (victim == "rank") else None
+        found = run.find(_MODULES["inference" if victim == "engine" else victim])
+        if victim == "engine":
+            children = found[0].children() if found else []
+            found = [child for child in children if "EngineCore" in "".join(child.cmdline())]
+        return found[0] if found else None
+    except psutil.NoSuchProcess:
+        return None
 
 
 def is_stop(blow: Blow) -> bool:
