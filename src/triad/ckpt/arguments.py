@@ -5,20 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from typing import NoReturn
 
-from triad.errors import ConfigError, nearest
+from triad.subcommands import Parser, Subcommands
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _EPILOG = "STEP is a number, `latest`, or the path of a checkpoint such as OTHER/checkpoints/step_20."
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises errors instead of exiting, so that they look like all others of the project."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}. {self.prog} --help shows what is allowed.")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -30,38 +22,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     Raises:
         ConfigError: an unknown subcommand or flag, with the nearest spelling, or a value that cannot be used.
     """
-    parser, commands = _parsers()
-    first = argv[0] if argv else "--help"
-    if first.startswith("-"):
-        if first not in ("-h", "--help"):
-            raise ConfigError(f"'{first}' comes before the subcommand. Write it behind, as in `ckpt ls {first} ...`.")
-        parser.parse_args([first])
-    if first not in commands:
-        hint = nearest(first, commands)
-        raise ConfigError(f"unknown subcommand '{first}'.{hint} There are: {', '.join(commands)}.")
-    known = set(commands[first]._option_string_actions)
-    for word in argv[1:]:
-        flag = word.split("=")[0]
-        if flag.startswith("--") and flag not in known:
-            raise ConfigError(f"unknown flag '{flag}'.{nearest(flag, known)} ckpt {first} --help lists all flags.")
-    return parser.parse_args(argv)
+    return _subcommands().parse(argv)
 
 
-def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
-    shared = _Parser(add_help=False, allow_abbrev=False)
-    shared.add_argument("--output-dir", type=Path, default=Path("outputs"), metavar="DIR", help="the run (outputs)")
-    shared.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
-    parser = _Parser(prog="ckpt", allow_abbrev=False, description="Look into the checkpoints of a run.", epilog=_EPILOG)
-    subparsers = parser.add_subparsers(dest="command", metavar="SUBCOMMAND")
-    commands: dict[str, _Parser] = {}
-
-    def add(name: str, text: str) -> _Parser:
-        command = subparsers.add_parser(
-            name, help=text, description=text, parents=[shared], allow_abbrev=False, epilog=_EPILOG
-        )
-        commands[name] = command
-        return command
-
+def _subcommands() -> Subcommands:
+    subcommands = Subcommands("ckpt", "Look into the checkpoints of a run.", _EPILOG)
+    add = subcommands.add
     _add_looking(add("ls", "List steps and exports."), add("verify", "Check every byte against the manifests."))
     add("show", "Show what one step holds.").add_argument("step", metavar="STEP")
     diff = add("diff", "Compare two steps: settings, counters, parameters.")
@@ -81,22 +47,22 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     importing.add_argument("source", metavar="PATH", help="weights file, directory, checkpoint, or step")
     importing.add_argument("--to", type=Path, required=True, metavar="DIR", help="new directory")
     importing.add_argument("--model", metavar="NAME_OR_DIR", help="source of config and tokenizer, if PATH has none")
-    return parser, commands
+    return subcommands
 
 
-def _add_looking(ls: _Parser, verify: _Parser) -> None:
+def _add_looking(ls: Parser, verify: Parser) -> None:
     ls.add_argument("--metric", metavar="NAME", help="marks the best: min:val/loss (ckpt.keep_best, reward/mean, loss)")
     verify.add_argument("steps", nargs="*", metavar="STEP", help="all steps and exports if none is named")
     verify.add_argument("--how", choices=("full", "size"), default="full", help="every byte (full), or sizes only")
 
 
-def _add_export(command: _Parser) -> None:
+def _add_export(command: Parser) -> None:
     command.add_argument("--dtype", choices=("float32", "bfloat16"), help="that of the run if unset")
     command.add_argument("--max-shard-size", type=_size, metavar="SIZE", help="such as 4GB or 500MiB (4GiB)")
     command.add_argument("--model", metavar="NAME_OR_DIR", help="config and tokenizer for a step that has none")
 
 
-def _add_prune(prune: _Parser) -> None:
+def _add_prune(prune: Parser) -> None:
     prune.add_argument("--keep", type=_positive, metavar="K", help="keep the newest K; unset: all steps stay")
     prune.add_argument("--keep-interval", type=_positive, metavar="M", help="keep every Mth step besides")
     prune.add_argument("--keep-best", metavar="METRIC", help="keep the best besides, such as max:reward/mean")
