@@ -1,4 +1,4 @@
-"""The commands: `sft`, `rl`, `trainer`, `orchestrator`, `inference`, `ckpt`.
+"""The commands: `sft`, `rl`, `trainer`, `orchestrator`, `inference`, `ckpt`, `rollouts`.
 
 Each parses its configuration before anything heavy is imported, so `--help` and errors come at
 once, and then hands over to the launcher, which starts the processes.
@@ -86,5 +86,12 @@ def inference() -> NoReturn:
 def ckpt() -> NoReturn:
     """Checkpoints: list, verify, show, compare, export, thin out, import."""
     from triad.ckpt.main import main
+
+    _exit(lambda: main(sys.argv[1:]))
+
+
+def rollouts() -> NoReturn:
+    """Rollouts in the journal: show, statistics, export."""
+    from triad.rollouts_cli import main
 
     _exit(lambda: main(sys.argv[1:]))

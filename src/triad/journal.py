@@ -46,7 +46,11 @@ def read_batch(run_dir: RunDir, step: int) -> Batch:
     Raises:
         CheckpointError: it is missing, damaged, or not the batch of `step`.
     """
-    directory = run_dir.batch(step)
+    return read_batch_in(run_dir.batch(step), step=step)
+
+
+def read_batch_in(directory: Path, *, step: int) -> Batch:
+    """Return the batch of `step` in `directory`, wherever it was put; see `read_batch`."""
     verify(directory)
     try:
         batch = msgspec.msgpack.decode((directory / BATCH_NAME).read_bytes(), type=Batch)

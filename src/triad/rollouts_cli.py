@@ -1,0 +1,280 @@
+"""The command `rollouts`: look into the batches of an RL run, and export them.
+
+`show STEP [--problem I]`, `stats [STEP ...]` and `export STEP ... --to FILE`. Every batch is verified
+against its manifest before anything of it is shown or written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from triad.ckpt.report import Grid, Report, number, working
+from triad.errors import CheckpointError, ConfigError, RunDirError
+from triad.journal import read_batch_in
+from triad.messages import Batch, Rollout
+from triad.rollouts_export import check_target, write_rollouts
+from triad.rollouts_text import TextOf, segments, text_of
+from triad.run_dir import RunDir
+from triad.subcommands import Subcommands
+
+_EPILOG = (
+    "STEP is a number, a span such as 3-7, `latest`, `all`, or the path of a batch such as "
+    "OUTPUT_DIR/discarded/attempt_2/rollouts/step_9. A batch stays until the oldest checkpoint needs it no more."
+)
+_SPAN = re.compile(r"(\d+)-(\d+)")
+_STEP_NAME = re.compile(r"step_(\d+)(\.\d+)?")
+
+
+def main(argv: list[str]) -> int:
+    """Run one subcommand; return 0, or 1 when a batch is damaged.
+
+    Raises:
+        TriadError: a mistake in the command, or something that is missing or damaged.
+    """
+    arguments = _subcommands().parse(argv)
+    run_dir = RunDir(arguments.output_dir)
+    if arguments.command == "show":
+        report = show(run_dir, step=arguments.step, problem=arguments.problem)
+    elif arguments.command == "stats":
+        report = stats(run_dir, steps=arguments.steps)
+    else:
+        report = export(run_dir, steps=arguments.steps, to=arguments.to)
+    report.print(as_json=arguments.json)
+    return report.exit_code
+
+
+def _subcommands() -> Subcommands:
+    subcommands = Subcommands("rollouts", "Look into the rollouts that an rl run trains on.", _EPILOG)
+    show_parser = subcommands.add("show", "Show the problems of one batch, or the rollouts of one problem.")
+    show_parser.add_argument("step", metavar="STEP")
+    show_parser.add_argument("--problem", type=int, metavar="I", help="show all turns of problem I, counted from 0")
+    stats_parser = subcommands.add("stats", "Show a line of numbers per batch.")
+    stats_parser.add_argument("steps", nargs="*", metavar="STEP", help="all batches if none is named")
+    export_parser = subcommands.add("export", "Write rollouts to a file, one per line or row.")
+    export_parser.add_argument("steps", nargs="+", metavar="STEP")
+    export_parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="new .jsonl or .parquet file")
+    return subcommands
+
+
+def show(run_dir: RunDir, *, step: str, problem: int | None) -> Report:
+    """Show the problems of one batch, or every turn of one of its problems.
+
+    Raises:
+        CheckpointError: the batch is not there, or damaged.
+        ConfigError: there is no such problem, or STEP means several batches.
+    """
+    directories = find_batches(run_dir, [step])
+    if len(directories) != 1:
+        raise ConfigError(f"show takes one batch, '{step}' means {len(directories)}. `rollouts stats` shows several.")
+    batch = _read(directories[0])
+    groups = problems_of(batch)
+    if problem is None:
+        return _show_batch(directories[0], batch, groups)
+    if not 0 <= problem < len(groups):
+        raise ConfigError(f"--problem {problem}: batch {batch.step} has the problems 0 to {len(groups) - 1}.")
+    return _show_problem(batch, problem, groups[problem], text_of(run_dir))
+
+
+def _show_batch(directory: Path, batch: Batch, groups: list[list[Rollout]]) -> Report:
+    lines = [_line(group) for group in groups]
+    document = {
+        "path": str(directory),
+        "step": batch.step,
+        "policy_version": batch.policy_version,
+        "temperature": batch.temperature,
+        "metrics": batch.metrics,
+        "problems": [
+            {"problem": index, "environment": group[0].environment, "task_id": group[0].task_id, **line}
+            for index, (group, line) in enumerate(zip(groups, lines, strict=True))
+        ],
+    }
+    rows = [
+        (str(index), group[0].environment, str(group[0].task_id), *_cells(line))
+        for index, (group, line) in enumerate(zip(groups, lines, strict=True))
+    ]
+    title = f"batch {batch.step}, sampled by version {batch.policy_version} at temperature {batch.temperature:g}"
+    return Report(document, [title, Grid((">problem", "environment", ">task", *_COLUMNS), rows)])
+
+
+def _show_problem(batch: Batch, index: int, group: list[Rollout], text: TextOf) -> Report:
+    shown = [
+        {
+            "sample_index": rollout.sample_index,
+            "reward": rollout.reward,
+            "advantage": rollout.advantage,
+            "truncated": rollout.truncated,
+            "versions": msgspec.to_builtins(rollout.versions),
+            "metrics": rollout.metrics,
+            "turns": [
+                {"sampled": sampled, "token_ids": ids, "text": text.decode(ids)} for sampled, ids in segments(rollout)
+            ],
+        }
+        for rollout in group
+    ]
+    first = group[0]
+    document = {"step": batch.step, "problem": index, "environment": first.environment, "task_id": first.task_id}
+    parts: list[Grid | str] = [f"batch {batch.step}, problem {index}: task {first.task_id} of {first.environment}"]
+    if text.reason:
+        parts.append(f"token ids are shown, since {text.reason}")
+    for line in shown:
+        marks = ", truncated" if line["truncated"] else ""
+        head = f"sample {line['sample_index']}: reward {number(line['reward'])}, advantage {number(line['advantage'])}"
+        parts += ["", f"{head}{marks}"]
+        parts += [
+            f"  {'sampled' if turn['sampled'] else 'given  '} | {_shown(turn['text'], turn['token_ids'])}"
+            for turn in line["turns"]
+        ]
+    return Report(document | {"no_text": text.reason or None, "rollouts": shown}, parts)
+
+
+def _shown(text: str | None, token_ids: Sequence[int]) -> str:
+    return " ".join(map(str, token_ids)) if text is None else text.replace("\n", "\n          | ")
+
+
+_COLUMNS = (">rollouts", ">reward mean", ">std", ">tokens mean", ">sampled", ">truncated", "versions")
+
+
+def _line(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Return the numbers of some rollouts; the deviation is that of these rollouts (population)."""
+    rewards = [rollout.reward for rollout in rollouts]
+    mean = sum(rewards) / len(rewards) if rewards else 0.0
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    return {
+        "rollouts": len(rollouts),
+        "reward_mean": mean,
+        "reward_std": (sum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards))) ** 0.5,
+        "tokens": sum(lengths),
+        "tokens_mean": sum(lengths) / max(1, len(lengths)),
+        "sampled_tokens": sum(sum(rollout.loss_mask) for rollout in rollouts),
+        "truncated": sum(rollout.truncated for rollout in rollouts),
+        "versions": sorted({span.version for rollout in rollouts for span in rollout.versions}),
+    }
+
+
+def _cells(line: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        f"{line['rollouts']:,}",
+        number(line["reward_mean"]),
+        number(line["reward_std"]),
+        number(line["tokens_mean"]),
+        f"{line['sampled_tokens']:,}",
+        f"{line['truncated']:,}",
+        ", ".join(map(str, line["versions"])),
+    )
+
+
+def stats(run_dir: RunDir, *, steps: Sequence[str]) -> Report:
+    """Show a line per batch; damaged ones are problems."""
+    directories = find_batches(run_dir, steps or ["all"])
+    lines: list[dict[str, Any]] = []
+    rows: list[tuple[str, ...]] = []
+    problems: list[str] = []
+    for directory in directories:
+        try:
+            batch = _read(directory)
+        except CheckpointError as error:
+            problems.append(f"{directory.name} is damaged: {error}")
+            lines.append({"step": _step_of(directory), "path": str(directory), "status": "damaged"})
+            rows.append((str(_step_of(directory)), "damaged", *("-" for _ in range(len(_COLUMNS) + 2))))
+            continue
+        line = _line(batch.rollouts)
+        names = sorted({rollout.environment for rollout in batch.rollouts})
+        num_problems = len(problems_of(batch))
+        lines.append(
+            {
+                "step": batch.step,
+                "path": str(directory),
+                "status": "committed",
+                "policy_version": batch.policy_version,
+                "problems": num_problems,
+                "environments": names,
+                **line,
+            }
+        )
+        rows.append((str(batch.step), "committed", f"{num_problems:,}", *_cells(line), ", ".join(names)))
+    grid = Grid(
+        (">step", "status", ">problems", *_COLUMNS, "environments"),
+        rows,
+        expendable=("environments", "sampled", "problems", "status"),
+    )
+    parts = [grid] if rows else [f"no batches in {run_dir.rollouts}"]
+    return Report({"rollouts": str(run_dir.rollouts), "batches": lines, "problems": problems}, parts, problems)
+
+
+def export(run_dir: RunDir, *, steps: Sequence[str], to: Path) -> Report:
+    """Write the rollouts of some batches to a new file; nothing is written if one of them is damaged.
+
+    Raises:
+        CheckpointError: naming the damaged file; or there are no batches.
+        ConfigError: the file exists, or ends neither in .jsonl nor in .parquet.
+        RunDirError: it cannot be written.
+    """
+    check_target(to)
+    directories = find_batches(run_dir, steps)
+    if not directories:
+        raise CheckpointError(f"there is no batch in {run_dir.rollouts} to export.")
+    for directory in directories:
+        _read(directory)
+    with working(f"writing {to}"):
+        count = write_rollouts(to, map(_read, directories))
+    document = {"path": str(to), "batches": len(directories), "rollouts": count, "size_bytes": to.stat().st_size}
+    return Report(document, [f"wrote {to}: {count:,} rollouts of {len(directories)} batches"])
+
+
+def problems_of(batch: Batch) -> list[list[Rollout]]:
+    """Return the rollouts of a batch, problem by problem, in their order."""
+    grouped = itertools.groupby(batch.rollouts, key=lambda rollout: (rollout.environment, rollout.task_id))
+    return [list(group) for _, group in grouped]
+
+
+def find_batches(run_dir: RunDir, texts: Sequence[str]) -> list[Path]:
+    """Return the directories of the batches that some STEP arguments mean, each once, in their order.
+
+    Raises:
+        RunDirError: there is no run.
+        CheckpointError: a batch is not there, naming those that are.
+        ConfigError: an argument is no STEP.
+    """
+    if not run_dir.path.is_dir():
+        raise RunDirError(f"there is no directory {run_dir.path}. Name the run with --output-dir.")
+    if not (run_dir.holds_run() or run_dir.rollouts.is_dir()):
+        raise RunDirError(f"{run_dir.path} holds no rl run. Name the run with --output-dir.")
+    return list(dict.fromkeys(directory for text in texts for directory in _batches_of(run_dir, text)))
+
+
+def _batches_of(run_dir: RunDir, text: str) -> Iterator[Path]:
+    there = run_dir.published_batches()
+    if text == "all":
+        wanted = there
+    elif text == "latest":
+        wanted = there[-1:] or [0]
+    elif text.isdecimal():
+        wanted = [int(text)]
+    elif span := _SPAN.fullmatch(text):
+        wanted = range(int(span[1]), int(span[2]) + 1)
+    elif Path(text).is_dir() and _STEP_NAME.fullmatch(Path(text).name):
+        yield Path(text)
+        return
+    else:
+        raise ConfigError(f"'{text}' is no STEP: a number, a span such as 3-7, `latest`, `all`, or a batch's directory")
+    for step in wanted:
+        if step not in there:
+            steps = f"it has {', '.join(map(str, there))}" if there else "it has none"
+            raise CheckpointError(f"batch {text} is not in {run_dir.rollouts}: {steps}.")
+        yield run_dir.batch(step)
+
+
+def _step_of(directory: Path) -> int:
+    match = _STEP_NAME.fullmatch(directory.name)
+    assert match is not None
+    return int(match[1])
+
+
+def _read(directory: Path) -> Batch:
+    return read_batch_in(directory, step=_step_of(directory))
