@@ -112,13 +112,18 @@ class Chaos:
 
     def _wait(self, hit: Hit) -> bool:
         """Wait for the moment of `hit`; return False when the run ended before."""
-        step = hit.step
-        if step is not None:
-            # Not while the run still recovers from the hit before.
-            after = self._blows[-1].step + 1 if self._blows else 1
-            self._wait_for(lambda: self._run.ended() or self._progress.step() >= max(step, after))
+        went_on = self._blows[-1].step + 1 if self._blows else 1
+        if hit.step is not None:
+            step = max(hit.step, went_on)  # not while the run still recovers from the hit before
+            self._wait_for(lambda: self._run.ended() or self._progress.step() >= step)
         deadline = time.monotonic() + hit.delay_s
-        self._wait_for(lambda: self._run.ended() or time.monotonic() >= deadline)
+        self._wait_for(
+            lambda: (
+                self._run.ended()
+                or time.monotonic() >= deadline
+                or (hit.step is None and self._progress.step() >= went_on)
+            )
+        )
         return not self._run.ended()
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:

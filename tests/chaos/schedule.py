@@ -21,7 +21,9 @@ WITHOUT_SERVER = {victim: share for victim, share in SHARES.items() if victim no
 STOPPED_SHARE = 0.05
 # This share of the hits does not wait for the run to go on after the hit before.
 DURING_RECOVERY_SHARE = 0.25
-STEPS_PER_HIT = 2
+STEPS_PER_HIT = 4
+_LONGEST_DELAY_S = 0.3
+_LONGEST_RECOVERY_S = 8.0
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Hit:
         victim: `orchestrator`, `rank` (of the trainer), `trainer` (the process that starts the ranks),
             `inference`, `engine` (its child) or `launcher`.
         number: SIGKILL, or SIGSTOP for a hang.
-        step: not before this step is trained; unset: some time after the hit before.
+        step: not before this step is trained; unset: some time after the hit before, at the latest when
+            the run goes on.
         delay_s: seconds to wait then.
     """
 
@@ -42,8 +45,10 @@ class Hit:
     delay_s: float
 
 
-def draw(count: int, seed: int, shares: Mapping[str, float] = SHARES) -> list[Hit]:
-    """Return `count` hits on every victim in `shares`; the last one comes at step `steps_of(count)` at the latest."""
+def draw(
+    count: int, seed: int, shares: Mapping[str, float] = SHARES, *, steps_per_hit: int = STEPS_PER_HIT
+) -> list[Hit]:
+    """Return `count` hits, on every victim in `shares` where they suffice, `steps_per_hit` steps apart."""
     rng = random.Random(seed)
     victims = list(shares)
     # Every victim at least once, where there are enough hits.
@@ -57,8 +62,8 @@ def draw(count: int, seed: int, shares: Mapping[str, float] = SHARES) -> list[Hi
             Hit(
                 victim=victim,
                 number=signal.SIGSTOP if is_stop else signal.SIGKILL,
-                step=None if again else 1 + STEPS_PER_HIT * position,
-                delay_s=rng.uniform(0, 8.0 if again else 0.6),
+                step=None if again else 1 + steps_per_hit * position,
+                delay_s=rng.uniform(0, _LONGEST_RECOVERY_S if again else _LONGEST_DELAY_S),
             )
         )
     return hits
@@ -66,4 +71,4 @@ def draw(count: int, seed: int, shares: Mapping[str, float] = SHARES) -> list[Hi
 
 def steps_of(count: int) -> int:
     """Return the length in steps of a run that `count` hits fit into."""
-    return STEPS_PER_HIT * count + 4
+    return STEPS_PER_HIT * (count + 2)

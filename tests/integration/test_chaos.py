@@ -22,7 +22,7 @@ _SEED = 7
 def test_a_run_that_is_hit_again_and_again_ends_as_the_undisturbed_one(
     rl_server: UsedServer, reference: CompletedRun, tmp_path: Path
 ) -> None:
-    hits = draw(_HITS, _SEED, WITHOUT_SERVER)
+    hits = draw(_HITS, _SEED, WITHOUT_SERVER, steps_per_hit=2)
     flags = (*rl_server.flags, "--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2")
     before = rl_server.generated_tokens()
     chaos = Chaos(tmp_path / "run", hits, *flags).run(timeout_s=300)
@@ -42,5 +42,5 @@ def test_a_schedule_can_be_repeated_and_hits_everybody() -> None:
     assert {hit.victim for hit in draw(len(SHARES), 3)} == set(SHARES)
     hits = draw(200, 1)
     assert {hit.number for hit in hits} == {signal.SIGKILL, signal.SIGSTOP}
-    assert max(hit.step or 0 for hit in hits) <= steps_of(200) - 4
+    assert max(hit.step or 0 for hit in hits) <= steps_of(200) - 8
     assert not any(hit.victim == "launcher" and hit.number == signal.SIGSTOP for hit in hits)
