@@ -146,6 +146,7 @@ class Checkpointer:
             self._thread.start()
         else:
             self._write(lambda: self._commit.write(snapshot, tensors), step)
+            self._settle()
         return True
 
     def _write(self, action: Callable[[], None], step: int) -> None:

@@ -313,9 +313,9 @@ def test_a_step_that_exists_is_not_written_over(make_state: MakeState, run_dir: 
     checkpointer = Checkpointer(run_dir.checkpoints, state, save_async=save_async)
     checkpointer.load(1)
     train(state, 1)
-    checkpointer.save(1)
-    checkpointer.wait()
     with pytest.raises(SaveError, match="step_1 exists already, and checkpoints are never written over"):
+        checkpointer.save(1)
+        checkpointer.wait()
         checkpointer.poll()
     assert checkpointer.save(2)
     checkpointer.close()

@@ -100,10 +100,10 @@ def test_a_save_that_fails_leaves_nothing_and_the_old_steps_alone(
     train(state, 1)
     with monkeypatch.context() as patch:
         FAULTS[fault](patch)
-        checkpointer.save(2, attachments=attachments)
-        checkpointer.wait()
-    with pytest.raises(SaveError, match=r"step 2 could not be saved.*: (No space left|Input/output error)"):
-        checkpointer.poll()
+        with pytest.raises(SaveError, match=r"step 2 could not be saved.*: (No space left|Input/output error)"):
+            checkpointer.save(2, attachments=attachments)  # a synchronous save raises itself
+            checkpointer.wait()
+            checkpointer.poll()
     assert [path.name for path in run_dir.checkpoints.iterdir()] == ["step_1"]
     manifest.verify(run_dir.checkpoint(1))
     checkpointer.save(2, attachments=attachments)  # and the next try is not in its way
@@ -123,9 +123,8 @@ def test_a_full_disk_is_named_with_the_file(
     checkpointer = Checkpointer(run_dir.checkpoints, make_state(steps=1), save_async=False)
     with monkeypatch.context() as patch:
         patch.setattr(dcp.os, "write", half_written(os.write))
-        checkpointer.save(1)
-    with pytest.raises(SaveError, match=r"No space left on device: .*__0_0\.distcp"):
-        checkpointer.poll()
+        with pytest.raises(SaveError, match=r"No space left on device: .*__0_0\.distcp"):
+            checkpointer.save(1)
 
 
 def test_tensors_that_a_writer_loses_fail_the_save(
