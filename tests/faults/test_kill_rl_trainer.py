@@ -66,11 +66,12 @@ class Runs:
 
 def _instants(calls: list[Call]) -> list[tuple[int, Instant]]:
     """Around renames and the lines of metrics, and evenly over all other calls that are no plain writes."""
-    around = [
-        call for call in calls if call.name == "rename" or (call.name == "write" and call.path == "metrics.jsonl")
-    ]
-    found: list[tuple[int, Instant]] = [(call.number, when) for call in around for when in ("before", "after")]
-    found += [(call.number, "half way") for call in around if call.name == "write"]
+    lines = [call for call in calls if call.name == "write" and call.path == "metrics.jsonl"]
+    found: list[tuple[int, Instant]] = []
+    for call in [*lines, *(call for call in calls if call.name == "rename")]:
+        found.append((call.number, "before"))
+        found.append((call.number, "after"))
+    found.extend((call.number, "half way") for call in lines)
     others = [call for call in calls if call.name not in ("rename", "write")]
     left = max(1, _MOST_TRIALS - len(found))
     found.extend((others[place * len(others) // left].number, "before") for place in range(left))
