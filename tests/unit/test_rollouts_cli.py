@@ -21,7 +21,7 @@ from triad.messages import Batch, Rollout, VersionSpan
 from triad.run_dir import RunDir
 
 Command = Callable[..., tuple[int, str, str]]
-PROMPT, ANSWER, FEEDBACK = "abc>", "cba", "again>"
+PROMPT, ANSWER, FEEDBACK = "abc>", "cba<|end|>", "again>"
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_show_decodes_the_turns_of_a_problem(rollouts: Command, run_dir: RunDir)
     turns = found["rollouts"][1]["turns"]
     assert [turn["sampled"] for turn in turns] == [False, True, False, True]
     expected = [tokenizer.decode(encode(text), skip_special_tokens=False) for text in (PROMPT, ANSWER, FEEDBACK, "abc")]
-    assert [turn["text"] for turn in turns] == expected and "cba" in expected[1]
+    assert [turn["text"] for turn in turns] == expected and expected[1] == "cba<|end|>"
     _, out, _ = rollouts("show", "3", "--problem", "1", "--output-dir", run_dir.path)
     assert "sample 1: reward 1, advantage 1, truncated" in out and f"  sampled | {expected[1]}" in out
 
