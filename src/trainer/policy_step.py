@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from trainer.loss import PolicyLoss, PolicyLossInput, k3
+from trainer.loss import k3
+from trainer.losses import PolicyLoss, PolicyLossInput
 from trainer.model import Policy
 from trainer.packing import Sample, build_micro_batch, plan_rows
 from trainer.parallel import Parallel
@@ -67,9 +68,14 @@ def policy_step(
         logprobs_N, entropy_N = predict(policy, micro, temperature=temperature)
         data = PolicyLossInput(
             logprobs_N=logprobs_N,
+            # One optimizer step per batch: these are the weights at the start of the step.
+            old_logprobs_N=logprobs_N.detach(),
             sampler_logprobs_N=micro.per_token[SAMPLER_LOGPROB],
             advantages_N=micro.per_token[ADVANTAGE],
             weights_N=micro.per_token[WEIGHT],
+            sequence_N=micro.sample_index_N,
+            step_sequences=len(samples),
+            step_tokens=total_targets,
         )
         loss, counts = loss_function(data)
         # FSDP averages gradients over ranks; the weights sum to one over all of them.

@@ -11,7 +11,7 @@ from trainer import parallel as parallel_module
 from trainer.canary import measure_canary
 from trainer.data import load_tokenizer
 from trainer.ledger import Ledger
-from trainer.loss import grpo_loss
+from trainer.losses import policy_loss
 from trainer.optim import clip_gradients, update_parameters
 from trainer.policy_step import policy_step
 from trainer.rollouts import to_samples
@@ -41,7 +41,7 @@ def run(config: TrainerConfig) -> None:
 def _train(config: TrainerConfig, session: Session) -> None:
     parallel = session.parallel
     policy, progress, saver, run_dir = session.policy, session.progress, session.saver, session.run_dir
-    loss_function = grpo_loss(config.loss)
+    loss_function = policy_loss(config.loss)
     ledger = Ledger(run_dir, progress)
     report("waiting for batches", step=progress.step, max_steps=config.max_steps)
     kept = run_dir.committed_steps()  # read again only after a commit: listing them costs a read each

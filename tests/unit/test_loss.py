@@ -10,14 +10,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.loss import PolicyLossInput, cross_entropy, grpo_loss, k3
+from trainer.loss import cross_entropy, k3
+from trainer.losses import PolicyLossInput, policy_loss
 from trainer.packing import Sample, build_micro_batch
 from trainer.rollouts import ADVANTAGE, AGE, SAMPLER_LOGPROB, WEIGHT, to_samples
-from triad.config.trainer import GrpoLossConfig
+from triad.config.trainer import PolicyLossConfig
 from triad.errors import DataError
 from triad.messages import Batch, Rollout, VersionSpan
 
-CLIP = GrpoLossConfig(clip_low=0.2, clip_high=0.3)
+CLIP = PolicyLossConfig(clip_low=0.2, clip_high=0.3)
+
+
+def one_sequence(logprobs: Tensor, sampler: Tensor, advantages: Tensor, weights: Tensor) -> PolicyLossInput:
+    """Return the input of a step with these tokens as its one sequence."""
+    return PolicyLossInput(
+        logprobs_N=logprobs,
+        old_logprobs_N=logprobs.detach(),
+        sampler_logprobs_N=sampler,
+        advantages_N=advantages,
+        weights_N=weights,
+        sequence_N=torch.zeros(len(logprobs), dtype=torch.long),
+        step_sequences=1,
+        step_tokens=len(logprobs),
+    )
 
 
 def grpo(
@@ -26,13 +41,9 @@ def grpo(
     """Return loss, counts and the gradient with respect to the log-probabilities at these ratios."""
     sampler = torch.linspace(-3, -1, len(ratios), dtype=torch.float64)
     logprobs = (sampler + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
-    data = PolicyLossInput(
-        logprobs_N=logprobs,
-        sampler_logprobs_N=sampler,
-        advantages_N=torch.tensor(advantages, dtype=torch.float64),
-        weights_N=torch.tensor(weights or [1.0] * len(ratios), dtype=torch.float64),
-    )
-    loss, counts = grpo_loss(CLIP)(data)
+    weights_N = torch.tensor(weights or [1.0] * len(ratios), dtype=torch.float64)
+    data = one_sequence(logprobs, sampler, torch.tensor(advantages, dtype=torch.float64), weights_N)
+    loss, counts = policy_loss(CLIP)(data)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     return loss.detach(), counts, gradient
 
@@ -75,7 +86,7 @@ def test_grpo_gradients_are_right_away_from_the_corners() -> None:
     advantages, weights = torch.randn(40, dtype=torch.float64), torch.rand(40, dtype=torch.float64)
 
     def loss(logprobs: Tensor) -> Tensor:
-        return grpo_loss(CLIP)(PolicyLossInput(logprobs, sampler, advantages, weights))[0]
+        return policy_loss(CLIP)(one_sequence(logprobs, sampler, advantages, weights))[0]
 
     assert torch.autograd.gradcheck(loss, ((sampler + log_ratio).requires_grad_(),))
 
@@ -92,10 +103,10 @@ def test_sign_aware_clip_counts_of_the_worked_example() -> None:
     """d = (.1, -.3, 0) and eps 0.2: one in three lies outside, and counts only when its advantage is negative."""
     sampler = torch.zeros(3)
     log_ratio = torch.tensor([0.1, -0.3, 0.0])
-    loss = grpo_loss(GrpoLossConfig(clip_low=0.2, clip_high=0.2))
+    loss = policy_loss(PolicyLossConfig(clip_low=0.2, clip_high=0.2))
     for second, low in ((-1.0, 1), (1.0, 0)):
         advantages = torch.tensor([1.0, second, 1.0])
-        _, counts = loss(PolicyLossInput(log_ratio, sampler, advantages, torch.ones(3)))
+        _, counts = loss(one_sequence(log_ratio, sampler, advantages, torch.ones(3)))
         assert (counts["clip_fraction/low"].item(), counts["clip_fraction/high"].item()) == (low, 0)
 
 

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from trainer.loss import grpo_loss
+from trainer.losses import policy_loss
 from trainer.model import Policy, build_policy
 from trainer.parallel import Parallel
 from trainer.policy_step import policy_step
 from trainer.rollouts import to_samples
 from trainer.state import local_part
-from triad.config.trainer import GrpoLossConfig, TrainedModelConfig
+from triad.config.trainer import CorrectionConfig, PolicyLossConfig, TrainedModelConfig
 from triad.messages import Batch, Rollout, VersionSpan
 
 TEMPERATURE = 0.8
 SHIFT = 0.1
-CLIP = GrpoLossConfig(clip_low=0.05, clip_high=0.05)
+CLIP = PolicyLossConfig(clip_low=0.05, clip_high=0.05)
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +65,12 @@ def make_batch(directory: Path, *, shift: float) -> Batch:
 
 
 def step(
-    policy: Policy, batch: Batch, parallel: Parallel, *, row_tokens: int
+    policy: Policy, batch: Batch, parallel: Parallel, *, row_tokens: int, config: PolicyLossConfig = CLIP
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     samples = to_samples(batch, trained_version=3)
-    metrics = policy_step(policy, samples, grpo_loss(CLIP), parallel, temperature=TEMPERATURE, row_tokens=row_tokens)
+    metrics = policy_step(
+        policy, samples, policy_loss(config), parallel, temperature=TEMPERATURE, row_tokens=row_tokens
+    )
     gradients = {n: local_part(p.grad).clone() for n, p in policy.causal_lm.named_parameters() if p.grad is not None}
     policy.zero_grad(set_to_none=True)
     return metrics, gradients
@@ -103,6 +105,21 @@ def test_packing_changes_nothing(policy: Policy, directory: Path, parallel: Para
     assert apart == pytest.approx(together, rel=1e-4)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradients_apart[name], gradient, rtol=1e-3, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "dapo", "gspo", "cispo", "policy_gradient"])
+def test_packing_changes_nothing_for_the_other_losses(
+    policy: Policy, directory: Path, parallel: Parallel, name: str
+) -> None:
+    batch = make_batch(directory, shift=SHIFT)
+    config = PolicyLossConfig(type=name, correction=CorrectionConfig(type="truncate", level="sequence", high=1.05))
+    together, gradients = step(policy, batch, parallel, row_tokens=1000, config=config)
+    apart, gradients_apart = step(policy, batch, parallel, row_tokens=2, config=config)
+    assert apart == pytest.approx(together, rel=1e-4, abs=1e-6)
+    # Half of a sequence's tokens lie above the sampler; an odd one out makes the product exp(-SHIFT).
+    assert together["correction/bounded"] == 0.0
+    for label, gradient in gradients.items():
+        torch.testing.assert_close(gradients_apart[label], gradient, rtol=1e-3, atol=1e-6, msg=label)
 
 
 def test_mismatch_is_measured_per_token_and_by_age(policy: Policy, directory: Path, parallel: Parallel) -> None:

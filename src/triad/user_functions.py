@@ -1,0 +1,52 @@
+"""Functions of the user that a setting names as `module:function`: losses and advantages."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from triad.errors import ConfigError, nearest
+
+
+def check_name(name: str, built_in: Iterable[str]) -> str:
+    """Return `name` if it is one of `built_in` or has the form `module:function`.
+
+    Raises:
+        ValueError: it is neither, with what is allowed.
+    """
+    allowed = tuple(built_in)
+    module_name, colon, function_name = name.partition(":")
+    if name in allowed or (colon and module_name and function_name.isidentifier()):
+        return name
+    raise ValueError(
+        f"there is no '{name}'.{nearest(name, allowed)} Allowed: {', '.join(allowed)}, "
+        "or 'module:function' for one of your own."
+    )
+
+
+def load_function(name: str, *, key: str) -> Callable[..., Any]:
+    """Return the function that `name`, `module:function`, stands for; `key` is its dotted key, for messages.
+
+    Raises:
+        ConfigError: the module cannot be imported, or has no such function.
+    """
+    module_name, _, function_name = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{key} = '{name}': there is no module '{error.name}'. It must be importable from where the run is "
+            "started: check the spelling, or set PYTHONPATH."
+        ) from None
+    except Exception as error:
+        raise ConfigError(
+            f"{key} = '{name}': importing {module_name} failed: {type(error).__name__}: {error}"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        there = [label for label, value in vars(module).items() if callable(value) and not label.startswith("_")]
+        raise ConfigError(
+            f"{key} = '{name}': {module_name} has no function '{function_name}'.{nearest(function_name, there)}"
+        )
+    return function
