@@ -1,4 +1,4 @@
-"""One problem, a group of rollouts: play the sessions, score them together, compute advantages."""
+"""One problem, a group of rollouts: play the sessions, score them together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from orchestrator.advantage import ADVANTAGES
 from orchestrator.concurrency import run_all
 from orchestrator.environment import Completion, Environment, Score, Session, SessionFull, Task
 from orchestrator.sampler import Sampler
@@ -53,7 +52,6 @@ async def run_group(
     with _blaming(problem, "score"):
         scores = await problem.environment.score(task, sessions)
     _check_scores(scores, problem, config.group_size)
-    advantages = ADVANTAGES[config.advantage]([score.reward for score in scores])
     return [
         Rollout(
             environment=problem.name,
@@ -64,11 +62,10 @@ async def run_group(
             logprobs=session.logprobs,
             versions=_merged(session.versions),
             reward=float(score.reward),
-            advantage=advantage,
             truncated=session.truncated,
             metrics={name: float(value) for name, value in score.metrics.items()},
         )
-        for index, (session, score, advantage) in enumerate(zip(sessions, scores, advantages, strict=True))
+        for index, (session, score) in enumerate(zip(sessions, scores, strict=True))
     ]
 
 

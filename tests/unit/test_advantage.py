@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 import math
+import random
+import statistics
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from orchestrator.advantage import dr_grpo, grpo, sample_std
+from orchestrator.advantage import (
+    assign_advantages,
+    choose_advantage,
+    dr_grpo,
+    grpo,
+    max_rl,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    rloo,
+    sample_std,
+)
+from triad.config.orchestrator import ADVANTAGES, OrchestratorConfig
+from triad.errors import ConfigError, EnvironmentFailure
+from triad.messages import Rollout
 
 
 def test_dr_grpo_is_reward_minus_mean() -> None:
@@ -27,7 +44,110 @@ def test_sample_std_differs_from_the_population_std() -> None:
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, -7.7])
-@pytest.mark.parametrize("advantage", [grpo, dr_grpo])
+@pytest.mark.parametrize("advantage", [grpo, dr_grpo, rloo])
 def test_equal_rewards_give_exactly_zero(advantage, reward: float) -> None:  # type: ignore[no-untyped-def]
     assert advantage([reward] * 7) == [0.0] * 7
     assert advantage([reward]) == [0.0]
+
+
+def test_rloo_compares_with_the_mean_of_the_others() -> None:
+    # Means of the others: (2 + 3 + 6) / 3, (1 + 3 + 6) / 3, (1 + 2 + 6) / 3, (1 + 2 + 3) / 3.
+    assert rloo([1.0, 2.0, 3.0, 6.0]) == pytest.approx([1 - 11 / 3, 2 - 10 / 3, 0.0, 4.0])
+
+
+def test_max_rl_divides_by_the_mean() -> None:
+    assert max_rl([1.0, 0.0, 0.0, 0.0]) == [3.0, -1.0, -1.0, -1.0]
+    assert max_rl([1.0, 1.0, 0.0, 0.0]) == [1.0, 1.0, -1.0, -1.0]
+    assert max_rl([0.0, 0.0]) == max_rl([0.1] * 3)[:2] == [0.0, 0.0]
+    with pytest.raises(EnvironmentFailure, match="at least 0, got -0.5"):
+        max_rl([1.0, -0.5])
+
+
+def test_reinforce_pp_whitens_over_the_batch() -> None:
+    # All four: mean 3, sample std sqrt(14 / 3). Less the group means 1.5 and 4.5: -.5, .5, -1.5, 1.5, std sqrt(5 / 3).
+    std, rest = math.sqrt(14 / 3) + 1e-6, math.sqrt(5 / 3) + 1e-6
+    got = reinforce_pp([[1.0, 2.0], [3.0, 6.0]])
+    assert [pytest.approx(group, rel=1e-12) for group in got] == [[-2 / std, -1 / std], [0.0, 3 / std]]
+    got = reinforce_pp_baseline([[1.0, 2.0], [3.0, 6.0]])
+    assert [pytest.approx(group, rel=1e-12) for group in got] == [[-0.5 / rest, 0.5 / rest], [-1.5 / rest, 1.5 / rest]]
+
+
+def slow(name: str, rewards: list[list[float]]) -> list[list[float]]:
+    everything = [reward for group in rewards for reward in group]
+    means = [statistics.fmean(group) for group in rewards]
+    centred = [reward - mean for group, mean in zip(rewards, means, strict=True) for reward in group]
+    result = []
+    for group, mean in zip(rewards, means, strict=True):
+        result.append([])
+        for index, reward in enumerate(group):
+            result[-1].append(
+                {
+                    "grpo": (reward - mean) / (statistics.stdev(group) + 1e-6),
+                    "dr_grpo": reward - mean,
+                    "rloo": reward - statistics.fmean(group[:index] + group[index + 1 :]),
+                    "max_rl": (reward - mean) / mean,
+                    "reinforce_pp": (reward - statistics.fmean(everything)) / (statistics.stdev(everything) + 1e-6),
+                    "reinforce_pp_baseline": (reward - mean) / (statistics.stdev(centred) + 1e-6),
+                }[name]
+            )
+    return result
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_every_advantage_is_the_slow_one_and_follows_the_reward(name: str) -> None:
+    generator = random.Random(0)
+    for _ in range(20):
+        rewards = [[generator.random() for _ in range(5)] for _ in range(3)]
+        got = choose_advantage(name)(rewards)
+        for group, expected, rewards_G in zip(got, slow(name, rewards), rewards, strict=True):
+            assert group == pytest.approx(expected, rel=1e-9, abs=1e-12)
+            assert group.index(max(group)) == rewards_G.index(max(rewards_G))
+
+
+def rollout(reward: float) -> Rollout:
+    return Rollout(
+        environment="e", task_id=0, sample_index=0, token_ids=[1], loss_mask=[True], logprobs=[0.0], versions=[],
+        reward=reward,
+    )  # fmt: skip
+
+
+def test_advantages_reach_their_rollouts() -> None:
+    groups = [[rollout(1.0), rollout(3.0)], [rollout(5.0), rollout(4.0)]]
+    assign_advantages(groups, choose_advantage("dr_grpo"))
+    assert [[one.advantage for one in group] for group in groups] == [[-1.0, 1.0], [0.5, -0.5]]
+
+
+# The example of docs/algorithms.md.
+def best_of_group(rewards_PG: list[list[float]]) -> list[list[float]]:
+    """1 for the best rollout of each problem, 0 for the others."""
+    return [[float(reward == max(rewards_G)) for reward in rewards_G] for rewards_G in rewards_PG]
+
+
+def too_few(rewards_PG: list[list[float]]) -> list[list[float]]:
+    return [[0.0] for _ in rewards_PG]
+
+
+def not_finite(rewards_PG: list[list[float]]) -> list[list[float]]:
+    return [[math.nan] * len(rewards_G) for rewards_G in rewards_PG]
+
+
+def test_an_advantage_of_the_user() -> None:
+    config = OrchestratorConfig(advantage=f"{__name__}:best_of_group")
+    assert choose_advantage(config.advantage)([[1.0, 3.0], [5.0, 4.0]]) == [[0.0, 1.0], [1.0, 0.0]]
+
+
+def test_a_wrong_advantage_of_the_user_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"advantage = '.*:best'.*has no function 'best'"):
+        choose_advantage(f"{__name__}:best")
+    for function, message in (
+        ("too_few", r"groups of \[1\] numbers for groups of \[2\]"),
+        ("not_finite", "not finite"),
+    ):
+        with pytest.raises(EnvironmentFailure, match=f"{function}.*{message}"):
+            choose_advantage(f"{__name__}:{function}")([[1.0, 2.0]])
+
+
+def test_an_unknown_advantage_is_refused_with_what_is_allowed() -> None:
+    settings: dict[str, Any] = {"advantage": "rlo"}
+    with pytest.raises(ValidationError, match="Did you mean 'rloo'.*reinforce_pp.*module:function"):
+        OrchestratorConfig.model_validate(settings)
