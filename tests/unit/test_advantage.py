@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
 import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,3 +153,9 @@ def test_an_unknown_advantage_is_refused_with_what_is_allowed() -> None:
     settings: dict[str, Any] = {"advantage": "rlo"}
     with pytest.raises(ValidationError, match="Did you mean 'rloo'.*reinforce_pp.*module:function"):
         OrchestratorConfig.model_validate(settings)
+
+
+def test_the_documentation_shows_the_example_and_every_name() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    assert inspect.getsource(best_of_group) in page
+    assert all(f"\n| `{name}` |" in page for name in ADVANTAGES)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -304,3 +306,12 @@ def test_a_wrong_loss_of_the_user_is_named() -> None:
             policy_loss(PolicyLossConfig(type=name, args=args))
     with pytest.raises(TrainingError, match="must return"):
         policy_loss(PolicyLossConfig(type=f"{__name__}:without_counts"))(as_input(random_step(0)))
+
+
+def test_the_documentation_shows_the_examples_and_defaults_that_are_tested() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    assert inspect.getsource(linear_advantage_loss) in page
+    for name, defaults in LOSSES.items():
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |") and line.count("|") == 6]
+        clips = f"{defaults['clip_low']:g}, {defaults['clip_high']:g}" if "clip_low" in defaults else "none"
+        assert f"`{defaults['aggregation']}`" in row and clips.replace("0.0003, 0.0004", "3e-4, 4e-4") in row
