@@ -21,7 +21,7 @@ def check_name(name: str, built_in: Iterable[str]) -> str:
         return name
     raise ValueError(
         f"there is no '{name}'.{nearest(name, allowed)} Allowed: {', '.join(allowed)}, "
-        "or 'module:function' for one of your own."
+        "or 'module:function' for one of your own"
     )
 
 
