@@ -111,7 +111,7 @@ def as_input(sequences: Sequences, *, dtype: torch.dtype = torch.float64) -> Pol
 @pytest.mark.parametrize("aggregation", ["sequence", "token", "constant"])
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_loss_and_gradient_are_those_of_the_slow_one(name: str, aggregation: Any, correction: CorrectionConfig) -> None:
-    clips = {} if name == "policy_gradient" else {"clip_low": 0.2, "clip_high": 0.3}
+    clips: dict[str, Any] = {} if name == "policy_gradient" else {"clip_low": 0.2, "clip_high": 0.3}
     config = PolicyLossConfig(type=name, aggregation=aggregation, correction=correction, **clips)
     for seed in range(3):
         sequences = random_step(seed)
