@@ -1,6 +1,7 @@
 """Configuration models of every command, and how they are read from TOML files and flags."""
 
 from triad.config.base import CkptConfig, Command, ModelConfig
+from triad.config.dpo import DpoConfig
 from triad.config.inference import InferenceConfig
 from triad.config.orchestrator import OrchestratorConfig
 from triad.config.rl import RlConfig
@@ -9,6 +10,7 @@ from triad.config.trainer import SftConfig, TrainerConfig, TrainingCommand
 __all__ = [
     "CkptConfig",
     "Command",
+    "DpoConfig",
     "InferenceConfig",
     "ModelConfig",
     "OrchestratorConfig",

@@ -1,0 +1,105 @@
+"""Configuration of preference optimisation: `dpo`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from triad.config.base import Section
+from triad.config.trainer import SftDataConfig, TrainingCommand
+
+_BETA = {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0, "orpo": 0.1}
+_NEEDS_REFERENCE = ("dpo", "ipo")
+
+
+class PreferenceLossConfig(Section):
+    """The preference loss: which one, and its settings."""
+
+    type: Literal["dpo", "ipo", "simpo", "orpo"] = "dpo"
+    """`dpo` (Rafailov et al. 2023), `ipo` (Azar et al. 2023), `simpo` (Meng et al. 2024) or `orpo`
+    (Hong et al. 2024)."""
+
+    beta: float | None = Field(default=None, gt=0)
+    """`dpo`, `ipo`: strength of the tie to the reference; `simpo`: scale of the reward; `orpo`:
+    weight of the odds ratio beside the likelihood. Unset: 0.1, for `simpo` 2.0."""
+
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """`dpo`: the share of pairs that are taken to be labelled the wrong way round."""
+
+    margin: float | None = Field(default=None, ge=0)
+    """`simpo`: how much more reward the chosen side should have. Unset: 0.5."""
+
+    reference: Literal["precomputed", "none"] | None = None
+    """`precomputed`: log-probabilities under the weights that the run starts with, computed once
+    before training; `none`: without a reference. Unset: precomputed for `dpo` and `ipo`, which can do
+    without; none for `simpo` and `orpo`, which have none."""
+
+    @model_validator(mode="after")
+    def _settle(self) -> PreferenceLossConfig:
+        """Refuse what the loss does not know, and fill in what is unset."""
+        if self.label_smoothing and self.type != "dpo":
+            raise ValueError(f"label_smoothing = {self.label_smoothing} is for type = dpo, got type = {self.type}")
+        if self.margin is not None and self.type != "simpo":
+            raise ValueError(f"margin = {self.margin} is for type = simpo, got type = {self.type}")
+        if self.reference == "precomputed" and self.type not in _NEEDS_REFERENCE:
+            raise ValueError(f"reference = precomputed is for dpo and ipo; {self.type} has no reference")
+        if self.beta is None:
+            self.beta = _BETA[self.type]
+        if self.margin is None and self.type == "simpo":
+            self.margin = 0.5
+        if self.reference is None:
+            self.reference = "precomputed" if self.type in _NEEDS_REFERENCE else "none"
+        return self
+
+    @property
+    def scale(self) -> float:
+        """The resolved `beta`."""
+        assert self.beta is not None, "the validator has filled it in"
+        return self.beta
+
+
+class PreferenceDataConfig(SftDataConfig):
+    """Where pairs come from and how they become batches."""
+
+    name: str = "examples/reverse_text/preferences.jsonl"
+    """A .jsonl or .parquet file, a directory of such files, or a dataset on a hub. Rows have `prompt`,
+    `chosen` and `rejected` (all text, or all lists of messages), or `chosen` and `rejected` as whole
+    conversations, whose common beginning is the prompt."""
+
+    validation_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the pairs held out for validation, chosen by `seed`."""
+
+    batch_size: int = Field(default=64, ge=1)
+    """Pairs of one optimizer step, over all ranks."""
+
+    micro_batch_size: int = Field(default=4, ge=1)
+    """Pairs of full length in one forward pass on each rank; gradients accumulate until the batch is done."""
+
+    seq_len: int = Field(default=1024, ge=2)
+    """Most tokens of prompt and answer, for each side of a pair."""
+
+    too_long: Literal["error", "drop", "truncate"] = "error"
+    """What to do with a pair that has a side of more than `seq_len` tokens. `drop` and `truncate` say how many."""
+
+    pack: bool = True
+    """Pack several pairs into one row. Sides and pairs never see each other."""
+
+
+class DpoConfig(TrainingCommand):
+    """Preference optimisation: `uv run dpo @ configs/reverse_text/dpo.toml`."""
+
+    data: PreferenceDataConfig = PreferenceDataConfig()
+    """Pairs and batches."""
+
+    loss: PreferenceLossConfig = PreferenceLossConfig()
+    """Preference loss."""
+
+    val_interval: int | None = Field(default=None, ge=1)
+    """Steps between validations; unset: after the final step only. Needs data.validation_fraction."""
+
+    @model_validator(mode="after")
+    def _something_to_validate_on(self) -> DpoConfig:
+        if self.val_interval is not None and self.data.validation_fraction == 0:
+            raise ValueError(f"val_interval = {self.val_interval} needs data.validation_fraction above 0, got 0")
+        return self

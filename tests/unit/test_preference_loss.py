@@ -1,0 +1,175 @@
+"""Preference losses against values worked out by hand, a slow reference and finite differences."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.preference_loss import PairLogprobs, PairLosses, preference_loss, sequence_sums
+from triad.config.dpo import PreferenceLossConfig
+
+LENGTHS = torch.tensor([[4, 6], [3, 3], [5, 1], [2, 8]], dtype=torch.float64)
+
+
+def config(kind: str, **settings: Any) -> PreferenceLossConfig:
+    return PreferenceLossConfig.model_validate({"type": kind, **settings})
+
+
+def pairs(policy_P2: Tensor, reference_P2: Tensor, tokens_P2: Tensor) -> PairLogprobs:
+    return PairLogprobs(*policy_P2.unbind(1), *reference_P2.unbind(1), *tokens_P2.unbind(1))
+
+
+def one(kind: str, policy: tuple[float, float], reference: tuple[float, float] = (0, 0), **settings: Any) -> PairLosses:
+    """Return the loss of a pair whose chosen answer has 2 tokens, and whose rejected one has 4."""
+    rows = [torch.tensor([row], dtype=torch.float64) for row in (policy, reference, (2, 4))]
+    return preference_loss(config(kind, **settings))(pairs(*rows))
+
+
+def random_logprobs() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    policy, reference = (-LENGTHS * (0.05 + 2 * torch.rand(4, 2, generator=generator).double()) for _ in range(2))
+    return policy.requires_grad_(), reference
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def slow(settings: PreferenceLossConfig, policy: list[float], reference: list[float], tokens: list[float]) -> float:
+    """The formulas as the papers print them, one pair at a time."""
+    beta, smoothing, margin = settings.scale, settings.label_smoothing, settings.margin or 0
+    h = (policy[0] - reference[0]) - (policy[1] - reference[1])
+    w, l = policy[0] / tokens[0], policy[1] / tokens[1]  # noqa: E741 - as in the papers
+    if settings.type == "dpo":
+        return -(1 - smoothing) * math.log(sigmoid(beta * h)) - smoothing * math.log(sigmoid(-beta * h))
+    if settings.type == "ipo":
+        return (h - 1 / (2 * beta)) ** 2
+    if settings.type == "simpo":
+        return -math.log(sigmoid(beta * w - beta * l - margin))
+    odds = (math.exp(w) / (1 - math.exp(w))) / (math.exp(l) / (1 - math.exp(l)))
+    return -w - beta * math.log(sigmoid(math.log(odds)))
+
+
+ALL = [
+    config("dpo", beta=0.3),
+    config("dpo", beta=0.3, label_smoothing=0.2),
+    config("ipo", beta=0.2),
+    config("simpo", beta=2.5, margin=1.4),
+    config("orpo", beta=0.25),
+]
+
+
+@pytest.mark.parametrize("settings", ALL, ids=lambda settings: settings.type)
+def test_every_loss_is_the_formula_of_its_paper(settings: PreferenceLossConfig) -> None:
+    policy, reference = random_logprobs()
+    losses = preference_loss(settings)(pairs(policy, reference, LENGTHS)).losses_P
+    rows = zip(policy.tolist(), reference.tolist(), LENGTHS.tolist(), strict=True)
+    assert losses.tolist() == pytest.approx([slow(settings, *row) for row in rows], rel=1e-10)
+
+
+@pytest.mark.parametrize("settings", ALL, ids=lambda settings: settings.type)
+def test_gradients_are_finite_differences_and_push_the_sides_apart(settings: PreferenceLossConfig) -> None:
+    policy, reference = random_logprobs()
+
+    def total(values: Tensor) -> Tensor:
+        return preference_loss(settings)(pairs(values, reference, LENGTHS)).losses_P.sum()
+
+    assert torch.autograd.gradcheck(total, (policy,))
+    same = reference.clone().requires_grad_()  # where every pair is as likely as under the reference
+    (gradient,) = torch.autograd.grad(total(same), same)
+    assert (gradient[:, 0] < 0).all() and (gradient[:, 1] > 0).all(), "a step down makes chosen likelier"
+
+
+def test_dpo_by_hand() -> None:
+    # h = 0.5 [(-1 + 2) - (-3 + 1)] = 1.5; -log sigmoid(1.5) = log(1 + exp(-1.5)) = 0.2014133
+    scored = one("dpo", (-1, -3), (-2, -1), beta=0.5)
+    assert scored.losses_P.item() == pytest.approx(0.2014133, abs=1e-7)
+    assert (scored.chosen_rewards_P.item(), scored.rejected_rewards_P.item()) == (0.5, -1.0)
+    # The other way round: log(1 + exp(1.5)) = 1.7014133; smoothed by 0.1: 0.9 * 0.2014133 + 0.1 * 1.7014133
+    assert one("dpo", (-3, -1), (-1, -2), beta=0.5).losses_P.item() == pytest.approx(1.7014133, abs=1e-7)
+    smoothed = one("dpo", (-1, -3), (-2, -1), beta=0.5, label_smoothing=0.1)
+    assert smoothed.losses_P.item() == pytest.approx(0.3514133, abs=1e-7)
+
+
+def test_dpo_starts_at_log_2_where_policy_and_reference_are_the_same() -> None:
+    scored = one("dpo", (-1.25, -9.5), (-1.25, -9.5))
+    assert scored.losses_P.item() == pytest.approx(math.log(2), abs=1e-15)
+    assert scored.chosen_rewards_P.item() == scored.rejected_rewards_P.item() == 0
+
+
+def test_the_sign_of_the_reference() -> None:
+    """What the reference already prefers counts for nothing: only the change does."""
+    assert one("dpo", (-1, -3), (-2, -1)).losses_P < one("dpo", (-1, -3), (0, -3)).losses_P
+    assert one("ipo", (-1, -3), (-2, -1)).losses_P < one("ipo", (-1, -3), (0, -3)).losses_P
+
+
+def test_ipo_simpo_and_orpo_by_hand() -> None:
+    assert one("ipo", (-1, -3), (-2, -1), beta=0.1).losses_P.item() == pytest.approx(4.0)  # (3 - 5)^2
+    # means -0.5 and -0.75: 2 (0.25) - 0.5 = 0
+    assert one("simpo", (-1, -3), beta=2.0, margin=0.5).losses_P.item() == pytest.approx(math.log(2))
+    # p_w = 0.5 and p_l = 0.2: odds 1 and 0.25, sigmoid(log 4) = 0.8; log 2 - 0.1 log 0.8 = 0.7154615
+    scored = one("orpo", (2 * math.log(0.5), 4 * math.log(0.2)), beta=0.1)
+    assert scored.losses_P.item() == pytest.approx(0.7154615, abs=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["simpo", "orpo"])
+def test_losses_without_a_reference_do_not_look_at_one(kind: str) -> None:
+    assert one(kind, (-1, -3), (5, 7)).losses_P == one(kind, (-1, -3)).losses_P
+
+
+@pytest.mark.parametrize("kind", ["dpo", "ipo", "simpo", "orpo"])
+@pytest.mark.parametrize("policy", [(0.0, -4e4), (-4e4, 0.0), (0.0, 0.0)])
+def test_extremes_stay_finite(kind: str, policy: tuple[float, float]) -> None:
+    row = torch.tensor([policy], dtype=torch.float64, requires_grad=True)
+    data = pairs(row, torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[2.0, 4.0]], dtype=torch.float64))
+    loss = preference_loss(config(kind))(data).losses_P.sum()
+    (gradient,) = torch.autograd.grad(loss, row)
+    assert math.isfinite(loss.item()) and torch.isfinite(gradient).all()
+
+
+def test_rewards_carry_no_gradient() -> None:
+    policy, reference = random_logprobs()
+    for settings in ALL:
+        scored = preference_loss(settings)(pairs(policy, reference, LENGTHS))
+        assert scored.losses_P.requires_grad
+        assert not scored.chosen_rewards_P.requires_grad and not scored.rejected_rewards_P.requires_grad
+
+
+def test_sums_of_stretches() -> None:
+    values = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0], requires_grad=True)
+    sums = sequence_sums(values, [2, 1, 2])
+    assert sums.tolist() == [3, 4, 24] and sums.dtype == torch.float64
+    (gradient,) = torch.autograd.grad((sums * torch.tensor([1.0, 10.0, 100.0])).sum(), values)
+    assert gradient.tolist() == [1, 1, 10, 100, 100]
+    nothing = sequence_sums(torch.zeros(0, requires_grad=True), [])
+    assert nothing.shape == (0,) and nothing.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"type": "ipo", "label_smoothing": 0.1}, "label_smoothing"),
+        ({"type": "dpo", "margin": 1.0}, "margin"),
+        ({"type": "simpo", "reference": "precomputed"}, "simpo has no reference"),
+        ({"type": "orpo", "reference": "precomputed"}, "orpo has no reference"),
+        ({"type": "dpo", "beta": 0.0}, "beta"),
+        ({"type": "kto"}, "type"),
+    ],
+)
+def test_settings_that_a_loss_does_not_know_are_refused(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        PreferenceLossConfig.model_validate(settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "beta", "reference"),
+    [("dpo", 0.1, "precomputed"), ("ipo", 0.1, "precomputed"), ("simpo", 2.0, "none"), ("orpo", 0.1, "none")],
+)
+def test_defaults_depend_on_the_loss_and_survive_being_written(kind: str, beta: float, reference: str) -> None:
+    settings = config(kind)
+    assert (settings.scale, settings.reference) == (beta, reference)
+    assert PreferenceLossConfig.model_validate(settings.model_dump(exclude_none=True)) == settings
