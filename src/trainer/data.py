@@ -8,7 +8,7 @@ the data: exact on resume and the same for any number of ranks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ def load_samples(
     Raises:
         DataError: the dataset is missing, lacks columns, or has a sample that is too long.
     """
-    rows = _read_rows(config)
+    rows = read_rows(config, fits=_has_samples, shapes=_SHAPES)
     samples: list[Sample] = []
     too_long = untrained = 0
     for number, row in enumerate(rows):
@@ -98,15 +98,33 @@ def load_samples(
         _log.warning("%s: %d samples of more than %d tokens were %s", config.name, too_long, config.seq_len, done)
     if untrained:
         _log.warning("%s: %d samples have nothing to train on and are left out", config.name, untrained)
-    shuffled = np.random.default_rng([seed, 2**31]).permutation(len(samples))
-    held_out = set(shuffled[: int(len(samples) * config.validation_fraction)].tolist())
+    held_out = hold_out(len(samples), config.validation_fraction, seed=seed)
     training = [sample for number, sample in enumerate(samples) if number not in held_out]
     if not training:
         raise DataError(f"{config.name}: no samples to train on are left of {len(samples)}")
     return training, [samples[number] for number in sorted(held_out)]
 
 
-def _read_rows(config: SftDataConfig) -> Iterable[Mapping[str, Any]]:
+def hold_out(num_samples: int, fraction: float, *, seed: int) -> set[int]:
+    """Return which of the samples are for validation, chosen by `seed`."""
+    shuffled = np.random.default_rng([seed, 2**31]).permutation(num_samples)
+    return set(shuffled[: int(num_samples * fraction)].tolist())
+
+
+def _has_samples(columns: set[str]) -> bool:
+    return "messages" in columns or {"prompt", "completion"} <= columns
+
+
+def read_rows(config: SftDataConfig, *, fits: Callable[[set[str]], bool], shapes: str) -> Iterable[Mapping[str, Any]]:
+    """Return the rows of the dataset that `config` names.
+
+    Args:
+        fits: whether a dataset with these columns can be used.
+        shapes: what rows must have, in words.
+
+    Raises:
+        DataError: it is missing, unreadable or empty, or lacks columns.
+    """
     import datasets
     import datasets.exceptions
 
@@ -129,9 +147,9 @@ def _read_rows(config: SftDataConfig) -> Iterable[Mapping[str, Any]]:
         cause = error.__cause__ or error
         raise DataError(f"data.name = '{config.name}' could not be read: {cause}") from None
     columns = set(rows.column_names or [])
-    if "messages" not in columns and not {"prompt", "completion"} <= columns:
+    if not fits(columns):
         raise DataError(
-            f"data.name = '{config.name}' has the columns {sorted(columns)}; rows need {_SHAPES}. Rename the columns."
+            f"data.name = '{config.name}' has the columns {sorted(columns)}; rows need {shapes}. Rename the columns."
         )
     return rows  # type: ignore[return-value]  # a map-style Dataset iterates over dicts
 

@@ -1,4 +1,4 @@
-"""Start one training program on all ranks: `python -m trainer.launch {sft,rl} resolved.toml`.
+"""Start one training program on all ranks: `python -m trainer.launch {sft,dpo,rl} resolved.toml`.
 
 Uses torchrun's launcher (torch.distributed.launcher) with forked workers: the imports, which take
 seconds, are paid once however many ranks there are. When a rank ends early the others are stopped,
@@ -18,7 +18,7 @@ from pathlib import Path
 import tomli
 
 from trainer.stop import STOP_REQUEST
-from triad.config import SftConfig, TrainerConfig
+from triad.config import DpoConfig, SftConfig, TrainerConfig
 from triad.events import report
 from triad.heartbeat import start_heartbeat
 from triad.process import (
@@ -30,7 +30,11 @@ from triad.process import (
     set_up_logging,
 )
 
-_PROGRAMS = {"sft": ("trainer.sft", SftConfig), "rl": ("trainer.rl", TrainerConfig)}
+_PROGRAMS = {
+    "sft": ("trainer.sft", SftConfig),
+    "dpo": ("trainer.dpo", DpoConfig),
+    "rl": ("trainer.rl", TrainerConfig),
+}
 
 
 def _worker(program: str, config_path: str, parent: int) -> None:

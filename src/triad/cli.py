@@ -1,4 +1,4 @@
-"""The commands: `sft`, `rl`, `trainer`, `orchestrator`, `inference`, `ckpt`, `rollouts`.
+"""The commands: `sft`, `dpo`, `rl`, `trainer`, `orchestrator`, `inference`, `ckpt`, `rollouts`.
 
 Each parses its configuration before anything heavy is imported, so `--help` and errors come at
 once, and then hands over to the launcher, which starts the processes.
@@ -49,6 +49,14 @@ def sft() -> NoReturn:
     from triad.launch import launch_training
 
     _run("sft", SftConfig, lambda config: launch_training("sft", config))
+
+
+def dpo() -> NoReturn:
+    """Preference optimisation: DPO, IPO, SimPO, ORPO."""
+    from triad.config.dpo import DpoConfig
+    from triad.launch import launch_training
+
+    _run("dpo", DpoConfig, lambda config: launch_training("dpo", config))
 
 
 def trainer() -> NoReturn:

@@ -14,6 +14,7 @@ import urllib.request
 from pathlib import Path
 
 from triad.config.base import CkptConfig
+from triad.config.dpo import DpoConfig
 from triad.config.inference import InferenceConfig
 from triad.config.orchestrator import OrchestratorConfig
 from triad.config.rl import RlConfig, hand_down_shared
@@ -28,7 +29,7 @@ from triad.watch import Plan, watch
 
 
 def launch_training(program: str, config: TrainingCommand) -> int:
-    """Run `sft`, or the trainer of `rl` alone; return the exit code."""
+    """Run `sft`, `dpo`, or the trainer of `rl` alone; return the exit code."""
     check_model(config)
     attempt = prepare(config, clean=config.clean, dry_run=config.dry_run)
     config = with_resume(config, attempt.resume_step)
@@ -146,7 +147,7 @@ def check_model(config: TrainingCommand) -> None:
             f"model.name = '{name}' {what} (from {Path.cwd()}). Give a directory with config.json, safetensors and "
             "tokenizer, or a hub id such as Qwen/Qwen3-0.6B."
         )
-    if isinstance(config, SftConfig):
+    if isinstance(config, SftConfig | DpoConfig):
         data = config.data.name
         is_local = data.endswith((".jsonl", ".json", ".parquet")) or data.startswith((".", "/"))
         if is_local and not Path(data).exists():

@@ -12,6 +12,7 @@ from typing import TypeVar
 from triad import durable
 from triad.checkpoints import MODEL_DIR, ORCHESTRATOR_DIR, TRAINER_DIR, require_weights
 from triad.config.base import CkptConfig, Command
+from triad.config.dpo import DpoConfig
 from triad.config.drift import compare_settings, describe_stretch, read_settings, refuse_other_model, settings_of
 from triad.config.fingerprint import fingerprint, makes_same_batches
 from triad.config.load import read_toml, to_toml
@@ -186,16 +187,25 @@ def _check_fits(attempt: Attempt, trainer: TrainingCommand) -> None:
             f"max_steps = {trainer.max_steps} lies before step {step}, which the run would go on from. "
             f"Raise --max-steps{others}."
         )
-    has_orchestrator = (directory / ORCHESTRATOR_DIR / STATE_NAME).exists()
-    for kind, expected, program in ((SftConfig, False, "sft"), (TrainerConfig, True, "rl")):
-        if isinstance(trainer, kind) and has_orchestrator is not expected:
-            found, made_by = ("the", "rl") if has_orchestrator else ("no", "sft")
+    made_by, found = _made_by(directory)
+    for kind, program in ((SftConfig, "sft"), (DpoConfig, "dpo"), (TrainerConfig, "rl")):
+        if isinstance(trainer, kind) and made_by != program:
             raise CheckpointError(
-                f"{directory} holds {found} state of an orchestrator: it is a checkpoint of {made_by}, and {program} "
+                f"{directory} holds {found}: it is a checkpoint of {made_by}, and {program} "
                 f"cannot go on from it. --ckpt.weights-only {directory} starts a new run from its weights."
             )
     saved, wanted = directory / MODEL_DIR / "config.json", Path(trainer.model.name) / "config.json"
     refuse_other_model(saved, wanted, model_name=trainer.model.name, step=step)
+
+
+def _made_by(directory: Path) -> tuple[str, str]:
+    """Return the program whose checkpoint this is, and by what in it that can be told."""
+    if (directory / ORCHESTRATOR_DIR / STATE_NAME).exists():
+        return "rl", "the state of an orchestrator"
+    saved = directory / TRAINER_DIR / CONFIG_NAME
+    if saved.exists() and "loss" in read_settings(saved):
+        return "dpo", "the settings of a preference loss"
+    return "sft", "no state of an orchestrator and no preference loss"
 
 
 def _last_batch(

@@ -8,6 +8,7 @@ rollouts/step_N/         the batch that step N trains on, and the orchestrator's
 rollouts/generations_N.log  finished generations of batch N while it is being made
 weights/step_N/          what inference serves (Hugging Face layout)
 metrics.jsonl            one JSON object per step
+reference_logprobs.npz   what the reference of a preference run says about each pair
 heartbeats/              touched by every process every second
 logs/attempt_K/          one log per process, and events.jsonl (phases)
 discarded/attempt_K/     what a resume from an older step superseded, and damaged checkpoints
@@ -31,6 +32,7 @@ from triad.checkpoints import Entry, list_entries, verify_checkpoint
 from triad.errors import CheckpointError, RunDirError
 from triad.manifest import Verification
 
+REFERENCE_NAME = "reference_logprobs.npz"
 _STEP = re.compile(r"step_(\d+)$")
 _OF_STEP = re.compile(r"(step_\d+|generations_\d+\.log)$")
 _ATTEMPT = re.compile(r"attempt_(\d+)$")
@@ -197,6 +199,7 @@ class RunDir:
             "rollouts",
             "weights",
             "metrics.jsonl",
+            REFERENCE_NAME,
             "configs",
             "logs",
             "heartbeats",

@@ -1,0 +1,191 @@
+"""`dpo`, the real command: it learns, a killed run ends in the same bits, and what cannot work is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import ROOT
+from tests.training_runs import DEADLINE_S, SftRun, run_sft
+from triad import manifest
+from triad.run_dir import REFERENCE_NAME, RunDir
+
+PAIRS = ROOT / "examples" / "reverse_text" / "preferences.jsonl"
+COLUMNS = ("step", "loss", "grad_norm", "lr", "rewards/chosen", "rewards/accuracies", "logps/rejected", "samples")
+EXACT = ("--max-steps", "8", "--ckpt.interval", "2", "--data.validation-fraction", "0.1", "--val-interval", "3")
+
+
+@pytest.fixture(scope="module")
+def run(command: Callable[[str], str]) -> Callable[..., SftRun]:
+    """Return a function that runs `dpo` to its end: `run(output, model, *flags)`."""
+
+    def to_end(output: Path, model: Path, *flags: str) -> SftRun:
+        done = subprocess.run(
+            dpo_command(command("dpo"), output, model, *flags),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+        return SftRun(done.returncode, done.stdout, RunDir(output))
+
+    return to_end
+
+
+def dpo_command(program: str, output: Path, model: Path, *flags: str) -> list[str]:
+    settings = {
+        "output-dir": output, "model.name": model, "data.name": PAIRS, "data.batch-size": 8,
+        "data.micro-batch-size": 2, "data.seq-len": 40, "optim.lr": 1e-3, "parallel.threads": 1, "seed": 3,
+    }  # fmt: skip
+    return [program, *(word for key, value in settings.items() for word in (f"--{key}", str(value))), *flags]
+
+
+def succeeded(run: SftRun) -> SftRun:
+    assert run.code == 0, run.output
+    return run
+
+
+@pytest.fixture(scope="module")
+def dropout(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model(attention_dropout=0.3)
+
+
+@pytest.fixture(scope="module")
+def straight(run: Callable[..., SftRun], dropout: Path, tmp_path_factory: pytest.TempPathFactory) -> SftRun:
+    return succeeded(run(tmp_path_factory.mktemp("dpo") / "straight", dropout, *EXACT))
+
+
+def test_a_killed_run_ends_in_the_same_bits(
+    run: Callable[..., SftRun],
+    command: Callable[[str], str],
+    straight: SftRun,
+    dropout: Path,
+    tmp_path: Path,
+    ends: Callable[..., bool],
+) -> None:
+    """With dropout, shuffling, packing, accumulation and validation on."""
+    output = tmp_path / "killed"
+    arguments = dpo_command(command("dpo"), output, dropout, *EXACT)
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "saved checkpoint  step 4" in line:
+                os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == -signal.SIGKILL and RunDir(output).published_weights() == []
+    (output / REFERENCE_NAME).unlink()  # the checkpoint has it: that counts
+    resumed = succeeded(run(output, dropout, *EXACT, "--ckpt.resume-step", "4"))
+    assert "resuming from step 4" in resumed.output and "computing reference" not in resumed.output
+    assert resumed.weights(8) == straight.weights(8)
+    for name in COLUMNS:
+        assert resumed.column(name) == straight.column(name) != [], name
+    assert resumed.column("val/loss") == straight.column("val/loss")
+    assert len(set(straight.column("loss"))) == 8
+
+
+def test_the_reference_is_in_every_checkpoint_and_that_of_the_start(straight: SftRun) -> None:
+    contents = set()
+    for step in (2, 4, 6, 8):
+        directory = straight.run_dir.checkpoint(step)
+        assert f"trainer/{REFERENCE_NAME}" in manifest.verify(directory).files
+        contents.add((directory / "trainer" / REFERENCE_NAME).read_bytes())
+    assert contents == {(straight.run_dir.path / REFERENCE_NAME).read_bytes()}
+    with np.load(straight.run_dir.path / REFERENCE_NAME) as arrays:
+        assert arrays["logprobs"].shape == (512, 2)
+
+
+def test_a_fork_takes_the_reference_along(
+    run: Callable[..., SftRun], straight: SftRun, dropout: Path, tmp_path: Path
+) -> None:
+    source = straight.run_dir.checkpoint(4)
+    fork = succeeded(run(tmp_path / "fork", dropout, *EXACT, "--ckpt.resume-dir", str(source)))
+    assert fork.weights(8) == straight.weights(8)
+    assert (fork.run_dir.path / REFERENCE_NAME).read_bytes() == (straight.run_dir.path / REFERENCE_NAME).read_bytes()
+
+
+def test_two_ranks_train_what_one_does(
+    run: Callable[..., SftRun], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    flags = ("--max-steps", "3")
+    one = succeeded(run(tmp_path / "one", tiny_model(), *flags))
+    two = succeeded(run(tmp_path / "two", tiny_model(), *flags, "--parallel.num-ranks", "2"))
+    for name in COLUMNS:
+        assert two.column(name) == pytest.approx(one.column(name), rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.parametrize("kind", ["dpo", "ipo", "simpo", "orpo"])
+def test_every_loss_learns_to_prefer_the_chosen_side(run: Callable[..., SftRun], tmp_path: Path, kind: str) -> None:
+    model = ROOT / "examples" / "reverse_text" / "model"
+    flags = ("--loss.type", kind, "--max-steps", "15", "--data.batch-size", "32", "--data.micro-batch-size", "8",
+             "--data.validation-fraction", "0.125", "--optim.lr", "3e-4")  # fmt: skip
+    learnt = succeeded(run(tmp_path / kind, model, *flags))
+    assert learnt.column("val/rewards/accuracies")[-1] > 0.9, learnt.column("val/rewards/accuracies")
+    margins, losses = learnt.column("rewards/margins"), learnt.column("loss")
+    assert margins[-1] > margins[0] and losses[-1] < losses[0]
+    if kind == "dpo":  # the policy is its own reference
+        assert losses[0] == pytest.approx(np.log(2), rel=1e-5) and margins[0] == pytest.approx(0, abs=1e-5)
+    assert (learnt.run_dir.path / REFERENCE_NAME).exists() == (kind in ("dpo", "ipo"))
+
+
+def refused(done: SftRun, *words: str) -> None:
+    assert done.code == 2 and "Traceback" not in done.output, done.output
+    for word in words:
+        assert word in done.output, done.output
+
+
+def test_other_pairs_and_other_programs_are_refused_on_resume(
+    run: Callable[..., SftRun], straight: SftRun, dropout: Path, sft_data: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(straight.run_dir.path, copy)
+    fewer = tmp_path / "fewer.jsonl"
+    fewer.write_text("".join(PAIRS.read_text().splitlines(keepends=True)[:100]))
+    resume = (*EXACT[2:], "--max-steps", "9", "--ckpt.resume-step", "8")
+    refused(run(copy, dropout, *resume, "--data.name", str(fewer)), "about other pairs", "--ckpt.weights-only")
+    by_sft = run_sft(copy, dropout, sft_data, "--max-steps", "9", "--ckpt.resume-step", "8")
+    refused(by_sft, "a checkpoint of dpo, and sft cannot go on from it")
+    made = run_sft(tmp_path / "sft", dropout, sft_data, "--max-steps", "1", "--ckpt")
+    by_dpo = run(made.run_dir.path, dropout, "--max-steps", "2", "--ckpt.resume-step", "1")
+    refused(by_dpo, "a checkpoint of sft, and dpo cannot go on from it", "--ckpt.weights-only")
+    warm = run(tmp_path / "warm", dropout, "--max-steps", "1", "--ckpt.weights-only", str(made.run_dir.checkpoint(1)))
+    assert succeeded(warm).column("loss") == pytest.approx([np.log(2)], abs=0.2)
+
+
+def test_a_run_without_a_reference_cannot_take_one_up(
+    run: Callable[..., SftRun], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    output, without = tmp_path / "free", ("--loss.reference", "none", "--ckpt")
+    succeeded(run(output, tiny_model(), *without, "--max-steps", "1"))
+    flags = ("--max-steps", "2", "--ckpt.resume-step", "1")
+    refused(run(output, tiny_model(), *flags), "--loss.reference none")
+    succeeded(run(output, tiny_model(), *flags, *without))
+
+
+def test_a_dry_run_starts_nothing_and_bad_input_is_named(
+    run: Callable[..., SftRun], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model, output = tiny_model(), tmp_path / "dry"
+    dry = succeeded(run(output, model, "--dry-run"))
+    assert "would start afresh" in dry.output and not (output / "run.json").exists()
+    refused(run(output, model, "--loss.type", "kto"), "loss.type", "simpo")
+    refused(run(output, model, "--loss.type", "simpo", "--loss.reference", "precomputed"), "simpo has no reference")
+    refused(run(output, model, "--data.name", str(tmp_path / "no.jsonl")), "no such file")
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    refused(run(output, model, "--data.name", str(bad)), "rows need `prompt`, `chosen` and `rejected`")
+    assert not output.joinpath("checkpoints").exists()
+
+
+def test_clean_removes_the_reference_of_the_run_before(straight: SftRun, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(straight.run_dir.path, copy)
+    RunDir(copy).remove_run()
+    assert not (copy / REFERENCE_NAME).exists()

@@ -1,0 +1,236 @@
+"""Preference pairs: reading, refusing, planning; and the gradients of a step, however it is split."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from trainer.dpo import Objective
+from trainer.model import Policy, build_policy
+from trainer.parallel import Parallel
+from trainer.preference_loss import preference_loss
+from trainer.preferences import Pair, fingerprint_pairs, load_pairs, plan_pairs, split_pairs
+from trainer.reference import Reference, predict_pairs, reference_logprobs
+from triad.config import DpoConfig
+from triad.config.dpo import PreferenceDataConfig
+from triad.config.trainer import TrainedModelConfig
+from triad.errors import DataError
+
+TEXTS = [{"prompt": "ab>", "chosen": "ba", "rejected": "ab done"}, {"prompt": "cde>", "chosen": "edc", "rejected": "c"}]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def settings(path: Path, rows: list[dict[str, Any]], **more: Any) -> PreferenceDataConfig:
+    file = path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return PreferenceDataConfig.model_validate({"name": str(file), "seq_len": 32, **more})
+
+
+def trained(tokenizer: PreTrainedTokenizerBase, pair: Pair) -> tuple[str, str]:
+    """Return what is trained of both sides, as text."""
+    texts = [str(tokenizer.decode(side.token_ids[side.loss_mask], skip_special_tokens=True)) for side in pair.sides]
+    return texts[0], texts[1]
+
+
+def test_rows_of_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    pairs = load_pairs(settings(tmp_path, TEXTS), tokenizer)
+    assert [trained(tokenizer, pair) for pair in pairs] == [("ba", "ab done"), ("edc", "c")]
+    assert [pair.number for pair in pairs] == [0, 1]
+    for pair in pairs:
+        assert (~pair.chosen.loss_mask).sum() == (~pair.rejected.loss_mask).sum(), "both follow the same prompt"
+
+
+def test_messages_and_whole_conversations_give_the_same_pairs(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prompt = [user("ab"), assistant("ba"), user("cd")]
+    apart = {"prompt": prompt, "chosen": [assistant("dc")], "rejected": [assistant("cd")]}
+    whole = {"chosen": [*prompt, assistant("dc")], "rejected": [*prompt, assistant("cd")]}
+    expected = load_pairs(settings(tmp_path, [apart]), tokenizer)
+    assert trained(tokenizer, expected[0]) == ("dc", "cd"), "earlier answers belong to the prompt"
+    assert fingerprint_pairs(load_pairs(settings(tmp_path, [whole]), tokenizer)) == fingerprint_pairs(expected)
+    named = {"prompt": "cd", **whole}  # as some datasets have it: the prompt's text again, beside the chats
+    assert fingerprint_pairs(load_pairs(settings(tmp_path, [named]), tokenizer)) == fingerprint_pairs(expected)
+
+
+def test_parquet_gives_the_same_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    import datasets
+
+    config = settings(tmp_path, TEXTS)
+    parquet = tmp_path / "pairs.parquet"
+    datasets.Dataset.from_list(TEXTS).to_parquet(parquet)
+    other = config.model_copy(update={"name": str(parquet)})
+    assert fingerprint_pairs(load_pairs(other, tokenizer)) == fingerprint_pairs(load_pairs(config, tokenizer))
+
+
+def test_the_fingerprint_tells_the_sides_apart(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    turned = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in TEXTS]
+    straight = fingerprint_pairs(load_pairs(settings(tmp_path, TEXTS), tokenizer))
+    assert fingerprint_pairs(load_pairs(settings(tmp_path, turned), tokenizer)) != straight
+
+
+def test_pairs_that_teach_nothing_are_left_out(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    equal = {"prompt": "x>", "chosen": "x", "rejected": "x"}
+    pairs = load_pairs(settings(tmp_path, [equal, *TEXTS]), tokenizer)
+    assert [pair.number for pair in pairs] == [0, 1]
+    assert "1 pairs have the same tokens on both sides" in caplog.text
+    with pytest.raises(DataError, match="no pairs to train on"):
+        load_pairs(settings(tmp_path, [equal]), tokenizer)
+
+
+def test_too_long_pairs_are_refused_dropped_or_cut(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(DataError, match=r"row 0: a side of the pair has \d+ tokens, data.seq_len is 9"):
+        load_pairs(settings(tmp_path, TEXTS, seq_len=9), tokenizer)
+    dropped = load_pairs(settings(tmp_path, TEXTS, seq_len=9, too_long="drop"), tokenizer)
+    assert [trained(tokenizer, pair) for pair in dropped] == [("edc", "c")]
+    cut = load_pairs(settings(tmp_path, TEXTS, seq_len=9, too_long="truncate"), tokenizer)
+    assert len(cut) == 2 and max(len(side.token_ids) for pair in cut for side in pair.sides) == 9
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"prompt": "a", "completion": "b"}, "chosen"),
+        ({"prompt": "a", "chosen": "b", "rejected": [assistant("c")]}, "row 0: rows need"),
+        ({"chosen": "b", "rejected": "c"}, "row 0: rows need"),
+        ({"prompt": [user("a")], "chosen": "b", "rejected": "c"}, "row 0: rows need"),
+    ],
+)
+def test_rows_that_are_no_pairs_are_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(DataError, match=named) as caught:
+        load_pairs(settings(tmp_path, [row]), tokenizer)
+    assert caught.value.exit_code == 2
+
+
+def ragged_pairs(count: int) -> list[Pair]:
+    """Return pairs of random tokens and lengths."""
+    from trainer.packing import Sample
+
+    random = np.random.default_rng(0)
+    pairs = []
+    for number in range(count):
+        prompt = random.integers(5, 40, random.integers(1, 6))
+        sides = []
+        for _ in range(2):
+            answer = random.integers(5, 40, random.integers(1, 9))
+            mask = np.repeat([False, True], [len(prompt), len(answer)])
+            sides.append(Sample(np.concatenate([prompt, answer]).astype(np.int32), mask))
+        pairs.append(Pair(sides[0], sides[1], number=number))
+    return pairs
+
+
+def test_held_out_pairs_keep_their_numbers() -> None:
+    pairs = ragged_pairs(20)
+    training, held_out = split_pairs(pairs, 0.25, seed=1)
+    assert (len(training), len(held_out)) == (15, 5)
+    assert sorted(pair.number for pair in training + held_out) == list(range(20))
+    assert all(pairs[pair.number] is pair for pair in training + held_out)
+    with pytest.raises(DataError, match="validation_fraction"):
+        split_pairs([], 0.9, seed=1)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_pair_is_in_one_micro_batch_of_one_rank(pack: bool, world_size: int) -> None:
+    pairs = ragged_pairs(17)
+    config = PreferenceDataConfig(seq_len=16, micro_batch_size=2, pack=pack)
+    plans = [plan_pairs(pairs, config, rank=rank, world_size=world_size) for rank in range(world_size)]
+    assert len({len(plan) for plan in plans}) == 1
+    assert sorted(index for plan in plans for micro in plan for index in micro) == list(range(17))
+    for micro in (micro for plan in plans for micro in plan):
+        assert sum(pairs[index].num_tokens for index in micro) <= 2 * 16 * 2
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model: Callable[..., Path], parallel: Parallel) -> Policy:
+    return build_policy(TrainedModelConfig(name=str(tiny_model()), init="pretrained"), parallel, seed=0)
+
+
+def step_of(policy: Policy, parallel: Parallel, pairs: list[Pair], **data: Any) -> tuple[dict[str, float], Tensor]:
+    """Return metrics and gradients of one step over all pairs, with the reference a little off the policy."""
+    config = DpoConfig.model_validate({"data": {"seq_len": 16, **data}, "loss": {"beta": 0.3}})
+    offsets = np.random.default_rng(1).normal(size=(len(pairs), 2))
+    reference = Reference(reference_logprobs(policy, pairs, config.data, parallel) + offsets, {})
+    policy.zero_grad(set_to_none=True)
+    objective = Objective(preference_loss(config.loss), reference, config, parallel)
+    metrics = objective.accumulate_gradients(policy, pairs)
+    gradients = [parameter.grad.flatten() for parameter in policy.parameters() if parameter.grad is not None]
+    return metrics, torch.cat(gradients)
+
+
+def test_a_step_is_the_same_however_it_is_split(policy: Policy, parallel: Parallel) -> None:
+    pairs = ragged_pairs(12)
+    metrics, gradients = step_of(policy, parallel, pairs, micro_batch_size=12)
+    assert gradients.norm() > 1e-3 and 0 < metrics["rewards/accuracies"] < 1
+    assert metrics["rewards/margins"] == pytest.approx(metrics["rewards/chosen"] - metrics["rewards/rejected"])
+    for split in (
+        {"micro_batch_size": 1},
+        {"micro_batch_size": 5, "pack": False},
+        {"micro_batch_size": 1, "pack": False},
+    ):
+        other_metrics, other = step_of(policy, parallel, pairs, **split)
+        assert other_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-6), split
+        torch.testing.assert_close(other, gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_is_what_transformers_logits_and_the_formula_give(policy: Policy, parallel: Parallel) -> None:
+    pairs = ragged_pairs(4)
+    metrics, gradients = step_of(policy, parallel, pairs)
+    offsets = torch.from_numpy(np.random.default_rng(1).normal(size=(4, 2)))
+
+    def answer_logprob(ids: np.ndarray, mask: np.ndarray) -> Tensor:
+        ids_L = torch.from_numpy(ids.astype(np.int64))
+        hidden = policy.causal_lm.get_decoder()(
+            input_ids=ids_L[None], position_ids=torch.arange(len(ids_L))[None], use_cache=False
+        ).last_hidden_state[0]
+        head = policy.causal_lm.get_output_embeddings()
+        assert head is not None
+        logprobs = head(hidden).double().log_softmax(-1)
+        return sum((logprobs[t - 1, ids_L[t]] for t in np.flatnonzero(mask)), torch.zeros((), dtype=torch.float64))
+
+    policy.zero_grad(set_to_none=True)
+    loss = torch.zeros((), dtype=torch.float64)
+    for pair, offset in zip(pairs, offsets, strict=True):
+        w, l = (answer_logprob(side.token_ids, side.loss_mask) for side in pair.sides)  # noqa: E741
+        h = 0.3 * ((w - (w.detach() + offset[0])) - (l - (l.detach() + offset[1])))
+        loss = loss - torch.log(torch.sigmoid(h)) / 4
+    loss.backward()
+    slow = torch.cat([parameter.grad.flatten() for parameter in policy.parameters() if parameter.grad is not None])
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    torch.testing.assert_close(gradients, slow, rtol=1e-4, atol=1e-6)
+
+
+def test_the_reference_is_computed_without_dropout_and_leaves_training_on(policy: Policy, parallel: Parallel) -> None:
+    pairs = ragged_pairs(7)
+    config = PreferenceDataConfig(seq_len=16, micro_batch_size=1, batch_size=3)  # blocks of 3, 3 and 1
+    logprobs = reference_logprobs(policy, pairs, config, parallel)
+    assert policy.training and logprobs.shape == (7, 2) and (logprobs < 0).all()
+    alone = [predict_pairs(policy, pairs, [k], pack=False, device=parallel.device).tolist()[0] for k in range(7)]
+    np.testing.assert_allclose(logprobs, alone, rtol=1e-5)
+
+
+def test_a_rank_without_pairs_takes_part_with_a_gradient_of_zero(policy: Policy, parallel: Parallel) -> None:
+    policy.zero_grad(set_to_none=True)
+    nothing = predict_pairs(policy, ragged_pairs(2), [], pack=True, device=parallel.device)
+    assert nothing.shape == (0, 2)
+    nothing.sum().backward()
+    assert all(not parameter.grad.any() for parameter in policy.parameters() if parameter.grad is not None)
