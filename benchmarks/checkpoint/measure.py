@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from trainer.plain_state import ObjectsState
 
+T = TypeVar("T")
 _CHUNK = 1 << 22
 
 
@@ -28,10 +30,27 @@ class TinyLoop:
     def __init__(self, width: int) -> None:
         torch.manual_seed(0)
         self._model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(12)))
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-5, fused=True)
+        self.optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-5, fused=True)
         self._input = torch.randn(16, width)
-        self.state = ObjectsState({"model": self._model, "optimizer": self._optimizer})
+        self.waited_s = 0.0
+        self.state = ObjectsState({"model": self._model, "optimizer": self.optimizer})
         self.step()
+
+    def watch_waits(self, make: Callable[[], T]) -> T:
+        """Call `make`, which may hook into the optimizer's steps; the time in its hook counts in `waited_s`."""
+        began = 0.0
+
+        def begin(*_: object) -> None:
+            nonlocal began
+            began = time.perf_counter()
+
+        def end(*_: object) -> None:
+            self.waited_s += time.perf_counter() - began
+
+        self.optimizer.register_step_pre_hook(begin)
+        made = make()
+        self.optimizer.register_step_pre_hook(end)
+        return made
 
     @property
     def num_bytes(self) -> int:
@@ -46,8 +65,8 @@ class TinyLoop:
         """Take one step; return its seconds."""
         started = time.perf_counter()
         self._model(self._input).square().mean().backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         return time.perf_counter() - started
 
     def steps_while(self, goes_on: Callable[[], bool]) -> list[float]:

@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import torch
+from torch import Tensor
 
 from trainer.collective import Ranks, rank_and_world_size
 from trainer.commit import Commit, Identity, Snapshot, read_values
@@ -60,6 +62,9 @@ class Checkpointer:
         identity: what the manifest says about the run.
         on_commit: called on rank 0 with the directory of every committed step, from the writing thread.
         in_use: asked on rank 0, from the writing thread, for steps that retention must leave alone now.
+        updated_by: the optimizer, where nothing but its steps changes the state's tensors. Then an
+            asynchronous save on the CPU copies them while the next gradients are computed, and the
+            optimizer's next step waits for the copy; otherwise `save` returns when it is done.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class Checkpointer:
         identity: Identity | None = None,
         on_commit: Callable[[Path], None] | None = None,
         in_use: Callable[[], Collection[int]] = tuple,
+        updated_by: torch.optim.Optimizer | None = None,
     ) -> None:
         self.directory = Path(directory).absolute()
         self._state = as_state(state)
@@ -88,6 +94,9 @@ class Checkpointer:
         self._commit = Commit(
             self.directory, Ranks(), retention or Retention(), identity or Identity(), on_commit, in_use
         )
+        self._staged = threading.Event()
+        self._staged.set()
+        self._hook = updated_by.register_step_pre_hook(self._before_update) if updated_by is not None else None
         self._thread: threading.Thread | None = None
         self._in_flight: int | None = None
         self._failure: Exception | None = None
@@ -138,9 +147,12 @@ class Checkpointer:
         snapshot = Snapshot.of(self._state, step, metrics=metrics, attachments=attachments)
         tensors = self._state.tensors()
         if self._save_async:
-            tensors = self._stager.stage(tensors)
+            if self._hook is not None and not any(tensor.is_cuda for tensor in tensors.values()):
+                self._staged.clear()
+            else:
+                tensors = self._stager.stage(tensors)
             self._thread = threading.Thread(
-                target=self._write, args=(lambda: self._commit.write(snapshot, tensors), step), daemon=True
+                target=self._write, args=(lambda: self._stage_and_commit(snapshot, tensors), step), daemon=True
             )
             self._in_flight = step
             self._thread.start()
@@ -148,6 +160,17 @@ class Checkpointer:
             self._write(lambda: self._commit.write(snapshot, tensors), step)
             self._settle()
         return True
+
+    def _stage_and_commit(self, snapshot: Snapshot, tensors: dict[str, Tensor]) -> None:
+        if not self._staged.is_set():
+            try:
+                tensors = self._stager.stage(tensors)
+            finally:
+                self._staged.set()
+        self._commit.write(snapshot, tensors)
+
+    def _before_update(self, *_: object) -> None:
+        self._staged.wait()
 
     def _write(self, action: Callable[[], None], step: int) -> None:
         try:
@@ -202,6 +225,8 @@ class Checkpointer:
             SaveError: it failed; also where `on_failure` is `warn`, as no later one will make good for it.
         """
         self.wait()
+        if self._hook is not None:
+            self._hook.remove()
         try:
             self._settle()
         finally:

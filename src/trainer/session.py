@@ -107,6 +107,7 @@ def start_session(
         identity=_identity(config, run_dir, publisher, data_fingerprint),
         on_commit=uploads.submit if uploads else None,
         in_use=uploads.uploader.in_use if uploads else tuple,
+        updated_by=optimizer,
     )
     if isinstance(resume_step, int):
         _resume(checkpointer, run_dir.checkpoint(resume_step), data_fingerprint, parallel)

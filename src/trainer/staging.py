@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+_SMALL_ELEMENTS = 1 << 15  # torch itself copies fewer on one thread
 
 
 class Stager:
@@ -31,7 +34,7 @@ class Stager:
         for name, tensor in tensors.items():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
             buffer = self._buffer(name, local)
-            buffer.copy_(local, non_blocking=local.is_cuda)
+            _copy(buffer, local)
             copies_from_gpu |= local.is_cuda
             staged[name] = _like(tensor, buffer)
         for name in self._buffers.keys() - tensors.keys():
@@ -57,6 +60,14 @@ class Stager:
             buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
             self._buffers[name] = buffer
         return buffer
+
+
+def _copy(buffer: Tensor, local: Tensor) -> None:
+    """Copy on the calling thread alone: torch would start a second team of threads on the cores that train."""
+    if local.is_cuda or local.numel() < _SMALL_ELEMENTS or not local.is_contiguous():
+        buffer.copy_(local, non_blocking=local.is_cuda)
+    else:
+        np.copyto(buffer.view(torch.uint8).numpy(), local.view(torch.uint8).numpy())
 
 
 def _like(tensor: Tensor, shard: Tensor) -> Tensor:

@@ -86,6 +86,56 @@ def test_a_save_holds_the_state_of_its_call_whatever_training_does_meanwhile(
         assert same(found, copied(state.tensors())), "torn: tensors of a later step under the counters of this one"
 
 
+def test_a_step_of_the_optimizer_waits_for_the_copy(
+    make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where only the optimizer changes the state, the copy is made beside the next gradients."""
+    state = make_state(steps=2)
+    released, stage, waits = threading.Event(), Stager.stage, threading.Event()
+
+    def held_back(self: Stager, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        assert released.wait(30)
+        return stage(self, tensors)
+
+    monkeypatch.setattr(Stager, "stage", held_back)
+    saved = copied(state.tensors())
+    with Checkpointer(run_dir.checkpoints, state, updated_by=state.optimizer) as checkpointer:
+        checkpointer.save(2)  # returns though nothing is copied yet
+
+        def go_on() -> None:
+            waits.set()
+            train(state, 1)
+
+        training = threading.Thread(target=go_on)
+        training.start()
+        assert waits.wait(30)
+        training.join(0.3)
+        assert training.is_alive() and same(copied(state.tensors()), saved), "the step waits"
+        released.set()
+        training.join(30)
+        assert not training.is_alive() and not same(copied(state.tensors()), saved)
+    assert same(loaded(run_dir, make_state, 2), saved)
+    train(state, 1)  # a closed checkpointer holds nothing back
+
+
+def test_a_copy_that_fails_fails_the_save_and_holds_no_step_back(
+    make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = make_state(steps=1)
+
+    def out_of_memory(*_: object) -> dict[str, Tensor]:
+        raise MemoryError("no room for a copy")
+
+    checkpointer = Checkpointer(run_dir.checkpoints, state, updated_by=state.optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(Stager, "stage", out_of_memory)
+        checkpointer.save(1)
+        train(state, 1)
+    with pytest.raises(MemoryError):
+        checkpointer.close()
+    assert run_dir.committed_steps() == []
+
+
 def test_only_staging_is_on_the_caller(make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: dict[str, set[threading.Thread]] = {}
 
