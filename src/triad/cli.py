@@ -6,9 +6,11 @@ once, and then hands over to the launcher, which starts the processes.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from triad.config.base import Command
@@ -103,3 +105,11 @@ def rollouts() -> NoReturn:
     from triad.rollouts_cli import main
 
     _exit(lambda: main(sys.argv[1:]))
+
+
+def chaos() -> NoReturn:
+    """Kill and stop the processes of a real rl run at random, and check that nothing shows in the end."""
+    if not Path("tests/chaos/__main__.py").is_file():
+        print("error: chaos runs the checks of a checkout: call it in the repository's root", file=sys.stderr)
+        sys.exit(2)
+    os.execv(sys.executable, [sys.executable, "-m", "tests.chaos", *sys.argv[1:]])
