@@ -190,6 +190,7 @@ def wait_for_saving(checkpoints: Path, process: psutil.Process) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_a_rank_that_is_killed_during_saves_ends_the_run_which_goes_on_bit_for_bit(
     start: Start, tiny_model: ModelFactory, sft_data: Path, tmp_path: Path
 ) -> None:

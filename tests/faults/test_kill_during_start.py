@@ -24,6 +24,8 @@ from tests.faults.run_states import differing, end_state, whole_steps
 from tests.training_zygote import Run, shared_zygote
 from triad.manifest import MANIFEST_NAME
 
+pytestmark = pytest.mark.slow
+
 FLAGS = ("--max-steps", "6", "--ckpt.interval", "2")
 FULL_RUNS = 6
 """How many of the deaths of a case are followed to the end of training; the others to its start."""

@@ -22,6 +22,8 @@ from triad.messages import Batch
 from triad.record_log import read_records
 from triad.run_dir import RunDir
 
+pytestmark = pytest.mark.slow
+
 _STEPS = 3
 
 

@@ -22,6 +22,8 @@ from tests.unit.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, 
 from triad.manifest import verify
 from triad.run_dir import RunDir
 
+pytestmark = pytest.mark.slow
+
 _STEPS = 4
 _MOST_TRIALS = 48
 

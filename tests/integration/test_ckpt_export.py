@@ -261,6 +261,7 @@ def test_a_pickled_model_becomes_a_warm_start(
         torch.testing.assert_close(trained[name], tensor)
 
 
+@pytest.mark.slow
 def test_imports_of_all_kinds_hold_the_same_weights(run_dir: RunDir, masters: Path, tmp_path: Path) -> None:
     (tmp_path / "sharded").mkdir()
     export(Export(str(run_dir.checkpoint(STEPS)), str(tmp_path / "sharded" / "x"), "float32", 100_000))

@@ -102,6 +102,7 @@ def test_the_reference_is_in_every_checkpoint_and_that_of_the_start(straight: Sf
         assert arrays["logprobs"].shape == (512, 2)
 
 
+@pytest.mark.slow
 def test_a_fork_takes_the_reference_along(
     run: Callable[..., SftRun], straight: SftRun, dropout: Path, tmp_path: Path
 ) -> None:
@@ -111,6 +112,7 @@ def test_a_fork_takes_the_reference_along(
     assert (fork.run_dir.path / REFERENCE_NAME).read_bytes() == (straight.run_dir.path / REFERENCE_NAME).read_bytes()
 
 
+@pytest.mark.slow
 def test_two_ranks_train_what_one_does(
     run: Callable[..., SftRun], tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -121,7 +123,9 @@ def test_two_ranks_train_what_one_does(
         assert two.column(name) == pytest.approx(one.column(name), rel=1e-3, abs=1e-5), name
 
 
-@pytest.mark.parametrize("kind", ["dpo", "ipo", "simpo", "orpo"])
+@pytest.mark.parametrize(
+    "kind", ["dpo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ipo", "simpo", "orpo"))]
+)
 def test_every_loss_learns_to_prefer_the_chosen_side(run: Callable[..., SftRun], tmp_path: Path, kind: str) -> None:
     model = ROOT / "examples" / "reverse_text" / "model"
     flags = ("--loss.type", kind, "--max-steps", "15", "--data.batch-size", "32", "--data.micro-batch-size", "8",
@@ -141,6 +145,7 @@ def refused(done: SftRun, *words: str) -> None:
         assert word in done.output, done.output
 
 
+@pytest.mark.slow
 def test_other_pairs_and_other_programs_are_refused_on_resume(
     run: Callable[..., SftRun], straight: SftRun, dropout: Path, sft_data: Path, tmp_path: Path
 ) -> None:
@@ -159,6 +164,7 @@ def test_other_pairs_and_other_programs_are_refused_on_resume(
     assert succeeded(warm).column("loss") == pytest.approx([np.log(2)], abs=0.2)
 
 
+@pytest.mark.slow
 def test_a_run_without_a_reference_cannot_take_one_up(
     run: Callable[..., SftRun], tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -184,6 +190,7 @@ def test_a_dry_run_starts_nothing_and_bad_input_is_named(
     assert not output.joinpath("checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_clean_removes_the_reference_of_the_run_before(straight: SftRun, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(straight.run_dir.path, copy)

@@ -7,9 +7,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
+import pytest
+
 from tests.training_runs import SftRun, run_sft
 from trainer.data import SampleOrder
 from triad import manifest
+
+pytestmark = pytest.mark.slow
 
 Runs = dict[str, "Future[SftRun]"]
 Models = Callable[..., Path]

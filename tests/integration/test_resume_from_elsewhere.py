@@ -120,6 +120,7 @@ def test_a_warm_start_takes_the_weights_and_nothing_else(runs: Runs, name: str) 
 
 
 @pytest.mark.parametrize("name", ["warm_on_two", "warm_on_two_from_shards"])
+@pytest.mark.slow
 def test_two_ranks_each_read_their_own_part(runs: Runs, name: str) -> None:
     """At this learning rate a step moves nothing, so the run publishes what it loaded."""
     straight, two = finished(runs["straight"]), finished(runs[name])

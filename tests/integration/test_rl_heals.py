@@ -98,6 +98,7 @@ def test_orchestrator_and_trainer_die_and_hang(rl_server: UsedServer, reference:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_inference_and_its_engine_die_and_hang(reference: CompletedRun, tmp_path: Path) -> None:
     flags = (*SMALL_BATCH, "--inference.server.port", str(free_port()))
     healed = _deal(tmp_path / "run", _OWN_SERVER, *flags)

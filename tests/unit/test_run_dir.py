@@ -243,9 +243,7 @@ def test_a_damaged_step_that_was_asked_for_is_an_error(run_dir: RunDir) -> None:
     for step in (5, 10, 15):
         commit(run_dir, step)
     (run_dir.checkpoint(10) / "data").write_bytes(b"xx")
-    with pytest.raises(
-        CheckpointError, match="resume_step = 10: .*data is damaged.*other committed steps: 5"
-    ):
+    with pytest.raises(CheckpointError, match="resume_step = 10: .*data is damaged.*other committed steps: 5"):
         resolve_resume_step(run_dir, 10)
     (run_dir.checkpoint(15) / manifest.MANIFEST_NAME).unlink()
     with pytest.raises(CheckpointError, match="resume_step = 15: .*manifest.json is missing.*steps: 5, 10.$"):
