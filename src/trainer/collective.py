@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from triad.errors import SaveError, TriadError
+from triad.errors import RankLost, SaveError, TriadError
 
 T = TypeVar("T")
 
@@ -56,7 +57,8 @@ class Ranks:
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._group)
+        with _naming_lost_ranks():
+            dist.all_gather_object(values, value, group=self._group)
         return values
 
     def gather(self, value: Any) -> list[Any]:
@@ -64,7 +66,8 @@ class Ranks:
         if self._group is None:
             return [value]
         values: list[Any] | None = [None] * self.world_size if self.is_main else None
-        dist.gather_object(value, values, group=self._group, dst=0)
+        with _naming_lost_ranks():
+            dist.gather_object(value, values, group=self._group, dst=0)
         return values or []
 
     def scatter(self, values: list[Any]) -> Any:
@@ -72,7 +75,8 @@ class Ranks:
         if self._group is None:
             return values[0]
         received: list[Any] = [None]
-        dist.scatter_object_list(received, values if self.is_main else None, src=0, group=self._group)
+        with _naming_lost_ranks():
+            dist.scatter_object_list(received, values if self.is_main else None, src=0, group=self._group)
         return received[0]
 
     def broadcast(self, value: T) -> T:
@@ -84,6 +88,16 @@ class Ranks:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
+
+
+@contextmanager
+def _naming_lost_ranks() -> Iterator[None]:
+    """Turn the failure of a collective itself into the error that it means."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise RankLost(f"another rank of the trainer ended or cannot be reached: {reason}") from error
 
 
 def rank_and_world_size() -> tuple[int, int]:

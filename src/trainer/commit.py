@@ -30,7 +30,7 @@ from trainer.plain_state import State
 from trainer.state import capture_random_state
 from triad import durable, manifest
 from triad.checkpoints import TRAINER_DIR, Retention, list_entries
-from triad.errors import CheckpointError, SaveError
+from triad.errors import CheckpointError, RankLost, SaveError
 from triad.events import report
 from triad.manifest import FileEntry, Fingerprints, Manifest
 
@@ -120,6 +120,7 @@ class Commit:
 
         Raises:
             SaveError: on every rank; nothing of the save is left.
+            RankLost: a rank ended meanwhile; the step is committed or nothing of it is left.
         """
         final = self._directory / (name or f"step_{snapshot.step}")
         temporary = final.with_name(f"{durable.TEMPORARY_PREFIX}{final.name}")
@@ -134,6 +135,8 @@ class Commit:
         except Exception as error:
             if self._ranks.is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(error, RankLost):
+                raise
             raise SaveError(
                 f"the checkpoint of step {snapshot.step} could not be saved in {self._directory}: {describe(error)}. "
                 "Those before it are whole. Make room or mend the storage, then resume with latest."

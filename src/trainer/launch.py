@@ -13,12 +13,16 @@ import logging
 import os
 import signal
 import sys
+import time
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import tomli
 
 from trainer.stop import STOP_REQUEST
 from triad.config import DpoConfig, SftConfig, TrainerConfig
+from triad.errors import RankLost, TriadError
 from triad.events import report
 from triad.heartbeat import start_heartbeat
 from triad.process import (
@@ -30,6 +34,8 @@ from triad.process import (
     set_up_logging,
 )
 
+_DEAD_RANK_S = 3.0
+_POLL_S = 0.02
 _PROGRAMS = {
     "sft": ("trainer.sft", SftConfig),
     "dpo": ("trainer.dpo", DpoConfig),
@@ -48,7 +54,22 @@ def _worker(program: str, config_path: str, parent: int) -> None:
     if config.ckpt is not None:
         STOP_REQUEST.listen()
     module = importlib.import_module(module_name)
-    run_reporting_errors(lambda: module.run(config))
+    run_reporting_errors(lambda: _run_rank(module, config))
+
+
+def _run_rank(module: ModuleType, config: Any) -> None:
+    """Run the program; where it fails because another rank died, let that one be the first to be noticed.
+
+    The launcher of the ranks reports whichever end it sees first, and asks the others to stop by SIGTERM.
+    """
+    try:
+        module.run(config)
+    except Exception as error:
+        if config.parallel.num_ranks > 1 and (isinstance(error, RankLost) or not isinstance(error, TriadError)):
+            deadline = time.monotonic() + _DEAD_RANK_S
+            while not STOP_REQUEST.signal_number() and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+        raise
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -90,7 +111,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         elastic_launch(launch_config, _worker)(arguments.program, arguments.config, os.getpid())
     except ChildFailedError as error:
-        rank, first = min(error.failures.items(), key=lambda item: item[1].timestamp)
+        # A rank that was killed makes the others fail in their collectives: it is the reason, not they.
+        rank, first = min(error.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
         if first.exitcode < 0:
             print(f"error: rank {rank} was killed by signal {-first.exitcode}", file=sys.stderr, flush=True)
         return first.exitcode if first.exitcode > 0 else 128 - first.exitcode

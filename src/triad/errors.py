@@ -8,6 +8,7 @@
     ├── EnvironmentFailure      an environment raised or broke its contract        exit 3
     ├── InferenceError          the inference server refused, failed or vanished   exit 3
     ├── TrainingError           the numbers went wrong (NaN loss)                  exit 3
+    ├── RankLost                another rank of the trainer ended                  exit 1
     ├── Stopped                 a signal asked to stop; the step is saved          exit 128 + signal
     ├── SaveError               a checkpoint could not be written                  exit 3
     └── ProcessDied             a child process ended before its time              exit 1, or the 2 or 3 of the child
@@ -71,6 +72,12 @@ class TrainingError(TriadError):
 
 class SaveError(TriadError):
     """A checkpoint could not be written; those committed before are whole."""
+
+
+class RankLost(TriadError):
+    """Another rank of the trainer ended or cannot be reached."""
+
+    exit_code = 1
 
 
 class Stopped(TriadError):

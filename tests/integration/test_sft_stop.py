@@ -29,7 +29,7 @@ def test_sigterm_stops_all_ranks_and_what_was_committed_is_whole(start: Start, e
         run.process.send_signal(signal.SIGTERM)
         assert run.wait(within_s=STOP_TIMEOUT_S) == 128 + signal.SIGTERM
         assert all(ends(pid) for pid in run.descendants)
-        assert "SIGTERM: stopping" in run.output and "stopped at step" in run.output
+        assert "SIGTERM: saving the current step" in run.output and "stopped at step" in run.output
         steps = run.run_dir.committed_steps()
         assert steps and steps[-1] >= 2  # the line of step 3 is written before its checkpoint
         for step in steps:
