@@ -1,7 +1,7 @@
 """The server's life: start the engine, serve, and end for one of three reasons.
 
     asked to (SIGTERM, SIGINT)    exit code 0
-    the engine died               exit code 75, with the reason in the log
+    the engine died               exit code 75, with the reason in the log (also while it starts)
     the engine did not start      exit code 3 (InferenceError)
 
 What is wrong with the configuration ends it earlier, with exit code 2.
@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 from argparse import Namespace
@@ -34,6 +35,8 @@ from triad.errors import ConfigError, InferenceError
 from triad.events import report
 
 ENGINE_DIED_EXIT_CODE = 75
+# How vLLM names engine processes and their exit codes; one that just died may not have its code yet.
+_KILLED = re.compile(r"'EngineCore\w*': -\d+|Failed core proc\(s\): \{\}")
 
 _log = logging.getLogger("inference")
 _WATCH_INTERVAL_S = 0.2
@@ -69,6 +72,9 @@ async def _serve(config: InferenceConfig, args: Namespace, preflight: Preflight)
         try:
             engine = await stack.enter_async_context(running_engine(args))
         except (RuntimeError, ValueError) as error:
+            if _KILLED.search(str(error)):  # by a signal, as while it serves: another start may well do
+                _log.error("the engine died while it started: %s", error)
+                return ENGINE_DIED_EXIT_CODE
             raise InferenceError(f"the engine did not start: {error} (its log is above)") from None
         meter = Meter()
         meter.watch(engine.engine_core)
