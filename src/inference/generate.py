@@ -128,7 +128,7 @@ class Generator:
         """Sample one choice per seed. Cancelling this aborts them all in the engine.
 
         Raises:
-            RequestError: 400 for a request that cannot be served.
+            RequestError: 400 for a request that cannot be served, 503 for one that the end of the server cut off.
             EngineDeadError: the engine ended.
         """
         self.check(request)
@@ -138,7 +138,10 @@ class Generator:
             )
         except VLLMClientError as error:
             raise RequestError(400, str(error)) from None
-        return GenerateResponse(choices=choices, version=max(span.version for c in choices for span in c.versions))
+        versions = [span.version for choice in choices for span in choice.versions]
+        if not versions:
+            raise RequestError(503, "the request was aborted before a token was sampled: the server is stopping")
+        return GenerateResponse(choices=choices, version=max(versions))
 
     async def _sample(self, request: GenerateRequest, index: int, seed: int) -> Choice:
         params = SamplingParams(
