@@ -35,8 +35,8 @@ from triad.errors import ConfigError, InferenceError
 from triad.events import report
 
 ENGINE_DIED_EXIT_CODE = 75
-# How vLLM names engine processes and their exit codes; one that just died may not have its code yet.
-_KILLED = re.compile(r"'EngineCore\w*': -\d+|Failed core proc\(s\): \{\}")
+# How vLLM names engine processes that a signal ended. Sometimes it names none: then why is not known.
+_KILLED = re.compile(r"'EngineCore\w*': -\d+")
 
 _log = logging.getLogger("inference")
 _WATCH_INTERVAL_S = 0.2

@@ -180,17 +180,6 @@ def test_the_death_of_the_engine_ends_the_server_with_its_own_code(model: Path, 
     assert "the engine died (EngineCore ended with signal SIGKILL)" in server.log()
 
 
-def test_the_death_of_the_engine_while_it_starts_has_that_code_too(model: Path, tmp_path: Path) -> None:
-    server = _start(model, tmp_path)
-    deadline = time.monotonic() + 30
-    process = psutil.Process(server.pid)
-    while not (children := process.children(recursive=True)):
-        assert time.monotonic() < deadline
-    children[-1].kill()
-    assert server.wait(30) == 75, server.log()
-    assert "the engine died while it started" in server.log()
-
-
 def test_a_failed_swap_ends_the_server(model: Path, tmp_path: Path) -> None:
     sabotage = "import inference.worker as w; w.finalize_layerwise_reload = lambda *a: 1 / 0"
     server = _start(model, tmp_path, sabotage=sabotage)
