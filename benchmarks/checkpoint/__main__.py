@@ -58,7 +58,7 @@ class Benchmark:
         self.folder = folder
         self.loop = TinyLoop(width)
         self.checkpointer = self.loop.watch_waits(
-            lambda: Checkpointer(folder / "checkpoints", self.loop.state, updated_by=self.loop.optimizer)
+            lambda: Checkpointer(folder / "checkpoints", self.loop.state, updated_by=[self.loop.optimizer])
         )
         self.plain_loop = Checkpointer(folder / "checkpoints", self.loop.state)
         self.size = self.loop.num_bytes

@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,9 +62,9 @@ class Checkpointer:
         identity: what the manifest says about the run.
         on_commit: called on rank 0 with the directory of every committed step, from the writing thread.
         in_use: asked on rank 0, from the writing thread, for steps that retention must leave alone now.
-        updated_by: the optimizer, where nothing but its steps changes the state's tensors. Then an
-            asynchronous save on the CPU copies them while the next gradients are computed, and the
-            optimizer's next step waits for the copy; otherwise `save` returns when it is done.
+        updated_by: the optimizers, where nothing changes the state's tensors but their steps and what
+            follows these. Then an asynchronous save on the CPU copies the tensors while the next gradients
+            are computed, and the next step waits for the copy; otherwise `save` returns when it is done.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Checkpointer:
         identity: Identity | None = None,
         on_commit: Callable[[Path], None] | None = None,
         in_use: Callable[[], Collection[int]] = tuple,
-        updated_by: torch.optim.Optimizer | None = None,
+        updated_by: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
         self.directory = Path(directory).absolute()
         self._state = as_state(state)
@@ -96,7 +96,7 @@ class Checkpointer:
         )
         self._staged = threading.Event()
         self._staged.set()
-        self._hook = updated_by.register_step_pre_hook(self._before_update) if updated_by is not None else None
+        self._hooks = [optimizer.register_step_pre_hook(self._before_update) for optimizer in updated_by]
         self._thread: threading.Thread | None = None
         self._in_flight: int | None = None
         self._failure: Exception | None = None
@@ -147,7 +147,7 @@ class Checkpointer:
         snapshot = Snapshot.of(self._state, step, metrics=metrics, attachments=attachments)
         tensors = self._state.tensors()
         if self._save_async:
-            if self._hook is not None and not any(tensor.is_cuda for tensor in tensors.values()):
+            if self._hooks and not any(tensor.is_cuda for tensor in tensors.values()):
                 self._staged.clear()
             else:
                 tensors = self._stager.stage(tensors)
@@ -225,8 +225,8 @@ class Checkpointer:
             SaveError: it failed; also where `on_failure` is `warn`, as no later one will make good for it.
         """
         self.wait()
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         try:
             self._settle()
         finally:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer import parallel as parallel_module
 from trainer.data import SampleOrder, load_tokenizer
-from trainer.model import Policy, reshard
+from trainer.model import Policy, build_policy, reshard
 from trainer.optim import clip_gradients, update_parameters
 from trainer.parallel import Parallel
 from trainer.preference_loss import PairLogprobs, PreferenceLoss, preference_loss
@@ -50,7 +50,9 @@ def run(config: DpoConfig) -> None:
     pairs = load_pairs(config.data, tokenizer)
     training, held_out = split_pairs(pairs, config.data.validation_fraction, seed=config.seed)
     _log.info("%d pairs to train on, %d held out", len(training), len(held_out))
-    with start_session(config, parallel, tokenizer, data_fingerprint=fingerprint_pairs(training)) as session:
+    with start_session(
+        config, parallel, tokenizer, build_policy, data_fingerprint=fingerprint_pairs(training)
+    ) as session:
         reference = start_reference(config, session, pairs)
         objective = Objective(preference_loss(config.loss), reference, config, parallel)
         _train(config, session, objective, training, held_out)
@@ -61,7 +63,7 @@ def run(config: DpoConfig) -> None:
 
 
 def _train(
-    config: DpoConfig, session: Session, objective: Objective, training: list[Pair], held_out: list[Pair]
+    config: DpoConfig, session: Session[Policy], objective: Objective, training: list[Pair], held_out: list[Pair]
 ) -> None:
     parallel = session.parallel
     policy, progress, saver = session.policy, session.progress, session.saver

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError
@@ -29,14 +29,20 @@ from triad.errors import DataError
 _log = logging.getLogger("trainer")
 
 
+class Trained(Protocol):
+    """A module around a transformers model whose parameters and persistent buffers are its state."""
+
+    hf_model: PreTrainedModel
+
+
 class Policy(nn.Module):
     """A causal LM that returns log-probabilities of chosen tokens instead of logits."""
 
-    def __init__(self, causal_lm: PreTrainedModel, *, logits_chunk_tokens: int) -> None:
+    def __init__(self, hf_model: PreTrainedModel, *, logits_chunk_tokens: int) -> None:
         super().__init__()
-        self.causal_lm = causal_lm
+        self.hf_model = hf_model
         self.logits_chunk_tokens = logits_chunk_tokens
-        self.softcap = getattr(causal_lm.config, "final_logit_softcapping", None)
+        self.softcap = getattr(hf_model.config, "final_logit_softcapping", None)
 
     def forward(
         self,
@@ -57,16 +63,16 @@ class Policy(nn.Module):
         """
         kwargs: dict[str, object] = {}
         if packed_index is not None:
-            if self.causal_lm.config._attn_implementation == "packed":
+            if self.hf_model.config._attn_implementation == "packed":
                 kwargs["packed_index"] = packed_index
             else:
                 borders, longest = packed_index.cu_seqlens, packed_index.max_len
                 kwargs |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
                 kwargs |= {"max_length_q": longest, "max_length_k": longest}
-        decoder = self.causal_lm.get_decoder()
+        decoder = self.hf_model.get_decoder()
         output = decoder(input_ids=input_ids_BL, position_ids=position_ids_BL, use_cache=False, **kwargs)
         hidden_NH = output.last_hidden_state.flatten(0, 1).index_select(0, predict_index_N)
-        head = self.causal_lm.get_output_embeddings()
+        head = self.hf_model.get_output_embeddings()
         assert head is not None, "a causal LM has an output embedding"
         return token_logprobs(
             hidden_NH,
@@ -166,7 +172,7 @@ def _persistent_buffers(causal_lm: nn.Module) -> dict[str, Tensor]:
 
 
 def _wrap(policy: Policy, config: TrainedModelConfig, parallel: Parallel) -> None:
-    causal_lm = policy.causal_lm
+    causal_lm = policy.hf_model
     layers = decoder_layers(causal_lm)
     if config.activation_checkpointing:
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -55,7 +55,7 @@ class Reference:
         return torch.from_numpy(self.logprobs_P2[numbers]).to(device)
 
 
-def start_reference(config: DpoConfig, session: Session, pairs: Sequence[Pair]) -> Reference:
+def start_reference(config: DpoConfig, session: Session[Policy], pairs: Sequence[Pair]) -> Reference:
     """Compute the reference log-probabilities of all pairs, or take those of the checkpoint resumed from. Collective.
 
     Raises:

@@ -12,6 +12,7 @@ from trainer.canary import measure_canary
 from trainer.data import load_tokenizer
 from trainer.ledger import Ledger
 from trainer.losses import policy_loss
+from trainer.model import Policy, build_policy
 from trainer.optim import clip_gradients, update_parameters
 from trainer.policy_step import policy_step
 from trainer.rollouts import to_samples
@@ -32,13 +33,13 @@ def run(config: TrainerConfig) -> None:
     parallel = parallel_module.start(config.parallel)
     seed_everything(config.seed, step=0, rank=parallel.rank)
     tokenizer = load_tokenizer(config.model.tokenizer_name)
-    with start_session(config, parallel, tokenizer, older_weights=config.async_level) as session:
+    with start_session(config, parallel, tokenizer, build_policy, older_weights=config.async_level) as session:
         session.publisher.publish(session.progress.step, canary=measure_canary(session.policy, tokenizer, parallel))
         _train(config, session)
     report("finished", step=session.progress.step)
 
 
-def _train(config: TrainerConfig, session: Session) -> None:
+def _train(config: TrainerConfig, session: Session[Policy]) -> None:
     parallel = session.parallel
     policy, progress, saver, run_dir = session.policy, session.progress, session.saver, session.run_dir
     loss_function = policy_loss(config.loss)
@@ -84,7 +85,7 @@ def _train(config: TrainerConfig, session: Session) -> None:
     session.publisher.prune(_needed_weights([*kept, progress.step], config.async_level))
 
 
-def _prune_batches(session: Session) -> list[int]:
+def _prune_batches(session: Session[Policy]) -> list[int]:
     """Remove the batches that no checkpoint needs any more; return the steps with a checkpoint."""
     steps = session.run_dir.committed_steps()
     if session.parallel.is_main and steps:

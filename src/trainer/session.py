@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -12,9 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from trainer import parallel as parallel_module
 from trainer.checkpoint import Checkpointer
 from trainer.commit import Identity
-from trainer.model import Policy, build_policy, trained_tensors
+from trainer.model import Trained, trained_tensors
 from trainer.optim import build_optimizer
 from trainer.parallel import Parallel
+from trainer.plain_state import State
 from trainer.saving import GraceOver, Saver
 from trainer.state import Progress, TrainState
 from trainer.warm_start import load_weights_only
@@ -24,8 +27,7 @@ from triad.checkpoints import TRAINER_DIR, Retention
 from triad.config import CkptConfig
 from triad.config.fingerprint import fingerprint
 from triad.config.load import to_toml
-from triad.config.trainer import TrainingCommand
-from triad.errors import CheckpointError
+from triad.config.trainer import TrainedModelConfig, TrainingCommand
 from triad.events import report
 from triad.metrics import MetricsWriter
 from triad.remote import RemoteCheckpoints
@@ -36,13 +38,23 @@ _LAST_SAVE_S = 60.0
 _log = logging.getLogger("trainer")
 
 
+M = TypeVar("M", bound=Trained)
+M_co = TypeVar("M_co", bound=Trained, covariant=True)
+
+
+class Build(Protocol[M_co]):
+    """Makes the model that is trained; `weights`: whether to fill it, or leave that to a checkpoint."""
+
+    def __call__(self, config: TrainedModelConfig, parallel: Parallel, *, seed: int, weights: bool) -> M_co: ...
+
+
 @dataclass(frozen=True)
-class Session:
+class Session(Generic[M]):
     """The parts of one training run on this rank, ready for the next step."""
 
     parallel: Parallel
     run_dir: RunDir
-    policy: Policy
+    policy: M
     optimizer: torch.optim.Optimizer
     progress: Progress
     checkpointer: Checkpointer
@@ -55,7 +67,7 @@ class Session:
         if self.metrics is not None:
             self.metrics.write(step, metrics)
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Session[M]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -75,13 +87,18 @@ def start_session(
     config: TrainingCommand,
     parallel: Parallel,
     tokenizer: PreTrainedTokenizerBase,
+    build: Build[M],
     *,
+    parts: Callable[[M], tuple[Mapping[str, State], Sequence[torch.optim.Optimizer]]] | None = None,
     data_fingerprint: str = "",
     older_weights: int = 0,
-) -> Session:
+) -> Session[M]:
     """Build the model and everything around it, and bring it to the step that the run goes on from. Collective.
 
     Args:
+        build: makes the model.
+        parts: makes what else is in the state, and the further optimizers that change it, from the
+            model with the weights that a new run begins with.
         data_fingerprint: of the training data, where the trainer has them.
         older_weights: how many published versions before its own a checkpoint needs.
     """
@@ -91,14 +108,18 @@ def start_session(
     weights_only = ckpt.weights_only if ckpt else None
     report("loading model")
     has_other_weights = resume_step is not None or weights_only is not None
-    policy = build_policy(config.model, parallel, seed=config.seed, weights=not has_other_weights)
-    optimizer = build_optimizer(policy, config.optim)
+    policy = build(config.model, parallel, seed=config.seed, weights=not has_other_weights)
+    if weights_only is not None:
+        report("loading weights", path=str(weights_only))
+        load_weights_only(trained_tensors(policy.hf_model), weights_only, how=ckpt.verify if ckpt else "full")
+    optimizer = build_optimizer(policy.hf_model, config.optim)
+    further, optimizers = parts(policy) if parts else ({}, ())
     progress = Progress()
     publisher = WeightPublisher(run_dir, policy, tokenizer, parallel, dtype=config.model.dtype)
     uploads = _Uploads(run_dir, ckpt, older_weights) if ckpt and ckpt.dir and parallel.is_main else None
     checkpointer = Checkpointer(
         run_dir.checkpoints,
-        TrainState(policy, optimizer, progress),
+        TrainState(policy, optimizer, progress, further),
         save_async=ckpt.save_async if ckpt else False,
         when_busy=ckpt.when_busy if ckpt else "wait",
         on_failure=ckpt.on_failure if ckpt else "stop",
@@ -107,14 +128,11 @@ def start_session(
         identity=_identity(config, run_dir, publisher, data_fingerprint),
         on_commit=uploads.submit if uploads else None,
         in_use=uploads.uploader.in_use if uploads else tuple,
-        updated_by=optimizer,
+        updated_by=[optimizer, *optimizers],
     )
     if isinstance(resume_step, int):
         _resume(checkpointer, run_dir.checkpoint(resume_step), data_fingerprint, parallel)
         _log.info("resumed from step %d: %d samples trained", resume_step, progress.samples)
-    elif weights_only is not None:
-        report("loading weights", path=str(weights_only))
-        load_weights_only(trained_tensors(policy.causal_lm), weights_only, how=ckpt.verify if ckpt else "full")
     if ckpt is not None:
         checkpointer.reserve()
     if uploads and isinstance(resume_step, int):
@@ -165,8 +183,7 @@ def _resume(checkpointer: Checkpointer, directory: Path, data_fingerprint: str, 
     step = int(directory.name.removeprefix("step_"))
     report("loading checkpoint", step=step)
     saved = manifest.read_manifest(directory)
-    if checkpointer.load(step, verify="size") != step:
-        raise CheckpointError(f"{directory} is not the checkpoint of step {step}")
+    checkpointer.load(step, verify="size")
     if saved.fingerprints.data != data_fingerprint and parallel.is_main:
         report(
             f"WARNING: the training data are not those of step {step}: the position in them is kept, so samples may "

@@ -14,7 +14,7 @@ import torch
 from trainer import parallel as parallel_module
 from trainer.data import SampleOrder, fingerprint_samples, load_samples, load_tokenizer
 from trainer.loss import cross_entropy
-from trainer.model import Policy, reshard
+from trainer.model import Policy, build_policy, reshard
 from trainer.optim import clip_gradients, update_parameters
 from trainer.packing import Sample, build_micro_batch, plan_rows
 from trainer.parallel import Parallel
@@ -37,7 +37,9 @@ def run(config: SftConfig) -> None:
     samples, held_out = load_samples(config.data, tokenizer, seed=config.seed)
     order = SampleOrder(len(samples), seed=config.seed, shuffle=config.data.shuffle)
     _log.info("%d samples to train on, %d held out", len(samples), len(held_out))
-    with start_session(config, parallel, tokenizer, data_fingerprint=fingerprint_samples(samples)) as session:
+    with start_session(
+        config, parallel, tokenizer, build_policy, data_fingerprint=fingerprint_samples(samples)
+    ) as session:
         _train(config, session, samples, held_out, order)
         report("publishing weights", step=session.progress.step)
         session.publisher.publish(session.progress.step)
@@ -46,7 +48,7 @@ def run(config: SftConfig) -> None:
 
 
 def _train(
-    config: SftConfig, session: Session, samples: list[Sample], held_out: list[Sample], order: SampleOrder
+    config: SftConfig, session: Session[Policy], samples: list[Sample], held_out: list[Sample], order: SampleOrder
 ) -> None:
     parallel = session.parallel
     policy, progress, saver = session.policy, session.progress, session.saver

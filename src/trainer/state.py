@@ -7,7 +7,9 @@ decay are not state: they are functions of the configuration and the step.
 
 from __future__ import annotations
 
+import logging
 import random
+from collections.abc import Mapping
 from typing import Any, cast
 
 import msgspec
@@ -16,7 +18,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.model import Policy, trained_tensors
+from trainer.model import Trained, trained_tensors
+from trainer.plain_state import State
+
+_log = logging.getLogger("trainer")
 
 
 class Progress(msgspec.Struct):
@@ -52,40 +57,86 @@ class RandomState(msgspec.Struct):
 
 
 class TrainState:
-    """Policy, optimizer and counters of one run, as one thing to save and load."""
+    """Policy, optimizer and counters of one run, and what else it must remember, as one thing to save and load.
 
-    def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+    Args:
+        parts: further state by name, such as a critic or running moments. Tensors are saved as `NAME.*`,
+            values below `NAME`.
+    """
+
+    def __init__(
+        self,
+        policy: Trained,
+        optimizer: torch.optim.Optimizer,
+        progress: Progress,
+        parts: Mapping[str, State] | None = None,
+    ) -> None:
         self.policy = policy
         self.optimizer = optimizer
         self.progress = progress
+        self.parts = dict(parts or {})
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor of the state by name, as it lies in memory: `model.*`, `optim.*`.
+        """Return every tensor of the state by name, as it lies in memory: `model.*`, `optim.*`, `PART.*`.
 
         Loading writes into these tensors. The optimizer's are created where no step has been
         taken yet.
         """
-        named = trained_tensors(self.policy.causal_lm)
-        tensors = {f"model.{name}": tensor for name, tensor in named.items()}
-        for name, parameter in self.policy.causal_lm.named_parameters():
+        tensors = ModelState(self.policy, self.optimizer).tensors()
+        for part, state in self.parts.items():
+            tensors |= {f"{part}.{name}": tensor for name, tensor in state.tensors().items()}
+        return tensors
+
+    def values(self) -> dict[str, Any]:
+        """Return the counters, and the values of the parts that have some."""
+        values = {name: state.values() for name, state in self.parts.items()}
+        return msgspec.to_builtins(self.progress) | {name: value for name, value in values.items() if value}
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Take over the counters of a checkpoint, and the values of the parts.
+
+        A part that the checkpoint knows nothing of keeps its initial values, out loud; and so it says
+        what the checkpoint holds besides.
+        """
+        counters = {name: value for name, value in values.items() if name in Progress.__struct_fields__}
+        restored = msgspec.convert(counters, Progress)
+        for field in Progress.__struct_fields__:
+            setattr(self.progress, field, getattr(restored, field))
+        for name, state in self.parts.items():
+            if name in values:
+                state.restore(values[name])
+            elif state.values():
+                _log.warning("the checkpoint holds no %s: it starts afresh", name)
+        for name in values.keys() - counters.keys() - self.parts.keys():
+            _log.warning("the checkpoint holds %s, which this configuration has no use for: it ends here", name)
+
+
+class ModelState:
+    """The tensors of a model and of its AdamW, as they lie in memory: `model.*`, `optim.*`."""
+
+    def __init__(self, model: Trained, optimizer: torch.optim.Optimizer) -> None:
+        self._hf_model = model.hf_model
+        self._optimizer = optimizer
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return every tensor by name; the optimizer's are created where no step has been taken yet."""
+        tensors = {f"model.{name}": tensor for name, tensor in trained_tensors(self._hf_model).items()}
+        for name, parameter in self._hf_model.named_parameters():
             if parameter.requires_grad:
-                state = self._optimizer_state(parameter)
+                state = self._moments(parameter)
                 tensors |= {f"optim.{name}.{key}": state[key] for key in sorted(state)}
         return tensors
 
     def values(self) -> dict[str, Any]:
-        """Return the counters."""
-        return msgspec.to_builtins(self.progress)
+        """Return nothing: all of it is tensors."""
+        return {}
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Take over the counters of a checkpoint."""
-        restored = msgspec.convert(values, Progress)
-        for field in Progress.__struct_fields__:
-            setattr(self.progress, field, getattr(restored, field))
+        """Do nothing: there are no values."""
 
-    def _optimizer_state(self, parameter: Tensor) -> dict[str, Tensor]:
+    def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return AdamW's state of one parameter, made as its first step would make it."""
-        state = self.optimizer.state[parameter]
+        state = self._optimizer.state[parameter]
         if not state:
             device = parameter.device
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from trainer.hf_files import DTYPES, SafetensorsWriter
-from trainer.model import Policy, trained_tensors
+from trainer.model import Trained, trained_tensors
 from trainer.parallel import Parallel
 from triad import durable, manifest
 from triad.canary import CANARY_NAME
@@ -20,7 +20,7 @@ class WeightPublisher:
     """Writes the policy as a Hugging Face directory, one tensor at a time."""
 
     def __init__(
-        self, run_dir: RunDir, policy: Policy, tokenizer: PreTrainedTokenizerBase, parallel: Parallel, *, dtype: str
+        self, run_dir: RunDir, policy: Trained, tokenizer: PreTrainedTokenizerBase, parallel: Parallel, *, dtype: str
     ) -> None:
         self._run_dir = run_dir
         self._policy = policy
@@ -33,7 +33,7 @@ class WeightPublisher:
         scratch = durable.temporary_sibling(self._run_dir.weights / "description")
         scratch.mkdir(parents=True)
         try:
-            causal_lm = self._policy.causal_lm
+            causal_lm = self._policy.hf_model
             config = type(causal_lm.config).from_dict(causal_lm.config.to_dict())
             config.dtype = self._dtype
             config.architectures = [type(causal_lm).__name__]
@@ -73,7 +73,7 @@ class WeightPublisher:
     def _write_tensors(self, directory: Path) -> None:
         """Gather tensors one by one to rank 0, which writes a file whenever enough are together."""
         files = SafetensorsWriter(directory)
-        for name, tensor in trained_tensors(self._policy.causal_lm).items():
+        for name, tensor in trained_tensors(self._policy.hf_model).items():
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if self._parallel.is_main:
                 dtype = self._dtype if full.is_floating_point() else None

@@ -96,15 +96,15 @@ def test_an_export_loads_in_transformers_with_the_logits_of_the_trainer(
 ) -> None:
     config = TrainedModelConfig.model_validate({"name": str(run_dir.checkpoint(STEPS) / "model")})
     policy = build_policy(config, parallel, seed=0, weights=False)
-    load_weights_only(trained_tensors(policy.causal_lm), run_dir.checkpoint(STEPS))
+    load_weights_only(trained_tensors(policy.hf_model), run_dir.checkpoint(STEPS))
     loaded, findings = AutoModelForCausalLM.from_pretrained(masters, output_loading_info=True)
     assert not findings["missing_keys"] and not findings["unexpected_keys"] and loaded.dtype == torch.float32
     assert AutoTokenizer.from_pretrained(masters)("abc")["input_ids"]
     ids = torch.randint(5, 100, (1, 12), generator=torch.Generator().manual_seed(0))
     policy.eval()
     with torch.no_grad():
-        ours, theirs = policy.causal_lm.get_decoder()(ids), loaded.eval().get_decoder()(ids)
-        head = policy.causal_lm.get_output_embeddings()
+        ours, theirs = policy.hf_model.get_decoder()(ids), loaded.eval().get_decoder()(ids)
+        head = policy.hf_model.get_output_embeddings()
         assert head is not None
         assert torch.equal(head(ours.last_hidden_state), loaded.lm_head(theirs.last_hidden_state))
 

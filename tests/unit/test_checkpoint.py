@@ -79,7 +79,7 @@ def test_all_state_comes_back_bit_for_bit(make_state: MakeState, run_dir: RunDir
 def test_the_state_has_every_parameter_with_both_moments(make_state: MakeState) -> None:
     state = make_state(steps=1, tied=True)
     names = state.tensors().keys()
-    parameters = [name for name, _ in state.policy.causal_lm.named_parameters()]
+    parameters = [name for name, _ in state.policy.hf_model.named_parameters()]
     assert "lm_head.weight" not in parameters and len(parameters) > 20
     assert set(names) == {f"model.{name}" for name in parameters} | {
         f"optim.{name}.{key}" for name in parameters for key in ("step", "exp_avg", "exp_avg_sq")

@@ -99,7 +99,7 @@ def test_a_step_of_the_optimizer_waits_for_the_copy(
 
     monkeypatch.setattr(Stager, "stage", held_back)
     saved = copied(state.tensors())
-    with Checkpointer(run_dir.checkpoints, state, updated_by=state.optimizer) as checkpointer:
+    with Checkpointer(run_dir.checkpoints, state, updated_by=[state.optimizer]) as checkpointer:
         checkpointer.save(2)  # returns though nothing is copied yet
 
         def go_on() -> None:
@@ -126,7 +126,7 @@ def test_a_copy_that_fails_fails_the_save_and_holds_no_step_back(
     def out_of_memory(*_: object) -> dict[str, Tensor]:
         raise MemoryError("no room for a copy")
 
-    checkpointer = Checkpointer(run_dir.checkpoints, state, updated_by=state.optimizer)
+    checkpointer = Checkpointer(run_dir.checkpoints, state, updated_by=[state.optimizer])
     with monkeypatch.context() as patch:
         patch.setattr(Stager, "stage", out_of_memory)
         checkpointer.save(1)

@@ -66,7 +66,7 @@ def reference(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrained
 
 
 def gradients(policy: Policy) -> dict[str, Tensor]:
-    found = {name: local_part(p.grad).clone() for name, p in policy.causal_lm.named_parameters() if p.grad is not None}
+    found = {name: local_part(p.grad).clone() for name, p in policy.hf_model.named_parameters() if p.grad is not None}
     policy.zero_grad(set_to_none=True)
     return found
 
@@ -98,7 +98,7 @@ def test_rotary_buffers_are_those_of_transformers(kind: str, tiny_model: Models,
     name, fields = KINDS[kind]
     directory = tiny_model(name, **fields)
     expected = dict(reference(directory).named_buffers())
-    got = dict(build(directory, parallel).causal_lm.named_buffers())
+    got = dict(build(directory, parallel).hf_model.named_buffers())
     assert any("inv_freq" in key for key in expected) and got.keys() == expected.keys()
     for key, buffer in expected.items():
         assert torch.equal(got[key], buffer), key
@@ -111,11 +111,11 @@ def test_every_tensor_is_loaded_bit_for_bit_and_tied_ones_once(
     directory = tiny_model("qwen3", tied=tied)
     policy = build(directory, parallel)
     expected = reference(directory).state_dict()
-    got = {name: local_part(tensor) for name, tensor in trained_tensors(policy.causal_lm).items()}
+    got = {name: local_part(tensor) for name, tensor in trained_tensors(policy.hf_model).items()}
     assert ("lm_head.weight" in got) is not tied
     assert got.keys() == expected.keys() - ({"lm_head.weight"} if tied else set())
     assert all(torch.equal(got[name], expected[name]) for name in got)
-    embedding, head = policy.causal_lm.get_input_embeddings(), policy.causal_lm.get_output_embeddings()
+    embedding, head = policy.hf_model.get_input_embeddings(), policy.hf_model.get_output_embeddings()
     assert head is not None and (head.weight is embedding.weight) is tied
 
 
@@ -124,7 +124,7 @@ def test_a_random_policy_is_a_function_of_the_seed(tiny_model: Models, parallel:
 
     def tensors(seed: int) -> dict[str, Tensor]:
         policy = build(directory, parallel, seed=seed, init="random")
-        return {name: local_part(tensor) for name, tensor in trained_tensors(policy.causal_lm).items()}
+        return {name: local_part(tensor) for name, tensor in trained_tensors(policy.hf_model).items()}
 
     torch.manual_seed(123)
     before = torch.get_rng_state()
@@ -143,7 +143,7 @@ def test_without_weights_the_buffers_are_right_all_the_same(tiny_model: Models, 
     config = TrainedModelConfig(name=str(tiny_model()))
     policy = build_policy(config, parallel, seed=0, weights=False)
     expected = dict(reference(tiny_model()).named_buffers())
-    assert all(torch.equal(buffer, expected[key]) for key, buffer in policy.causal_lm.named_buffers())
+    assert all(torch.equal(buffer, expected[key]) for key, buffer in policy.hf_model.named_buffers())
 
 
 def test_recomputed_activations_give_the_same_gradients(tiny_model: Models, parallel: Parallel) -> None:
@@ -168,7 +168,7 @@ def test_recomputing_happens(tiny_model: Models, parallel: Parallel) -> None:
             nonlocal count
             count += 1
 
-        decoder_layers(policy.causal_lm)[0].get_submodule("mlp").register_forward_pre_hook(counted)
+        decoder_layers(policy.hf_model)[0].get_submodule("mlp").register_forward_pre_hook(counted)
         logprobs(policy).sum().backward()
         calls[recompute] = count
     assert calls == {False: 1, True: 2}
@@ -179,7 +179,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters(tiny_model: Mod
     policy = build(directory, parallel, dtype="bfloat16")
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
     seen = []
-    decoder_layers(policy.causal_lm)[0].get_submodule("mlp").register_forward_hook(
+    decoder_layers(policy.hf_model)[0].get_submodule("mlp").register_forward_hook(
         lambda *args: seen.append(args[2].dtype)
     )
     values = logprobs(policy)
@@ -197,7 +197,7 @@ def test_after_a_forward_alone_the_parameters_go_back_to_shards(tiny_model: Mode
         logprobs(policy)
     reshard(policy)
     assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
-    assert all(isinstance(tensor, DTensor) for tensor in trained_tensors(policy.causal_lm).values())
+    assert all(isinstance(tensor, DTensor) for tensor in trained_tensors(policy.hf_model).values())
 
 
 def test_a_policy_starts_in_training_mode_with_dropout(tiny_model: Models, parallel: Parallel) -> None:

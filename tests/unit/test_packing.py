@@ -147,7 +147,7 @@ def loss_and_gradients(
         loss.backward()
         loss_sum += loss.item()
     gradients = {}
-    for name, parameter in policy.causal_lm.named_parameters():
+    for name, parameter in policy.hf_model.named_parameters():
         assert parameter.grad is not None
         gradients[name] = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
     policy.zero_grad(set_to_none=True)

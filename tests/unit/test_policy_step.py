@@ -71,7 +71,7 @@ def step(
     metrics = policy_step(
         policy, samples, policy_loss(config), parallel, temperature=TEMPERATURE, row_tokens=row_tokens
     )
-    gradients = {n: local_part(p.grad).clone() for n, p in policy.causal_lm.named_parameters() if p.grad is not None}
+    gradients = {n: local_part(p.grad).clone() for n, p in policy.hf_model.named_parameters() if p.grad is not None}
     policy.zero_grad(set_to_none=True)
     return metrics, gradients
 

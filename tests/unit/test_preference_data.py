@@ -199,10 +199,10 @@ def test_a_step_is_what_transformers_logits_and_the_formula_give(policy: Policy,
 
     def answer_logprob(ids: np.ndarray, mask: np.ndarray) -> Tensor:
         ids_L = torch.from_numpy(ids.astype(np.int64))
-        hidden = policy.causal_lm.get_decoder()(
+        hidden = policy.hf_model.get_decoder()(
             input_ids=ids_L[None], position_ids=torch.arange(len(ids_L))[None], use_cache=False
         ).last_hidden_state[0]
-        head = policy.causal_lm.get_output_embeddings()
+        head = policy.hf_model.get_output_embeddings()
         assert head is not None
         logprobs = head(hidden).double().log_softmax(-1)
         return sum((logprobs[t - 1, ids_L[t]] for t in np.flatnonzero(mask)), torch.zeros((), dtype=torch.float64))

@@ -43,7 +43,7 @@ def publish(
 
 
 def tensors_of(policy: Policy) -> dict[str, Tensor]:
-    return {name: local_part(tensor) for name, tensor in trained_tensors(policy.causal_lm).items()}
+    return {name: local_part(tensor) for name, tensor in trained_tensors(policy.hf_model).items()}
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("qwen3", True), ("qwen3", False), ("llama", True), ("llama", False)])
@@ -55,7 +55,7 @@ def test_published_weights_load_in_transformers_with_equal_logits(
     assert directory.name == "step_3"
     loaded, findings = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
     assert not findings["missing_keys"] and not findings["unexpected_keys"] and not findings["mismatched_keys"]
-    assert type(loaded) is type(policy.causal_lm) and loaded.dtype == torch.float32
+    assert type(loaded) is type(policy.hf_model) and loaded.dtype == torch.float32
     assert loaded.config.tie_word_embeddings is tied
     expected = tensors_of(policy)
     for name, tensor in trained_tensors(loaded).items():
