@@ -55,7 +55,7 @@ class KlCoefficient:
     Args:
         coef: the coefficient of the first batch.
         target: nats per sequence to steer to; None keeps `coef`.
-        horizon: episodes in which a lasting error of 0.2, the most that counts, changes the coefficient by about a fifth.
+        horizon: episodes in which an error of 0.2, the most that counts, changes the coefficient by about a fifth.
     """
 
     def __init__(self, coef: float, *, target: float | None = None, horizon: float = 10_000) -> None:
