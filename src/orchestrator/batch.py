@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from orchestrator.advantage import assign_advantages, choose_advantage
 from orchestrator.client import InferenceClient
 from orchestrator.concurrency import run_all
 from orchestrator.environment import Environment
@@ -40,7 +39,6 @@ class BatchMaker:
         self._run_dir = run_dir
         self._tokenizer = tokenizer
         self._environments = environments
-        self._advantage = choose_advantage(config.advantage)
         self.state = state
         self.num_reused = 0
 
@@ -65,7 +63,6 @@ class BatchMaker:
             groups = await run_all(in_turn(problem) for problem in problems)
         finally:
             await sampler.close()
-        assign_advantages(groups, self._advantage)
         rollouts = [rollout for group in groups for rollout in group]
         _count(state, step, rollouts, num_problems=len(problems))
         self.state = state

@@ -1,5 +1,7 @@
 """The policy: a transformers causal LM whose forward gives log-probabilities, sharded by FSDP2.
 
+How any transformers model gets its weights and shards is here too; `scalar_model` uses it.
+
 Order of the wrappers: activation checkpointing, compile, FSDP.
 
 Shape legend: B rows, L tokens of a row, N predicted tokens, H hidden size.
@@ -16,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from trainer import attention as _registers_packed_attention  # noqa: F401
@@ -61,17 +63,9 @@ class Policy(nn.Module):
             target_ids_N: the tokens that are predicted.
             packed_index: layout of samples when the single row is packed.
         """
-        kwargs: dict[str, object] = {}
-        if packed_index is not None:
-            if self.hf_model.config._attn_implementation == "packed":
-                kwargs["packed_index"] = packed_index
-            else:
-                borders, longest = packed_index.cu_seqlens, packed_index.max_len
-                kwargs |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
-                kwargs |= {"max_length_q": longest, "max_length_k": longest}
-        decoder = self.hf_model.get_decoder()
-        output = decoder(input_ids=input_ids_BL, position_ids=position_ids_BL, use_cache=False, **kwargs)
-        hidden_NH = output.last_hidden_state.flatten(0, 1).index_select(0, predict_index_N)
+        hidden_NH = hidden_states(
+            self.hf_model, input_ids_BL, position_ids_BL, predict_index_N, packed_index=packed_index
+        )
         head = self.hf_model.get_output_embeddings()
         assert head is not None, "a causal LM has an output embedding"
         return token_logprobs(
@@ -83,6 +77,31 @@ class Policy(nn.Module):
             softcap=self.softcap,
             chunk_tokens=self.logits_chunk_tokens,
         )
+
+
+def hidden_states(
+    hf_model: PreTrainedModel,
+    input_ids_BL: Tensor,
+    position_ids_BL: Tensor,
+    index_N: Tensor,
+    *,
+    packed_index: PackedIndex | None,
+) -> Tensor:
+    """Return the decoder's hidden states (N, H) at places in the flattened (B * L) rows.
+
+    Args:
+        packed_index: layout of samples when the single row is packed.
+    """
+    kwargs: dict[str, object] = {}
+    if packed_index is not None:
+        if hf_model.config._attn_implementation == "packed":
+            kwargs["packed_index"] = packed_index
+        else:
+            borders, longest = packed_index.cu_seqlens, packed_index.max_len
+            kwargs |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
+            kwargs |= {"max_length_q": longest, "max_length_k": longest}
+    output = hf_model.get_decoder()(input_ids=input_ids_BL, position_ids=position_ids_BL, use_cache=False, **kwargs)
+    return output.last_hidden_state.flatten(0, 1).index_select(0, index_N)
 
 
 def load_model_config(name: str) -> PreTrainedConfig:
@@ -114,36 +133,77 @@ def build_policy(config: TrainedModelConfig, parallel: Parallel, *, seed: int, w
         DataError: the model directory is missing, incomplete or of an unknown kind.
     """
     model_config = load_model_config(config.name)
+    if is_classifier(model_config):
+        raise DataError(
+            f"model.name = '{config.name}' is a {model_config.architectures[0]}, such as a reward model, and has no "
+            "head that predicts tokens. Give the language model that it was made from."
+        )
     model_config._attn_implementation = config.attention
-    source = _initial_weights(config, model_config, seed) if weights and parallel.is_main else {}
+    source = initial_weights(config, model_config, seed) if weights and parallel.is_main else {}
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(
             model_config, dtype=torch.float32, attn_implementation=config.attention
         )
     policy = Policy(causal_lm, logits_chunk_tokens=config.logits_chunk_tokens)
-    _wrap(policy, config, parallel)
-    policy.to_empty(device=parallel.device)
-    causal_lm.tie_weights()
-    _reset_buffers(causal_lm)
-    if weights:
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-        set_model_state_dict(causal_lm, cast(dict[str, Any], source), options=options)
-    policy.train()
+    materialize(policy, causal_lm, config, parallel, source if weights else None)
     return policy
 
 
-def _initial_weights(config: TrainedModelConfig, model_config: PreTrainedConfig, seed: int) -> dict[str, Tensor]:
+def is_classifier(model_config: PreTrainedConfig) -> bool:
+    """Return whether a directory holds a model with a head that scores sequences instead of predicting tokens."""
+    return any(name.endswith("ForSequenceClassification") for name in model_config.architectures or [])
+
+
+def materialize(
+    model: nn.Module,
+    hf_model: PreTrainedModel,
+    config: TrainedModelConfig,
+    parallel: Parallel,
+    weights: dict[str, Tensor] | None,
+) -> None:
+    """Shard `model`, which was built on the meta device, and give it memory; it is in training mode then. Collective.
+
+    Args:
+        hf_model: the transformers model in it, which has all its tensors.
+        weights: of `hf_model`, in full on rank 0, which broadcasts them; None: they will be loaded from
+            a checkpoint.
+    """
+    _wrap(model, hf_model, config, parallel)
+    model.to_empty(device=parallel.device)
+    hf_model.tie_weights()
+    _reset_buffers(hf_model)
+    if weights is not None:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+        set_model_state_dict(hf_model, cast(dict[str, Any], weights), options=options)
+    model.train()
+
+
+def initial_weights(
+    config: TrainedModelConfig,
+    model_config: PreTrainedConfig,
+    seed: int,
+    *,
+    kind: type[AutoModelForCausalLM | AutoModelForSequenceClassification] = AutoModelForCausalLM,
+) -> dict[str, Tensor]:
+    """Return the weights that a model starts with by name, as its directory or the seed gives them.
+
+    Args:
+        kind: which of the models with this config.
+
+    Raises:
+        DataError: the directory has no weights, or not all of them.
+    """
     if config.init == "random":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            fresh = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, attn_implementation="sdpa")
+            fresh = kind.from_config(model_config, dtype=torch.float32, attn_implementation="sdpa")
         return trained_tensors(fresh)
     if Path(config.name).is_dir() and not any(Path(config.name).glob("*.safetensors")):
         raise DataError(
             f"model.name = '{config.name}' has no *.safetensors. Set model.init = random to train from scratch."
         )
     try:
-        answer = AutoModelForCausalLM.from_pretrained(
+        answer = kind.from_pretrained(
             config.name,
             config=model_config,
             dtype=torch.float32,
@@ -160,22 +220,21 @@ def _initial_weights(config: TrainedModelConfig, model_config: PreTrainedConfig,
     return trained_tensors(loaded)
 
 
-def trained_tensors(causal_lm: nn.Module) -> dict[str, Tensor]:
+def trained_tensors(hf_model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name, tied ones once (the first name wins)."""
-    tensors = dict(causal_lm.named_parameters())
-    return {name: tensor.detach() for name, tensor in tensors.items()} | _persistent_buffers(causal_lm)
+    tensors = dict(hf_model.named_parameters())
+    return {name: tensor.detach() for name, tensor in tensors.items()} | _persistent_buffers(hf_model)
 
 
-def _persistent_buffers(causal_lm: nn.Module) -> dict[str, Tensor]:
-    persistent = causal_lm.state_dict().keys()
-    return {name: buffer for name, buffer in causal_lm.named_buffers() if name in persistent}
+def _persistent_buffers(hf_model: nn.Module) -> dict[str, Tensor]:
+    persistent = hf_model.state_dict().keys()
+    return {name: buffer for name, buffer in hf_model.named_buffers() if name in persistent}
 
 
-def _wrap(policy: Policy, config: TrainedModelConfig, parallel: Parallel) -> None:
-    causal_lm = policy.hf_model
-    layers = decoder_layers(causal_lm)
+def _wrap(model: nn.Module, hf_model: PreTrainedModel, config: TrainedModelConfig, parallel: Parallel) -> None:
+    layers = decoder_layers(hf_model)
     if config.activation_checkpointing:
-        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        hf_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.compile:
         for layer in layers:
             layer.compile()
@@ -188,34 +247,34 @@ def _wrap(policy: Policy, config: TrainedModelConfig, parallel: Parallel) -> Non
     reshard = parallel.world_size > 1
     for layer in layers:
         fully_shard(layer, mesh=parallel.mesh, mp_policy=mixed_precision, reshard_after_forward=reshard)
-    fully_shard(policy, mesh=parallel.mesh, mp_policy=mixed_precision, reshard_after_forward=False)
+    fully_shard(model, mesh=parallel.mesh, mp_policy=mixed_precision, reshard_after_forward=False)
 
 
-def reshard(policy: Policy) -> None:
+def reshard(model: nn.Module) -> None:
     """Put all parameters back into shards, as a backward pass does.
 
     A forward pass without a backward (validation) leaves them whole, and then saving or publishing
     would see tensors that the optimizer does not update.
     """
-    for module in policy.modules():
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def decoder_layers(causal_lm: PreTrainedModel) -> list[nn.Module]:
+def decoder_layers(hf_model: PreTrainedModel) -> list[nn.Module]:
     """Return the transformer layers, the units of sharding, compiling and recomputing."""
-    decoder = causal_lm.get_decoder()
+    decoder = hf_model.get_decoder()
     layers = getattr(decoder, "layers", None) or getattr(decoder, "h", None)
     if not isinstance(layers, nn.ModuleList):
-        raise DataError(f"{type(causal_lm).__name__} has no list of decoder layers and cannot be sharded")
+        raise DataError(f"{type(hf_model).__name__} has no list of decoder layers and cannot be sharded")
     return list(layers)
 
 
-def _reset_buffers(causal_lm: PreTrainedModel) -> None:
+def _reset_buffers(hf_model: PreTrainedModel) -> None:
     """Compute again the buffers that no checkpoint holds (rotary frequencies): to_empty left garbage."""
-    for module in causal_lm.modules():
+    for module in hf_model.modules():
         if any(True for _ in module.buffers(recurse=False)):
-            causal_lm._init_weights(module)
+            hf_model._init_weights(module)
 
 
 def _first_line(error: Exception) -> str:

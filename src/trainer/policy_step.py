@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from trainer.loss import k3
@@ -14,7 +15,7 @@ from trainer.losses import PolicyLoss, PolicyLossInput
 from trainer.model import Policy
 from trainer.packing import Sample, build_micro_batch, plan_rows
 from trainer.parallel import Parallel
-from trainer.rollouts import ADVANTAGE, AGE, SAMPLER_LOGPROB, WEIGHT
+from trainer.rollouts import ADVANTAGE, AGE, SAMPLER_LOGPROB
 from trainer.step import predict
 
 
@@ -54,7 +55,9 @@ def policy_step(
         rows_per_micro_batch=1,
         world_size=parallel.world_size,
     )
-    total_targets = sum(sample.num_targets for sample in samples)
+    num_targets = [sample.num_targets for sample in samples]
+    total_targets = sum(num_targets)
+    weights = torch.tensor([1 / (len(samples) * max(1, count)) for count in num_targets], dtype=torch.float32)
     # Every rank sees all samples, so all agree on the names before the reduction.
     ages = sorted({int(age) for sample in samples for age in set(sample.per_token[AGE][sample.loss_mask].tolist())})
     sums = _Sums(
@@ -72,7 +75,7 @@ def policy_step(
             old_logprobs_N=logprobs_N.detach(),
             sampler_logprobs_N=micro.per_token[SAMPLER_LOGPROB],
             advantages_N=micro.per_token[ADVANTAGE],
-            weights_N=micro.per_token[WEIGHT],
+            weights_N=weights.to(parallel.device)[micro.sample_index_N],
             sequence_N=micro.sample_index_N,
             step_sequences=len(samples),
             step_tokens=total_targets,

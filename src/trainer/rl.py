@@ -8,6 +8,7 @@ the orchestrator has one way to begin.
 from __future__ import annotations
 
 from trainer import parallel as parallel_module
+from trainer.advantage import choose_advantage
 from trainer.canary import measure_canary
 from trainer.data import load_tokenizer
 from trainer.ledger import Ledger
@@ -15,7 +16,7 @@ from trainer.losses import policy_loss
 from trainer.model import Policy, build_policy
 from trainer.optim import clip_gradients, update_parameters
 from trainer.policy_step import policy_step
-from trainer.rollouts import to_samples
+from trainer.rollouts import assign_advantages, group_rollouts, to_samples
 from trainer.session import Session, start_session
 from trainer.state import seed_everything
 from trainer.step import Stopwatch, check_finite, step_metrics
@@ -42,7 +43,7 @@ def run(config: TrainerConfig) -> None:
 def _train(config: TrainerConfig, session: Session[Policy]) -> None:
     parallel = session.parallel
     policy, progress, saver, run_dir = session.policy, session.progress, session.saver, session.run_dir
-    loss_function = policy_loss(config.loss)
+    loss_function, advantage = policy_loss(config.loss), choose_advantage(config.advantage)
     ledger = Ledger(run_dir, progress)
     report("waiting for batches", step=progress.step, max_steps=config.max_steps)
     kept = run_dir.committed_steps()  # read again only after a commit: listing them costs a read each
@@ -58,7 +59,9 @@ def _train(config: TrainerConfig, session: Session[Policy]) -> None:
         batch = read_batch(run_dir, step)
         ledger.accept(batch)
         with stopwatch.phase("forward_backward"):
-            samples = to_samples(batch, trained_version=step - 1)
+            samples = to_samples(batch.rollouts, trained_version=step - 1)
+            rewards_PG = [[one.reward for one in group] for group in group_rollouts(batch.rollouts)]
+            assign_advantages(samples, advantage(rewards_PG))
             metrics = policy_step(
                 policy, samples, loss_function, parallel, temperature=batch.temperature, row_tokens=config.row_tokens
             )

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain, groupby
+
 import numpy as np
 
 from trainer.packing import Sample
 from triad.errors import DataError
-from triad.messages import Batch, Rollout
+from triad.messages import Rollout
 
 ADVANTAGE = "advantage"
 SAMPLER_LOGPROB = "sampler_logprob"
-WEIGHT = "weight"
 AGE = "age"
 
 
-def to_samples(batch: Batch, *, trained_version: int) -> list[Sample]:
-    """Return one sample per rollout, with per-token advantage, sampler log-prob, weight and version age.
+def to_samples(rollouts: Sequence[Rollout], *, trained_version: int) -> list[Sample]:
+    """Return one sample per rollout, with the sampler's log-prob and the version age of each token.
 
-    The weight of a token is 1 / (number of rollouts * sampled tokens of its rollout), so all weights
-    of the step sum to 1. Age is `trained_version` minus the version that sampled the token.
+    Age is `trained_version` minus the version that sampled the token.
 
     Raises:
         DataError: a rollout's arrays do not fit together.
     """
-    return [_to_sample(rollout, len(batch.rollouts), trained_version) for rollout in batch.rollouts]
+    return [_to_sample(rollout, trained_version) for rollout in rollouts]
 
 
-def _to_sample(rollout: Rollout, num_rollouts: int, trained_version: int) -> Sample:
+def group_rollouts(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+    """Return the rollouts of each problem, in the order of the batch."""
+    return [list(group) for _, group in groupby(rollouts, key=lambda one: (one.environment, one.task_id))]
+
+
+def assign_advantages(samples: Sequence[Sample], advantages_PG: Sequence[Sequence[float]]) -> None:
+    """Give every token of a sample the advantage of its rollout."""
+    for sample, value in zip(samples, chain.from_iterable(advantages_PG), strict=True):
+        sample.per_token[ADVANTAGE] = np.full(len(sample.token_ids), value, dtype=np.float32)
+
+
+def _to_sample(rollout: Rollout, trained_version: int) -> Sample:
     length = len(rollout.token_ids)
     if len(rollout.loss_mask) != length or len(rollout.logprobs) != length:
         raise DataError(
@@ -34,7 +46,6 @@ def _to_sample(rollout: Rollout, num_rollouts: int, trained_version: int) -> Sam
             f"{len(rollout.loss_mask)} mask entries, {len(rollout.logprobs)} log-probabilities; all must be equal"
         )
     loss_mask = np.asarray(rollout.loss_mask, dtype=bool)
-    sampled = max(1, int(loss_mask[1:].sum()))
     ages = np.zeros(length, dtype=np.float32)
     for span in rollout.versions:
         ages[span.start : span.end] = trained_version - span.version
@@ -42,9 +53,7 @@ def _to_sample(rollout: Rollout, num_rollouts: int, trained_version: int) -> Sam
         token_ids=np.asarray(rollout.token_ids, dtype=np.int32),
         loss_mask=loss_mask,
         per_token={
-            ADVANTAGE: np.full(length, rollout.advantage, dtype=np.float32),
             SAMPLER_LOGPROB: np.asarray(rollout.logprobs, dtype=np.float32),
-            WEIGHT: np.full(length, 1 / (num_rollouts * sampled), dtype=np.float32),
             AGE: ages,
         },
     )

@@ -33,13 +33,14 @@ class WeightPublisher:
         scratch = durable.temporary_sibling(self._run_dir.weights / "description")
         scratch.mkdir(parents=True)
         try:
-            causal_lm = self._policy.hf_model
-            config = type(causal_lm.config).from_dict(causal_lm.config.to_dict())
+            hf_model = self._policy.hf_model
+            config = type(hf_model.config).from_dict(hf_model.config.to_dict())
             config.dtype = self._dtype
-            config.architectures = [type(causal_lm).__name__]
+            config.architectures = [type(hf_model).__name__]
             config.save_pretrained(scratch)
-            if causal_lm.generation_config is not None:
-                causal_lm.generation_config.save_pretrained(scratch)
+            generation_config = getattr(hf_model, "generation_config", None)
+            if generation_config is not None:  # a reward model generates nothing
+                generation_config.save_pretrained(scratch)
             tokenizer.save_pretrained(scratch)
             return {str(path.relative_to(scratch)): path.read_bytes() for path in scratch.rglob("*") if path.is_file()}
         finally:

@@ -63,7 +63,7 @@ def dpo() -> NoReturn:
 
 def trainer() -> NoReturn:
     """The trainer of an RL run, alone: for runs spread over machines."""
-    from triad.config.trainer import TrainerConfig
+    from triad.config.rl_trainer import TrainerConfig
     from triad.launch import launch_training
 
     _run("trainer", TrainerConfig, lambda config: launch_training("rl", config))

@@ -18,7 +18,8 @@ from triad.config.dpo import DpoConfig
 from triad.config.inference import InferenceConfig
 from triad.config.orchestrator import OrchestratorConfig
 from triad.config.rl import RlConfig, hand_down_shared
-from triad.config.trainer import SftConfig, TrainerConfig, TrainingCommand
+from triad.config.rl_trainer import TrainerConfig
+from triad.config.trainer import SftConfig, TrainingCommand
 from triad.errors import ConfigError, DataError, InferenceError
 from triad.events import PROCESS_ENV
 from triad.process import available_cores

@@ -31,7 +31,6 @@ class Rollout(msgspec.Struct, kw_only=True):
         logprobs: per token, the sampler's log-probability at `temperature`; 0.0 where not sampled.
         versions: which policy sampled which tokens.
         reward: scored reward.
-        advantage: group-relative advantage, equal for all sampled tokens.
         truncated: the session ended because a token limit was reached.
         metrics: further numbers of the environment, such as `exact`.
     """
@@ -44,7 +43,6 @@ class Rollout(msgspec.Struct, kw_only=True):
     logprobs: list[float]
     versions: list[VersionSpan]
     reward: float = 0.0
-    advantage: float = 0.0
     truncated: bool = False
     metrics: dict[str, float] = {}
 

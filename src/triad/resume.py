@@ -17,7 +17,8 @@ from triad.config.drift import compare_settings, describe_stretch, read_settings
 from triad.config.fingerprint import fingerprint, makes_same_batches
 from triad.config.load import read_toml, to_toml
 from triad.config.orchestrator import OrchestratorConfig
-from triad.config.trainer import SftConfig, TrainerConfig, TrainingCommand
+from triad.config.rl_trainer import TrainerConfig
+from triad.config.trainer import SftConfig, TrainingCommand
 from triad.errors import CheckpointError, ConfigError, RunDirError
 from triad.fetch import fetch, set_aside_after
 from triad.fork import Fork, bring_in, find_fork

@@ -107,7 +107,6 @@ def _show_problem(batch: Batch, index: int, group: list[Rollout], text: TextOf) 
         {
             "sample_index": rollout.sample_index,
             "reward": rollout.reward,
-            "advantage": rollout.advantage,
             "truncated": rollout.truncated,
             "versions": msgspec.to_builtins(rollout.versions),
             "metrics": rollout.metrics,
@@ -124,7 +123,7 @@ def _show_problem(batch: Batch, index: int, group: list[Rollout], text: TextOf) 
         parts.append(f"token ids are shown, since {text.reason}")
     for line in shown:
         marks = ", truncated" if line["truncated"] else ""
-        head = f"sample {line['sample_index']}: reward {number(line['reward'])}, advantage {number(line['advantage'])}"
+        head = f"sample {line['sample_index']}: reward {number(line['reward'])}"
         parts += ["", f"{head}{marks}"]
         parts += [
             f"  {'sampled' if turn['sampled'] else 'given  '} | {_shown(turn['text'], turn['token_ids'])}"

@@ -80,7 +80,6 @@ def _write_parquet(path: Path, batches: Iterable[Batch]) -> int:
             ("logprobs", pyarrow.list_(pyarrow.float64())),
             ("versions", pyarrow.list_(span)),
             ("reward", pyarrow.float64()),
-            ("advantage", pyarrow.float64()),
             ("truncated", pyarrow.bool_()),
             ("metrics", pyarrow.map_(pyarrow.string(), pyarrow.float64())),
         ]

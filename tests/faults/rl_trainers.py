@@ -93,7 +93,7 @@ def _train(request: dict[str, Any], output: Path) -> None:
     import trainer.launch
     from tests.faults import faulty_calls
     from triad.config.orchestrator import OrchestratorConfig
-    from triad.config.trainer import TrainerConfig
+    from triad.config.rl_trainer import TrainerConfig
     from triad.resume import prepare, with_resume, write_config
 
     config = TrainerConfig.model_validate(request["trainer"])

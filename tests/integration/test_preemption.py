@@ -159,7 +159,6 @@ def make_batch(step: int) -> Batch:
             logprobs=[0.0, 0.0, -1.0, -1.0, -1.0],
             versions=[VersionSpan(step - 1, 2, 5)],
             reward=float(index),
-            advantage=index - 0.5,
         )
         for index in (0, 1)
     ]

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from orchestrator.advantage import (
-    assign_advantages,
+from trainer.advantage import (
     choose_advantage,
     dr_grpo,
     grpo,
@@ -23,8 +22,9 @@ from orchestrator.advantage import (
     rloo,
     sample_std,
 )
-from triad.config.orchestrator import ADVANTAGES, OrchestratorConfig
-from triad.errors import ConfigError, EnvironmentFailure
+from trainer.rollouts import ADVANTAGE, assign_advantages, group_rollouts, to_samples
+from triad.config.rl_trainer import ADVANTAGES, TrainerConfig
+from triad.errors import ConfigError, TrainingError
 from triad.messages import Rollout
 
 
@@ -61,7 +61,7 @@ def test_max_rl_divides_by_the_mean() -> None:
     assert max_rl([1.0, 0.0, 0.0, 0.0]) == [3.0, -1.0, -1.0, -1.0]
     assert max_rl([1.0, 1.0, 0.0, 0.0]) == [1.0, 1.0, -1.0, -1.0]
     assert max_rl([0.0, 0.0]) == max_rl([0.1] * 3)[:2] == [0.0, 0.0]
-    with pytest.raises(EnvironmentFailure, match="at least 0, got -0.5"):
+    with pytest.raises(TrainingError, match="at least 0, got -0.5"):
         max_rl([1.0, -0.5])
 
 
@@ -106,17 +106,21 @@ def test_every_advantage_is_the_slow_one_and_follows_the_reward(name: str) -> No
             assert group.index(max(group)) == rewards_G.index(max(rewards_G))
 
 
-def rollout(reward: float) -> Rollout:
+def rollout(task_id: int, reward: float) -> Rollout:
     return Rollout(
-        environment="e", task_id=0, sample_index=0, token_ids=[1], loss_mask=[True], logprobs=[0.0], versions=[],
-        reward=reward,
+        environment="e", task_id=task_id, sample_index=0, token_ids=[1, 2], loss_mask=[False, True],
+        logprobs=[0.0, 0.0], versions=[], reward=reward,
     )  # fmt: skip
 
 
-def test_advantages_reach_their_rollouts() -> None:
-    groups = [[rollout(1.0), rollout(3.0)], [rollout(5.0), rollout(4.0)]]
-    assign_advantages(groups, choose_advantage("dr_grpo"))
-    assert [[one.advantage for one in group] for group in groups] == [[-1.0, 1.0], [0.5, -0.5]]
+def test_advantages_reach_every_token_of_their_rollouts() -> None:
+    rollouts = [rollout(0, 1.0), rollout(0, 3.0), rollout(1, 5.0), rollout(1, 4.0)]
+    samples = to_samples(rollouts, trained_version=0)
+    rewards_PG = [[one.reward for one in group] for group in group_rollouts(rollouts)]
+    assert rewards_PG == [[1.0, 3.0], [5.0, 4.0]]
+    assign_advantages(samples, choose_advantage("dr_grpo")(rewards_PG))
+    given = [sample.per_token[ADVANTAGE].tolist() for sample in samples]
+    assert given == [[-1.0] * 2, [1.0] * 2, [0.5] * 2, [-0.5] * 2]
 
 
 # The example of docs/algorithms.md.
@@ -134,7 +138,7 @@ def not_finite(rewards_PG: list[list[float]]) -> list[list[float]]:
 
 
 def test_an_advantage_of_the_user() -> None:
-    config = OrchestratorConfig(advantage=f"{__name__}:best_of_group")
+    config = TrainerConfig(advantage=f"{__name__}:best_of_group")
     assert choose_advantage(config.advantage)([[1.0, 3.0], [5.0, 4.0]]) == [[0.0, 1.0], [1.0, 0.0]]
 
 
@@ -145,14 +149,14 @@ def test_a_wrong_advantage_of_the_user_is_named() -> None:
         ("too_few", r"groups of \[1\] numbers for groups of \[2\]"),
         ("not_finite", "not finite"),
     ):
-        with pytest.raises(EnvironmentFailure, match=f"{function}.*{message}"):
+        with pytest.raises(TrainingError, match=f"{function}.*{message}"):
             choose_advantage(f"{__name__}:{function}")([[1.0, 2.0]])
 
 
 def test_an_unknown_advantage_is_refused_with_what_is_allowed() -> None:
     settings: dict[str, Any] = {"advantage": "rlo"}
     with pytest.raises(ValidationError, match="Did you mean 'rloo'.*reinforce_pp.*module:function"):
-        OrchestratorConfig.model_validate(settings)
+        TrainerConfig.model_validate(settings)
 
 
 def test_the_documentation_shows_the_example_and_every_name() -> None:

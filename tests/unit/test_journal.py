@@ -21,7 +21,7 @@ from triad.run_dir import RunDir
 def make_batch(step: int = 3) -> Batch:
     rollout = Rollout(
         environment="reverse_text", task_id=2**40, sample_index=1, token_ids=[1, 7, 9], loss_mask=[False, True, True],
-        logprobs=[0.0, -0.1, -1e-7], versions=[VersionSpan(version=2, start=1, end=3)], reward=0.7, advantage=-1.25,
+        logprobs=[0.0, -0.1, -1e-7], versions=[VersionSpan(version=2, start=1, end=3)], reward=0.7,
         truncated=True, metrics={"exact": 0.0},
     )  # fmt: skip
     return Batch(step=step, policy_version=2, temperature=0.9, rollouts=[rollout], metrics={"reward/mean": 0.7})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,10 +12,10 @@ from torch import Tensor
 from trainer.loss import cross_entropy, k3
 from trainer.losses import PolicyLossInput, policy_loss
 from trainer.packing import Sample, build_micro_batch
-from trainer.rollouts import ADVANTAGE, AGE, SAMPLER_LOGPROB, WEIGHT, to_samples
-from triad.config.trainer import PolicyLossConfig
+from trainer.rollouts import ADVANTAGE, AGE, SAMPLER_LOGPROB, assign_advantages, to_samples
+from triad.config.losses import PolicyLossConfig
 from triad.errors import DataError
-from triad.messages import Batch, Rollout, VersionSpan
+from triad.messages import Rollout, VersionSpan
 
 CLIP = PolicyLossConfig(clip_low=0.2, clip_high=0.3)
 
@@ -138,28 +137,22 @@ def test_k3_estimates_kl_of_q_against_p() -> None:
     assert float((torch.tensor(q) * k3(torch.tensor(np.log(p / q)))).sum()) == pytest.approx(expected)
 
 
-def rollout(length: int, sampled: int, *, index: int = 0, advantage: float = 1.0) -> Rollout:
+def rollout(length: int, sampled: int, *, index: int = 0) -> Rollout:
     prompt = length - sampled
     return Rollout(
-        environment="e", task_id=0, sample_index=index, token_ids=list(range(5, 5 + length)), advantage=advantage,
+        environment="e", task_id=0, sample_index=index, token_ids=list(range(5, 5 + length)),
         loss_mask=[False] * prompt + [True] * sampled, logprobs=[0.0] * prompt + [-0.5 - k for k in range(sampled)],
         versions=[VersionSpan(2, prompt, length - 1), VersionSpan(3, length - 1, length)],
     )  # fmt: skip
 
 
 def samples_of(*rollouts: Rollout) -> list[Sample]:
-    batch = Batch(step=4, policy_version=2, temperature=1.0, rollouts=list(rollouts))
-    return to_samples(batch, trained_version=3)
-
-
-def test_weights_of_a_step_sum_to_one_and_every_rollout_counts_the_same() -> None:
-    samples = samples_of(rollout(9, 6), rollout(4, 1, index=1), rollout(5, 3, index=2))
-    shares = [sample.per_token[WEIGHT][sample.loss_mask].sum() for sample in samples]
-    assert shares == pytest.approx([1 / 3] * 3) and math.fsum(shares) == pytest.approx(1.0)
+    return to_samples(rollouts, trained_version=3)
 
 
 def test_rollouts_become_samples_token_by_token() -> None:
-    (sample,) = samples_of(rollout(5, 3, advantage=-1.5))
+    (sample,) = samples_of(rollout(5, 3))
+    assign_advantages([sample], [[-1.5]])
     assert sample.token_ids.tolist() == [5, 6, 7, 8, 9] and sample.num_targets == 3
     assert sample.per_token[SAMPLER_LOGPROB].tolist() == [0.0, 0.0, -0.5, -1.5, -2.5]
     assert sample.per_token[ADVANTAGE][sample.loss_mask].tolist() == [-1.5] * 3
@@ -171,7 +164,7 @@ def test_rollouts_become_samples_token_by_token() -> None:
 
 def test_a_rollout_that_sampled_nothing_trains_nothing() -> None:
     (sample, _) = samples_of(rollout(3, 0), rollout(3, 2, index=1))
-    assert sample.num_targets == 0 and np.isfinite(sample.per_token[WEIGHT]).all()
+    assert sample.num_targets == 0
 
 
 @pytest.mark.parametrize("name", ["loss_mask", "logprobs"])

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from trainer.losses import PolicyLossInput, policy_loss
-from triad.config.trainer import LOSSES, CorrectionConfig, PolicyLossConfig
+from triad.config.losses import LOSSES, CorrectionConfig, PolicyLossConfig
 from triad.errors import ConfigError, TrainingError
 
 BUILT_IN = tuple(LOSSES)

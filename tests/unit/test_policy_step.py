@@ -15,9 +15,10 @@ from trainer.losses import policy_loss
 from trainer.model import Policy, build_policy
 from trainer.parallel import Parallel
 from trainer.policy_step import policy_step
-from trainer.rollouts import to_samples
+from trainer.rollouts import assign_advantages, to_samples
 from trainer.state import local_part
-from triad.config.trainer import CorrectionConfig, PolicyLossConfig, TrainedModelConfig
+from triad.config.losses import CorrectionConfig, PolicyLossConfig
+from triad.config.trainer import TrainedModelConfig
 from triad.messages import Batch, Rollout, VersionSpan
 
 TEMPERATURE = 0.8
@@ -54,7 +55,7 @@ def make_batch(directory: Path, *, shift: float) -> Batch:
             token_ids=generator.integers(5, 100, prompt + sampled).tolist(),
             loss_mask=[False] * prompt + [True] * sampled, logprobs=[0.0] * (prompt + sampled),
             versions=[VersionSpan(version=3 - index % 2, start=prompt, end=prompt + sampled)],
-            advantage=float((-1) ** index * (1 + index)),
+            reward=float((-1) ** index * (1 + index)),
         )  # fmt: skip
         with torch.no_grad():
             own, _, _ = reference_logprobs(directory, rollout)
@@ -67,7 +68,8 @@ def make_batch(directory: Path, *, shift: float) -> Batch:
 def step(
     policy: Policy, batch: Batch, parallel: Parallel, *, row_tokens: int, config: PolicyLossConfig = CLIP
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
-    samples = to_samples(batch, trained_version=3)
+    samples = to_samples(batch.rollouts, trained_version=3)
+    assign_advantages(samples, [[rollout.reward] for rollout in batch.rollouts])
     metrics = policy_step(
         policy, samples, policy_loss(config), parallel, temperature=TEMPERATURE, row_tokens=row_tokens
     )
@@ -85,7 +87,7 @@ def test_loss_gradients_and_entropy_are_those_of_transformers(
     for rollout in batch.rollouts:
         own, entropy, model = reference_logprobs(directory, rollout)
         sampler = torch.tensor([p for p, used in zip(rollout.logprobs, rollout.loss_mask, strict=True) if used])
-        ratio, advantage = (own - sampler).exp(), rollout.advantage
+        ratio, advantage = (own - sampler).exp(), rollout.reward
         clipped = ratio.clamp(0.95, 1.05)
         part = -torch.minimum(ratio * advantage, clipped * advantage).mean() / len(batch.rollouts)
         part.backward()

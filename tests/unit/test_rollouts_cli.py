@@ -51,7 +51,7 @@ def make_rollout(environment: str, task: int, sample: int, *, version: int) -> R
         loss_mask=[sampled for sampled, ids in turns for _ in ids],
         logprobs=[-0.1 * place for place in range(len(token_ids))],
         versions=[VersionSpan(version, len(turns[0][1]), len(token_ids))], reward=float(sample),
-        advantage=2.0 * sample - 1, truncated=sample == 1, metrics={"exact": float(sample)},
+        truncated=sample == 1, metrics={"exact": float(sample)},
     )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def test_show_decodes_the_turns_of_a_problem(rollouts: Command, run_dir: RunDir)
     expected = [tokenizer.decode(encode(text), skip_special_tokens=False) for text in (PROMPT, ANSWER, FEEDBACK, "abc")]
     assert [turn["text"] for turn in turns] == expected and expected[1] == "cba<|end|>"
     _, out, _ = rollouts("show", "3", "--problem", "1", "--output-dir", run_dir.path)
-    assert "sample 1: reward 1, advantage 1, truncated" in out and f"  sampled | {expected[1]}" in out
+    assert "sample 1: reward 1, truncated" in out and f"  sampled | {expected[1]}" in out
 
 
 def test_without_a_tokenizer_the_ids_are_shown_and_the_reason(rollouts: Command, run_dir: RunDir) -> None:

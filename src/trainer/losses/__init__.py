@@ -13,7 +13,7 @@ from trainer.losses.base import PolicyLoss, PolicyLossInput
 from trainer.losses.clipped import clipped_loss
 from trainer.losses.gspo import gspo_loss
 from trainer.losses.policy_gradient import cispo_loss, policy_gradient_loss
-from triad.config.trainer import PolicyLossConfig
+from triad.config.losses import PolicyLossConfig
 from triad.errors import ConfigError, TrainingError
 from triad.user_functions import load_function
 

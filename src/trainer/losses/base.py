@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from triad.config.trainer import PolicyLossConfig
+from triad.config.losses import PolicyLossConfig
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.losses.base import PolicyLossInput, over_sequences
-from triad.config.trainer import CorrectionConfig
+from triad.config.losses import CorrectionConfig
 
 
 def log_ratios(data: PolicyLossInput, config: CorrectionConfig) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from trainer.losses.base import PolicyLoss, PolicyLossInput, clip_counts, over_sequences, token_weights
 from trainer.losses.correction import correction_weights, log_ratios, summed
-from triad.config.trainer import PolicyLossConfig
+from triad.config.losses import PolicyLossConfig
 
 
 def gspo_loss(config: PolicyLossConfig) -> PolicyLoss:

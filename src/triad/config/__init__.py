@@ -5,7 +5,8 @@ from triad.config.dpo import DpoConfig
 from triad.config.inference import InferenceConfig
 from triad.config.orchestrator import OrchestratorConfig
 from triad.config.rl import RlConfig
-from triad.config.trainer import SftConfig, TrainerConfig, TrainingCommand
+from triad.config.rl_trainer import TrainerConfig
+from triad.config.trainer import SftConfig, TrainingCommand
 
 __all__ = [
     "CkptConfig",

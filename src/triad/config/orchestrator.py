@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from triad.config.base import CkptConfig, Command, ModelConfig, Section
-from triad.user_functions import check_name
-
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "max_rl", "reinforce_pp", "reinforce_pp_baseline")
 
 
 class EnvironmentConfig(Section):
@@ -80,11 +77,6 @@ class OrchestratorConfig(Command):
     group_size: int = Field(default=8, ge=2)
     """Rollouts of one problem; at least two, since advantages compare them with one another."""
 
-    advantage: str = "grpo"
-    """Within the group, `grpo`: (reward - mean) / std; `dr_grpo`: reward - mean; `rloo`: reward - mean of
-    the others; `max_rl`: (reward - mean) / mean. `reinforce_pp`: (reward - mean) / std over the batch;
-    `reinforce_pp_baseline`: reward - mean of the group, over its std in the batch. Or `module:function`."""
-
     async_level: int = Field(default=1, ge=0)
     """Batch N is made wholly by the weights of step max(0, N - 1 - async_level)."""
 
@@ -102,11 +94,6 @@ class OrchestratorConfig(Command):
 
     ckpt: CkptConfig | None = None
     """Only `resume_step` matters here: the trainer commits the checkpoints."""
-
-    @field_validator("advantage")
-    @classmethod
-    def _known_advantage(cls, name: str) -> str:
-        return check_name(name, ADVANTAGES)
 
     @model_validator(mode="after")
     def _unique_names(self) -> OrchestratorConfig:

@@ -9,7 +9,7 @@ from pydantic import Field
 from triad.config.base import CkptConfig, Command, ModelConfig
 from triad.config.inference import InferenceConfig
 from triad.config.orchestrator import OrchestratorConfig
-from triad.config.trainer import TrainerConfig
+from triad.config.rl_trainer import TrainerConfig
 from triad.errors import ConfigError
 
 

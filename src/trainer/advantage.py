@@ -9,8 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import chain
 
-from triad.errors import EnvironmentFailure
-from triad.messages import Rollout
+from triad.errors import TrainingError
 from triad.user_functions import load_function
 
 # Added to the standard deviation, as in verl's `compute_grpo_outcome_advantage`.
@@ -66,10 +65,10 @@ def max_rl(rewards_G: Sequence[float]) -> list[float]:
     For rewards of at least 0, such as 1 for success. Equal rewards, all 0 too, give exactly 0.
 
     Raises:
-        EnvironmentFailure: a reward is negative.
+        TrainingError: a reward is negative.
     """
     if min(rewards_G) < 0:
-        raise EnvironmentFailure(
+        raise TrainingError(
             f"advantage = 'max_rl' divides by the mean reward and needs rewards of at least 0, got {min(rewards_G)}. "
             "Shift the rewards, or choose another advantage."
         )
@@ -123,20 +122,12 @@ def _user_advantage(name: str) -> BatchAdvantage:
         try:
             advantages_PG = [[float(value) for value in group] for group in function(rewards_PG)]
         except Exception as error:
-            raise EnvironmentFailure(f"advantage = '{name}' failed: {type(error).__name__}: {error}") from error
+            raise TrainingError(f"advantage = '{name}' failed: {type(error).__name__}: {error}") from error
         sizes, wanted = [len(group) for group in advantages_PG], [len(group) for group in rewards_PG]
         if sizes != wanted:
-            raise EnvironmentFailure(f"advantage = '{name}' returned groups of {sizes} numbers for groups of {wanted}")
+            raise TrainingError(f"advantage = '{name}' returned groups of {sizes} numbers for groups of {wanted}")
         if not all(math.isfinite(value) for value in chain.from_iterable(advantages_PG)):
-            raise EnvironmentFailure(f"advantage = '{name}' returned a number that is not finite: {advantages_PG}")
+            raise TrainingError(f"advantage = '{name}' returned a number that is not finite: {advantages_PG}")
         return advantages_PG
 
     return advantage
-
-
-def assign_advantages(groups: Sequence[Sequence[Rollout]], advantage: BatchAdvantage) -> None:
-    """Set the advantage of every rollout of a batch, given problem by problem."""
-    advantages_PG = advantage([[rollout.reward for rollout in group] for group in groups])
-    for group, advantages_G in zip(groups, advantages_PG, strict=True):
-        for rollout, value in zip(group, advantages_G, strict=True):
-            rollout.advantage = value
