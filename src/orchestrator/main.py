@@ -6,10 +6,8 @@ Consumes published weights and inference servers; produces one journaled batch p
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,28 +16,21 @@ import tomli
 from orchestrator.batch import BatchMaker
 from orchestrator.client import InferenceClient
 from orchestrator.environments import load_environment
-from orchestrator.metrics import BatchTimes, batch_metrics
 from orchestrator.mix import adopt_mix
+from orchestrator.production import Production
 from orchestrator.publisher import Publisher
 from orchestrator.scheduler import StrictSchedule, find_start
 from orchestrator.tokenizer import load_tokenizer
-from orchestrator.weights import read_canary
 from triad import events
 from triad.config.orchestrator import OrchestratorConfig
 from triad.errors import ConfigError
 from triad.heartbeat import start_heartbeat
-from triad.messages import Batch
 from triad.process import die_with_launcher, run_reporting_errors, set_up_logging
 from triad.run_dir import RunDir
-
-_log = logging.getLogger("orchestrator")
 
 
 async def orchestrate(config: OrchestratorConfig) -> None:
     """Make every batch that is missing, from the resumed step to `max_steps`.
-
-    Each round waits for the weights that the schedule asks for, generates, and hands the batch to the
-    publisher; the next round begins while that writes and the trainer trains.
 
     Raises:
         TriadError: whatever ended the run before its time.
@@ -74,54 +65,12 @@ async def orchestrate(config: OrchestratorConfig) -> None:
         maker = BatchMaker(
             config, client, run_dir=run_dir, tokenizer=tokenizer, environments=environments, state=start.state
         )
-        ended, busy_s = time.perf_counter(), client.busy_s
+        production = Production(config, client=client, publisher=publisher, schedule=schedule, maker=maker)
         for step in range(first, config.max_steps + 1):
+            version = schedule.version_for(step)
             if step == first:
-                events.report("waiting for weights", version=schedule.version_for(step))
-            waiting = time.perf_counter()
-            weights = await schedule.wait_for_version(schedule.version_for(step), check=publisher.check)
-            updating = time.perf_counter()
-            weights = await schedule.serve(weights, check=publisher.check)
-            generating = time.perf_counter()
-            if step == first:
-                if (canary := read_canary(weights)) is not None:
-                    await client.check_canary(canary)
-                events.report("generating", step=step, version=weights.version)
-            rollouts = await maker.make(step, weights)
-            now = time.perf_counter()
-
-            times = BatchTimes(
-                period=now - ended,
-                wait_for_weights=updating - waiting,
-                update_weights=generating - updating,
-                generate=now - generating,
-                busy=client.busy_s - busy_s,
-            )
-            ended, busy_s = now, client.busy_s
-            metrics = batch_metrics(
-                rollouts,
-                times,
-                group_size=config.group_size,
-                num_reused=maker.num_reused,
-                policy_age=step - 1 - weights.version,
-            )
-            batch = Batch(
-                step=step,
-                policy_version=weights.version,
-                temperature=config.sampling.temperature,
-                rollouts=rollouts,
-                metrics=metrics,
-            )
-            await publisher.submit(batch, maker.state.encode())
-            _log.info(
-                "batch %d by version %d: reward %.4f, %.1f tokens, %.2f s (waited %.2f s for weights)",
-                step,
-                weights.version,
-                metrics["reward/mean"],
-                metrics["rollout/tokens_mean"],
-                times.period,
-                times.wait_for_weights,
-            )
+                await production.begin(step, version=version)
+            await production.produce(step, version=version)
         await publisher.settle()
     events.report("finished", step=config.max_steps)
 

@@ -1,0 +1,100 @@
+"""One batch after another: the weights of its version, its rollouts, its numbers, the journal."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from orchestrator.batch import BatchMaker
+from orchestrator.client import InferenceClient
+from orchestrator.metrics import BatchTimes, batch_metrics
+from orchestrator.publisher import Publisher
+from orchestrator.scheduler import StrictSchedule
+from orchestrator.weights import read_canary
+from triad import events
+from triad.config.orchestrator import OrchestratorConfig
+from triad.messages import Batch
+
+_log = logging.getLogger("orchestrator")
+
+
+class Production:
+    """Makes batches and hands them to the publisher, which writes one while the next one is generated."""
+
+    def __init__(
+        self,
+        config: OrchestratorConfig,
+        *,
+        client: InferenceClient,
+        publisher: Publisher,
+        schedule: StrictSchedule,
+        maker: BatchMaker,
+    ) -> None:
+        self._config = config
+        self._client = client
+        self._publisher = publisher
+        self._schedule = schedule
+        self._maker = maker
+        self._ended = time.perf_counter()
+        self._busy_s = client.busy_s
+
+    async def begin(self, step: int, *, version: int) -> None:
+        """Make the engines serve `version` for batch `step`, and have them prove that they compute with it.
+
+        Raises:
+            InferenceError: the weights did not come, or an engine serves or computes something else.
+        """
+        events.report("waiting for weights", version=version)
+        weights = await self._schedule.wait_for_version(version, check=self._publisher.check)
+        weights = await self._schedule.serve(weights, check=self._publisher.check)
+        if (canary := read_canary(weights)) is not None:
+            await self._client.check_canary(canary)
+        events.report("generating", step=step, version=weights.version)
+        self._ended, self._busy_s = time.perf_counter(), self._client.busy_s
+
+    async def produce(self, step: int, *, version: int) -> None:
+        """Make batch `step` by policy `version`, and submit it with the state after it.
+
+        Raises:
+            TriadError: the weights did not come, an engine or an environment failed, or the batch before
+                could not be written.
+        """
+        waiting = time.perf_counter()
+        weights = await self._schedule.wait_for_version(version, check=self._publisher.check)
+        updating = time.perf_counter()
+        weights = await self._schedule.serve(weights, check=self._publisher.check)
+        generating = time.perf_counter()
+        rollouts = await self._maker.make(step, weights)
+        now = time.perf_counter()
+        times = BatchTimes(
+            period=now - self._ended,
+            wait_for_weights=updating - waiting,
+            update_weights=generating - updating,
+            generate=now - generating,
+            busy=self._client.busy_s - self._busy_s,
+        )
+        self._ended, self._busy_s = now, self._client.busy_s
+        metrics = batch_metrics(
+            rollouts,
+            times,
+            group_size=self._config.group_size,
+            num_reused=self._maker.num_reused,
+            policy_age=step - 1 - weights.version,
+        )
+        batch = Batch(
+            step=step,
+            policy_version=weights.version,
+            temperature=self._config.sampling.temperature,
+            rollouts=rollouts,
+            metrics=metrics,
+        )
+        await self._publisher.submit(batch, self._maker.state.encode())
+        _log.info(
+            "batch %d by version %d: reward %.4f, %.1f tokens, %.2f s (waited %.2f s for weights)",
+            step,
+            weights.version,
+            metrics["reward/mean"],
+            metrics["rollout/tokens_mean"],
+            times.period,
+            times.wait_for_weights,
+        )
