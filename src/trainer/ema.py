@@ -12,9 +12,9 @@ from torch import Tensor
 class Ema:
     """Averages the weights of all steps: `average <- decay * average + (1 - decay) * weights`.
 
-    The average starts as a copy of the weights (Polyak and Juditsky 1992 average all steps alike; the
-    exponential form as in torch.optim.swa_utils). It is float32 whatever the weights are, since bfloat16
-    would round most updates away; shards of FSDP2 (DTensor) stay sharded as they are.
+    The average starts as a copy of the weights (as torch.optim.swa_utils.AveragedModel does with
+    `get_ema_avg_fn`). It is float32 whatever the weights are, since bfloat16 would round most updates away;
+    shards of FSDP2 (DTensor) stay sharded as they are.
 
     Args:
         tensors: floating-point weights by name; cloned.
