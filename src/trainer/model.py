@@ -24,6 +24,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from trainer import attention as _registers_packed_attention  # noqa: F401
 from trainer.attention import PackedIndex
 from trainer.logprobs import token_logprobs
+from trainer.lora import adapter_parameters, base_tensors, initial_tensors, inject_adapters, is_adapted
 from trainer.parallel import Parallel
 from triad.config.trainer import TrainedModelConfig
 from triad.errors import DataError
@@ -135,15 +136,19 @@ def build_policy(config: TrainedModelConfig, parallel: Parallel, *, seed: int, w
     model_config = load_model_config(config.name)
     if is_classifier(model_config):
         raise DataError(
-            f"model.name = '{config.name}' is a {model_config.architectures[0]}, such as a reward model, and has no "
-            "head that predicts tokens. Give the language model that it was made from."
+            f"model.name = '{config.name}' scores whole sequences, as a reward model does (see architectures in its "
+            "config.json), and has no head that predicts tokens: give a language model"
         )
     model_config._attn_implementation = config.attention
+    weights = weights or config.lora is not None  # no checkpoint holds the weights that adapters are added to
     source = initial_weights(config, model_config, seed) if weights and parallel.is_main else {}
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(
             model_config, dtype=torch.float32, attn_implementation=config.attention
         )
+        if config.lora is not None:
+            inject_adapters(causal_lm, config.lora)
+            source = initial_tensors(causal_lm, source, seed=seed) if parallel.is_main else {}
     policy = Policy(causal_lm, logits_chunk_tokens=config.logits_chunk_tokens)
     materialize(policy, causal_lm, config, parallel, source if weights else None)
     return policy
@@ -221,14 +226,20 @@ def initial_weights(
 
 
 def trained_tensors(hf_model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, tied ones once (the first name wins)."""
-    tensors = dict(hf_model.named_parameters())
-    return {name: tensor.detach() for name, tensor in tensors.items()} | _persistent_buffers(hf_model)
+    """Return what checkpoints hold of a model: parameters and persistent buffers by name, tied ones once.
+
+    Of tied names the first wins. Of a model with adapters it is the adapters alone.
+    """
+    if is_adapted(hf_model):
+        return {name: factor.detach() for name, factor in adapter_parameters(hf_model).items()}
+    return base_tensors(hf_model)
 
 
-def _persistent_buffers(hf_model: nn.Module) -> dict[str, Tensor]:
-    persistent = hf_model.state_dict().keys()
-    return {name: buffer for name, buffer in hf_model.named_buffers() if name in persistent}
+def trained_parameters(hf_model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that an optimizer changes, by their names in `trained_tensors`."""
+    if is_adapted(hf_model):
+        return adapter_parameters(hf_model)
+    return {name: parameter for name, parameter in hf_model.named_parameters() if parameter.requires_grad}
 
 
 def _wrap(model: nn.Module, hf_model: PreTrainedModel, config: TrainedModelConfig, parallel: Parallel) -> None:

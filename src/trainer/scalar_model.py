@@ -70,8 +70,7 @@ def build_scalar_model(
         weights: whether to fill in weights; without, they must be loaded from a checkpoint.
         head: how a head that the directory has not is filled: `random`, for a reward model, draws from
             a normal distribution with standard deviation 1 / sqrt(H + 1) (Stiennon et al. 2020,
-            "Learning to summarize from human feedback", appendix B); `zero`, for a critic, says 0
-            everywhere.
+            "Learning to summarize from human feedback"); `zero`, for a critic, says 0 everywhere.
 
     Raises:
         DataError: the model directory is missing, incomplete, of an unknown kind, or scores more than
