@@ -50,7 +50,7 @@ class ScalarModel(nn.Module):
         """
         hidden_NH = hidden_states(self.hf_model, input_ids_BL, position_ids_BL, index_N, packed_index=packed_index)
         head_1H = self.hf_model.get_parameter(_HEAD)
-        return nn.functional.linear(hidden_NH.float(), head_1H.float()).squeeze(1)
+        return hidden_NH.float() @ head_1H[0].float()
 
 
 def build_scalar_model(

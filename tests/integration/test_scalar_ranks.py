@@ -1,0 +1,52 @@
+"""A scalar model on two ranks is the one on one rank: the same weights, scores, values and gradients."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import ROOT
+from tests.scalar_ranks import compute
+from trainer.parallel import Parallel
+
+DEADLINE_S = 150
+
+
+@pytest.fixture(scope="module")
+def one_and_two(
+    tiny_model: Callable[..., Path], parallel: Parallel, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What one rank computes, and what each of two does."""
+    directory, model_dir = tmp_path_factory.mktemp("ranks"), tiny_model("llama", tied=False)
+    command = [sys.executable, "-m", "tests.scalar_ranks", str(model_dir), str(directory)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    return compute(model_dir, parallel), [torch.load(directory / f"rank_{rank}.pt") for rank in (0, 1)]
+
+
+def test_the_weights_and_the_drawn_head_do_not_depend_on_the_ranks(
+    one_and_two: tuple[dict[str, Any], list[dict[str, Any]]],
+) -> None:
+    one, two = one_and_two
+    for rank in two:
+        assert rank["tensors"].keys() == one["tensors"].keys()
+        assert all(torch.equal(rank["tensors"][name], one["tensors"][name]) for name in one["tensors"])
+
+
+def test_scores_values_and_gradients_are_the_same(one_and_two: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
+    one, two = one_and_two
+    assert all(rank["scores"] for rank in two) and not two[0]["scores"].keys() & two[1]["scores"].keys()
+    scores = two[0]["scores"] | two[1]["scores"]
+    assert sorted(scores) == [0, 1, 2, 3, 4]
+    assert [scores[k] for k in range(5)] == pytest.approx([one["scores"][k] for k in range(5)], rel=1e-5, abs=1e-6)
+    for rank in two:
+        torch.testing.assert_close(rank["values"], one["values"], rtol=1e-5, atol=1e-6)
+        for name, gradient in one["gradients"].items():
+            torch.testing.assert_close(rank["gradients"][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+    assert one["gradients"]["score.weight"].norm() > 0.1
