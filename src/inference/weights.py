@@ -89,6 +89,24 @@ def read_weights(
     Raises:
         DataError: naming the file or tensor at fault, and what was expected.
     """
+    tensors, digest = read_files(directory, version=version)
+    _check_names(directory, tensors, architecture)
+    tensors = {name: checked(directory, name, tensor, architecture, dtype) for name, tensor in tensors.items()}
+    if architecture.tied and (repeated := tensors.pop(OUTPUT_LAYER, None)) is not None:
+        embedding = tensors.get(EMBEDDING)
+        if embedding is not None and not torch.equal(repeated, embedding):
+            raise DataError(
+                f"{directory}: '{OUTPUT_LAYER}' differs from '{EMBEDDING}', but the model's config ties them"
+            )
+    return CheckedWeights(tensors=tensors, digest=digest)
+
+
+def read_files(directory: Path, *, version: int | None = None) -> tuple[dict[str, torch.Tensor], str]:
+    """Return all tensors in `directory` by name, and the digest of the very bytes that they are made of.
+
+    Raises:
+        DataError: a file is missing, damaged or not of `version`.
+    """
     paths = _complete_files(directory)
     expected = _manifest_entries(directory, version)
     for name in expected or ():
@@ -109,15 +127,7 @@ def read_weights(
             raise DataError(f"{path}: tensor '{twice[0]}' is also in another file of {directory}")
         tensors.update(loaded)
         files.append(file)
-    _check_names(directory, tensors, architecture)
-    tensors = {name: _checked(directory, name, tensor, architecture, dtype) for name, tensor in tensors.items()}
-    if architecture.tied and (repeated := tensors.pop(OUTPUT_LAYER, None)) is not None:
-        embedding = tensors.get(EMBEDDING)
-        if embedding is not None and not torch.equal(repeated, embedding):
-            raise DataError(
-                f"{directory}: '{OUTPUT_LAYER}' differs from '{EMBEDDING}', but the model's config ties them"
-            )
-    return CheckedWeights(tensors=tensors, digest=combined_digest(files))
+    return tensors, combined_digest(files)
 
 
 def _manifest_entries(directory: Path, version: int | None) -> dict[str, WeightsFile] | None:
@@ -173,7 +183,7 @@ def _check_names(directory: Path, tensors: Mapping[str, torch.Tensor], architect
         raise DataError(f"{directory}: tensor '{unknown[0]}' is not part of the model.{nearest(unknown[0], allowed)}")
 
 
-def _checked(
+def checked(
     directory: Path, name: str, tensor: torch.Tensor, architecture: Architecture, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return `tensor` in `dtype` after checking it.

@@ -21,7 +21,9 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from inference.adapters import BaseWeights, read_adapter
 from inference.weights import Architecture, CheckedWeights, read_architecture, read_weights
+from triad.adapter import holds_adapter
 from triad.errors import DataError
 from triad.process import die_with_parent
 
@@ -88,6 +90,7 @@ class PolicyWorker:
 
     # Class attributes: a mixin of vLLM's worker gets no constructor call.
     _architecture: Architecture | None = None
+    _base: BaseWeights | None = None
     _staged: CheckedWeights | None = None
 
     def loaded_digest(self) -> str | None:
@@ -95,17 +98,23 @@ class PolicyWorker:
         return _loaded_digest
 
     def stage_weights(self, directory: str, version: int) -> StageResult:
-        """Read and check the weights in `directory` beside the model, which goes on unchanged."""
+        """Read and check the weights, or adapter, in `directory` beside the model, which goes on unchanged."""
         self._staged = None
         try:
-            if self._architecture is None:
-                self._architecture = read_architecture(Path(self.model_config.model))
-            self._staged = read_weights(
-                Path(directory), self._architecture, dtype=_engine_dtype(self.model_config), version=version
-            )
+            self._staged = self._read(Path(directory), version)
         except (DataError, OSError) as error:
             return StageResult(digest=None, refused=str(error))
         return StageResult(digest=self._staged.digest, refused=None)
+
+    def _read(self, directory: Path, version: int) -> CheckedWeights:
+        model_dir, dtype = Path(self.model_config.model), _engine_dtype(self.model_config)
+        if self._architecture is None:
+            self._architecture = read_architecture(model_dir)
+        if not holds_adapter(directory):
+            return read_weights(directory, self._architecture, dtype=dtype, version=version)
+        if self._base is None:
+            self._base = BaseWeights(model_dir, self._architecture)
+        return read_adapter(directory, self._base, dtype=dtype, version=version)
 
     def apply_weights(self) -> str:
         """Swap the staged weights into the model and return their digest. Ends the process on failure.

@@ -20,9 +20,10 @@ class SafetensorsWriter:
     Counts tensors, their elements and their bytes.
     """
 
-    def __init__(self, directory: Path, *, max_file_bytes: int | None = None) -> None:
+    def __init__(self, directory: Path, *, max_file_bytes: int | None = None, name: str = "model") -> None:
         """Args: max_file_bytes: no file is larger, unless one tensor alone is; unset: MAX_FILE_BYTES."""
         self._directory = directory
+        self._name = name
         self._max_file_bytes = MAX_FILE_BYTES if max_file_bytes is None else max_file_bytes
         self._waiting: dict[str, Tensor] = {}
         self._waiting_bytes = 0
@@ -47,15 +48,15 @@ class SafetensorsWriter:
         if self._waiting:
             self._write_waiting()
         if len(self._files) == 1:
-            self._files[0][0].rename(self._directory / "model.safetensors")
+            self._files[0][0].rename(self._directory / f"{self._name}.safetensors")
             return
         weight_map: dict[str, str] = {}
         for number, (path, names) in enumerate(self._files, start=1):
-            final = f"model-{number:05d}-of-{len(self._files):05d}.safetensors"
+            final = f"{self._name}-{number:05d}-of-{len(self._files):05d}.safetensors"
             path.rename(self._directory / final)
             weight_map |= dict.fromkeys(names, final)
         index = {"metadata": {"total_size": self.num_bytes}, "weight_map": weight_map}
-        (self._directory / "model.safetensors.index.json").write_bytes(msgspec.json.encode(index))
+        (self._directory / f"{self._name}.safetensors.index.json").write_bytes(msgspec.json.encode(index))
 
     def _write_waiting(self) -> None:
         path = self._directory / f"part-{len(self._files)}.safetensors"

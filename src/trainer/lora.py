@@ -13,15 +13,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from triad.adapter import Base, adapted_matrices, tensors_digest
+from triad.adapter import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_NAME,
+    BASE_NAME,
+    PEFT_PREFIX,
+    Base,
+    adapted_matrices,
+    tensors_digest,
+)
 from triad.config.lora import LoraConfig
 from triad.errors import CheckpointError, DataError, nearest
 
@@ -36,21 +46,16 @@ def inject_adapters(hf_model: PreTrainedModel, config: LoraConfig) -> None:
     Raises:
         DataError: `config.target_modules` names a layer that is not there.
     """
-    from peft import inject_adapter_in_model  # a second that only runs with adapters pay
+    import peft  # a second that only runs with adapters pay
 
-    inject_adapter_in_model(_peft_config(config, _target_modules(hf_model, config)), hf_model)
-
-
-def _peft_config(config: LoraConfig, target_modules: list[str]) -> Any:
-    from peft import LoraConfig as PeftConfig
-
-    return PeftConfig(
+    peft_config = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # fractions work
         lora_dropout=config.dropout,
-        target_modules=target_modules,
+        target_modules=_target_modules(hf_model, config),
         task_type="CAUSAL_LM",
     )
+    peft.inject_adapter_in_model(peft_config, hf_model)
 
 
 def _target_modules(hf_model: PreTrainedModel, config: LoraConfig) -> list[str]:
@@ -74,16 +79,6 @@ def _target_modules(hf_model: PreTrainedModel, config: LoraConfig) -> list[str]:
 
 def _ends_like(name: str, end: str) -> bool:
     return name == end or name.endswith(f".{end}")
-
-
-def adapter_settings(config: LoraConfig, hf_model: PreTrainedModel, *, base_name: str) -> bytes:
-    """Return `adapter_config.json` for the adapters in `hf_model`, the same bytes every time."""
-    injected: Any = hf_model.peft_config
-    peft_config = _peft_config(config, sorted(injected["default"].target_modules))
-    peft_config.base_model_name_or_path = base_name
-    peft_config.inference_mode = True
-    settings = peft_config.to_dict() | {"target_modules": sorted(peft_config.target_modules)}
-    return msgspec.json.format(msgspec.json.encode(settings, order="sorted"), indent=2) + b"\n"
 
 
 def is_adapted(hf_model: nn.Module) -> bool:
@@ -131,15 +126,24 @@ def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, *, scale: float) -> Te
     return weight_OI.float() + (b_OR.float() @ a_RI.float()) * scale
 
 
-def whole_tensors(hf_model: nn.Module, config: LoraConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the merged model, whole and on the CPU, by the names of the plain model. Collective."""
+def whole_tensors(hf_model: nn.Module, *, keep: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of a model by name, whole and on the CPU; of a model with adapters the merged one. Collective.
+
+    Args:
+        keep: whether this rank wants them; without, it takes part and gets none.
+    """
     factors = adapter_parameters(hf_model)
     matrices = adapted_matrices(factors)
+    scale = _peft_config_of(hf_model).lora_alpha / _peft_config_of(hf_model).r if factors else 0.0
     for name, tensor in base_tensors(hf_model).items():
-        value = _whole(tensor).cpu()
-        if name in matrices:
-            a_RI, b_OR = (_whole(factors[factor].detach()).cpu() for factor in matrices[name])
-            value = merged(value, a_RI, b_OR, scale=config.alpha / config.rank)
+        value = _whole(tensor)
+        pair = [_whole(factors[factor].detach()) for factor in matrices.get(name, ())]
+        if not keep:
+            continue
+        value = value.cpu()
+        if pair:
+            a_RI, b_OR = pair
+            value = merged(value, a_RI.cpu(), b_OR.cpu(), scale=scale)
         yield name, value
 
 
@@ -159,12 +163,42 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
     return tensors_digest(values())
 
 
-class FrozenBase:
-    """The part of a run's state that says which weights its adapters belong to: a checkpoint does not hold them."""
+class Adapters:
+    """The adapters of a run: how they are written as files, and which weights they belong to.
 
-    def __init__(self, hf_model: nn.Module, *, name: str) -> None:
+    It is a part of the run's state, since a checkpoint does not hold the weights.
+
+    Attributes:
+        base: the weights that the adapters are added to.
+    """
+
+    def __init__(self, hf_model: PreTrainedModel, *, base_name: str) -> None:
         """Read all weights once, tensor by tensor. Collective."""
-        self.base = Base(name, digest_of(base_tensors(hf_model)))
+        self.base = Base(base_name, digest_of(base_tensors(hf_model)))
+        self._hf_model = hf_model
+
+    def settings(self) -> dict[str, bytes]:
+        """Return the files beside the factors by name, the same bytes every time."""
+        found = _peft_config_of(self._hf_model)
+        settings = found.to_dict() | {
+            "target_modules": sorted(found.target_modules),  # a set
+            "base_model_name_or_path": self.base.name,
+            "inference_mode": True,
+        }
+        return {
+            ADAPTER_CONFIG_NAME: msgspec.json.format(msgspec.json.encode(settings, order="sorted"), indent=2) + b"\n",
+            BASE_NAME: msgspec.json.format(msgspec.json.encode(self.base), indent=2) + b"\n",
+        }
+
+    def write_factors(self, directory: Path, *, keep: bool) -> None:
+        """Write the factors as peft does, in float32. Collective.
+
+        Args:
+            keep: whether this rank writes them; without, it takes part.
+        """
+        gathered = {name: _whole(factor.detach()) for name, factor in adapter_parameters(self._hf_model).items()}
+        if keep:
+            save_factors(gathered, directory)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return nothing: the weights are an input of the run."""
@@ -188,3 +222,16 @@ class FrozenBase:
                 "A run goes on with the weights that it began with: give them as --model.name. To train these "
                 "adapters on from other weights, start a new run with --ckpt.weights-only."
             )
+
+
+def save_factors(factors: Mapping[str, Tensor], directory: Path) -> None:
+    """Write factors, by their names in checkpoints, as `adapter_model.safetensors`."""
+    directory.mkdir(exist_ok=True)
+    path = directory / ADAPTER_NAME
+    tensors = {f"{PEFT_PREFIX}{name}": factor.float().cpu().contiguous() for name, factor in factors.items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors writes for the owner alone; the server may be another user
+
+
+def _peft_config_of(hf_model: nn.Module) -> Any:
+    return cast(Any, hf_model).peft_config["default"]

@@ -148,7 +148,8 @@ def build_policy(config: TrainedModelConfig, parallel: Parallel, *, seed: int, w
         )
         if config.lora is not None:
             inject_adapters(causal_lm, config.lora)
-            source = initial_tensors(causal_lm, source, seed=seed) if parallel.is_main else {}
+    if config.lora is not None and parallel.is_main:
+        source = initial_tensors(causal_lm, source, seed=seed)
     policy = Policy(causal_lm, logits_chunk_tokens=config.logits_chunk_tokens)
     materialize(policy, causal_lm, config, parallel, source if weights else None)
     return policy

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer import parallel as parallel_module
 from trainer.checkpoint import Checkpointer
 from trainer.commit import Identity
+from trainer.lora import Adapters, is_adapted
 from trainer.model import Trained, trained_tensors
 from trainer.optim import build_optimizer
 from trainer.parallel import Parallel
@@ -114,8 +115,11 @@ def start_session(
         load_weights_only(trained_tensors(policy.hf_model), weights_only, how=ckpt.verify if ckpt else "full")
     optimizer = build_optimizer(policy.hf_model, config.optim)
     further, optimizers = parts(policy) if parts else ({}, ())
+    adapters = Adapters(policy.hf_model, base_name=config.model.name) if is_adapted(policy.hf_model) else None
+    if adapters is not None:
+        further = {**further, "base": adapters}
     progress = Progress()
-    publisher = WeightPublisher(run_dir, policy, tokenizer, parallel, dtype=config.model.dtype)
+    publisher = WeightPublisher(run_dir, policy, tokenizer, parallel, dtype=config.model.dtype, adapters=adapters)
     uploads = _Uploads(run_dir, ckpt, older_weights) if ckpt and ckpt.dir and parallel.is_main else None
     checkpointer = Checkpointer(
         run_dir.checkpoints,

@@ -17,6 +17,7 @@ from torch import Tensor
 from trainer.hf_files import DTYPES, SafetensorsWriter
 from trainer.snapshot_reading import TensorReader
 from triad import durable, manifest
+from triad.adapter import adapted_matrices
 from triad.checkpoints import MODEL_DIR, TRAINER_DIR
 from triad.ckpt.requests import Export, Written
 from triad.errors import CheckpointError, SaveError
@@ -39,25 +40,32 @@ def export(request: Export) -> Written:
         raise CheckpointError(
             f"{step} holds no tensors named 'model.*'; it has {', '.join(list(reader.saved)[:3])} ..."
         )
-    dtype = DTYPES.get(request.dtype or _published_dtype(step) or "", reader.saved[names[0]].properties.dtype)
+    if adapted_matrices(names):
+        from trainer.snapshot_adapters import export_adapter  # transformers: seconds
+
+        return export_adapter(request, reader)
+    if request.base is not None:
+        raise CheckpointError(f"{step} holds whole weights, not a LoRA adapter: leave out --base")
+    dtype = published_dtype(request, reader.saved[names[0]].properties.dtype)
     source = manifest.read_manifest(step)
     with new_directory(Path(request.target)) as directory:
         _write_description(directory, step, request.model, reader, dtype)
         writer = SafetensorsWriter(directory, max_file_bytes=request.max_file_bytes)
         for name in names:
-            writer.add(name.removeprefix(_MODEL), _in_dtype(reader.read(name), dtype))
+            writer.add(name.removeprefix(_MODEL), in_dtype(reader.read(name), dtype))
         return commit(directory, Path(request.target), writer, dtype, source)
 
 
-def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a floating-point tensor in `dtype`, others as they are."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _published_dtype(step: Path) -> str | None:
-    """Return the dtype in which the run publishes its weights; None for checkpoints of other programs."""
-    path = step / TRAINER_DIR / "config.toml"
-    return tomli.loads(path.read_text()).get("model", {}).get("dtype") if path.exists() else None
+def published_dtype(request: Export, saved: torch.dtype) -> torch.dtype:
+    """Return the dtype asked for, else that in which the run publishes its weights; `saved` where there is none."""
+    path = Path(request.step_directory) / TRAINER_DIR / "config.toml"
+    of_run = tomli.loads(path.read_text()).get("model", {}).get("dtype") if path.exists() else None
+    return DTYPES.get(request.dtype or of_run or "", saved)
 
 
 def _write_description(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.model import Trained, trained_tensors
+from trainer.model import Trained, trained_parameters, trained_tensors
 from trainer.plain_state import State
 
 _log = logging.getLogger("trainer")
@@ -121,10 +121,9 @@ class ModelState:
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor by name; the optimizer's are created where no step has been taken yet."""
         tensors = {f"model.{name}": tensor for name, tensor in trained_tensors(self._hf_model).items()}
-        for name, parameter in self._hf_model.named_parameters():
-            if parameter.requires_grad:
-                state = self._moments(parameter)
-                tensors |= {f"optim.{name}.{key}": state[key] for key in sorted(state)}
+        for name, parameter in trained_parameters(self._hf_model).items():
+            state = self._moments(parameter)
+            tensors |= {f"optim.{name}.{key}": state[key] for key in sorted(state)}
         return tensors
 
     def values(self) -> dict[str, Any]:

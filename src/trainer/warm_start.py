@@ -2,6 +2,7 @@
 
     step_100/ (a checkpoint)        torch.distributed.checkpoint below trainer/, names `model.*`; verified
     a torch.distributed.checkpoint  names as they are, or all behind one prefix such as `app.model.`
+    a LoRA adapter                  for a model with adapters: ours, or a directory of peft's
     weights/step_100, a Hugging     *.safetensors or pytorch_model*.bin, with an index where there are several;
     Face directory                  published weights are verified
     one file                        .safetensors, .bin or .pt
@@ -33,16 +34,17 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from trainer.collective import rank_and_world_size
 from trainer.dcp import read_tensors, some
 from triad import manifest
+from triad.adapter import PEFT_PREFIX, adapted_matrices
 from triad.checkpoints import TRAINER_DIR, Kind, require_weights, verify_checkpoint
 from triad.errors import CheckpointError
-from triad.manifest import Verification
+from triad.manifest import MANIFEST_NAME, Verification
 
 _log = logging.getLogger("trainer")
 
 Region = tuple[slice, ...]
 
 # Behind which of these the names of the model lie, in files of other programs.
-_PREFIXES = ("", "model.", "app.model.", "module.")
+_PREFIXES = ("", "model.", "app.model.", "module.", PEFT_PREFIX)
 # Keys below which a file of a training loop keeps its model.
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 # What older Hugging Face files hold besides weights: computed from the config.
@@ -118,7 +120,7 @@ def _verify_on_one_rank(path: Path, kind: Kind, how: Verification) -> None:
         try:
             if kind is Kind.CHECKPOINT:
                 verify_checkpoint(path, how=how)
-            elif kind is Kind.WEIGHTS:
+            elif kind in (Kind.WEIGHTS, Kind.ADAPTER) and (path / MANIFEST_NAME).exists():
                 manifest.verify(path, how=how)
         except CheckpointError as error:
             problem = str(error)
@@ -156,6 +158,7 @@ def _match(tensors: Mapping[str, Tensor], source: Source, prefixes: tuple[str, .
                 f"{what} does not fit this model: {head} differs from {embedding} there, and this model has one "
                 "tensor for both. Set tie_word_embeddings to false in the config.json of --model.name."
             )
+    _refuse_adapter_for_weights(tensors, there, what)
     if missing or surplus:
         raise CheckpointError(
             f"{what} does not fit this model: it lacks {some(missing)} and has besides {some(surplus)}. "
@@ -164,6 +167,20 @@ def _match(tensors: Mapping[str, Tensor], source: Source, prefixes: tuple[str, .
         )
     _check_shapes(tensors, {own: source.found[name] for own, name in names.items()}, what)
     return names
+
+
+def _refuse_adapter_for_weights(tensors: Mapping[str, Tensor], there: Mapping[str, Found], what: str) -> None:
+    """Refuse an adapter where weights are needed, and the reverse."""
+    if adapted_matrices(there) and not adapted_matrices(tensors):
+        raise CheckpointError(
+            f"{what} holds a LoRA adapter and no weights. Train it on with --model.lora and the model that it belongs "
+            "to as --model.name, or merge it: ckpt export STEP --to DIR --base NAME."
+        )
+    if adapted_matrices(tensors) and not adapted_matrices(there):
+        raise CheckpointError(
+            f"{what} holds no LoRA adapter, and with model.lora nothing else is loaded. Weights to start from are "
+            "given as --model.name (of a checkpoint: ckpt export STEP --to DIR)."
+        )
 
 
 def _check_shapes(tensors: Mapping[str, Tensor], there: Mapping[str, Found], what: str) -> None:

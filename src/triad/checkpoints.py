@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from triad import manifest
+from triad.adapter import holds_adapter
 from triad.config.base import CkptConfig
 from triad.durable import TEMPORARY_PREFIX
 from triad.errors import CheckpointError
@@ -38,6 +39,8 @@ class Kind(StrEnum):
     """Published weights of a run: Hugging Face files with a manifest."""
     HUGGING_FACE = "Hugging Face directory"
     """config.json with safetensors or pytorch_model.bin."""
+    ADAPTER = "LoRA adapter"
+    """adapter_config.json with adapter_model.safetensors, ours or of peft."""
     TENSORS = "weights file"
     """One .safetensors, .bin or .pt file."""
     UNKNOWN = "nothing known"
@@ -54,6 +57,8 @@ def kind_of(path: Path) -> Kind:
         return Kind.CHECKPOINT
     if (path / ".metadata").exists():
         return Kind.DCP
+    if holds_adapter(path):
+        return Kind.ADAPTER
     has_weights = any(any(path.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
     if has_weights and (path / "config.json").exists():
         return Kind.WEIGHTS if (path / MANIFEST_NAME).exists() else Kind.HUGGING_FACE

@@ -19,17 +19,31 @@ from triad.errors import CheckpointError, ConfigError
 
 
 def export(
-    places: Places, *, step: str, to: Path, dtype: DTypeName | None, max_shard_size: int | None, model: str | None
+    places: Places,
+    *,
+    step: str,
+    to: Path,
+    dtype: DTypeName | None,
+    max_shard_size: int | None,
+    model: str | None,
+    base: str | None,
 ) -> Report:
     """Write the model of a step as a new Hugging Face directory; the step is verified first."""
     directory = places.step_directory(step)
     _refuse_existing(to, "--to")
     verified(directory)
-    return _write(Export(str(directory), str(to.absolute()), dtype, max_shard_size, model))
+    return _write(Export(str(directory), str(to.absolute()), dtype, max_shard_size, model, base))
 
 
 def promote(
-    places: Places, *, step: str, name: str, dtype: DTypeName | None, max_shard_size: int | None, model: str | None
+    places: Places,
+    *,
+    step: str,
+    name: str,
+    dtype: DTypeName | None,
+    max_shard_size: int | None,
+    model: str | None,
+    base: str | None,
 ) -> Report:
     """Export a step under a name; nothing ever removes it."""
     to = places.exports / name
@@ -37,7 +51,7 @@ def promote(
         raise CheckpointError(
             f"the export '{name}' exists already: {to}. Choose another --name, or remove it yourself."
         )
-    return export(places, step=step, to=to, dtype=dtype, max_shard_size=max_shard_size, model=model)
+    return export(places, step=step, to=to, dtype=dtype, max_shard_size=max_shard_size, model=model, base=base)
 
 
 def import_weights(places: Places, *, source: str, to: Path, model: str | None) -> Report:

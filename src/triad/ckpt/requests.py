@@ -88,6 +88,7 @@ class Export(msgspec.Struct, tag="export"):
         dtype: of the floating-point tensors; unset: as the run publishes its weights.
         max_file_bytes: no file is larger, unless one tensor alone is; unset: 4 GiB.
         model: where config and tokenizer come from when the checkpoint has none.
+        base: of a run with LoRA, the weights to merge the adapter into; unset: the adapter alone is written.
     """
 
     step_directory: str
@@ -95,6 +96,7 @@ class Export(msgspec.Struct, tag="export"):
     dtype: DTypeName | None = None
     max_file_bytes: int | None = None
     model: str | None = None
+    base: str | None = None
 
 
 class Import(msgspec.Struct, tag="import"):

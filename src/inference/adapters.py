@@ -1,0 +1,115 @@
+"""LoRA adapters: reading one, and the model that it makes of the engine's own weights.
+
+Place in the flow: of a run with LoRA the trainer publishes the adapter alone, a small part of the
+model. The worker adds it to the weights of the engine's model directory with the same sums as the
+trainer, and then swaps in the result as it does with whole weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from inference.weights import OUTPUT_LAYER, Architecture, CheckedWeights, checked, read_files
+from triad.adapter import PEFT_PREFIX, adapted_matrices, read_base, read_scaling, tensors_digest
+from triad.errors import CheckpointError, DataError
+from triad.manifest import MANIFEST_NAME, verify
+from triad.weights_digest import weights_files
+
+
+class BaseWeights:
+    """The weights that adapters are added to: those of the engine's model directory, whatever is served now.
+
+    The files are mapped into memory, so they take no more of it than the system has to spare.
+
+    Attributes:
+        directory: where they lie.
+        digest: `triad.adapter.tensors_digest` of them in float32.
+    """
+
+    def __init__(self, directory: Path, architecture: Architecture) -> None:
+        """Read all of them once.
+
+        Raises:
+            DataError: there are none, or not all that the architecture has.
+        """
+        self.directory = directory
+        self.architecture = architecture
+        files = weights_files(directory)
+        if not files:
+            raise DataError(
+                f"{directory} holds no *.safetensors file, and an adapter is added to what lies there. "
+                "Start the server with the model directory that the trainer has."
+            )
+        self.tensors: dict[str, torch.Tensor] = {}
+        for file in files:
+            self.tensors |= load_file(file)
+        if architecture.tied:
+            self.tensors.pop(OUTPUT_LAYER, None)
+        self.digest = tensors_digest(self._in_float32())
+
+    def _in_float32(self) -> Iterator[tuple[str, tuple[int, ...], memoryview]]:
+        for name in sorted(self.tensors):
+            tensor = self.tensors[name]
+            tensor = tensor.float() if tensor.is_floating_point() else tensor
+            yield name, tuple(tensor.shape), memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def read_adapter(
+    directory: Path, base: BaseWeights, *, dtype: torch.dtype, version: int | None = None
+) -> CheckedWeights:
+    """Return the model that `base` and the adapter in `directory` make, checked as whole weights are.
+
+    The digest is that of the adapter's file.
+
+    Raises:
+        DataError: the adapter is damaged, or belongs to other weights.
+    """
+    tensors, digest = read_files(directory, version=version)
+    if (directory / MANIFEST_NAME).exists():
+        try:
+            verify(directory)  # the settings beside the tensors
+        except CheckpointError as error:
+            raise DataError(str(error)) from None
+    wanted = read_base(directory)
+    if wanted.digest != base.digest:
+        raise DataError(
+            f"{directory} is an adapter for the weights of '{wanted.name}' (digest {wanted.digest}), and this server "
+            f"has those of {base.directory} ({base.digest}). Start it with the weights that the trainer has."
+        )
+    merged = dict(base.tensors) | _adapted(directory, tensors, base)
+    return CheckedWeights(
+        tensors={name: checked(directory, name, tensor, base.architecture, dtype) for name, tensor in merged.items()},
+        digest=digest,
+    )
+
+
+def _adapted(directory: Path, tensors: dict[str, torch.Tensor], base: BaseWeights) -> dict[str, torch.Tensor]:
+    """Return the matrices that the factors in `tensors` change, in float32.
+
+    Shape legend: O outputs and I inputs of a linear layer, R rank.
+    """
+    scale = read_scaling(directory).scale
+    factors = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()}
+    matrices = adapted_matrices(factors)
+    known = {name for pair in matrices.values() for name in pair}
+    if surplus := sorted(factors.keys() - known):
+        raise DataError(f"{directory}: tensor '{surplus[0]}' is no factor of an adapter")
+    adapted = {}
+    for matrix, names in matrices.items():
+        if missing := [name for name in names if name not in factors]:
+            raise DataError(f"{directory}: tensor '{missing[0]}' is missing")
+        if matrix not in base.tensors:
+            raise DataError(f"{directory}: '{matrix}', which it adapts, is not part of the model")
+        weight_OI, a_RI, b_OR = base.tensors[matrix], factors[names.a], factors[names.b]
+        if (b_OR.shape[0], a_RI.shape[1]) != tuple(weight_OI.shape) or b_OR.shape[1] != a_RI.shape[0]:
+            raise DataError(
+                f"{directory}: the factors of '{matrix}' have the shapes {list(a_RI.shape)} and {list(b_OR.shape)}, "
+                f"which do not fit {list(weight_OI.shape)}"
+            )
+        # The same sums as `trainer.lora.merged`, for the same bits.
+        adapted[matrix] = weight_OI.float() + (b_OR.float() @ a_RI.float()) * scale
+    return adapted

@@ -1,0 +1,117 @@
+"""LoRA adapters as files, which peft loads as well: what trainer and inference agree on.
+
+    adapter_model.safetensors   A and B of every adapted matrix, float32, by peft's names
+    adapter_config.json         peft's settings, such as rank and alpha
+    base.json                   the weights that the adapter was trained on, and belongs to
+
+An adapted matrix is W + alpha / rank * B A (LoRA, Hu et al. 2021, section 4.1), computed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from triad.errors import DataError
+
+ADAPTER_NAME = "adapter_model.safetensors"
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+BASE_NAME = "base.json"
+# Where whole weights have the adapter beside them that they are merged from.
+ADAPTER_DIR = "adapter"
+# Before every name in a file of peft's.
+PEFT_PREFIX = "base_model.model."
+
+_FACTORS = (".lora_A.weight", ".lora_B.weight")
+_MATRIX = ".weight"
+
+
+class Base(msgspec.Struct, frozen=True):
+    """The weights that an adapter belongs to.
+
+    Attributes:
+        name: the directory or hub id that they were loaded from.
+        digest: `tensors_digest` of them in float32.
+    """
+
+    name: str
+    digest: str
+
+
+class Scaling(msgspec.Struct, frozen=True):
+    """What a merge needs to know of `adapter_config.json`."""
+
+    r: int
+    lora_alpha: float
+
+    @property
+    def scale(self) -> float:
+        """How often the product of B and A counts."""
+        return self.lora_alpha / self.r
+
+
+class Factors(NamedTuple):
+    """Names of the two factors that adapt one matrix."""
+
+    a: str
+    b: str
+
+
+def factor_names(matrix: str) -> Factors:
+    """Return what the factors of `matrix`, such as `model.layers.0.mlp.up_proj.weight`, are called in checkpoints."""
+    return Factors(*(matrix.removesuffix(_MATRIX) + factor for factor in _FACTORS))
+
+
+def adapted_matrices(names: Iterable[str]) -> dict[str, Factors]:
+    """Return the matrices, in the order of their names, that tensors with these names adapt; others are left out."""
+    matrices = {name.removesuffix(factor) + _MATRIX for name in names for factor in _FACTORS if name.endswith(factor)}
+    return {matrix: factor_names(matrix) for matrix in sorted(matrices)}
+
+
+def holds_adapter(directory: Path) -> bool:
+    """Whether `directory` holds an adapter alone rather than whole weights, by the names of its files."""
+    return (directory / ADAPTER_NAME).is_file() and (directory / ADAPTER_CONFIG_NAME).is_file()
+
+
+def read_scaling(directory: Path) -> Scaling:
+    """Return the scaling of the adapter in `directory`.
+
+    Raises:
+        DataError: its settings are missing or damaged.
+    """
+    return _read(directory / ADAPTER_CONFIG_NAME, Scaling)
+
+
+def read_base(directory: Path) -> Base:
+    """Return what the adapter in `directory` belongs to.
+
+    Raises:
+        DataError: that is not written there, or damaged.
+    """
+    return _read(directory / BASE_NAME, Base)
+
+
+def _read(path: Path, kind: type[msgspec.Struct]) -> msgspec.Struct:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        raise DataError(f"{path} is missing: it says what the adapter beside it belongs to") from None
+    except msgspec.DecodeError as error:
+        raise DataError(f"{path} is damaged: {error}") from None
+
+
+def tensors_digest(tensors: Iterable[tuple[str, tuple[int, ...], memoryview]]) -> str:
+    r"""Return the xxh3-128 in hexadecimal over `name\0shape\0` and the bytes of every tensor.
+
+    Args:
+        tensors: name, shape and little-endian float32 values of each, in the order of names.
+    """
+    digest = xxhash.xxh3_128()
+    for name, shape, values in tensors:
+        digest.update(f"{name}\0{'x'.join(map(str, shape))}\0".encode())
+        digest.update(values)
+    return digest.hexdigest()
