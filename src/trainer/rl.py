@@ -35,7 +35,11 @@ def run(config: TrainerConfig) -> None:
     seed_everything(config.seed, step=0, rank=parallel.rank)
     tokenizer = load_tokenizer(config.model.tokenizer_name)
     with start_session(config, parallel, tokenizer, build_policy, older_weights=config.async_level) as session:
-        session.publisher.publish(session.progress.step, canary=measure_canary(session.policy, tokenizer, parallel))
+        session.publisher.publish(
+            session.progress.step,
+            canary=measure_canary(session.policy, tokenizer, parallel),
+            for_engines=session.progress.step < config.max_steps,
+        )
         _train(config, session)
     report("finished", step=session.progress.step)
 
@@ -74,7 +78,7 @@ def _train(config: TrainerConfig, session: Session[Policy]) -> None:
         progress.advance(samples=len(samples), tokens=num_tokens)
 
         with stopwatch.phase("publish_weights"):
-            session.publisher.publish(step)
+            session.publisher.publish(step, for_engines=step < config.max_steps)
         metrics |= batch.metrics | {"grad_norm": grad_norm, "lr": lr}
         metrics |= step_metrics(parallel, stopwatch, progress, num_tokens=num_tokens)
         session.log(step, metrics)
