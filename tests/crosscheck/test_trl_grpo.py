@@ -1,0 +1,311 @@
+"""Policy losses, corrections, KL term and advantages against TRL's GRPOTrainer and RLOOTrainer.
+
+Shape legend: B sequences, T tokens of the longest one, N all their tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conftest import ModelFactory
+from trainer.advantage import choose_advantage, sample_std
+from trainer.kl import estimate_kl
+from trainer.losses import PolicyLossInput, policy_loss
+from triad.config.losses import CorrectionConfig, PolicyLossConfig
+
+pytestmark = pytest.mark.trl
+
+GROUP_SIZE = 4
+LENGTHS = [3, 7, 1, 5, 6, 2, 7, 4]
+EXACT = {"rtol": 1e-9, "atol": 1e-12}
+SCORED = {"rel": 1e-6, "abs": 1e-9}  # TRL takes the standard deviation in part in float32
+
+
+@dataclass(frozen=True)
+class Step:
+    """Log-probabilities of the tokens of a step as TRL holds them, with padding, and where there are tokens."""
+
+    new_BT: Tensor
+    old_BT: Tensor
+    sampler_BT: Tensor
+    reference_BT: Tensor
+    advantages_B: Tensor
+    mask_BT: Tensor
+
+    @property
+    def completions(self) -> list[list[int]]:
+        return [[7] * length for length in self.mask_BT.sum(1).tolist()]
+
+    def tokens_of(self, values_BT: Tensor) -> Tensor:
+        """Return the values of the tokens alone, one sequence after the other: (N,)."""
+        return values_BT[self.mask_BT]
+
+    def for_trl(self) -> dict[str, Tensor]:
+        """Return the input of TRL's `_compute_loss`."""
+        mask_BT = self.mask_BT.long()
+        return {
+            "prompt_ids": torch.full((len(mask_BT), 1), 5),
+            "prompt_mask": torch.ones(len(mask_BT), 1, dtype=torch.long),
+            "completion_ids": torch.full_like(mask_BT, 7),
+            "completion_mask": mask_BT,
+            "advantages": self.advantages_B,
+            "old_per_token_logps": self.sampler_BT,
+            "ref_per_token_logps": self.reference_BT,
+            "num_items_in_batch": mask_BT.sum(),
+        }
+
+    def for_ours(self) -> PolicyLossInput:
+        """Return the input of our losses; the log-probabilities are those that `new_BT` holds."""
+        lengths_B = self.mask_BT.sum(1)
+        sequence_N = torch.arange(len(lengths_B)).repeat_interleave(lengths_B)
+        return PolicyLossInput(
+            logprobs_N=self.tokens_of(self.new_BT),
+            old_logprobs_N=self.tokens_of(self.old_BT),
+            sampler_logprobs_N=self.tokens_of(self.sampler_BT),
+            advantages_N=self.advantages_B[sequence_N],
+            weights_N=1 / (len(lengths_B) * lengths_B[sequence_N]).double(),
+            sequence_N=sequence_N,
+            step_sequences=len(lengths_B),
+            step_tokens=int(lengths_B.sum()),
+        )
+
+
+def random_step(seed: int, *, spread: float = 0.4) -> Step:
+    """Sequences of several lengths whose three policies differ by `spread` nats per token."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(LENGTHS), max(LENGTHS))
+
+    def normal(scale: float = spread) -> Tensor:
+        return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    # TRL holds what a sampler reports in float32.
+    sampler_BT = (-4 * torch.rand(shape, generator=generator)).double()
+    old_BT = sampler_BT + normal()
+    return Step(
+        new_BT=(old_BT + normal()).requires_grad_(),
+        old_BT=old_BT,
+        sampler_BT=sampler_BT,
+        reference_BT=old_BT + normal(),
+        advantages_B=torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64),
+        mask_BT=torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None],
+    )
+
+
+def assert_same_loss_and_gradient(theirs: Tensor, ours: Tensor, new_BT: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, **EXACT)
+    gradients = [torch.autograd.grad(loss, new_BT, retain_graph=True)[0] for loss in (ours, theirs)]
+    torch.testing.assert_close(*gradients, **EXACT)
+    assert gradients[0].count_nonzero() > 0
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: ModelFactory) -> Path:
+    return tiny_model()
+
+
+# Ours, and the settings of TRL that mean the same.
+LOSSES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"type": "grpo"}, {"loss_type": "grpo"}),
+    ({"type": "grpo", "clip_low": 0.1, "clip_high": 0.5}, {"loss_type": "grpo", "epsilon": 0.1, "epsilon_high": 0.5}),
+    ({"type": "dr_grpo", "constant_tokens": 50}, {"loss_type": "dr_grpo", "max_completion_length": 50}),
+    ({"type": "dapo"}, {"loss_type": "dapo", "epsilon_high": 0.28}),
+    # The denominator of bnpo is the tokens of one micro-batch, here the whole step.
+    ({"type": "dapo"}, {"loss_type": "bnpo", "epsilon_high": 0.28}),
+    (
+        {"type": "gspo", "clip_low": 0.1, "clip_high": 0.2},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.2},
+    ),
+    # TRL's bound of CISPO is the largest ratio itself, ours what it exceeds 1 by.
+    ({"type": "cispo", "clip_high": 0.5}, {"loss_type": "cispo", "epsilon_high": 1.5}),
+]
+
+
+@pytest.mark.parametrize(("our_settings", "trl_settings"), LOSSES, ids=lambda value: "-".join(map(str, value.values())))
+def test_losses_gradients_and_clip_fractions_are_those_of_trl(
+    our_settings: dict[str, Any], trl_settings: dict[str, Any], trl_trainers: ModuleType, model: Path, tmp_path: Path
+) -> None:
+    loss_function = policy_loss(PolicyLossConfig.model_validate(our_settings))
+    trainer = trl_trainers.grpo_trainer(model, tmp_path, **trl_settings)
+    for seed in range(5):
+        step = random_step(seed)
+        trainer.forwards = [step.new_BT]
+        trainer._metrics["train"].clear()
+        theirs = trainer._compute_loss(trainer.model, step.for_trl())
+        ours, counts = loss_function(step.for_ours())
+        assert_same_loss_and_gradient(theirs, ours, step.new_BT)
+        logged = {name: values[0] for name, values in trainer._metrics["train"].items()}
+        if our_settings["type"] == "gspo":
+            continue  # TRL logs the share of sequences, ours is the share of their tokens: see below
+        low, high = ((counts[f"clip_fraction/{side}"] / sum(LENGTHS)).item() for side in ("low", "high"))
+        if our_settings["type"] == "cispo":
+            assert high == pytest.approx(logged["cispo_clip_ratio"]) and low == 0
+        else:
+            assert low == pytest.approx(logged["clip_ratio/low_mean"])
+            assert high == pytest.approx(logged["clip_ratio/high_mean"])
+            assert low > 0 or high > 0
+
+
+def test_gspo_clips_the_sequences_that_trl_clips(trl_trainers: ModuleType, model: Path, tmp_path: Path) -> None:
+    trainer = trl_trainers.grpo_trainer(
+        model, tmp_path, loss_type="grpo", importance_sampling_level="sequence", epsilon=0.1, epsilon_high=0.2
+    )
+    step = random_step(0)
+    for index, length in enumerate(LENGTHS):  # one at a time, as only tokens are counted
+        rows = {name: value[index : index + 1] for name, value in vars(step).items()}
+        alone = Step(**rows)
+        trainer.forwards = [alone.new_BT]
+        trainer._metrics["train"].clear()
+        trainer._compute_loss(trainer.model, alone.for_trl())
+        _, counts = policy_loss(PolicyLossConfig(type="gspo", clip_low=0.1, clip_high=0.2))(alone.for_ours())
+        for side in ("low", "high"):
+            assert counts[f"clip_fraction/{side}"] == length * trainer._metrics["train"][f"clip_ratio/{side}_mean"][0]
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("name", ["grpo", "cispo"])
+def test_corrections_are_those_of_trl(
+    name: str, mode: str, trl_trainers: ModuleType, model: Path, tmp_path: Path
+) -> None:
+    level, kind = mode.split("_")
+    # TRL truncates from below as well unless told not to; ours never does.
+    low = {"vllm_importance_sampling_clip_min": 0.7} if kind == "mask" else {}
+    trainer = trl_trainers.grpo_trainer(
+        model,
+        tmp_path,
+        loss_type=name,
+        vllm_importance_sampling_mode=mode,
+        vllm_importance_sampling_clip_max=1.5,
+        **low,
+    )
+    trainer.epsilon_high = 1.5 if name == "cispo" else 0.2
+    trainer.use_vllm = True  # set late: the constructor would want a server
+    settings: dict[str, Any] = {"clip_high": 0.5} if name == "cispo" else {}
+    correction = CorrectionConfig.model_validate({"type": kind, "level": level, "low": 0.7, "high": 1.5})
+    config = PolicyLossConfig(
+        type=name, aggregation="token" if name == "cispo" else "sequence", correction=correction, **settings
+    )
+    bounded = 0
+    for seed in range(5):
+        step = random_step(seed)
+        trainer.completions, trainer.rewards = step.completions, step.advantages_B.tolist()
+        trainer.sampler_logprobs = [row[:length].tolist() for row, length in zip(step.sampler_BT, LENGTHS, strict=True)]
+        trainer.forwards = [step.old_BT, step.new_BT]
+        scored = trainer._generate_and_score_completions([{"prompt": "a"}] * len(LENGTHS))
+        theirs = trainer._compute_loss(trainer.model, scored | {"advantages": step.advantages_B})
+        ours, counts = policy_loss(config)(step.for_ours())
+        assert_same_loss_and_gradient(theirs, ours, step.new_BT)
+        bounded += int(counts["correction/bounded"])
+    assert bounded > 0
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_the_kl_term_is_k3_and_shares_the_denominator(
+    corrected: bool, trl_trainers: ModuleType, model: Path, tmp_path: Path
+) -> None:
+    """TRL adds beta times the estimate to each token's loss: its weights are those of the policy loss.
+
+    Unless told not to, TRL multiplies the estimate by the ratio to the sampler, with its gradient.
+    """
+    beta = 0.3
+    trainer = trl_trainers.grpo_trainer(model, tmp_path, loss_type="grpo", beta=beta, use_bias_correction_kl=corrected)
+    step = random_step(0)
+    trainer.forwards = [step.new_BT, step.new_BT]
+    theirs = trainer._compute_loss(trainer.model, step.for_trl())
+    logged = trainer._metrics["train"]["kl"][0]
+    trainer.beta = 0.0
+    theirs = theirs - trainer._compute_loss(trainer.model, step.for_trl())
+    kl_N = estimate_kl(step.tokens_of(step.new_BT), step.tokens_of(step.reference_BT), "k3")
+    if corrected:
+        kl_N = kl_N * step.tokens_of(step.new_BT - step.sampler_BT).exp()
+    assert_same_loss_and_gradient(theirs, beta * (step.for_ours().weights_N * kl_N).sum(), step.new_BT)
+    assert kl_N.mean().item() == pytest.approx(logged, rel=1e-6)
+
+
+def flat(groups: list[list[float]]) -> list[float]:
+    return [value for group in groups for value in group]
+
+
+def groups_of(values: list[float]) -> list[list[float]]:
+    return [values[start : start + GROUP_SIZE] for start in range(0, len(values), GROUP_SIZE)]
+
+
+REWARDS = [1.0, 0.0, 0.0, 0.5, 2.0, -1.0, 0.25, 7.0]
+
+
+def scored_rewards(trainer: Any, rewards: list[float]) -> list[float]:
+    """Return the advantages that TRL gives these rewards."""
+    step = random_step(0)
+    trainer.completions, trainer.rewards = step.completions, rewards
+    trainer.forwards = [step.old_BT]
+    return trainer._generate_and_score_completions([{"prompt": "a"}] * len(rewards))["advantages"].tolist()
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
+def test_group_advantages_are_those_of_trl(name: str, trl_trainers: ModuleType, model: Path, tmp_path: Path) -> None:
+    scale = "group" if name == "grpo" else "none"
+    trainer = trl_trainers.grpo_trainer(model, tmp_path, scale_rewards=scale)
+    ours = choose_advantage(name)(groups_of(REWARDS))
+    if name == "grpo":  # TRL adds 1e-4 to the standard deviation, ours adds 1e-6
+        stds = [sample_std(group) for group in groups_of(REWARDS)]
+        ours = [[a * (std + 1e-6) / (std + 1e-4) for a in group] for group, std in zip(ours, stds, strict=True)]
+    assert flat(ours) == pytest.approx(scored_rewards(trainer, REWARDS), **SCORED)
+    equal = [3.25] * len(REWARDS)
+    assert scored_rewards(trainer, equal) == flat(choose_advantage(name)(groups_of(equal)))
+
+
+def test_centred_in_the_group_and_scaled_over_the_batch_is_trl_s_batch_scale(
+    trl_trainers: ModuleType, model: Path, tmp_path: Path
+) -> None:
+    """TRL divides by the standard deviation of the rewards, `reinforce_pp_baseline` by that of the centred ones."""
+    trainer = trl_trainers.grpo_trainer(model, tmp_path, scale_rewards="batch")
+    ours = choose_advantage("reinforce_pp_baseline")(groups_of(REWARDS))
+    centred = flat(choose_advantage("dr_grpo")(groups_of(REWARDS)))
+    factor = (sample_std(centred) + 1e-6) / (sample_std(REWARDS) + 1e-4)
+    assert [factor * a for a in flat(ours)] == pytest.approx(scored_rewards(trainer, REWARDS), **SCORED)
+
+
+def test_rloo_advantages_are_those_of_trl(trl_trainers: ModuleType, model: Path, tmp_path: Path) -> None:
+    trainer = trl_trainers.rloo_trainer(model, tmp_path, beta=0.0)
+    ours = flat(choose_advantage("rloo")(groups_of(REWARDS)))
+    assert ours == pytest.approx(scored_rewards(trainer, REWARDS), **SCORED)
+
+
+def test_rloo_subtracts_the_k1_of_the_whole_sequence_from_the_reward(
+    trl_trainers: ModuleType, model: Path, tmp_path: Path
+) -> None:
+    beta = 0.1
+    trainer = trl_trainers.rloo_trainer(model, tmp_path, beta=beta)
+    step = random_step(0)
+    trainer.completions, trainer.rewards = step.completions, REWARDS
+    trainer.forwards = [step.old_BT, step.reference_BT]
+    theirs = trainer._generate_and_score_completions([{"prompt": "a"}] * len(REWARDS))["advantages"].tolist()
+    k1_BT = estimate_kl(step.old_BT, step.reference_BT, "k1")
+    sums = (k1_BT * step.mask_BT).sum(1).tolist()
+    penalised = [reward - beta * kl for reward, kl in zip(REWARDS, sums, strict=True)]
+    ours = flat(choose_advantage("rloo")(groups_of(penalised)))
+    assert ours == pytest.approx(theirs, **SCORED)
+
+
+def test_the_gradient_of_rloo_is_that_of_trl_at_the_sampling_policy(
+    trl_trainers: ModuleType, model: Path, tmp_path: Path
+) -> None:
+    """TRL clips the ratio of whole sequences; where it is 1, the gradient is REINFORCE's.
+
+    The mean over sequences is our `constant` aggregation, times its `constant_tokens`.
+    """
+    trainer = trl_trainers.rloo_trainer(model, tmp_path, beta=0.0)
+    step = random_step(0, spread=0.0)
+    trainer.forwards = [step.new_BT]
+    old_B = (step.old_BT * step.mask_BT).sum(1)
+    theirs = trainer._compute_loss(trainer.model, step.for_trl() | {"old_logps": old_B})
+    config = PolicyLossConfig(type="policy_gradient", aggregation="constant", constant_tokens=20)
+    ours, _ = policy_loss(config)(step.for_ours())
+    gradients = [torch.autograd.grad(loss, step.new_BT)[0] for loss in (20 * ours, theirs)]
+    torch.testing.assert_close(*gradients, **EXACT)

@@ -1,0 +1,193 @@
+"""Preference losses against TRL's trainers, from the token ids on, with the gradients of a real model.
+
+Shape legend: P pairs, S = 2 P answers (first all that are chosen), L positions, N tokens of all answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.conftest import ModelFactory
+from trainer.preference_loss import PairLogprobs, PairLosses, preference_loss, sequence_sums
+from triad.config.dpo import PreferenceLossConfig
+
+pytestmark = pytest.mark.trl
+
+PAIR_LENGTHS = [(4, 7), (6, 6), (8, 1), (2, 5)]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Prompts of `prompt_tokens` tokens, each followed by an answer, padded on the right."""
+
+    input_ids_SL: Tensor
+    attention_SL: Tensor
+    answer_SL: Tensor
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.answer_SL.sum(1).tolist()
+
+    def sums(self, model: PreTrainedModel) -> Tensor:
+        """Return the log-probability of every answer, (S,), by a log-softmax over the model's logits."""
+        logits = model(input_ids=self.input_ids_SL, attention_mask=self.attention_SL).logits[:, :-1]
+        taken_SL = logits.log_softmax(-1).gather(2, self.input_ids_SL[:, 1:, None])[..., 0]
+        return sequence_sums(taken_SL[self.answer_SL[:, 1:].bool()], self.lengths)
+
+    def pairs(self, model: PreTrainedModel, reference_S: Tensor | None = None) -> PairLogprobs:
+        """Return the input of our losses; without a reference it is zeros."""
+        sums_S = self.sums(model)
+        reference_S = torch.zeros_like(sums_S) if reference_S is None else reference_S
+        tokens_S = torch.tensor(self.lengths, dtype=torch.float64)
+        return PairLogprobs(*sums_S.chunk(2), *reference_S.chunk(2), *tokens_S.chunk(2))
+
+    def for_dpo(self, reference_S: Tensor) -> dict[str, Tensor]:
+        """Return the input of DPOTrainer."""
+        chosen_P, rejected_P = reference_S.chunk(2)
+        return {
+            "input_ids": self.input_ids_SL,
+            "attention_mask": self.attention_SL,
+            "completion_mask": self.answer_SL,
+            "ref_chosen_logps": chosen_P,
+            "ref_rejected_logps": rejected_P,
+        }
+
+    def for_cpo(self) -> dict[str, Tensor]:
+        """Return the input of CPOTrainer and ORPOTrainer."""
+        labels_SL = self.input_ids_SL.masked_fill(self.answer_SL == 0, -100)
+        columns = {"input_ids": self.input_ids_SL, "attention_mask": self.attention_SL, "labels": labels_SL}
+        halves = {name: column_SL.chunk(2) for name, column_SL in columns.items()}
+        return {
+            f"{side}_{name}": half[index]
+            for index, side in enumerate(("chosen", "rejected"))
+            for name, half in halves.items()
+        }
+
+
+def answers(pair_lengths: list[tuple[int, int]], *, prompt_tokens: int = 3) -> Answers:
+    lengths_S = torch.tensor(pair_lengths).T.flatten()
+    positions_L = torch.arange(prompt_tokens + int(lengths_S.max()))
+    generator = torch.Generator().manual_seed(0)
+    ids_SL = torch.randint(5, 100, (len(lengths_S), len(positions_L)), generator=generator)
+    attention_SL = positions_L < prompt_tokens + lengths_S[:, None]
+    return Answers(
+        input_ids_SL=ids_SL * attention_SL,
+        attention_SL=attention_SL.long(),
+        answer_SL=(attention_SL & (positions_L >= prompt_tokens)).long(),
+    )
+
+
+def ours(pairs: PairLogprobs, **settings: Any) -> PairLosses:
+    return preference_loss(PreferenceLossConfig.model_validate(settings))(pairs)
+
+
+def assert_same_loss_and_gradient(theirs: Tensor, mine: Tensor, model: PreTrainedModel, *, rtol: float = 1e-9) -> None:
+    assert mine.item() == pytest.approx(theirs.item(), rel=rtol)
+    parameters = list(model.parameters())
+    gradients = (torch.autograd.grad(loss, parameters, retain_graph=True) for loss in (mine, theirs))
+    for of_mine, of_theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(of_mine, of_theirs, rtol=rtol, atol=rtol * 1e-2)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: ModelFactory) -> Path:
+    return tiny_model()
+
+
+@pytest.fixture
+def reference_S(tiny_model: ModelFactory, trl_trainers: ModuleType) -> Tensor:
+    """Log-probabilities of the answers under another model."""
+    with torch.no_grad():
+        return answers(PAIR_LENGTHS).sums(trl_trainers.causal_model(tiny_model(seed=1)))
+
+
+def test_dpo_is_that_of_trl(trl_trainers: ModuleType, model: Path, reference_S: Tensor, tmp_path: Path) -> None:
+    trainer = trl_trainers.preference_trainer("dpo", model, tmp_path, beta=0.3, precompute_ref_log_probs=True)
+    batch = answers(PAIR_LENGTHS)
+    theirs = trainer._compute_loss(trainer.model, batch.for_dpo(reference_S), False)
+    scored = ours(batch.pairs(trainer.model, reference_S), type="dpo", beta=0.3)
+    assert_same_loss_and_gradient(theirs, scored.losses_P.mean(), trainer.model)
+    for name, rewards_P in (("chosen", scored.chosen_rewards_P), ("rejected", scored.rejected_rewards_P)):
+        logged = trainer._metrics["train"][f"rewards/{name}"][0]
+        assert rewards_P.mean().item() == pytest.approx(logged, rel=1e-6)
+
+
+def test_the_reference_of_trl_is_the_model_that_it_starts_with(
+    trl_trainers: ModuleType, model: Path, tmp_path: Path
+) -> None:
+    trainer = trl_trainers.preference_trainer("dpo", model, tmp_path)
+    batch = answers(PAIR_LENGTHS)
+    inputs = {name: value for name, value in batch.for_dpo(torch.zeros(8)).items() if not name.startswith("ref_")}
+    theirs = trainer._compute_loss(trainer.model, inputs, False)
+    scored = ours(batch.pairs(trainer.model, batch.sums(trainer.model).detach()), type="dpo")
+    assert_same_loss_and_gradient(theirs, scored.losses_P.mean(), trainer.model)
+
+
+def test_ipo_is_that_of_trl_but_for_the_mean_over_tokens(
+    trl_trainers: ModuleType, model: Path, reference_S: Tensor, tmp_path: Path
+) -> None:
+    """DPOTrainer takes the mean log-ratio of an answer's tokens; the paper, and so ours, takes their sum."""
+    trainer = trl_trainers.preference_trainer(
+        "dpo", model, tmp_path, loss_type="ipo", beta=0.3, precompute_ref_log_probs=True
+    )
+    batch = answers(PAIR_LENGTHS)
+    theirs = trainer._compute_loss(trainer.model, batch.for_dpo(reference_S), False)
+    sums = batch.pairs(trainer.model, reference_S)
+    means = PairLogprobs(
+        sums.chosen_P / sums.chosen_tokens_P,
+        sums.rejected_P / sums.rejected_tokens_P,
+        sums.reference_chosen_P / sums.chosen_tokens_P,
+        sums.reference_rejected_P / sums.rejected_tokens_P,
+        sums.chosen_tokens_P,
+        sums.rejected_tokens_P,
+    )
+    assert_same_loss_and_gradient(theirs, ours(means, type="ipo", beta=0.3).losses_P.mean(), trainer.model)
+
+
+@pytest.mark.parametrize(("kind", "trl_type"), [("ipo", "ipo"), ("dpo", "sigmoid")])
+def test_the_formulas_of_ipo_and_smoothed_dpo_are_those_of_cpo(
+    kind: str, trl_type: str, trl_trainers: ModuleType, model: Path, tmp_path: Path
+) -> None:
+    """CPOTrainer's are the same without a reference; its DPOTrainer has no smoothing of this kind."""
+    smoothing = {"label_smoothing": 0.2} if kind == "dpo" else {}
+    trainer = trl_trainers.preference_trainer("cpo", model, tmp_path, loss_type=trl_type, beta=0.3, **smoothing)
+    pairs = answers(PAIR_LENGTHS).pairs(trainer.model)
+    theirs, chosen_P, rejected_P = trainer.cpo_loss(pairs.chosen_P, pairs.rejected_P)
+    scored = ours(pairs, type=kind, beta=0.3, **smoothing)
+    assert_same_loss_and_gradient(theirs.mean(), scored.losses_P.mean(), trainer.model)
+    torch.testing.assert_close(scored.chosen_rewards_P, chosen_P)
+    torch.testing.assert_close(scored.rejected_rewards_P, rejected_P)
+
+
+def test_simpo_is_that_of_trl(trl_trainers: ModuleType, model: Path, tmp_path: Path) -> None:
+    """SimPO of TRL is CPO with `simpo` and without CPO's own likelihood term."""
+    trainer = trl_trainers.preference_trainer(
+        "cpo", model, tmp_path, loss_type="simpo", cpo_alpha=0.0, beta=2.5, simpo_gamma=1.4
+    )
+    batch = answers(PAIR_LENGTHS)
+    theirs, _ = trainer.get_batch_loss_metrics(trainer.model, batch.for_cpo())
+    scored = ours(batch.pairs(trainer.model), type="simpo", beta=2.5, margin=1.4)
+    assert_same_loss_and_gradient(theirs, scored.losses_P.mean(), trainer.model)
+
+
+@pytest.mark.parametrize("lengths", PAIR_LENGTHS, ids=str)
+def test_orpo_is_that_of_trl(lengths: tuple[int, int], trl_trainers: ModuleType, model: Path, tmp_path: Path) -> None:
+    """TRL's likelihood term covers prompts as well and weighs tokens, not answers, alike.
+
+    So the two are the same for one pair at a time and prompts of one token, which nothing predicts.
+    TRL computes the odds in float32.
+    """
+    trainer = trl_trainers.preference_trainer("orpo", model, tmp_path, beta=0.3)
+    batch = answers([lengths], prompt_tokens=1)
+    theirs, metrics = trainer.get_batch_loss_metrics(trainer.model, batch.for_cpo())
+    scored = ours(batch.pairs(trainer.model), type="orpo", beta=0.3)
+    assert_same_loss_and_gradient(theirs, scored.losses_P.mean(), trainer.model, rtol=1e-5)
+    assert scored.chosen_rewards_P.mean().item() == pytest.approx(metrics["rewards/chosen"], rel=1e-6)

@@ -1,0 +1,219 @@
+"""TRL's own trainers on a tiny model, made by their constructors and given the tensors of a test.
+
+Importing TRL takes seconds, so tests get this module through the fixture `trl_trainers`.
+
+Shape legend: B sequences, T tokens of the longest completion.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+_PREFERENCE = {"dpo": (DPOTrainer, DPOConfig), "cpo": (CPOTrainer, CPOConfig), "orpo": (ORPOTrainer, ORPOConfig)}
+
+
+def plain_settings(output: Path, **settings: Any) -> dict[str, Any]:
+    """Return training arguments for one process on the CPU, which reports and saves nothing."""
+    return {
+        "output_dir": str(output),
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+        "dataloader_pin_memory": False,
+        **settings,
+    }
+
+
+def causal_model(directory: Path) -> PreTrainedModel:
+    """Load a model in float64, in which TRL then computes as well."""
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+
+
+class GivenRollouts:
+    """What a trainer of TRL would sample, score and run through the model; the arithmetic with it stays TRL's.
+
+    Attributes:
+        completions: token ids.
+        rewards: one per completion.
+        sampler_logprobs: as vLLM would report them, by completion.
+        forwards: (B, T) each, the log-probabilities that the next forward passes return.
+    """
+
+    completions: list[list[int]]
+    rewards: list[float]
+    sampler_logprobs: list[list[float]] | None = None
+    forwards: list[Tensor]
+
+    def _calculate_rewards(self, *_: object) -> Tensor:
+        return torch.tensor(self.rewards, dtype=torch.float64)[:, None]
+
+    def _get_per_token_logps_and_entropies(self, *_: object, **__: object) -> tuple[Tensor, Tensor, None]:
+        logprobs_BT = self.forwards.pop(0)
+        return logprobs_BT, torch.zeros_like(logprobs_BT), None
+
+
+class GivenGrpo(GivenRollouts, GRPOTrainer):
+    """TRL's GRPOTrainer behind the rollouts."""
+
+    def _generate(self, prompts: list[str]) -> tuple[Any, ...]:
+        texts = [""] * len(prompts)
+        return [[5]] * len(prompts), self.completions, None, texts, self.sampler_logprobs, {}, None, None
+
+
+class GivenRloo(GivenRollouts, RLOOTrainer):
+    """TRL's RLOOTrainer behind the rollouts."""
+
+    def _generate(self, prompts: list[str]) -> tuple[Any, ...]:
+        return [[5]] * len(prompts), self.completions, [""] * len(prompts)
+
+
+def _rl_trainer(kind: Any, config: Any, model: Path, output: Path, settings: dict[str, Any]) -> Any:
+    trainer = kind(
+        model=causal_model(model),
+        reward_funcs=lambda **_: [],
+        args=config(**plain_settings(output, **settings)),
+        train_dataset=Dataset.from_list([{"prompt": "a"}]),
+        processing_class=AutoTokenizer.from_pretrained(model),
+    )
+    trainer.reward_weights = trainer.reward_weights.double()
+    trainer.current_gradient_accumulation_steps = 1  # which `transformers.Trainer.train` sets
+    trainer.model.train()
+    return trainer
+
+
+def grpo_trainer(model: Path, output: Path, *, group_size: int = 4, **settings: Any) -> GivenGrpo:
+    """Return a GRPOTrainer whose optimizer step is one micro-batch of one rank."""
+    settings |= {"num_generations": group_size, "per_device_train_batch_size": 2 * group_size}
+    return _rl_trainer(GivenGrpo, GRPOConfig, model, output, settings)
+
+
+def rloo_trainer(model: Path, output: Path, *, group_size: int = 4, **settings: Any) -> GivenRloo:
+    """Return an RLOOTrainer whose optimizer step is one micro-batch of one rank."""
+    settings |= {"num_generations": group_size, "per_device_train_batch_size": 2 * group_size}
+    return _rl_trainer(GivenRloo, RLOOConfig, model, output, settings)
+
+
+def preference_trainer(kind: str, model: Path, output: Path, **settings: Any) -> Any:
+    """Return a trainer of preference pairs: `dpo`, with `model` as its reference too, `cpo` or `orpo`."""
+    trainer_class, config = _PREFERENCE[kind]
+    if kind != "dpo":
+        settings["remove_unused_columns"] = False  # as it asks for
+    trainer = trainer_class(
+        model=causal_model(model),
+        args=config(**plain_settings(output, **settings)),
+        train_dataset=Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}]),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        **({"ref_model": causal_model(model)} if kind == "dpo" else {}),
+    )
+    trainer.model.train()
+    return trainer
+
+
+@dataclass(frozen=True)
+class PpoUpdate:
+    """What TRL's PPO loop holds when it calls backward; the gradients are those of `loss`.
+
+    Attributes:
+        tokens_BT: True where a token was sampled.
+        valued_BT: the same, and the position behind the last token, where TRL puts the score.
+    """
+
+    loss: Tensor
+    policy_loss: Tensor
+    value_loss: Tensor
+    value_clip_fraction: Tensor
+    new_logprobs_BT: Tensor
+    new_logprobs_gradient_BT: Tensor
+    old_logprobs_BT: Tensor
+    reference_logprobs_BT: Tensor
+    new_values_BT: Tensor
+    new_values_gradient_BT: Tensor
+    old_values_BT: Tensor
+    scores_B: Tensor
+    rewards_BT: Tensor
+    returns_BT: Tensor
+    whitened_advantages_BT: Tensor
+    tokens_BT: Tensor
+    valued_BT: Tensor
+
+
+def ppo_updates(model: Path, reference: Path, output: Path, *, num_sequences: int, **settings: Any) -> list[PpoUpdate]:
+    """Train with TRL's PPOTrainer on one batch of rollouts; return what it had at every update of that batch.
+
+    Its loop is one function, so the tensors are read from the frame that calls backward.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    reward_model, value_model = (
+        AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float64) for _ in range(2)
+    )
+    args = PPOConfig(
+        **plain_settings(
+            output,
+            per_device_train_batch_size=num_sequences,
+            total_episodes=num_sequences,
+            num_sample_generations=0,
+            stop_token="eos",
+            temperature=1.0,
+            **settings,
+        )
+    )
+    trainer = PPOTrainer(
+        args=args,
+        processing_class=tokenizer,
+        model=causal_model(model),
+        ref_model=causal_model(reference),
+        reward_model=reward_model,
+        value_model=value_model,
+        train_dataset=Dataset.from_list([{"input_ids": [5 + index]} for index in range(num_sequences)]),
+    )
+    updates: list[PpoUpdate] = []
+    backward = trainer.accelerator.backward
+
+    def noting(loss: Tensor) -> None:
+        updates.append(_ppo_update(sys._getframe(1).f_locals))
+        backward(loss)
+
+    trainer.accelerator.backward = noting
+    trainer.train()
+    return updates
+
+
+def _ppo_update(seen: dict[str, Any]) -> PpoUpdate:
+    rows_B = seen["micro_batch_inds"]
+    inputs = (seen["new_logprobs"], seen["vpred"])
+    gradients = torch.autograd.grad(seen["loss"], inputs, retain_graph=True)
+    tensors = {
+        "loss": seen["loss"],
+        "policy_loss": seen["pg_loss"],
+        "value_loss": seen["vf_loss"],
+        "value_clip_fraction": seen["vf_clipfrac"],
+        "new_logprobs_BT": inputs[0],
+        "new_logprobs_gradient_BT": gradients[0],
+        "old_logprobs_BT": seen["mb_logprobs"],
+        "reference_logprobs_BT": seen["ref_logprobs"][rows_B],
+        "new_values_BT": inputs[1],
+        "new_values_gradient_BT": gradients[1],
+        "old_values_BT": seen["mb_values"],
+        "scores_B": seen["scores"][rows_B],
+        "rewards_BT": seen["rewards"][rows_B],
+        "returns_BT": seen["mb_return"],
+        "whitened_advantages_BT": seen["mb_advantage"],
+        "tokens_BT": ~seen["padding_mask"][rows_B],
+        "valued_BT": ~seen["padding_mask_p1"][rows_B],
+    }
+    return PpoUpdate(**{name: tensor.detach().clone() for name, tensor in tensors.items()})
