@@ -155,3 +155,28 @@ def refuse_other_model(saved: Path, wanted: Path, *, model_name: str, step: int)
             + "".join(f"         {line}\n" for line in changed)
             + "       A run goes on with the model that it began with. Give that as --model.name."
         )
+
+
+def refuse_other_adapters(before: Mapping[str, Any], after: TrainingCommand, *, step: int) -> None:
+    """Refuse to go on with other LoRA adapters than those of the checkpoint of `step`: other tensors are trained.
+
+    Args:
+        before: the resolved configuration until `step`.
+
+    Raises:
+        CheckpointError: saying what differs.
+    """
+    old, lora = before.get("model", {}).get("lora"), after.model.lora
+    new = lora.model_dump() if lora is not None else None
+    if old is None or new is None:
+        changed = [] if old is new else [f"model.lora: {'set' if old else 'unset'} -> {'set' if new else 'unset'}"]
+    else:
+        keys = [key for key in ("rank", "target_modules") if key in old and old[key] != new[key]]
+        changed = [f"model.lora.{key}: {old[key]!r} -> {new[key]!r}" for key in keys]
+    if changed:
+        raise CheckpointError(
+            f"the checkpoint of step {step} trains other tensors than this configuration:\n"
+            + "".join(f"         {line}\n" for line in changed)
+            + "       A run goes on with what it began with. For a new run from its weights, export them (ckpt export "
+            "STEP --to DIR, with --base NAME to merge adapters) and give that as --model.name."
+        )
