@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +19,12 @@ from tests.conftest import ModelFactory
 from trainer.advantage import choose_advantage, sample_std
 from trainer.kl import estimate_kl
 from trainer.losses import PolicyLossInput, policy_loss
+from trainer.model import build_policy
+from trainer.packing import Sample, build_micro_batch
+from trainer.parallel import Parallel
+from trainer.step import predict
 from triad.config.losses import CorrectionConfig, PolicyLossConfig
+from triad.config.trainer import TrainedModelConfig
 
 pytestmark = pytest.mark.trl
 
@@ -203,6 +209,27 @@ def test_corrections_are_those_of_trl(
         assert_same_loss_and_gradient(theirs, ours, step.new_BT)
         bounded += int(counts["correction/bounded"])
     assert bounded > 0
+
+
+def test_logprobs_and_entropies_of_a_model_are_those_of_trl(
+    trl_trainers: ModuleType, model: Path, parallel: Parallel, tmp_path: Path
+) -> None:
+    """At a temperature, from the token ids on; ours packs the sequences into one row, in float32."""
+    trainer = trl_trainers.grpo_trainer(model, tmp_path, temperature=0.7)
+    ids_BT = torch.randint(5, 100, (len(LENGTHS), 1 + max(LENGTHS)), generator=torch.Generator().manual_seed(0))
+    mask_BT = torch.arange(1 + max(LENGTHS)) < 1 + torch.tensor(LENGTHS)[:, None]
+    by_trl = trl_trainers.GRPOTrainer._get_per_token_logps_and_entropies(
+        trainer, trainer.model, ids_BT, mask_BT.long(), max(LENGTHS), compute_entropy=True
+    )
+    samples = [
+        Sample(token_ids=row[mask].numpy().astype(np.int32), loss_mask=np.arange(mask.sum()) > 0)
+        for row, mask in zip(ids_BT, mask_BT, strict=True)
+    ]
+    micro = build_micro_batch(samples, list(range(len(samples))), pack=True, device=parallel.device)
+    policy = build_policy(TrainedModelConfig(name=str(model)), parallel, seed=0)
+    for ours_N, theirs_BT in zip(predict(policy, micro, temperature=0.7), by_trl[:2], strict=True):
+        theirs_N = theirs_BT[mask_BT[:, 1:]]
+        torch.testing.assert_close(ours_N.double(), theirs_N, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("corrected", [False, True])
