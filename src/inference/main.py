@@ -18,10 +18,16 @@ from pydantic import ValidationError
 from inference.installation import correct_wheel_label
 from inference.preflight import Preflight, check
 from triad.config import InferenceConfig
-from triad.errors import ConfigError, TriadError
+from triad.errors import ConfigError
 from triad.events import report
 from triad.heartbeat import start_heartbeat
-from triad.process import available_cores, die_with_launcher, set_thread_environment, set_up_logging
+from triad.process import (
+    available_cores,
+    die_with_launcher,
+    exit_code_of,
+    set_thread_environment,
+    set_up_logging,
+)
 
 
 def main(argv: list[str]) -> int:
@@ -29,14 +35,13 @@ def main(argv: list[str]) -> int:
     set_up_logging("inference")
     die_with_launcher()
     start_heartbeat()
-    try:
-        if len(argv) != 1:
-            raise ConfigError(f"usage: python -m inference.main <resolved.toml>, got {len(argv)} arguments")
-        config = load_config(Path(argv[0]))
-        return run(config)
-    except TriadError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
+    return exit_code_of(lambda: run(_read_arguments(argv)))
+
+
+def _read_arguments(argv: list[str]) -> InferenceConfig:
+    if len(argv) != 1:
+        raise ConfigError(f"usage: python -m inference.main <resolved.toml>, got {len(argv)} arguments")
+    return load_config(Path(argv[0]))
 
 
 def load_config(path: Path) -> InferenceConfig:

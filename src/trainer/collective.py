@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from triad.errors import RankLost, SaveError, TriadError
+from triad.errors import STORAGE_FAILED, RankLost, SaveError, TriadError, is_storage_failure
 
 T = TypeVar("T")
 
@@ -40,12 +40,14 @@ class Ranks:
             result = action()
         except Exception as caught:  # noqa: BLE001 - told to all ranks, and raised on each of them
             failure = caught
-        reasons = self.all_gather(describe(failure) if failure is not None else None)
-        failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
-        if set(failed) == {0}:
-            raise error(failed[0]) from failure
+        told = (describe(failure), is_storage_failure(failure)) if failure is not None else None
+        failed = {rank: reason for rank, reason in enumerate(self.all_gather(told)) if reason is not None}
         if failed:
-            raise error("; ".join(f"rank {rank}: {reason}" for rank, reason in failed.items())) from failure
+            reasons = [f"rank {rank}: {reason}" for rank, (reason, _) in failed.items()]
+            raised = error(failed[0][0] if set(failed) == {0} else "; ".join(reasons))
+            if any(is_storage for _, is_storage in failed.values()):
+                raised.exit_code = STORAGE_FAILED  # on every rank: which of them ends first must not matter
+            raise raised from failure
         return result  # type: ignore[return-value]  # without failure, action() returned
 
     def on_main(self, action: Callable[[], T], *, error: type[TriadError] = SaveError) -> T | None:

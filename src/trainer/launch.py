@@ -1,4 +1,4 @@
-"""Start one training program on all ranks: `python -m trainer.launch {sft,dpo,rl} resolved.toml`.
+"""Start one training program on all ranks: `python -m trainer.launch {sft,dpo,rm,rl} resolved.toml`.
 
 Uses torchrun's launcher (torch.distributed.launcher) with forked workers: the imports, which take
 seconds, are paid once however many ranks there are. When a rank ends early the others are stopped,
@@ -21,14 +21,15 @@ from typing import Any
 import tomli
 
 from trainer.stop import STOP_REQUEST
-from triad.config import DpoConfig, SftConfig, TrainerConfig
-from triad.errors import RankLost, TriadError
+from triad.config import DpoConfig, RmConfig, SftConfig, TrainerConfig
+from triad.errors import RankLost, TriadError, is_storage_failure
 from triad.events import report
 from triad.heartbeat import start_heartbeat
 from triad.process import (
     available_cores,
     die_with_launcher,
     die_with_parent,
+    exit_code_of,
     run_reporting_errors,
     set_thread_environment,
     set_up_logging,
@@ -39,6 +40,7 @@ _POLL_S = 0.02
 _PROGRAMS = {
     "sft": ("trainer.sft", SftConfig),
     "dpo": ("trainer.dpo", DpoConfig),
+    "rm": ("trainer.rm", RmConfig),
     "rl": ("trainer.rl", TrainerConfig),
 }
 
@@ -65,7 +67,8 @@ def _run_rank(module: ModuleType, config: Any) -> None:
     try:
         module.run(config)
     except Exception as error:
-        if config.parallel.num_ranks > 1 and (isinstance(error, RankLost) or not isinstance(error, TriadError)):
+        is_told = isinstance(error, TriadError) and not isinstance(error, RankLost)
+        if config.parallel.num_ranks > 1 and not is_told and not is_storage_failure(error):
             deadline = time.monotonic() + _DEAD_RANK_S
             while not STOP_REQUEST.signal_number() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
@@ -122,4 +125,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))

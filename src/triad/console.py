@@ -46,7 +46,10 @@ class Tail:
                 if not line.endswith(b"\n"):
                     return
                 self._offset += len(line)
-                yield json.loads(line)
+                try:
+                    yield json.loads(line)
+                except json.JSONDecodeError:  # a full disk took the first part of a line only
+                    continue
 
 
 class Console:

@@ -54,6 +54,13 @@ def fsync_tree(path: Path) -> None:
         fsync_directory(Path(directory))
 
 
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write all of `data`; a disk that fills up takes a part first and gives its error for the rest."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
 def write_file(path: Path, data: bytes) -> None:
     """Replace `path` by a file with content `data`, atomically and durably."""
     make_directory(path.parent)

@@ -11,21 +11,27 @@
     ├── RankLost                another rank of the trainer ended                  exit 1
     ├── Stopped                 a signal asked to stop; the step is saved          exit 128 + signal
     ├── SaveError               a checkpoint could not be written                  exit 3
-    └── ProcessDied             a child process ended before its time              exit 1, or the 2 or 3 of the child
+    └── ProcessDied             a child process ended before its time              exit 1, or the 2, 3 or 5 of the child
 
 A run that a signal stops exits with 128 + signal, or with `NOT_SAVED` when the save that checkpoints
 ask for then did not land.
 
 Every message says what failed, the value received, what is allowed and what to do.
-Exit code 2 means: nothing was started, fix the input. 3 means: it was running.
+Exit code 2 means: nothing was started, fix the input. 3 means: it was running. 5 (`STORAGE_FAILED`),
+whatever the class: it was running and could not write or read its files.
 """
 
 from __future__ import annotations
 
 import difflib
+import errno
+import re
 from collections.abc import Iterable
 
 NOT_SAVED = 4
+STORAGE_FAILED = 5
+_STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS}
+_RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
 
 
 class TriadError(Exception):
@@ -86,6 +92,20 @@ class Stopped(TriadError):
 
 class ProcessDied(TriadError):
     """One of the processes of a run ended before its time."""
+
+
+def is_storage_failure(error: BaseException | None) -> bool:
+    """Whether a full or broken disk, a quota or a read-only filesystem is at fault, or the cause of what is."""
+    while error is not None:
+        if isinstance(error, OSError):
+            number = error.errno
+        else:  # safetensors and tokenizers put the number into the message
+            match = _RUST_ERRNO.search(str(error))
+            number = int(match[1]) if match else None
+        if number in _STORAGE_ERRNOS or (isinstance(error, TriadError) and error.exit_code == STORAGE_FAILED):
+            return True
+        error = error.__cause__
+    return False
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str:

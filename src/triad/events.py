@@ -26,8 +26,11 @@ def report(phase: str, **fields: object) -> None:
     if not path:
         return
     event = {"time": time.time(), "process": os.environ.get(PROCESS_ENV, ""), "phase": phase, **fields}
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(descriptor, (json.dumps(event, default=str) + "\n").encode())
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(descriptor, (json.dumps(event, default=str) + "\n").encode())
+        finally:
+            os.close(descriptor)
+    except OSError as error:  # it is only shown: what matters will fail by itself
+        _log.warning("not told to the launcher: %s", error)

@@ -30,14 +30,13 @@ def start_heartbeat(name: str = "") -> None:
     """
     prefix = os.environ.get(HEARTBEAT_ENV)
     if prefix:
-        path = Path(f"{prefix}{name}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        threading.Thread(target=_beat, args=(path,), name="heartbeat", daemon=True).start()
+        threading.Thread(target=_beat, args=(Path(f"{prefix}{name}"),), name="heartbeat", daemon=True).start()
 
 
 def _beat(path: Path) -> None:
     while True:
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(b"")
             os.utime(path)
         except OSError as error:  # a storage that fails for a moment must not make a living process look dead

@@ -18,6 +18,7 @@ from triad.config.dpo import DpoConfig
 from triad.config.inference import InferenceConfig
 from triad.config.orchestrator import OrchestratorConfig
 from triad.config.rl import RlConfig, hand_down_shared
+from triad.config.rm import RmConfig
 from triad.config.rl_trainer import TrainerConfig
 from triad.config.trainer import SftConfig, TrainingCommand
 from triad.errors import ConfigError, DataError, InferenceError
@@ -26,11 +27,12 @@ from triad.process import available_cores
 from triad.restarts import Restarts
 from triad.resume import Attempt, prepare, with_resume, write_config
 from triad.run_dir import RunDir, resolve_resume_step
-from triad.watch import Plan, watch
+from triad.storage import Patience
+from triad.watch import Healing, Plan, watch
 
 
 def launch_training(program: str, config: TrainingCommand) -> int:
-    """Run `sft`, `dpo`, or the trainer of `rl` alone; return the exit code."""
+    """Run `sft`, `dpo`, `rm`, or the trainer of `rl` alone; return the exit code."""
     check_model(config)
     attempt = prepare(config, clean=config.clean, dry_run=config.dry_run)
     config = with_resume(config, attempt.resume_step)
@@ -54,12 +56,13 @@ def launch_rl(config: RlConfig) -> int:
         print(f"using the inference servers at {', '.join(urls)}")
     elif served is not None:
         print(f"using the inference server that answers at {_address(config.inference)} (model {served})")
-    return watch(
-        plan,
+    healing = Healing(
         again=lambda: _plan_rl(config, starts_inference=starts_inference, again=True),
         restarts=Restarts(config.max_restarts, config.restart_window_s),
+        patience=Patience(config.storage_timeout_s),
         heartbeat_timeout_s=config.heartbeat_timeout_s,
     )
+    return watch(plan, healing)
 
 
 def _plan_rl(config: RlConfig, *, starts_inference: bool, again: bool = False) -> Plan:
@@ -148,7 +151,7 @@ def check_model(config: TrainingCommand) -> None:
             f"model.name = '{name}' {what} (from {Path.cwd()}). Give a directory with config.json, safetensors and "
             "tokenizer, or a hub id such as Qwen/Qwen3-0.6B."
         )
-    if isinstance(config, SftConfig | DpoConfig):
+    if isinstance(config, SftConfig | DpoConfig | RmConfig):
         data = config.data.name
         is_local = data.endswith((".jsonl", ".json", ".parquet")) or data.startswith((".", "/"))
         if is_local and not Path(data).exists():

@@ -7,6 +7,8 @@ import math
 import os
 from pathlib import Path
 
+from triad import durable
+
 
 class MetricsWriter:
     """Appends one line per step. One process (rank 0 of the trainer) writes."""
@@ -16,9 +18,13 @@ class MetricsWriter:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Append the metrics of `step`; values that JSON lacks (nan, inf) become null."""
+        """Append the metrics of `step`; values that JSON lacks (nan, inf) become null.
+
+        Raises:
+            OSError: it does not fit; a part of it may be there, which the next attempt removes.
+        """
         plain = {name: _plain(value) for name, value in metrics.items()}
-        os.write(self._descriptor, (json.dumps({"step": step, **plain}) + "\n").encode())
+        durable.write_all(self._descriptor, (json.dumps({"step": step, **plain}) + "\n").encode())
 
     def close(self) -> None:
         """Flush to the disk and close."""

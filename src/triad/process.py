@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import errno
+import io
 import logging
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from triad.errors import TriadError
+from triad.errors import STORAGE_FAILED, TriadError, is_storage_failure
 
-_STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS}
 LAUNCHER_ENV = "TRIAD_LAUNCHER_PID"
 _PR_SET_PDEATHSIG = 1
 
@@ -53,8 +52,35 @@ def set_thread_environment(threads: int) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+class _LossyFile(io.FileIO):
+    """Drops what a full disk cannot take."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if not is_storage_failure(error):
+                raise
+            return memoryview(data).nbytes
+
+
+def make_output_lossy() -> None:
+    """Let stdout and stderr drop what their disk cannot take: no process ends, or changes its exit code, by that."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        buffer = getattr(stream, "buffer", None)
+        raw = getattr(buffer, "raw", buffer)  # PYTHONUNBUFFERED leaves the buffer out
+        if not isinstance(raw, io.FileIO) or isinstance(raw, _LossyFile):
+            continue
+        stream.flush()
+        lossy = io.BufferedWriter(_LossyFile(raw.fileno(), "w", closefd=False))
+        text = io.TextIOWrapper(lossy, stream.encoding, "backslashreplace", line_buffering=True)
+        setattr(sys, name, text)
+
+
 def set_up_logging(name: str) -> None:
     """Send log records of this process to stderr, which the launcher points at its log file."""
+    make_output_lossy()
     logging.basicConfig(
         level=logging.INFO,
         format=f"%(asctime)s {name} %(levelname)s %(message)s",
@@ -67,26 +93,36 @@ def set_up_logging(name: str) -> None:
 
 
 def run_reporting_errors(program: Callable[[], object]) -> NoReturn:
-    """Run `program` and exit: 0, a `TriadError`'s code after its message alone, or 1 after a traceback."""
-    try:
+    """Run `program` and exit, as `exit_code_of` says."""
+
+    def run() -> int:
         program()
+        return 0
+
+    sys.exit(exit_code_of(run))
+
+
+def exit_code_of(program: Callable[[], int]) -> int:
+    """Run `program`; return its exit code, or after its error that of the error.
+
+    A `TriadError` is told by its message alone; a storage that failed, as such, with `STORAGE_FAILED`;
+    anything else by its traceback, with 1.
+    """
+    try:
+        return program()
     except TriadError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
-    except OSError as error:
-        if error.errno not in _STORAGE_ERRORS:
+        message, code = str(error), STORAGE_FAILED if is_storage_failure(error) else error.exit_code
+    except Exception as error:  # noqa: BLE001 - reported, and the process ends
+        if not is_storage_failure(error):
+            # A bug of ours: the traceback is what the report needs, once, without a launcher's wrapping.
             traceback.print_exc()
-            sys.exit(1)
-        where = f" at {error.filename}" if error.filename else ""
-        print(
-            f"error: the storage failed{where}: {error.strerror}. What was committed is whole. "
-            "Make room or mend it, then go on with --ckpt.resume-step latest.",
-            file=sys.stderr,
-            flush=True,
+            return 1
+        where = f" at {error.filename}" if isinstance(error, OSError) and error.filename else ""
+        reason = error.strerror if isinstance(error, OSError) else error
+        message = (
+            f"the storage failed{where}: {reason}. What was committed is whole. "
+            "Make room or mend it, then go on with --ckpt.resume-step latest."
         )
-        sys.exit(TriadError.exit_code)
-    except Exception:  # noqa: BLE001 - reported, and the process ends
-        # A bug of ours: the traceback is what the report needs, once, without a launcher's wrapping.
-        traceback.print_exc()
-        sys.exit(1)
-    sys.exit(0)
+        code = STORAGE_FAILED
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    return code

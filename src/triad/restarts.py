@@ -28,7 +28,7 @@ class Restarts:
         """Return the seconds to wait before process `name` is started again; None: it is not.
 
         Deaths by a signal, crashes and a dead engine are worth another try. Errors that were told (bad input,
-        numbers that broke, a full disk) would only come again.
+        numbers that broke) would only come again. A storage that failed is no crash: see `triad.storage`.
         """
         if exit_code in _TOLD:
             return None

@@ -13,11 +13,19 @@ from triad import durable
 from triad.checkpoints import MODEL_DIR, ORCHESTRATOR_DIR, TRAINER_DIR, require_weights
 from triad.config.base import CkptConfig, Command
 from triad.config.dpo import DpoConfig
-from triad.config.drift import compare_settings, describe_stretch, read_settings, refuse_other_model, settings_of
+from triad.config.drift import (
+    compare_settings,
+    describe_stretch,
+    read_settings,
+    refuse_other_adapters,
+    refuse_other_model,
+    settings_of,
+)
 from triad.config.fingerprint import fingerprint, makes_same_batches
 from triad.config.load import read_toml, to_toml
 from triad.config.orchestrator import OrchestratorConfig
 from triad.config.rl_trainer import TrainerConfig
+from triad.config.rm import RmConfig
 from triad.config.trainer import SftConfig, TrainingCommand
 from triad.errors import CheckpointError, ConfigError, RunDirError
 from triad.fetch import fetch, set_aside_after
@@ -98,12 +106,15 @@ def prepare(
             if clean:
                 run_dir.remove_run()
             run_dir.require_writable()
+            if again:
+                # They will be published again, bit for bit: many deaths must not fill the disk with copies.
+                run_dir.remove_weights_after(attempt.resume_step or 0)
             _settle(attempt, how=ckpt.verify, last_batch=_last_batch(attempt, ckpt, trainer, orchestrator))
         except OSError as error:
             raise RunDirError(
                 f"{run_dir.path} could not be prepared: {error}. No committed checkpoint is lost: mend the storage "
                 "or the permissions, then start again."
-            ) from None
+            ) from error
         if ckpt.dir is not None and attempt.fork is None:
             set_aside_after(ckpt.dir, attempt.resume_step or 0)
     return attempt
@@ -189,7 +200,7 @@ def _check_fits(attempt: Attempt, trainer: TrainingCommand) -> None:
             f"Raise --max-steps{others}."
         )
     made_by, found = _made_by(directory)
-    for kind, program in ((SftConfig, "sft"), (DpoConfig, "dpo"), (TrainerConfig, "rl")):
+    for kind, program in ((SftConfig, "sft"), (DpoConfig, "dpo"), (RmConfig, "rm"), (TrainerConfig, "rl")):
         if isinstance(trainer, kind) and made_by != program:
             raise CheckpointError(
                 f"{directory} holds {found}: it is a checkpoint of {made_by}, and {program} "
@@ -197,6 +208,9 @@ def _check_fits(attempt: Attempt, trainer: TrainingCommand) -> None:
             )
     saved, wanted = directory / MODEL_DIR / "config.json", Path(trainer.model.name) / "config.json"
     refuse_other_model(saved, wanted, model_name=trainer.model.name, step=step)
+    settings = directory / TRAINER_DIR / CONFIG_NAME
+    if settings.exists():
+        refuse_other_adapters(read_settings(settings), trainer, step=step)
 
 
 def _made_by(directory: Path) -> tuple[str, str]:
@@ -204,7 +218,10 @@ def _made_by(directory: Path) -> tuple[str, str]:
     if (directory / ORCHESTRATOR_DIR / STATE_NAME).exists():
         return "rl", "the state of an orchestrator"
     saved = directory / TRAINER_DIR / CONFIG_NAME
-    if saved.exists() and "loss" in read_settings(saved):
+    loss = read_settings(saved).get("loss", {}) if saved.exists() else {}
+    if "center_coef" in loss:
+        return "rm", "the settings of a reward model's loss"
+    if loss:
         return "dpo", "the settings of a preference loss"
     return "sft", "no state of an orchestrator and no preference loss"
 

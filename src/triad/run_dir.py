@@ -176,7 +176,7 @@ class RunDir:
                 raise RunDirError(
                     f"{directory} cannot be written: {error.strerror}. Mend that, or choose another directory with "
                     "--output-dir."
-                ) from None
+                ) from error
 
     def create(self, *, forked_from: dict[str, str | int] | None = None) -> None:
         """Mark the directory as holding a run; one that does already keeps its id.
@@ -210,6 +210,12 @@ class RunDir:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+
+    def remove_weights_after(self, step: int) -> None:
+        """Remove the published weights of versions after `step`."""
+        for version in self.published_weights():
+            if version > step:
+                durable.remove_directory(self.weights_of(version))
 
     def prune_batches(self, step: int) -> None:
         """Remove the batches up to and including `step`, which no checkpoint needs any more."""

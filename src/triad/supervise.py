@@ -82,12 +82,12 @@ class Supervisor:
         self, name: str, argv: list[str], log: Path, *, environment: dict[str, str], is_service: bool = False
     ) -> Child:
         """Start one child with its output in `log`; it takes the place of a dead one of that name."""
-        for dead in [child for child in self.children if child.name == name]:
-            _signal_group(dead.process.pid, signal.SIGKILL, group=True)  # its own children, such as an engine
-            dead.process.wait()
-            self.children.remove(dead)
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as output:
+            for dead in [child for child in self.children if child.name == name]:
+                _signal_group(dead.process.pid, signal.SIGKILL, group=True)  # its own children, such as an engine
+                dead.process.wait()
+                self.children.remove(dead)
             process = subprocess.Popen(
                 argv,
                 stdin=subprocess.DEVNULL,

@@ -6,26 +6,33 @@ What a death costs:
 - orchestrator: it is started again and goes on behind the last journaled batch; the trainer waits.
 - trainer (any rank): trainer and orchestrator are started again as a new attempt, from the newest
   checkpoint; batches in the journal and finished generations are used again.
+- a storage that cannot be written: the process that says so is started again when there may be room.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from triad import durable
 from triad.config.trainer import TrainingCommand
 from triad.console import Console
-from triad.errors import NOT_SAVED, ProcessDied
+from triad.errors import NOT_SAVED, STORAGE_FAILED, ProcessDied, TriadError, is_storage_failure
 from triad.events import EVENTS_ENV, PROCESS_ENV
 from triad.heartbeat import HEARTBEAT_ENV, PROBE_PERIOD_S, Vitals
+from triad.process import make_output_lossy
 from triad.restarts import Restarts
 from triad.resume import Attempt
 from triad.run_dir import RunDir
+from triad.storage import Patience, fullest
 from triad.supervise import Child, Supervisor, error_message, last_lines
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,55 +53,58 @@ class Plan:
     health_urls: dict[str, str] = field(default_factory=dict)
 
 
-def watch(
-    plan: Plan,
-    *,
-    again: Callable[[], Plan] | None = None,
-    restarts: Restarts | None = None,
-    heartbeat_timeout_s: float | None = None,
-) -> int:
+@dataclass(frozen=True)
+class Healing:
+    """What keeps a run going whose processes die.
+
+    Attributes:
+        again: makes the plan that goes on with the run after its trainer died.
+        restarts: the allowance of restarts after crashes.
+        patience: how long the run waits for its storage.
+        heartbeat_timeout_s: a process that is silent for this long is killed.
+    """
+
+    again: Callable[[], Plan]
+    restarts: Restarts
+    patience: Patience
+    heartbeat_timeout_s: float
+
+
+def watch(plan: Plan, healing: Healing | None = None) -> int:
     """Run the processes of `plan` to their end; return the exit code.
 
     Args:
-        again: makes the plan that goes on with the run after its trainer died.
-        restarts: the allowance of restarts; unset: none.
-        heartbeat_timeout_s: kill a process that is silent for this long; unset: never.
+        healing: unset: the first death ends the run.
 
     Raises:
         ProcessDied: one of them ended before its time and was not to be started again.
     """
-    restarts = restarts or Restarts(0, 0.0)
+    make_output_lossy()
     run_dir = plan.attempt.run_dir
-    probe_period_s = PROBE_PERIOD_S if heartbeat_timeout_s is None else min(PROBE_PERIOD_S, heartbeat_timeout_s / 4)
+    timeout_s = healing.heartbeat_timeout_s if healing else math.inf
     vitals = {
-        name: Vitals(run_dir.heartbeat(name), plan.health_urls.get(name), probe_period_s=probe_period_s)
+        name: Vitals(
+            run_dir.heartbeat(name), plan.health_urls.get(name), probe_period_s=min(PROBE_PERIOD_S, timeout_s / 4)
+        )
         for name in plan.commands
     }
     with Supervisor() as supervisor:
         while True:
-            watcher = _Watcher(plan, supervisor, restarts, vitals, heartbeat_timeout_s)
-            outcome = watcher.run()
-            if outcome is not None:
+            outcome = _Watcher(plan, supervisor, healing, vitals).run()
+            if isinstance(outcome, int):
                 return outcome
-            assert again is not None, "only runs that can go on again end without an outcome"
-            plan = again()
+            plan = outcome
 
 
 class _Watcher:
     """Watches one attempt."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        supervisor: Supervisor,
-        restarts: Restarts,
-        vitals: dict[str, Vitals],
-        heartbeat_timeout_s: float | None,
-    ) -> None:
+    def __init__(self, plan: Plan, supervisor: Supervisor, healing: Healing | None, vitals: dict[str, Vitals]) -> None:
         self._plan = plan
         self._supervisor = supervisor
-        self._restarts = restarts
-        self._timeout_s = heartbeat_timeout_s
+        self._healing = healing
+        self._restarts = healing.restarts if healing else Restarts(0, 0.0)
+        self._patience = healing.patience if healing else Patience(0.0)
         self._run_dir = plan.attempt.run_dir
         self._logs = self._run_dir.logs(plan.attempt.number)
         self._vitals = vitals
@@ -105,25 +115,16 @@ class _Watcher:
             max_steps=plan.trainer.max_steps,
         )
 
-    def run(self) -> int | None:
-        """Return the exit code of the run, or None when it is to go on in another attempt."""
-        self._logs.mkdir(parents=True, exist_ok=True)
+    def run(self) -> int | Plan:
+        """Return the exit code of the run, or the plan of the attempt in which it goes on."""
         with self._console:
-            self._start()
-            outcome = self._supervisor.run(self._refresh)
+            outcome = self._until_storage_takes_it(self._start)
+            if outcome is None:
+                outcome = self._supervisor.run(self._refresh)
             while isinstance(outcome, Child):
-                if (asked := self._signal_taken_by(outcome)) is not None:
-                    outcome = asked
-                    break
-                number = self._wait_to_restart(outcome)
-                if number is None and outcome.name == "trainer":
-                    self._supervisor.stop(names={"trainer", "orchestrator"})
-                    return None
-                if number is None:
-                    self._restart(outcome)
-                    outcome = self._supervisor.run(self._refresh)
-                else:
-                    outcome = number
+                outcome = self._signal_taken_by(outcome) or self._bring_back(outcome)
+            if isinstance(outcome, Plan):
+                return outcome
             if outcome is not None:
                 self._save_before_stop(outcome)
             self._supervisor.stop()
@@ -135,6 +136,7 @@ class _Watcher:
 
     def _start(self) -> None:
         """Start what does not run yet; an inference server outlives an attempt."""
+        self._logs.mkdir(parents=True, exist_ok=True)
         for name, argv in self._plan.commands.items():
             if any(child.name == name and child.process.poll() is None for child in self._supervisor.children):
                 continue
@@ -157,13 +159,65 @@ class _Watcher:
 
     def _refresh(self) -> None:
         self._console.refresh()
-        if self._timeout_s is None:
+        if self._healing is None:
             return
         for child in self._supervisor.children:
             silent_s = self._vitals[child.name].silent_s()
-            if silent_s > self._timeout_s and child.process.poll() is None:
+            if silent_s > self._healing.heartbeat_timeout_s and child.process.poll() is None:
                 self._console.say(f"{child.name} has shown no sign of life for {silent_s:.0f} s: killing it")
                 self._supervisor.kill(child)
+
+    def _bring_back(self, child: Child) -> Child | Plan | int | None:
+        """Start a dead child again, after the delay that its death asks for; return what became of the run then.
+
+        Raises:
+            ProcessDied: it is not to be started again.
+        """
+        if child.process.returncode == STORAGE_FAILED:
+            number = self._wait_for_storage(self._death(child))
+        else:
+            number = self._wait_to_restart(child)
+        if number is not None:
+            return number
+        if child.name == "trainer" and self._healing is not None:
+            self._supervisor.stop(names={"trainer", "orchestrator"})
+            return self._until_storage_takes_it(self._healing.again)
+        number = self._until_storage_takes_it(lambda: self._restart(child))
+        return self._supervisor.run(self._refresh) if number is None else number
+
+    def _until_storage_takes_it(self, action: Callable[[], T]) -> T | int:
+        """Do what writes to the run directory, again while that fails; return its result, or the number of a signal."""
+        while True:
+            try:
+                return action()
+            except (OSError, TriadError) as error:
+                if not is_storage_failure(error):
+                    raise
+                number = self._wait_for_storage(error)
+            if number is not None:
+                return number
+
+    def _wait_for_storage(self, error: Exception) -> int | None:
+        """Wait before the next try; return the number of a signal that came meanwhile.
+
+        Raises:
+            ProcessDied: the storage has failed for too long.
+        """
+        delay_s = self._patience.delay_s(self._console.last_step)
+        path, free_bytes = fullest(self._run_dir)
+        if delay_s is None:
+            self._supervisor.stop()
+            given_up = ProcessDied(str(error))
+            if timeout_s := self._patience.timeout_s:
+                given_up.args = (f"{error}\n       the storage was waited for in vain for {timeout_s:g} s",)
+            given_up.exit_code = STORAGE_FAILED
+            raise given_up from None
+        reason = str(error).split(". ")[0].split("\n")[0]
+        self._console.say(
+            f"waiting for storage: {reason}. {path} has {free_bytes:,} bytes free: make room or mend it, and the run "
+            f"goes on by itself (next try in {delay_s:g} s)"
+        )
+        return self._supervisor.pause(delay_s, self._console.refresh)
 
     def _wait_to_restart(self, child: Child) -> int | None:
         """Wait out the delay before `child` is started again; return the number of a signal that came meanwhile.
@@ -190,7 +244,7 @@ class _Watcher:
         if used:
             error.args = (f"{error}\n       it was started again {used} times in {self._restarts.window_s:g} s",)
         code = child.process.returncode
-        error.exit_code = code if code in (2, 3) else 1
+        error.exit_code = code if code in (2, 3, STORAGE_FAILED) else 1
         return error
 
     def _signal_taken_by(self, child: Child) -> int | None:
@@ -204,28 +258,33 @@ class _Watcher:
         ckpt = self._plan.trainer.ckpt
         saving = f"saving the current step, for at most {ckpt.grace_s:g} s" if ckpt else "stopping"
         self._console.say(f"{signal.Signals(number).name}: {saving}")
-        if ckpt:
-            (trainer,) = [child for child in self._supervisor.children if child.name == "trainer"]
-            if not self._supervisor.ask_to_end(trainer, number, self._console.refresh, timeout_s=ckpt.grace_s):
-                self._supervisor.kill(trainer)  # the time is over, or a second signal wants it over
+        trainer = self._trainer()
+        if not ckpt or not trainer:
+            return
+        if not self._supervisor.ask_to_end(trainer, number, self._console.refresh, timeout_s=ckpt.grace_s):
+            self._supervisor.kill(trainer)  # the time is over, or a second signal wants it over
 
     def _report_stop(self, number: int) -> int:
         """Say what a stopped run saved; return 128 + signal, or `NOT_SAVED` where its last step is not saved."""
         step = self._console.last_step
         stopped = f"stopped at step {step} of {self._plan.trainer.max_steps}"
-        if self._plan.trainer.ckpt is None:
+        trainer = self._trainer()
+        if self._plan.trainer.ckpt is None or trainer is None:
             print(f"{stopped}; nothing was saved (--ckpt saves the step that a signal stops at)")
             return 128 + number
-        (trainer,) = [child for child in self._supervisor.children if child.name == "trainer"]
         steps = self._run_dir.committed_steps()
         resume = f"go on from step {steps[-1]} with --ckpt.resume-step latest" if steps else "there is no checkpoint"
         is_saved = (steps[-1] if steps else 0) >= step
-        if not is_saved or trainer.process.returncode in (1, 2, 3):
+        if not is_saved or trainer.process.returncode in (1, 2, 3, STORAGE_FAILED):
             what = f"step {step} is saved here, but" if is_saved else f"step {step} was NOT saved:"
             print(f"{stopped}; {what} {error_message(trainer.log) or f'see {trainer.log}'}\n{resume}")
             return NOT_SAVED
         print(f"{stopped}, which is saved; {resume}" if step else f"{stopped}, before anything was trained")
         return 128 + number
+
+    def _trainer(self) -> Child | None:
+        """The trainer; None where the storage let none start."""
+        return next((child for child in self._supervisor.children if child.name == "trainer"), None)
 
 
 def _how_it_ended(child: Child) -> str:

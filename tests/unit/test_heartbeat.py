@@ -79,8 +79,9 @@ def test_a_heartbeat_outlives_a_storage_that_fails(
     beating("")
     _until(lambda: (folder / "trainer").exists())
     folder.rename(away)
+    folder.write_text("not a directory")
     time.sleep(1.5 * PERIOD_S)
-    folder.mkdir()
+    folder.unlink()
     _until(lambda: (folder / "trainer").exists())
 
 

@@ -46,6 +46,10 @@ class RlConfig(Command):
     heartbeat_timeout_s: float = Field(default=120.0, gt=0)
     """A process that shows no sign of life for this long counts as dead."""
 
+    storage_timeout_s: float = Field(default=3600.0, ge=0)
+    """A storage that cannot be written (full disk, quota, I/O errors) is waited for, until no new step was trained
+    for this long; 0: the run ends."""
+
     clean: bool = False
     """Remove a run that the output directory already holds, then start afresh."""
 
