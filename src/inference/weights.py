@@ -110,7 +110,7 @@ def read_files(directory: Path, *, version: int | None = None) -> tuple[dict[str
     paths = _complete_files(directory)
     expected = _manifest_entries(directory, version)
     for name in expected or ():
-        if name.endswith(".safetensors") and directory / name not in paths:
+        if name.endswith(".safetensors") and "/" not in name and directory / name not in paths:
             raise DataError(f"{directory}: file '{name}', which {MANIFEST_NAME} names, is missing")
     tensors: dict[str, torch.Tensor] = {}
     files: list[WeightsFile] = []
