@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from orchestrator.client import InferenceClient
@@ -13,12 +15,15 @@ from orchestrator.mix import next_environment
 from orchestrator.rollout import Problem, run_group
 from orchestrator.sampler import Sampler
 from orchestrator.seeds import TaskSeed
+from orchestrator.selection import Outcome, Selection, count, has_signal, select
 from orchestrator.state import OrchestratorState
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.weights import PublishedWeights
 from triad.config.orchestrator import OrchestratorConfig
-from triad.messages import Rollout
+from triad.errors import EnvironmentFailure
 from triad.run_dir import RunDir
+
+_log = logging.getLogger("orchestrator")
 
 
 class BatchMaker:
@@ -39,45 +44,85 @@ class BatchMaker:
         self._run_dir = run_dir
         self._tokenizer = tokenizer
         self._environments = environments
+        self._settings = {section.label: section for section in config.environments}
         self.state = state
         self.num_reused = 0
 
-    async def make(self, step: int, weights: PublishedWeights) -> list[Rollout]:
-        """Return the rollouts of batch `step`, problem by problem, sampled by `weights`.
+    async def make(self, step: int, weights: PublishedWeights) -> Selection:
+        """Return the groups of batch `step`, sampled by `weights`, and what was drawn besides.
+
+        Problems are drawn in rounds. The first is the batch; with dynamic sampling each later one is as
+        large as the number of groups that still miss a signal, until there are enough or the most that
+        may be drawn. A round begins when the one before has ended, so which problems are drawn depends
+        on rewards alone, never on timing. Groups without signal fill what is missing in the end.
 
         Raises:
-            EnvironmentFailure: an environment raised or broke its contract.
+            EnvironmentFailure: an environment raised or broke its contract, and may not; or no group is left.
             InferenceError: an engine failed, or another version answered.
         """
         state = self.state.copy()
-        problems = self._choose_problems(state)
         sampler = self._sampler(step, weights)
         # Whole groups pass at a time, so that a group's first turns can share one request.
         slots = asyncio.Semaphore(max(1, self._config.client.max_concurrency // self._config.group_size))
 
-        async def in_turn(problem: Problem) -> list[Rollout]:
+        async def in_turn(problem: Problem) -> Outcome:
             async with slots:
                 return await run_group(problem, step, config=self._config, tokenizer=self._tokenizer, sampler=sampler)
 
+        outcomes: list[Outcome] = []
         try:
-            groups = await run_all(in_turn(problem) for problem in problems)
+            while missing := self._num_missing(outcomes):
+                problems = self._choose_problems(state, missing, first=len(outcomes))
+                outcomes += await run_all(in_turn(problem) for problem in problems)
         finally:
             await sampler.close()
-        rollouts = [rollout for group in groups for rollout in group]
-        _count(state, step, rollouts, num_problems=len(problems))
+        selection = select(outcomes, num_groups=self._config.problems_per_step)
+        self._check(step, selection)
+        count(state, step, selection)
         self.state = state
         self.num_reused = sampler.num_reused
-        return rollouts
+        return selection
 
-    def _choose_problems(self, state: OrchestratorState) -> list[Problem]:
+    def _num_missing(self, outcomes: Sequence[Outcome]) -> int:
+        """Return how many problems to draw next."""
+        missing = self._config.problems_per_step - sum(map(has_signal, outcomes))
+        return min(missing, self._config.max_problems_per_step - len(outcomes))
+
+    def _check(self, step: int, selection: Selection) -> None:
+        dropped = selection.dropped
+        if not selection.groups:
+            reasons = ", ".join(
+                f"{number} {reason}" for reason, number in Counter(one.reason for one in dropped).items()
+            )
+            raise EnvironmentFailure(
+                f"batch {step}: all {len(dropped)} groups were dropped ({reasons}), so there is nothing to train on. "
+                f"The first: {dropped[0].detail}"
+            )
+        num_equal = sum(not has_signal(group) for group in selection.groups)
+        if self._config.dynamic_sampling and num_equal:
+            _log.warning(
+                "batch %d: %d of its %d groups have no signal after %d problems, the most that may be drawn for it",
+                step,
+                num_equal,
+                len(selection.groups),
+                len(selection.groups) + len(dropped),
+            )
+
+    def _choose_problems(self, state: OrchestratorState, number: int, *, first: int) -> list[Problem]:
+        """Draw `number` problems, the first of which is number `first` of its batch; moves `state` on."""
         problems = []
-        for position in range(self._config.problems_per_step):
+        for position in range(first, first + number):
             name = next_environment(state)
             index = state.environments[name].next_task
             state.environments[name].next_task += 1
-            seed = TaskSeed(run_seed=self._config.seed, environment=name, index=index)
-            engine = position % self._client.num_engines
-            problems.append(Problem(name=name, environment=self._environments[name], seed=seed, engine=engine))
+            problems.append(
+                Problem(
+                    environment=self._environments[name],
+                    settings=self._settings[name],
+                    seed=TaskSeed(run_seed=self._config.seed, environment=name, index=index),
+                    engine=position % self._client.num_engines,
+                )
+            )
         return problems
 
     def _sampler(self, step: int, weights: PublishedWeights) -> Sampler:
@@ -86,11 +131,3 @@ class BatchMaker:
             self._run_dir, step, weights_digest=weights.digest, temperature=temperature, stop_token_ids=stops
         )
         return Sampler(self._client, log, version=weights.version, temperature=temperature, stop_token_ids=stops)
-
-
-def _count(state: OrchestratorState, step: int, rollouts: Sequence[Rollout], *, num_problems: int) -> None:
-    state.step = step
-    state.problems += num_problems
-    state.rollouts += len(rollouts)
-    state.tokens += sum(len(rollout.token_ids) for rollout in rollouts)
-    state.sampled_tokens += sum(sum(rollout.loss_mask) for rollout in rollouts)

@@ -64,7 +64,7 @@ class Production:
         updating = time.perf_counter()
         weights = await self._schedule.serve(weights, check=self._publisher.check)
         generating = time.perf_counter()
-        rollouts = await self._maker.make(step, weights)
+        selection = await self._maker.make(step, weights)
         now = time.perf_counter()
         times = BatchTimes(
             period=now - self._ended,
@@ -75,26 +75,28 @@ class Production:
         )
         self._ended, self._busy_s = now, self._client.busy_s
         metrics = batch_metrics(
-            rollouts,
+            selection,
             times,
-            group_size=self._config.group_size,
+            step=step,
             num_reused=self._maker.num_reused,
-            policy_age=step - 1 - weights.version,
+            environments=self._config.environments,
         )
         batch = Batch(
             step=step,
             policy_version=weights.version,
             temperature=self._config.sampling.temperature,
-            rollouts=rollouts,
+            rollouts=selection.rollouts,
+            dropped=selection.dropped,
             metrics=metrics,
         )
         await self._publisher.submit(batch, self._maker.state.encode())
         _log.info(
-            "batch %d by version %d: reward %.4f, %.1f tokens, %.2f s (waited %.2f s for weights)",
+            "batch %d by version %d: reward %.4f, %.1f tokens, %d groups dropped, %.2f s (waited %.2f s for weights)",
             step,
             weights.version,
             metrics["reward/mean"],
             metrics["rollout/tokens_mean"],
+            len(selection.dropped),
             times.period,
             times.wait_for_weights,
         )

@@ -2,77 +2,120 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from orchestrator.concurrency import run_all
 from orchestrator.environment import Completion, Environment, Score, Session, SessionFull, Task
 from orchestrator.sampler import Sampler
 from orchestrator.seeds import TaskSeed, request_seed
+from orchestrator.selection import Outcome
 from orchestrator.tokenizer import Tokenizer
-from triad.config.orchestrator import OrchestratorConfig
+from triad.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from triad.errors import DataError, EnvironmentFailure, TriadError
-from triad.messages import Rollout, VersionSpan
+from triad.messages import Dropped, DropReason, Rollout, VersionSpan
 
 _log = logging.getLogger("orchestrator")
+
+
+class PromptTooLong(DataError):
+    """A prompt leaves no room for a sampled token."""
+
+
+class RolloutTimeout(EnvironmentFailure):
+    """Playing a session or scoring a group took longer than it may."""
 
 
 @dataclass(frozen=True)
 class Problem:
     """One problem of a batch; its group is sampled by the engine of index `engine`."""
 
-    name: str
     environment: Environment
+    settings: EnvironmentConfig
     seed: TaskSeed
     engine: int
+
+    @property
+    def name(self) -> str:
+        """Name of the environment."""
+        return self.settings.label
 
 
 async def run_group(
     problem: Problem, step: int, *, config: OrchestratorConfig, tokenizer: Tokenizer, sampler: Sampler
-) -> list[Rollout]:
-    """Return `group_size` scored rollouts of `problem` for batch `step`.
+) -> Outcome:
+    """Return `group_size` scored rollouts of `problem` for batch `step`, or why there are none.
+
+    Where a failure may drop the group, its other sessions are played to their end all the same, so that
+    what is counted does not depend on timing.
 
     Raises:
-        EnvironmentFailure: the environment raised or broke its contract.
-        DataError: the prompt leaves no room within `seq_len`.
+        EnvironmentFailure: the environment raised, broke its contract or took too long, and `on_error` is `stop`.
+        PromptTooLong: the prompt leaves no room within `seq_len`, and `on_error` is `stop`.
         InferenceError: an engine failed.
     """
-    with _blaming(problem, "make_task"):
-        task = problem.environment.make_task(problem.seed)
-    prompt_ids = _prompt_ids(task, problem, tokenizer=tokenizer, seq_len=config.seq_len)
-    sessions = [
-        _new_session(prompt_ids, index, problem, step, config=config, tokenizer=tokenizer, sampler=sampler)
-        for index in range(config.group_size)
-    ]
-    await run_all(_play(session, task, problem) for session in sessions)
-    with _blaming(problem, "score"):
-        scores = await problem.environment.score(task, sessions)
-    _check_scores(scores, problem, config.group_size)
+    sessions: list[Session] = []
+    try:
+        async with _blaming(problem, "make_task"):
+            task = problem.environment.make_task(problem.seed)
+        prompt_ids = _prompt_ids(task, problem, tokenizer=tokenizer, seq_len=config.seq_len)
+        sessions += [
+            _new_session(prompt_ids, index, problem, step, config=config, tokenizer=tokenizer, sampler=sampler)
+            for index in range(config.group_size)
+        ]
+        await _play_all(sessions, task, problem)
+        async with _blaming(problem, "score"):
+            scores = await problem.environment.score(task, sessions)
+        _check_scores(scores, problem, config.group_size)
+    except (EnvironmentFailure, PromptTooLong) as failure:
+        if problem.settings.on_error == "stop":
+            if failure.__cause__ is not None:
+                _log.error("%s", failure, exc_info=failure.__cause__)
+            raise
+        return _dropped(problem, sessions, failure)
     return [
-        Rollout(
-            environment=problem.name,
-            task_id=problem.seed.index,
-            sample_index=index,
-            token_ids=session.token_ids,
-            loss_mask=session.loss_mask,
-            logprobs=session.logprobs,
-            versions=_merged(session.versions),
-            reward=float(score.reward),
-            truncated=session.truncated,
-            metrics={name: float(value) for name, value in score.metrics.items()},
-        )
+        _to_rollout(problem, index, session, score)
         for index, (session, score) in enumerate(zip(sessions, scores, strict=True))
     ]
+
+
+def _dropped(problem: Problem, sessions: Sequence[Session], failure: TriadError) -> Dropped:
+    reasons: dict[type[TriadError], DropReason] = {PromptTooLong: "prompt_too_long", RolloutTimeout: "timeout"}
+    _log.warning("%s: the group is dropped", failure)
+    return Dropped(
+        environment=problem.name,
+        task_id=problem.seed.index,
+        reason=reasons.get(type(failure), "environment_error"),
+        rollouts=len(sessions),
+        tokens=sum(len(session.token_ids) for session in sessions),
+        detail=str(failure),
+    )
+
+
+def _to_rollout(problem: Problem, index: int, session: Session, score: Score) -> Rollout:
+    return Rollout(
+        environment=problem.name,
+        task_id=problem.seed.index,
+        sample_index=index,
+        token_ids=session.token_ids,
+        loss_mask=session.loss_mask,
+        logprobs=session.logprobs,
+        versions=_merged(session.versions),
+        reward=float(score.reward),
+        truncated=session.truncated,
+        metrics={name: float(value) for name, value in score.metrics.items()},
+    )
 
 
 def _prompt_ids(task: Task, problem: Problem, *, tokenizer: Tokenizer, seq_len: int) -> list[int]:
     token_ids = tokenizer.encode(task.prompt) if isinstance(task.prompt, str) else tokenizer.prompt(task.prompt)
     if not 1 <= len(token_ids) < seq_len:
-        raise DataError(
+        raise PromptTooLong(
             f"environment '{problem.name}', task {problem.seed.index}: the prompt has {len(token_ids)} tokens; allowed "
             f"are 1 to {seq_len - 1}, so that one sampled token fits into seq_len = {seq_len}. "
             "Raise seq_len or shorten the prompts."
@@ -103,8 +146,25 @@ def _new_session(
     )
 
 
+async def _play_all(sessions: Sequence[Session], task: Task, problem: Problem) -> None:
+    """Play the sessions of a group; a failure is raised at once if it ends the run, else when all have ended."""
+
+    async def play(session: Session) -> EnvironmentFailure | None:
+        try:
+            await _play(session, task, problem)
+        except EnvironmentFailure as failure:
+            if problem.settings.on_error == "stop":
+                raise
+            return failure
+        return None
+
+    for failure in await run_all(play(session) for session in sessions):
+        if failure is not None:
+            raise failure
+
+
 async def _play(session: Session, task: Task, problem: Problem) -> None:
-    with _blaming(problem, "run"):
+    async with _blaming(problem, "run"):
         try:
             await problem.environment.run(session, task)
         except SessionFull:
@@ -113,15 +173,20 @@ async def _play(session: Session, task: Task, problem: Problem) -> None:
         raise EnvironmentFailure(f"{_named(problem)}: run() ended without a sampled turn; call session.sample()")
 
 
-@contextmanager
-def _blaming(problem: Problem, method: str) -> Iterator[None]:
-    """Turn what an environment raises into an EnvironmentFailure that says where it came from."""
+@asynccontextmanager
+async def _blaming(problem: Problem, method: str) -> AsyncIterator[None]:
+    """Turn what an environment raises, or takes too long for, into a failure that says where it came from."""
+    deadline = asyncio.timeout(problem.settings.timeout_s)
     try:
-        yield
+        async with deadline:
+            yield
     except (TriadError, SessionFull):
         raise
     except Exception as error:
-        _log.error("%s: %s() raised", _named(problem), method, exc_info=error)
+        if isinstance(error, TimeoutError) and deadline.expired():
+            raise RolloutTimeout(
+                f"{_named(problem)}: {method}() took longer than {problem.settings.timeout_s:g} s (timeout_s)"
+            ) from None
         raise EnvironmentFailure(
             f"{_named(problem)}: {method}() raised {type(error).__name__}: {error} ({_origin(error)})"
         ) from error

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from triad.errors import CheckpointError
+from triad.journal import Counts
 
 STATE_FORMAT = 1
 
@@ -33,10 +34,11 @@ class OrchestratorState(msgspec.Struct, kw_only=True):
 
     Attributes:
         step: the batch that was produced last; 0 before the first.
-        problems: problems since the start of the run.
-        rollouts: rollouts since the start of the run.
-        tokens: tokens of all rollouts, prompts included.
-        sampled_tokens: tokens that the policy sampled.
+        problems: problems that were drawn since the start of the run, those of dropped groups too.
+        rollouts: their rollouts.
+        tokens: tokens of those, prompts included.
+        sampled_tokens: tokens of the batches that the policy sampled.
+        dropped: what of problems, rollouts and tokens is in no batch, by reason.
         environments: position in every environment, by name.
     """
 
@@ -46,6 +48,7 @@ class OrchestratorState(msgspec.Struct, kw_only=True):
     rollouts: int = 0
     tokens: int = 0
     sampled_tokens: int = 0
+    dropped: dict[str, Counts] = {}
     environments: dict[str, EnvironmentState] = {}
 
     def encode(self) -> bytes:

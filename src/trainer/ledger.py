@@ -1,24 +1,25 @@
 """The ledger of an RL run: what the orchestrator accepted is trained once, or waits in the journal.
 
-The orchestrator's state N (`rollouts/step_N/orchestrator.json`) counts everything up to batch N. So
+The orchestrator's state N (`rollouts/step_N/orchestrator.json`) counts everything up to batch N, and what it
+dropped of that, by reason. So
 
-    accepted = trained + pending
+    accepted = trained + pending + dropped
 
-holds if every batch holds exactly what lies between state N - 1 and state N, and if the trainer has
-trained exactly what state N counts when it saves step N. What is pending then are the batches after N.
-Nothing is dropped between the two, so there are no other accounts.
+holds if every batch holds or names as dropped exactly what lies between state N - 1 and state N, and if the
+trainer has trained exactly what state N counts, less what was dropped, when it saves step N. What is pending
+then are the batches after N.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.state import Progress
 from triad.checkpoints import ORCHESTRATOR_DIR
 from triad.errors import TrainingError
-from triad.journal import STATE_NAME, Accepted, read_accepted
+from triad.journal import STATE_NAME, Accepted, Counts, read_accepted
 from triad.messages import Batch, Rollout
 from triad.run_dir import RunDir
 
@@ -68,8 +69,8 @@ def check_trained(accepted: Accepted, progress: Progress) -> None:
     """
     counts = {
         "steps": (accepted.step, progress.step),
-        "rollouts": (accepted.rollouts, progress.samples),
-        "tokens": (accepted.tokens, progress.tokens),
+        "rollouts": (accepted.batched.rollouts, progress.samples),
+        "tokens": (accepted.batched.tokens, progress.tokens),
     }
     for name, (made, trained) in counts.items():
         if made != trained:
@@ -81,7 +82,9 @@ def check_trained(accepted: Accepted, progress: Progress) -> None:
 
 
 def check_tasks(batch: Batch, *, before: Accepted, after: Accepted) -> None:
-    """Check that a batch holds exactly the tasks between two states of the orchestrator, each a whole group.
+    """Check that a batch holds or drops exactly the tasks between two states of the orchestrator.
+
+    A task is there once: as a whole group, or as dropped with its reason.
 
     Raises:
         TrainingError: naming step, environment and task.
@@ -89,9 +92,12 @@ def check_tasks(batch: Batch, *, before: Accepted, after: Accepted) -> None:
     groups: dict[str, dict[int, list[Rollout]]] = {}
     for rollout in batch.rollouts:
         groups.setdefault(rollout.environment, {}).setdefault(rollout.task_id, []).append(rollout)
-    for name in sorted(groups.keys() | before.environments.keys() | after.environments.keys()):
+    dropped: dict[str, list[int]] = {}
+    for one in batch.dropped:
+        dropped.setdefault(one.environment, []).append(one.task_id)
+    for name in sorted(groups.keys() | dropped.keys() | before.environments.keys() | after.environments.keys()):
         expected = range(before.next_task(name), after.next_task(name))
-        _check_environment(batch.step, name, list(groups.get(name, {})), expected)
+        _check_environment(batch.step, name, list(groups.get(name, {})), dropped.get(name, []), expected)
     sizes = Counter(len(group) for tasks in groups.values() for group in tasks.values())
     group_size = sizes.most_common(1)[0][0] if sizes else 0
     for name, tasks in groups.items():
@@ -102,35 +108,41 @@ def check_tasks(batch: Batch, *, before: Accepted, after: Accepted) -> None:
                     f"batch {batch.step}: task {task} of environment '{name}' has the samples {samples}, expected "
                     f"0 to {group_size - 1} once each. Nothing of this batch is trained."
                 )
-    _check_counts(batch, sum(map(len, groups.values())), before=before, after=after)
+    num_tokens = sum(len(rollout.token_ids) for rollout in batch.rollouts)
+    held = Counts(sum(map(len, groups.values())), len(batch.rollouts), num_tokens)
+    _check_counts(batch.step, "holds", held, after.batched - before.batched)
+    for reason in sorted({one.reason for one in batch.dropped} | before.dropped.keys() | after.dropped.keys()):
+        found = sum((Counts(1, one.rollouts, one.tokens) for one in batch.dropped if one.reason == reason), Counts())
+        counted = after.dropped.get(reason, Counts()) - before.dropped.get(reason, Counts())
+        _check_counts(batch.step, f"drops ({reason})", found, counted)
 
 
-def _check_environment(step: int, name: str, tasks: Sequence[int], expected: range) -> None:
-    if tasks == list(expected):
+def _check_environment(step: int, name: str, tasks: list[int], dropped: list[int], expected: range) -> None:
+    """Check that `tasks` and `dropped` together are `expected`, both in order and nothing twice."""
+    if tasks == sorted(tasks) and dropped == sorted(dropped) and sorted(tasks + dropped) == list(expected):
         return
-    missing, surplus = sorted(set(expected) - set(tasks)), sorted(set(tasks) - set(expected))
+    found = Counter(tasks + dropped)
+    missing, surplus = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    doubled = sorted(task for task, number in found.items() if number > 1)
     reasons = [
         *([f"{_listed(missing)} missing"] if missing else []),
         *([f"{_listed(surplus)} trained before or too early"] if surplus else []),
+        *([f"{_listed(doubled)} more than once"] if doubled else []),
     ]
     span = f"tasks {expected.start} to {expected.stop - 1}" if expected else f"no task (the next is {expected.start})"
+    drops = f" and drops {_listed(dropped)}" if dropped else ""
     raise TrainingError(
         f"batch {step}: environment '{name}' has {span} in turn by the orchestrator's states, and the batch "
-        f"holds {_listed(tasks)}: {', '.join(reasons) or 'out of order'}. Nothing of this batch is trained."
+        f"holds {_listed(tasks)}{drops}: {', '.join(reasons) or 'out of order'}. Nothing of this batch is trained."
     )
 
 
-def _check_counts(batch: Batch, num_problems: int, *, before: Accepted, after: Accepted) -> None:
-    counts: Mapping[str, tuple[int, int]] = {
-        "problems": (after.problems - before.problems, num_problems),
-        "rollouts": (after.rollouts - before.rollouts, len(batch.rollouts)),
-        "tokens": (after.tokens - before.tokens, sum(len(rollout.token_ids) for rollout in batch.rollouts)),
-    }
-    for name, (counted, held) in counts.items():
-        if counted != held:
+def _check_counts(step: int, account: str, held: Counts, counted: Counts) -> None:
+    for name in held.__struct_fields__:
+        if getattr(held, name) != getattr(counted, name):
             raise TrainingError(
-                f"batch {batch.step} holds {held} {name}, the orchestrator's states count {counted} for it. "
-                "Nothing of this batch is trained."
+                f"batch {step} {account} {getattr(held, name)} {name}, the orchestrator's states count "
+                f"{getattr(counted, name)} for it. Nothing of this batch is trained."
             )
 
 

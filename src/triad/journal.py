@@ -70,15 +70,30 @@ class EnvironmentPosition(msgspec.Struct, frozen=True):
     next_task: int = 0
 
 
+class Counts(msgspec.Struct, frozen=True):
+    """How many problems, rollouts of them, and tokens of those, prompts included."""
+
+    problems: int = 0
+    rollouts: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(self.problems + other.problems, self.rollouts + other.rollouts, self.tokens + other.tokens)
+
+    def __sub__(self, other: Counts) -> Counts:
+        return Counts(self.problems - other.problems, self.rollouts - other.rollouts, self.tokens - other.tokens)
+
+
 class Accepted(msgspec.Struct, frozen=True):
     """What everybody may know of the orchestrator's state after batch `step`: counts since the start of the run.
 
     Attributes:
         step: the batch that was made last; 0 before the first.
-        problems: problems of all batches so far.
+        problems: problems that were drawn so far: those of all batches, and the dropped ones.
         rollouts: their rollouts.
         tokens: tokens of those, prompts included.
         environments: position in every environment, by name.
+        dropped: what of problems, rollouts and tokens is in no batch, by reason.
     """
 
     step: int = 0
@@ -86,6 +101,17 @@ class Accepted(msgspec.Struct, frozen=True):
     rollouts: int = 0
     tokens: int = 0
     environments: dict[str, EnvironmentPosition] = {}
+    dropped: dict[str, Counts] = {}
+
+    @property
+    def drawn(self) -> Counts:
+        """All that was drawn."""
+        return Counts(self.problems, self.rollouts, self.tokens)
+
+    @property
+    def batched(self) -> Counts:
+        """What the batches hold: all that was drawn, less what was dropped."""
+        return self.drawn - sum(self.dropped.values(), Counts())
 
     def next_task(self, environment: str) -> int:
         """The task of `environment` that comes next; 0 where none was made."""

@@ -6,9 +6,16 @@ are the attribute names below.
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import msgspec
 
 BATCH_FORMAT = 1
+
+DropReason = Literal["zero_signal", "environment_error", "prompt_too_long", "timeout"]
+"""Why the group of a task is not trained: all its rewards are equal, its environment failed or took too
+long, or its prompt leaves no room for a sampled token."""
+DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
@@ -47,6 +54,26 @@ class Rollout(msgspec.Struct, kw_only=True):
     metrics: dict[str, float] = {}
 
 
+class Dropped(msgspec.Struct, frozen=True, kw_only=True):
+    """A task that was drawn for a batch, and whose group is not in it.
+
+    Attributes:
+        environment: name of the environment.
+        task_id: position of the task in the environment's endless sequence.
+        reason: why.
+        rollouts: sessions that were begun.
+        tokens: their tokens, prompts included.
+        detail: what the environment said, if it failed.
+    """
+
+    environment: str
+    task_id: int
+    reason: DropReason
+    rollouts: int
+    tokens: int
+    detail: str = ""
+
+
 class Batch(msgspec.Struct, kw_only=True):
     """What optimizer step `step` trains on.
 
@@ -55,6 +82,7 @@ class Batch(msgspec.Struct, kw_only=True):
         policy_version: the version that the schedule asked for.
         temperature: softmax temperature of the sampler.
         rollouts: in a fixed order (problem, then sample), independent of timing.
+        dropped: tasks that were drawn for this batch and are not in it, in the order of the draw.
         metrics: the orchestrator's numbers about this batch; the trainer writes them out with its own.
     """
 
@@ -63,4 +91,5 @@ class Batch(msgspec.Struct, kw_only=True):
     policy_version: int
     temperature: float
     rollouts: list[Rollout]
+    dropped: list[Dropped] = []
     metrics: dict[str, float] = {}

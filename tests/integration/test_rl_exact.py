@@ -97,7 +97,7 @@ def test_a_running_server_is_used_told_the_version_and_left_running(
     assert not (reference.run_dir.logs(1) / "inference.log").exists()
     # It served other weights under the same number before: were those used, the ratio would be far from 1.
     first = read_metrics(reference.run_dir.metrics)[0]
-    assert first["rollout/policy_age"] == 0
+    assert first["staleness/mean"] == 0
     assert first["mismatch/max_log_ratio"] <= LOG_RATIO_TOLERANCE
     assert httpx.get(f"{rl_server.handle.url}/health").status_code == 200
     # The engine computed what the trainer computes before any rollout was asked for.
@@ -112,7 +112,7 @@ def test_after_a_run_the_server_reports_the_last_version_that_was_needed(synchro
 
 def test_trainer_and_server_agree_on_every_fresh_rollout(synchronous: SynchronousRuns) -> None:
     for line in synchronous.metrics:
-        assert line["rollout/policy_age"] == 0
+        assert line["staleness/mean"] == 0
         # 0.0 would mean that nothing was compared.
         assert 0 < line["mismatch/max_log_ratio"] <= LOG_RATIO_TOLERANCE, line
         assert line["mismatch_kl"] == line["mismatch_kl/age_0"] <= LOG_RATIO_TOLERANCE**2
@@ -145,7 +145,7 @@ def test_resuming_an_older_step_gives_the_same_result(synchronous: SynchronousRu
 def test_every_rollout_is_by_the_version_of_the_strict_schedule(reference: CompletedRun) -> None:
     # The first checkpoint, of step 2, is the oldest that can be resumed: what lies before it is pruned.
     assert _check_versions(reference.run_dir, async_level=1) == list(range(3, REFERENCE_STEPS + 1))
-    ages = [metrics["rollout/policy_age"] for metrics in read_metrics(reference.run_dir.metrics)]
+    ages = [metrics["staleness/max"] for metrics in read_metrics(reference.run_dir.metrics)]
     assert ages == [0] + [1] * (REFERENCE_STEPS - 1)
 
 

@@ -13,8 +13,8 @@ from orchestrator.state import EnvironmentState, OrchestratorState
 from trainer.ledger import Ledger, check_tasks, check_trained
 from trainer.state import Progress
 from triad.errors import CheckpointError, TrainingError
-from triad.journal import Accepted, EnvironmentPosition, publish_batch, read_accepted
-from triad.messages import Batch, Rollout
+from triad.journal import Accepted, Counts, EnvironmentPosition, publish_batch, read_accepted
+from triad.messages import Batch, Dropped, DropReason, Rollout
 from triad.run_dir import RunDir
 
 GROUP, TOKENS = 2, 5
@@ -81,6 +81,63 @@ def test_counts_must_fit_the_states(name: str, held: int) -> None:
     after = msgspec.structs.replace(AFTER, **{name: getattr(AFTER, name) + 1})
     with pytest.raises(TrainingError, match=f"holds {held} {name}, the orchestrator's states count {held + 1}"):
         check_tasks(make_batch(7, *GOOD), before=BEFORE, after=after)
+
+
+def dropping(*tasks: tuple[str, int], reason: DropReason = "zero_signal") -> list[Dropped]:
+    return [
+        Dropped(environment=environment, task_id=task, reason=reason, rollouts=GROUP, tokens=GROUP * TOKENS)
+        for environment, task in tasks
+    ]
+
+
+def dropped_after(problems: int, dropped: int, **next_task: int) -> Accepted:
+    """The state after batch 7, with `dropped` of its problems dropped."""
+    counts = {"zero_signal": Counts(dropped, dropped * GROUP, dropped * GROUP * TOKENS)}
+    return msgspec.structs.replace(accepted(7, problems, **next_task), dropped=counts)
+
+
+def test_a_task_is_trained_or_dropped() -> None:
+    batch, after = make_batch(7, ("a", 7), ("b", 3)), dropped_after(14, 2, a=9, b=5, gone=4)
+    batch.dropped = dropping(("a", 8), ("b", 4))
+    check_tasks(batch, before=BEFORE, after=after)
+    assert after.batched == Counts(12, 12 * GROUP, 12 * GROUP * TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("dropped", "message"),
+    [
+        ((("a", 7), ("a", 8)), "'a' has tasks 7 to 8 in turn.*holds 7, 8 and drops 7, 8: 7, 8 more than once"),
+        ((("b", 3),), "holds 3 and drops 3: 3 more than once"),
+        ((("a", 9),), "holds 7, 8 and drops 9: 9 trained before or too early"),
+        ((("other", 0),), r"'other' has no task.*holds none and drops 0"),
+    ],
+)
+def test_a_task_that_is_trained_and_dropped_is_refused(dropped: tuple[tuple[str, int], ...], message: str) -> None:
+    batch = make_batch(7, *GOOD)
+    batch.dropped = dropping(*dropped)
+    with pytest.raises(TrainingError, match=message):
+        check_tasks(batch, before=BEFORE, after=AFTER)
+
+
+def test_tasks_are_dropped_in_order_and_counted_by_their_reason() -> None:
+    batch, after = make_batch(7, ("b", 3)), dropped_after(13, 2, a=9, b=4, gone=4)
+    batch.dropped = dropping(("a", 8), ("a", 7))
+    with pytest.raises(TrainingError, match="drops 8, 7: out of order"):
+        check_tasks(batch, before=BEFORE, after=after)
+    batch.dropped = [*dropping(("a", 7)), *dropping(("a", 8), reason="timeout")]
+    with pytest.raises(TrainingError, match=r"drops \(timeout\) 1 problems, the orchestrator's states count 0"):
+        check_tasks(batch, before=BEFORE, after=after)
+    batch.dropped = dropping(("a", 7), ("a", 8))
+    check_tasks(batch, before=BEFORE, after=after)
+    with pytest.raises(TrainingError, match="holds 1 problems, the orchestrator's states count 3"):
+        check_tasks(batch, before=BEFORE, after=AFTER)
+
+
+def test_what_was_dropped_was_not_trained() -> None:
+    state = dropped_after(13, 2)
+    check_trained(state, Progress(7, 22, 110))
+    with pytest.raises(TrainingError, match="made 22 rollouts up to this batch, and 26 were trained"):
+        check_trained(state, Progress(7, 26, 130))
 
 
 def test_what_was_trained_must_be_what_was_made() -> None:

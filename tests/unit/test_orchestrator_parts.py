@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from orchestrator_fakes import STOP_TOKEN, FakeEngine, make_config, publish_weights, serving
 
@@ -13,15 +16,16 @@ from orchestrator.client import GenerateRequest, InferenceClient
 from orchestrator.concurrency import run_all
 from orchestrator.environment import Completion
 from orchestrator.generations import GenerationLog, discard_generations
-from orchestrator.metrics import BatchTimes, batch_metrics
+from orchestrator.metrics import BatchTimes, batch_metrics, pass_at_k
 from orchestrator.mix import adopt_mix, integer_weights, next_environment
 from orchestrator.publisher import Publisher
 from orchestrator.seeds import TaskSeed, request_seed
+from orchestrator.selection import Outcome, select
 from orchestrator.state import OrchestratorState
 from orchestrator.weights import describe_weights
-from triad.config.orchestrator import ClientConfig
+from triad.config.orchestrator import ClientConfig, EnvironmentConfig
 from triad.errors import ConfigError, InferenceError, RunDirError
-from triad.messages import Batch, Rollout, VersionSpan
+from triad.messages import Batch, Dropped, Rollout, VersionSpan
 from triad.run_dir import RunDir
 from triad.weights_digest import weights_digest
 
@@ -213,26 +217,77 @@ def make_rollout(reward: float, *, environment: str = "a", sampled: int = 2, **m
         token_ids=[1] * (sampled + 1),
         loss_mask=[False] + [True] * sampled,
         logprobs=[0.0] * (sampled + 1),
-        versions=[],
+        versions=[VersionSpan(5 if sampled > 2 else 6, 1, sampled + 1)],
         reward=reward,
         truncated=sampled > 2,
         metrics=metrics,
     )
 
 
+TIMES = BatchTimes(period=2.0, wait_for_weights=0.5, update_weights=0.1, generate=1.0, busy=0.5)
+
+
+def metrics_of(outcomes: Sequence[Outcome], *, num_groups: int = 8, **settings: object) -> dict[str, float]:
+    environments = [EnvironmentConfig.model_validate({"name": name, **settings}) for name in ("a", "b")]
+    selection = select(outcomes, num_groups=num_groups)
+    return batch_metrics(selection, TIMES, step=8, num_reused=3, environments=environments)
+
+
 def test_metrics_of_a_batch() -> None:
-    rollouts = [
-        make_rollout(1.0, exact=1.0),
-        make_rollout(0.0, exact=0.0),
-        make_rollout(0.5, environment="b", sampled=4),
-        make_rollout(0.5, environment="b"),
-    ]
-    times = BatchTimes(period=2.0, wait_for_weights=0.5, update_weights=0.1, generate=1.0, busy=0.5)
-    metrics = batch_metrics(rollouts, times, group_size=2, num_reused=3, policy_age=1)
+    first = [make_rollout(1.0, exact=1.0), make_rollout(0.0, exact=0.0)]
+    second = [make_rollout(0.5, environment="b", sampled=4), make_rollout(0.5, environment="b")]
+    metrics = metrics_of([first, second])
     assert metrics["reward/mean"] == 0.5
     assert metrics["reward/std"] == pytest.approx(0.125**0.5)
     assert (metrics["reward/a/mean"], metrics["reward/b/mean"], metrics["a/exact"]) == (0.5, 0.5, 0.5)
+    assert (metrics["reward/a/std"], metrics["reward/b/std"]) == (0.5, 0.0)
     assert metrics["rollout/tokens_mean"] == 3.5 and metrics["rollout/sampled_tokens_mean"] == 2.5
-    assert metrics["rollout/truncated_share"] == 0.25 and metrics["rollout/zero_variance_share"] == 0.5
+    assert metrics["rollout/tokens_max"] == 5.0
+    assert metrics["rollout/truncated"] == 0.25 and metrics["groups/zero_variance"] == 0.5
+    assert (metrics["groups/drawn"], metrics["groups/dropped/zero_signal"]) == (2.0, 0.0)
+    # 4 tokens by version 5, two steps behind batch 8, and 6 tokens by version 6.
+    assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.4, 2.0)
     assert metrics["rollouts_per_s"] == 2.0 and metrics["engine/idle_share"] == 0.75
     assert all(type(value) is float for value in metrics.values())
+
+
+def test_metrics_are_about_what_was_sampled_not_about_what_is_trained() -> None:
+    unequal, equal = [make_rollout(1.0), make_rollout(0.0)], [make_rollout(1.0), make_rollout(1.0)]
+    failed = Dropped(environment="a", task_id=0, reason="timeout", rollouts=2, tokens=9)
+    metrics = metrics_of([equal, failed, unequal], num_groups=1)
+    assert metrics["reward/mean"] == 0.75 and metrics["groups/zero_variance"] == 0.5
+    assert {name: metrics[f"groups/{name}"] for name in ("drawn", "dropped/zero_signal", "dropped/timeout")} == {
+        "drawn": 3.0, "dropped/zero_signal": 1.0, "dropped/timeout": 1.0,
+    }  # fmt: skip
+
+
+def test_quantiles_of_rewards_are_those_of_linear_interpolation() -> None:
+    rewards = [0.3, 0.9, 0.1, 0.4, 0.7, 0.2, 0.8]
+    metrics = metrics_of([[make_rollout(reward) for reward in rewards]])
+    expected = np.quantile(rewards, [0.1, 0.5, 0.9])
+    assert [metrics[f"reward/a/{name}"] for name in ("p10", "p50", "p90")] == pytest.approx(expected)
+
+
+def test_turns_are_stretches_of_sampled_tokens() -> None:
+    rollout = make_rollout(1.0)
+    rollout.token_ids, rollout.logprobs = [1] * 7, [0.0] * 7
+    rollout.loss_mask = [False, True, True, False, True, False, False]
+    assert metrics_of([[rollout, make_rollout(0.0)]])["rollout/turns"] == 1.5
+
+
+def test_pass_at_k_is_the_share_of_draws_that_hold_a_solution() -> None:
+    for num_solved in range(6):
+        samples = [place < num_solved for place in range(5)]
+        for k in range(1, 6):
+            draws = [any(draw) for draw in itertools.combinations(samples, k)]
+            assert pass_at_k(5, num_solved, k) == pytest.approx(sum(draws) / len(draws))
+
+
+def test_pass_at_k_goes_by_the_metric_exact_or_by_the_reward() -> None:
+    exact = [make_rollout(0.0, exact=float(place == 0)) for place in range(4)]
+    metrics = metrics_of([exact, [make_rollout(0.0, exact=0.0) for _ in range(4)]])
+    assert [metrics[f"a/pass@{k}"] for k in (1, 2, 4)] == pytest.approx([0.125, 0.25, 0.5])
+    assert "a/pass@3" not in metrics
+    graded = [[make_rollout(reward) for reward in (0.2, 0.5, 0.6, 0.1)]]
+    assert not any("pass@" in name for name in metrics_of(graded))
+    assert metrics_of(graded, success_reward=0.5)["a/pass@1"] == 0.5

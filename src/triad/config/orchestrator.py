@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -24,6 +24,16 @@ class EnvironmentConfig(Section):
     args: dict[str, Any] = {}
     """Arguments of the environment's constructor."""
 
+    success_reward: float | None = None
+    """A rollout with at least this reward counts as solved in `pass@k`; unset: one whose metric `exact` is 1."""
+
+    timeout_s: float | None = Field(default=None, gt=0)
+    """Deadline of playing one rollout, its generation included, and of scoring one group; unset: none."""
+
+    on_error: Literal["stop", "drop"] = "stop"
+    """What follows when the environment raises, misses `timeout_s`, or makes a prompt that leaves no room
+    within `seq_len`: end the run, or leave the problem's group out of the batch and count it."""
+
     @property
     def label(self) -> str:
         """Name under which the environment appears in metrics and state."""
@@ -38,6 +48,13 @@ class SamplingConfig(Section):
 
     max_tokens: int = Field(default=128, ge=1)
     """Most tokens sampled in one turn."""
+
+
+class DynamicSamplingConfig(Section):
+    """Replacing groups that teach nothing. A bare ``--orchestrator.dynamic-sampling`` has the defaults."""
+
+    max_problems_per_step: int | None = Field(default=None, ge=1)
+    """Most problems drawn for one batch; unset: four times `problems_per_step`."""
 
 
 class ClientConfig(Section):
@@ -74,6 +91,9 @@ class OrchestratorConfig(Command):
     problems_per_step: int = Field(default=16, ge=1)
     """Problems of one batch."""
 
+    dynamic_sampling: DynamicSamplingConfig | None = None
+    """Drop groups whose rewards are all equal, and draw further problems for them; unset: keep them."""
+
     group_size: int = Field(default=8, ge=2)
     """Rollouts of one problem; at least two, since advantages compare them with one another."""
 
@@ -94,6 +114,22 @@ class OrchestratorConfig(Command):
 
     ckpt: CkptConfig | None = None
     """Only `resume_step` matters here: the trainer commits the checkpoints."""
+
+    @property
+    def max_problems_per_step(self) -> int:
+        """Most problems that are drawn for one batch."""
+        if self.dynamic_sampling is None:
+            return self.problems_per_step
+        return self.dynamic_sampling.max_problems_per_step or 4 * self.problems_per_step
+
+    @model_validator(mode="after")
+    def _room_for_a_batch(self) -> OrchestratorConfig:
+        if self.max_problems_per_step < self.problems_per_step:
+            raise ValueError(
+                f"dynamic_sampling.max_problems_per_step = {self.max_problems_per_step} is less than "
+                f"problems_per_step = {self.problems_per_step}; it must be at least that"
+            )
+        return self
 
     @model_validator(mode="after")
     def _unique_names(self) -> OrchestratorConfig:
