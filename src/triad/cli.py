@@ -1,4 +1,4 @@
-"""The commands: `sft`, `dpo`, `rl`, `trainer`, `orchestrator`, `inference`, `ckpt`, `rollouts`.
+"""The commands: `sft`, `dpo`, `rm`, `rl`, `trainer`, `orchestrator`, `inference`, `ckpt`, `rollouts`.
 
 Each parses its configuration before anything heavy is imported, so `--help` and errors come at
 once, and then hands over to the launcher, which starts the processes.
@@ -59,6 +59,19 @@ def dpo() -> NoReturn:
     from triad.launch import launch_training
 
     _run("dpo", DpoConfig, lambda config: launch_training("dpo", config))
+
+
+def rm() -> NoReturn:
+    """Training of a reward model."""
+    from triad.config.rm import RmConfig
+    from triad.launch import launch_training
+
+    if any(
+        not word.startswith(("@", "--", "-h")) for word in sys.argv[1:2]
+    ):  # in an environment's shell it hides another
+        print(f"error: {sys.argv[0]} trains reward models; /bin/rm removes files", file=sys.stderr)
+        sys.exit(2)
+    _run("rm", RmConfig, lambda config: launch_training("rm", config))
 
 
 def trainer() -> NoReturn:

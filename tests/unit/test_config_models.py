@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from triad.config import DpoConfig, InferenceConfig, OrchestratorConfig, RlConfig, SftConfig, TrainerConfig
+from triad.config import DpoConfig, InferenceConfig, OrchestratorConfig, RlConfig, RmConfig, SftConfig, TrainerConfig
 from triad.config.base import Command
 from triad.config.fingerprint import fingerprint
 from triad.config.load import read_toml, to_toml
 
-COMMANDS = (SftConfig, DpoConfig, RlConfig, TrainerConfig, OrchestratorConfig, InferenceConfig)
+COMMANDS = (SftConfig, DpoConfig, RmConfig, RlConfig, TrainerConfig, OrchestratorConfig, InferenceConfig)
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
@@ -144,8 +144,8 @@ def test_any_environment_arguments_survive_toml(
 
 def kind_of(path: Path) -> type[Command]:
     """A shipped config is for the command that its name starts with; train and orch are sections of rl."""
-    kinds = {"sft": SftConfig, "dpo": DpoConfig, "rl": RlConfig, "train": TrainerConfig, "orch": OrchestratorConfig,
-             "infer": InferenceConfig}  # fmt: skip
+    kinds = {"sft": SftConfig, "dpo": DpoConfig, "rm": RmConfig, "rl": RlConfig, "train": TrainerConfig,
+             "orch": OrchestratorConfig, "infer": InferenceConfig}  # fmt: skip
     return kinds[path.stem.split("_")[0]]
 
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from trainer.dpo import Objective
+from trainer.dpo import dpo_objective
 from trainer.model import Policy, build_policy
 from trainer.parallel import Parallel
-from trainer.preference_loss import preference_loss
 from trainer.preferences import Pair, fingerprint_pairs, load_pairs, plan_pairs, split_pairs
 from trainer.reference import Reference, predict_pairs, reference_logprobs
 from triad.config import DpoConfig
@@ -171,8 +170,7 @@ def step_of(policy: Policy, parallel: Parallel, pairs: list[Pair], **data: Any) 
     offsets = np.random.default_rng(1).normal(size=(len(pairs), 2))
     reference = Reference(reference_logprobs(policy, pairs, config.data, parallel) + offsets, {})
     policy.zero_grad(set_to_none=True)
-    objective = Objective(preference_loss(config.loss), reference, config, parallel)
-    metrics = objective.accumulate_gradients(policy, pairs)
+    metrics = dpo_objective(config, reference, parallel).accumulate_gradients(policy, pairs)
     gradients = [parameter.grad.flatten() for parameter in policy.parameters() if parameter.grad is not None]
     return metrics, torch.cat(gradients)
 

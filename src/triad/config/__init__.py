@@ -5,6 +5,7 @@ from triad.config.dpo import DpoConfig
 from triad.config.inference import InferenceConfig
 from triad.config.orchestrator import OrchestratorConfig
 from triad.config.rl import RlConfig
+from triad.config.rm import RmConfig
 from triad.config.rl_trainer import TrainerConfig
 from triad.config.trainer import SftConfig, TrainingCommand
 
@@ -16,6 +17,7 @@ __all__ = [
     "ModelConfig",
     "OrchestratorConfig",
     "RlConfig",
+    "RmConfig",
     "SftConfig",
     "TrainerConfig",
     "TrainingCommand",

@@ -1,0 +1,108 @@
+"""Reward model training: `uv run rm @ configs/reverse_text/rm.toml`.
+
+The decoder of a language model and a new head learn to score the chosen side of a pair above the
+rejected one, each at its last token; the loop over the pairs is in `pair_training`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from trainer import parallel as parallel_module
+from trainer.data import load_tokenizer
+from trainer.pair_training import PairObjective, train_on_pairs
+from trainer.parallel import Parallel
+from trainer.preferences import Pair, fingerprint_pairs, load_pairs, split_pairs
+from trainer.reward_loss import reward_loss
+from trainer.scalar_model import ScalarModel, build_scalar_model, score_samples
+from trainer.session import Build, start_session
+from trainer.state import seed_everything
+from triad.config import RmConfig
+from triad.config.trainer import TrainedModelConfig
+from triad.events import report
+
+_log = logging.getLogger("trainer")
+
+
+def run(config: RmConfig) -> None:
+    """Train until `max_steps`, then publish the weights."""
+    parallel = parallel_module.start(config.parallel)
+    seed_everything(config.seed, step=0, rank=parallel.rank)
+    report("reading data")
+    tokenizer = load_tokenizer(config.model.tokenizer_name)
+    pairs = load_pairs(config.data, tokenizer)
+    training, held_out = split_pairs(pairs, config.data.validation_fraction, seed=config.seed)
+    _log.info("%d pairs to train on, %d held out", len(training), len(held_out))
+    build = _with_padding(tokenizer, pairs)
+    with start_session(config, parallel, tokenizer, build, data_fingerprint=fingerprint_pairs(training)) as session:
+        train_on_pairs(config, session, rm_objective(config, parallel), training, held_out)
+        report("publishing weights", step=session.progress.step)
+        session.publisher.publish(session.progress.step)
+        session.publisher.prune({session.progress.step})
+    report("finished", step=session.progress.step)
+
+
+def rm_objective(config: RmConfig, parallel: Parallel) -> PairObjective[ScalarModel]:
+    """Return the loss of pairs, with the rewards of both sides as metrics."""
+
+    def forward(model: ScalarModel, pairs: Sequence[Pair], indices: list[int]) -> dict[str, Tensor]:
+        rewards_P2 = score_pairs(model, pairs, indices, pack=config.data.pack, device=parallel.device)
+        chosen_P, rejected_P = rewards_P2.detach().unbind(1)
+        return {
+            "loss": reward_loss(*rewards_P2.unbind(1), config.loss),
+            "rewards/chosen": chosen_P,
+            "rewards/rejected": rejected_P,
+            "rewards/margins": chosen_P - rejected_P,
+            "rewards/accuracies": (chosen_P > rejected_P).double(),
+            "rewards/squares": rewards_P2.detach().square().mean(1),
+        }
+
+    def summarize(means: dict[str, float]) -> dict[str, float]:
+        mean = (means["rewards/chosen"] + means["rewards/rejected"]) / 2
+        variance = means.pop("rewards/squares") - mean**2
+        return means | {"rewards/mean": mean, "rewards/std": max(0.0, variance) ** 0.5}
+
+    return PairObjective(forward, config.data, parallel, summarize)
+
+
+def score_pairs(
+    model: ScalarModel, pairs: Sequence[Pair], indices: list[int], *, pack: bool, device: torch.device
+) -> Tensor:
+    """Return the rewards (P, 2) in float64 of both sides of `pairs[indices]`, in one forward pass.
+
+    With no indices it takes part in the collectives of the pass, and the empty result has a gradient.
+    """
+    sides = [side for pair in pairs for side in pair.sides]
+    places = [2 * index + side for index in indices for side in (0, 1)]
+    return score_samples(model, sides, places, pack=pack, device=device).double().reshape(-1, 2)
+
+
+def _with_padding(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Pair]) -> Build[ScalarModel]:
+    """Return the builder of a model whose config names the token that transformers pads with.
+
+    transformers reads the score at the last token that is no padding, so nothing may end in that.
+    """
+
+    def build(config: TrainedModelConfig, parallel: Parallel, *, seed: int, weights: bool) -> ScalarModel:
+        model = build_scalar_model(config, parallel, seed=seed, weights=weights)
+        published = model.hf_model.config
+        if published.pad_token_id is None:
+            published.pad_token_id = tokenizer.pad_token_id
+        padding = published.pad_token_id
+        if padding is None:
+            _log.warning("neither model nor tokenizer has a pad token: transformers will score one text at a time only")
+        elif any(side.token_ids[-1] == padding for pair in pairs for side in pair.sides):
+            _log.warning(
+                "answers end in token %d, which is also the padding: transformers' own classification takes the token "
+                "before it, so its scores differ from those trained here. Set another pad_token_id in the model's "
+                "config.json.",
+                padding,
+            )
+        return model
+
+    return build

@@ -1,0 +1,41 @@
+"""Configuration of reward model training: `rm`."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from triad.config.base import Section
+from triad.config.dpo import PreferenceDataConfig
+from triad.config.trainer import TrainingCommand
+
+
+class RewardLossConfig(Section):
+    """The loss of a reward model: Bradley-Terry, -log sigmoid(r(chosen) - r(rejected) - margin)."""
+
+    margin: float = Field(default=0.0, ge=0)
+    """How much more reward the chosen side should have (Touvron et al. 2023)."""
+
+    center_coef: float = Field(default=0.0, ge=0)
+    """Weight of (r(chosen) + r(rejected))², which keeps rewards around 0 (Eisenstein et al. 2023; they
+    take 0.01). The first term sees differences only."""
+
+
+class RmConfig(TrainingCommand):
+    """Training of a reward model: `uv run rm @ configs/reverse_text/rm.toml`."""
+
+    data: PreferenceDataConfig = PreferenceDataConfig()
+    """Pairs and batches."""
+
+    loss: RewardLossConfig = RewardLossConfig()
+    """Loss of a pair."""
+
+    val_interval: int | None = Field(default=None, ge=1)
+    """Steps between validations; unset: after the final step only. Needs data.validation_fraction."""
+
+    @model_validator(mode="after")
+    def _settings_fit_together(self) -> RmConfig:
+        if self.val_interval is not None and self.data.validation_fraction == 0:
+            raise ValueError(f"val_interval = {self.val_interval} needs data.validation_fraction above 0, got 0")
+        if self.model.lora is not None:
+            raise ValueError("model.lora is for language models; a reward model is trained whole: leave it out")
+        return self
