@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from trainer.collective import Ranks, rank_and_world_size
-from trainer.commit import Commit, Identity, Snapshot, read_values
+from trainer.commit import Attachment, Commit, Identity, Snapshot, read_values
 from trainer.dcp import check_same_tensors, read_tensors, saved_tensors
 from trainer.plain_state import ObjectsState, State, as_state
 from trainer.staging import Stager
@@ -122,14 +122,15 @@ class Checkpointer:
         step: int,
         *,
         metrics: Mapping[str, float] | None = None,
-        attachments: Mapping[str, Path] | None = None,
+        attachments: Mapping[str, Attachment] | None = None,
         urgent: bool = False,
     ) -> bool:
         """Save the state as the checkpoint of `step`; return whether it was done rather than skipped.
 
         Args:
             metrics: numbers of this step for the manifest; retention may go by them.
-            attachments: files to put into the checkpoint, by their path in it. They must not change later.
+            attachments: files to put into the checkpoint, or what makes their content now, by path in it.
+                Files must not change later.
             urgent: wait for a save in progress, whatever `when_busy` says.
 
         Raises:

@@ -37,6 +37,9 @@ from triad.manifest import FileEntry, Fingerprints, Manifest
 _log = logging.getLogger("trainer")
 _VALUES_NAME = "progress.json"
 
+Attachment = Path | Callable[[], bytes]
+"""A file to put into a checkpoint, or what makes its content when the save is asked for."""
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -62,14 +65,14 @@ class Snapshot:
         values: the state's plain values as JSON.
         random_state: generators of this rank as JSON.
         metrics: numbers of the step for the manifest.
-        attachments: files to put in, by path in the checkpoint.
+        attachments: files to put in, or their content, by path in the checkpoint.
     """
 
     step: int
     values: bytes
     random_state: bytes
     metrics: Mapping[str, float]
-    attachments: Mapping[str, Path]
+    attachments: Mapping[str, Path | bytes]
 
     @classmethod
     def of(
@@ -78,7 +81,7 @@ class Snapshot:
         step: int,
         *,
         metrics: Mapping[str, float] | None = None,
-        attachments: Mapping[str, Path] | None = None,
+        attachments: Mapping[str, Attachment] | None = None,
     ) -> Snapshot:
         """Take it from a live state."""
         return cls(
@@ -86,7 +89,7 @@ class Snapshot:
             msgspec.json.encode(state.values()),
             msgspec.json.encode(capture_random_state()),
             dict(metrics or {}),
-            dict(attachments or {}),
+            {place: source if isinstance(source, Path) else source() for place, source in (attachments or {}).items()},
         )
 
 
@@ -160,7 +163,10 @@ class Commit:
             (temporary / place).write_bytes(content)
         for place, source in snapshot.attachments.items():
             (temporary / place).parent.mkdir(parents=True, exist_ok=True)
-            _link_or_copy(source, temporary / place)
+            if isinstance(source, bytes):
+                (temporary / place).write_bytes(source)
+            else:
+                _link_or_copy(source, temporary / place)
         listing = Manifest(
             kind="checkpoint",
             step=snapshot.step,

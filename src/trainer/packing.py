@@ -39,6 +39,11 @@ class Sample:
         """Tokens that are predicted and trained."""
         return int(self.loss_mask[1:].sum())
 
+    @property
+    def targets(self) -> np.ndarray:
+        """Places of the tokens that are predicted and trained."""
+        return np.flatnonzero(self.loss_mask[1:]) + 1
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -118,7 +123,7 @@ def build_micro_batch(samples: Sequence[Sample], indices: list[int], *, pack: bo
     for index, sample, start, length in zip(indices, chosen, starts, lengths, strict=True):
         input_ids[start : start + length] = sample.token_ids
         positions[start : start + length] = np.arange(length)
-        trained = np.flatnonzero(sample.loss_mask[1:]) + 1
+        trained = sample.targets
         predict.append(start + trained - 1)
         targets.append(sample.token_ids[trained])
         owners.append(np.full(len(trained), index))

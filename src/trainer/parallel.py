@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from triad.config.trainer import ParallelConfig
@@ -49,6 +50,25 @@ class Parallel:
         tensor = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, op=operation)
         return dict(zip(values, tensor.tolist(), strict=True))
+
+    def sum_tensor(self, tensor: Tensor) -> Tensor:
+        """Return the sum over all ranks of a CPU tensor of the same shape on each, in one collective."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def concatenate(self, vector: Tensor) -> Tensor:
+        """Return the CPU vectors of all ranks, of whatever lengths, one after the other in the order of ranks."""
+        if self.world_size == 1:
+            return vector
+        size = torch.tensor([len(vector)])
+        sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
+        dist.all_gather(sizes, size)
+        longest = max(int(size) for size in sizes)
+        padded = torch.cat([vector, vector.new_zeros(longest - len(vector))])
+        parts = [torch.zeros_like(padded) for _ in range(self.world_size)]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[: int(size)] for part, size in zip(parts, sizes, strict=True)])
 
     def barrier(self) -> None:
         """Wait for all ranks."""

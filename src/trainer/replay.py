@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
-from torch import Tensor
 
+from triad.arrays import decode_packed, encode_packed
 from triad.errors import CheckpointError
 from triad.messages import Rollout
 
@@ -60,7 +59,7 @@ class ReplayBuffer:
 
     def encode(self) -> bytes:
         """Return the groups as msgpack, exactly."""
-        return msgspec.msgpack.encode(self._groups)
+        return msgspec.msgpack.encode(self._groups, enc_hook=encode_packed)
 
     def decode(self, data: bytes) -> None:
         """Take over the groups that `encode` returned; the newest, where the capacity is smaller now.
@@ -69,24 +68,12 @@ class ReplayBuffer:
             CheckpointError: `data` is something else; then nothing is changed.
         """
         try:
-            self._keep(msgspec.msgpack.decode(data, type=list[_Group]))
+            self._keep(msgspec.msgpack.decode(data, type=list[_Group], dec_hook=decode_packed))
         except msgspec.DecodeError as error:
             raise CheckpointError(
                 f"the replay buffer of the checkpoint ({len(data)} bytes) cannot be read: {error}. Resume from another "
                 "step, see `ckpt ls`"
             ) from error
-
-    def values(self) -> dict[str, Any]:
-        """Return the groups as values that JSON can hold; `encode` takes less than half the room."""
-        return {"groups": msgspec.to_builtins(self._groups)}
-
-    def restore(self, values: dict[str, Any]) -> None:
-        """Take over what `values` returned; the newest groups, where the capacity is smaller now."""
-        self._keep(msgspec.convert(values["groups"], list[_Group]))
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return nothing: all of it is values."""
-        return {}
 
     def _keep(self, groups: list[_Group]) -> None:
         self._groups = groups[max(0, len(groups) - self._capacity) :]

@@ -13,6 +13,10 @@ from triad.messages import Rollout
 
 ADVANTAGE = "advantage"
 SAMPLER_LOGPROB = "sampler_logprob"
+OLD_LOGPROB = "old_logprob"
+REFERENCE_LOGPROB = "reference_logprob"
+VALUE = "value"
+RETURN = "return"
 AGE = "age"
 
 

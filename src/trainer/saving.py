@@ -6,9 +6,9 @@ import logging
 import signal
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 from trainer.checkpoint import Checkpointer
+from trainer.commit import Attachment
 from trainer.parallel import Parallel
 from trainer.stop import STOP_REQUEST, StopRequest
 from triad.checkpoints import BestMetric
@@ -71,7 +71,7 @@ class Saver:
         return self._asked != 0
 
     def after_step(
-        self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Path] | None = None
+        self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Attachment] | None = None
     ) -> list[int]:
         """Save if it is time to; return the steps that were committed since the last call.
 
@@ -105,7 +105,7 @@ class Saver:
             _log.error("%s", error)
 
     def _save(
-        self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Path] | None, *, urgent: bool
+        self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Attachment] | None, *, urgent: bool
     ) -> None:
         self._check_best(step, metrics)
         if self._checkpointer.save(step, metrics=metrics, attachments=attachments, urgent=urgent):
@@ -126,7 +126,9 @@ class Saver:
         """Steps whose save is not known to have ended."""
         return [self._checkpointer.in_flight] if self._checkpointer.in_flight is not None else []
 
-    def stop(self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Path] | None = None) -> None:
+    def stop(
+        self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Attachment] | None = None
+    ) -> None:
         """Save the current step because a signal asked for it, wait until it is committed, and end.
 
         Raises:

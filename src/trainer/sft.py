@@ -13,14 +13,14 @@ import torch
 
 from trainer import parallel as parallel_module
 from trainer.data import SampleOrder, fingerprint_samples, load_samples, load_tokenizer
-from trainer.loss import cross_entropy
 from trainer.model import Policy, build_policy, reshard
 from trainer.optim import clip_gradients, update_parameters
-from trainer.packing import Sample, build_micro_batch, plan_rows
+from trainer.packing import Sample, build_micro_batch
 from trainer.parallel import Parallel
 from trainer.session import Session, start_session
 from trainer.state import seed_everything
 from trainer.step import Stopwatch, check_finite, predict, step_metrics
+from trainer.supervised_step import plan_samples, supervised_step
 from triad.config import SftConfig
 from triad.config.schedule import learning_rate
 from triad.events import report
@@ -63,7 +63,7 @@ def _train(
         if saver.is_asked_to_stop():
             saver.stop(progress.step, metrics)
         with stopwatch.phase("forward_backward"):
-            loss = _forward_backward(policy, batch, config, parallel)
+            loss = supervised_step(policy, batch, config.data, parallel)
         with stopwatch.phase("optimizer"):
             lr = learning_rate(step, config.optim, config.max_steps)
             grad_norm = clip_gradients(policy, config.optim.max_grad_norm)
@@ -83,42 +83,16 @@ def _train(
             saver.after_step(step, metrics)
 
 
-def _forward_backward(policy: Policy, batch: list[Sample], config: SftConfig, parallel: Parallel) -> float:
-    """Accumulate the gradients of one optimizer step; return its loss, the mean over all its targets."""
-    total_targets = sum(sample.num_targets for sample in batch)
-    loss_sum = torch.zeros((), dtype=torch.float64)
-    for indices in _my_micro_batches(batch, config, parallel):
-        micro = build_micro_batch(batch, indices, pack=config.data.pack, device=parallel.device)
-        logprobs_N, _ = predict(policy, micro)
-        weights_N = torch.full_like(logprobs_N, 1 / total_targets)
-        loss = cross_entropy(logprobs_N, weights_N)
-        # FSDP averages gradients over ranks; the weights above sum to one over all of them.
-        (loss * parallel.world_size).backward()
-        loss_sum += loss.detach().double().cpu()
-    return parallel.sum({"loss": float(loss_sum)})["loss"]
-
-
 @torch.no_grad()
 def _validate(policy: Policy, held_out: list[Sample], config: SftConfig, parallel: Parallel) -> float:
     """Return the mean negative log-likelihood of the held-out targets."""
     policy.eval()
     total_targets = sum(sample.num_targets for sample in held_out)
     loss_sum = 0.0
-    for indices in _my_micro_batches(held_out, config, parallel):
+    for indices in plan_samples(held_out, config.data, parallel):
         micro = build_micro_batch(held_out, indices, pack=config.data.pack, device=parallel.device)
         logprobs_N, _ = predict(policy, micro)
         loss_sum -= float(logprobs_N.double().sum())
     reshard(policy)
     policy.train()
     return parallel.sum({"loss": loss_sum})["loss"] / total_targets
-
-
-def _my_micro_batches(batch: list[Sample], config: SftConfig, parallel: Parallel) -> list[list[int]]:
-    plan = plan_rows(
-        [len(sample.token_ids) for sample in batch],
-        pack=config.data.pack,
-        budget=config.data.seq_len * config.data.micro_batch_size,
-        rows_per_micro_batch=config.data.micro_batch_size,
-        world_size=parallel.world_size,
-    )
-    return plan[parallel.rank]

@@ -12,11 +12,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from trainer.losses import policy_loss
+from trainer.minibatches import plan_epochs
 from trainer.model import Policy, build_policy
 from trainer.parallel import Parallel
+from trainer.policy_metrics import PolicyStatistics
 from trainer.policy_step import policy_step
-from trainer.rollouts import assign_advantages, to_samples
+from trainer.rollouts import AGE, assign_advantages, to_samples
 from trainer.state import local_part
+from triad.config.algorithm import UpdatesConfig
 from triad.config.losses import CorrectionConfig, PolicyLossConfig
 from triad.config.trainer import TrainedModelConfig
 from triad.messages import Batch, Rollout, VersionSpan
@@ -70,9 +73,12 @@ def step(
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     samples = to_samples(batch.rollouts, trained_version=3)
     assign_advantages(samples, [[rollout.reward] for rollout in batch.rollouts])
-    metrics = policy_step(
-        policy, samples, policy_loss(config), parallel, temperature=TEMPERATURE, row_tokens=row_tokens
-    )
+    ages = sorted({int(age) for sample in samples for age in sample.per_token[AGE][sample.targets]})
+    statistics = PolicyStatistics(ages, has_reference=False)
+    ((minibatch,),) = plan_epochs(samples, UpdatesConfig(), row_tokens=row_tokens, parallel=parallel, seed=0, step=4)
+    loss = policy_step(policy, minibatch, policy_loss(config), parallel, statistics, temperature=TEMPERATURE)
+    metrics = statistics.reduce(parallel)
+    assert metrics["loss"] == pytest.approx(loss)
     gradients = {n: local_part(p.grad).clone() for n, p in policy.hf_model.named_parameters() if p.grad is not None}
     policy.zero_grad(set_to_none=True)
     return metrics, gradients

@@ -12,7 +12,7 @@ from torch import Tensor
 from trainer.losses.base import PolicyLoss, PolicyLossInput
 from trainer.losses.clipped import clipped_loss
 from trainer.losses.gspo import gspo_loss
-from trainer.losses.policy_gradient import cispo_loss, policy_gradient_loss
+from trainer.losses.policy_gradient import cispo_loss, likelihood_loss, policy_gradient_loss
 from triad.config.losses import PolicyLossConfig
 from triad.errors import ConfigError, TrainingError
 from triad.user_functions import load_function
@@ -25,7 +25,9 @@ _BUILT_IN: dict[str, Callable[[PolicyLossConfig], PolicyLoss]] = {
     "dapo": clipped_loss,
     "gspo": gspo_loss,
     "cispo": cispo_loss,
+    "ppo": clipped_loss,
     "policy_gradient": policy_gradient_loss,
+    "sft": likelihood_loss,
 }
 
 

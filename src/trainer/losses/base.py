@@ -1,8 +1,8 @@
 """What every policy loss takes and gives, and the denominators they share.
 
 Every loss is a weighted sum over the predicted tokens of this forward pass; the weights carry the
-denominator, which is global: it counts the whole optimizer step over all ranks and micro-batches.
-So the sum over micro-batches and ranks is the loss of the step, however it was split. A forward pass
+denominator, which is global: it counts the whole optimizer update over all ranks and micro-batches.
+So the sum over micro-batches and ranks is the loss of the update, however it was split. A forward pass
 always holds whole sequences, so a loss may also work on sequences.
 
 Shape legend: N predicted tokens of the forward pass.
@@ -29,10 +29,11 @@ class PolicyLossInput:
         sampler_logprobs_N: log-probabilities under the sampler when the tokens were drawn; each token
             under the version that drew it, also where a rollout spans versions.
         advantages_N: advantage of each token.
-        weights_N: 1 / (sequences of the step * trained tokens of the sequence): sums to 1 over the step.
-        sequence_N: which sequence of the step each token belongs to; those of a sequence are neighbours.
-        step_sequences: sequences of the whole step, over all ranks.
-        step_tokens: trained tokens of the whole step, over all ranks.
+        weights_N: 1 / (sequences of the update * trained tokens of the sequence): sums to 1 over the update.
+        sequence_N: which sequence of the update each token belongs to; those of a sequence are neighbours.
+        step_sequences: sequences of the whole update, over all ranks.
+        step_tokens: trained tokens of the whole update, over all ranks.
+        reference_logprobs_N: log-probabilities under the reference, where there is one.
     """
 
     logprobs_N: Tensor
@@ -43,6 +44,7 @@ class PolicyLossInput:
     sequence_N: Tensor
     step_sequences: int
     step_tokens: int
+    reference_logprobs_N: Tensor | None = None
 
 
 PolicyLoss = Callable[[PolicyLossInput], tuple[Tensor, dict[str, Tensor]]]

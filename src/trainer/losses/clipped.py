@@ -1,4 +1,4 @@
-"""The clipped surrogate per token: GRPO, Dr.GRPO and DAPO. They differ in clip range and denominator."""
+"""The clipped surrogate per token: PPO, GRPO, Dr.GRPO and DAPO. They differ in clip range and denominator."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def clipped_loss(config: PolicyLossConfig) -> PolicyLoss:
     loss = - sum_t w_t min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t), with
     rho = exp(l_new - l_sampler). Denominator (in w) by `aggregation`, see `token_weights`:
 
+    - `ppo` (Schulman et al. 2017): token.
     - `grpo` (Shao et al. 2024, "DeepSeekMath", eq. 3, without its KL term): sequence.
     - `dr_grpo` (Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3.2): constant.
     - `dapo` (Yu et al. 2025, "DAPO", eq. 8): token, and clip_high above clip_low.

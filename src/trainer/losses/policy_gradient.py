@@ -1,4 +1,4 @@
-"""Policy gradients on the log-probability itself: CISPO (importance weight clipped) and REINFORCE (none)."""
+"""Losses in the log-probability itself: CISPO (importance weight clipped), REINFORCE (none), plain likelihood."""
 
 from __future__ import annotations
 
@@ -41,5 +41,19 @@ def policy_gradient_loss(config: PolicyLossConfig) -> PolicyLoss:
     def loss(data: PolicyLossInput) -> tuple[Tensor, dict[str, Tensor]]:
         factors_N, counts = correction_weights(data, config.correction)
         return summed(token_weights(data, config), data.advantages_N * data.logprobs_N, factors_N), counts
+
+    return loss
+
+
+def likelihood_loss(config: PolicyLossConfig) -> PolicyLoss:
+    """Return the negative log-likelihood of the rollouts, whatever their advantage: loss = - sum_t w_t l_t.
+
+    For rollouts of a teacher (hard distillation; Kim and Rush 2016, "Sequence-Level Knowledge Distillation").
+    Denominator (in w) by `aggregation`, see `token_weights`.
+    """
+
+    def loss(data: PolicyLossInput) -> tuple[Tensor, dict[str, Tensor]]:
+        factors_N, counts = correction_weights(data, config.correction)
+        return summed(token_weights(data, config), data.logprobs_N, factors_N), counts
 
     return loss

@@ -34,7 +34,9 @@ LOSSES: dict[str, dict[str, Any]] = {
     "dapo": {"clip_low": 0.2, "clip_high": 0.28, "aggregation": "token"},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence"},
     "cispo": {"clip_low": 1.0, "clip_high": 4.0, "aggregation": "token"},
+    "ppo": {"clip_low": 0.2, "clip_high": 0.2, "aggregation": "token"},
     "policy_gradient": {"aggregation": "token"},
+    "sft": {"aggregation": "token"},
 }
 """The defaults of each loss; docs/algorithms.md says where they are from."""
 
@@ -43,7 +45,8 @@ class PolicyLossConfig(Section):
     """The policy loss by name, see docs/algorithms.md. What is unset takes the default of that loss."""
 
     type: str = "grpo"
-    """`grpo`, `dr_grpo`, `dapo`, `gspo`, `cispo`, `policy_gradient`, or `module:function` of your own."""
+    """`grpo`, `dr_grpo`, `dapo`, `gspo`, `cispo`, `ppo`, `policy_gradient`, `sft` (no advantages: every rollout
+    is a demonstration), or `module:function` of your own."""
 
     clip_low: float | None = Field(default=None, ge=0, le=1)
     """The importance ratio is clipped below at 1 - clip_low; 1: never."""

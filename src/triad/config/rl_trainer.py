@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from triad.config.algorithm import (
+    CriticConfig,
+    EmaConfig,
+    KlConfig,
+    PretrainingConfig,
+    ReplayConfig,
+    RewardConfig,
+    RewardModelConfig,
+    UpdatesConfig,
+)
 from triad.config.losses import PolicyLossConfig
 from triad.config.trainer import TrainingCommand
 from triad.user_functions import check_name
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "max_rl", "reinforce_pp", "reinforce_pp_baseline")
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "max_rl", "reinforce_pp", "reinforce_pp_baseline", "gae", "distillation")
 
 
 class TrainerConfig(TrainingCommand):
@@ -20,7 +30,32 @@ class TrainerConfig(TrainingCommand):
     advantage: str = "grpo"
     """Within the group, `grpo`: (reward - mean) / std; `dr_grpo`: reward - mean; `rloo`: reward - mean of
     the others; `max_rl`: (reward - mean) / mean. `reinforce_pp`: (reward - mean) / std over the batch;
-    `reinforce_pp_baseline`: reward - mean of the group, over its std in the batch. Or `module:function`."""
+    `reinforce_pp_baseline`: reward - mean of the group, over its std in the batch. `gae`: by the critic.
+    `distillation`: log-probability under the reference minus that under the policy. Or `module:function`."""
+
+    rewards: RewardConfig = RewardConfig()
+    """What happens to rewards before advantages."""
+
+    reward_model: RewardModelConfig | None = None
+    """A learned reward model; unset: the rewards of the environments."""
+
+    kl: KlConfig | None = None
+    """Reference model and KL penalty; a bare `--kl` measures `ref_kld`."""
+
+    critic: CriticConfig | None = None
+    """The critic of `advantage = gae`."""
+
+    updates: UpdatesConfig = UpdatesConfig()
+    """Passes and minibatches of one step."""
+
+    ema: EmaConfig | None = None
+    """Moving average of the policy's weights, in checkpoints and published at the end."""
+
+    replay: ReplayConfig | None = None
+    """Train groups of earlier batches again."""
+
+    pretraining: PretrainingConfig | None = None
+    """Supervised samples beside the rollouts."""
 
     row_tokens: int = Field(default=4096, ge=2)
     """Token budget of one packed row (one forward pass of one rank)."""
@@ -35,3 +70,12 @@ class TrainerConfig(TrainingCommand):
     @classmethod
     def _known_advantage(cls, name: str) -> str:
         return check_name(name, ADVANTAGES)
+
+    @model_validator(mode="after")
+    def _parts_fit_together(self) -> TrainerConfig:
+        if (self.advantage == "gae") != (self.critic is not None):
+            missing = "set critic (a bare --critic takes the defaults)" if self.critic is None else "set advantage"
+            raise ValueError(f"advantage = 'gae' and a critic go together: {missing}")
+        if self.advantage == "distillation" and self.kl is None:
+            raise ValueError("advantage = 'distillation' needs a teacher: set kl.reference")
+        return self

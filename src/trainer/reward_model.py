@@ -1,0 +1,56 @@
+"""The learned reward model of an RL run: frozen, beside the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from trainer.frozen import freeze
+from trainer.model import is_classifier, load_model_config, reshard
+from trainer.packing import Sample, plan_rows
+from trainer.parallel import Parallel
+from trainer.scalar_model import build_scalar_model, score_samples
+from triad.config.trainer import TrainedModelConfig
+from triad.errors import DataError
+
+
+class RewardModel:
+    """Scores whole sequences: the value at their last token, as `rm` trains it.
+
+    Args:
+        name: directory that `rm` published, or a hub model with one score; with the policy's tokenizer.
+        model_config: how it is held in memory.
+
+    Raises:
+        DataError: it cannot be loaded, or is no reward model.
+    """
+
+    def __init__(self, name: str, model_config: TrainedModelConfig, parallel: Parallel) -> None:
+        if not is_classifier(load_model_config(name)):
+            raise DataError(
+                f"reward_model.name = '{name}' is a language model without a score. Train one with `rm`, or name the "
+                "directory of a model for sequence classification with num_labels = 1."
+            )
+        own = model_config.model_copy(update={"name": name, "init": "pretrained", "lora": None})
+        self.model = build_scalar_model(own, parallel, seed=0)
+        self._parallel = parallel
+        freeze(self.model)
+
+    @torch.no_grad()
+    def score(self, samples: Sequence[Sample], *, row_tokens: int) -> list[float]:
+        """Return the score of every sample, the same on every rank. Collective."""
+        plan = plan_rows(
+            [len(sample.token_ids) for sample in samples],
+            pack=True,
+            budget=row_tokens,
+            rows_per_micro_batch=1,
+            world_size=self._parallel.world_size,
+        )
+        scores_S = torch.zeros(len(samples))
+        for indices in plan[self._parallel.rank]:
+            found = score_samples(self.model, samples, indices, pack=True, device=self._parallel.device)
+            scores_S[indices] = found.cpu()
+        reshard(self.model)
+        # Every sample is one rank's; the others add zero, which changes no bit.
+        return self._parallel.sum_tensor(scores_S).tolist()

@@ -1,0 +1,43 @@
+"""Forward and backward of one supervised update: the cross-entropy of `sft`, and of the pretraining mix of `rl`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from trainer.loss import cross_entropy
+from trainer.model import Policy
+from trainer.packing import Sample, build_micro_batch, plan_rows
+from trainer.parallel import Parallel
+from trainer.step import predict
+from triad.config.trainer import SftDataConfig
+
+
+def supervised_step(
+    policy: Policy, batch: Sequence[Sample], config: SftDataConfig, parallel: Parallel, *, coef: float = 1.0
+) -> float:
+    """Accumulate `coef` times the gradients of the mean cross-entropy over all targets; return it. Collective."""
+    total_targets = sum(sample.num_targets for sample in batch)
+    loss_sum = torch.zeros((), dtype=torch.float64)
+    for indices in plan_samples(batch, config, parallel):
+        micro = build_micro_batch(batch, indices, pack=config.pack, device=parallel.device)
+        logprobs_N, _ = predict(policy, micro)
+        weights_N = torch.full_like(logprobs_N, 1 / total_targets)
+        loss = cross_entropy(logprobs_N, weights_N)
+        # FSDP averages gradients over ranks; the weights above sum to one over all of them.
+        (loss * (coef * parallel.world_size)).backward()
+        loss_sum += loss.detach().double().cpu()
+    return parallel.sum({"loss": float(loss_sum)})["loss"]
+
+
+def plan_samples(batch: Sequence[Sample], config: SftDataConfig, parallel: Parallel) -> list[list[int]]:
+    """Return this rank's micro-batches of supervised samples, as indices into `batch`."""
+    plan = plan_rows(
+        [len(sample.token_ids) for sample in batch],
+        pack=config.pack,
+        budget=config.seq_len * config.micro_batch_size,
+        rows_per_micro_batch=config.micro_batch_size,
+        world_size=parallel.world_size,
+    )
+    return plan[parallel.rank]
