@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.state import OrchestratorState
-from triad.journal import Counts
+from triad.journal import Counts, dropped_by_reason
 from triad.messages import Dropped, Rollout
 
 # What came of one problem: its group of scored rollouts, or why there is none.
@@ -77,6 +77,5 @@ def count(state: OrchestratorState, step: int, selection: Selection) -> None:
     state.rollouts += len(rollouts) + sum(one.rollouts for one in dropped)
     state.tokens += sum(len(one.token_ids) for one in rollouts) + sum(one.tokens for one in dropped)
     state.sampled_tokens += sum(sum(one.loss_mask) for one in rollouts)
-    for one in dropped:
-        before = state.dropped.get(one.reason, Counts())
-        state.dropped[one.reason] = before + Counts(1, one.rollouts, one.tokens)
+    for reason, counts in dropped_by_reason(dropped).items():
+        state.dropped[reason] = state.dropped.get(reason, Counts()) + counts

@@ -19,7 +19,7 @@ from pathlib import Path
 from trainer.state import Progress
 from triad.checkpoints import ORCHESTRATOR_DIR
 from triad.errors import TrainingError
-from triad.journal import STATE_NAME, Accepted, Counts, read_accepted
+from triad.journal import STATE_NAME, Accepted, Counts, dropped_by_reason, read_accepted
 from triad.messages import Batch, Rollout
 from triad.run_dir import RunDir
 
@@ -92,12 +92,12 @@ def check_tasks(batch: Batch, *, before: Accepted, after: Accepted) -> None:
     groups: dict[str, dict[int, list[Rollout]]] = {}
     for rollout in batch.rollouts:
         groups.setdefault(rollout.environment, {}).setdefault(rollout.task_id, []).append(rollout)
-    dropped: dict[str, list[int]] = {}
+    left_out: dict[str, list[int]] = {}
     for one in batch.dropped:
-        dropped.setdefault(one.environment, []).append(one.task_id)
-    for name in sorted(groups.keys() | dropped.keys() | before.environments.keys() | after.environments.keys()):
+        left_out.setdefault(one.environment, []).append(one.task_id)
+    for name in sorted(groups.keys() | left_out.keys() | before.environments.keys() | after.environments.keys()):
         expected = range(before.next_task(name), after.next_task(name))
-        _check_environment(batch.step, name, list(groups.get(name, {})), dropped.get(name, []), expected)
+        _check_environment(batch.step, name, list(groups.get(name, {})), left_out.get(name, []), expected)
     sizes = Counter(len(group) for tasks in groups.values() for group in tasks.values())
     group_size = sizes.most_common(1)[0][0] if sizes else 0
     for name, tasks in groups.items():
@@ -111,10 +111,10 @@ def check_tasks(batch: Batch, *, before: Accepted, after: Accepted) -> None:
     num_tokens = sum(len(rollout.token_ids) for rollout in batch.rollouts)
     held = Counts(sum(map(len, groups.values())), len(batch.rollouts), num_tokens)
     _check_counts(batch.step, "holds", held, after.batched - before.batched)
-    for reason in sorted({one.reason for one in batch.dropped} | before.dropped.keys() | after.dropped.keys()):
-        found = sum((Counts(1, one.rollouts, one.tokens) for one in batch.dropped if one.reason == reason), Counts())
+    dropped = dropped_by_reason(batch.dropped)
+    for reason in sorted(dropped.keys() | before.dropped.keys() | after.dropped.keys()):
         counted = after.dropped.get(reason, Counts()) - before.dropped.get(reason, Counts())
-        _check_counts(batch.step, f"drops ({reason})", found, counted)
+        _check_counts(batch.step, f"drops ({reason})", dropped.get(reason, Counts()), counted)
 
 
 def _check_environment(step: int, name: str, tasks: list[int], dropped: list[int], expected: range) -> None:

@@ -8,7 +8,7 @@ when the trainer can see batch N the orchestrator's state N exists already.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -16,7 +16,7 @@ import msgspec
 from triad import durable
 from triad.errors import CheckpointError
 from triad.manifest import Manifest, describe_files, verify, write_manifest
-from triad.messages import BATCH_FORMAT, Batch
+from triad.messages import BATCH_FORMAT, Batch, Dropped
 from triad.run_dir import RunDir
 
 BATCH_NAME = "batch.msgpack"
@@ -82,6 +82,14 @@ class Counts(msgspec.Struct, frozen=True):
 
     def __sub__(self, other: Counts) -> Counts:
         return Counts(self.problems - other.problems, self.rollouts - other.rollouts, self.tokens - other.tokens)
+
+
+def dropped_by_reason(dropped: Iterable[Dropped]) -> dict[str, Counts]:
+    """Return the totals of dropped tasks by reason, in the order in which the reasons occur."""
+    totals: dict[str, Counts] = {}
+    for one in dropped:
+        totals[one.reason] = totals.get(one.reason, Counts()) + Counts(1, one.rollouts, one.tokens)
+    return totals
 
 
 class Accepted(msgspec.Struct, frozen=True):

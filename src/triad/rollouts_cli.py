@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import msgspec
 
 from triad.ckpt.report import Grid, Report, number, working
 from triad.errors import CheckpointError, ConfigError, RunDirError
-from triad.journal import read_batch_in
+from triad.journal import STATE_NAME, Counts, dropped_by_reason, read_accepted, read_batch_in
 from triad.messages import Batch, Rollout
 from triad.rollouts_export import check_target, write_rollouts
 from triad.rollouts_text import TextOf, segments, text_of
@@ -89,6 +89,7 @@ def _show_batch(directory: Path, batch: Batch, groups: list[list[Rollout]]) -> R
         "policy_version": batch.policy_version,
         "temperature": batch.temperature,
         "metrics": batch.metrics,
+        "dropped": msgspec.to_builtins(batch.dropped),
         "problems": [
             {"problem": index, "environment": group[0].environment, "task_id": group[0].task_id, **line}
             for index, (group, line) in enumerate(zip(groups, lines, strict=True))
@@ -99,7 +100,15 @@ def _show_batch(directory: Path, batch: Batch, groups: list[list[Rollout]]) -> R
         for index, (group, line) in enumerate(zip(groups, lines, strict=True))
     ]
     title = f"batch {batch.step}, sampled by version {batch.policy_version} at temperature {batch.temperature:g}"
-    return Report(document, [title, Grid((">problem", "environment", ">task", *_COLUMNS), rows)])
+    parts: list[Grid | str] = [title, Grid((">problem", "environment", ">task", *_COLUMNS), rows)]
+    if batch.dropped:
+        dropped = [
+            (one.reason, one.environment, str(one.task_id), f"{one.rollouts:,}", f"{one.tokens:,}", one.detail)
+            for one in batch.dropped
+        ]
+        columns = ("dropped", "environment", ">task", ">rollouts", ">tokens", "detail")
+        parts += ["", Grid(columns, dropped, expendable=("detail",))]
+    return Report(document, parts)
 
 
 def _show_problem(batch: Batch, index: int, group: list[Rollout], text: TextOf) -> Report:
@@ -168,23 +177,47 @@ def _cells(line: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def _shown_reasons(dropped: Mapping[str, Counts]) -> str:
+    return ", ".join(f"{counts.problems:,} {reason}" for reason, counts in dropped.items()) or "none"
+
+
+def _ledger(directory: Path, step: int) -> tuple[dict[str, Any], str]:
+    """Return what the orchestrator's state after a batch counts, as a document and as a line."""
+    accepted = read_accepted(directory / STATE_NAME, step=step)
+    document = {
+        "step": step,
+        "accepted": msgspec.to_builtins(accepted.drawn),
+        "batched": msgspec.to_builtins(accepted.batched),
+        "dropped": msgspec.to_builtins(accepted.dropped),
+    }
+    line = (
+        f"up to batch {step}: {accepted.problems:,} problems accepted, {accepted.batched.problems:,} in batches, "
+        f"dropped: {_shown_reasons(accepted.dropped)}"
+    )
+    return document, line
+
+
 def stats(run_dir: RunDir, *, steps: Sequence[str]) -> Report:
-    """Show a line per batch; damaged ones are problems."""
+    """Show a line per batch, and what was accepted and dropped up to the last one; damaged ones are problems."""
     directories = find_batches(run_dir, steps or ["all"])
     lines: list[dict[str, Any]] = []
     rows: list[tuple[str, ...]] = []
     problems: list[str] = []
+    ledger: dict[str, Any] = {}
+    total = ""
     for directory in directories:
         try:
             batch = _read(directory)
+            ledger, total = _ledger(directory, batch.step)
         except CheckpointError as error:
             problems.append(f"{directory.name} is damaged: {error}")
             lines.append({"step": _step_of(directory), "path": str(directory), "status": "damaged"})
-            rows.append((str(_step_of(directory)), "damaged", *("-" for _ in range(len(_COLUMNS) + 2))))
+            rows.append((str(_step_of(directory)), "damaged", *("-" for _ in range(len(_COLUMNS) + 3))))
             continue
         line = _line(batch.rollouts)
         names = sorted({rollout.environment for rollout in batch.rollouts})
         num_problems = len(problems_of(batch))
+        dropped = dropped_by_reason(batch.dropped)
         lines.append(
             {
                 "step": batch.step,
@@ -193,17 +226,20 @@ def stats(run_dir: RunDir, *, steps: Sequence[str]) -> Report:
                 "policy_version": batch.policy_version,
                 "problems": num_problems,
                 "environments": names,
+                "dropped": msgspec.to_builtins(dropped),
                 **line,
             }
         )
-        rows.append((str(batch.step), "committed", f"{num_problems:,}", *_cells(line), ", ".join(names)))
+        cells = (*_cells(line), _shown_reasons(dropped), ", ".join(names))
+        rows.append((str(batch.step), "committed", f"{num_problems:,}", *cells))
     grid = Grid(
-        (">step", "status", ">problems", *_COLUMNS, "environments"),
+        (">step", "status", ">problems", *_COLUMNS, "dropped", "environments"),
         rows,
         expendable=("environments", "sampled", "problems", "status"),
     )
-    parts = [grid] if rows else [f"no batches in {run_dir.rollouts}"]
-    return Report({"rollouts": str(run_dir.rollouts), "batches": lines, "problems": problems}, parts, problems)
+    parts: list[Grid | str] = [grid, *([total] if total else [])] if rows else [f"no batches in {run_dir.rollouts}"]
+    document = {"rollouts": str(run_dir.rollouts), "batches": lines, "ledger": ledger, "problems": problems}
+    return Report(document, parts, problems)
 
 
 def export(run_dir: RunDir, *, steps: Sequence[str], to: Path) -> Report:

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 
 from tests.conftest import BASE
 from triad import cli, durable
-from triad.journal import publish_batch, read_batch
-from triad.messages import Batch, Rollout, VersionSpan
+from triad.journal import Accepted, Counts, publish_batch, read_batch
+from triad.messages import Batch, Dropped, Rollout, VersionSpan
 from triad.run_dir import RunDir
 
 Command = Callable[..., tuple[int, str, str]]
@@ -62,6 +62,11 @@ def make_batch(step: int) -> Batch:
     return Batch(step=step, policy_version=step - 1, temperature=0.5, rollouts=made, metrics={"reward/mean": 0.5})
 
 
+def state_after(step: int) -> Accepted:
+    """The orchestrator's state, which has dropped a group of 10 tokens before batch 2."""
+    return Accepted(step, 2 * step + 1, 4 * step + 2, 100 * step + 10, dropped={"timeout": Counts(1, 2, 10)})
+
+
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
     """Batches 2, 3 and 4, as retention leaves them."""
@@ -70,7 +75,7 @@ def run_dir(tmp_path: Path) -> RunDir:
     settings = f'[model]\nname = "{BASE}"\n'.encode()
     durable.write_file(run_dir.configs(1) / "orchestrator.toml", settings)
     for step in (2, 3, 4):
-        publish_batch(run_dir, make_batch(step), b"{}")
+        publish_batch(run_dir, make_batch(step), msgspec.json.encode(state_after(step)))
     return run_dir
 
 
@@ -93,11 +98,39 @@ def test_stats_has_a_line_per_batch(rollouts: Command, run_dir: RunDir) -> None:
     assert lines[0] | {"path": ""} == {
         "step": 2, "path": "", "status": "committed", "policy_version": 1, "problems": 2, "environments": ["a", "b"],
         "rollouts": 4, "reward_mean": 0.5, "reward_std": 0.5, "tokens": 4 * length, "tokens_mean": length,
-        "sampled_tokens": 4 * len(encode(ANSWER) + encode("abc")), "truncated": 2, "versions": [1],
+        "sampled_tokens": 4 * len(encode(ANSWER) + encode("abc")), "truncated": 2, "versions": [1], "dropped": {},
     }  # fmt: skip
     code, out, _ = rollouts("stats", "3-4", "--output-dir", run_dir.path)
-    assert code == 0 and [line.split()[0] for line in out.splitlines()] == ["step", "3", "4"]
+    assert code == 0 and [line.split()[0] for line in out.splitlines()] == ["step", "3", "4", "up"]
     assert [line["step"] for line in document(rollouts, run_dir, "stats", "4", "latest", "2")["batches"]] == [4, 2]
+
+
+def test_dropped_groups_are_counted_by_reason_and_listed(rollouts: Command, run_dir: RunDir) -> None:
+    batch = make_batch(5)
+    batch.dropped = [
+        Dropped(environment="a", task_id=4, reason="zero_signal", rollouts=2, tokens=60),
+        Dropped(environment="b", task_id=4, reason="environment_error", rollouts=2, tokens=7, detail="too bright"),
+        Dropped(environment="a", task_id=5, reason="zero_signal", rollouts=2, tokens=40),
+    ]
+    dropped = {"zero_signal": Counts(2, 4, 100), "environment_error": Counts(1, 2, 7)}
+    state = msgspec.structs.replace(state_after(4), step=5, problems=14, rollouts=28, tokens=617, dropped=dropped)
+    publish_batch(run_dir, batch, msgspec.json.encode(state))
+    found = document(rollouts, run_dir, "stats")
+    assert found["batches"][-1]["dropped"] == msgspec.to_builtins(dropped)
+    assert found["ledger"] == {
+        "step": 5,
+        "accepted": {"problems": 14, "rollouts": 28, "tokens": 617},
+        "batched": {"problems": 11, "rollouts": 22, "tokens": 510},
+        "dropped": msgspec.to_builtins(dropped),
+    }
+    _, out, _ = rollouts("stats", "--output-dir", run_dir.path)
+    assert "2 zero_signal, 1 environment_error" in out.splitlines()[-2]
+    assert out.splitlines()[-1] == (
+        "up to batch 5: 14 problems accepted, 11 in batches, dropped: 2 zero_signal, 1 environment_error"
+    )
+    assert [one["task_id"] for one in document(rollouts, run_dir, "show", "5")["dropped"]] == [4, 4, 5]
+    _, out, _ = rollouts("show", "5", "--output-dir", run_dir.path)
+    assert ["environment_error", "b", "4", "2", "7", "too", "bright"] in [line.split() for line in out.splitlines()]
 
 
 def test_a_damaged_batch_is_named_and_the_others_shown(rollouts: Command, run_dir: RunDir) -> None:
@@ -153,7 +186,10 @@ def test_export_to_lines_holds_every_rollout(rollouts: Command, run_dir: RunDir,
     rows = [json.loads(line) for line in target.read_text().splitlines()]
     assert [row.pop("step") for row in rows] == [2] * 4 + [3] * 4
     assert {row.pop("policy_version") for row in rows} == {1, 2} and {row.pop("temperature") for row in rows} == {0.5}
-    assert msgspec.convert(rows, list[Rollout]) == read_batch(run_dir, 2).rollouts + read_batch(run_dir, 3).rollouts
+    assert (
+        msgspec.convert(rows, list[Rollout])
+        == read_batch(run_dir, 2).rollouts + read_batch(run_dir, 3).rollouts
+    )
     assert [path.name for path in target.parent.iterdir()] == ["out.jsonl"]
 
 
@@ -163,7 +199,12 @@ def test_export_to_parquet_holds_every_rollout(rollouts: Command, run_dir: RunDi
     rows = parquet.read_table(target).to_pylist()
     assert [row.pop("step") for row in rows] == [2] * 4 + [3] * 4 + [4] * 4
     kept = [rollout for step in (2, 3, 4) for rollout in read_batch(run_dir, step).rollouts]
-    assert msgspec.convert([row | {"metrics": dict(row["metrics"])} for row in rows], list[Rollout]) == kept
+    assert (
+        msgspec.convert(
+            [row | {"metrics": dict(row["metrics"])} for row in rows], list[Rollout]
+        )
+        == kept
+    )
 
 
 def test_export_writes_nothing_when_a_batch_is_damaged(rollouts: Command, run_dir: RunDir, tmp_path: Path) -> None:
