@@ -48,7 +48,6 @@ def train_on_pairs(
         held_out: pairs to validate on.
         attachments: files for every checkpoint, by path in it.
     """
-    parallel = session.parallel
     model, progress, saver = session.policy, session.progress, session.saver
     order = SampleOrder(len(training), seed=config.seed, shuffle=config.data.shuffle)
     report("training", step=progress.step, max_steps=config.max_steps)
@@ -77,7 +76,7 @@ def train_on_pairs(
             with stopwatch.phase("validation"):
                 validated = objective.measure(model, held_out)
                 metrics |= {f"val/{name}": value for name, value in validated.items()}
-        metrics |= step_metrics(parallel, stopwatch, progress, num_tokens=num_tokens)
+        metrics |= step_metrics(session, stopwatch, num_tokens=num_tokens)
         session.log(step, metrics)
         with stopwatch.phase("checkpoint"):
             saver.after_step(step, metrics, attachments)

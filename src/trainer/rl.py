@@ -8,6 +8,7 @@ the orchestrator has one way to begin.
 from __future__ import annotations
 
 from trainer import parallel as parallel_module
+from trainer.alerts import Alerts
 from trainer.canary import measure_canary
 from trainer.data import load_tokenizer
 from trainer.learner import Learner
@@ -23,6 +24,7 @@ from triad.config import TrainerConfig
 from triad.errors import InferenceError
 from triad.events import report
 from triad.journal import read_batch, wait_for
+from triad.metrics import read_metrics
 from triad.run_dir import RunDir
 
 
@@ -53,6 +55,7 @@ def _train(config: TrainerConfig, session: Session[Policy], parts: RlParts, lear
     ledger = Ledger(run_dir, progress)
     report("waiting for batches", step=progress.step, max_steps=config.max_steps)
     kept = run_dir.committed_steps()  # read again only after a commit: listing them costs a read each
+    alerts = Alerts(config.alerts, history=read_metrics(run_dir.metrics) if parallel.is_main else ())
     stopwatch = Stopwatch()
     metrics: dict[str, float] = {}
 
@@ -70,8 +73,10 @@ def _train(config: TrainerConfig, session: Session[Policy], parts: RlParts, lear
 
         with stopwatch.phase("publish_weights"):
             session.publisher.publish(step)
-        metrics = batch.metrics | learned | step_metrics(parallel, stopwatch, progress, num_tokens=num_tokens)
+        metrics = batch.metrics | learned | step_metrics(session, stopwatch, num_tokens=num_tokens)
         session.log(step, metrics)
+        for alert in alerts.check(metrics) if parallel.is_main else ():
+            report(f"ALERT: {alert}", step=step)
         with stopwatch.phase("checkpoint"):
             committed = saver.after_step(step, metrics, ledger.attachments() | parts.attachments())
         kept = _prune_batches(session) if committed else kept

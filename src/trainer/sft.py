@@ -77,7 +77,7 @@ def _train(
         if held_out and (is_last or (config.val_interval and step % config.val_interval == 0)):
             with stopwatch.phase("validation"):
                 metrics["val/loss"] = _validate(policy, held_out, config, parallel)
-        metrics |= step_metrics(parallel, stopwatch, progress, num_tokens=num_tokens)
+        metrics |= step_metrics(session, stopwatch, num_tokens=num_tokens)
         session.log(step, metrics)
         with stopwatch.phase("checkpoint"):
             saver.after_step(step, metrics)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import psutil
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from trainer.model import Policy
 from trainer.packing import MicroBatch
 from trainer.parallel import Parallel
-from trainer.state import Progress
+from trainer.session import Session
 from triad.errors import TrainingError
 
 
@@ -55,6 +56,30 @@ class Stopwatch:
         return taken
 
 
+# Dense bfloat16 peak of one GPU in FLOP/s, by a part of its name (NVIDIA's data sheets).
+_PEAK_FLOPS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
+
+
+def model_flops(num_parameters: int, num_tokens: int) -> float:
+    """Return the floating-point operations of one forward and backward pass: 6 per parameter and token.
+
+    Chowdhery et al. 2022, "PaLM", appendix B, without its term for attention. Recomputed activations, passes that
+    only measure and further epochs do not count: the figure is what the step needs at least.
+    """
+    return 6.0 * num_parameters * num_tokens
+
+
+def throughput(parallel: Parallel, num_parameters: int, *, num_tokens: int, seconds: float) -> dict[str, float]:
+    """Return `tokens_per_s`, `tflops` of each device, and `mfu`, their share of its peak where that is known."""
+    flops_per_s = model_flops(num_parameters, num_tokens) / seconds / parallel.world_size
+    metrics = {"tokens_per_s": num_tokens / seconds, "tflops": flops_per_s / 1e12}
+    if parallel.device.type == "cuda":
+        name = torch.cuda.get_device_name(parallel.device)
+        peak = next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
+        metrics |= {"mfu": flops_per_s / peak} if peak is not None else {}
+    return metrics
+
+
 def memory_gib(parallel: Parallel) -> float:
     """Return the most memory of any rank in GiB: peak on a GPU, resident on a CPU."""
     if parallel.device.type == "cuda":
@@ -64,13 +89,15 @@ def memory_gib(parallel: Parallel) -> float:
     return parallel.max({"memory": own})["memory"]
 
 
-def step_metrics(parallel: Parallel, stopwatch: Stopwatch, progress: Progress, *, num_tokens: int) -> dict[str, float]:
-    """Return the figures that every program reports at the end of a step of `num_tokens` tokens."""
+def step_metrics(session: Session[Any], stopwatch: Stopwatch, *, num_tokens: int) -> dict[str, float]:
+    """Return the figures that every program reports at the end of a step of `num_tokens` tokens. Collective."""
+    parallel, progress = session.parallel, session.progress
+    num_parameters = sum(parameter.numel() for parameter in session.policy.hf_model.parameters())
     memory = memory_gib(parallel)
     times = stopwatch.take()
-    rate = num_tokens / times["time/step"]
+    rates = throughput(parallel, num_parameters, num_tokens=num_tokens, seconds=times["time/step"])
     counters = {"samples": progress.samples, "tokens": progress.tokens}
-    return {"memory_gib": memory, **times, "tokens_per_s": rate, **counters}
+    return {"memory_gib": memory, **times, **rates, **counters}
 
 
 def check_finite(step: int, *, loss: float, grad_norm: float) -> None:

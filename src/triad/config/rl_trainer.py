@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, field_validator, model_validator
 
+from triad.config.alerts import AlertsConfig
 from triad.config.algorithm import (
     CriticConfig,
     EmaConfig,
@@ -56,6 +57,9 @@ class TrainerConfig(TrainingCommand):
 
     pretraining: PretrainingConfig | None = None
     """Supervised samples beside the rollouts."""
+
+    alerts: AlertsConfig = AlertsConfig()
+    """What metrics must look like for an alert."""
 
     row_tokens: int = Field(default=4096, ge=2)
     """Token budget of one packed row (one forward pass of one rank)."""
