@@ -26,6 +26,7 @@ import msgspec
 from orchestrator.concurrency import run_all
 from orchestrator.environment import Completion
 from orchestrator.weights import PublishedWeights
+from triad.arrays import decode_packed
 from triad.canary import Canary, deviation
 from triad.config.orchestrator import ClientConfig
 from triad.errors import ConfigError, InferenceError
@@ -365,7 +366,7 @@ def _new_pool(verify: ssl.SSLContext | bool) -> httpx.AsyncClient:
 
 def _decode(data: bytes, kind: type[_T], engine: _Engine) -> _T:
     try:
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data, type=kind, dec_hook=decode_packed)
     except msgspec.DecodeError as error:
         raise InferenceError(
             f"{engine.url} gave an answer that is no {kind.__name__}: {error}. Is it triad's inference server?"

@@ -22,6 +22,7 @@ import msgspec
 
 from orchestrator.seeds import TaskSeed
 from orchestrator.tokenizer import Message, Tokenizer
+from triad.arrays import Logprobs, LossMask, TokenIds
 from triad.messages import VersionSpan
 
 __all__ = ["Completion", "Environment", "Message", "Score", "Session", "SessionFull", "Task", "TaskSeed"]
@@ -37,8 +38,8 @@ class Completion(msgspec.Struct):
         versions: which policy sampled which of them; positions count from the first sampled token.
     """
 
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: TokenIds
+    logprobs: Logprobs
     finish_reason: str
     versions: list[VersionSpan]
 
@@ -95,9 +96,9 @@ class Session:
     def __init__(
         self, prompt_ids: Sequence[int], *, tokenizer: Tokenizer, sample_turn: SampleTurn, seq_len: int, max_tokens: int
     ) -> None:
-        self.token_ids = list(prompt_ids)
-        self.loss_mask = [False] * len(prompt_ids)
-        self.logprobs = [0.0] * len(prompt_ids)
+        self.token_ids = TokenIds(prompt_ids)
+        self.loss_mask = LossMask(bytes(len(prompt_ids)))
+        self.logprobs = Logprobs([0.0] * len(prompt_ids))
         self.versions: list[VersionSpan] = []
         self.texts: list[str] = []
         self.truncated = False
@@ -125,10 +126,10 @@ class Session:
         if self.room < 1:
             raise SessionFull
         # A copy: the session may grow while others' requests share these ids.
-        turn = await self._sample_turn(list(self.token_ids), len(self.texts), min(self._max_tokens, self.room))
+        turn = await self._sample_turn(self.token_ids.tolist(), len(self.texts), min(self._max_tokens, self.room))
         start = len(self.token_ids)
         self.token_ids += turn.token_ids
-        self.loss_mask += [True] * len(turn.token_ids)
+        self.loss_mask += LossMask(b"\1" * len(turn.token_ids))
         self.logprobs += turn.logprobs
         self.versions += [VersionSpan(span.version, start + span.start, start + span.end) for span in turn.versions]
         self.truncated = self.truncated or turn.finish_reason == "length"
@@ -154,9 +155,9 @@ class Session:
     def _append(self, token_ids: Sequence[int]) -> None:
         if len(token_ids) >= self.room:
             raise SessionFull
-        self.token_ids += token_ids
-        self.loss_mask += [False] * len(token_ids)
-        self.logprobs += [0.0] * len(token_ids)
+        self.token_ids += TokenIds(token_ids)
+        self.loss_mask += LossMask(bytes(len(token_ids)))
+        self.logprobs += Logprobs([0.0] * len(token_ids))
 
 
 class Environment:

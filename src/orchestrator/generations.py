@@ -24,13 +24,14 @@ import msgspec
 import xxhash
 
 from orchestrator.environment import Completion
+from triad.arrays import decode_packed, encode_packed
 from triad.errors import RunDirError
 from triad.record_log import RecordLog, read_records
 from triad.run_dir import RunDir
 
 _log = logging.getLogger("orchestrator")
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -67,6 +68,18 @@ class Answer(msgspec.Struct):
     completions: list[Completion]
 
 
+_decode = msgspec.msgpack.Decoder(Answer, dec_hook=decode_packed).decode
+
+
+def decode_answer(payload: bytes) -> Answer:
+    """Return the answer in a record of a log, any but the first.
+
+    Raises:
+        msgspec.DecodeError: it is no answer.
+    """
+    return _decode(payload)
+
+
 class GenerationLog:
     """Append-only log of finished generations of one batch, indexed in memory.
 
@@ -81,7 +94,7 @@ class GenerationLog:
         self._step = step
         self._header = Header(_FORMAT, step, weights_digest, temperature, stop_token_ids)
         self._found: dict[tuple[str, int, int], Completion] = {}
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=encode_packed)
         try:
             valid_bytes = self._load()
             self._records = RecordLog(self.path, valid_bytes=valid_bytes)
@@ -142,7 +155,7 @@ class GenerationLog:
             _log.warning("%s was sampled by other weights or settings; its batch is sampled anew", self.path)
             return 0
         for payload in payloads[1:]:
-            answer = msgspec.msgpack.decode(payload, type=Answer)
+            answer = decode_answer(payload)
             for seed, completion in zip(answer.seeds, answer.completions, strict=True):
                 self._found[answer.prompt, answer.max_tokens, seed] = completion
         return damages[-1].start if damages and damages[-1].is_tail else self.path.stat().st_size

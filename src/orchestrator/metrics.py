@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections import Counter
@@ -56,7 +55,7 @@ def batch_metrics(
     groups = [*selection.groups, *selection.unused]
     rollouts = [rollout for group in groups for rollout in group]
     rewards = [rollout.reward for rollout in rollouts]
-    sampled = [sum(rollout.loss_mask) for rollout in rollouts]
+    sampled = [rollout.loss_mask.num_sampled for rollout in rollouts]
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     metrics = {
         "reward/mean": _mean(rewards),
@@ -67,7 +66,7 @@ def batch_metrics(
         "rollout/tokens_max": float(max(lengths)),
         "rollout/sampled_tokens_mean": _mean(sampled),
         "rollout/truncated": _mean([rollout.truncated for rollout in rollouts]),
-        "rollout/turns": _mean([_num_turns(rollout) for rollout in rollouts]),
+        "rollout/turns": _mean([rollout.loss_mask.num_stretches for rollout in rollouts]),
         "rollout/reused_turns": float(num_reused),
         "groups/drawn": float(len(selection.groups) + len(selection.dropped)),
         "groups/zero_variance": _mean([not has_signal(group) for group in groups]),
@@ -87,11 +86,6 @@ def batch_metrics(
         if of_environment:
             metrics |= _environment_metrics(settings, of_environment)
     return metrics
-
-
-def _num_turns(rollout: Rollout) -> int:
-    """Return how many stretches of tokens the policy sampled."""
-    return sum(sampled for sampled, _ in itertools.groupby(rollout.loss_mask))
 
 
 def _staleness(rollouts: Sequence[Rollout], *, step: int) -> dict[str, float]:

@@ -76,6 +76,6 @@ def count(state: OrchestratorState, step: int, selection: Selection) -> None:
     state.problems += len(selection.groups) + len(dropped)
     state.rollouts += len(rollouts) + sum(one.rollouts for one in dropped)
     state.tokens += sum(len(one.token_ids) for one in rollouts) + sum(one.tokens for one in dropped)
-    state.sampled_tokens += sum(sum(one.loss_mask) for one in rollouts)
+    state.sampled_tokens += sum(one.loss_mask.num_sampled for one in rollouts)
     for reason, counts in dropped_by_reason(dropped).items():
         state.dropped[reason] = state.dropped.get(reason, Counts()) + counts

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
+import xxhash
 
 from triad import durable
 from triad.errors import CheckpointError
-from triad.manifest import Manifest, describe_files, verify, write_manifest
-from triad.messages import BATCH_FORMAT, Batch, Dropped
+from triad.manifest import FileEntry, Manifest, verify, write_manifest
+from triad.messages import Batch, Dropped, decode_batch, encode_batch
 from triad.run_dir import RunDir
 
 BATCH_NAME = "batch.msgpack"
@@ -30,12 +31,11 @@ def publish_batch(run_dir: RunDir, batch: Batch, state: bytes) -> Path:
     durable.make_directory(final.parent)
     temporary = durable.temporary_sibling(final)
     temporary.mkdir()
-    (temporary / BATCH_NAME).write_bytes(msgspec.msgpack.encode(batch))
-    (temporary / STATE_NAME).write_bytes(state)
-    manifest = Manifest(
-        kind="batch", step=batch.step, policy_version=batch.policy_version, files=describe_files(temporary)
-    )
-    write_manifest(temporary, manifest)
+    files: dict[str, FileEntry] = {}
+    for name, data in ((BATCH_NAME, encode_batch(batch)), (STATE_NAME, state)):
+        (temporary / name).write_bytes(data)
+        files[name] = FileEntry(len(data), xxhash.xxh3_128_hexdigest(data))
+    write_manifest(temporary, Manifest(kind="batch", step=batch.step, policy_version=batch.policy_version, files=files))
     durable.publish_directory(temporary, final)
     return final
 
@@ -53,14 +53,11 @@ def read_batch_in(directory: Path, *, step: int) -> Batch:
     """Return the batch of `step` in `directory`, wherever it was put; see `read_batch`."""
     verify(directory)
     try:
-        batch = msgspec.msgpack.decode((directory / BATCH_NAME).read_bytes(), type=Batch)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        batch = decode_batch((directory / BATCH_NAME).read_bytes())
+    except ValueError as error:  # msgspec's errors are ValueErrors too
         raise CheckpointError(f"{directory / BATCH_NAME} cannot be read: {error}") from None
-    if batch.format != BATCH_FORMAT or batch.step != step:
-        raise CheckpointError(
-            f"{directory / BATCH_NAME} is batch {batch.step} in format {batch.format}, "
-            f"expected batch {step} in format {BATCH_FORMAT}"
-        )
+    if batch.step != step:
+        raise CheckpointError(f"{directory / BATCH_NAME} is batch {batch.step}, expected batch {step}")
     return batch
 
 

@@ -1,7 +1,7 @@
 """What the orchestrator hands to the trainer: batches of rollouts.
 
 A batch is one msgpack map (https://msgpack.org), readable with any msgpack library; field names
-are the attribute names below.
+are the attribute names below. Numbers per token are bytes: see `triad.arrays` and docs/journal.md.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from typing import Literal, get_args
 
 import msgspec
 
-BATCH_FORMAT = 1
+from triad.arrays import Logprobs, LossMask, TokenIds, decode_packed, encode_packed
+
+BATCH_FORMAT = 2
 
 DropReason = Literal["zero_signal", "environment_error", "prompt_too_long", "timeout"]
 """Why the group of a task is not trained: all its rewards are equal, its environment failed or took too
@@ -45,9 +47,9 @@ class Rollout(msgspec.Struct, kw_only=True):
     environment: str
     task_id: int
     sample_index: int
-    token_ids: list[int]
-    loss_mask: list[bool]
-    logprobs: list[float]
+    token_ids: TokenIds
+    loss_mask: LossMask
+    logprobs: Logprobs
     versions: list[VersionSpan]
     reward: float = 0.0
     truncated: bool = False
@@ -93,3 +95,28 @@ class Batch(msgspec.Struct, kw_only=True):
     rollouts: list[Rollout]
     dropped: list[Dropped] = []
     metrics: dict[str, float] = {}
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=encode_packed)
+_decoder = msgspec.msgpack.Decoder(Batch, dec_hook=decode_packed)
+
+
+class _Versioned(msgspec.Struct):
+    format: int
+
+
+def encode_batch(batch: Batch) -> bytes:
+    """Return the bytes of a batch's file."""
+    return _encoder.encode(batch)
+
+
+def decode_batch(data: bytes) -> Batch:
+    """Return the batch in the bytes of its file.
+
+    Raises:
+        ValueError: it is damaged, or has another format than `BATCH_FORMAT`; says which.
+    """
+    found = msgspec.msgpack.decode(data, type=_Versioned).format
+    if found != BATCH_FORMAT:
+        raise ValueError(f"it has format {found}; this version reads format {BATCH_FORMAT}")
+    return _decoder.decode(data)

@@ -159,7 +159,7 @@ def _line(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         "reward_std": (sum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards))) ** 0.5,
         "tokens": sum(lengths),
         "tokens_mean": sum(lengths) / max(1, len(lengths)),
-        "sampled_tokens": sum(sum(rollout.loss_mask) for rollout in rollouts),
+        "sampled_tokens": sum(rollout.loss_mask.num_sampled for rollout in rollouts),
         "truncated": sum(rollout.truncated for rollout in rollouts),
         "versions": sorted({span.version for rollout in rollouts for span in rollout.versions}),
     }

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from triad import durable
+from triad.arrays import list_packed
 from triad.errors import ConfigError, RunDirError
 from triad.messages import Batch
 
@@ -49,7 +50,7 @@ def write_rollouts(path: Path, batches: Iterable[Batch]) -> int:
 def _rows(batch: Batch) -> Iterator[dict[str, Any]]:
     head = {"step": batch.step, "policy_version": batch.policy_version, "temperature": batch.temperature}
     for rollout in batch.rollouts:
-        yield head | msgspec.to_builtins(rollout)
+        yield head | msgspec.to_builtins(rollout, enc_hook=list_packed)
 
 
 def _write_lines(path: Path, batches: Iterable[Batch]) -> int:
@@ -77,7 +78,7 @@ def _write_parquet(path: Path, batches: Iterable[Batch]) -> int:
             ("sample_index", pyarrow.int64()),
             ("token_ids", pyarrow.list_(pyarrow.int32())),
             ("loss_mask", pyarrow.list_(pyarrow.bool_())),
-            ("logprobs", pyarrow.list_(pyarrow.float64())),
+            ("logprobs", pyarrow.list_(pyarrow.float32())),
             ("versions", pyarrow.list_(span)),
             ("reward", pyarrow.float64()),
             ("truncated", pyarrow.bool_()),

@@ -59,4 +59,5 @@ def _directories(run_dir: RunDir) -> list[Path]:
 def segments(rollout: Rollout) -> list[tuple[bool, list[int]]]:
     """Return the turns of a session: whether the policy sampled them, and their ids."""
     pairs = zip(rollout.loss_mask, rollout.token_ids, strict=True)
-    return [(sampled, [token for _, token in turn]) for sampled, turn in itertools.groupby(pairs, lambda pair: pair[0])]
+    turns = itertools.groupby(pairs, lambda pair: bool(pair[0]))
+    return [(sampled, [token for _, token in turn]) for sampled, turn in turns]

@@ -13,11 +13,9 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
-import msgspec
-
-from orchestrator.generations import Answer
+from orchestrator.generations import decode_answer
 from triad.journal import BATCH_NAME
-from triad.messages import Batch
+from triad.messages import Batch, decode_batch
 from triad.record_log import read_records
 from triad.run_dir import RunDir
 
@@ -87,7 +85,7 @@ class Witness:
         found: dict[int, list[Batch]] = {}
         for name, links in self._links.items():
             if name.startswith("step_"):
-                read = [msgspec.msgpack.decode(path.read_bytes(), type=Batch) for path in links.values()]
+                read = [decode_batch(path.read_bytes()) for path in links.values()]
                 found[int(name.removeprefix("step_"))] = read
         return dict(sorted(found.items()))
 
@@ -114,7 +112,7 @@ class Witness:
 def _generations(path: Path) -> list[tuple[str, int, int]]:
     """The (prompt hash, limit, seed) of each generation in a log; what is torn at its end is not there."""
     payloads, _ = read_records(path)
-    answers = [msgspec.msgpack.decode(payload, type=Answer) for payload in payloads[1:]]
+    answers = [decode_answer(payload) for payload in payloads[1:]]
     return [(answer.prompt, answer.max_tokens, seed) for answer in answers for seed in answer.seeds]
 
 

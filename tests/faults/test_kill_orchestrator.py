@@ -10,10 +10,9 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from orchestrator.generations import Answer
+from orchestrator.generations import decode_answer
 from tests.faults.faulty_calls import Call, Instant, read_trail
 from tests.faults.orchestrator_runs import Orchestrators
 from tests.unit.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
@@ -56,7 +55,7 @@ def _instants(calls: list[Call]) -> Iterator[tuple[int, Instant]]:
 def _logged_seeds(run_dir: RunDir) -> set[int]:
     """The seeds of all generations that are in a log: no two requests share one."""
     answers = [
-        msgspec.msgpack.decode(payload, type=Answer)
+        decode_answer(payload)
         for path in run_dir.rollouts.glob("generations_*.log")
         for payload in read_records(path)[0][1:]
     ]

@@ -22,6 +22,7 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 
 from triad import durable, journal, manifest
+from triad.arrays import encode_packed
 from triad.config.orchestrator import OrchestratorConfig
 from triad.messages import Batch, Rollout
 from triad.run_dir import RunDir
@@ -195,7 +196,7 @@ class FakeTrainer:
                 if self._stop.is_set():
                     return
             batch = journal.read_batch(self._run_dir, step)
-            content = hashlib.sha256(content + msgspec.msgpack.encode(batch.rollouts)).digest()
+            content = hashlib.sha256(content + msgspec.msgpack.encode(batch.rollouts, enc_hook=encode_packed)).digest()
             publish_weights(self._run_dir, step, content)
 
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Backend
 
 from orchestrator.environment import Completion, Message, Session, SessionFull
 from orchestrator.tokenizer import Tokenizer, load_tokenizer
+from triad.arrays import Logprobs, TokenIds
 from triad.errors import ConfigError, DataError
 from triad.messages import VersionSpan
 
@@ -62,7 +63,7 @@ def scripted_session(
         sampled = turns[turn][:most]
         reason = "stop" if sampled[-1] in tokenizer.stop_token_ids else "length"
         logprobs = [-1.0 - turn] * len(sampled)
-        return Completion(sampled, logprobs, reason, [VersionSpan(turn, 0, len(sampled))])
+        return Completion(TokenIds(sampled), Logprobs(logprobs), reason, [VersionSpan(turn, 0, len(sampled))])
 
     session = Session(prompt_ids, tokenizer=tokenizer, sample_turn=sample_turn, seq_len=seq_len, max_tokens=max_tokens)
     return session, asked
@@ -81,11 +82,11 @@ def test_a_session_grows_by_new_tokens_only(tokenizer: Tokenizer) -> None:
     session.append_messages([Message("user", "c")])
     assert asyncio.run(session.sample()) == "c"
     middle = [USER, 7, END, ASSISTANT]
-    assert session.token_ids == [*prompt, 6, 5, END, *middle, 7, END]
-    assert session.loss_mask == [False] * 5 + [True] * 3 + [False] * 4 + [True] * 2
-    assert session.logprobs == [0.0] * 5 + [-1.0] * 3 + [0.0] * 4 + [-2.0] * 2
+    assert session.token_ids.tolist() == [*prompt, 6, 5, END, *middle, 7, END]
+    assert session.loss_mask.tolist() == [False] * 5 + [True] * 3 + [False] * 4 + [True] * 2
+    assert session.logprobs.tolist() == [0.0] * 5 + [-1.0] * 3 + [0.0] * 4 + [-2.0] * 2
     assert session.versions == [VersionSpan(0, 5, 8), VersionSpan(1, 12, 14)]
-    assert asked == [(prompt, 0, 16), (session.token_ids[:12], 1, 16)]
+    assert asked == [(prompt, 0, 16), (session.token_ids[:12].tolist(), 1, 16)]
     assert (session.texts, session.completion, session.truncated) == (["ba", "c"], "c", False)
 
 
@@ -94,8 +95,8 @@ def test_a_turn_cut_by_the_limit_is_closed_before_the_next(tokenizer: Tokenizer)
     asyncio.run(session.sample())
     assert session.truncated
     session.append_messages([Message("user", "c")])
-    assert session.token_ids[4:] == [5, 6, END, USER, 7, END, ASSISTANT]
-    assert session.loss_mask[4:] == [True, True, False, False, False, False, False]
+    assert session.token_ids[4:].tolist() == [5, 6, END, USER, 7, END, ASSISTANT]
+    assert session.loss_mask[4:].tolist() == [True, True, False, False, False, False, False]
 
 
 def test_seq_len_is_never_exceeded(tokenizer: Tokenizer) -> None:
@@ -107,7 +108,7 @@ def test_seq_len_is_never_exceeded(tokenizer: Tokenizer) -> None:
         asyncio.run(session.sample())
     with pytest.raises(SessionFull):
         session.append_text("d")
-    assert session.token_ids == before
+    assert session.token_ids.tolist() == before
 
 
 def test_a_template_with_text_after_the_end_token(tmp_path: Path) -> None:
@@ -118,7 +119,7 @@ def test_a_template_with_text_after_the_end_token(tmp_path: Path) -> None:
     session, _ = scripted_session(tokenizer, tokenizer.prompt(chat[:1]), [[*tokenizer.encode("yo"), end]])
     asyncio.run(session.sample())
     session.append_messages(chat[2:])
-    assert session.token_ids == tokenizer.prompt(chat)
+    assert session.token_ids.tolist() == tokenizer.prompt(chat)
 
 
 def test_templates_that_cannot_be_used_say_so(tmp_path: Path) -> None:

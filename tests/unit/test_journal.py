@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -10,19 +12,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.conftest import ROOT
 from triad import durable, journal
+from triad.arrays import Logprobs, LossMask, TokenIds
 from triad.errors import CheckpointError
 from triad.journal import BATCH_NAME, STATE_NAME, publish_batch, read_batch, wait_for
 from triad.manifest import describe_files, read_manifest, write_manifest
-from triad.messages import Batch, Rollout, VersionSpan
+from triad.messages import Batch, Rollout, VersionSpan, decode_batch, encode_batch
 from triad.run_dir import RunDir
 
 
 def make_batch(step: int = 3) -> Batch:
     rollout = Rollout(
-        environment="reverse_text", task_id=2**40, sample_index=1, token_ids=[1, 7, 9], loss_mask=[False, True, True],
-        logprobs=[0.0, -0.1, -1e-7], versions=[VersionSpan(version=2, start=1, end=3)], reward=0.7,
-        truncated=True, metrics={"exact": 0.0},
+        environment="reverse_text", task_id=2**40, sample_index=1, token_ids=TokenIds([1, 7, 9]),
+        loss_mask=LossMask([False, True, True]), logprobs=Logprobs([0.0, -0.1, -1e-7]),
+        versions=[VersionSpan(version=2, start=1, end=3)], reward=0.7, truncated=True, metrics={"exact": 0.0},
     )  # fmt: skip
     return Batch(step=step, policy_version=2, temperature=0.9, rollouts=[rollout], metrics={"reward/mean": 0.7})
 
@@ -38,7 +42,7 @@ def test_a_batch_comes_out_as_it_went_in(tmp_path: Path) -> None:
 
 
 @given(
-    logprobs=st.lists(st.floats(max_value=0, allow_nan=False), min_size=1, max_size=5),
+    logprobs=st.lists(st.floats(max_value=0, allow_nan=False, width=32), min_size=1, max_size=5),
     reward=st.floats(allow_nan=False),
     metrics=st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False), max_size=3),
 )
@@ -47,10 +51,10 @@ def test_numbers_survive_bit_for_bit(
     logprobs: list[float], reward: float, metrics: dict[str, float], tmp_path: Path
 ) -> None:
     batch = make_batch()
-    batch.rollouts[0].logprobs, batch.rollouts[0].reward, batch.metrics = logprobs, reward, metrics
-    encoded = msgspec.msgpack.encode(batch)
-    assert msgspec.msgpack.encode(msgspec.msgpack.decode(encoded, type=Batch)) == encoded
-    assert msgspec.msgpack.decode(encoded, type=Batch).rollouts[0].logprobs == logprobs
+    batch.rollouts[0].logprobs, batch.rollouts[0].reward, batch.metrics = Logprobs(logprobs), reward, metrics
+    encoded = encode_batch(batch)
+    assert encode_batch(decode_batch(encoded)) == encoded
+    assert list(decode_batch(encoded).rollouts[0].logprobs) == logprobs
 
 
 @pytest.mark.parametrize("call", ["write_manifest", "publish_directory"])
@@ -98,13 +102,15 @@ def rewrite(directory: Path, batch: bytes) -> None:
 def test_the_batch_of_another_step_or_format_is_refused(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     directory = publish_batch(run_dir, make_batch(), b"{}")
-    rewrite(directory, msgspec.msgpack.encode(make_batch(step=4)))
+    rewrite(directory, encode_batch(make_batch(step=4)))
     with pytest.raises(CheckpointError, match="expected batch 3"):
         read_batch(run_dir, 3)
     other = make_batch()
     other.format = 99
-    rewrite(directory, msgspec.msgpack.encode(other))
-    with pytest.raises(CheckpointError, match="format 99"):
+    rewrite(directory, encode_batch(other))
+    with pytest.raises(
+        CheckpointError, match=r"batch\.msgpack cannot be read: it has format 99; this version reads format 2"
+    ):
         read_batch(run_dir, 3)
     rewrite(directory, b"\xc1 no msgpack")
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -134,3 +140,32 @@ def test_waiting_gives_up_and_passes_on_what_the_check_raises(tmp_path: Path) ->
 
     with pytest.raises(KeyError):
         wait_for(tmp_path / "never", timeout_s=20, check=check)
+
+
+def test_a_batch_of_the_format_before_is_refused_by_its_number(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    directory = publish_batch(run_dir, make_batch(), b"{}")
+    rollout = {"environment": "a", "task_id": 1, "sample_index": 0, "token_ids": [1], "logprobs": [0.0]}
+    rewrite(directory, msgspec.msgpack.encode({"format": 1, "step": 3, "rollouts": [rollout]}))
+    with pytest.raises(CheckpointError, match="it has format 1; this version reads format 2"):
+        read_batch(run_dir, 3)
+
+
+@pytest.mark.parametrize("data", [b"\1\2\3", "text"])
+def test_numbers_that_are_no_whole_items_are_refused(data: bytes | str, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    directory = publish_batch(run_dir, make_batch(), b"{}")
+    batch = msgspec.msgpack.decode(encode_batch(make_batch()))
+    batch["rollouts"][0]["token_ids"] = data
+    rewrite(directory, msgspec.msgpack.encode(batch))
+    with pytest.raises(CheckpointError, match=r"batch\.msgpack cannot be read: .*token_ids"):
+        read_batch(run_dir, 3)
+
+
+def test_the_example_of_the_documentation_reads_a_batch(tmp_path: Path) -> None:
+    example = (ROOT / "docs" / "journal.md").read_text().split("```python\n")[2].split("```")[0]
+    path = publish_batch(RunDir(tmp_path), make_batch(), b"{}") / BATCH_NAME
+    printed = subprocess.run([sys.executable, "-c", example, str(path)], check=True, capture_output=True, text=True)
+    *head, mean = printed.stdout.split()
+    assert head == ["reverse_text", str(2**40), "0.7"]
+    assert float(mean) == pytest.approx(-0.05, abs=1e-6)

@@ -23,6 +23,7 @@ from orchestrator.seeds import TaskSeed, request_seed
 from orchestrator.selection import Outcome, select
 from orchestrator.state import OrchestratorState
 from orchestrator.weights import describe_weights
+from triad.arrays import Logprobs, LossMask, TokenIds
 from triad.config.orchestrator import ClientConfig, EnvironmentConfig
 from triad.errors import ConfigError, InferenceError, RunDirError
 from triad.messages import Batch, Dropped, Rollout, VersionSpan
@@ -98,7 +99,7 @@ def test_the_client_returns_choices_in_the_order_of_the_seeds(tmp_path: Path, mo
         choices, busy_s = run_client(make_config(tmp_path, engine).client, run_dir)
     assert engine.digest == weights_digest(run_dir.weights_of(0)) == describe_weights(run_dir, 0).digest
     answers = {choice["index"]: choice["token_ids"] for choice in engine._answer(engine.requests[0])["choices"]}
-    assert [choice.token_ids for choice in choices] == [answers[0], answers[1]]
+    assert [choice.token_ids.tolist() for choice in choices] == [answers[0], answers[1]]
     assert all((choice.finish_reason == "stop") == (choice.token_ids[-1] == STOP_TOKEN) for choice in choices)
     assert busy_s > 0
 
@@ -143,7 +144,8 @@ def make_log(run_dir: RunDir, *, digest: str = "d", step: int = 1) -> Generation
 
 def test_the_log_of_generations_survives_a_torn_end_and_belongs_to_its_weights(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    first, second = (Completion([n, 3], [-1.0, -0.5], "stop", [VersionSpan(0, 0, 2)]) for n in (5, 6))
+    logprobs, spans = Logprobs([-1.0, -0.5]), [VersionSpan(0, 0, 2)]
+    first, second = (Completion(TokenIds([number, 3]), logprobs, "stop", spans) for number in (5, 6))
     log = make_log(run_dir)
     log.append([1, 2], max_tokens=4, seeds=[10], completions=[first])
     log.append([1, 2], max_tokens=4, seeds=[11], completions=[second])
@@ -214,9 +216,9 @@ def make_rollout(reward: float, *, environment: str = "a", sampled: int = 2, **m
         environment=environment,
         task_id=0,
         sample_index=0,
-        token_ids=[1] * (sampled + 1),
-        loss_mask=[False] + [True] * sampled,
-        logprobs=[0.0] * (sampled + 1),
+        token_ids=TokenIds([1] * (sampled + 1)),
+        loss_mask=LossMask([False] + [True] * sampled),
+        logprobs=Logprobs([0.0] * (sampled + 1)),
         versions=[VersionSpan(5 if sampled > 2 else 6, 1, sampled + 1)],
         reward=reward,
         truncated=sampled > 2,
@@ -270,8 +272,8 @@ def test_quantiles_of_rewards_are_those_of_linear_interpolation() -> None:
 
 def test_turns_are_stretches_of_sampled_tokens() -> None:
     rollout = make_rollout(1.0)
-    rollout.token_ids, rollout.logprobs = [1] * 7, [0.0] * 7
-    rollout.loss_mask = [False, True, True, False, True, False, False]
+    rollout.token_ids, rollout.logprobs = TokenIds([1] * 7), Logprobs([0.0] * 7)
+    rollout.loss_mask = LossMask([False, True, True, False, True, False, False])
     assert metrics_of([[rollout, make_rollout(0.0)]])["rollout/turns"] == 1.5
 
 

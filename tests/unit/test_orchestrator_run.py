@@ -191,7 +191,7 @@ def test_only_new_tokens_are_appended_over_turns(tmp_path: Path, engine: FakeEng
     asked = {tuple(request["token_ids"]) for request in engine.requests}
     for rollout in journal.read_batch(RunDir(tmp_path), 1).rollouts:
         first, second = rollout.versions
-        assert rollout.loss_mask == [
+        assert rollout.loss_mask.tolist() == [
             first.start <= index < first.end or second.start <= index for index in range(len(rollout.token_ids))
         ]
         # What the engine is asked to continue is the session itself, sampled ids and all.

@@ -20,6 +20,7 @@ from orchestrator.environment import Completion
 from orchestrator.generations import GenerationLog
 from tests.conftest import ROOT
 from triad import durable, record_log
+from triad.arrays import Logprobs, TokenIds
 from triad.errors import RunDirError
 from triad.messages import VersionSpan
 from triad.record_log import MARKER, RecordLog, read_records
@@ -168,7 +169,7 @@ def test_a_killed_process_loses_nothing_that_it_appended(seed: int, tmp_path: Pa
 
 
 def completion(number: int) -> Completion:
-    return Completion([number, 3], [-1.0, -0.5], "stop", [VersionSpan(0, 0, 2)])
+    return Completion(TokenIds([number, 3]), Logprobs([-1.0, -0.5]), "stop", [VersionSpan(0, 0, 2)])
 
 
 def make_log(run_dir: RunDir, answers: int = 0) -> GenerationLog:
@@ -231,6 +232,7 @@ def test_the_example_of_the_documentation_reads_a_log(tmp_path: Path) -> None:
         [sys.executable, "-c", example, str(path)], check=True, capture_output=True, text=True
     ).stdout.splitlines()
     header, *answers = map(msgspec.json.decode, printed)
-    assert (header["format"], header["step"], header["weights_digest"]) == (2, 7, "d")
+    assert (header["format"], header["step"], header["weights_digest"]) == (3, 7, "d")
     assert [answer["seeds"] for answer in answers] == [[0], [1]]
-    assert answers[1]["completions"][0]["token_ids"] == completion(1).token_ids
+    printed_completion = answers[1]["completions"][0]
+    assert printed_completion["token_ids"] == [1, 3] and printed_completion["logprobs"] == [-1.0, -0.5]

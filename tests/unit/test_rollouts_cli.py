@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from tests.conftest import BASE
 from triad import cli, durable
+from triad.arrays import Logprobs, LossMask, TokenIds, decode_packed
 from triad.journal import Accepted, Counts, publish_batch, read_batch
 from triad.messages import Batch, Dropped, Rollout, VersionSpan
 from triad.run_dir import RunDir
@@ -47,9 +48,9 @@ def make_rollout(environment: str, task: int, sample: int, *, version: int) -> R
     turns = [(False, encode(PROMPT)), (True, encode(ANSWER)), (False, encode(FEEDBACK)), (True, encode("abc"))]
     token_ids = [token for _, ids in turns for token in ids]
     return Rollout(
-        environment=environment, task_id=task, sample_index=sample, token_ids=token_ids,
-        loss_mask=[sampled for sampled, ids in turns for _ in ids],
-        logprobs=[-0.1 * place for place in range(len(token_ids))],
+        environment=environment, task_id=task, sample_index=sample, token_ids=TokenIds(token_ids),
+        loss_mask=LossMask([sampled for sampled, ids in turns for _ in ids]),
+        logprobs=Logprobs([-0.1 * place for place in range(len(token_ids))]),
         versions=[VersionSpan(version, len(turns[0][1]), len(token_ids))], reward=float(sample),
         truncated=sample == 1, metrics={"exact": float(sample)},
     )  # fmt: skip
@@ -187,7 +188,7 @@ def test_export_to_lines_holds_every_rollout(rollouts: Command, run_dir: RunDir,
     assert [row.pop("step") for row in rows] == [2] * 4 + [3] * 4
     assert {row.pop("policy_version") for row in rows} == {1, 2} and {row.pop("temperature") for row in rows} == {0.5}
     assert (
-        msgspec.convert(rows, list[Rollout])
+        msgspec.convert(rows, list[Rollout], dec_hook=decode_packed)
         == read_batch(run_dir, 2).rollouts + read_batch(run_dir, 3).rollouts
     )
     assert [path.name for path in target.parent.iterdir()] == ["out.jsonl"]
@@ -201,7 +202,7 @@ def test_export_to_parquet_holds_every_rollout(rollouts: Command, run_dir: RunDi
     kept = [rollout for step in (2, 3, 4) for rollout in read_batch(run_dir, step).rollouts]
     assert (
         msgspec.convert(
-            [row | {"metrics": dict(row["metrics"])} for row in rows], list[Rollout]
+            [row | {"metrics": dict(row["metrics"])} for row in rows], list[Rollout], dec_hook=decode_packed
         )
         == kept
     )
