@@ -1,0 +1,66 @@
+"""Runs that drop groups: processes die in the middle, and what is drawn, dropped and trained stays the same."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import UsedServer
+from tests.rl_runs import RlRun, assert_same, complete, exact_metrics, outcome, succeeded
+from triad.journal import STATE_NAME, Accepted, Counts, read_accepted, read_batch
+from triad.messages import Dropped
+from triad.run_dir import RunDir
+
+_STEPS = 8
+_SETTINGS = """
+[dynamic_sampling]
+max_problems_per_step = 24
+
+[[environments]]
+id = "reverse_text"
+args = { min_length = 1, max_length = 3 }
+on_error = "drop"
+"""
+
+
+def _accepted(run_dir: RunDir) -> Accepted:
+    return read_accepted(run_dir.batch(_STEPS) / STATE_NAME, step=_STEPS)
+
+
+def _dropped(run_dir: RunDir) -> dict[int, list[Dropped]]:
+    return {step: read_batch(run_dir, step).dropped for step in run_dir.published_batches()}
+
+
+@pytest.mark.slow
+def test_orchestrator_and_trainer_die_under_dynamic_sampling(rl_server: UsedServer, tmp_path: Path) -> None:
+    settings = tmp_path / "orchestrator.toml"
+    settings.write_text(_SETTINGS)
+    flags = ("--orchestrator", "@", str(settings), *rl_server.flags, "--max-steps", str(_STEPS), "--ckpt.interval", "1")
+    straight = succeeded(tmp_path / "straight", *flags)
+    with RlRun(tmp_path / "killed", *flags) as run:
+        run.wait_for_step(2)
+        (orchestrator,) = run.find("orchestrator.main")
+        orchestrator.send_signal(signal.SIGKILL)
+        run.wait_for_match("orchestrator was killed by signal 9: starting it again")
+        run.wait_for_step(5)
+        _, rank = run.find("trainer.launch")
+        rank.send_signal(signal.SIGKILL)
+        killed = complete(run)
+    assert killed.exit_code == 0, killed.output
+    assert "starting it again" in killed.output and not killed.survivors
+
+    assert_same(outcome(killed.run_dir, _STEPS), outcome(straight.run_dir, _STEPS))
+    steps = range(1, _STEPS + 1)
+    assert exact_metrics(killed.run_dir, steps) == exact_metrics(straight.run_dir, steps)
+    assert _dropped(killed.run_dir) == _dropped(straight.run_dir)
+
+    accepted = _accepted(straight.run_dir)
+    (trained,) = exact_metrics(straight.run_dir, [_STEPS])
+    num_dropped = accepted.dropped["zero_signal"].problems
+    assert num_dropped > 0
+    assert accepted.problems == accepted.next_task("reverse_text") == 8 * _STEPS + num_dropped
+    assert accepted.batched == Counts(8 * _STEPS, int(trained["samples"]), int(trained["tokens"]))
+    seen = sum(line["groups/dropped/zero_signal"] for line in exact_metrics(straight.run_dir, steps))
+    assert seen == num_dropped
