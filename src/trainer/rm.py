@@ -52,14 +52,16 @@ def rm_objective(config: RmConfig, parallel: Parallel) -> PairObjective[ScalarMo
 
     def forward(model: ScalarModel, pairs: Sequence[Pair], indices: list[int]) -> dict[str, Tensor]:
         rewards_P2 = score_pairs(model, pairs, indices, pack=config.data.pack, device=parallel.device)
-        chosen_P, rejected_P = rewards_P2.detach().unbind(1)
+        losses_P = reward_loss(rewards_P2[:, 0], rewards_P2[:, 1], config.loss)
+        rewards_P2 = rewards_P2.detach()
+        chosen_P, rejected_P = rewards_P2.unbind(1)
         return {
-            "loss": reward_loss(*rewards_P2.unbind(1), config.loss),
+            "loss": losses_P,
             "rewards/chosen": chosen_P,
             "rewards/rejected": rejected_P,
             "rewards/margins": chosen_P - rejected_P,
             "rewards/accuracies": (chosen_P > rejected_P).double(),
-            "rewards/squares": rewards_P2.detach().square().mean(1),
+            "rewards/squares": rewards_P2.square().mean(1),
         }
 
     def summarize(means: dict[str, float]) -> dict[str, float]:

@@ -66,9 +66,8 @@ def rm() -> NoReturn:
     from triad.config.rm import RmConfig
     from triad.launch import launch_training
 
-    if any(
-        not word.startswith(("@", "--", "-h")) for word in sys.argv[1:2]
-    ):  # in an environment's shell it hides another
+    # In an activated environment it comes before the command that removes files.
+    if any(not word.startswith(("@", "--", "-h")) for word in sys.argv[1:2]):
         print(f"error: {sys.argv[0]} trains reward models; /bin/rm removes files", file=sys.stderr)
         sys.exit(2)
     _run("rm", RmConfig, lambda config: launch_training("rm", config))

@@ -5,8 +5,8 @@ from triad.config.dpo import DpoConfig
 from triad.config.inference import InferenceConfig
 from triad.config.orchestrator import OrchestratorConfig
 from triad.config.rl import RlConfig
-from triad.config.rm import RmConfig
 from triad.config.rl_trainer import TrainerConfig
+from triad.config.rm import RmConfig
 from triad.config.trainer import SftConfig, TrainingCommand
 
 __all__ = [

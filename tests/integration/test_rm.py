@@ -1,0 +1,176 @@
+"""`rm`, the real command: it learns, a killed run ends in the same bits, and what cannot work is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from tests.conftest import ROOT
+from tests.training_runs import DEADLINE_S, SftRun, run_sft
+from triad.run_dir import RunDir
+
+EXAMPLE = ROOT / "examples" / "reverse_text"
+PAIRS = EXAMPLE / "preferences.jsonl"
+COLUMNS = ("step", "loss", "grad_norm", "lr", "rewards/chosen", "rewards/accuracies", "rewards/std", "samples")
+EXACT = ("--max-steps", "8", "--ckpt.interval", "2", "--data.validation-fraction", "0.1", "--val-interval", "3",
+         "--loss.center-coef", "0.01")  # fmt: skip
+
+
+def rm_command(program: str, output: Path, model: Path, *flags: str) -> list[str]:
+    settings = {
+        "output-dir": output, "model.name": model, "data.name": PAIRS, "data.batch-size": 8,
+        "data.micro-batch-size": 2, "data.seq-len": 40, "optim.lr": 1e-3, "parallel.threads": 1, "seed": 3,
+    }  # fmt: skip
+    return [program, *(word for key, value in settings.items() for word in (f"--{key}", str(value))), *flags]
+
+
+@pytest.fixture(scope="module")
+def run(command: Callable[[str], str]) -> Callable[..., SftRun]:
+    """Return a function that runs a command to its end: `run(output, model, *flags, program="rm")`."""
+
+    def to_end(output: Path, model: Path, *flags: str, program: str = "rm") -> SftRun:
+        done = subprocess.run(
+            rm_command(command(program), output, model, *flags),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+        return SftRun(done.returncode, done.stdout, RunDir(output))
+
+    return to_end
+
+
+def succeeded(run: SftRun) -> SftRun:
+    assert run.code == 0, run.output
+    return run
+
+
+def refused(done: SftRun, *words: str) -> None:
+    assert done.code == 2 and "Traceback" not in done.output, done.output
+    for word in words:
+        assert word in done.output, done.output
+
+
+@pytest.fixture(scope="module")
+def dropout(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model(attention_dropout=0.3)
+
+
+@pytest.fixture(scope="module")
+def straight(run: Callable[..., SftRun], dropout: Path, tmp_path_factory: pytest.TempPathFactory) -> SftRun:
+    return succeeded(run(tmp_path_factory.mktemp("rm") / "straight", dropout, *EXACT))
+
+
+def test_a_killed_run_ends_in_the_same_bits(
+    run: Callable[..., SftRun], command: Callable[[str], str], straight: SftRun, dropout: Path, tmp_path: Path
+) -> None:
+    """With dropout, shuffling, packing, accumulation and validation on."""
+    output = tmp_path / "killed"
+    arguments = rm_command(command("rm"), output, dropout, *EXACT)
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "saved checkpoint  step 4" in line:
+                os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == -signal.SIGKILL and RunDir(output).published_weights() == []
+    resumed = succeeded(run(output, dropout, *EXACT, "--ckpt.resume-step", "4"))
+    assert "resuming from step 4" in resumed.output
+    assert resumed.weights(8) == straight.weights(8)
+    for name in (*COLUMNS, "val/loss", "val/rewards/std"):
+        assert resumed.column(name) == straight.column(name) != [], name
+    assert len(set(straight.column("loss"))) == 8
+
+
+def test_it_learns_to_score_the_chosen_side_higher_and_transformers_scores_alike(
+    run: Callable[..., SftRun], tmp_path: Path
+) -> None:
+    flags = ("--max-steps", "25", "--data.batch-size", "32", "--data.micro-batch-size", "8",
+             "--data.validation-fraction", "0.125", "--val-interval", "1")  # fmt: skip
+    learnt = succeeded(run(tmp_path / "learnt", EXAMPLE / "model", *flags))
+    accuracies = learnt.column("val/rewards/accuracies")
+    assert accuracies[-1] > 0.75 and accuracies[-1] > accuracies[0] + 0.1, accuracies
+    assert learnt.column("val/rewards/margins")[-1] > 1 and learnt.column("val/loss")[-1] < 0.5
+    directory = learnt.run_dir.weights_of(25)
+    config = json.loads((directory / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForSequenceClassification"]
+    assert config["pad_token_id"] == 0 and list(config["id2label"]) == ["0"]
+    model = AutoModelForSequenceClassification.from_pretrained(directory).eval()
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    rows = [json.loads(line) for line in PAIRS.read_text().splitlines()[:64]]
+
+    @torch.no_grad()
+    def score(row: dict[str, list[dict[str, str]]], side: str) -> float:
+        ids = tokenizer.apply_chat_template(row["prompt"] + row[side], return_tensors="pt", return_dict=False)
+        return model(ids).logits.item()
+
+    right = sum(score(row, "chosen") > score(row, "rejected") for row in rows)
+    assert right / len(rows) > 0.75
+
+
+@pytest.mark.slow
+def test_two_ranks_train_what_one_does(
+    run: Callable[..., SftRun], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    one = succeeded(run(tmp_path / "one", tiny_model(), "--max-steps", "3"))
+    two = succeeded(run(tmp_path / "two", tiny_model(), "--max-steps", "3", "--parallel.num-ranks", "2"))
+    for name in COLUMNS:
+        assert two.column(name) == pytest.approx(one.column(name), rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.slow
+def test_a_reward_model_is_trained_further_from_what_was_published(
+    run: Callable[..., SftRun], straight: SftRun, tmp_path: Path
+) -> None:
+    flags = (*EXACT[4:6], "--max-steps", "1", "--optim.lr", "1e-12")
+    further = succeeded(run(tmp_path / "further", straight.run_dir.weights_of(8), *flags))
+    assert further.column("val/rewards/std") == pytest.approx(straight.column("val/rewards/std")[-1:], rel=1e-4)
+    warm = succeeded(
+        run(tmp_path / "warm", straight.run_dir.weights_of(8), *flags,
+            "--ckpt.weights-only", str(straight.run_dir.checkpoint(8)))
+    )  # fmt: skip
+    assert warm.column("loss") == further.column("loss") and warm.weights(1) == further.weights(1)
+
+
+@pytest.mark.slow
+def test_other_programs_do_not_go_on_from_a_reward_model(
+    run: Callable[..., SftRun], straight: SftRun, dropout: Path, sft_data: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(straight.run_dir.path, copy)
+    resume = ("--max-steps", "9", "--ckpt.resume-step", "8")
+    refused(run_sft(copy, dropout, sft_data, *resume), "a checkpoint of rm, and sft cannot go on from it")
+    refused(run(copy, dropout, *resume, program="dpo"), "a checkpoint of rm, and dpo cannot go on from it")
+    weights = ("--max-steps", "1", "--ckpt.weights-only", str(straight.run_dir.checkpoint(8)))
+    refused(run_sft(tmp_path / "warm", dropout, sft_data, *weights), "does not fit this model", "score.weight")
+    published = run_sft(tmp_path / "model", straight.run_dir.weights_of(8), sft_data, "--max-steps", "1",
+                        "--model.init", "pretrained")  # fmt: skip
+    refused(published, "scores whole sequences", "give a language model")
+    made = run_sft(tmp_path / "sft", dropout, sft_data, "--max-steps", "1", "--ckpt")
+    by_rm = run(made.run_dir.path, dropout, "--max-steps", "2", "--ckpt.resume-step", "1")
+    refused(by_rm, "a checkpoint of sft, and rm cannot go on from it")
+
+
+def test_a_dry_run_starts_nothing_and_bad_input_is_named(
+    run: Callable[..., SftRun], command: Callable[[str], str], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model, output = tiny_model(), tmp_path / "dry"
+    dry = succeeded(run(output, model, "--dry-run"))
+    assert "would start afresh" in dry.output and not (output / "run.json").exists()
+    refused(run(output, model, "--loss.margin", "-1"), "loss.margin")
+    refused(run(output, model, "--loss.centre-coef", "1"), "loss.center-coef")
+    refused(run(output, model, "--data.name", str(tmp_path / "no.jsonl")), "no such file")
+    assert not output.joinpath("checkpoints").exists()
+    output.mkdir(exist_ok=True)
+    mistaken = subprocess.run([command("rm"), "-rf", str(output)], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert mistaken.returncode == 2 and "/bin/rm removes files" in mistaken.stderr and output.is_dir()
