@@ -61,15 +61,18 @@ class WeightPublisher:
         finally:
             shutil.rmtree(scratch)
 
-    def publish(self, version: int, *, canary: bytes | None = None, for_engines: bool = False) -> Path:
+    def publish(
+        self, version: int, *, path: Path | None = None, canary: bytes | None = None, for_engines: bool = False
+    ) -> Path:
         """Publish the policy's weights as `version`; return the directory. Collective.
 
         Args:
+            path: where; unset: where engines look for the version.
             canary: what engines are to be checked by; see `triad.canary`.
             for_engines: leave out what they have: of a policy with adapters, all but those.
         """
         adapter_alone = for_engines and self._adapters is not None
-        final = self._run_dir.weights_of(version)
+        final = path or self._run_dir.weights_of(version)
         temporary = durable.temporary_sibling(final)
         if self._parallel.is_main:
             temporary.mkdir(parents=True)
