@@ -7,13 +7,16 @@ the orchestrator has one way to begin.
 
 from __future__ import annotations
 
+import torch
+
 from trainer import parallel as parallel_module
 from trainer.alerts import Alerts
 from trainer.canary import measure_canary
 from trainer.data import load_tokenizer
+from trainer.ema import Ema
 from trainer.learner import Learner
 from trainer.ledger import Ledger
-from trainer.model import Policy, build_policy
+from trainer.model import Policy, build_policy, trained_tensors
 from trainer.pretraining import PretrainingMix
 from trainer.rl_parts import RlParts
 from trainer.session import Session, start_session
@@ -45,8 +48,14 @@ def run(config: TrainerConfig) -> None:
         older_weights=config.async_level,
     ) as session:
         parts.resume(session.run_dir, session.progress.step)
-        session.publisher.publish(session.progress.step, canary=measure_canary(session.policy, tokenizer, parallel))
+        session.publisher.publish(
+            session.progress.step,
+            canary=measure_canary(session.policy, tokenizer, parallel),
+            for_engines=session.progress.step < config.max_steps,
+        )
         _train(config, session, parts, Learner(config, session, parts, pretraining))
+        if parts.ema is not None:
+            _publish_average(session, parts.ema)
     report("finished", step=session.progress.step)
 
 
@@ -72,7 +81,7 @@ def _train(config: TrainerConfig, session: Session[Policy], parts: RlParts, lear
         progress.advance(samples=len(batch.rollouts), tokens=num_tokens)
 
         with stopwatch.phase("publish_weights"):
-            session.publisher.publish(step)
+            session.publisher.publish(step, for_engines=step < config.max_steps)
         metrics = batch.metrics | learned | step_metrics(session, stopwatch, num_tokens=num_tokens)
         session.log(step, metrics)
         for alert in alerts.check(metrics) if parallel.is_main else ():
@@ -85,6 +94,16 @@ def _train(config: TrainerConfig, session: Session[Policy], parts: RlParts, lear
     saver.wait()
     kept = _prune_batches(session)
     session.publisher.prune(_needed_weights([*kept, progress.step], config.async_level))
+
+
+def _publish_average(session: Session[Policy], ema: Ema) -> None:
+    """Publish the average of the weights, in the place of the weights: nothing trains or saves them any more."""
+    step = session.progress.step
+    averages = ema.tensors()
+    with torch.no_grad():
+        for name, tensor in trained_tensors(session.policy.hf_model).items():
+            tensor.copy_(averages[name])
+    session.publisher.publish(step, path=session.run_dir.weights / f"ema_step_{step}")
 
 
 def _prune_batches(session: Session[Policy]) -> list[int]:
