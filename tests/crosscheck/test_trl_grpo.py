@@ -17,8 +17,9 @@ from torch import Tensor
 
 from tests.conftest import ModelFactory
 from trainer.advantage import choose_advantage, sample_std
-from trainer.kl import estimate_kl
+from trainer.kl import KlCoefficient, estimate_kl
 from trainer.losses import PolicyLossInput, policy_loss
+from trainer.losses.kl_term import with_kl_term
 from trainer.model import build_policy
 from trainer.packing import Sample, build_micro_batch
 from trainer.parallel import Parallel
@@ -80,6 +81,7 @@ class Step:
             sequence_N=sequence_N,
             step_sequences=len(lengths_B),
             step_tokens=int(lengths_B.sum()),
+            reference_logprobs_N=self.tokens_of(self.reference_BT),
         )
 
 
@@ -251,7 +253,12 @@ def test_the_kl_term_is_k3_and_shares_the_denominator(
     kl_N = estimate_kl(step.tokens_of(step.new_BT), step.tokens_of(step.reference_BT), "k3")
     if corrected:
         kl_N = kl_N * step.tokens_of(step.new_BT - step.sampler_BT).exp()
-    assert_same_loss_and_gradient(theirs, beta * (step.for_ours().weights_N * kl_N).sum(), step.new_BT)
+        ours = beta * (step.for_ours().weights_N * kl_N).sum()
+    else:
+        config, data = PolicyLossConfig(), step.for_ours()
+        loss = policy_loss(config)
+        ours = with_kl_term(loss, config, KlCoefficient(beta), "k3")(data)[0] - loss(data)[0]
+    assert_same_loss_and_gradient(theirs, ours, step.new_BT)
     assert kl_N.mean().item() == pytest.approx(logged, rel=1e-6)
 
 

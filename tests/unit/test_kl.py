@@ -34,6 +34,14 @@ def test_estimators_of_the_worked_example(estimator: KlEstimator, mean: float) -
     assert per_token.mean().item() == pytest.approx(mean, abs=1e-7)
 
 
+@pytest.mark.parametrize(("estimator", "mean"), [("k1", 0.0666667), ("k2", 0.0166667), ("k3", 0.0153297)])
+def test_the_old_policy_against_the_new_of_the_worked_example(estimator: KlEstimator, mean: float) -> None:
+    """d = l_new - l_old = .1, -.3, 0, of tokens that the old one sampled."""
+    old = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64)
+    new = old + torch.tensor([0.1, -0.3, 0.0], dtype=torch.float64)
+    assert estimate_kl(old, new, estimator).mean().item() == pytest.approx(mean, abs=1e-7)
+
+
 def test_k3_takes_reference_over_policy_and_not_the_reverse() -> None:
     # d = l_pi - l_ref = .2, -.5, 0: exp(-d) + d - 1 = 0.0187308, 0.1487213, 0.
     expected = [math.exp(-0.2) + 0.2 - 1, math.exp(0.5) - 0.5 - 1, 0.0]

@@ -58,7 +58,9 @@ def slow_loss(sequences: Sequences, config: PolicyLossConfig, frozen: Sequences)
                 assert config.constant_tokens is not None
                 weight = 1 / len(sequences) / config.constant_tokens
             advantage = token["advantage"]
-            if config.type == "policy_gradient":
+            if config.type == "sft":
+                objective = token["new"]
+            elif config.type == "policy_gradient":
                 objective = advantage * token["new"]
             elif config.type == "cispo":
                 ratio = math.exp(held_token["new"] - token[base])
@@ -111,7 +113,7 @@ def as_input(sequences: Sequences, *, dtype: torch.dtype = torch.float64) -> Pol
 @pytest.mark.parametrize("aggregation", ["sequence", "token", "constant"])
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_loss_and_gradient_are_those_of_the_slow_one(name: str, aggregation: Any, correction: CorrectionConfig) -> None:
-    clips: dict[str, Any] = {} if name == "policy_gradient" else {"clip_low": 0.2, "clip_high": 0.3}
+    clips: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3} if "clip_low" in LOSSES[name] else {}
     config = PolicyLossConfig(type=name, aggregation=aggregation, correction=correction, **clips)
     for seed in range(3):
         sequences = random_step(seed)
@@ -147,7 +149,7 @@ def test_the_losses_of_micro_batches_sum_to_the_loss_of_the_step(name: str, corr
     assert torch.autograd.grad(parts[-1], data.logprobs_N)[0].abs().sum() == 0
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if name != "sft"])
 def test_a_good_token_becomes_likelier_and_a_bad_one_less_likely(name: str) -> None:
     """The sign trap: a step against the gradient follows the advantage, for fresh samples."""
     for correction in CORRECTIONS:
@@ -157,6 +159,13 @@ def test_a_good_token_becomes_likelier_and_a_bad_one_less_likely(name: str) -> N
             loss, _ = policy_loss(PolicyLossConfig(type=name, correction=correction))(data)
             (gradient,) = torch.autograd.grad(loss, data.logprobs_N)
             assert math.copysign(1, -gradient.item()) == math.copysign(1, advantage)
+
+
+def test_likelihood_makes_every_token_likelier_whatever_its_advantage() -> None:
+    for advantage in (1.5, 0.0, -1.5):
+        data = as_input([[{"sampler": -1.0, "old": -1.0, "new": -1.0, "advantage": advantage}] * 2])
+        loss, _ = policy_loss(PolicyLossConfig(type="sft"))(data)
+        assert torch.autograd.grad(loss, data.logprobs_N)[0].tolist() == [-0.5, -0.5] and loss.item() == 1.0
 
 
 def test_dr_grpo_and_grpo_and_dapo_differ_in_the_denominator() -> None:
@@ -230,6 +239,53 @@ def test_corrections_by_hand(name: str) -> None:
     assert got == pytest.approx([1 / 3] * 3 if mean else [0.0, 1.0, 0.0]) and bounded == 2
     got, bounded = gradient(CorrectionConfig(type="mask", level="sequence"))
     assert got == pytest.approx([1.0] * 3) and bounded == 0  # 4 * 1 * 1/4 = 1
+
+
+def test_a_correction_of_whole_sequences_by_hand() -> None:
+    """The weights 4 and 1/2 of two tokens make 2 of the sequence; the other sequence weighs 1/4."""
+    sequences = [
+        [{"sampler": -3.0, "old": -3.0 + math.log(w), "new": -3.0 + math.log(w), "advantage": 1.0} for w in weights]
+        for weights in ((4, 0.5), (0.25,))
+    ]
+    for kind, expected, num_bounded in (("truncate", [1.5, 1.5, 0.25], 2), ("mask", [0.0, 0.0, 0.25], 2)):
+        correction = CorrectionConfig.model_validate({"type": kind, "level": "sequence", "low": 0.2, "high": 1.5})
+        data = as_input(sequences)
+        loss, counts = policy_loss(PolicyLossConfig(aggregation="token", correction=correction))(data)
+        gradient = torch.autograd.grad(loss, data.logprobs_N)[0] * -3
+        assert gradient.tolist() == pytest.approx(expected) and counts["correction/bounded"] == num_bounded
+
+
+def test_weights_at_the_bounds_of_a_mask_are_kept() -> None:
+    tokens = [{"sampler": -3.0, "old": -3.0 + w, "new": -3.0 + w, "advantage": 1.0} for w in (-1.0, 0.0, 1.0)]
+    correction = CorrectionConfig(type="mask", low=math.exp(-1.0), high=math.exp(1.0))
+    _, counts = policy_loss(PolicyLossConfig(correction=correction))(as_input([tokens]))
+    assert counts["correction/bounded"] == 0
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "gspo"])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_what_counts_as_clipped_is_what_has_no_gradient(name: str, advantage: float) -> None:
+    """Bounds of 1/2 and 3/2; a ratio at a bound, to the last bit, is within it."""
+    for ratio in (0.25, 0.499, 0.5, 1.0, 1.5, 1.501, 4.0):
+        data = as_input([[{"sampler": 0.0, "old": 0.0, "new": math.log(ratio), "advantage": advantage}]])
+        assert data.logprobs_N.exp().item() == ratio
+        loss, counts = policy_loss(PolicyLossConfig(type=name, clip_low=0.5, clip_high=0.5))(data)
+        (gradient,) = torch.autograd.grad(loss, data.logprobs_N)
+        assert counts["clip_fraction/low"] + counts["clip_fraction/high"] == (gradient.item() == 0.0), ratio
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda c: f"{c.type}-{c.level}")
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_weights_of_a_token_carry_no_gradient(name: str, correction: CorrectionConfig) -> None:
+    """Neither a correction's factor nor the ratio of CISPO: the sampler is in nothing else."""
+    if correction.type == "none" and "clip_low" in LOSSES[name] and name != "cispo":
+        return  # here the sampler is in the ratio that the loss differentiates
+    data = as_input(random_step(0))
+    sampler_N = data.sampler_logprobs_N.clone().requires_grad_()
+    loss, _ = policy_loss(PolicyLossConfig(type=name, correction=correction))(
+        replace(data, sampler_logprobs_N=sampler_N)
+    )
+    assert torch.autograd.grad(loss, sampler_N, allow_unused=True) == (None,)
 
 
 def test_an_overflowing_sequence_weight_is_bounded_not_nan() -> None:

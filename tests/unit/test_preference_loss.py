@@ -116,6 +116,34 @@ def test_ipo_simpo_and_orpo_by_hand() -> None:
     assert scored.losses_P.item() == pytest.approx(0.7154615, abs=1e-7)
 
 
+def test_the_gradient_of_orpo_by_hand() -> None:
+    """With p_w = 0.5 and p_l = 0.2: log odds(m) has the gradient 1 / (1 - p), log sigmoid(log 4) has 0.2."""
+    row = torch.tensor([[2 * math.log(0.5), 4 * math.log(0.2)]], dtype=torch.float64, requires_grad=True)
+    nothing, tokens = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[2.0, 4.0]], dtype=torch.float64)
+    loss = preference_loss(config("orpo", beta=0.1))(pairs(row, nothing, tokens)).losses_P.sum()
+    (gradient,) = torch.autograd.grad(loss, row)
+    # The mean over an answer's tokens divides by 2 and by 4.
+    expected = [(-1 - 0.1 * 0.2 / 0.5) / 2, 0.1 * 0.2 / 0.8 / 4]
+    assert gradient[0].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_log_odds_of_orpo_keep_their_digits_at_both_ends() -> None:
+    """p = 1 - 1e-6 has the odds 999999; p = exp(-50) has odds of as good as itself."""
+    scored = one("orpo", (2 * math.log1p(-1e-6), 4 * -50.0), beta=1.0)
+    log_odds = math.log(999999) + 50
+    assert scored.losses_P.item() == pytest.approx(1e-6 + math.log1p(math.exp(-log_odds)), rel=1e-6)
+    turned = one("orpo", (2 * -50.0, 4 * math.log1p(-1e-6)), beta=1.0)
+    assert turned.losses_P.item() == pytest.approx(50 + log_odds, rel=1e-9)
+
+
+def test_rewards_are_beta_times_what_the_loss_compares() -> None:
+    for kind, expected in (("dpo", (0.25, -0.5)), ("ipo", (0.25, -0.5)), ("simpo", (-0.125, -0.1875))):
+        scored = one(kind, (-1, -3), (-2, -1), beta=0.25)
+        assert (scored.chosen_rewards_P.item(), scored.rejected_rewards_P.item()) == expected, kind
+    scored = one("orpo", (-1, -3), beta=0.25)
+    assert (scored.chosen_rewards_P.item(), scored.rejected_rewards_P.item()) == (-0.125, -0.1875)
+
+
 @pytest.mark.parametrize("kind", ["simpo", "orpo"])
 def test_losses_without_a_reference_do_not_look_at_one(kind: str) -> None:
     assert one(kind, (-1, -3), (5, 7)).losses_P == one(kind, (-1, -3)).losses_P
