@@ -9,6 +9,7 @@ Shape legend: P problems, G rollouts of one problem.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -63,8 +64,9 @@ class Learner:
         groups = fresh + old
         samples = to_samples([rollout for group in groups for rollout in group], trained_version=step - 1)
         with stopwatch.phase("experience"):
-            metrics = self._judge(step, batch.temperature, groups, samples, num_fresh=len(batch.rollouts))
+            metrics = self._judge(step, batch.temperature, groups, samples, num_fresh=len(fresh))
         metrics |= self._update(step, batch.temperature, samples, stopwatch)
+        metrics |= self._steer_kl(samples[: len(batch.rollouts)])
         if parts.ema is not None:
             parts.ema.update(trained_tensors(self._policy.hf_model))
         if parts.replay is not None:
@@ -86,9 +88,13 @@ class Learner:
     def _judge(
         self, step: int, temperature: float, groups: list[list[Rollout]], samples: list[Sample], *, num_fresh: int
     ) -> dict[str, float]:
-        """Give every sample what its update needs, the advantages last; return metrics."""
+        """Give every sample what its update needs, the advantages last; return metrics.
+
+        Args:
+            num_fresh: groups of this batch; those after them are replayed.
+        """
         config, parts = self._config, self._parts
-        rewards_PG, metrics = self._shaped_rewards(groups, samples)
+        rewards_PG, metrics = self._shaped_rewards(groups, samples, num_fresh=num_fresh)
         if config.rewards.truncated == "mask":
             for sample, rollout in zip(samples, (one for group in groups for one in group), strict=True):
                 sample.loss_mask[:] &= not rollout.truncated
@@ -105,15 +111,19 @@ class Learner:
             experience.distillation_advantages(samples)
         else:
             experience.group_advantages(samples, rewards_PG, config.advantage, penalty)
-        metrics |= experience.advantage_metrics(samples)
-        if parts.kl is not None and self._needs_old_logprobs:
-            sums = experience.kl_of_sequences(samples[:num_fresh])
-            metrics["kl/sequence"] = sum(sums) / len(sums)
-            parts.kl.update(metrics["kl/sequence"], len(sums))  # this batch was penalised with the one before
-        return metrics
+        return metrics | experience.advantage_metrics(samples)
+
+    def _steer_kl(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Take the divergence of the fresh samples before this step into the coefficient of the next; return it."""
+        coefficient, trained = self._parts.kl, [sample for sample in samples if sample.num_targets]
+        if coefficient is None or not self._needs_old_logprobs or not trained:
+            return {}
+        sums = experience.kl_of_sequences(trained)
+        coefficient.update(mean := math.fsum(sums) / len(sums), len(sums))
+        return {"kl/sequence": mean}
 
     def _shaped_rewards(
-        self, groups: list[list[Rollout]], samples: list[Sample]
+        self, groups: list[list[Rollout]], samples: list[Sample], *, num_fresh: int
     ) -> tuple[list[list[float]], dict[str, float]]:
         """Return the rewards that advantages are computed from, (P, G), and metrics."""
         config, metrics = self._config, dict[str, float]()
@@ -134,7 +144,9 @@ class Learner:
                 [soft_overlong_penalty(sum(one.loss_mask), max_tokens=most, buffer_tokens=buffer) for one in group]
                 for group in groups
             ]
-        shaped_PG = shape_rewards(rewards_PG, penalties_PG=penalties_PG, clip=shaping.clip, moments=self._parts.moments)
+        shaped_PG = shape_rewards(
+            rewards_PG, penalties_PG=penalties_PG, clip=shaping.clip, moments=self._parts.moments, num_new=num_fresh
+        )
         if shaped_PG != rewards_PG:
             metrics |= experience.spread("reward/shaped", [reward for group in shaped_PG for reward in group])
         return shaped_PG, metrics

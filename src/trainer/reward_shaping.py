@@ -57,6 +57,7 @@ def shape_rewards(
     penalties_PG: Sequence[Sequence[float]] | None = None,
     clip: float | None = None,
     moments: RunningMoments | None = None,
+    num_new: int | None = None,
 ) -> list[list[float]]:
     """Return the rewards of one batch as advantages see them; every step applies where it is given.
 
@@ -68,6 +69,7 @@ def shape_rewards(
         penalties_PG: what to add to each, such as `soft_overlong_penalty`.
         clip: largest magnitude of a penalised reward.
         moments: the rewards so far; updated.
+        num_new: how many problems `moments` has not seen, from the first; the rest are replayed. None: all.
     """
     shaped_PG = [list(rewards_G) for rewards_G in rewards_PG]
     if penalties_PG is not None:
@@ -78,6 +80,6 @@ def shape_rewards(
     if clip is not None:
         shaped_PG = clip_rewards(shaped_PG, clip)
     if moments is not None:
-        moments.update(list(chain.from_iterable(shaped_PG)))
+        moments.update(list(chain.from_iterable(shaped_PG[:num_new])))
         shaped_PG = scale_rewards(shaped_PG, moments)
     return shaped_PG

@@ -93,3 +93,12 @@ def test_the_scale_is_that_of_every_batch_so_far_and_survives_a_checkpoint() -> 
         assert shape_rewards(batch, moments=resumed) == got
         std = statistics.stdev(seen)
         assert [pytest.approx(group, rel=1e-12) for group in got] == [[r / std for r in group] for group in batch]
+
+
+def test_replayed_rewards_are_scaled_but_never_counted_again() -> None:
+    moments, alone = RunningMoments(), RunningMoments()
+    rewards = [[1.0, 3.0], [2.0, 6.0], [4.0, 4.0]]
+    got = shape_rewards(rewards, moments=moments, num_new=2)
+    shape_rewards(rewards[:2], moments=alone)
+    assert moments.values() == alone.values() and moments.count == pytest.approx(4.0)
+    assert got[2] == [4.0 / moments.std, 4.0 / moments.std]
