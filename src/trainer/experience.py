@@ -103,14 +103,14 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def _whiten(samples: Sequence[Sample]) -> None:
-    """Bring the advantages of all targets to mean 0 and std 1 (with epsilon 1e-8, as in TRL's `masked_whiten`)."""
+    """Bring the advantages of all targets to mean 0 and variance 1 (plus 1e-8, as in TRL's `masked_whiten`)."""
     found = np.concatenate([sample.per_token[ADVANTAGE][sample.targets].astype(np.float64) for sample in samples])
     if len(found) < 2:
         return
-    mean, std = found.mean(), found.std(ddof=1)
+    mean, std = found.mean(), math.sqrt(found.var(ddof=1) + 1e-8)
     for sample in samples:
         own = sample.per_token[ADVANTAGE][sample.targets].astype(np.float64)
-        _give(sample, ADVANTAGE, (own - mean) / (std + 1e-8))
+        _give(sample, ADVANTAGE, (own - mean) / std)
 
 
 def _targets(sample: Sample, name: str) -> torch.Tensor:
