@@ -1,0 +1,183 @@
+"""Advantages of a batch with penalties, critic or teacher, against slow references and by their signs."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.advantage import grpo
+from trainer.experience import (
+    Penalty,
+    advantage_metrics,
+    critic_advantages,
+    distillation_advantages,
+    group_advantages,
+    kl_of_sequences,
+)
+from trainer.packing import Sample
+from trainer.rollouts import ADVANTAGE, OLD_LOGPROB, REFERENCE_LOGPROB, RETURN, VALUE
+from triad.config.algorithm import CriticConfig
+
+REWARDS = [[1.0, 0.25, -0.5], [2.0, 2.5, 0.0]]
+LENGTHS = (5, 4, 6, 3, 7, 4)
+# The first token of a sample is never a target, nor are prompts and what lies between two turns.
+MASKS = ("01111", "0011", "001101", "111", "0000000", "0001")
+
+
+def make_samples() -> list[Sample]:
+    generator = np.random.default_rng(1)
+
+    def numbers(length: int) -> np.ndarray:
+        return generator.normal(size=length).astype(np.float32)
+
+    return [
+        Sample(
+            np.arange(length, dtype=np.int32),
+            np.array([letter == "1" for letter in mask]),
+            {OLD_LOGPROB: numbers(length), REFERENCE_LOGPROB: numbers(length), VALUE: numbers(length)},
+        )
+        for length, mask in zip(LENGTHS, MASKS, strict=True)
+    ]
+
+
+def trained_places(sample: Sample) -> list[int]:
+    return [place for place in range(1, len(sample.token_ids)) if sample.loss_mask[place]]
+
+
+def slow_penalties(sample: Sample, coef: float, estimator: str) -> dict[int, float]:
+    """Place -> coef * estimate of the divergence there, token by token."""
+    found = {}
+    for place in trained_places(sample):
+        d = float(sample.per_token[OLD_LOGPROB][place]) - float(sample.per_token[REFERENCE_LOGPROB][place])
+        found[place] = coef * {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) + d - 1}[estimator]
+    return found
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_groups_advantage_is_of_rewards_less_the_summed_penalty(estimator: str) -> None:
+    samples = make_samples()
+    group_advantages(samples, REWARDS, "grpo", Penalty(0.3, estimator))  # type: ignore[arg-type]
+    for first, rewards in ((0, REWARDS[0]), (3, REWARDS[1])):
+        own = samples[first : first + 3]
+        penalised = [
+            reward - sum(slow_penalties(sample, 0.3, estimator).values())
+            for reward, sample in zip(rewards, own, strict=True)
+        ]
+        for sample, expected in zip(own, grpo(penalised), strict=True):
+            assert sample.per_token[ADVANTAGE].dtype == np.float32
+            np.testing.assert_allclose(sample.per_token[ADVANTAGE], expected, rtol=1e-6)
+
+
+def test_a_rollout_far_from_the_reference_loses_to_an_equally_rewarded_sibling() -> None:
+    samples = make_samples()[:2]
+    for sample, drift in zip(samples, (2.0, 0.1), strict=True):
+        sample.per_token[OLD_LOGPROB] = sample.per_token[REFERENCE_LOGPROB] + np.float32(drift)
+    group_advantages(samples, [[1.0, 1.0]], "dr_grpo", Penalty(0.5, "k1"))
+    far, near = (float(sample.per_token[ADVANTAGE][-1]) for sample in samples)
+    assert far == pytest.approx(-0.5 * (2.0 * 4 - 0.1 * 2) / 2, rel=1e-5) and near == pytest.approx(-far)
+
+
+def test_without_a_penalty_log_probabilities_are_not_needed() -> None:
+    samples = make_samples()[:3]
+    for sample in samples:
+        sample.per_token.clear()
+    group_advantages(samples, [[3.0, 1.0, 2.0]], "dr_grpo", None)
+    assert [sample.per_token[ADVANTAGE][0] for sample in samples] == [1.0, -1.0, 0.0]
+
+
+def test_the_divergence_of_a_sequence_is_the_sum_over_its_trained_tokens() -> None:
+    samples = make_samples()
+    expected = [sum(slow_penalties(sample, 1.0, "k1").values()) for sample in samples]
+    assert kl_of_sequences(samples) == pytest.approx(expected, rel=1e-12)
+    assert expected[4] == 0.0
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+@pytest.mark.parametrize("penalty", [None, Penalty(0.2, "k1")])
+def test_the_critics_advantages_are_those_of_a_double_loop(whiten: bool, penalty: Penalty | None) -> None:
+    samples, gamma, lam = make_samples(), 0.9, 0.8
+    critic_advantages(samples, REWARDS, CriticConfig(gamma=gamma, lam=lam, whiten=whiten), penalty)
+    advantages: list[float] = []
+    for sample, reward in zip(samples, [*REWARDS[0], *REWARDS[1]], strict=True):
+        places = trained_places(sample)
+        penalties = slow_penalties(sample, penalty.coef, penalty.estimator) if penalty else dict.fromkeys(places, 0.0)
+        rewards = [-penalties[place] + (reward if place == places[-1] else 0.0) for place in places]
+        values = [float(sample.per_token[VALUE][place]) for place in places] + [0.0]
+        deltas = [rewards[t] + gamma * values[t + 1] - values[t] for t in range(len(places))]
+        own = [
+            sum((gamma * lam) ** (later - now) * deltas[later] for later in range(now, len(places)))
+            for now in range(len(places))
+        ]
+        returns = [value + advantage for value, advantage in zip(values, own, strict=False)]
+        np.testing.assert_allclose(sample.per_token[RETURN][places], returns, rtol=1e-5, atol=1e-6)
+        advantages += own
+    if whiten:
+        mean = sum(advantages) / len(advantages)
+        variance = sum((one - mean) ** 2 for one in advantages) / (len(advantages) - 1)
+        advantages = [(one - mean) / math.sqrt(variance + 1e-8) for one in advantages]
+    found = np.concatenate([sample.per_token[ADVANTAGE][trained_places(sample)] for sample in samples])
+    np.testing.assert_allclose(found, advantages, rtol=1e-5, atol=1e-6)
+    for sample in samples:
+        untrained = sorted(set(range(len(sample.token_ids))) - set(trained_places(sample)))
+        assert not sample.per_token[ADVANTAGE][untrained].any() and not sample.per_token[RETURN][untrained].any()
+
+
+def test_whitening_adds_its_epsilon_to_the_variance() -> None:
+    sample = Sample(np.arange(3, dtype=np.int32), np.array([False, True, True]), {})
+    sample.per_token[VALUE] = np.array([0.0, 2e-4, 0.0], dtype=np.float32)  # lam = 0: advantages -2e-4 and 0
+    critic_advantages([sample], [[0.0]], CriticConfig(gamma=1.0, lam=0.0), None)
+    scale = math.sqrt(2e-8 + 1e-8)  # the sample variance of the two is (2e-4)^2 / 2
+    np.testing.assert_allclose(sample.per_token[ADVANTAGE], [0.0, -1e-4 / scale, 1e-4 / scale], rtol=1e-5)
+
+
+def test_a_token_that_the_teacher_likes_more_gets_a_positive_advantage() -> None:
+    samples = make_samples()
+    distillation_advantages(samples)
+    for sample in samples:
+        expected = np.zeros(len(sample.token_ids))
+        for place in trained_places(sample):
+            expected[place] = sample.per_token[REFERENCE_LOGPROB][place] - sample.per_token[OLD_LOGPROB][place]
+        np.testing.assert_allclose(sample.per_token[ADVANTAGE], expected, rtol=1e-6)
+
+
+def test_policy_gradient_with_the_distillation_advantage_moves_towards_the_teacher() -> None:
+    """In expectation it is the gradient of KL(policy || teacher): checked over a whole vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    logits_V, teacher_V = torch.randn(2, 6, generator=generator, dtype=torch.float64)
+    logits_V.requires_grad_(True)
+    policy_V, teacher_V = logits_V.log_softmax(0), teacher_V.log_softmax(0)
+    # One sample per token of the vocabulary: its place 1 is the sampled token.
+    samples = [
+        Sample(
+            np.array([0, token], dtype=np.int32),
+            np.array([False, True]),
+            {
+                OLD_LOGPROB: np.array([0.0, float(policy_V[token].detach())]),
+                REFERENCE_LOGPROB: np.array([0.0, float(teacher_V[token])]),
+            },
+        )
+        for token in range(6)
+    ]
+    distillation_advantages(samples)
+    advantages_V = torch.tensor([float(sample.per_token[ADVANTAGE][1]) for sample in samples], dtype=torch.float64)
+    loss = -(policy_V.detach().exp() * advantages_V * policy_V).sum()  # expectation over sampled tokens
+    (of_loss_V,) = torch.autograd.grad(loss, logits_V, retain_graph=True)
+    (of_kl_V,) = torch.autograd.grad((policy_V.exp() * (policy_V - teacher_V)).sum(), logits_V)
+    torch.testing.assert_close(of_loss_V, of_kl_V, rtol=1e-5, atol=1e-6)
+    assert of_kl_V.norm() > 0.1
+
+
+def test_the_metrics_of_advantages_count_trained_tokens_alone() -> None:
+    samples = make_samples()[:2]
+    for sample, value in zip(samples, (2.0, -4.0), strict=True):
+        sample.per_token[ADVANTAGE] = np.full(len(sample.token_ids), value, dtype=np.float32)
+        sample.per_token[ADVANTAGE][0] = 100.0
+    # Four targets of 2 and two of -4: mean 0, squares 4 * 4 + 2 * 16 = 48.
+    expected = {"advantage/mean": 0.0, "advantage/std": math.sqrt(8), "advantage/max_abs": 4.0}
+    assert advantage_metrics(samples) == pytest.approx(expected)
+    nothing = make_samples()[4]
+    nothing.per_token[ADVANTAGE] = np.ones(len(nothing.token_ids), dtype=np.float32)
+    assert advantage_metrics([nothing]) == {}
