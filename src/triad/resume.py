@@ -17,8 +17,8 @@ from triad.config.drift import (
     compare_settings,
     describe_stretch,
     read_settings,
-    refuse_other_adapters,
     refuse_other_model,
+    refuse_other_tensors,
     settings_of,
 )
 from triad.config.fingerprint import fingerprint, makes_same_batches
@@ -210,7 +210,7 @@ def _check_fits(attempt: Attempt, trainer: TrainingCommand) -> None:
     refuse_other_model(saved, wanted, model_name=trainer.model.name, step=step)
     settings = directory / TRAINER_DIR / CONFIG_NAME
     if settings.exists():
-        refuse_other_adapters(read_settings(settings), trainer, step=step)
+        refuse_other_tensors(read_settings(settings), trainer, step=step)
 
 
 def _made_by(directory: Path) -> tuple[str, str]:

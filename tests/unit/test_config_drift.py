@@ -10,7 +10,14 @@ import pytest
 
 from triad.config import RlConfig, SftConfig, TrainerConfig
 from triad.config.base import CkptConfig
-from triad.config.drift import compare_settings, describe_stretch, read_settings, refuse_other_model, settings_of
+from triad.config.drift import (
+    compare_settings,
+    describe_stretch,
+    read_settings,
+    refuse_other_model,
+    refuse_other_tensors,
+    settings_of,
+)
 from triad.config.fingerprint import FREE, fingerprint, makes_same_batches
 from triad.config.load import to_toml
 from triad.config.orchestrator import OrchestratorConfig
@@ -142,3 +149,34 @@ def test_models_that_differ_in_nothing_that_shapes_them_are_accepted(tmp_path: P
     refuse_other_model(tmp_path / "nowhere.json", tmp_path / "after.json", model_name="m", step=5)
     with pytest.raises(CheckpointError, match="text_config.vocab_size: 5 -> 6"):
         _models(tmp_path, {"text_config": {"vocab_size": 5}}, {"text_config": {"vocab_size": 6}})
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ({}, {"advantage": "gae", "critic": {}}, "critic: unset -> set"),
+        ({"advantage": "gae", "critic": {}}, {}, "critic: set -> unset"),
+        ({"ema": {}}, {}, "ema: set -> unset"),
+        ({"model": {"lora": {}}}, {"ema": {}}, "model.lora: set -> unset"),
+    ],
+)
+def test_tensors_that_the_checkpoint_lacks_or_has_besides_are_refused(
+    before: dict[str, Any], after: dict[str, Any], says: str
+) -> None:
+    settings = settings_of(TrainerConfig.model_validate(before))
+    with pytest.raises(CheckpointError) as caught:
+        refuse_other_tensors(settings, TrainerConfig.model_validate(after), step=5)
+    message = str(caught.value)
+    assert "the checkpoint of step 5 holds other tensors" in message and says in message
+    assert "ckpt export STEP --to DIR" in message and caught.value.exit_code == 2
+
+
+def test_parts_without_tensors_may_come_and_go() -> None:
+    plain = TrainerConfig()
+    parts = TrainerConfig.model_validate(
+        {"kl": {"coef": 0.1}, "replay": {}, "rewards": {"scale": "running"}, "updates": {"epochs": 2}}
+    )
+    refuse_other_tensors(settings_of(plain), parts, step=5)
+    refuse_other_tensors(settings_of(parts), plain, step=5)
+    one, other = (TrainerConfig.model_validate({"advantage": "gae", "critic": {"lam": lam}}) for lam in (0.9, 1.0))
+    refuse_other_tensors(settings_of(one), other, step=5)

@@ -157,8 +157,8 @@ def refuse_other_model(saved: Path, wanted: Path, *, model_name: str, step: int)
         )
 
 
-def refuse_other_adapters(before: Mapping[str, Any], after: TrainingCommand, *, step: int) -> None:
-    """Refuse to go on with other LoRA adapters than those of the checkpoint of `step`: other tensors are trained.
+def refuse_other_tensors(before: Mapping[str, Any], after: TrainingCommand, *, step: int) -> None:
+    """Refuse to go on with other tensors than those of the checkpoint of `step`: LoRA adapters, critic, average.
 
     Args:
         before: the resolved configuration until `step`.
@@ -173,9 +173,12 @@ def refuse_other_adapters(before: Mapping[str, Any], after: TrainingCommand, *, 
     else:
         keys = [key for key in ("rank", "target_modules") if key in old and old[key] != new[key]]
         changed = [f"model.lora.{key}: {old[key]!r} -> {new[key]!r}" for key in keys]
+    for part in ("critic", "ema"):
+        had, has = part in before, getattr(after, part, None) is not None
+        changed += [f"{part}: {'set' if had else 'unset'} -> {'set' if has else 'unset'}"] if had != has else []
     if changed:
         raise CheckpointError(
-            f"the checkpoint of step {step} trains other tensors than this configuration:\n"
+            f"the checkpoint of step {step} holds other tensors than this configuration has:\n"
             + "".join(f"         {line}\n" for line in changed)
             + "       A run goes on with what it began with. For a new run from its weights, export them (ckpt export "
             "STEP --to DIR, with --base NAME to merge adapters) and give that as --model.name."
