@@ -8,6 +8,7 @@ from statistics import mean
 
 import httpx
 
+from tests.documented_metrics import undocumented
 from tests.inference_zygote import free_port
 from tests.rl_runs import RlRun, complete
 from triad.metrics import read_metrics
@@ -26,7 +27,7 @@ def _listens(port: int) -> bool:
 
 def test_the_quick_start_trains_and_leaves_nothing_behind(tmp_path: Path) -> None:
     port = free_port()
-    with RlRun(tmp_path / "run", "--inference.server.port", str(port)) as run:
+    with RlRun(tmp_path / "run", "--inference.server.port", str(port), "--trainer.kl") as run:
         run.wait_for_step(1)
         assert _listens(port)
         assert run.find("inference.main")
@@ -45,6 +46,9 @@ def test_the_quick_start_trains_and_leaves_nothing_behind(tmp_path: Path) -> Non
     assert [line["step"] for line in lines] == list(range(1, 51))
     rewards = [line["reward/mean"] for line in lines]
     assert mean(rewards[-10:]) >= mean(rewards[:3]) + REWARD_RISE, rewards
+    assert not undocumented(lines[-1])
+    assert {line["ppo_kl"] for line in lines} == {0.0}
+    assert lines[0]["ref_kld"] == 0.0 and all(line["ref_kld"] > 0.0 for line in lines[1:])
 
 
 def test_a_launcher_killed_at_the_start_takes_its_server_along(tmp_path: Path) -> None:

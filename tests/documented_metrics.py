@@ -1,0 +1,20 @@
+"""The names of docs/metrics.md, against which the metrics of real runs are held."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from tests.conftest import ROOT
+
+_PLACEHOLDER = re.compile(r"<[a-z]+>")
+
+
+def undocumented(names: Iterable[str]) -> list[str]:
+    """Return the metrics that no row of the page is about."""
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    first_cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    documented = [name for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)]
+    parts = [map(re.escape, _PLACEHOLDER.split(name)) for name in documented]
+    patterns = [re.compile(r"[\w@-]+".join(part)) for part in parts]
+    return [name for name in names if name != "step" and not any(pattern.fullmatch(name) for pattern in patterns)]
