@@ -1,4 +1,4 @@
-"""Two real ranks that share a scalar model: `python -m tests.scalar_ranks MODEL DIRECTORY`.
+"""Two real ranks that share a scalar model: `python -m tests.scalar_ranks MODEL REWARD_MODEL DIRECTORY`.
 
 Each rank writes what it computed into `DIRECTORY/rank_R.pt`.
 """
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from trainer.model import trained_tensors
 from trainer.packing import Sample, build_micro_batch, plan_rows
 from trainer.parallel import Parallel
+from trainer.reward_model import RewardModel
 from trainer.scalar_model import build_scalar_model, predict_values, score_samples
 from triad.config.trainer import TrainedModelConfig
 
@@ -34,8 +35,8 @@ def ragged_samples() -> list[Sample]:
     ]
 
 
-def compute(model_dir: Path, parallel: Parallel) -> dict[str, object]:
-    """Return this rank's scores by sample, the values of one sample, and the gradients of both. Collective."""
+def compute(model_dir: Path, reward_model: Path, parallel: Parallel) -> dict[str, object]:
+    """Return this rank's scores by sample, values of two samples, the gradients of both, and rewards. Collective."""
     samples = ragged_samples()
     config = TrainedModelConfig(name=str(model_dir))
     model = build_scalar_model(config, parallel, seed=0)
@@ -59,24 +60,26 @@ def compute(model_dir: Path, parallel: Parallel) -> dict[str, object]:
         name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         for name, tensor in trained_tensors(model.hf_model).items()
     }
-    return {"scores": scores, "values": values_N.detach(), "gradients": gradients, "tensors": tensors}
+    rewards = RewardModel(str(reward_model), config, parallel).score(samples[:3], row_tokens=100)  # one row: one rank's
+    seen = {"scores": scores, "values": values_N.detach(), "gradients": gradients, "tensors": tensors}
+    return seen | {"rewards": rewards}
 
 
-def _rank(rank: int, model_dir: Path, directory: Path) -> None:
+def _rank(rank: int, model_dir: Path, reward_model: Path, directory: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), 2), rank=rank, world_size=2)
     torch.manual_seed(rank)  # what is built must not depend on it
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
-    seen = compute(model_dir, Parallel(rank=rank, world_size=2, device=torch.device("cpu"), mesh=mesh))
+    seen = compute(model_dir, reward_model, Parallel(rank=rank, world_size=2, device=torch.device("cpu"), mesh=mesh))
     torch.save(seen, directory / f"rank_{rank}.pt")
     dist.destroy_process_group()
 
 
 def main() -> int:
     """Start both ranks; return 0 when both came through."""
-    model_dir, directory = Path(sys.argv[1]), Path(sys.argv[2])
+    model_dir, reward_model, directory = (Path(argument) for argument in sys.argv[1:])
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_rank, args=(rank, model_dir, directory)) for rank in (0, 1)]
+    ranks = [context.Process(target=_rank, args=(rank, model_dir, reward_model, directory)) for rank in (0, 1)]
     for process in ranks:
         process.start()
     for process in ranks:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from trainer.data import load_tokenizer
 from trainer.frozen import freeze
 from trainer.model import is_classifier, load_model_config, reshard
 from trainer.packing import Sample, plan_rows
@@ -23,7 +24,7 @@ class RewardModel:
         model_config: how it is held in memory.
 
     Raises:
-        DataError: it cannot be loaded, or is no reward model.
+        DataError: it cannot be loaded, is no reward model, or knows the policy's tokens by other ids.
     """
 
     def __init__(self, name: str, model_config: TrainedModelConfig, parallel: Parallel) -> None:
@@ -32,6 +33,7 @@ class RewardModel:
                 f"reward_model.name = '{name}' is a language model without a score. Train one with `rm`, or name the "
                 "directory of a model for sequence classification with num_labels = 1."
             )
+        _refuse_other_tokens(name, model_config.tokenizer_name)
         own = model_config.model_copy(update={"name": name, "init": "pretrained", "lora": None})
         self.model = build_scalar_model(own, parallel, seed=0)
         self._parallel = parallel
@@ -54,3 +56,16 @@ class RewardModel:
         reshard(self.model)
         # Every sample is one rank's; the others add zero, which changes no bit.
         return self._parallel.sum_tensor(scores_S).tolist()
+
+
+def _refuse_other_tokens(name: str, tokenizer_name: str) -> None:
+    """Refuse a reward model to which the policy's token ids mean something else."""
+    theirs, ours = load_tokenizer(name).get_vocab(), load_tokenizer(tokenizer_name).get_vocab()
+    differing = [token for token, number in ours.items() if theirs.get(token) != number]
+    if differing:
+        token = min(differing)
+        raise DataError(
+            f"reward_model.name = '{name}' has another tokenizer than '{tokenizer_name}': {len(differing)} tokens "
+            f"differ, such as {token!r}, {ours[token]} here and {theirs.get(token, 'unknown')} there. It scores the "
+            "policy's token ids, so take one that was trained from a model with the policy's tokenizer."
+        )

@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from trainer import parallel as parallel_module
 from trainer.data import load_tokenizer
+from trainer.packing import Sample
 from trainer.pair_training import PairObjective, train_on_pairs
 from trainer.parallel import Parallel
 from trainer.preferences import Pair, fingerprint_pairs, load_pairs, split_pairs
@@ -35,7 +37,7 @@ def run(config: RmConfig) -> None:
     seed_everything(config.seed, step=0, rank=parallel.rank)
     report("reading data")
     tokenizer = load_tokenizer(config.model.tokenizer_name)
-    pairs = load_pairs(config.data, tokenizer)
+    pairs = [end_at_stop_token(pair, tokenizer) for pair in load_pairs(config.data, tokenizer)]
     training, held_out = split_pairs(pairs, config.data.validation_fraction, seed=config.seed)
     _log.info("%d pairs to train on, %d held out", len(training), len(held_out))
     build = _with_padding(tokenizer, pairs)
@@ -45,6 +47,22 @@ def run(config: RmConfig) -> None:
         session.publisher.publish(session.progress.step)
         session.publisher.prune({session.progress.step})
     report("finished", step=session.progress.step)
+
+
+def end_at_stop_token(pair: Pair, tokenizer: PreTrainedTokenizerBase) -> Pair:
+    """Return the pair without the white space that some chat templates write behind an answer's stop token.
+
+    A sampled answer ends with the stop token, so this is where its score is read.
+    """
+
+    def shortened(side: Sample) -> Sample:
+        stops = np.flatnonzero((side.token_ids == tokenizer.eos_token_id) & side.loss_mask)
+        end = int(stops[-1]) + 1 if len(stops) else len(side.token_ids)
+        if str(tokenizer.decode(side.token_ids[end:])).strip():
+            return side
+        return Sample(side.token_ids[:end], side.loss_mask[:end])
+
+    return Pair(shortened(pair.chosen), shortened(pair.rejected), number=pair.number)
 
 
 def rm_objective(config: RmConfig, parallel: Parallel) -> PairObjective[ScalarModel]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.conftest import ROOT
 from tests.scalar_ranks import compute
@@ -24,10 +26,14 @@ def one_and_two(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What one rank computes, and what each of two does."""
     directory, model_dir = tmp_path_factory.mktemp("ranks"), tiny_model("llama", tied=False)
-    command = [sys.executable, "-m", "tests.scalar_ranks", str(model_dir), str(directory)]
+    reward_model = directory / "reward_model"
+    shutil.copytree(model_dir, reward_model)
+    config = AutoConfig.from_pretrained(model_dir, num_labels=1)
+    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(reward_model)
+    command = [sys.executable, "-m", "tests.scalar_ranks", str(model_dir), str(reward_model), str(directory)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
-    return compute(model_dir, parallel), [torch.load(directory / f"rank_{rank}.pt") for rank in (0, 1)]
+    return compute(model_dir, reward_model, parallel), [torch.load(directory / f"rank_{rank}.pt") for rank in (0, 1)]
 
 
 def test_the_weights_and_the_drawn_head_do_not_depend_on_the_ranks(
@@ -50,3 +56,10 @@ def test_scores_values_and_gradients_are_the_same(one_and_two: tuple[dict[str, A
         for name, gradient in one["gradients"].items():
             torch.testing.assert_close(rank["gradients"][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
     assert one["gradients"]["score.weight"].norm() > 0.1
+
+
+def test_rewards_are_the_same_on_every_rank(one_and_two: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
+    """Bit for bit, though one of them had nothing to score; as with one rank, whose rows are the same."""
+    one, two = one_and_two
+    assert two[0]["rewards"] == two[1]["rewards"] == pytest.approx(one["rewards"], rel=1e-5, abs=1e-6)
+    assert len(set(one["rewards"])) == 3

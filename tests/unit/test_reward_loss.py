@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from trainer.packing import Sample
 from trainer.parallel import Parallel
 from trainer.preferences import Pair
 from trainer.reward_loss import reward_loss
-from trainer.rm import rm_objective
+from trainer.rm import end_at_stop_token, rm_objective
 from trainer.scalar_model import ScalarModel, build_scalar_model
 from triad.config import RmConfig
 from triad.config.rm import RewardLossConfig
@@ -94,6 +95,25 @@ def gradients(model: ScalarModel) -> Tensor:
     found = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
     model.zero_grad(set_to_none=True)
     return found
+
+
+def test_sides_end_with_the_stop_token_as_sampled_answers_do(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Whatever white space a chat template puts behind it; text behind it stays, and so does a prompt's stop token."""
+    stop = tokenizer.eos_token_id
+    text, space = tokenizer("ab")["input_ids"], tokenizer(" ")["input_ids"]
+
+    def shortened(*answer: int) -> list[int]:
+        ids = np.asarray([*text, stop, *answer], dtype=np.int32)
+        side = Sample(ids, np.arange(len(ids)) > len(text))
+        pair = end_at_stop_token(Pair(side, side, number=3), tokenizer)
+        assert pair.number == 3 and all(len(s.token_ids) == len(s.loss_mask) for s in pair.sides)
+        return pair.rejected.token_ids.tolist()[len(text) + 1 :]
+
+    assert shortened(*text, stop, *space) == [*text, stop]
+    assert shortened(*text, stop, *space, stop, *space, *space) == [*text, stop, *space, stop]
+    assert shortened(*text, stop) == [*text, stop]
+    assert shortened(*text, stop, *text) == [*text, stop, *text]
+    assert shortened(*text, *space) == [*text, *space]
 
 
 def step_of(model: ScalarModel, parallel: Parallel, pairs: list[Pair], **data: Any) -> tuple[dict[str, float], Tensor]:

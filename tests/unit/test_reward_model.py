@@ -1,0 +1,72 @@
+"""The reward model of an RL run: frozen, scores as transformers does however rows are packed, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from tests.scalar_ranks import ragged_samples
+from trainer.parallel import Parallel
+from trainer.reward_model import RewardModel
+from trainer.state import seed_everything
+from triad.config.trainer import TrainedModelConfig
+from triad.errors import DataError
+
+Models = Callable[..., Path]
+
+
+@pytest.fixture
+def directory(tiny_model: Models, tmp_path: Path) -> Path:
+    """A reward model with dropout, as transformers writes it."""
+    source = tiny_model("llama", tied=False, attention_dropout=0.5)
+    config = AutoConfig.from_pretrained(source, num_labels=1)
+    seed_everything(0, step=0, rank=0)
+    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "rm")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, tmp_path / "rm")
+    return tmp_path / "rm"
+
+
+def policy_config(tiny_model: Models) -> TrainedModelConfig:
+    """Of a policy of another architecture, without weights of its own: nothing of it but the tokenizer is read."""
+    return TrainedModelConfig(name=str(tiny_model("qwen3", weights=False)), init="random")
+
+
+def test_scores_are_those_of_transformers_however_rows_are_packed(
+    directory: Path, tiny_model: Models, parallel: Parallel
+) -> None:
+    theirs = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
+    model = RewardModel(str(directory), policy_config(tiny_model), parallel)
+    expected = [theirs(torch.from_numpy(s.token_ids)[None].long()).logits.item() for s in ragged_samples()]
+    for row_tokens in (4, 13, 1000):
+        assert model.score(ragged_samples(), row_tokens=row_tokens) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert model.score(ragged_samples(), row_tokens=13) == model.score(ragged_samples(), row_tokens=13)
+
+
+def test_it_is_frozen_and_moves_no_generator(directory: Path, tiny_model: Models, parallel: Parallel) -> None:
+    before = torch.get_rng_state()
+    model = RewardModel(str(directory), policy_config(tiny_model), parallel)
+    model.score(ragged_samples(), row_tokens=13)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not model.model.training and not any(p.requires_grad for p in model.model.parameters())
+
+
+def test_a_language_model_is_no_reward_model(tiny_model: Models, parallel: Parallel) -> None:
+    with pytest.raises(DataError, match="a language model without a score. Train one with `rm`"):
+        RewardModel(str(tiny_model()), policy_config(tiny_model), parallel)
+
+
+def test_another_tokenizer_is_refused(directory: Path, tiny_model: Models, parallel: Parallel) -> None:
+    path = directory / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="has another tokenizer .*: 2 tokens differ, such as 'a'"):
+        RewardModel(str(directory), policy_config(tiny_model), parallel)
