@@ -1,0 +1,124 @@
+"""Two real ranks that measure and count what one does: `python -m tests.policy_ranks MODEL DIRECTORY`.
+
+Each rank writes what it computed into `DIRECTORY/rank_R.pt`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from trainer.losses import PolicyLossInput
+from trainer.minibatches import annotate, plan_epochs
+from trainer.model import build_policy, reshard
+from trainer.packing import Sample
+from trainer.parallel import Parallel
+from trainer.policy_metrics import PolicyStatistics
+from trainer.step import predict
+from triad.config.algorithm import UpdatesConfig
+from triad.config.trainer import TrainedModelConfig
+
+DEADLINE_S = 120
+AGES = (0, 1, 4)
+# Of each token: new, old, sampler and reference log-probability, age. By update, by forward pass.
+TOKENS: list[list[list[tuple[float, float, float, float, int]]]] = [
+    [
+        [(-1.0, -1.2, -1.5, -1.1, 0), (-0.5, -0.5, -0.4, -0.9, 1)],
+        [(-2.0, -1.9, -1.9, -2.2, 1), (-0.1, -0.2, -0.7, -0.1, 1), (-3.0, -2.5, -2.0, -2.0, 0)],
+    ],
+    [[(-0.7, -0.6, -0.1, -0.8, 0)], []],
+]
+LOSSES = [[0.5, 0.25], [-1.0, 0.0]]
+
+
+def ragged_samples() -> list[Sample]:
+    """Five samples of several lengths, one with nothing to train."""
+    generator = np.random.default_rng(3)
+    return [
+        Sample(generator.integers(5, 100, length).astype(np.int32), (np.arange(length) >= 2) & (length != 4))
+        for length in (9, 4, 12, 6, 3)
+    ]
+
+
+def loss_input(tokens: list[tuple[float, float, float, float, int]]) -> tuple[PolicyLossInput, Tensor]:
+    """Return the input of a loss with these tokens, and their ages."""
+    columns = torch.tensor(tokens, dtype=torch.float32).reshape(-1, 5).T
+    nothing_N = torch.zeros(len(tokens))
+    data = PolicyLossInput(
+        logprobs_N=columns[0], old_logprobs_N=columns[1], sampler_logprobs_N=columns[2],
+        reference_logprobs_N=columns[3],
+        advantages_N=nothing_N, weights_N=nothing_N, sequence_N=nothing_N.long(), step_sequences=6, step_tokens=6,
+    )  # fmt: skip
+    return data, columns[4]
+
+
+def statistics_of(parallel: Parallel) -> dict[str, float]:
+    """Return the metrics of two updates whose two forward passes are dealt to the ranks. Collective."""
+    statistics = PolicyStatistics(AGES, has_reference=True)
+    for passes, losses in zip(TOKENS, LOSSES, strict=True):
+        own = range(parallel.rank, len(passes), parallel.world_size)
+        for place in own:
+            data, age_N = loss_input(passes[place])
+            counts = {"clip_fraction/low": torch.tensor(len(passes[place]) % 2), "mine": torch.tensor(place)}
+            statistics.add(data, counts, data.logprobs_N.abs() / 2, age_N)
+        statistics.add_update(sum(losses[place] for place in own))
+    return statistics.reduce(parallel)
+
+
+def measured(model_dir: Path, parallel: Parallel) -> list[np.ndarray]:
+    """Return the log-probabilities that `annotate` gives every sample. Collective."""
+    samples = ragged_samples()
+    policy = build_policy(TrainedModelConfig(name=str(model_dir)), parallel, seed=0).eval()
+    (minibatches,) = plan_epochs(
+        samples, UpdatesConfig(minibatches=2), row_tokens=14, parallel=parallel, seed=0, step=1
+    )
+    annotate("logprob", lambda micro: predict(policy, micro)[0], minibatches, parallel)
+    reshard(policy)
+    return [sample.per_token["logprob"] for sample in samples]
+
+
+def compute(model_dir: Path, parallel: Parallel) -> dict[str, Any]:
+    """Return what this rank sees. Collective."""
+    return {
+        "statistics": statistics_of(parallel),
+        "measured": [torch.tensor(one) for one in measured(model_dir, parallel)],
+    }
+
+
+def _rank(rank: int, model_dir: Path, directory: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), 2), rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    seen = compute(model_dir, Parallel(rank=rank, world_size=2, device=torch.device("cpu"), mesh=mesh))
+    torch.save(seen, directory / f"rank_{rank}.pt")
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Start both ranks; return 0 when both came through."""
+    model_dir, directory = Path(sys.argv[1]), Path(sys.argv[2])
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_rank, args=(rank, model_dir, directory)) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(DEADLINE_S)
+        if process.exitcode != 0:
+            for other in ranks:
+                other.kill()
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.stdout.flush()
+    os._exit(main())

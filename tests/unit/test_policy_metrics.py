@@ -1,0 +1,99 @@
+"""The statistics of a step: against slow sums over tokens, and the same however tokens are dealt to ranks."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import ROOT
+from tests.policy_ranks import AGES, LOSSES, TOKENS, compute, loss_input, statistics_of
+from trainer.parallel import Parallel
+from trainer.policy_metrics import PolicyStatistics
+
+DEADLINE_S = 150
+
+
+def k3(log_ratio: float) -> float:
+    return math.exp(log_ratio) - 1 - log_ratio
+
+
+def test_every_metric_is_the_mean_over_the_tokens_of_all_updates(parallel: Parallel) -> None:
+    metrics = statistics_of(parallel)
+    tokens = [token for passes in TOKENS for one in passes for token in one]
+    expected = {
+        "loss": sum(map(sum, LOSSES)) / 2,
+        "entropy": sum(-new / 2 for new, *_ in tokens) / 6,
+        "ppo_kl": sum(k3(new - old) for new, old, *_ in tokens) / 6,
+        "mismatch_kl": sum(k3(old - sampler) for _, old, sampler, *_ in tokens) / 6,
+        "ref_kld": sum(k3(reference - new) for new, _, _, reference, _ in tokens) / 6,
+        "mine": 2 / 6,
+        "clip_fraction/low": 2 / 6,
+        "clip_fraction/high": 0.0,
+        "clip_fraction": 2 / 6,
+    }
+    for age in AGES:
+        of_age = [k3(old - sampler) for _, old, sampler, _, own in tokens if own == age]
+        expected[f"mismatch_kl/age_{age}"] = sum(of_age) / max(1, len(of_age))
+    ratios = sorted(math.exp(old - sampler) for _, old, sampler, *_ in tokens)
+    # Nearest rank, 0-based: .5 * 5 rounds to 2 (half to even), .95 * 5 and .99 * 5 to 5.
+    expected |= {"mismatch/ratio_p50": ratios[2], "mismatch/ratio_p95": ratios[5], "mismatch/ratio_p99": ratios[5]}
+    expected |= {"mismatch/ratio_max": ratios[5], "mismatch/max_log_ratio": 0.5}
+    assert metrics == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_reference_counts_by_reference_over_policy(parallel: Parallel) -> None:
+    statistics = PolicyStatistics([0], has_reference=True)
+    data, age_N = loss_input([(-1.0, -1.0, -1.0, -1.2, 0), (-2.0, -2.0, -2.0, -1.5, 0), (-0.5, -0.5, -0.5, -0.5, 0)])
+    statistics.add(data, {}, torch.zeros(3), age_N)
+    metrics = statistics.reduce(parallel)
+    assert metrics["ref_kld"] == pytest.approx(0.0558173, abs=1e-6)  # the worked example
+    assert metrics["ppo_kl"] == metrics["mismatch_kl"] == 0.0
+
+
+def test_a_step_without_trained_tokens_has_metrics_too(parallel: Parallel) -> None:
+    statistics = PolicyStatistics([], has_reference=False)
+    data, age_N = loss_input([])
+    statistics.add(data, {"clip_fraction/low": torch.tensor(0)}, torch.zeros(0), age_N)
+    statistics.add_update(0.0)
+    metrics = statistics.reduce(parallel)
+    assert metrics["loss"] == metrics["entropy"] == metrics["clip_fraction"] == 0.0
+    assert "ref_kld" not in metrics and "mismatch/ratio_p50" not in metrics
+
+
+@pytest.fixture(scope="module")
+def one_and_two(
+    tiny_model: Callable[..., Path], parallel: Parallel, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What one rank computes, and what each of two does."""
+    directory, model_dir = tmp_path_factory.mktemp("ranks"), tiny_model()
+    command = [sys.executable, "-m", "tests.policy_ranks", str(model_dir), str(directory)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    return compute(model_dir, parallel), [torch.load(directory / f"rank_{rank}.pt") for rank in (0, 1)]
+
+
+def test_two_ranks_have_the_metrics_of_one_by_the_same_names(
+    one_and_two: tuple[dict[str, Any], list[dict[str, Any]]],
+) -> None:
+    one, two = one_and_two
+    assert two[0]["statistics"] == two[1]["statistics"]
+    assert list(two[0]["statistics"]) == list(one["statistics"])
+    assert two[0]["statistics"] == pytest.approx(one["statistics"], rel=1e-12)
+    for name in ("p50", "p95", "p99", "max"):  # quantiles of quantiles would be others
+        assert two[0]["statistics"][f"mismatch/ratio_{name}"] == one["statistics"][f"mismatch/ratio_{name}"]
+
+
+def test_two_ranks_measure_the_bits_that_one_measures(
+    one_and_two: tuple[dict[str, Any], list[dict[str, Any]]],
+) -> None:
+    one, two = one_and_two
+    for rank in two:
+        assert all(torch.equal(a, b) for a, b in zip(rank["measured"], one["measured"], strict=True))
+    assert sum(int((part != 0).sum()) for part in one["measured"]) == 7 + 0 + 10 + 4 + 1
