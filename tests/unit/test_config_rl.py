@@ -14,6 +14,8 @@ from triad.config.rl import hand_down_shared
 from triad.errors import ConfigError, InferenceError
 from triad.launch import launch_rl
 
+ALGORITHMS = Path(__file__).resolve().parents[2] / "configs" / "reverse_text" / "algorithms"
+
 
 def rl(*argv: str) -> RlConfig:
     return hand_down_shared(parse_command_line(RlConfig, list(argv), program="rl"))
@@ -133,3 +135,15 @@ def test_servers_named_elsewhere_are_not_looked_for_at_the_own_address(
         finally:
             foreign.shutdown()
             thread.join()
+
+
+@pytest.mark.parametrize("path", sorted(ALGORITHMS.glob("*.toml")), ids=lambda path: path.stem)
+def test_the_file_of_an_algorithm_goes_over_that_of_the_quick_start(path: Path, in_root: Path) -> None:
+    quick_start = rl("@", "configs/reverse_text/rl.toml")
+    config = rl("@", "configs/reverse_text/rl.toml", "@", str(path))
+    assert config.orchestrator.environments == quick_start.orchestrator.environments
+    assert config.trainer.optim == quick_start.trainer.optim
+    settings = (config.trainer.loss, config.trainer.advantage)
+    assert settings != (quick_start.trainer.loss, quick_start.trainer.advantage)
+    for tokens in (config.trainer.loss.constant_tokens, config.trainer.rewards.length_max_tokens):
+        assert tokens in (None, config.orchestrator.sampling.max_tokens)

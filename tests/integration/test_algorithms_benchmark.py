@@ -1,0 +1,43 @@
+"""The benchmark of the algorithms runs from end to end: CSV, picture and table."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.algorithms.curves import Curve, read_curves
+from tests.conftest import ROOT
+from tests.inference_zygote import free_port
+
+
+def run_benchmark(algorithm: str, output: Path) -> Curve:
+    command = [sys.executable, "-m", "benchmarks.algorithms", "--algorithms", algorithm, "--seeds", "5", "--steps", "2",
+               "--output", str(output), "--port", str(free_port()), "--threads", "1"]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
+    (curve,) = read_curves(output / "curves.csv")
+    assert (curve.algorithm, curve.seed) == (algorithm, 5)
+    assert f"reward {curve.start:.3f} to {curve.end:.3f}" in done.stdout
+    return curve
+
+
+def test_rl_is_measured_step_by_step(tmp_path: Path) -> None:
+    curve = run_benchmark("max_rl", tmp_path)
+    assert list(curve.points) == [1, 2]
+    assert 0.3 < curve.start < 0.9
+    assert curve.points[1]["ref_kld"] == 0 < curve.points[2]["ref_kld"]
+    assert all(point["entropy"] > 0 and point["grad_norm"] > 0 for point in curve.points.values())
+
+
+@pytest.mark.slow
+def test_the_weights_of_dpo_are_judged_by_rollouts(tmp_path: Path) -> None:
+    curve = run_benchmark("dpo", tmp_path)
+    assert list(curve.points) == [0, 1, 2]
+    assert 0.3 < curve.start < 0.9
+    assert curve.points[0]["ref_kld"] == 0, "before training the policy is the reference"
+    assert curve.points[2]["ref_kld"] > 0, "the judged weights are the trained ones"
+    assert "loss" not in curve.points[0] and curve.points[2]["loss"] > 0
