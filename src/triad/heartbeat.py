@@ -20,6 +20,8 @@ HEARTBEAT_ENV = "TRIAD_HEARTBEAT"
 PERIOD_S = 1.0
 PROBE_PERIOD_S = 5.0
 _HEALTH_TIMEOUT_S = 30.0
+# A process imports before its first beat, for seconds on a busy machine.
+_FIRST_BEAT_S = 30.0
 
 
 def start_heartbeat(name: str = "") -> None:
@@ -58,11 +60,15 @@ class Vitals:
         self, heartbeat: Path, health_url: str | None = None, *, probe_period_s: float = PROBE_PERIOD_S
     ) -> None:
         self._prefix = heartbeat
+        self._begin = time.monotonic()
         self._seen: dict[Path, tuple[int, float]] = {}
         self._health = HealthProbe(health_url, probe_period_s) if health_url else None
 
     def silent_s(self) -> float:
-        """Return for how long the most silent of the parts that ever gave a sign has been silent."""
+        """Return for how long the most silent of the parts that ever gave a sign has been silent.
+
+        Where none ever did, the silence counts from `_FIRST_BEAT_S` after the start.
+        """
         now = time.monotonic()
         longest = self._health.silent_s() if self._health else 0.0
         for path in self._prefix.parent.glob(f"{self._prefix.name}*"):
@@ -72,13 +78,14 @@ class Vitals:
                 self._seen[path] = (beat, now)
             else:
                 longest = max(longest, now - known[1])
-        return longest
+        return longest if self._seen else max(longest, now - self._begin - _FIRST_BEAT_S)
 
     def forget(self) -> None:
         """Start again, for a process that takes the place of another."""
         for path in self._prefix.parent.glob(f"{self._prefix.name}*"):
             path.unlink(missing_ok=True)
         self._seen.clear()
+        self._begin = time.monotonic()
         if self._health:
             self._health.forget()
 

@@ -72,6 +72,20 @@ def test_a_new_process_is_not_blamed_for_the_silence_of_the_old(tmp_path: Path) 
     assert not prefix.exists()
 
 
+def test_a_process_that_never_beats_is_silent_after_a_time_for_its_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    vitals = Vitals(tmp_path / "heartbeats" / "orchestrator")
+    now += 30
+    assert vitals.silent_s() == 0
+    now += 5
+    assert vitals.silent_s() == 5
+    vitals.forget()
+    assert vitals.silent_s() == 0
+
+
 def test_a_heartbeat_outlives_a_storage_that_fails(
     tmp_path: Path, beating: Callable[[str], subprocess.Popen[bytes]]
 ) -> None:
