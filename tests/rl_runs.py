@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import psutil
 
@@ -25,6 +25,17 @@ MODEL = ROOT / "examples" / "reverse_text" / "model"
 # A quarter of the quick start's batch: the start of a trainer is what takes the time here.
 SMALL_BATCH = ("--orchestrator.problems-per-step", "8", "--orchestrator.group-size", "4")
 POLL_S = 0.01
+# Every part of the trainer that has a state of its own, with two passes over two minibatches.
+EVERYTHING: dict[str, Any] = {
+    "advantage": "gae",
+    "loss": {"type": "ppo", "correction": {"type": "truncate"}},
+    "kl": {"coef": 0.1, "place": "reward", "target": 0.05, "horizon": 100},
+    "critic": {"optim": {"lr": 1e-3}},
+    "rewards": {"scale": "running", "clip": 0.9},
+    "updates": {"epochs": 2, "minibatches": 2},
+    "ema": {"decay": 0.9},
+    "replay": {"groups": 2, "capacity": 5, "max_age": 2},
+}
 STEP_TIMEOUT_S = 90.0
 END_TIMEOUT_S = 120.0
 # Between the end of a launcher and that of everything it started.
@@ -90,17 +101,18 @@ class RlRun:
 
     def wait_for_step(self, step: int) -> None:
         """Return as soon as `metrics.jsonl` has a line of `step`."""
-        self._wait(lambda: last_step(self.run_dir) >= step, f"step {step}")
+        self.wait_for(lambda: last_step(self.run_dir) >= step, f"step {step}")
 
     def wait_for_output(self, text: str) -> None:
         """Return as soon as the command has printed `text`."""
-        self._wait(lambda: text in self.output, f"'{text}'")
+        self.wait_for(lambda: text in self.output, f"'{text}'")
 
     def wait_for_match(self, pattern: str) -> None:
         """Return as soon as something that the command has printed matches the regular expression `pattern`."""
-        self._wait(lambda: re.search(pattern, self.output) is not None, f"/{pattern}/")
+        self.wait_for(lambda: re.search(pattern, self.output) is not None, f"/{pattern}/")
 
-    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+    def wait_for(self, condition: Callable[[], object], what: str) -> None:
+        """Return as soon as `condition` returns something true; `what` names it in the error."""
         deadline = time.monotonic() + STEP_TIMEOUT_S
         while not condition():
             assert self._launcher.poll() is None, f"the run ended before {what}:\n{self.output}"
@@ -201,7 +213,7 @@ class Outcome:
     Attributes:
         weights: the published safetensors files, by name.
         tensors: every tensor of the trainer's checkpoint (parameters, optimizer moments), by name.
-        trainer_state: counters and random generators of the trainer, by file name.
+        trainer_state: counters, random generators and replay buffer of the trainer, by file name.
         orchestrator_state: the orchestrator's state after the step's batch.
     """
 
@@ -217,7 +229,7 @@ def outcome(run_dir: RunDir, step: int) -> Outcome:
     found = Outcome(
         weights=_contents(run_dir.weights_of(step), "*.safetensors"),
         tensors=_checkpoint_tensors(checkpoint / "trainer"),
-        trainer_state=_contents(checkpoint / "trainer", "*.json"),
+        trainer_state=_contents(checkpoint / "trainer", "*.json") | _contents(checkpoint / "trainer", "*.msgpack"),
         orchestrator_state=(checkpoint / "orchestrator" / "orchestrator.json").read_bytes(),
     )
     assert found.weights

@@ -1,8 +1,9 @@
-"""Real trainers of RL runs for tests of faults, on one rank, each a process of its own.
+"""Real trainers of RL runs for tests of faults, each a process of its own.
 
 A helper process imports torch and the trainer once and forks a child for every request, which does what the
-launcher of `rl` does before it starts a trainer, and then what the trainer does. This file is also the
-helper's program (`python -m tests.faults.rl_trainers`): one JSON request per line, one exit code per line.
+launcher of `rl` does before it starts a trainer, and then what the trainer does, on one rank in the child itself
+or on several through the trainer's own launcher. This file is also the helper's program
+(`python -m tests.faults.rl_trainers`): one JSON request per line, one exit code per line.
 """
 
 from __future__ import annotations
@@ -54,7 +55,13 @@ def _main() -> None:
     from triad.process import die_with_parent
 
     die_with_parent()
-    for name in ("trainer.launch", "trainer.rl", "transformers.models.qwen3.modeling_qwen3", "triad.launch"):
+    for name in (
+        "torch.distributed.launcher.api",
+        "trainer.launch",
+        "trainer.rl",
+        "transformers.models.qwen3.modeling_qwen3",
+        "triad.launch",
+    ):
         importlib.import_module(name)
     for line in sys.stdin:
         pid = os.fork()
@@ -89,7 +96,7 @@ def _child(request: dict[str, Any]) -> NoReturn:
 
 
 def _train(request: dict[str, Any], output: Path) -> None:
-    """What `triad.launch.launch_rl` does for the trainer, and the trainer's only rank."""
+    """What `triad.launch.launch_rl` does for the trainer, and the trainer's ranks."""
     import trainer.launch
     from tests.faults import faulty_calls
     from triad.config.orchestrator import OrchestratorConfig
@@ -106,6 +113,8 @@ def _train(request: dict[str, Any], output: Path) -> None:
     trail = output.with_suffix(".trail")
     trail.unlink(missing_ok=True)
     faulty_calls.install(str(output), str(trail), **request["fault"])
+    if config.parallel.num_ranks > 1:
+        sys.exit(trainer.launch.main(["rl", str(path)]))
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     trainer.launch._worker("rl", str(path), os.getppid())
 

@@ -1,13 +1,17 @@
-"""The trainer of an RL run dies around every call that others can see: weights, metrics, checkpoints, pruning.
+"""The trainer of an RL run dies around every call that others can see: weights, metrics, checkpoints, pruning;
+and at random moments. Once with nothing beside the policy, once with every part that a checkpoint can hold.
 
 It trains a journal that is there already, so that nothing but the trainer decides what comes out.
 """
 
 from __future__ import annotations
 
+import json
+import random
 import shutil
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +21,10 @@ from tests.conftest import ModelFactory
 from tests.faults.faulty_calls import Call, Instant, read_trail
 from tests.faults.orchestrator_runs import Orchestrators
 from tests.faults.rl_trainers import Trainers
-from tests.rl_runs import assert_same, exact_metrics, outcome
+from tests.rl_runs import EVERYTHING, Outcome, assert_same, exact_metrics, outcome
 from tests.unit.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
 from triad.manifest import verify
 from triad.run_dir import RunDir
-
-pytestmark = pytest.mark.slow
 
 _STEPS = 4
 _MOST_TRIALS = 48
@@ -34,7 +36,8 @@ def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, engine = tmp_path_factory.mktemp("journal") / "run", FakeEngine()
     folder.mkdir()
     with serving(engine), FakeTrainer(RunDir(folder), start=0, max_steps=_STEPS), Orchestrators() as orchestrators:
-        assert orchestrators.run(make_config(folder, engine, max_steps=_STEPS)) == 0
+        code = orchestrators.run(make_config(folder, engine, max_steps=_STEPS))
+    assert code == 0, folder.with_suffix(".log").read_text()
     return folder / "rollouts"
 
 
@@ -44,8 +47,12 @@ class Runs:
     def __init__(self, trainers: Trainers, model: Path, journal: Path, folder: Path) -> None:
         self._trainers, self._model, self._journal, self._folder = trainers, model, journal, folder
 
-    def new(self, name: str) -> dict[str, Any]:
-        """Return the configuration of a run that was started once and has all batches in its journal."""
+    def new(self, name: str, **settings: Any) -> dict[str, Any]:
+        """Return the configuration of a run that was started once and has all batches in its journal.
+
+        Args:
+            settings: of the trainer.
+        """
         output = self._folder / name
         engine = FakeEngine(url="http://127.0.0.1:9")
         orchestrator = make_config(output, engine, max_steps=_STEPS).model_dump(mode="json", exclude_none=True)
@@ -56,6 +63,7 @@ class Runs:
             "optim": {"lr": 1e-3},
             "parallel": {"threads": 1},
             "ckpt": {"interval": 1, "keep": 2, "resume_step": "auto"},
+            **settings,
         }
         config = {"trainer": trainer, "orchestrator": orchestrator}
         assert self._trainers.run(config, trains=False) == 0, self.log(name)
@@ -80,37 +88,109 @@ def _instants(calls: list[Call]) -> list[tuple[int, Instant]]:
     return found
 
 
+@dataclass(frozen=True)
+class Straight:
+    """A run that nothing disturbed, and how to repeat it."""
+
+    trainers: Trainers
+    runs: Runs
+    folder: Path
+    settings: dict[str, Any]
+    calls: list[Call]
+    expected: Outcome
+    lines: list[dict[str, float]]
+
+    @classmethod
+    def of(cls, trainers: Trainers, model: Path, journal: Path, folder: Path, **settings: Any) -> Straight:
+        """Run it in `folder`."""
+        runs, run_dir = Runs(trainers, model, journal, folder), RunDir(folder / "straight")
+        assert trainers.run(runs.new("straight", **settings)) == 0, runs.log("straight")
+        calls = read_trail(run_dir.path.with_suffix(".trail"))
+        renamed = {call.target.split("/")[0] for call in calls if call.name == "rename"}
+        assert {"weights", "checkpoints", "rollouts"} <= renamed, renamed  # published, committed, pruned
+        lines = exact_metrics(run_dir, range(1, _STEPS + 1))
+        return cls(trainers, runs, folder, settings, calls, outcome(run_dir, _STEPS), lines)
+
+    def survives(self, name: str, **fault: Any) -> bool:
+        """Let a run die of `fault`, start it again and compare its end; return whether it did die."""
+        config, run_dir = self.runs.new(name, **self.settings), RunDir(self.folder / name)
+        code = self.trainers.run(config, **fault)
+        where = f"{name}\n{self.runs.log(name)}"
+        assert code in (-signal.SIGKILL, 0), where  # 0: this time there were fewer calls
+        for version in run_dir.published_weights():
+            verify(run_dir.weights_of(version))
+        assert self.trainers.run(config) == 0, where
+        assert_same(outcome(run_dir, _STEPS), self.expected)
+        assert exact_metrics(run_dir, range(1, _STEPS + 1)) == self.lines, where
+        shutil.rmtree(run_dir.path)
+        return code != 0
+
+    def dies_at(self, number: int, instant: Instant) -> bool:
+        """Let a run die around one call."""
+        call = self.calls[number - 1]
+        return self.survives(
+            f"killed_{number}_{instant}_{call.name}".replace(" ", "_"), kill_at=number, instant=instant
+        )
+
+    def dies_after(self, delay_s: float) -> bool:
+        """Let a run die this long after its first call."""
+        return self.survives(f"killed_after_{delay_s:.3f}_s", killer_from=1, killer_delay_s=delay_s)
+
+    @property
+    def seconds(self) -> float:
+        """From the first call to the last."""
+        return self.calls[-1].time_s - self.calls[0].time_s
+
+
 @pytest.fixture(scope="module")
 def trainers() -> Iterator[Trainers]:
     with Trainers() as trainers:
         yield trainers
 
 
-@pytest.mark.timeout(600)
-def test_whatever_call_it_dies_at_the_run_comes_out_the_same(
-    trainers: Trainers, tiny_model: ModelFactory, journal: Path, tmp_path: Path
-) -> None:
-    runs = Runs(trainers, tiny_model(), journal, tmp_path)
-    straight = RunDir(tmp_path / "straight")
-    assert trainers.run(runs.new("straight")) == 0, runs.log("straight")
-    expected, lines = outcome(straight, _STEPS), exact_metrics(straight, range(1, _STEPS + 1))
-    calls = read_trail(straight.path.with_suffix(".trail"))
-    renamed = {call.target.split("/")[0] for call in calls if call.name == "rename"}
-    assert {"weights", "checkpoints", "rollouts"} <= renamed, renamed  # published, committed, pruned
+@pytest.fixture(scope="module")
+def everything(
+    trainers: Trainers, tiny_model: ModelFactory, journal: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Straight:
+    """The run with every part, of a model with dropout, so that the generators count too."""
+    model, folder = tiny_model(attention_dropout=0.1), tmp_path_factory.mktemp("everything")
+    return Straight.of(trainers, model, journal, folder, **EVERYTHING)
 
-    died = 0
-    instants = _instants(calls)
-    for number, instant in instants:
-        name = f"killed_{number}_{instant.replace(' ', '_')}"
-        config, run_dir = runs.new(name), RunDir(tmp_path / name)
-        code = trainers.run(config, kill_at=number, instant=instant)
-        where = f"call {number}, {instant}: {calls[number - 1]}"
-        assert code in (-signal.SIGKILL, 0), f"{where}\n{runs.log(name)}"  # 0: this time there were fewer calls
-        died += code != 0
-        for version in run_dir.published_weights():
-            verify(run_dir.weights_of(version))
-        assert trainers.run(config) == 0, f"{where}\n{runs.log(name)}"
-        assert_same(outcome(run_dir, _STEPS), expected)
-        assert exact_metrics(run_dir, range(1, _STEPS + 1)) == lines, where
-        shutil.rmtree(run_dir.path)
-    assert died > 0.9 * len(instants)
+
+def test_every_part_is_in_the_checkpoint_and_has_moved(everything: Straight) -> None:
+    tensors, values = everything.expected.tensors, json.loads(everything.expected.trainer_state["progress.json"])
+    for prefix in ("model.", "optim.", "critic.model.", "critic.optim.", "ema."):
+        assert any(name.startswith(prefix) and any(data) for name, data in tensors.items()), prefix
+    weight = "model.layers.0.mlp.up_proj.weight"
+    assert len({tensors[f"{part}{weight}"] for part in ("model.", "critic.model.", "ema.")}) == 3
+    assert values["kl"]["num_updates"] == _STEPS and values["kl"]["coef"] != EVERYTHING["kl"]["coef"]
+    assert values["reward_moments"]["count"] == _STEPS * 12  # replayed rollouts are not counted again
+    assert values["ema"]["num_updates"] == _STEPS and values["reference"]["digest"]
+    assert len(everything.expected.trainer_state["replay.msgpack"]) > 1000
+    assert [line["replay/groups"] for line in everything.lines] == [0, 2, 2, 2]
+
+
+def test_with_every_part_a_killed_run_ends_in_the_same_bits(everything: Straight) -> None:
+    commits = [call for call in everything.calls if call.target.startswith("checkpoints/step_")]
+    died = [everything.dies_at(commits[0].number, "after"), everything.dies_at(commits[1].number, "before")]
+    generator = random.Random(0)
+    died += [everything.dies_after(generator.uniform(0.0, everything.seconds)) for _ in range(2)]
+    assert all(died[:2])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["nothing beside the policy", "every part"])
+def test_whatever_call_it_dies_at_the_run_comes_out_the_same(
+    request: pytest.FixtureRequest, name: str, tmp_path: Path
+) -> None:
+    if name == "every part":
+        straight = request.getfixturevalue("everything")
+    else:
+        trainers, tiny_model, journal = (request.getfixturevalue(of) for of in ("trainers", "tiny_model", "journal"))
+        straight = Straight.of(trainers, tiny_model(), journal, tmp_path)
+    instants, generator = _instants(straight.calls), random.Random(1)
+    died = [straight.dies_at(number, instant) for number, instant in instants]
+    assert sum(died) > 0.9 * len(instants)
+    for _ in range(6):
+        straight.dies_after(generator.uniform(0.0, straight.seconds))
