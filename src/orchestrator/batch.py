@@ -17,17 +17,23 @@ from orchestrator.sampler import Sampler
 from orchestrator.seeds import TaskSeed
 from orchestrator.selection import Outcome, Selection, count, has_signal, select
 from orchestrator.state import OrchestratorState
+from orchestrator.teacher import Teacher
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.weights import PublishedWeights
 from triad.config.orchestrator import OrchestratorConfig
 from triad.errors import EnvironmentFailure
+from triad.messages import Dropped
 from triad.run_dir import RunDir
 
 _log = logging.getLogger("orchestrator")
 
 
 class BatchMaker:
-    """Generates the rollouts of one batch after another; `state` always belongs to the last whole batch."""
+    """Generates the rollouts of one batch after another; `state` always belongs to the last whole batch.
+
+    Args:
+        client: of the servers that sample: those of the policy, or of the teacher.
+    """
 
     def __init__(
         self,
@@ -38,9 +44,11 @@ class BatchMaker:
         tokenizer: Tokenizer,
         environments: Mapping[str, Environment],
         state: OrchestratorState,
+        teacher: Teacher | None = None,
     ) -> None:
         self._config = config
         self._client = client
+        self._teacher = teacher
         self._run_dir = run_dir
         self._tokenizer = tokenizer
         self._environments = environments
@@ -61,13 +69,20 @@ class BatchMaker:
             InferenceError: an engine failed, or another version answered.
         """
         state = self.state.copy()
-        sampler = self._sampler(step, weights)
+        log = self._open_log(step, weights)
+        sampler = self._sampler(log, weights)
+        teacher = None if self._config.is_sampled_by_teacher else self._teacher
         # Whole groups pass at a time, so that a group's first turns can share one request.
         slots = asyncio.Semaphore(max(1, self._config.client.max_concurrency // self._config.group_size))
 
         async def in_turn(problem: Problem) -> Outcome:
             async with slots:
-                return await run_group(problem, step, config=self._config, tokenizer=self._tokenizer, sampler=sampler)
+                outcome = await run_group(
+                    problem, step, config=self._config, tokenizer=self._tokenizer, sampler=sampler
+                )
+            if teacher is not None and not isinstance(outcome, Dropped):
+                await run_all(teacher.judge(rollout, log, place=problem.engine) for rollout in outcome)
+            return outcome
 
         outcomes: list[Outcome] = []
         try:
@@ -125,9 +140,26 @@ class BatchMaker:
             )
         return problems
 
-    def _sampler(self, step: int, weights: PublishedWeights) -> Sampler:
-        temperature, stops = (self._config.sampling.temperature, self._tokenizer.stop_token_ids)
-        log = GenerationLog(
-            self._run_dir, step, weights_digest=weights.digest, temperature=temperature, stop_token_ids=stops
+    def _open_log(self, step: int, weights: PublishedWeights) -> GenerationLog:
+        by_teacher = self._config.is_sampled_by_teacher
+        teacher_digest = self._teacher.digest if self._teacher else ""
+        return GenerationLog(
+            self._run_dir,
+            step,
+            weights_digest=teacher_digest if by_teacher else weights.digest,
+            temperature=self._config.sampling.temperature,
+            stop_token_ids=self._tokenizer.stop_token_ids,
+            teacher_digest=teacher_digest,
         )
-        return Sampler(self._client, log, version=weights.version, temperature=temperature, stop_token_ids=stops)
+
+    def _sampler(self, log: GenerationLog, weights: PublishedWeights) -> Sampler:
+        version = weights.version
+        if self._config.is_sampled_by_teacher and self._teacher is not None:
+            version = self._teacher.version
+        return Sampler(
+            self._client,
+            log,
+            version=version,
+            temperature=self._config.sampling.temperature,
+            stop_token_ids=self._tokenizer.stop_token_ids,
+        )

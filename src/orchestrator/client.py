@@ -13,7 +13,7 @@ import logging
 import os
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,11 +24,11 @@ import httpx
 import msgspec
 
 from orchestrator.concurrency import run_all
-from orchestrator.environment import Completion
+from orchestrator.protocol import Choice, GenerateRequest, GenerateResponse, ModelList, ServedWeights
 from orchestrator.weights import PublishedWeights
 from triad.arrays import decode_packed
 from triad.canary import Canary, deviation
-from triad.config.orchestrator import ClientConfig
+from triad.config.orchestrator import ClientConfig, ServersConfig
 from triad.errors import ConfigError, InferenceError
 
 _log = logging.getLogger("orchestrator")
@@ -49,48 +49,6 @@ _UNAVAILABLE = (502, 503, 504)
 _T = TypeVar("_T")
 
 
-class GenerateRequest(msgspec.Struct):
-    """Body of `POST /inference/v1/generate`: one choice is sampled per seed."""
-
-    token_ids: list[int]
-    seeds: list[int]
-    temperature: float
-    max_tokens: int
-    stop_token_ids: list[int]
-    prompt_logprobs: bool = False
-
-
-class Choice(Completion):
-    """One sampled continuation; `index` counts the seeds."""
-
-    index: int = 0
-    prompt_logprobs: list[float] | None = None
-
-
-class GenerateResponse(msgspec.Struct):
-    """Answer of `POST /inference/v1/generate`."""
-
-    choices: list[Choice]
-    version: int
-
-
-class ServedWeights(msgspec.Struct):
-    """Answer of `GET /weights`: what a server serves; version and digest are None before the first weights."""
-
-    version: int | None
-    digest: str | None
-    model: str
-
-
-class _ModelCard(msgspec.Struct):
-    id: str
-    max_model_len: int | None = None
-
-
-class _ModelList(msgspec.Struct):
-    data: list[_ModelCard]
-
-
 class _Unavailable(Exception):
     """The server is not there, or not ready; asking again may help."""
 
@@ -105,21 +63,27 @@ class _Engine:
 
 
 class InferenceClient:
-    """One client for all engines of a run.
+    """One client for all engines that serve one model.
 
     Use as an async context manager.
+
+    Args:
+        config: where the servers are.
+        key: of `config` in the orchestrator's configuration, for errors.
     """
 
-    def __init__(self, config: ClientConfig) -> None:
+    def __init__(self, config: ServersConfig, *, key: str = "client") -> None:
         self._config = config
+        self._key = key
         self._engines = [_Engine(url.rstrip("/")) for url in config.urls]
-        token = os.environ.get(config.admin_token_env)
+        token = os.environ.get(config.admin_token_env) if isinstance(config, ClientConfig) else None
         self._admin = {"Authorization": f"Bearer {token}"} if token else {}
         # Making a TLS context reads every root certificate: tens of milliseconds, for nothing on plain http.
         verify = httpx.create_ssl_context() if any(url.startswith("https:") for url in config.urls) else False
         self._pools = [_new_pool(verify) for _ in range(max(1, config.max_concurrency // _POOL_CONNECTIONS))]
         self._next_pool = itertools.cycle(self._pools)
         self._weights: PublishedWeights | None = None
+        self._fixed: ServedWeights | None = None
         self._in_flight = 0
         self._busy_since = 0.0
         self._busy_s = 0.0
@@ -147,7 +111,7 @@ class InferenceClient:
         """Wait for every server, and check that each serves `model` and sessions of `seq_len` tokens.
 
         Raises:
-            InferenceError: a server does not answer within `client.ready_timeout_s`, or serves another model.
+            InferenceError: a server does not answer within `ready_timeout_s`, or serves another model.
             ConfigError: the server's longest session is shorter than `seq_len`.
         """
         await run_all(self._check_engine(engine, model=model, seq_len=seq_len) for engine in self._engines)
@@ -157,18 +121,18 @@ class InferenceClient:
         served = await self._served(engine)
         if not _same_model(served.model, model):
             raise InferenceError(
-                f"{engine.url} serves the model '{served.model}', this run trains '{model}'. Start the server with "
-                f"--model.name {model}, or name the right server in client.urls."
+                f"{engine.url} serves the model '{served.model}', this run needs '{model}'. Start the server with "
+                f"--model.name {model}, or name the right server in {self._key}.urls."
             )
         try:
-            cards = msgspec.json.decode(await self._get(engine, "/v1/models"), type=_ModelList).data
+            cards = msgspec.json.decode(await self._get(engine, "/v1/models"), type=ModelList).data
         except (InferenceError, _Unavailable, msgspec.DecodeError):
             return  # optional: the server itself refuses what is too long
         longest = cards[0].max_model_len if cards else None
         if longest is not None and longest < seq_len:
             raise ConfigError(
-                f"seq_len = {seq_len} is more than {engine.url} serves (model.max_len = {longest}). "
-                "Lower the one or raise the other."
+                f"sessions of {seq_len} tokens are more than {engine.url} serves (model.max_len = {longest}). "
+                "Lower seq_len or raise model.max_len."
             )
 
     async def _wait_for_health(self, engine: _Engine) -> None:
@@ -182,7 +146,7 @@ class InferenceClient:
                 if time.monotonic() + backoff_s > deadline:
                     raise InferenceError(
                         f"{engine.url} did not become ready within {self._config.ready_timeout_s:g} s "
-                        f"(client.ready_timeout_s): {failure}. Is the inference server running at this address?"
+                        f"({self._key}.ready_timeout_s): {failure}. Is the inference server running at this address?"
                     ) from None
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
@@ -194,18 +158,38 @@ class InferenceClient:
             InferenceError: an engine refused, or serves something else afterwards.
         """
         self._weights = weights
-        await run_all(self._insist(engine, weights) for engine in self._engines)
+        await run_all(self._insist(engine, lambda engine: self._push(engine, weights)) for engine in self._engines)
 
-    async def _insist(self, engine: _Engine, weights: PublishedWeights) -> None:
-        for attempt in range(1, _ATTEMPTS + 1):
+    async def adopt(self) -> ServedWeights:
+        """Take what all servers serve as what they must always serve, and return it: for a fixed model.
+
+        Raises:
+            InferenceError: a server has no weights, or two serve different ones.
+        """
+        found = await run_all(self._insist(engine, self._served) for engine in self._engines)
+        for engine, served in zip(self._engines, found, strict=True):
+            if served.version is None or served.digest is None:
+                raise InferenceError(f"{engine.url} has no weights. Start it with --model.load auto.")
+            if served.digest != found[0].digest:
+                raise InferenceError(
+                    f"{engine.url} serves weights with digest {served.digest}, {self._engines[0].url} with digest "
+                    f"{found[0].digest}: all servers of {self._key}.urls must serve the same"
+                )
+        self._fixed = found[0]
+        return found[0]
+
+    async def _insist(self, engine: _Engine, work: Callable[[_Engine], Awaitable[_T]]) -> _T:
+        """Return what `work` returns, again and again while the engine is lost meanwhile."""
+        attempt = 1
+        while True:
             try:
-                await self._push(engine, weights)
-                return
+                return await work(engine)
             except _Unavailable as failure:
                 if attempt == _ATTEMPTS:
-                    raise InferenceError(f"{engine.url} was lost {attempt} times while updating: {failure}") from None
+                    raise InferenceError(f"{engine.url} was lost {attempt} times in a row: {failure}") from None
                 _log.warning("%s: %s; waiting for it", engine.url, failure)
                 await self._wait_for_health(engine)
+            attempt += 1
 
     async def _push(self, engine: _Engine, weights: PublishedWeights) -> None:
         served = await self._served(engine)
@@ -253,7 +237,7 @@ class InferenceClient:
         """Return one choice per seed, in the order of the seeds.
 
         Raises:
-            InferenceError: the server refused or failed, or gave no answer within `client.timeout_s`.
+            InferenceError: the server refused or failed, or gave no answer within `timeout_s`.
         """
         target = self._engines[engine]
         body = msgspec.json.encode(request)
@@ -278,8 +262,14 @@ class InferenceClient:
                 return
             _log.warning("%s: %s; waiting for it", engine.url, failure)
             await self._wait_for_health(engine)
-            if self._weights is not None:
-                await self._insist(engine, self._weights)
+            if (weights := self._weights) is not None:
+                await self._insist(engine, lambda engine: self._push(engine, weights))
+            elif self._fixed is not None:
+                served = await self._insist(engine, self._served)
+                if served.digest != self._fixed.digest:
+                    raise InferenceError(
+                        f"{engine.url} came back with other weights: digest {served.digest}, was {self._fixed.digest}"
+                    )
             engine.epoch += 1
 
     @contextmanager
@@ -336,11 +326,11 @@ class InferenceClient:
             reason = f"{method} {engine.url}{route} gave no answer within {timeout_s:g} s"
             if method == "GET":
                 raise _Unavailable(reason) from None
-            raise InferenceError(f"{reason} (client.timeout_s)") from None
+            raise InferenceError(f"{reason} ({self._key}.timeout_s)") from None
         except httpx.InvalidURL as error:
-            raise ConfigError(f"client.urls: '{engine.url}' is not a URL: {error}") from None
+            raise ConfigError(f"{self._key}.urls: '{engine.url}' is not a URL: {error}") from None
         except httpx.UnsupportedProtocol:
-            raise ConfigError(f"client.urls: '{engine.url}' must begin with http:// or https://") from None
+            raise ConfigError(f"{self._key}.urls: '{engine.url}' must begin with http:// or https://") from None
         except httpx.TransportError as error:
             raise _Unavailable(f"{method} {route}: {type(error).__name__} {error}".rstrip()) from None
         if answer.is_success:
@@ -348,7 +338,7 @@ class InferenceClient:
         reason = f"{method} {engine.url}{route} was answered {answer.status_code}: {_reason(answer)}"
         if answer.status_code in _UNAVAILABLE:
             raise _Unavailable(reason)
-        if answer.status_code in (401, 403):
+        if answer.status_code in (401, 403) and isinstance(self._config, ClientConfig):
             reason += f". Set {self._config.admin_token_env} to the server's admin token."
         raise InferenceError(reason)
 

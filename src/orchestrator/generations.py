@@ -34,7 +34,7 @@ _log = logging.getLogger("orchestrator")
 _FORMAT = 3
 
 
-class Header(msgspec.Struct, frozen=True):
+class Header(msgspec.Struct, frozen=True, omit_defaults=True):
     """First record: what all answers of the log were sampled with.
 
     Attributes:
@@ -43,6 +43,7 @@ class Header(msgspec.Struct, frozen=True):
         weights_digest: of the policy.
         temperature: of the sampler.
         stop_token_ids: what ends a turn.
+        teacher_digest: of the teacher whose judgements the log holds.
     """
 
     format: int
@@ -50,14 +51,16 @@ class Header(msgspec.Struct, frozen=True):
     weights_digest: str
     temperature: float
     stop_token_ids: list[int]
+    teacher_digest: str = ""
 
 
 class Answer(msgspec.Struct):
-    """One answer of an engine.
+    """One answer of an engine, or the judgement of a teacher.
 
     Attributes:
         prompt: xxh3-128 of the prompt's ids as little-endian int64, in hexadecimal.
-        max_tokens: most tokens that were asked for.
+        max_tokens: most tokens that were asked for; 0 for a judgement, whose one completion has no tokens, and
+            as `logprobs` those of the prompt.
         seeds: of the samples.
         completions: one per seed.
     """
@@ -88,11 +91,18 @@ class GenerationLog:
     """
 
     def __init__(
-        self, run_dir: RunDir, step: int, *, weights_digest: str, temperature: float, stop_token_ids: list[int]
+        self,
+        run_dir: RunDir,
+        step: int,
+        *,
+        weights_digest: str,
+        temperature: float,
+        stop_token_ids: list[int],
+        teacher_digest: str = "",
     ) -> None:
         self.path = run_dir.generations(step)
         self._step = step
-        self._header = Header(_FORMAT, step, weights_digest, temperature, stop_token_ids)
+        self._header = Header(_FORMAT, step, weights_digest, temperature, stop_token_ids, teacher_digest)
         self._found: dict[tuple[str, int, int], Completion] = {}
         self._encoder = msgspec.msgpack.Encoder(enc_hook=encode_packed)
         try:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import tomli
@@ -20,6 +21,7 @@ from orchestrator.mix import adopt_mix
 from orchestrator.production import Production
 from orchestrator.publisher import Publisher
 from orchestrator.scheduler import StrictSchedule, find_start
+from orchestrator.teacher import Teacher, connect_teacher
 from orchestrator.tokenizer import load_tokenizer
 from triad import events
 from triad.config.orchestrator import OrchestratorConfig
@@ -52,9 +54,11 @@ async def orchestrate(config: OrchestratorConfig) -> None:
         events.report("finished", step=start.state.step)
         return
 
-    async with InferenceClient(config.client) as client, Publisher(run_dir) as publisher:
-        events.report("waiting for inference", urls=",".join(config.client.urls))
-        await client.wait_until_ready(model=config.model.name, seq_len=config.seq_len)
+    async with (
+        connect_teacher(config, start.state) as teacher,
+        _connect_policy(config, teacher) as client,
+        Publisher(run_dir) as publisher,
+    ):
         schedule = StrictSchedule(
             run_dir,
             client,
@@ -63,7 +67,13 @@ async def orchestrate(config: OrchestratorConfig) -> None:
             timeout_s=config.weights_timeout_s,
         )
         maker = BatchMaker(
-            config, client, run_dir=run_dir, tokenizer=tokenizer, environments=environments, state=start.state
+            config,
+            client,
+            run_dir=run_dir,
+            tokenizer=tokenizer,
+            environments=environments,
+            state=start.state,
+            teacher=teacher,
         )
         production = Production(config, client=client, publisher=publisher, schedule=schedule, maker=maker)
         for step in range(first, config.max_steps + 1):
@@ -73,6 +83,18 @@ async def orchestrate(config: OrchestratorConfig) -> None:
             await production.produce(step, version=version)
         await publisher.settle()
     events.report("finished", step=config.max_steps)
+
+
+@asynccontextmanager
+async def _connect_policy(config: OrchestratorConfig, teacher: Teacher | None) -> AsyncIterator[InferenceClient]:
+    """Give the client of the servers that sample: those of the policy when they are ready, or the teacher's."""
+    if teacher is not None and config.is_sampled_by_teacher:
+        yield teacher.client
+        return
+    async with InferenceClient(config.client) as client:
+        events.report("waiting for inference", urls=",".join(config.client.urls))
+        await client.wait_until_ready(model=config.model.name, seq_len=config.seq_len)
+        yield client
 
 
 def _resume_step(config: OrchestratorConfig) -> int | None:

@@ -94,6 +94,8 @@ def _staleness(rollouts: Sequence[Rollout], *, step: int) -> dict[str, float]:
     for rollout in rollouts:
         for span in rollout.versions:
             tokens[step - 1 - span.version] += span.end - span.start
+    if not tokens:  # a teacher sampled them
+        return {}
     mean = sum(age * number for age, number in tokens.items()) / tokens.total()
     return {"staleness/mean": mean, "staleness/max": float(max(tokens))}
 

@@ -10,7 +10,7 @@ from orchestrator.client import InferenceClient
 from orchestrator.metrics import BatchTimes, batch_metrics
 from orchestrator.publisher import Publisher
 from orchestrator.scheduler import StrictSchedule
-from orchestrator.weights import read_canary
+from orchestrator.weights import PublishedWeights, read_canary
 from triad import events
 from triad.config.orchestrator import OrchestratorConfig
 from triad.messages import Batch
@@ -46,8 +46,8 @@ class Production:
         """
         events.report("waiting for weights", version=version)
         weights = await self._schedule.wait_for_version(version, check=self._publisher.check)
-        weights = await self._schedule.serve(weights, check=self._publisher.check)
-        if (canary := read_canary(weights)) is not None:
+        weights = await self._serve(weights)
+        if not self._config.is_sampled_by_teacher and (canary := read_canary(weights)) is not None:
             await self._client.check_canary(canary)
         events.report("generating", step=step, version=weights.version)
         self._ended, self._busy_s = time.perf_counter(), self._client.busy_s
@@ -62,7 +62,7 @@ class Production:
         waiting = time.perf_counter()
         weights = await self._schedule.wait_for_version(version, check=self._publisher.check)
         updating = time.perf_counter()
-        weights = await self._schedule.serve(weights, check=self._publisher.check)
+        weights = await self._serve(weights)
         generating = time.perf_counter()
         selection = await self._maker.make(step, weights)
         now = time.perf_counter()
@@ -100,3 +100,9 @@ class Production:
             times.period,
             times.wait_for_weights,
         )
+
+    async def _serve(self, weights: PublishedWeights) -> PublishedWeights:
+        """Make the engines serve `weights`. A teacher serves what it has; then they only say that a batch is due."""
+        if self._config.is_sampled_by_teacher:
+            return weights
+        return await self._schedule.serve(weights, check=self._publisher.check)

@@ -79,7 +79,7 @@ async def run_group(
             raise
         return _dropped(problem, sessions, failure)
     return [
-        _to_rollout(problem, index, session, score)
+        _to_rollout(problem, index, session, score, is_sampled_by_teacher=config.is_sampled_by_teacher)
         for index, (session, score) in enumerate(zip(sessions, scores, strict=True))
     ]
 
@@ -97,7 +97,9 @@ def _dropped(problem: Problem, sessions: Sequence[Session], failure: TriadError)
     )
 
 
-def _to_rollout(problem: Problem, index: int, session: Session, score: Score) -> Rollout:
+def _to_rollout(
+    problem: Problem, index: int, session: Session, score: Score, *, is_sampled_by_teacher: bool
+) -> Rollout:
     return Rollout(
         environment=problem.name,
         task_id=problem.seed.index,
@@ -105,7 +107,7 @@ def _to_rollout(problem: Problem, index: int, session: Session, score: Score) ->
         token_ids=session.token_ids,
         loss_mask=session.loss_mask,
         logprobs=session.logprobs,
-        versions=_merged(session.versions),
+        versions=[] if is_sampled_by_teacher else _merged(session.versions),
         reward=float(score.reward),
         truncated=session.truncated,
         metrics={name: float(value) for name, value in score.metrics.items()},

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from orchestrator.client import GenerateRequest, InferenceClient
+from orchestrator.client import InferenceClient
 from orchestrator.environment import Completion
 from orchestrator.generations import GenerationLog
+from orchestrator.protocol import GenerateRequest
 from triad.errors import InferenceError
 
 # Engine, most tokens, prompt: sessions that agree on these can share a request.

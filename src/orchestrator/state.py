@@ -38,6 +38,7 @@ class OrchestratorState(msgspec.Struct, kw_only=True):
         rollouts: their rollouts.
         tokens: tokens of those, prompts included.
         sampled_tokens: tokens of the batches that the policy sampled.
+        teacher_digest: of the teacher's weights; empty without a teacher.
         dropped: what of problems, rollouts and tokens is in no batch, by reason.
         environments: position in every environment, by name.
     """
@@ -48,6 +49,7 @@ class OrchestratorState(msgspec.Struct, kw_only=True):
     rollouts: int = 0
     tokens: int = 0
     sampled_tokens: int = 0
+    teacher_digest: str = ""
     dropped: dict[str, Counts] = {}
     environments: dict[str, EnvironmentState] = {}
 

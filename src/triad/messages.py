@@ -38,10 +38,12 @@ class Rollout(msgspec.Struct, kw_only=True):
         token_ids: the whole session, prompt first.
         loss_mask: per token, whether the policy sampled it.
         logprobs: per token, the sampler's log-probability at `temperature`; 0.0 where not sampled.
-        versions: which policy sampled which tokens.
+        versions: which policy sampled which tokens; empty where a teacher did.
         reward: scored reward.
         truncated: the session ended because a token limit was reached.
         metrics: further numbers of the environment, such as `exact`.
+        reference_logprobs: per token, the teacher's log-probability at temperature 1; 0.0 where not sampled.
+            None without a teacher that judges.
     """
 
     environment: str
@@ -54,6 +56,7 @@ class Rollout(msgspec.Struct, kw_only=True):
     reward: float = 0.0
     truncated: bool = False
     metrics: dict[str, float] = {}
+    reference_logprobs: Logprobs | None = None
 
 
 class Dropped(msgspec.Struct, frozen=True, kw_only=True):

@@ -83,6 +83,7 @@ def _write_parquet(path: Path, batches: Iterable[Batch]) -> int:
             ("reward", pyarrow.float64()),
             ("truncated", pyarrow.bool_()),
             ("metrics", pyarrow.map_(pyarrow.string(), pyarrow.float64())),
+            ("reference_logprobs", pyarrow.list_(pyarrow.float32())),
         ]
     )
     count = 0

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from orchestrator_fakes import STOP_TOKEN, FakeEngine, make_config, publish_weights, serving
 
-from orchestrator.client import GenerateRequest, InferenceClient
+from orchestrator.client import InferenceClient
 from orchestrator.concurrency import run_all
 from orchestrator.environment import Completion
 from orchestrator.generations import GenerationLog, discard_generations
 from orchestrator.metrics import BatchTimes, batch_metrics, pass_at_k
 from orchestrator.mix import adopt_mix, integer_weights, next_environment
+from orchestrator.protocol import GenerateRequest
 from orchestrator.publisher import Publisher
 from orchestrator.seeds import TaskSeed, request_seed
 from orchestrator.selection import Outcome, select
@@ -132,7 +133,9 @@ def test_readiness_checks_model_length_and_url(tmp_path: Path) -> None:
     with serving(engine):
         config = make_config(tmp_path, engine).client
         asyncio.run(_wait(config, seq_len=512))
-        with pytest.raises(ConfigError, match=r"seq_len = 513 is more than .* serves \(model\.max_len = 512\)"):
+        with pytest.raises(
+            ConfigError, match=r"sessions of 513 tokens are more than .* serves \(model\.max_len = 512\)"
+        ):
             asyncio.run(_wait(config, seq_len=513))
     with pytest.raises(ConfigError, match="must begin with http"):
         asyncio.run(_wait(ClientConfig(urls=["127.0.0.1:8000"])))

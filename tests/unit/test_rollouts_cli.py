@@ -53,6 +53,7 @@ def make_rollout(environment: str, task: int, sample: int, *, version: int) -> R
         logprobs=Logprobs([-0.1 * place for place in range(len(token_ids))]),
         versions=[VersionSpan(version, len(turns[0][1]), len(token_ids))], reward=float(sample),
         truncated=sample == 1, metrics={"exact": float(sample)},
+        reference_logprobs=Logprobs([-0.5] * len(token_ids)) if sample == 0 else None,
     )  # fmt: skip
 
 

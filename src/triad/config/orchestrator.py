@@ -57,14 +57,11 @@ class DynamicSamplingConfig(Section):
     """Most problems drawn for one batch; unset: four times `problems_per_step`."""
 
 
-class ClientConfig(Section):
-    """The inference servers to use."""
+class ServersConfig(Section):
+    """Inference servers, and how long to wait for them."""
 
-    urls: list[str] = Field(default=["http://127.0.0.1:8000"], min_length=1)
-    """Base URL of every engine. All get every weight update; requests are spread over them."""
-
-    admin_token_env: str = "TRIAD_ADMIN_TOKEN"
-    """Environment variable with the admin token of the servers."""
+    urls: list[str] = Field(min_length=1)
+    """Base URL of every engine; requests are spread over them."""
 
     timeout_s: float = Field(default=600.0, gt=0)
     """Deadline of one generation request."""
@@ -74,6 +71,28 @@ class ClientConfig(Section):
 
     max_concurrency: int = Field(default=256, ge=1)
     """Most sessions in flight at once."""
+
+
+class ClientConfig(ServersConfig):
+    """The inference servers of the policy. All get every weight update."""
+
+    urls: list[str] = Field(default=["http://127.0.0.1:8000"], min_length=1)
+    """Base URL of every engine; requests are spread over them."""
+
+    admin_token_env: str = "TRIAD_ADMIN_TOKEN"
+    """Environment variable with the admin token of the servers."""
+
+
+class TeacherConfig(ServersConfig):
+    """A fixed model to learn from, behind inference servers of its own: `uv run inference --model.name TEACHER`."""
+
+    model: str
+    """The model that the servers serve; it must have the tokenizer of the policy."""
+
+    mode: Literal["logprobs", "samples"] = "logprobs"
+    """`logprobs`: the policy samples, and every rollout carries the teacher's log-probabilities of its
+    tokens; the servers need `model.max_len` above `seq_len`. `samples`: the teacher samples, and the policy
+    needs no inference server."""
 
 
 class OrchestratorConfig(Command):
@@ -109,11 +128,19 @@ class OrchestratorConfig(Command):
     client: ClientConfig = ClientConfig()
     """Inference servers."""
 
+    teacher: TeacherConfig | None = None
+    """A teacher for distillation; unset: none."""
+
     weights_timeout_s: float = Field(default=1800.0, gt=0)
     """Give up when the trainer publishes no weights for this long."""
 
     ckpt: CkptConfig | None = None
     """Only `resume_step` matters here: the trainer commits the checkpoints."""
+
+    @property
+    def is_sampled_by_teacher(self) -> bool:
+        """Whether completions come from the teacher, and not from the policy."""
+        return self.teacher is not None and self.teacher.mode == "samples"
 
     @property
     def max_problems_per_step(self) -> int:

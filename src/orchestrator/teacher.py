@@ -1,0 +1,106 @@
+"""A teacher for distillation: a fixed model behind inference servers of its own, which judges or samples."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from orchestrator.client import InferenceClient
+from orchestrator.environment import Completion
+from orchestrator.generations import GenerationLog
+from orchestrator.protocol import GenerateRequest
+from orchestrator.state import OrchestratorState
+from triad import events
+from triad.arrays import Logprobs, TokenIds
+from triad.config.orchestrator import OrchestratorConfig
+from triad.errors import CheckpointError, InferenceError
+from triad.messages import Rollout
+
+# How a judgement is told from a sampled answer in the log of generations.
+_JUDGEMENT_TOKENS, _JUDGEMENT_SEED = 0, 0
+
+
+class Teacher:
+    """A model whose weights stay the same as long as the run lasts.
+
+    Attributes:
+        client: of its servers.
+        version: what they report with every answer.
+        digest: of its weights.
+    """
+
+    def __init__(self, client: InferenceClient, *, version: int, digest: str, max_concurrency: int) -> None:
+        self.client = client
+        self.version = version
+        self.digest = digest
+        self._slots = asyncio.Semaphore(max_concurrency)
+
+    async def judge(self, rollout: Rollout, log: GenerationLog, *, place: int) -> None:
+        """Fill in the `reference_logprobs` of `rollout`. What `log` holds is not asked for again.
+
+        Args:
+            rollout: a finished one.
+            log: of its batch.
+            place: decides which server is asked.
+
+        Raises:
+            InferenceError: a server failed, or serves something else by now.
+        """
+        token_ids = rollout.token_ids.tolist()
+        found = log.find(token_ids, max_tokens=_JUDGEMENT_TOKENS, seed=_JUDGEMENT_SEED)
+        if found is None:
+            found = Completion(TokenIds(), await self._ask(token_ids, place=place), "judged", [])
+            log.append(token_ids, max_tokens=_JUDGEMENT_TOKENS, seeds=[_JUDGEMENT_SEED], completions=[found])
+        pairs = zip(found.logprobs, rollout.loss_mask, strict=True)
+        rollout.reference_logprobs = Logprobs([value if sampled else 0.0 for value, sampled in pairs])
+
+    async def _ask(self, token_ids: list[int], *, place: int) -> Logprobs:
+        # One token must be sampled for the log-probabilities of a prompt; it is thrown away.
+        request = GenerateRequest(
+            token_ids=token_ids, seeds=[0], temperature=1.0, max_tokens=1, stop_token_ids=[], prompt_logprobs=True
+        )
+        async with self._slots:
+            (choice,) = await self.client.generate(request, engine=place % self.client.num_engines)
+        if any(span.version != self.version for span in choice.versions):
+            raise InferenceError(
+                f"the teacher answered by version {choice.versions[0].version}, it began with version {self.version}: "
+                "does a run push weights to its servers? A teacher must not be trained."
+            )
+        given = choice.prompt_logprobs or []
+        if len(given) != len(token_ids) - 1:
+            raise InferenceError(
+                f"the teacher gave {len(given)} log-probabilities for {len(token_ids)} tokens; expected one for each "
+                "but the first"
+            )
+        return Logprobs([0.0, *given])
+
+
+@asynccontextmanager
+async def connect_teacher(config: OrchestratorConfig, state: OrchestratorState) -> AsyncIterator[Teacher | None]:
+    """Wait for the teacher's servers and note in `state` what they serve; None where the run has no teacher.
+
+    Raises:
+        InferenceError: a server does not answer, serves another model, or none.
+        ConfigError: a server's longest session is too short.
+        CheckpointError: the batches so far were made with another teacher.
+    """
+    if config.teacher is None:
+        yield None
+        return
+    events.report("waiting for the teacher", urls=",".join(config.teacher.urls))
+    async with InferenceClient(config.teacher, key="teacher") as client:
+        # The one token that is sampled behind a session needs room.
+        room = config.seq_len + (config.teacher.mode == "logprobs")
+        await client.wait_until_ready(model=config.teacher.model, seq_len=room)
+        served = await client.adopt()
+        assert served.version is not None and served.digest is not None, "adopt refuses servers without weights"
+        if state.teacher_digest not in ("", served.digest):
+            raise CheckpointError(
+                f"the teacher '{config.teacher.model}' has weights with digest {served.digest}; the batches so far "
+                f"were made with digest {state.teacher_digest}. Serve the same teacher again, or start a new run."
+            )
+        state.teacher_digest = served.digest
+        yield Teacher(
+            client, version=served.version, digest=served.digest, max_concurrency=config.teacher.max_concurrency
+        )
