@@ -55,7 +55,7 @@ class BaseWeights:
         for name in sorted(self.tensors):
             tensor = self.tensors[name]
             tensor = tensor.float() if tensor.is_floating_point() else tensor
-            yield name, tuple(tensor.shape), memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+            yield name, tuple(tensor.shape), tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def read_adapter(

@@ -158,7 +158,7 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
         for name in sorted(tensors):
             whole = _whole(tensors[name])
             whole = whole.float() if whole.is_floating_point() else whole
-            yield name, tuple(whole.shape), memoryview(whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            yield name, tuple(whole.shape), whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
     return tensors_digest(values())
 

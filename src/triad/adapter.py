@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import xxhash
@@ -28,6 +28,8 @@ PEFT_PREFIX = "base_model.model."
 
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
 _MATRIX = ".weight"
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 class Base(msgspec.Struct, frozen=True):
@@ -95,7 +97,7 @@ def read_base(directory: Path) -> Base:
     return _read(directory / BASE_NAME, Base)
 
 
-def _read(path: Path, kind: type[msgspec.Struct]) -> msgspec.Struct:
+def _read(path: Path, kind: type[S]) -> S:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:

@@ -196,7 +196,6 @@ def _check_what_engines_got(run_dir: RunDir) -> None:
     # Of a fresh batch, the ratio shows whether the engine computes what the trainer computes.
     lines = read_metrics(run_dir.metrics)
     for line in lines:
-        assert line["rollout/policy_age"] == 0
         assert 0 < line["mismatch/max_log_ratio"] <= LOG_RATIO_TOLERANCE, line
     base, trained = (load_file(place / "model.safetensors") for place in (MODEL, run_dir.weights_of(STEPS)))
     changes = [float((base[name] - trained[name]).abs().max()) for name in base]
