@@ -29,7 +29,7 @@ def sample_std(values_G: Sequence[float]) -> float:
 
 
 def dr_grpo(rewards_G: Sequence[float]) -> list[float]:
-    """Return `r_i - mean(r)` (Liu et al. 2025, "Understanding R1-Zero-Like Training", eq. 3).
+    """Return `r_i - mean(r)` (Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3.2).
 
     Equal rewards give exactly 0, whatever their mean rounds to.
     """
@@ -50,7 +50,7 @@ def grpo(rewards_G: Sequence[float]) -> list[float]:
 
 
 def rloo(rewards_G: Sequence[float]) -> list[float]:
-    """Return `r_i - mean of the others` (Ahmadian et al. 2024, "Back to Basics", eq. 8).
+    """Return `r_i - mean of the others` (Ahmadian et al. 2024, "Back to Basics").
 
     That is G / (G - 1) times `r_i - mean(r)`. A group of one has no others: 0.
     """

@@ -60,7 +60,7 @@ def dpo_loss(config: PreferenceLossConfig) -> PreferenceLoss:
     """Return DPO (Rafailov et al. 2023, "Direct preference optimization", eq. 7).
 
     loss = -(1 - e) log sigmoid(h) - e log sigmoid(-h), h = beta [(l_pi(y_w) - l_ref(y_w)) - (l_pi(y_l) -
-    l_ref(y_l))]; e is `label_smoothing` (Mitchell 2023, "A note on DPO with noisy preferences", eq. 3).
+    l_ref(y_l))]; e is `label_smoothing` (Mitchell 2023, "A note on DPO with noisy preferences").
     """
 
     def loss(pairs: PairLogprobs) -> PairLosses:

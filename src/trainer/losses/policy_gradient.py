@@ -31,7 +31,7 @@ def cispo_loss(config: PolicyLossConfig) -> PolicyLoss:
 
 
 def policy_gradient_loss(config: PolicyLossConfig) -> PolicyLoss:
-    """Return REINFORCE (Williams 1992) with given advantages, as RLOO uses it (Ahmadian et al. 2024, eq. 7).
+    """Return REINFORCE (Williams 1992) with given advantages, as RLOO uses it (Ahmadian et al. 2024, "Back to Basics").
 
     loss = - sum_t w_t A_t l_t. It has no importance ratio, so rollouts of older weights bias it unless a
     correction is on. Denominator (in w) by `aggregation`, see `token_weights`; `constant` is the
