@@ -17,6 +17,7 @@ _OTHER_FLAG = {
     Kind.DCP: "--ckpt.weights-only {} takes its weights and nothing else.",
     Kind.WEIGHTS: "--ckpt.weights-only {0} or --model.name {0} starts a run from its weights.",
     Kind.HUGGING_FACE: "--ckpt.weights-only {0} or --model.name {0} starts a run from its weights.",
+    Kind.ADAPTER: "--ckpt.weights-only {} starts a run with model.lora from it.",
     Kind.TENSORS: "--ckpt.weights-only {} starts a run from its weights.",
 }
 
@@ -132,7 +133,7 @@ def _bring_directory(source: Path, final: Path, listing: Manifest) -> None:
         durable.publish_directory(temporary, final)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"{source} could not be copied to {final}: {error.strerror or error}") from None
+        raise CheckpointError(f"{source} could not be copied to {final}: {error.strerror or error}") from error
 
 
 def _link_or_copy(source: Path, target: Path) -> bool:
