@@ -1,0 +1,67 @@
+"""The disk under an rl run fills up: the run waits, and goes on by itself, or gives up after its time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.disk import SmallDisk
+from tests.integration.conftest import REFERENCE_STEPS, UsedServer
+from tests.rl_runs import CompletedRun, RlRun, assert_same, complete, exact_metrics, outcome
+from triad.errors import STORAGE_FAILED
+
+_STEPS = ("--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2")
+_WAITING = re.compile(
+    r"waiting for storage: (trainer|orchestrator): .*No space left on device.* has 0 bytes free: make"
+)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    with SmallDisk(tmp_path / "small", size_mib=128) as disk:
+        if disk.problem:
+            pytest.skip(f"no filesystem can be mounted here: {disk.problem}")
+        yield disk
+
+
+def keep_full_until(run: RlRun, disk: SmallDisk, text: str) -> None:
+    """Leave no room, also not what the run itself removes, until the launcher has printed `text`."""
+    while text not in run.output:
+        assert not run.ended(), run.output
+        disk.fill()
+
+
+def test_a_run_waits_for_room_and_ends_as_the_undisturbed_one(
+    rl_server: UsedServer, reference: CompletedRun, disk: SmallDisk
+) -> None:
+    """Also where crashes are not forgiven: a full disk is none."""
+    with RlRun(disk.path, *rl_server.flags, *_STEPS, "--max-restarts", "0") as run:
+        run.wait_for_step(5)
+        keep_full_until(run, disk, "(next try in 2 s)")
+        disk.release()
+        healed = complete(run)
+    assert healed.exit_code == 0, healed.output
+    assert not healed.survivors
+    assert _WAITING.search(healed.output) and "(next try in 1 s)" in healed.output, healed.output
+    assert_same(outcome(healed.run_dir, REFERENCE_STEPS), outcome(reference.run_dir, REFERENCE_STEPS))
+    steps = range(1, REFERENCE_STEPS + 1)
+    assert exact_metrics(healed.run_dir, steps) == exact_metrics(reference.run_dir, steps)
+    left = [path for path in healed.run_dir.path.rglob(".tmp-*") if "discarded" not in path.parts]
+    assert not left, "what was torn is cleared away"
+
+
+def test_a_disk_that_stays_full_ends_the_run_with_what_was_committed(rl_server: UsedServer, disk: SmallDisk) -> None:
+    with RlRun(disk.path, *rl_server.flags, *_STEPS, "--storage-timeout-s", "2") as run:
+        run.wait_for_step(5)
+        while not run.ended():
+            disk.fill()
+        ended = complete(run)
+    assert ended.exit_code == STORAGE_FAILED, ended.output
+    assert not ended.survivors
+    report = ended.output[ended.output.index("error: ") :]
+    assert "No space left on device" in report and "was waited for in vain for 2 s" in report, report
+    assert ended.output.count("error: ") == 1 and "Traceback" not in ended.output
+    assert ended.run_dir.committed_steps()[-1] >= 4
