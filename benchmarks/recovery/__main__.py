@@ -26,7 +26,7 @@ from triad.run_dir import RunDir
 
 _VICTIMS = {
     "orchestrator": "orchestrator",
-    "rank": "trainer, a rank",
+    "rank_0": "trainer, a rank",
     "trainer": "trainer, its launcher of ranks",
     "inference": "inference server",
     "engine": "engine of the inference server",

@@ -1,4 +1,4 @@
-"""One real `rl` run that is hit again and again, by a schedule drawn from a seed."""
+"""One real `rl` run that is hit again and again, and whose disk fills up, by a schedule drawn from a seed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.chaos.schedule import Hit
+from tests.chaos.disk import SmallDisk
+from tests.chaos.schedule import DISK, Hit
 from tests.chaos.witness import Progress, Witness
 from tests.rl_runs import POLL_S, RlRun
 from triad.run_dir import RunDir
@@ -21,6 +22,10 @@ _RESUME = ("--ckpt.resume-step", "auto")
 # So often that the limit is no subject, and forgotten so soon that the delays stay short.
 _RESTARTS = ("--max-restarts", "1000", "--restart-window-s", "3")
 _HEARTBEAT = ("--heartbeat-timeout-s", "10")
+WAITING = "waiting for storage"
+# A disk stays full for this long after the run has said that it waits: other processes are to meet it too.
+_STAYS_FULL_S = 2.0
+_NOTHING_STARTED = 2
 
 
 @dataclass
@@ -67,26 +72,43 @@ class ChaosRun:
         }
         return counted | {"launcher": len(self.console) - 1}
 
+    def storage_waits(self) -> int:
+        """How often a launcher said that it waits for the storage."""
+        return "\n".join(self.console).count(WAITING)
+
 
 class Chaos:
-    """Deals the hits of a schedule to a run, and starts its launcher again when that was hit."""
+    """Deals the hits of a schedule to a run, and starts its launcher again when that was hit.
 
-    def __init__(self, output_dir: Path, hits: Sequence[Hit], *flags: str, say: Callable[[str], object] = str) -> None:
-        self._output_dir = output_dir
+    Args:
+        disk: what the run directory lies on; a schedule without full disks needs none.
+    """
+
+    def __init__(
+        self,
+        output_dir: Path,
+        hits: Sequence[Hit],
+        *flags: str,
+        disk: SmallDisk | None = None,
+        say: Callable[[str], object] = str,
+    ) -> None:
+        self._output_dir = output_dir if disk is None else disk.path
+        self._disk = disk
         self._hits = hits
         self._say = say
         self._flags = (*_RESTARTS, *_HEARTBEAT, *flags)
-        self._run_dir = RunDir(output_dir)
+        self._run_dir = RunDir(self._output_dir)
         self._progress = Progress(self._run_dir)
         self._blows: list[Blow] = []
         self._console: list[str] = []
         self._survivors: list[psutil.Process] = []
         self._run: RlRun
+        self._full: _Full | None = None
 
     def run(self, *, timeout_s: float) -> ChaosRun:
         """Run to the end; hits that do not fit into `timeout_s` are left out."""
         begin = time.monotonic()
-        with Witness(self._run_dir, self._output_dir.with_name(f"{self._output_dir.name}-seen")) as witness:
+        with Witness(self._run_dir, self._output_dir / "seen") as witness:
             self._start()
             try:
                 for hit in self._hits:
@@ -128,32 +150,66 @@ class Chaos:
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _RECOVERY_TIMEOUT_S
+        self._tend_disk()
         while not condition():
+            self._tend_disk()
             self._measure()
             if time.monotonic() > deadline:
                 raise AssertionError(f"the run does not go on after {self._blows[-1:]}:\n{self._run.output[-4000:]}")
             time.sleep(POLL_S)
         self._measure()
 
+    def _tend_disk(self) -> None:
+        """Keep a disk that was filled full, until a launcher has said that it waits and a little longer."""
+        full = self._full
+        if full is None or self._disk is None:
+            return
+        if self._run.ended():
+            self._release()
+            if self._run.wait() == _NOTHING_STARTED:  # a launcher that was killed cannot begin on a full disk
+                self._end()
+                self._start()
+            return
+        if full.run is not self._run:
+            full.run, full.said = self._run, 0
+        if full.release_time is None and WAITING in self._run.output[full.said :]:
+            full.release_time = time.monotonic() + _STAYS_FULL_S
+        if full.release_time is not None and time.monotonic() >= full.release_time:
+            self._release()
+        else:
+            self._disk.fill()
+
+    def _release(self) -> None:
+        assert self._disk is not None
+        self._disk.release()
+        self._full = None
+        self._say("the disk has room again")
+
     def _measure(self) -> None:
         if self._blows and self._blows[-1].next_step_s is None and self._progress.step() > self._blows[-1].step:
             self._blows[-1].next_step_s = time.monotonic() - self._blows[-1].time
 
     def _deal(self, hit: Hit, witness: Witness) -> None:
-        while True:
+        if hit.victim == DISK:
+            assert self._disk is not None, "a schedule with full disks needs a small one"
+            self._note(self._blow(hit))
+            self._full = _Full(self._run, len(self._run.output))
+            self._disk.fill()
+            return
+        victim = None
+        while victim is None and not self._run.ended():
             victim = find_process(self._run, hit.victim)
-            if victim is not None or self._run.ended():
-                break
-            time.sleep(POLL_S)  # it is just being started again
+            if victim is None:
+                self._tend_disk()
+                time.sleep(POLL_S)  # it is just being started again
         if victim is None:
             return
-        blow = Blow(hit, time.monotonic(), self._progress.step())
+        blow = self._blow(hit)
         try:
-            victim.send_signal(hit.number)
+            victim.send_signal(signal.Signals[hit.kind])
         except psutil.NoSuchProcess:
             return
-        self._blows.append(blow)
-        self._say(f"{hit.number.name} {hit.victim} after step {blow.step}")
+        self._note(blow)
         if hit.victim == "launcher":
             self._end()
             witness.note_finished()
@@ -161,15 +217,38 @@ class Chaos:
         else:
             witness.note_finished()
 
+    def _blow(self, hit: Hit) -> Blow:
+        return Blow(hit, time.monotonic(), self._progress.step())
+
+    def _note(self, blow: Blow) -> None:
+        self._blows.append(blow)
+        self._say(f"{blow.hit.kind} {blow.hit.victim} after step {blow.step}")
+
+
+@dataclass
+class _Full:
+    """A disk that is being kept full.
+
+    Attributes:
+        run: the start of the launcher that is to say that it waits.
+        said: how many characters of what it printed are from before.
+        release_time: monotonic seconds; None: it has not said so yet.
+    """
+
+    run: RlRun
+    said: int
+    release_time: float | None = None
+
 
 def find_process(run: RlRun, victim: str) -> psutil.Process | None:
     """Return the process of `run` that is called `victim` in a schedule; None while there is none."""
     try:
         if victim == "launcher":
             return run.launcher()
-        if victim in ("trainer", "rank"):
-            ranks = run.find("trainer.launch")
-            return ranks[0 if victim == "trainer" else -1] if len(ranks) > (victim == "rank") else None
+        if victim == "trainer" or victim.startswith("rank_"):
+            position = 0 if victim == "trainer" else 1 + int(victim.removeprefix("rank_"))
+            found = run.find("trainer.launch")  # it starts the ranks, in their order
+            return found[position] if len(found) > position else None
         found = run.find(_MODULES["inference" if victim == "engine" else victim])
         if victim == "engine":
             children = found[0].children() if found else []
@@ -177,8 +256,3 @@ def find_process(run: RlRun, victim: str) -> psutil.Process | None:
         return found[0] if found else None
     except psutil.NoSuchProcess:
         return None
-
-
-def is_stop(blow: Blow) -> bool:
-    """Whether the victim hung instead of dying."""
-    return blow.hit.number == signal.SIGSTOP

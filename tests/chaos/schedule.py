@@ -1,26 +1,17 @@
-"""Which process is hit, when and how: drawn from a seed, so that a schedule can be repeated."""
+"""Which process is hit, when and how, and when the disk fills up: drawn from a seed, so that it can be repeated."""
 
 from __future__ import annotations
 
 import random
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-# Share of every victim: what takes longest to come back is hit least.
-SHARES: Mapping[str, float] = {
-    "orchestrator": 8,
-    "rank": 6,
-    "trainer": 3,
-    "inference": 1,
-    "engine": 1,
-    "launcher": 2,
-}
-# The inference server of these runs belongs to somebody else.
-WITHOUT_SERVER = {victim: share for victim, share in SHARES.items() if victim not in ("inference", "engine")}
-STOPPED_SHARE = 0.05
+Kind = Literal["SIGKILL", "SIGSTOP", "full"]
+DISK = "disk"
+_SERVER = ("inference", "engine")
 # This share of the hits does not wait for the run to go on after the hit before.
-DURING_RECOVERY_SHARE = 0.25
+_DURING_RECOVERY_SHARE = 0.25
 STEPS_PER_HIT = 4
 _LONGEST_DELAY_S = 0.3
 _LONGEST_RECOVERY_S = 8.0
@@ -31,41 +22,64 @@ class Hit:
     """One blow.
 
     Attributes:
-        victim: `orchestrator`, `rank` (of the trainer), `trainer` (the process that starts the ranks),
-            `inference`, `engine` (its child) or `launcher`.
-        number: SIGKILL, or SIGSTOP for a hang.
+        victim: a name of `shares`; `disk` for a full one.
+        kind: `SIGKILL`, `SIGSTOP` for a hang, `full` for a disk that is full until the run says that it waits.
         step: not before this step is trained; unset: some time after the hit before, at the latest when
             the run goes on.
         delay_s: seconds to wait then.
     """
 
     victim: str
-    number: signal.Signals
+    kind: Kind
     step: int | None
     delay_s: float
 
 
+def shares(*, ranks: int = 1, server: bool = True) -> dict[str, float]:
+    """Return the share of every victim in the kills: what takes longest to come back is hit least.
+
+    They are `orchestrator`, `rank_K` of the trainer, `trainer` (the process that starts the ranks), `launcher`,
+    `inference` and `engine` (its child).
+
+    Args:
+        server: the inference server is the run's own; otherwise it is nobody's victim.
+    """
+    share = {"orchestrator": 8.0, "trainer": 3.0, "launcher": 2.0}
+    share |= {f"rank_{rank}": 6 / ranks for rank in range(ranks)}
+    return share | (dict.fromkeys(_SERVER, 1.0) if server else {})
+
+
 def draw(
-    count: int, seed: int, shares: Mapping[str, float] = SHARES, *, steps_per_hit: int = STEPS_PER_HIT
+    kills: int,
+    seed: int,
+    shares: Mapping[str, float],
+    *,
+    stops: int = 0,
+    full_disks: int = 0,
+    steps_per_hit: int = STEPS_PER_HIT,
 ) -> list[Hit]:
-    """Return `count` hits, on every victim in `shares` where they suffice, `steps_per_hit` steps apart."""
+    """Return that many hits of each kind, in a random order, `steps_per_hit` steps apart.
+
+    Every victim in `shares` is killed at least once, where the kills suffice. The launcher is never stopped:
+    nobody would notice.
+    """
     rng = random.Random(seed)
     victims = list(shares)
-    # Every victim at least once, where there are enough hits.
-    drawn = [*victims[:count], *rng.choices(victims, list(shares.values()), k=max(0, count - len(victims)))]
-    rng.shuffle(drawn)
+    killed = [*victims[:kills], *rng.choices(victims, list(shares.values()), k=max(0, kills - len(victims)))]
+    stoppable = [victim for victim in victims if victim != "launcher"]
+    stopped = rng.choices(stoppable, [shares[victim] for victim in stoppable], k=stops)
+    blows: list[tuple[str, Kind]] = [
+        *((victim, "SIGKILL") for victim in killed),
+        *((victim, "SIGSTOP") for victim in stopped),
+        *[(DISK, "full")] * full_disks,
+    ]
+    rng.shuffle(blows)
     hits = []
-    for position, victim in enumerate(drawn):
-        is_stop = victim != "launcher" and rng.random() < STOPPED_SHARE
-        again = position > 0 and rng.random() < DURING_RECOVERY_SHARE
-        hits.append(
-            Hit(
-                victim=victim,
-                number=signal.SIGSTOP if is_stop else signal.SIGKILL,
-                step=None if again else 1 + steps_per_hit * position,
-                delay_s=rng.uniform(0, _LONGEST_RECOVERY_S if again else _LONGEST_DELAY_S),
-            )
-        )
+    for position, (victim, kind) in enumerate(blows):
+        again = position > 0 and rng.random() < _DURING_RECOVERY_SHARE
+        step = None if again else 1 + steps_per_hit * position
+        delay_s = rng.uniform(0, _LONGEST_RECOVERY_S if again else _LONGEST_DELAY_S)
+        hits.append(Hit(victim, kind, step, delay_s))
     return hits
 
 
