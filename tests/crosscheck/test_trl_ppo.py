@@ -75,8 +75,7 @@ def test_advantages_and_returns_are_those_of_trl(updates: list[PpoUpdate]) -> No
 
 
 def test_the_policy_loss_is_that_of_trl(updates: list[PpoUpdate]) -> None:
-    """PPO's is the clipped loss with every token alike, which is `dapo` with a symmetric clip."""
-    clipped = policy_loss(PolicyLossConfig(type="dapo", clip_low=CLIP, clip_high=CLIP))
+    clipped = policy_loss(PolicyLossConfig(type="ppo", clip_low=CLIP, clip_high=CLIP))
     num_clipped = 0
     for update in updates:
         lengths_B = update.tokens_BT.sum(1)
