@@ -10,7 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 import psutil
 
@@ -64,13 +64,13 @@ def run_sft(output: Path, model: Path, data: Path, *flags: str) -> SftRun:
     return SftRun(done.returncode, done.stdout, RunDir(output))
 
 
-class LiveSft:
+class LiveRun:
     """A run that goes on; used as a context manager, which leaves nothing of it behind."""
 
-    def __init__(self, output: Path, model: Path, data: Path, *flags: str) -> None:
+    def __init__(self, command: list[str], output: Path) -> None:
         self.run_dir = RunDir(output)
         self.process = subprocess.Popen(
-            sft_command(output, model, data, "--max-steps", "1000000", *flags),
+            command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -79,7 +79,7 @@ class LiveSft:
         self.output = ""
         self.descendants: list[int] = []
 
-    def __enter__(self) -> LiveSft:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -121,3 +121,10 @@ class LiveSft:
         code = self.process.wait(within_s)
         self.output += self._stdout.read()
         return code
+
+
+class LiveSft(LiveRun):
+    """A run of `sft` that goes on."""
+
+    def __init__(self, output: Path, model: Path, data: Path, *flags: str) -> None:
+        super().__init__(sft_command(output, model, data, "--max-steps", "1000000", *flags), output)

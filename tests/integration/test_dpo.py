@@ -14,13 +14,16 @@ import numpy as np
 import pytest
 
 from tests.conftest import ROOT
-from tests.training_runs import DEADLINE_S, SftRun, run_sft
+from tests.training_runs import DEADLINE_S, LiveRun, SftRun, run_sft
 from triad import manifest
 from triad.run_dir import REFERENCE_NAME, RunDir
 
 PAIRS = ROOT / "examples" / "reverse_text" / "preferences.jsonl"
 COLUMNS = ("step", "loss", "grad_norm", "lr", "rewards/chosen", "rewards/accuracies", "logps/rejected", "samples")
-EXACT = ("--max-steps", "8", "--ckpt.interval", "2", "--data.validation-fraction", "0.1", "--val-interval", "3")
+END_S = 30.0
+TWO = ("--parallel.num-ranks", "2")
+LENGTH = ("--max-steps", "8", "--data.validation-fraction", "0.1", "--val-interval", "3")
+EXACT = (*LENGTH, "--ckpt.interval", "2")
 
 
 @pytest.fixture(scope="module")
@@ -63,32 +66,64 @@ def straight(run: Callable[..., SftRun], dropout: Path, tmp_path_factory: pytest
     return succeeded(run(tmp_path_factory.mktemp("dpo") / "straight", dropout, *EXACT))
 
 
-def test_a_killed_run_ends_in_the_same_bits(
-    run: Callable[..., SftRun],
-    command: Callable[[str], str],
-    straight: SftRun,
-    dropout: Path,
-    tmp_path: Path,
-    ends: Callable[..., bool],
-) -> None:
-    """With dropout, shuffling, packing, accumulation and validation on."""
-    output = tmp_path / "killed"
-    arguments = dpo_command(command("dpo"), output, dropout, *EXACT)
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "saved checkpoint  step 4" in line:
-                os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    assert process.returncode == -signal.SIGKILL and RunDir(output).published_weights() == []
-    (output / REFERENCE_NAME).unlink()  # the checkpoint has it: that counts
-    resumed = succeeded(run(output, dropout, *EXACT, "--ckpt.resume-step", "4"))
-    assert "resuming from step 4" in resumed.output and "computing reference" not in resumed.output
+@pytest.fixture(scope="module")
+def straight_on_two(run: Callable[..., SftRun], dropout: Path, tmp_path_factory: pytest.TempPathFactory) -> SftRun:
+    return succeeded(run(tmp_path_factory.mktemp("dpo") / "straight_on_two", dropout, *EXACT, *TWO))
+
+
+@pytest.fixture(params=[(), pytest.param(TWO, marks=pytest.mark.slow)], ids=["one rank", "two ranks"])
+def ranks(request: pytest.FixtureRequest) -> tuple[tuple[str, ...], SftRun]:
+    """The flags of one or two ranks, and the run of so many that nobody interrupts."""
+    return request.param, request.getfixturevalue("straight_on_two" if request.param else "straight")
+
+
+def same_run(resumed: SftRun, straight: SftRun) -> bool:
+    """Whether two runs of 8 steps ended in the same weights, by the same steps, all of them different."""
     assert resumed.weights(8) == straight.weights(8)
     for name in COLUMNS:
         assert resumed.column(name) == straight.column(name) != [], name
     assert resumed.column("val/loss") == straight.column("val/loss")
-    assert len(set(straight.column("loss"))) == 8
+    return len(set(straight.column("loss"))) == 8
+
+
+def test_a_killed_run_ends_in_the_same_bits(
+    run: Callable[..., SftRun],
+    command: Callable[[str], str],
+    ranks: tuple[tuple[str, ...], SftRun],
+    dropout: Path,
+    tmp_path: Path,
+) -> None:
+    """With dropout, shuffling, packing, accumulation and validation on."""
+    output, (flags, straight) = tmp_path / "killed", ranks
+    with LiveRun(dpo_command(command("dpo"), output, dropout, *EXACT, *flags), output) as killed:
+        killed.wait_for("saved checkpoint  step 4")
+        os.killpg(killed.process.pid, signal.SIGKILL)
+        assert killed.wait(within_s=END_S) == -signal.SIGKILL and killed.run_dir.published_weights() == []
+    (output / REFERENCE_NAME).unlink()  # the checkpoint has it: that counts
+    resumed = succeeded(run(output, dropout, *EXACT, *flags, "--ckpt.resume-step", "4"))
+    assert "resuming from step 4" in resumed.output and "computing reference" not in resumed.output
+    assert same_run(resumed, straight)
+
+
+def test_a_signal_saves_the_current_step_and_a_resume_goes_on_bit_for_bit(
+    run: Callable[..., SftRun],
+    command: Callable[[str], str],
+    ranks: tuple[tuple[str, ...], SftRun],
+    dropout: Path,
+    tmp_path: Path,
+) -> None:
+    """SIGTERM, as from a scheduler that wants the machine back; without it only the last step would be saved."""
+    output, (flags, straight) = tmp_path / "stopped", ranks
+    only_last = (*LENGTH, "--ckpt", *flags)
+    with LiveRun(dpo_command(command("dpo"), output, dropout, *only_last), output) as stopped:
+        stopped.wait_for("step 3/8")
+        stopped.process.send_signal(signal.SIGTERM)
+        assert stopped.wait(within_s=END_S) == 128 + signal.SIGTERM, stopped.output
+        (step,) = stopped.run_dir.committed_steps()
+    assert 3 <= step < 8 and f"stopped at step {step} of 8, which is saved" in stopped.output
+    resumed = succeeded(run(output, dropout, *only_last, "--ckpt.resume-step", "latest"))
+    assert f"resuming from step {step}" in resumed.output
+    assert same_run(resumed, straight)
 
 
 def test_the_reference_is_in_every_checkpoint_and_that_of_the_start(straight: SftRun) -> None:
