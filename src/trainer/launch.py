@@ -50,13 +50,16 @@ def _worker(program: str, config_path: str, parent: int) -> None:
     die_with_parent(parent=parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_up_logging("trainer")
-    start_heartbeat(f"_rank_{os.environ['RANK']}")
+    heartbeat = start_heartbeat(f"_rank_{os.environ['RANK']}")
     module_name, config_type = _PROGRAMS[program]
     config = config_type.model_validate(tomli.loads(Path(config_path).read_text()))
     if config.ckpt is not None:
         STOP_REQUEST.listen()
     module = importlib.import_module(module_name)
-    run_reporting_errors(lambda: _run_rank(module, config))
+    try:
+        run_reporting_errors(lambda: _run_rank(module, config))
+    finally:
+        heartbeat.end()  # the launcher of the ranks takes its time to end
 
 
 def _run_rank(module: ModuleType, config: Any) -> None:

@@ -24,26 +24,50 @@ _HEALTH_TIMEOUT_S = 30.0
 _FIRST_BEAT_S = 30.0
 
 
-def start_heartbeat(name: str = "") -> None:
-    """Beat for as long as this process lives, if the launcher asked for it.
+class Heartbeat:
+    """Beats for as long as this process lives, or until `end`.
+
+    Args:
+        path: the file to touch; None: nobody asked for beats.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        if path is not None:
+            self._thread.start()
+
+    def _beat(self) -> None:
+        assert self._path is not None
+        while not self._ended.is_set():
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._path.write_bytes(b"")
+                os.utime(self._path)
+            except OSError as error:  # a storage that fails for a moment must not make a living process look dead
+                _log.warning("no heartbeat: %s", error)
+            self._ended.wait(PERIOD_S)
+
+    def end(self) -> None:
+        """Be no part of what is watched any more: the others may live on for a while."""
+        if self._path is not None:
+            self._ended.set()
+            self._thread.join()
+            try:
+                self._path.unlink(missing_ok=True)
+            except OSError as error:
+                _log.warning("%s stays: %s", self._path, error)
+
+
+def start_heartbeat(name: str = "") -> Heartbeat:
+    """Beat, if the launcher asked for it.
 
     Args:
         name: distinguishes processes that share one environment, such as ranks.
     """
     prefix = os.environ.get(HEARTBEAT_ENV)
-    if prefix:
-        threading.Thread(target=_beat, args=(Path(f"{prefix}{name}"),), name="heartbeat", daemon=True).start()
-
-
-def _beat(path: Path) -> None:
-    while True:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(b"")
-            os.utime(path)
-        except OSError as error:  # a storage that fails for a moment must not make a living process look dead
-            _log.warning("no heartbeat: %s", error)
-        time.sleep(PERIOD_S)
+    return Heartbeat(Path(f"{prefix}{name}") if prefix else None)
 
 
 class Vitals:
@@ -72,7 +96,10 @@ class Vitals:
         now = time.monotonic()
         longest = self._health.silent_s() if self._health else 0.0
         for path in self._prefix.parent.glob(f"{self._prefix.name}*"):
-            beat = path.stat().st_mtime_ns
+            try:
+                beat = path.stat().st_mtime_ns
+            except FileNotFoundError:  # this part has just ended
+                continue
             known = self._seen.get(path)
             if known is None or known[0] != beat:
                 self._seen[path] = (beat, now)

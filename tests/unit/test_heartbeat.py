@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from triad.heartbeat import HEARTBEAT_ENV, PERIOD_S, Vitals
+from triad.heartbeat import HEARTBEAT_ENV, PERIOD_S, Vitals, start_heartbeat
 
 _BEAT = "import sys, time; from triad.heartbeat import start_heartbeat; start_heartbeat(sys.argv[1]); time.sleep(60)"
 
@@ -84,6 +84,21 @@ def test_a_process_that_never_beats_is_silent_after_a_time_for_its_imports(
     assert vitals.silent_s() == 5
     vitals.forget()
     assert vitals.silent_s() == 0
+
+
+def test_a_part_that_has_ended_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HEARTBEAT_ENV, str(tmp_path / "heartbeats" / "trainer"))
+    whole, rank = start_heartbeat(), start_heartbeat("_rank_0")
+    vitals = Vitals(tmp_path / "heartbeats" / "trainer")
+    _until(lambda: len(list((tmp_path / "heartbeats").glob("*"))) == 2)
+    vitals.silent_s()
+    rank.end()
+    beginning = time.monotonic()
+    while time.monotonic() - beginning < 2.5 * PERIOD_S:
+        assert vitals.silent_s() < 2 * PERIOD_S
+        time.sleep(0.05)
+    whole.end()
+    assert not list((tmp_path / "heartbeats").iterdir())
 
 
 def test_a_heartbeat_outlives_a_storage_that_fails(
