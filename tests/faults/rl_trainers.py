@@ -1,40 +1,31 @@
-"""Real trainers of RL runs for tests of faults, each a process of its own.
+"""Real trainers of RL runs for tests of faults; this file is also the helper's program, see `forking`.
 
-A helper process imports torch and the trainer once and forks a child for every request, which does what the
-launcher of `rl` does before it starts a trainer, and then what the trainer does, on one rank in the child itself
-or on several through the trainer's own launcher. This file is also the helper's program
-(`python -m tests.faults.rl_trainers`): one JSON request per line, one exit code per line.
+A child does what the launcher of `rl` does before it starts a trainer, and then what the trainer does, on one
+rank in the child itself or on several through the trainer's own launcher.
 """
 
 from __future__ import annotations
 
-import importlib
-import json
 import os
-import subprocess
 import sys
+import traceback
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
-from tests.conftest import ROOT
+from tests.faults import faulty_calls
+from tests.faults.forking import ForkingHelper, serve
+
+_IMPORTED = (
+    "torch.distributed.launcher.api",
+    "trainer.launch",
+    "trainer.rl",
+    "transformers.models.qwen3.modeling_qwen3",
+    "triad.launch",
+)
 
 
-class Trainers:
+class Trainers(ForkingHelper):
     """Runs trainers one after the other. Use as a context manager."""
-
-    def __enter__(self) -> Self:
-        self._helper = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.rl_trainers"],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._helper.kill()
-        self._helper.communicate()
 
     def run(self, config: dict[str, Any], *, trains: bool = True, **fault: Any) -> int:
         """Run one to its end; return its exit code, negative for a signal.
@@ -45,49 +36,18 @@ class Trainers:
             fault: options of `faulty_calls.install`, which counts from the first call of the trainer; its
                 trail is the output directory with the suffix `.trail`, its log the one with `.log`.
         """
-        assert self._helper.stdin is not None and self._helper.stdout is not None
-        self._helper.stdin.write(json.dumps({**config, "trains": trains, "fault": fault}) + "\n")
-        self._helper.stdin.flush()
-        return int(self._helper.stdout.readline())
-
-
-def _main() -> None:
-    from triad.process import die_with_parent
-
-    die_with_parent()
-    for name in (
-        "torch.distributed.launcher.api",
-        "trainer.launch",
-        "trainer.rl",
-        "transformers.models.qwen3.modeling_qwen3",
-        "triad.launch",
-    ):
-        importlib.import_module(name)
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            _child(json.loads(line))
-        _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        log = Path(config["trainer"]["output_dir"]).with_suffix(".log")
+        return self._ask({**config, "trains": trains, "fault": fault}, log=log)
 
 
 def _child(request: dict[str, Any]) -> NoReturn:
-    from triad.process import die_with_parent
-
-    die_with_parent()
-    output = Path(request["trainer"]["output_dir"])
-    log = os.open(output.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
     code = 1
     try:
-        _train(request, output)
+        _train(request, Path(request["trainer"]["output_dir"]))
         code = 0
     except SystemExit as end:
         code = int(end.code or 0)
     except BaseException:  # noqa: BLE001 - this is the end of the process
-        import traceback
-
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -98,7 +58,6 @@ def _child(request: dict[str, Any]) -> NoReturn:
 def _train(request: dict[str, Any], output: Path) -> None:
     """What `triad.launch.launch_rl` does for the trainer, and the trainer's ranks."""
     import trainer.launch
-    from tests.faults import faulty_calls
     from triad.config.orchestrator import OrchestratorConfig
     from triad.config.rl_trainer import TrainerConfig
     from triad.resume import prepare, with_resume, write_config
@@ -120,4 +79,4 @@ def _train(request: dict[str, Any], output: Path) -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    serve(_IMPORTED, _child)
