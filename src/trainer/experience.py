@@ -23,6 +23,7 @@ from trainer.kl import KlEstimator, estimate_kl
 from trainer.packing import Sample
 from trainer.rollouts import ADVANTAGE, OLD_LOGPROB, REFERENCE_LOGPROB, RETURN, VALUE, assign_advantages
 from triad.config.algorithm import CriticConfig
+from triad.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,16 @@ def distillation_advantages(samples: Sequence[Sample]) -> None:
 
     The policy gradient with it lowers KL(policy || teacher) token by token (Gu et al. 2024, "MiniLLM"; Agarwal et
     al. 2024, "On-Policy Distillation of Language Models"; without their corrections for later tokens).
+
+    Raises:
+        DataError: there are no log-probabilities of a teacher.
     """
     for sample in samples:
+        if REFERENCE_LOGPROB not in sample.per_token:
+            raise DataError(
+                "advantage = 'distillation' needs the log-probabilities of a teacher, and the batch has none: set "
+                "orchestrator.teacher with mode = 'logprobs', or trainer.kl.reference"
+            )
         _give(sample, ADVANTAGE, (_targets(sample, REFERENCE_LOGPROB) - _targets(sample, OLD_LOGPROB)).numpy())
 
 

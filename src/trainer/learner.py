@@ -186,7 +186,9 @@ class Learner:
         config, parts, session = self._config, self._parts, self._session
         # Every rank sees all samples, so all agree on the names of the metrics.
         ages = sorted({int(age) for sample in samples for age in set(sample.per_token[AGE][sample.loss_mask].tolist())})
-        statistics = PolicyStatistics(ages, has_reference=parts.reference is not None)
+        statistics = PolicyStatistics(
+            ages, has_reference=all(REFERENCE_LOGPROB in sample.per_token for sample in samples)
+        )
         lr = learning_rate(step, config.optim, config.max_steps)
         epochs = self._epochs(step, samples)
         done = (step - 1) * config.updates.epochs * config.updates.minibatches

@@ -23,7 +23,8 @@ AGE = "age"
 def to_samples(rollouts: Sequence[Rollout], *, trained_version: int) -> list[Sample]:
     """Return one sample per rollout, with the sampler's log-prob and the version age of each token.
 
-    Age is `trained_version` minus the version that sampled the token.
+    Age is `trained_version` minus the version that sampled the token. The log-probs of a teacher are those
+    under the reference, where there are some.
 
     Raises:
         DataError: a rollout's arrays do not fit together.
@@ -44,20 +45,24 @@ def assign_advantages(samples: Sequence[Sample], advantages_PG: Sequence[Sequenc
 
 def _to_sample(rollout: Rollout, trained_version: int) -> Sample:
     length = len(rollout.token_ids)
-    if len(rollout.loss_mask) != length or len(rollout.logprobs) != length:
+    reference = rollout.reference_logprobs
+    if {len(rollout.loss_mask), len(rollout.logprobs), length if reference is None else len(reference)} != {length}:
         raise DataError(
             f"rollout of {rollout.environment} task {rollout.task_id} sample {rollout.sample_index}: {length} tokens, "
-            f"{len(rollout.loss_mask)} mask entries, {len(rollout.logprobs)} log-probabilities; all must be equal"
+            f"{len(rollout.loss_mask)} mask entries, {len(rollout.logprobs)} log-probabilities, "
+            f"{'none' if reference is None else len(reference)} of a teacher; all must be equal"
         )
     loss_mask = np.asarray(rollout.loss_mask, dtype=bool)
     ages = np.zeros(length, dtype=np.float32)
     for span in rollout.versions:
         ages[span.start : span.end] = trained_version - span.version
+    judged = {} if reference is None else {REFERENCE_LOGPROB: np.asarray(reference, dtype=np.float32)}
     return Sample(
         token_ids=np.asarray(rollout.token_ids, dtype=np.int32),
         loss_mask=loss_mask,
         per_token={
             SAMPLER_LOGPROB: np.asarray(rollout.logprobs, dtype=np.float32),
             AGE: ages,
+            **judged,
         },
     )

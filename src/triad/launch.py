@@ -18,8 +18,8 @@ from triad.config.dpo import DpoConfig
 from triad.config.inference import InferenceConfig
 from triad.config.orchestrator import OrchestratorConfig
 from triad.config.rl import RlConfig, hand_down_shared
-from triad.config.rm import RmConfig
 from triad.config.rl_trainer import TrainerConfig
+from triad.config.rm import RmConfig
 from triad.config.trainer import SftConfig, TrainingCommand
 from triad.errors import ConfigError, DataError, InferenceError
 from triad.events import PROCESS_ENV
@@ -46,13 +46,16 @@ def launch_rl(config: RlConfig) -> int:
     config = hand_down_shared(config)
     check_model(config.trainer)
     urls = config.orchestrator.client.urls
-    is_ours = _address(config.inference) in urls  # otherwise the servers are somebody else's to start
+    by_teacher = config.orchestrator.is_sampled_by_teacher
+    is_ours = not by_teacher and _address(config.inference) in urls  # else the servers are somebody else's to start
     served = _served_model(config.inference) if is_ours else None
     starts_inference = is_ours and served is None
     plan = _plan_rl(config, starts_inference=starts_inference)
     if config.dry_run:
         return _print_plan(plan)
-    if not is_ours:
+    if by_teacher:
+        print("the teacher samples: the policy needs no inference server")
+    elif not is_ours:
         print(f"using the inference servers at {', '.join(urls)}")
     elif served is not None:
         print(f"using the inference server that answers at {_address(config.inference)} (model {served})")

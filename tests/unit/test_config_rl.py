@@ -147,3 +147,22 @@ def test_the_file_of_an_algorithm_goes_over_that_of_the_quick_start(path: Path, 
     assert settings != (quick_start.trainer.loss, quick_start.trainer.advantage)
     for tokens in (config.trainer.loss.constant_tokens, config.trainer.rewards.length_max_tokens):
         assert tokens in (None, config.orchestrator.sampling.max_tokens)
+
+
+TEACHER = ("--orchestrator.teacher.urls", "http://127.0.0.1:9000", "--orchestrator.teacher.model", "a/teacher")
+
+
+def test_a_distillation_needs_one_teacher_and_a_loss_for_what_it_gives() -> None:
+    distil = ("--trainer.advantage", "distillation", "--trainer.loss.type", "policy_gradient")
+    assert "set trainer.kl.reference, or orchestrator.teacher" in disagreement(*distil)
+    assert "set trainer.kl.reference" in disagreement(*distil, *TEACHER, "--orchestrator.teacher.mode", "samples")
+    assert "both say what the reference is" in disagreement(*distil, *TEACHER, "--trainer.kl.reference", "b/teacher")
+    rl(*distil, "--trainer.kl.reference", "b/teacher")
+    rl(*distil, *TEACHER)
+    samples = (*TEACHER, "--orchestrator.teacher.mode", "samples")
+    assert "trainer.loss.type = 'grpo' takes the samples for the policy's own" in disagreement(*samples)
+    rl(*samples, "--trainer.loss.type", "sft")
+    rl(*samples, "--trainer.loss.type", "my_losses:imitate")
+    assert "log-probabilities of a teacher" in disagreement(
+        *distil, *TEACHER, "--orchestrator.sampling.temperature", "2"
+    )

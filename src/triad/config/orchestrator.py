@@ -159,6 +159,15 @@ class OrchestratorConfig(Command):
         return self
 
     @model_validator(mode="after")
+    def _comparable_with_a_teacher(self) -> OrchestratorConfig:
+        if self.teacher is not None and self.teacher.mode == "logprobs" and self.sampling.temperature != 1.0:
+            raise ValueError(
+                f"sampling.temperature = {self.sampling.temperature:g}: the log-probabilities of a teacher (mode = "
+                "'logprobs') are at temperature 1, so those of the policy must be"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _unique_names(self) -> OrchestratorConfig:
         labels = [env.label for env in self.environments]
         if len(set(labels)) != len(labels):

@@ -72,9 +72,10 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
     equal values, was given goes to the others.
 
     Raises:
-        ConfigError: two processes were given different values and `rl` itself none.
+        ConfigError: two processes were given different values and `rl` itself none; or their teachers do not fit.
     """
     config = config.model_copy(deep=True)
+    _check_teacher(config)
     for setting, names in _SHARED.items():
         if setting == "model":
             _hand_down_model(config, names)
@@ -91,6 +92,26 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
         reachable = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         config.orchestrator.client.urls = [f"http://{reachable}:{port}"]
     return config
+
+
+def _check_teacher(config: RlConfig) -> None:
+    """Refuse a distillation without a teacher, and two references for one token."""
+    judges = config.orchestrator.teacher is not None and not config.orchestrator.is_sampled_by_teacher
+    if judges and config.trainer.kl is not None:
+        raise ConfigError(
+            "trainer.kl and orchestrator.teacher (mode = 'logprobs') both say what the reference is: set one of them"
+        )
+    if config.trainer.advantage == "distillation" and not judges and config.trainer.kl is None:
+        raise ConfigError(
+            "trainer.advantage = 'distillation' needs a teacher: set trainer.kl.reference, or orchestrator.teacher "
+            "with mode = 'logprobs'"
+        )
+    loss = config.trainer.loss.type
+    if config.orchestrator.is_sampled_by_teacher and loss != "sft" and ":" not in loss:
+        raise ConfigError(
+            f"orchestrator.teacher samples (mode = 'samples'), and trainer.loss.type = '{loss}' "
+            "takes the samples for the policy's own: set trainer.loss.type = 'sft'"
+        )
 
 
 def _agreed(config: RlConfig, setting: str, names: tuple[str, ...]) -> object:

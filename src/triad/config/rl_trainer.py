@@ -80,6 +80,4 @@ class TrainerConfig(TrainingCommand):
         if (self.advantage == "gae") != (self.critic is not None):
             missing = "set critic (a bare --critic takes the defaults)" if self.critic is None else "set advantage"
             raise ValueError(f"advantage = 'gae' and a critic go together: {missing}")
-        if self.advantage == "distillation" and self.kl is None:
-            raise ValueError("advantage = 'distillation' needs a teacher: set kl.reference")
         return self
