@@ -1,0 +1,265 @@
+"""Steps of the RL learner on a tiny model: what is measured when, what the coefficient is, what is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from trainer.advantage import grpo
+from trainer.learner import Learner
+from trainer.losses import PolicyLossInput
+from trainer.model import Policy, build_policy, trained_tensors
+from trainer.parallel import Parallel
+from trainer.rl_parts import RlParts
+from trainer.session import Session, start_session
+from trainer.step import Stopwatch
+from triad.config import TrainerConfig
+from triad.errors import CheckpointError, ConfigError, TrainingError
+from triad.messages import Batch, Rollout, VersionSpan
+
+GROUPS, GROUP_SIZE = 3, 4
+REWARD_KL = {"coef": 0.2, "place": "reward", "target": 0.5, "horizon": 50}
+
+_seen: list[PolicyLossInput] = []
+
+
+def recording_loss(data: PolicyLossInput) -> tuple[Tensor, dict[str, Tensor]]:
+    """A user's loss: the policy gradient by sequence. It notes what it was given."""
+    _seen.append(data)
+    return -(data.weights_N * data.advantages_N * data.logprobs_N).sum(), {}
+
+
+@pytest.fixture
+def seen() -> list[PolicyLossInput]:
+    """What `recording_loss` is given in this test, call by call."""
+    _seen.clear()
+    return _seen
+
+
+@dataclass
+class Run:
+    """A trainer in this process."""
+
+    session: Session[Policy]
+    parts: RlParts
+    learner: Learner
+
+    def learn(self, step: int, **changes: Any) -> dict[str, float]:
+        return self.learner.learn(make_batch(step, **changes), Stopwatch())
+
+    def save(self, step: int) -> None:
+        self.session.progress.step = step
+        self.session.checkpointer.save(step, attachments=self.parts.attachments())
+        self.session.checkpointer.wait()
+
+
+def make_batch(step: int, *, truncated: tuple[int, ...] = ()) -> Batch:
+    """Three groups of four rollouts that depend on the step; `truncated`: which of the twelve are."""
+    generator = np.random.default_rng(step)
+    rollouts = []
+    for number in range(GROUPS * GROUP_SIZE):
+        prompt, sampled = 2 + number // GROUP_SIZE, int(generator.integers(1, 9))
+        length = prompt + sampled
+        rollout = Rollout(
+            environment="e", task_id=step * GROUPS + number // GROUP_SIZE, sample_index=number % GROUP_SIZE,
+            token_ids=generator.integers(5, 100, length).tolist(),
+            loss_mask=[0] * prompt + [1] * sampled,
+            logprobs=[0.0] * prompt + generator.uniform(-6, -3, sampled).tolist(),
+            versions=[VersionSpan(version=step - 1, start=prompt, end=length)],
+            reward=float(generator.normal()), truncated=number in truncated,
+        )  # fmt: skip
+        rollouts.append(rollout)
+    return Batch(step=step, policy_version=step - 1, temperature=0.9, rollouts=rollouts)
+
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start(
+    tiny_model: Callable[..., Path], parallel: Parallel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> Start:
+    (tmp_path / "run.json").write_text('{"run_id": "r"}')
+
+    def run(*, resume_step: int | None = None, **settings: Any) -> Run:
+        values: dict[str, Any] = {
+            "output_dir": tmp_path, "max_steps": 10, "model": {"name": str(tiny_model())}, "optim": {"lr": 1e-3},
+            "loss": {"type": f"{__name__}:recording_loss"},
+            "ckpt": {"interval": 1} | ({"resume_step": resume_step} if resume_step else {}),
+        }  # fmt: skip
+        config = TrainerConfig.model_validate(values | settings)
+        parts = RlParts(config, parallel)
+        session = start_session(config, parallel, tokenizer, build_policy, parts=parts.begin)
+        parts.resume(session.run_dir, session.progress.step)
+        return Run(session, parts, Learner(config, session, parts, None))
+
+    return run
+
+
+def test_with_one_minibatch_the_first_step_diverges_from_nothing_exactly(start: Start, seen: list[Any]) -> None:
+    run = start(kl=REWARD_KL)
+    first, second = run.learn(1), run.learn(2)
+    assert first["ppo_kl"] == second["ppo_kl"] == 0.0
+    assert first["ref_kld"] == first["kl/sequence"] == 0.0
+    assert second["ref_kld"] > 1e-6 and second["kl/sequence"] != 0.0
+    assert all(data.old_logprobs_N.shape == data.logprobs_N.shape for data in seen)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_with_several_minibatches_the_first_one_diverges_from_nothing_exactly(
+    start: Start, seen: list[PolicyLossInput], tiny_model: Callable[..., Path], dtype: str
+) -> None:
+    run = start(kl={}, updates={"epochs": 2, "minibatches": 3}, model={"name": str(tiny_model()), "dtype": dtype})
+    metrics = run.learn(1)
+    assert len(seen) == 6 and {data.step_sequences for data in seen} == {4}
+    assert torch.equal(seen[0].logprobs_N.detach(), seen[0].old_logprobs_N)
+    assert seen[0].reference_logprobs_N is not None
+    assert torch.equal(seen[0].logprobs_N.detach(), seen[0].reference_logprobs_N)
+    for data in seen[1:]:
+        assert data.logprobs_N.numel() and not torch.equal(data.logprobs_N.detach(), data.old_logprobs_N)
+    assert metrics["ppo_kl"] > 0
+
+
+def test_the_reported_coefficient_is_the_one_that_the_step_was_penalised_with(start: Start) -> None:
+    run = start(kl=REWARD_KL)
+    coef, steered = 0.2, []
+    for step in (1, 2, 3):
+        metrics = run.learn(step)
+        assert metrics["kl_coef"] == coef
+        error = min(max(metrics["kl/sequence"] / 0.5 - 1, -0.2), 0.2)
+        coef *= 1 + error * GROUPS * GROUP_SIZE / 50
+        steered.append(error)
+        assert run.parts.kl is not None and run.parts.kl.coef == pytest.approx(coef, rel=1e-12)
+    assert steered[0] == -0.2 and all(steered)
+
+
+def test_a_kl_term_of_the_loss_has_the_coefficient_of_before_the_step(
+    start: Start, seen: list[PolicyLossInput]
+) -> None:
+    run = start(kl={"coef": 5.0, "target": 0.01, "horizon": 20, "estimator": "k2"})
+    run.learn(1)
+    seen.clear()
+    metrics = run.learn(2)
+    ((data,), reference_N) = (seen, seen[0].reference_logprobs_N)
+    assert reference_N is not None and metrics["kl_coef"] != 5.0
+    assert run.parts.kl is not None and run.parts.kl.coef != metrics["kl_coef"]
+    weights_N = data.weights_N.double()
+    base = -(weights_N * data.advantages_N.double() * data.logprobs_N.double()).sum()
+    penalty = (weights_N * (data.logprobs_N.double() - reference_N.double()).square() / 2).sum()
+    assert float(penalty.detach()) > 1e-6
+    assert metrics["loss"] == pytest.approx(float((base + metrics["kl_coef"] * penalty).detach()), rel=1e-5)
+
+
+def test_truncated_rollouts_can_count_for_advantages_without_being_trained(
+    start: Start, seen: list[PolicyLossInput]
+) -> None:
+    truncated = (1, 2, 8, 9, 10, 11)
+    run = start(rewards={"truncated": "mask"}, replay={})
+    run.learn(1, truncated=truncated)
+    (data,) = seen
+    batch = make_batch(1)
+    assert sorted(set(data.sequence_N.tolist())) == [number for number in range(12) if number not in truncated]
+    assert data.step_sequences == 12
+    assert data.step_tokens == len(data.logprobs_N)
+    for first in (0, 4):
+        rewards = [rollout.reward for rollout in batch.rollouts[first : first + 4]]
+        for number, expected in zip(range(first, first + 4), grpo(rewards), strict=True):
+            own = data.advantages_N[data.sequence_N == number]
+            assert own.numel() == 0 if number in truncated else torch.allclose(own, torch.tensor(expected).float())
+    assert run.parts.replay is not None
+    (group, *_) = run.parts.replay.sample(2, 3)
+    assert all(any(rollout.loss_mask) for rollout in group), "what is kept for later is whole"
+
+
+def test_a_batch_of_truncated_rollouts_alone_changes_nothing(start: Start) -> None:
+    run = start(rewards={"truncated": "mask"}, kl=REWARD_KL, optim={"lr": 1e-3, "weight_decay": 0.0})
+    before = {name: tensor.clone() for name, tensor in trained_tensors(run.session.policy.hf_model).items()}
+    metrics = run.learn(1, truncated=tuple(range(12)))
+    assert metrics["loss"] == metrics["grad_norm"] == 0.0
+    after = trained_tensors(run.session.policy.hf_model)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert run.parts.kl is not None and run.parts.kl.num_updates == 0, "there was no divergence to see"
+
+
+def test_replayed_groups_are_trained_with_advantages_of_their_own_and_not_counted_again(
+    start: Start, seen: list[PolicyLossInput]
+) -> None:
+    run = start(replay={"groups": 2, "capacity": 3, "max_age": 1}, rewards={"scale": "running"}, advantage="dr_grpo")
+    for step, replayed in ((1, 0), (2, 2), (3, 2)):
+        seen.clear()
+        metrics = run.learn(step)
+        assert metrics["replay/groups"] == replayed
+        assert seen[0].step_sequences == 12 + 4 * replayed
+        moments = run.parts.moments
+        assert moments is not None and moments.count == pytest.approx(12 * step)
+        # Within a group, also a replayed one, the scaled rewards less their mean sum to 0.
+        of_sequence = {int(n): float(a) for n, a in zip(seen[0].sequence_N, seen[0].advantages_N, strict=True)}
+        for first in range(0, 12 + 4 * replayed, 4):
+            assert sum(of_sequence[number] for number in range(first, first + 4)) == pytest.approx(0.0, abs=1e-5)
+        assert [name for name in metrics if name.startswith("mismatch_kl/age_")] == (
+            ["mismatch_kl/age_0", "mismatch_kl/age_1"] if replayed else ["mismatch_kl/age_0"]
+        )
+
+
+def test_a_critic_whose_loss_breaks_ends_the_step(start: Start) -> None:
+    run = start(advantage="gae", critic={"optim": {"lr": 1e30}}, updates={"epochs": 2})
+    with pytest.raises(
+        TrainingError, match=r"the critic's loss is (inf|nan).*Nothing of this step was saved"
+    ) as caught:
+        run.learn(1)
+    assert "critic.optim.lr" in str(caught.value) and caught.value.exit_code == 3
+
+
+def test_a_resumed_run_goes_on_from_the_saved_parts(start: Start) -> None:
+    parts = {"kl": REWARD_KL, "rewards": {"scale": "running"}, "replay": {}, "ema": {}}
+    run = start(**parts)
+    run.learn(1)
+    run.save(1)
+    expected = run.learn(2)
+    resumed = start(**parts, resume_step=1)
+    assert resumed.learn(2) == expected
+    assert resumed.parts.kl is not None and run.parts.kl is not None
+    assert resumed.parts.kl.values() == run.parts.kl.values()
+
+
+def test_another_reference_is_refused_by_its_weights(start: Start, tiny_model: Callable[..., Path]) -> None:
+    run = start(kl={})
+    run.learn(1)
+    run.save(1)
+    other, same = tiny_model(seed=5), tiny_model(max_position_embeddings=128)
+    with pytest.raises(CheckpointError) as caught:
+        start(kl={"reference": str(other)}, resume_step=1)
+    message = str(caught.value)
+    assert f"kl.reference = '{other}' holds other weights" in message and f"'{tiny_model()}'" in message
+    assert "--ckpt.weights-only" in message and caught.value.exit_code == 2
+    start(kl={"reference": str(same)}, resume_step=1)  # equal weights in another place
+
+
+def test_what_is_switched_on_later_starts_afresh_and_says_so(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    run = start()
+    run.learn(1)
+    run.save(1)
+    with caplog.at_level("INFO"):
+        resumed = start(kl=REWARD_KL, rewards={"scale": "running"}, replay={}, resume_step=1)
+    for part in ("kl", "reference", "reward_moments"):
+        assert f"the checkpoint holds no {part}: it starts afresh" in caplog.text
+    assert "the checkpoint of step 1 holds no replay buffer: it starts afresh" in caplog.text
+    metrics = resumed.learn(2)
+    assert metrics["kl_coef"] == 0.2 and metrics["ref_kld"] > 0, "the reference is what the run began with"
+    resumed.save(2)
+    caplog.clear()
+    start(resume_step=2)
+    assert "the checkpoint holds kl, which this configuration has no use for" in caplog.text
+
+
+def test_a_run_from_other_weights_must_name_its_reference(start: Start, tiny_model: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigError, match="kl.reference is needed with ckpt.weights_only"):
+        start(kl={}, ckpt={"weights_only": str(tiny_model())})
