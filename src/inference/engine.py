@@ -11,6 +11,7 @@ import os
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from multiprocessing import connection
 from pathlib import Path
 from typing import NoReturn
 
@@ -31,6 +32,9 @@ from triad.errors import ConfigError
 
 # Prompts of one step that are prefilled together; chunked prefill is off, so at least model.max_len.
 _MIN_BATCHED_TOKENS = 8192
+
+# A process that has closed its files ends within milliseconds.
+_EXIT_TIMEOUT_S = 10.0
 
 # What the server relies on; set elsewhere in the configuration or not at all.
 _RESERVED = (
@@ -108,6 +112,7 @@ def parse_arguments(arguments: list[str]) -> Namespace:
 @asynccontextmanager
 async def running_engine(args: Namespace) -> AsyncIterator[AsyncLLM]:
     """Start the engine's process, yield its client, and end it."""
+    _wait_for_exit_codes()
     if current_platform.is_cpu():
         _fork_engine()
     async with build_async_engine_client(args) as engine:
@@ -121,6 +126,24 @@ async def build_vllm_app(engine: AsyncLLM, args: Namespace) -> FastAPI:
     app = build_app(args, tasks, engine.model_config)
     await init_app_state(engine, app.state, args, tasks)
     return app
+
+
+def _wait_for_exit_codes() -> None:
+    """Have vLLM name how an engine ended that dies while it starts.
+
+    vLLM looks when the process has closed its files, a moment before the kernel has its exit code; the error
+    then names none, and a killed engine looks like one that cannot start.
+    """
+    manager = engine_utils.CoreEngineProcManager
+    finished_processes = manager.finished_procs
+
+    def with_exit_codes(self: engine_utils.CoreEngineProcManager) -> dict[str, int]:
+        for process in self.processes:
+            if process.pid is not None and connection.wait([process.sentinel], timeout=0):
+                process.join(_EXIT_TIMEOUT_S)
+        return finished_processes(self)
+
+    manager.finished_procs = with_exit_codes  # type: ignore[method-assign]
 
 
 def _fork_engine() -> None:

@@ -17,7 +17,8 @@ import re
 import signal
 import socket
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
 
 import uvicorn
 import uvloop
@@ -35,8 +36,10 @@ from triad.errors import ConfigError, InferenceError
 from triad.events import report
 
 ENGINE_DIED_EXIT_CODE = 75
-# How vLLM names engine processes that a signal ended. Sometimes it names none: then why is not known.
+# How vLLM names engine processes that a signal ended.
 _KILLED = re.compile(r"'EngineCore\w*': -\d+")
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger("inference")
 _WATCH_INTERVAL_S = 0.2
@@ -64,7 +67,11 @@ def serve(config: InferenceConfig, preflight: Preflight) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os._exit(0))
     report("loading model", model=config.model.name)
-    return uvloop.run(_serve(config, args, preflight))
+    try:
+        return uvloop.run(_serve(config, args, preflight))
+    except EngineDeadError:  # between its start and the first request
+        _log.error("the engine died while it started (its log is above)")
+        return ENGINE_DIED_EXIT_CODE
 
 
 async def _serve(config: InferenceConfig, args: Namespace, preflight: Preflight) -> int:
@@ -81,8 +88,8 @@ async def _serve(config: InferenceConfig, args: Namespace, preflight: Preflight)
         meter.register(REGISTRY)
         policy = Policy(engine, meter)
         if config.model.load == "auto":
-            await policy.adopt_initial()
-        vllm_app = await build_vllm_app(engine, args)
+            await _while_alive(engine, policy.adopt_initial())
+        vllm_app = await _while_alive(engine, build_vllm_app(engine, args))
         routes = Routes(
             engine,
             policy=policy,
@@ -141,6 +148,23 @@ async def _run(server: _Server, engine: AsyncLLM, *, sock: socket.socket) -> int
         task.cancel()
     await serving
     return ENGINE_DIED_EXIT_CODE if died else 0
+
+
+async def _while_alive(engine: AsyncLLM, work: Coroutine[Any, Any, _T]) -> _T:
+    """Return the result of `work`, which asks the engine: vLLM leaves what asks a dead one without an answer.
+
+    Raises:
+        EngineDeadError: the engine died.
+    """
+    working, watching = asyncio.create_task(work), asyncio.create_task(_engine_death(engine))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise EngineDeadError
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
 
 
 async def _engine_death(engine: AsyncLLM) -> str:

@@ -180,6 +180,48 @@ def test_the_death_of_the_engine_ends_the_server_with_its_own_code(model: Path, 
     assert "the engine died (EngineCore ended with signal SIGKILL)" in server.log()
 
 
+def _starting_engine(server: ServerHandle, cpu_s: float) -> psutil.Process:
+    """Return the engine's process once its start has taken `cpu_s` seconds of a core; all of it takes about 0.6."""
+    process, deadline = psutil.Process(server.pid), time.monotonic() + 30
+    while not (engines := [one for one in process.children() if "EngineCore" in "".join(one.cmdline())]):
+        assert time.monotonic() < deadline
+    while sum(engines[0].cpu_times()[:2]) < cpu_s:
+        assert time.monotonic() < deadline
+    return engines[0]
+
+
+@pytest.mark.parametrize("cpu_s", [0.0, 0.3], ids=["as it appears", "while it loads"])
+def test_an_engine_that_is_killed_while_it_starts_is_worth_another_start(
+    model: Path, tmp_path: Path, cpu_s: float
+) -> None:
+    server = _start(model, tmp_path)
+    _starting_engine(server, cpu_s).kill()
+    assert server.wait() == 75
+    assert "the engine died while it started" in server.log() and "'EngineCore': -9" in server.log()
+    assert "error: " not in server.log()
+
+
+def test_a_killed_engine_is_known_even_if_its_exit_code_comes_late(model: Path, tmp_path: Path) -> None:
+    # As between the end of its files and that of the process: who asks without waiting gets no answer.
+    late = "import os; ask = os.waitpid; os.waitpid = lambda pid, how: (0, 0) if how & os.WNOHANG else ask(pid, how)"
+    server = _start(model, tmp_path, sabotage=late)
+    _starting_engine(server, 0.1).kill()
+    assert server.wait() == 75
+    assert "'EngineCore': -9" in server.log()
+
+
+def test_an_engine_that_is_killed_between_its_start_and_the_first_request_is_worth_another_start(
+    model: Path, tmp_path: Path
+) -> None:
+    kill = (
+        "import os, psutil, inference.server as s; adopt = s.Policy.adopt_initial; "
+        "s.Policy.adopt_initial = lambda policy: (psutil.Process().children()[0].kill(), adopt(policy))[1]"
+    )
+    server = _start(model, tmp_path, sabotage=kill)
+    assert server.wait() == 75
+    assert "ERROR the engine died while it started" in server.log()
+
+
 def test_a_failed_swap_ends_the_server(model: Path, tmp_path: Path) -> None:
     sabotage = "import inference.worker as w; w.finalize_layerwise_reload = lambda *a: 1 / 0"
     server = _start(model, tmp_path, sabotage=sabotage)
