@@ -103,6 +103,7 @@ class Straight:
     @classmethod
     def of(cls, trainers: Trainers, model: Path, journal: Path, folder: Path, **settings: Any) -> Straight:
         """Run it in `folder`."""
+        folder.mkdir(exist_ok=True)
         runs, run_dir = Runs(trainers, model, journal, folder), RunDir(folder / "straight")
         assert trainers.run(runs.new("straight", **settings)) == 0, runs.log("straight")
         calls = read_trail(run_dir.path.with_suffix(".trail"))
@@ -194,3 +195,29 @@ def test_whatever_call_it_dies_at_the_run_comes_out_the_same(
     assert sum(died) > 0.9 * len(instants)
     for _ in range(6):
         straight.dies_after(generator.uniform(0.0, straight.seconds))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_ranks_with_every_part_end_in_the_same_bits_and_train_as_one_does(
+    trainers: Trainers, tiny_model: ModelFactory, journal: Path, tmp_path: Path
+) -> None:
+    settings = EVERYTHING | {"row_tokens": 64}
+    one = Straight.of(trainers, tiny_model(), journal, tmp_path / "one", **settings)
+    both = {"parallel": {"num_ranks": 2, "threads": 1}}
+    two = Straight.of(trainers, tiny_model(), journal, tmp_path / "two", **settings, **both)
+    assert {"random_rank_0.json", "random_rank_1.json"} <= two.expected.trainer_state.keys()
+    assert two.dies_after(two.seconds / 2)
+    for mine, theirs in zip(two.lines, one.lines, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6), f"step {mine['step']}"  # sums in another order
+
+
+def test_a_critic_whose_loss_breaks_ends_the_step_unpublished_and_unsaved(
+    trainers: Trainers, tiny_model: ModelFactory, journal: Path, tmp_path: Path
+) -> None:
+    runs, settings = Runs(trainers, tiny_model(), journal, tmp_path), EVERYTHING | {"critic": {"optim": {"lr": 1e30}}}
+    assert trainers.run(runs.new("broken", **settings)) == 3
+    run_dir, log = RunDir(tmp_path / "broken"), runs.log("broken")
+    assert run_dir.published_weights() == [0] and run_dir.committed_steps() == []
+    assert not run_dir.metrics.read_text()
+    assert "error: the critic's loss is" in log and "critic.optim.lr" in log and "Traceback" not in log
