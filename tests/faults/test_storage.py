@@ -17,6 +17,7 @@ from tests.conftest import ModelFactory
 from tests.faults.disks import Disk
 from tests.faults.run_states import FLAGS, LAST, differing, end_state, whole_steps
 from tests.training_zygote import Run, shared_zygote
+from triad.errors import STORAGE_FAILED
 from triad.metrics import read_metrics
 from triad.run_dir import RunDir
 
@@ -93,7 +94,7 @@ def saved_steps(log: str) -> list[int]:
 
 def check_message(run: Run, reason: str, *, step: int = 4) -> None:
     """The last words say which step, where, why and what to do, once and without a traceback."""
-    assert run.code == 3, run.log
+    assert run.code == STORAGE_FAILED, run.log
     assert "Traceback" not in run.log, run.log
     (message,) = [line for line in run.log.splitlines() if line.startswith("error: ")]
     where = f"the checkpoint of step {step} could not be saved in {run.output}/checkpoints"
@@ -303,7 +304,7 @@ def test_an_io_error_on_one_rank_fails_the_save_of_all(
     start: Start, wanted: Callable[[int], dict[str, Any]], output: Path, call: str
 ) -> None:
     run = start(output, fault=failing(output, call, nth=1, rank=1), ranks=2).wait()
-    assert run.code == 3, run.log
+    assert run.code == STORAGE_FAILED, run.log
     messages = [line for line in run.log.splitlines() if line.startswith("error: ")]
     assert messages and all("step 4 could not be saved" in line and f"rank 1: {_EIO}" in line for line in messages)
     assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step_2"]
