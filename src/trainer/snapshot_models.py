@@ -8,9 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
-from trainer.model import load_model_config, trained_tensors
+from trainer.model import is_classifier, load_model_config, trained_tensors
 from triad.errors import CheckpointError
 
 
@@ -20,8 +27,10 @@ def meta_model(name: str) -> PreTrainedModel:
     Raises:
         DataError: there is no such model config.
     """
+    config = load_model_config(name)
+    kind = AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_model_config(name), dtype=torch.float32)
+        model = kind.from_config(config, dtype=torch.float32)
     model.tie_weights()
     return model
 
