@@ -514,6 +514,17 @@ def test_a_start_that_was_killed_before_it_started_anything_costs_no_batch(
     assert replayed(killed) == [7, 8, 9] and killed.generations(10).exists()
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_deaths_do_not_fill_the_disk_with_weights_that_come_out_again(killed: RunDir, again: bool) -> None:
+    """Only a start by hand, which may be one with other settings, keeps the later ones aside."""
+    for version in (5, 6, 7, 8):
+        add_weights(killed, version)
+    config = rl(killed, resume_step="latest")
+    prepare(config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator, again=again)
+    assert killed.published_weights() == [5]  # the trainer publishes 6 itself
+    assert (killed.discarded(2) / "weights").exists() is not again
+
+
 def test_going_back_on_purpose_makes_the_batches_again(killed: RunDir) -> None:
     assert replayed(killed, resume_step=4) == []
     assert not killed.generations(10).exists() and (killed.discarded(2) / "rollouts" / "step_9").exists()
