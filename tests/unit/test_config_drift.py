@@ -119,6 +119,16 @@ def test_the_fingerprint_follows_the_end_of_the_schedule() -> None:
     assert fingerprint(TrainerConfig(row_tokens=8)) != fingerprint(TrainerConfig())
 
 
+def test_the_fingerprint_follows_the_end_of_the_critics_schedule() -> None:
+    def fingerprint_of(max_steps: int, **optim: Any) -> str:
+        settings = {"max_steps": max_steps, "advantage": "gae", "critic": {"optim": {"schedule": "linear", **optim}}}
+        return fingerprint(TrainerConfig.model_validate(settings))
+
+    assert fingerprint_of(20) != fingerprint_of(40)
+    assert fingerprint_of(20) == fingerprint_of(40, schedule_steps=20)
+    assert fingerprint_of(20, schedule="constant") == fingerprint_of(40, schedule="constant")
+
+
 def test_batches_are_the_same_when_nothing_that_makes_them_changed() -> None:
     base = OrchestratorConfig()
     for same in ({"max_steps": 7}, {"output_dir": "x"}, {"client": {"urls": ["http://other"]}}, {"ckpt": {}}):

@@ -7,6 +7,7 @@ import xxhash
 
 from triad.config.base import Command
 from triad.config.orchestrator import OrchestratorConfig
+from triad.config.rl_trainer import TrainerConfig
 from triad.config.schedule import schedule_end
 from triad.config.trainer import TrainingCommand
 
@@ -23,10 +24,12 @@ how often it is saved, and which machines and how many of them it runs on."""
 def fingerprint(config: TrainingCommand) -> str:
     """Return the xxh3-128 of the settings that decide what a training step computes.
 
-    `max_steps` does not count, but where the learning-rate schedule ends does.
+    `max_steps` does not count, but where the learning-rate schedules end does.
     """
     settings = config.model_dump(mode="json", exclude=_excluded(config))
     settings["optim"]["schedule_steps"] = schedule_end(config.optim, config.max_steps)
+    if isinstance(config, TrainerConfig) and config.critic is not None:
+        settings["critic"]["optim"]["schedule_steps"] = schedule_end(config.critic.optim, config.max_steps)
     return xxhash.xxh3_128(msgspec.json.encode(settings, order="sorted")).hexdigest()
 
 
