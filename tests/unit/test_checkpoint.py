@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.train_states import MakeState, copied, draw, same, state_maker, train
+from tests.train_states import MakeState, copied, draw, same, train
 from trainer import commit
 from trainer.checkpoint import Checkpointer
 from trainer.commit import Identity
@@ -26,18 +25,6 @@ from triad.journal import STATE_NAME
 from triad.run_dir import RunDir
 
 both = pytest.mark.parametrize("save_async", [False, True], ids=["sync", "async"])
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
-    made = RunDir(tmp_path / "run")
-    made.create()
-    return made
-
-
-@pytest.fixture
-def make_state(tiny_model: Callable[..., Path], parallel: Parallel) -> MakeState:
-    return state_maker(tiny_model, parallel)
 
 
 def save(run_dir: RunDir, state: TrainState, **options: Any) -> Path:

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 
-from tests.train_states import MakeState, copied, draw, held_writes, same, state_maker, train
+from tests.train_states import MakeState, copied, draw, held_writes, same, train
 from trainer import commit
 from trainer.checkpoint import Checkpointer
 from trainer.dcp import ShardWriter
-from trainer.parallel import Parallel
 from trainer.plain_state import ObjectsState
 from trainer.staging import Stager
 from trainer.state import local_part
@@ -26,18 +25,6 @@ from triad.errors import CheckpointError, SaveError
 from triad.run_dir import RunDir
 
 STEPS_MEANWHILE = 3
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
-    made = RunDir(tmp_path / "run")
-    made.create()
-    return made
-
-
-@pytest.fixture
-def make_state(tiny_model: Callable[..., Path], parallel: Parallel) -> MakeState:
-    return state_maker(tiny_model, parallel)
 
 
 def no_space(*_: object, **__: object) -> None:

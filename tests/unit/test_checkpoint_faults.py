@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint import FileSystemWriter
 
-from tests.train_states import MakeState, state_maker, train
+from tests.train_states import MakeState, train
 from trainer import commit, dcp
 from trainer.checkpoint import Checkpointer
-from trainer.parallel import Parallel
 from triad import durable, manifest
 from triad.checkpoints import ORCHESTRATOR_DIR, TRAINER_DIR, Retention
 from triad.errors import SaveError
@@ -23,18 +22,6 @@ from triad.journal import STATE_NAME
 from triad.run_dir import RunDir
 
 both = pytest.mark.parametrize("save_async", [False, True], ids=["sync", "async"])
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
-    made = RunDir(tmp_path / "run")
-    made.create()
-    return made
-
-
-@pytest.fixture
-def make_state(tiny_model: Callable[..., Path], parallel: Parallel) -> MakeState:
-    return state_maker(tiny_model, parallel)
 
 
 def fails(*_: object, **__: object) -> None:

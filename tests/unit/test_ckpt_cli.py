@@ -9,13 +9,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.training_runs import run_sft
-from triad import cli, manifest
+from triad import manifest
 from triad.ckpt.report import Grid, Report, age, size
 from triad.metrics import read_metrics
 from triad.run_dir import RunDir
@@ -39,18 +40,8 @@ def run_dir(finished: Path, tmp_path: Path) -> RunDir:
 
 
 @pytest.fixture
-def ckpt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ckpt:
-    """Run the command in this process; return its exit code and what it printed."""
-
-    def command(*argv: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["ckpt", *map(str, argv)])
-        with pytest.raises(SystemExit) as caught:
-            cli.ckpt()
-        printed = capsys.readouterr()
-        code = caught.value.code
-        return (code if isinstance(code, int) else 0 if code is None else 1), printed.out, printed.err
-
-    return command
+def ckpt(run_command: Ckpt) -> Ckpt:
+    return partial(run_command, "ckpt")
 
 
 def flip(path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.conftest import BASE
-from triad import cli, durable
+from triad import durable
 from triad.arrays import Logprobs, LossMask, TokenIds, decode_packed
 from triad.journal import Accepted, Counts, publish_batch, read_batch
 from triad.messages import Batch, Dropped, Rollout, VersionSpan
@@ -26,18 +27,8 @@ PROMPT, ANSWER, FEEDBACK = "abc>", "cba<|end|>", "again>"
 
 
 @pytest.fixture
-def rollouts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run the command in this process; return its exit code and what it printed."""
-
-    def command(*argv: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["rollouts", *map(str, argv)])
-        with pytest.raises(SystemExit) as caught:
-            cli.rollouts()
-        printed = capsys.readouterr()
-        code = caught.value.code
-        return (code if isinstance(code, int) else 0 if code is None else 1), printed.out, printed.err
-
-    return command
+def rollouts(run_command: Command) -> Command:
+    return partial(run_command, "rollouts")
 
 
 def encode(text: str) -> list[int]:

@@ -16,13 +16,6 @@ from triad.errors import CheckpointError, RunDirError
 from triad.run_dir import RunDir, resolve_resume_step
 
 
-@pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
-    made = RunDir(tmp_path / "run")
-    made.create()
-    return made
-
-
 def commit(run_dir: RunDir, step: int) -> Path:
     directory = run_dir.checkpoint(step)
     directory.mkdir(parents=True)

@@ -1,0 +1,51 @@
+"""What several unit tests share: an empty run directory, states to save, commands run in this process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.conftest import ModelFactory
+from triad import cli
+from triad.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from tests.train_states import MakeState
+    from trainer.parallel import Parallel
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    """Return the directory of a run that has begun."""
+    made = RunDir(tmp_path / "run")
+    made.create()
+    return made
+
+
+@pytest.fixture
+def make_state(tiny_model: ModelFactory, parallel: Parallel) -> MakeState:
+    """Return a maker of the states of a trainer."""
+    from tests.train_states import state_maker
+
+    return state_maker(tiny_model, parallel)
+
+
+@pytest.fixture
+def run_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Return `run_command("ckpt", *argv)`, in this process: exit code, and what was printed to both streams."""
+
+    def run(name: str, *argv: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, argv)])
+        with pytest.raises(SystemExit) as caught:
+            getattr(cli, name)()
+        printed = capsys.readouterr()
+        code = caught.value.code
+        return (code if isinstance(code, int) else 0 if code is None else 1), printed.out, printed.err
+
+    return run
