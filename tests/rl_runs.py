@@ -211,7 +211,7 @@ class Outcome:
     """All that a run amounts to at one committed step, as bytes.
 
     Attributes:
-        weights: the published safetensors files, by name.
+        weights: the published safetensors files, by name; those of the average below `ema/`, if there is one.
         tensors: every tensor of the trainer's checkpoint (parameters, optimizer moments), by name.
         trainer_state: counters, random generators and replay buffer of the trainer, by file name.
         orchestrator_state: the orchestrator's state after the step's batch.
@@ -227,7 +227,11 @@ def outcome(run_dir: RunDir, step: int) -> Outcome:
     """Read what a run amounts to after `step`."""
     checkpoint = run_dir.checkpoint(step)
     found = Outcome(
-        weights=_contents(run_dir.weights_of(step), "*.safetensors"),
+        weights=_contents(run_dir.weights_of(step), "*.safetensors")
+        | {
+            f"ema/{name}": data
+            for name, data in _contents(run_dir.weights / f"ema_step_{step}", "*.safetensors").items()
+        },
         tensors=_checkpoint_tensors(checkpoint / "trainer"),
         trainer_state=_contents(checkpoint / "trainer", "*.json") | _contents(checkpoint / "trainer", "*.msgpack"),
         orchestrator_state=(checkpoint / "orchestrator" / "orchestrator.json").read_bytes(),

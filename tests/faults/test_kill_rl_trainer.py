@@ -162,6 +162,7 @@ def test_every_part_is_in_the_checkpoint_and_has_moved(everything: Straight) -> 
     tensors, values = everything.expected.tensors, json.loads(everything.expected.trainer_state["progress.json"])
     for prefix in ("model.", "optim.", "critic.model.", "critic.optim.", "ema."):
         assert any(name.startswith(prefix) and any(data) for name, data in tensors.items()), prefix
+    assert everything.expected.weights["ema/model.safetensors"] != everything.expected.weights["model.safetensors"]
     weight = "model.layers.0.mlp.up_proj.weight"
     assert len({tensors[f"{part}{weight}"] for part in ("model.", "critic.model.", "ema.")}) == 3
     assert values["kl"]["num_updates"] == _STEPS and values["kl"]["coef"] != EVERYTHING["kl"]["coef"]
