@@ -145,8 +145,9 @@ class InferenceClient:
             except _Unavailable as failure:
                 if time.monotonic() + backoff_s > deadline:
                     raise InferenceError(
-                        f"{engine.url} did not become ready within {self._config.ready_timeout_s:g} s "
-                        f"({self._key}.ready_timeout_s): {failure}. Is the inference server running at this address?"
+                        f"the inference server {engine.url} did not become ready within "
+                        f"{self._config.ready_timeout_s:g} s ({self._key}.ready_timeout_s): {failure}. "
+                        "Is it running at this address?"
                     ) from None
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
@@ -323,7 +324,7 @@ class InferenceClient:
             async with asyncio.timeout(timeout_s):
                 answer = await next(self._next_pool).request(method, engine.url + route, content=body, headers=headers)
         except TimeoutError:
-            reason = f"{method} {engine.url}{route} gave no answer within {timeout_s:g} s"
+            reason = f"the inference server gave no answer to {method} {engine.url}{route} within {timeout_s:g} s"
             if method == "GET":
                 raise _Unavailable(reason) from None
             raise InferenceError(f"{reason} ({self._key}.timeout_s)") from None

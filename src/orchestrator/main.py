@@ -18,6 +18,7 @@ from orchestrator.batch import BatchMaker
 from orchestrator.client import InferenceClient
 from orchestrator.environments import load_environment
 from orchestrator.mix import adopt_mix
+from orchestrator.phase import phase
 from orchestrator.production import Production
 from orchestrator.publisher import Publisher
 from orchestrator.scheduler import StrictSchedule, find_start
@@ -93,7 +94,8 @@ async def _connect_policy(config: OrchestratorConfig, teacher: Teacher | None) -
         return
     async with InferenceClient(config.client) as client:
         events.report("waiting for inference", urls=",".join(config.client.urls))
-        await client.wait_until_ready(model=config.model.name, seq_len=config.seq_len)
+        with phase("waiting for inference"):
+            await client.wait_until_ready(model=config.model.name, seq_len=config.seq_len)
         yield client
 
 

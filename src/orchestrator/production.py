@@ -8,6 +8,7 @@ import time
 from orchestrator.batch import BatchMaker
 from orchestrator.client import InferenceClient
 from orchestrator.metrics import BatchTimes, batch_metrics
+from orchestrator.phase import phase
 from orchestrator.publisher import Publisher
 from orchestrator.scheduler import StrictSchedule
 from orchestrator.weights import PublishedWeights, read_canary
@@ -45,10 +46,10 @@ class Production:
             InferenceError: the weights did not come, or an engine serves or computes something else.
         """
         events.report("waiting for weights", version=version)
-        weights = await self._schedule.wait_for_version(version, check=self._publisher.check)
-        weights = await self._serve(weights)
+        weights = await self._serve(await self._wait_for(version))
         if not self._config.is_sampled_by_teacher and (canary := read_canary(weights)) is not None:
-            await self._client.check_canary(canary)
+            with phase("probing with the canary", version=version):
+                await self._client.check_canary(canary)
         events.report("generating", step=step, version=weights.version)
         self._ended, self._busy_s = time.perf_counter(), self._client.busy_s
 
@@ -60,11 +61,12 @@ class Production:
                 could not be written.
         """
         waiting = time.perf_counter()
-        weights = await self._schedule.wait_for_version(version, check=self._publisher.check)
+        weights = await self._wait_for(version)
         updating = time.perf_counter()
         weights = await self._serve(weights)
         generating = time.perf_counter()
-        selection = await self._maker.make(step, weights)
+        with phase(f"generating batch {step}", version=weights.version):
+            selection = await self._maker.make(step, weights)
         now = time.perf_counter()
         times = BatchTimes(
             period=now - self._ended,
@@ -101,8 +103,13 @@ class Production:
             times.wait_for_weights,
         )
 
+    async def _wait_for(self, version: int) -> PublishedWeights:
+        with phase("waiting for weights", version=version):
+            return await self._schedule.wait_for_version(version, check=self._publisher.check)
+
     async def _serve(self, weights: PublishedWeights) -> PublishedWeights:
         """Make the engines serve `weights`. A teacher serves what it has; then they only say that a batch is due."""
         if self._config.is_sampled_by_teacher:
             return weights
-        return await self._schedule.serve(weights, check=self._publisher.check)
+        with phase("pushing weights and reading them back", version=weights.version):
+            return await self._schedule.serve(weights, check=self._publisher.check)

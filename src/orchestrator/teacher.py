@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from orchestrator.client import InferenceClient
 from orchestrator.environment import Completion
 from orchestrator.generations import GenerationLog
+from orchestrator.phase import phase
 from orchestrator.protocol import GenerateRequest
 from orchestrator.state import OrchestratorState
 from triad import events
@@ -92,8 +93,9 @@ async def connect_teacher(config: OrchestratorConfig, state: OrchestratorState) 
     async with InferenceClient(config.teacher, key="teacher") as client:
         # The one token that is sampled behind a session needs room.
         room = config.seq_len + (config.teacher.mode == "logprobs")
-        await client.wait_until_ready(model=config.teacher.model, seq_len=room)
-        served = await client.adopt()
+        with phase("waiting for the teacher"):
+            await client.wait_until_ready(model=config.teacher.model, seq_len=room)
+            served = await client.adopt()
         assert served.version is not None and served.digest is not None, "adopt refuses servers without weights"
         if state.teacher_digest not in ("", served.digest):
             raise CheckpointError(

@@ -119,7 +119,8 @@ def _wait_for_batch(run_dir: RunDir, step: int, config: TrainerConfig) -> None:
     came = wait_for(run_dir.batch(step), timeout_s=config.batch_timeout_s, unless=STOP_REQUEST.signal_number)
     if not came and not STOP_REQUEST.signal_number():
         raise InferenceError(
-            f"step {step}: the orchestrator published no batch within {config.batch_timeout_s:g} s. "
+            f"waiting for batches, policy version {step - 1}: the orchestrator published no batch {step} within "
+            f"{config.batch_timeout_s:g} s. "
             "See the orchestrator's log, or raise trainer.batch_timeout_s."
         )
 
