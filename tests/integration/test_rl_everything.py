@@ -1,0 +1,50 @@
+"""A real `rl` run with every part that a trainer can have: it dies several times, and ends in the same bits."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from tests.integration.conftest import UsedServer
+from tests.rl_runs import EVERYTHING, RlRun, assert_same, complete, exact_metrics, outcome, succeeded
+from tests.training_runs import write_data
+
+_STEPS = 8
+_RUN = ("--max-steps", str(_STEPS), "--ckpt.interval", "2", "--trainer.parallel.threads", "1")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_with_every_part_a_run_that_dies_and_is_started_again_ends_in_the_same_bits(
+    rl_server: UsedServer, tmp_path: Path
+) -> None:
+    settings = tmp_path / "everything.toml"
+    pretraining = {"coef": 0.1, "data": {"name": str(write_data(tmp_path / "text.jsonl")), "batch_size": 4}}
+    settings.write_text(tomli_w.dumps(EVERYTHING | {"pretraining": pretraining}))
+    flags = ("--trainer", "@", str(settings), *rl_server.flags, *_RUN)
+    straight = succeeded(tmp_path / "straight", *flags).run_dir
+    with RlRun(tmp_path / "killed", *flags) as run:
+        run.wait_for_step(2)
+        (orchestrator,) = run.find("orchestrator.main")
+        orchestrator.kill()
+        run.wait_for_output("orchestrator was killed by signal 9: starting it again")
+        run.wait_for_step(4)
+        _, rank = run.find("trainer.launch")
+        rank.kill()
+        run.wait_for_output("trainer ended with exit code 137: starting it again")
+        run.wait_for_step(6)
+        run.interrupt(signal.SIGKILL)
+        assert complete(run).exit_code == -signal.SIGKILL
+    killed = succeeded(tmp_path / "killed", *flags, "--ckpt.resume-step", "auto").run_dir
+    assert_same(outcome(killed, _STEPS), outcome(straight, _STEPS))
+    steps = range(1, _STEPS + 1)
+    assert exact_metrics(killed, steps) == exact_metrics(straight, steps)
+
+    lines, state = exact_metrics(straight, steps), outcome(straight, _STEPS).trainer_state
+    assert {"kl", "reward_moments", "ema", "reference"} <= json.loads(state["progress.json"]).keys()
+    assert all(line["pretraining_loss"] > 0 and line["value_loss"] > 0 and line["ppo_kl"] > 0 for line in lines)
+    assert [line["replay/groups"] for line in lines] == [0] + [2] * (_STEPS - 1)
