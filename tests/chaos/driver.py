@@ -21,7 +21,8 @@ _RECOVERY_TIMEOUT_S = 240.0
 _RESUME = ("--ckpt.resume-step", "auto")
 # So often that the limit is no subject, and forgotten so soon that the delays stay short.
 _RESTARTS = ("--max-restarts", "1000", "--restart-window-s", "3")
-_HEARTBEAT = ("--heartbeat-timeout-s", "10")
+# Importing torch holds the interpreter, on a busy machine for longer than one would think.
+_HEARTBEAT = ("--heartbeat-timeout-s", "15")
 WAITING = "waiting for storage"
 # A disk stays full for this long after the run has said that it waits: other processes are to meet it too.
 _STAYS_FULL_S = 2.0
