@@ -1,0 +1,101 @@
+"""Distillation from a real server: what the teacher says, that a kill changes nothing, and that the student learns."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.inference_zygote import free_port, shared_zygote
+from tests.integration.conftest import UsedServer
+from tests.rl_runs import MODEL, RlRun, assert_same, complete, exact_metrics, outcome, succeeded
+from triad.config import InferenceConfig
+from triad.journal import read_batch
+from triad.messages import Rollout
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+_STEPS = 6
+_ROLLOUTS = 8 * 4  # of a step: `SMALL_BATCH`
+# The student has the teacher's shape and begins with random weights.
+_STUDENT = ("--trainer.model.init", "random", "--trainer.optim.lr", "1e-3", "--max-steps", str(_STEPS))
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UsedServer]:
+    config = InferenceConfig.model_validate(
+        {
+            "model": {"name": str(MODEL), "max_len": 80},
+            "server": {"port": free_port()},
+            "engine": {"threads": 1},
+        }
+    )
+    handle = shared_zygote().start(config, tmp_path_factory.mktemp("teacher") / "inference.log")
+    handle.wait_ready()
+    yield UsedServer(handle)
+    handle.terminate()
+
+
+def _flags(teacher: UsedServer, mode: str) -> tuple[str, ...]:
+    return (
+        *("--orchestrator.teacher.urls", teacher.handle.url, "--orchestrator.teacher.model", str(MODEL)),
+        *("--orchestrator.teacher.mode", mode),
+    )
+
+
+def _logprobs(rollout: Rollout) -> list[float]:
+    """The teacher's log-probability of every token but the first, by transformers."""
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    tokens_1T = torch.tensor([rollout.token_ids.tolist()])
+    with torch.no_grad():
+        logprobs_1TV = model(tokens_1T).logits.log_softmax(dim=-1)
+    return logprobs_1TV[0, :-1].gather(-1, tokens_1T[0, 1:, None])[:, 0].tolist()
+
+
+def test_an_on_policy_distillation_survives_kills_bit_for_bit_and_asks_nothing_twice(
+    rl_server: UsedServer, teacher: UsedServer, tmp_path: Path
+) -> None:
+    distil = ("--trainer.advantage", "distillation", "--trainer.loss.type", "policy_gradient", "--ckpt.interval", "1")
+    flags = (*rl_server.flags, *_flags(teacher, "logprobs"), *_STUDENT, *distil)
+    straight = succeeded(tmp_path / "straight", *flags)
+    asked = teacher.generated_tokens()
+    with RlRun(tmp_path / "killed", *flags) as run:
+        run.wait_for_step(1)
+        (orchestrator,) = run.find("orchestrator.main")
+        orchestrator.send_signal(signal.SIGKILL)
+        run.wait_for_match("orchestrator was killed by signal 9: starting it again")
+        run.wait_for_step(3)
+        _, rank = run.find("trainer.launch")
+        rank.send_signal(signal.SIGKILL)
+        killed = complete(run)
+    assert killed.exit_code == 0, killed.output
+    assert_same(outcome(killed.run_dir, _STEPS), outcome(straight.run_dir, _STEPS))
+    steps = range(1, _STEPS + 1)
+    assert exact_metrics(killed.run_dir, steps) == exact_metrics(straight.run_dir, steps)
+    # One token is sampled for each question; what was in flight at the two kills may be asked again.
+    again = teacher.generated_tokens() - asked - _STEPS * _ROLLOUTS
+    assert again <= 2 * _ROLLOUTS
+
+    rollout = read_batch(killed.run_dir, _STEPS).rollouts[0]
+    first = rollout.loss_mask.index(1)
+    assert rollout.reference_logprobs is not None
+    assert rollout.reference_logprobs[:first].tolist() == [0.0] * first
+    assert rollout.reference_logprobs[first:].tolist() == pytest.approx(_logprobs(rollout)[first - 1 :], abs=1e-3)
+    divergences = [line["ref_kld"] for line in exact_metrics(straight.run_dir, steps)]
+    assert divergences[-1] < divergences[0]
+
+
+def test_a_hard_distillation_needs_no_server_of_the_policy(teacher: UsedServer, tmp_path: Path) -> None:
+    flags = ("--trainer.loss.type", "sft", "--inference.server.port", str(free_port()))
+    served = teacher.weights()
+    small = ("--orchestrator.problems-per-step", "8", "--orchestrator.group-size", "4")
+    run = succeeded(tmp_path / "run", *small, *flags, *_flags(teacher, "samples"), *_STUDENT)
+    assert "the policy needs no inference server" in run.output
+    assert not (run.run_dir.logs(1) / "inference.log").exists()
+    assert teacher.weights() == served
+    losses = [line["loss"] for line in exact_metrics(run.run_dir, range(1, _STEPS + 1))]
+    assert losses[-1] < losses[0] - 0.3
