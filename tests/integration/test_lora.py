@@ -185,8 +185,6 @@ def test_rl_sends_adapters_to_the_engine_and_is_exact_after_a_kill(rl_server: Us
     assert_same(outcome(resumed.run_dir, STEPS), outcome(straight, STEPS))
     assert exact_metrics(resumed.run_dir, range(1, STEPS + 1)) == exact_metrics(straight, range(1, STEPS + 1))
     _check_what_engines_got(straight)
-    # The resumed trainer's canary is about an adapter that has been trained.
-    assert "canary differs by" in (resumed.run_dir.logs(2) / "orchestrator.log").read_text()
 
 
 def _check_what_engines_got(run_dir: RunDir) -> None:
