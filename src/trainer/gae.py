@@ -34,7 +34,7 @@ def generalized_advantages(rewards_T: Tensor, values_T: Tensor, *, gamma: float,
 
 
 def value_loss(
-    values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, weights_N: Tensor, *, clip: float | None
+    values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, weights_N: Tensor, *, clip: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the critic's loss, and counts of tokens that are to be divided by the tokens of the step.
 
@@ -48,11 +48,9 @@ def value_loss(
         old_values_N: its values before the step.
         returns_N: what they should be, from `generalized_advantages`.
         weights_N: weight of each token; 0 where nothing was sampled.
-        clip: how far a value may move in one step before moving further pays no more; None for no limit.
+        clip: how far a value may move in one step before moving further pays no more; inf for no limit.
     """
     errors_N = (values_N - returns_N).square()
-    if clip is None:
-        return 0.5 * (weights_N * errors_N).sum(), {"value_clip_fraction": torch.zeros((), device=values_N.device)}
     clipped_N = torch.clamp(values_N, old_values_N - clip, old_values_N + clip)
     clipped_errors_N = (clipped_N - returns_N).square()
     is_clipped_N = (clipped_errors_N > errors_N) & (weights_N != 0)

@@ -63,8 +63,8 @@ class CriticConfig(Section):
     lam: float = Field(default=0.95, ge=0, le=1)
     """GAE's lambda: 1 trusts rewards alone, 0 the critic alone."""
 
-    clip: float | None = Field(default=0.2, gt=0)
-    """A value may move this far from the one before the step; further is not learned."""
+    clip: float = Field(default=0.2, gt=0)
+    """A value may move this far from the one before the step, further is not learned; `inf`: any distance."""
 
     whiten: bool = True
     """Bring the advantages of the batch to mean 0 and standard deviation 1, over its tokens."""
