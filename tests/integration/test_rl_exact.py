@@ -51,6 +51,8 @@ def _check_versions(run_dir: RunDir, *, async_level: int) -> list[int]:
 class SynchronousRuns:
     """A run of 9 steps at async_level 0 that keeps 2 checkpoints, then resumed from the older of them.
 
+    Its rewards are penalised for the divergence from the reference, with a coefficient that is steered.
+
     Attributes:
         served: what the server reported after the first run.
         kept: the steps of checkpoints, batches and weights after the first run.
@@ -72,7 +74,9 @@ class SynchronousRuns:
 @pytest.fixture(scope="module")
 def synchronous(rl_server: UsedServer, tmp_path_factory: pytest.TempPathFactory) -> SynchronousRuns:
     directory = tmp_path_factory.mktemp("synchronous") / "run"
-    flags = (*rl_server.flags, "--async-level", "0", "--max-steps", "9", "--ckpt.interval", "3", "--ckpt.keep", "2")
+    penalty = ("--trainer.kl.place", "reward", "--trainer.kl.coef", "0.05", "--trainer.kl.target", "0.1")
+    steps = ("--async-level", "0", "--max-steps", "9", "--ckpt.interval", "3", "--ckpt.keep", "2")
+    flags = (*rl_server.flags, *steps, *penalty, "--trainer.kl.horizon", "100")
     run_dir = succeeded(directory, *flags).run_dir
     return SynchronousRuns(
         run_dir=run_dir,
@@ -116,6 +120,15 @@ def test_trainer_and_server_agree_on_every_fresh_rollout(synchronous: Synchronou
         # 0.0 would mean that nothing was compared.
         assert 0 < line["mismatch/max_log_ratio"] <= LOG_RATIO_TOLERANCE, line
         assert line["mismatch_kl"] == line["mismatch_kl/age_0"] <= LOG_RATIO_TOLERANCE**2
+
+
+def test_a_step_begins_at_its_own_policy_and_the_first_at_the_reference(synchronous: SynchronousRuns) -> None:
+    for line in synchronous.metrics:
+        assert line["ppo_kl"] == 0, line  # measured before the step by another pass over the same rows
+        assert (line["ref_kld"] == 0) == (line["kl/sequence"] == 0) == (line["step"] == 1), line
+        assert line["ref_kld"] >= 0, line
+    coefs = [line["kl_coef"] for line in synchronous.metrics]
+    assert coefs[0] == 0.05 and len(set(coefs)) == len(coefs), coefs
 
 
 def test_keep_bounds_checkpoints_weights_and_journal(synchronous: SynchronousRuns) -> None:
