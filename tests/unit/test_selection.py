@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from orchestrator.selection import Outcome, count, has_signal, select
 from orchestrator.state import OrchestratorState
+from triad.arrays import Logprobs, LossMask, TokenIds
 from triad.journal import Counts
 from triad.messages import Dropped, Rollout
 
@@ -13,8 +14,8 @@ from triad.messages import Dropped, Rollout
 def group(task: int, rewards: Sequence[float]) -> list[Rollout]:
     return [
         Rollout(
-            environment="a", task_id=task, sample_index=sample, token_ids=[1, 2, 3], loss_mask=[False, True, True],
-            logprobs=[0.0] * 3, versions=[], reward=reward,
+            environment="a", task_id=task, sample_index=sample, token_ids=TokenIds([1, 2, 3]),
+            loss_mask=LossMask([0, 1, 1]), logprobs=Logprobs([0.0] * 3), versions=[], reward=reward,
         )
         for sample, reward in enumerate(rewards)
     ]  # fmt: skip
