@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from trainer.advantage import grpo
+from trainer.advantage import dr_grpo, grpo
 from trainer.learner import Learner
 from trainer.losses import PolicyLossInput
 from trainer.model import Policy, build_policy, trained_tensors
@@ -207,6 +207,31 @@ def test_replayed_groups_are_trained_with_advantages_of_their_own_and_not_counte
         assert [name for name in metrics if name.startswith("mismatch_kl/age_")] == (
             ["mismatch_kl/age_0", "mismatch_kl/age_1"] if replayed else ["mismatch_kl/age_0"]
         )
+
+
+def test_the_score_of_a_reward_model_is_weighed_against_the_rules(
+    start: Start,
+    seen: list[PolicyLossInput],
+    tiny_model: Callable[..., Path],
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+) -> None:
+    config = AutoConfig.from_pretrained(tiny_model(), num_labels=1)
+    torch.manual_seed(1)
+    model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").eval()
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "judge")
+    settings = {"name": str(tmp_path / "judge"), "weight": 3.0, "rules_weight": 0.5}
+    metrics = start(reward_model=settings, advantage="dr_grpo", row_tokens=32).learn(1)
+    with torch.no_grad():
+        scores = [float(model(torch.tensor([one.token_ids])).logits) for one in make_batch(1).rollouts]
+    assert metrics["reward_model/mean"] == pytest.approx(np.mean(scores), rel=1e-4)
+    assert metrics["reward_model/std"] == pytest.approx(np.std(scores), rel=1e-4) and np.std(scores) > 0.01
+    rewards = [3.0 * s + 0.5 * one.reward for s, one in zip(scores, make_batch(1).rollouts, strict=True)]
+    found = {int(n): float(a) for data in seen for n, a in zip(data.sequence_N, data.advantages_N, strict=True)}
+    for first in range(0, 12, 4):
+        for number, expected in enumerate(dr_grpo(rewards[first : first + 4]), start=first):
+            assert found[number] == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 def test_a_critic_whose_loss_breaks_ends_the_step(start: Start) -> None:
