@@ -115,7 +115,8 @@ def test_the_fingerprint_follows_the_end_of_the_schedule() -> None:
     assert fingerprint(sft(20)) != fingerprint(sft(40))
     assert fingerprint(sft(20)) == fingerprint(sft(20, schedule_steps=20)) == fingerprint(sft(40, schedule_steps=20))
     assert fingerprint(sft(20, "constant")) == fingerprint(sft(40, "constant", schedule_steps=3))
-    assert fingerprint(TrainerConfig(batch_timeout_s=1)) == fingerprint(TrainerConfig())
+    for free in ({"batch_timeout_s": 1}, {"alerts": {"window": 99}}):
+        assert fingerprint(TrainerConfig.model_validate(free)) == fingerprint(TrainerConfig())
     assert fingerprint(TrainerConfig(row_tokens=8)) != fingerprint(TrainerConfig())
 
 

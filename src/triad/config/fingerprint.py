@@ -13,12 +13,12 @@ from triad.config.trainer import TrainingCommand
 
 FREE = frozenset({
     "output_dir", "dry_run", "clean", "ckpt", "max_steps",
-    "parallel", "val_interval", "batch_timeout_s",
+    "parallel", "val_interval", "batch_timeout_s", "alerts",
     "client", "weights_timeout_s",
     "server", "engine.threads", "engine.max_num_seqs", "engine.kv_cache_bytes", "engine.gpu_memory_utilization",
 })  # fmt: skip
 """Settings of any process, by dotted key, that may change on resume: where a run lies, how long it goes on,
-how often it is saved, and which machines and how many of them it runs on."""
+how often it is saved, what is told about it, and which machines and how many of them it runs on."""
 
 
 def fingerprint(config: TrainingCommand) -> str:
