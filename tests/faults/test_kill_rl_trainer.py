@@ -181,7 +181,7 @@ def test_with_every_part_a_killed_run_ends_in_the_same_bits(everything: Straight
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["nothing beside the policy", "every part"])
 def test_whatever_call_it_dies_at_the_run_comes_out_the_same(
     request: pytest.FixtureRequest, name: str, tmp_path: Path
@@ -199,7 +199,7 @@ def test_whatever_call_it_dies_at_the_run_comes_out_the_same(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_two_ranks_with_every_part_end_in_the_same_bits_and_train_as_one_does(
     trainers: Trainers, tiny_model: ModelFactory, journal: Path, tmp_path: Path
 ) -> None:
