@@ -176,6 +176,28 @@ def test_the_fingerprint_follows_what_shapes_training_and_nothing_else() -> None
         assert fingerprint(other) != fingerprint(base)
 
 
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"advantage": "gae"}, "'gae' and a critic go together: set critic"),
+        ({"critic": {}}, "'gae' and a critic go together: set advantage"),
+        ({"advantage": "distillation", "kl": {}}, "needs a teacher: set kl.reference"),
+        ({"advantage": "distillation", "kl": {"reference": "t", "coef": 0.1, "place": "reward"}}, "has no effect"),
+        ({"kl": {"coef": 0.1, "estimator": "k1"}}, "gradient that is zero on average"),
+        ({"kl": {"target": 6.0}}, "set coef above 0"),
+        ({"rewards": {"length_max_tokens": 5}}, "go together: set both or neither"),
+    ],
+)
+def test_parts_of_the_trainer_that_do_not_fit_together_are_refused(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        TrainerConfig.model_validate(values)
+
+
+def test_a_teacher_may_also_hold_the_policy_in_the_loss() -> None:
+    kl = {"reference": "teacher", "coef": 0.1, "place": "loss"}
+    assert TrainerConfig.model_validate({"advantage": "distillation", "kl": kl}).kl is not None
+
+
 def test_validating_needs_something_to_validate_on() -> None:
     with pytest.raises(ValueError, match="val_interval = 5 needs data.validation_fraction above 0"):
         SftConfig.model_validate({"val_interval": 5})

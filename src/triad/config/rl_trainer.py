@@ -80,4 +80,14 @@ class TrainerConfig(TrainingCommand):
         if (self.advantage == "gae") != (self.critic is not None):
             missing = "set critic (a bare --critic takes the defaults)" if self.critic is None else "set advantage"
             raise ValueError(f"advantage = 'gae' and a critic go together: {missing}")
+        if self.advantage == "distillation" and self.kl is not None:
+            if self.kl.reference is None:
+                raise ValueError(
+                    "advantage = 'distillation' needs a teacher: set kl.reference; unset, it is model.name"
+                )
+            if self.kl.place == "reward" and self.kl.coef > 0:
+                raise ValueError(
+                    "kl.place = 'reward' has no effect with advantage = 'distillation', which takes no rewards: leave "
+                    "kl.coef at 0, or set kl.place = 'loss'"
+                )
         return self
