@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
-import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -20,11 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.train_states import copied, held_writes, same
+from tests.two_ranks import run_on_two_ranks
 from trainer import dcp
 from trainer.checkpoint import Checkpointer, load_state_with_optimizer, save_state
 from trainer.parallel import Parallel
@@ -36,7 +35,6 @@ from triad.errors import Stopped, TriadError
 
 Objects = dict[str, Any]
 WIDTH = 256
-DEADLINE_S = 120
 
 
 def make_objects(seed: int, mesh: DeviceMesh | None = None) -> Objects:
@@ -86,11 +84,10 @@ def message_of(action: Callable[[], object]) -> str:
 class Scenarios:
     """What the ranks do; every method returns what its rank saw."""
 
-    def __init__(self, directory: Path, rank: int) -> None:
+    def __init__(self, directory: Path, parallel: Parallel) -> None:
         self.directory = directory
-        self.rank = rank
-        self.mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
-        self.parallel = Parallel(rank=rank, world_size=2, device=torch.device("cpu"), mesh=self.mesh)
+        self.parallel = parallel
+        self.rank, self.mesh = parallel.rank, parallel.mesh
 
     def saves_behind_training(self) -> dict[str, Any]:
         """Collectives of training on the default group while a save goes on in its own."""
@@ -223,36 +220,21 @@ class Scenarios:
         return {"left": names_in(place)}
 
 
-def _rank(rank: int, directory: Path) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(directory / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    scenarios = Scenarios(directory, rank)
-    seen: Mapping[str, Any] = {
-        name: getattr(scenarios, name)()
-        for name, thing in vars(Scenarios).items()
-        if callable(thing) and not name.startswith("_")
-    }
-    (directory / f"rank_{rank}.json").write_text(json.dumps(seen))
-    dist.destroy_process_group()
-
-
-def main() -> int:
-    """Start both ranks; return 0 when both came through."""
+def main() -> None:
+    """Run all scenarios and write what each rank saw as `rank_R.json`."""
     directory = Path(sys.argv[1])
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_rank, args=(rank, directory)) for rank in (0, 1)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(DEADLINE_S)
-        if process.exitcode != 0:
-            for other in ranks:
-                other.kill()
-            return 1
-    return 0
+
+    def work(parallel: Parallel) -> None:
+        scenarios = Scenarios(directory, parallel)
+        seen: Mapping[str, Any] = {
+            name: getattr(scenarios, name)()
+            for name, thing in vars(Scenarios).items()
+            if callable(thing) and not name.startswith("_")
+        }
+        (directory / f"rank_{parallel.rank}.json").write_text(json.dumps(seen))
+
+    run_on_two_ranks(work, directory)
 
 
 if __name__ == "__main__":
-    sys.stdout.flush()
-    os._exit(main())
+    main()

@@ -5,18 +5,15 @@ Each rank writes what it computed into `DIRECTORY/rank_R.pt`.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
+from tests.two_ranks import run_on_two_ranks
 from trainer.losses import PolicyLossInput
 from trainer.minibatches import annotate, plan_epochs
 from trainer.model import build_policy, reshard
@@ -27,7 +24,6 @@ from trainer.step import predict
 from triad.config.algorithm import UpdatesConfig
 from triad.config.trainer import TrainedModelConfig
 
-DEADLINE_S = 120
 AGES = (0, 1, 4)
 # Of each token: new, old, sampler and reference log-probability, age. By update, by forward pass.
 TOKENS: list[list[list[tuple[float, float, float, float, int]]]] = [
@@ -94,31 +90,15 @@ def compute(model_dir: Path, parallel: Parallel) -> dict[str, Any]:
     }
 
 
-def _rank(rank: int, model_dir: Path, directory: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), 2), rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
-    seen = compute(model_dir, Parallel(rank=rank, world_size=2, device=torch.device("cpu"), mesh=mesh))
-    torch.save(seen, directory / f"rank_{rank}.pt")
-    dist.destroy_process_group()
-
-
-def main() -> int:
-    """Start both ranks; return 0 when both came through."""
+def main() -> None:
+    """Write what each rank saw as `rank_R.pt`."""
     model_dir, directory = Path(sys.argv[1]), Path(sys.argv[2])
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_rank, args=(rank, model_dir, directory)) for rank in (0, 1)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(DEADLINE_S)
-        if process.exitcode != 0:
-            for other in ranks:
-                other.kill()
-            return 1
-    return 0
+
+    def work(parallel: Parallel) -> None:
+        torch.save(compute(model_dir, parallel), directory / f"rank_{parallel.rank}.pt")
+
+    run_on_two_ranks(work, directory)
 
 
 if __name__ == "__main__":
-    sys.stdout.flush()
-    os._exit(main())
+    main()

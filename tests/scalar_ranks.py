@@ -5,25 +5,20 @@ Each rank writes what it computed into `DIRECTORY/rank_R.pt`.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tests.two_ranks import run_on_two_ranks
 from trainer.model import trained_tensors
 from trainer.packing import Sample, build_micro_batch, plan_rows
 from trainer.parallel import Parallel
 from trainer.reward_model import RewardModel
 from trainer.scalar_model import build_scalar_model, predict_values, score_samples
 from triad.config.trainer import TrainedModelConfig
-
-DEADLINE_S = 120
 
 
 def ragged_samples() -> list[Sample]:
@@ -65,32 +60,16 @@ def compute(model_dir: Path, reward_model: Path, parallel: Parallel) -> dict[str
     return seen | {"rewards": rewards}
 
 
-def _rank(rank: int, model_dir: Path, reward_model: Path, directory: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), 2), rank=rank, world_size=2)
-    torch.manual_seed(rank)  # what is built must not depend on it
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
-    seen = compute(model_dir, reward_model, Parallel(rank=rank, world_size=2, device=torch.device("cpu"), mesh=mesh))
-    torch.save(seen, directory / f"rank_{rank}.pt")
-    dist.destroy_process_group()
-
-
-def main() -> int:
-    """Start both ranks; return 0 when both came through."""
+def main() -> None:
+    """Write what each rank saw as `rank_R.pt`."""
     model_dir, reward_model, directory = (Path(argument) for argument in sys.argv[1:])
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_rank, args=(rank, model_dir, reward_model, directory)) for rank in (0, 1)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(DEADLINE_S)
-        if process.exitcode != 0:
-            for other in ranks:
-                other.kill()
-            return 1
-    return 0
+
+    def work(parallel: Parallel) -> None:
+        torch.manual_seed(parallel.rank)  # what is built must not depend on it
+        torch.save(compute(model_dir, reward_model, parallel), directory / f"rank_{parallel.rank}.pt")
+
+    run_on_two_ranks(work, directory)
 
 
 if __name__ == "__main__":
-    sys.stdout.flush()
-    os._exit(main())
+    main()
