@@ -38,8 +38,12 @@ def _inference(run: RlRun) -> psutil.Process:
     return found
 
 
+def _engines(run: RlRun) -> list[psutil.Process]:
+    return [process for process in run.processes() if "EngineCore" in "".join(process.cmdline())]
+
+
 def _engine(run: RlRun) -> psutil.Process:
-    (found,) = [child for child in _inference(run).children() if "EngineCore" in "".join(child.cmdline())]
+    (found,) = _engines(run)
     return found
 
 
@@ -105,6 +109,23 @@ def test_inference_and_its_engine_die_and_hang(reference: CompletedRun, tmp_path
     _check_same_end(healed, reference)
     # Orchestrator and trainer went on as they were.
     assert [path.name for path in (healed.run_dir.path / "configs").iterdir()] == ["attempt_1"]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.slow
+def test_an_engine_that_is_killed_while_it_starts_is_started_again(tmp_path: Path) -> None:
+    port = ("--inference.server.port", str(free_port()))
+    with RlRun(tmp_path / "run", *SMALL_BATCH, *port, "--max-steps", "2") as run:
+        for number, cpu_s in enumerate((0.0, 0.3), start=1):  # as it appears, and while it loads
+            run.wait_for(lambda: _engines(run), "the engine")
+            (engine,) = _engines(run)
+            run.wait_for(lambda: sum(engine.cpu_times()[:2]) >= cpu_s, "its start")  # noqa: B023
+            engine.kill()
+            run.wait_for_output(f"inference ended with exit code 75: starting it again (restart {number} of 3)")
+        ended = complete(run)
+    assert ended.exit_code == 0, ended.output
+    assert not ended.survivors
+    assert [path.name for path in (ended.run_dir.path / "configs").iterdir()] == ["attempt_1"]
 
 
 def test_when_restarts_are_used_up_one_report_says_why(rl_server: UsedServer, tmp_path: Path) -> None:
