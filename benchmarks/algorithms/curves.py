@@ -12,8 +12,8 @@ from pathlib import Path
 from benchmarks.algorithms.runs import METRICS, NAMES
 
 REWARD = "reward/mean"
-# Batches whose mean is the start, or the end, of a curve of `rl`: 5 x 16 problems.
-_WINDOW = 5
+# The end of a curve of `rl` is the mean of this many batches, of 16 problems each.
+_LAST_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,13 @@ class Curve:
 
     @property
     def start(self) -> float:
-        """Mean reward of the first steps."""
-        return statistics.fmean(self.rewards[: self._window])
+        """Mean reward of the first point: the weights are those that all runs start from."""
+        return self.rewards[0]
 
     @property
     def end(self) -> float:
-        """Mean reward of the last steps."""
-        return statistics.fmean(self.rewards[-self._window :])
-
-    @property
-    def _window(self) -> int:
-        # The points of `dpo` are before, in and after training, each judged by as many rollouts as four batches.
-        return 1 if self.algorithm == "dpo" else _WINDOW
+        """Mean reward of the last steps; of `dpo` the last point, which has as many rollouts as four batches."""
+        return statistics.fmean(self.rewards[-1 if self.algorithm == "dpo" else -_LAST_STEPS :])
 
 
 def write_curves(path: Path, curves: Sequence[Curve]) -> None:

@@ -79,20 +79,21 @@ def measure(algorithm: str, seed: int, settings: Settings) -> dict[int, dict[str
 def _measure_dpo(run_dir: Path, seed: int, settings: Settings) -> dict[int, dict[str, float]]:
     """Train on pairs, then let vLLM answer fresh problems with the weights of several steps."""
     flags = ["--seed", str(seed), "--output-dir", str(run_dir), "--clean", *_steps(settings.steps)]
-    interval = max(1, (settings.steps or read_toml(DpoConfig, _CONFIGS / "dpo.toml").max_steps) // _DPO_POINTS)
+    steps_in_file = read_toml(DpoConfig, _CONFIGS / "dpo.toml").max_steps
+    interval = max(1, (settings.steps or steps_in_file) // _DPO_POINTS)
+    # A shorter run is the beginning of the whole one.
+    flags += ["--optim.schedule-steps", str(steps_in_file), "--ckpt.interval", str(interval)]
     if settings.threads is not None:
         flags += ["--parallel.threads", str(settings.threads)]
-    _run("dpo", ["@", str(_CONFIGS / "dpo.toml"), *flags, "--ckpt.interval", str(interval)])
+    _run("dpo", ["@", str(_CONFIGS / "dpo.toml"), *flags])
     training = _chosen(read_metrics(run_dir / "metrics.jsonl"))
     points = {}
     for step in [0, *RunDir(run_dir).committed_steps()]:
-        weights = _START
-        if step:
-            weights = str(run_dir / "exported" / f"step_{step}")
-            _run("ckpt", ["export", str(step), "--output-dir", str(run_dir), "--to", weights])
         # One step of `rl`: its batch is sampled by the weights that it starts from.
-        one_step = ["--max-steps", "1", "--model.name", weights, "--orchestrator.problems-per-step", str(_DPO_PROBLEMS)]
-        judged = _chosen(_run_rl(run_dir / "judged" / f"step_{step}", seed, settings, one_step))[1]
+        flags = ["--max-steps", "1", "--orchestrator.problems-per-step", str(_DPO_PROBLEMS)]
+        if step:
+            flags += ["--ckpt.weights-only", str(RunDir(run_dir).checkpoint(step))]
+        judged = _chosen(_run_rl(run_dir / "judged" / f"step_{step}", seed, settings, flags))[1]
         of_training = training.get(step, {})
         points[step] = {name: judged[name] for name in judged if name not in ("loss", "grad_norm")}
         points[step] |= {name: of_training[name] for name in ("loss", "grad_norm") if name in of_training}
