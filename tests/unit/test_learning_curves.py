@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.algorithms.curves import Curve, draw, read_curves, summary, write_curves
+from benchmarks.algorithms.runs import NAMES
+from tests.conftest import ROOT
 
 
 def curve(algorithm: str, seed: int, rewards: list[float], *, first_step: int = 1) -> Curve:
@@ -57,3 +59,10 @@ def test_every_algorithm_has_a_panel(algorithms: list[str], tmp_path: Path) -> N
     assert data.startswith(b"\x89PNG")
     width, height = (int.from_bytes(data[place : place + 4], "big") for place in (16, 20))
     assert (width, height) == ((260, 230) if len(algorithms) == 1 else (1300, 460))
+
+
+def test_the_committed_curves_rise_for_every_seed_and_are_those_of_the_docs() -> None:
+    curves = read_curves(ROOT / "benchmarks" / "algorithms" / "curves.csv")
+    assert {(one.algorithm, one.seed) for one in curves} == {(name, seed) for name in NAMES for seed in (0, 1, 2)}
+    assert all(one.end - one.start > 0.1 for one in curves)
+    assert summary(curves) in (ROOT / "docs" / "algorithms.md").read_text()
