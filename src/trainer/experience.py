@@ -17,7 +17,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from trainer.advantage import choose_advantage
+from trainer.advantage import BatchAdvantage
 from trainer.gae import generalized_advantages
 from trainer.kl import KlEstimator, estimate_kl
 from trainer.packing import Sample
@@ -47,12 +47,12 @@ def kl_of_sequences(samples: Sequence[Sample]) -> list[float]:
 
 
 def group_advantages(
-    samples: Sequence[Sample], rewards_PG: Sequence[Sequence[float]], name: str, penalty: Penalty | None
+    samples: Sequence[Sample], rewards_PG: Sequence[Sequence[float]], advantage: BatchAdvantage, penalty: Penalty | None
 ) -> None:
-    """Give every sample the advantage `name`, of its reward less the sum of its penalties."""
+    """Give every sample its `advantage`, of its reward less the sum of its penalties."""
     sums = iter([math.fsum(penalty.of(sample).tolist()) if penalty else 0.0 for sample in samples])
     penalised_PG = [[reward - next(sums) for reward in rewards_G] for rewards_G in rewards_PG]
-    assign_advantages(samples, choose_advantage(name)(penalised_PG))
+    assign_advantages(samples, advantage(penalised_PG))
 
 
 def critic_advantages(

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from trainer import experience
+from trainer.advantage import choose_advantage
 from trainer.losses import policy_loss
 from trainer.losses.kl_term import with_kl_term
 from trainer.minibatches import Minibatch, annotate, plan_epochs
@@ -30,6 +31,7 @@ from trainer.rollouts import AGE, OLD_LOGPROB, REFERENCE_LOGPROB, group_rollouts
 from trainer.session import Session
 from trainer.step import Stopwatch, check_finite, predict
 from triad.config import TrainerConfig
+from triad.config.rl_trainer import TOKEN_ADVANTAGES
 from triad.config.schedule import learning_rate
 from triad.messages import Batch, Rollout
 
@@ -47,6 +49,8 @@ class Learner:
         self._parts = parts
         self._pretraining = pretraining
         self._loss = policy_loss(config.loss)
+        of_tokens = config.advantage in TOKEN_ADVANTAGES
+        self._advantage = None if of_tokens else choose_advantage(config.advantage)
         kl = config.kl
         if kl is not None and parts.kl is not None and kl.place == "loss" and kl.coef > 0:
             assert kl.estimator is not None  # the config fills it in
@@ -107,10 +111,10 @@ class Learner:
                 penalty = experience.Penalty(parts.kl.coef, config.kl.estimator)
         if config.critic is not None:
             experience.critic_advantages(samples, rewards_PG, config.critic, penalty)
-        elif config.advantage == "distillation":
-            experience.distillation_advantages(samples)
+        elif self._advantage is not None:
+            experience.group_advantages(samples, rewards_PG, self._advantage, penalty)
         else:
-            experience.group_advantages(samples, rewards_PG, config.advantage, penalty)
+            experience.distillation_advantages(samples)
         return metrics | experience.advantage_metrics(samples)
 
     def _steer_kl(self, samples: Sequence[Sample]) -> dict[str, float]:
@@ -190,6 +194,7 @@ class Learner:
             ages, has_reference=all(REFERENCE_LOGPROB in sample.per_token for sample in samples)
         )
         lr = learning_rate(step, config.optim, config.max_steps)
+        value_lr = learning_rate(step, config.critic.optim, config.max_steps) if config.critic is not None else 0.0
         epochs = self._epochs(step, samples)
         done = (step - 1) * config.updates.epochs * config.updates.minibatches
         grad_norms, pretraining_losses = [], []
@@ -204,14 +209,14 @@ class Learner:
                 grad_norm = clip_gradients(self._policy, config.optim.max_grad_norm)
                 check_finite(step, loss=loss, grad_norm=grad_norm)
                 update_parameters(session.optimizer, lr=lr)
-            if parts.critic is not None and config.critic is not None:
+            if parts.critic is not None:
                 with stopwatch.phase("critic"):
-                    parts.critic.update(minibatch, lr=learning_rate(step, config.critic.optim, config.max_steps))
+                    parts.critic.update(minibatch, lr=value_lr)
             grad_norms.append(grad_norm)
             done += 1
         metrics = statistics.reduce(self._parallel) | {"grad_norm": sum(grad_norms) / len(grad_norms), "lr": lr}
         if pretraining_losses:
             metrics["pretraining_loss"] = sum(pretraining_losses) / len(pretraining_losses)
         if parts.critic is not None:
-            metrics |= parts.critic.take_metrics()
+            metrics |= parts.critic.take_metrics() | {"value_lr": value_lr}
         return metrics

@@ -48,12 +48,13 @@ def run(config: TrainerConfig) -> None:
         older_weights=config.async_level,
     ) as session:
         parts.resume(session.run_dir, session.progress.step)
+        learner = Learner(config, session, parts, pretraining)  # before anything is published: it may refuse
         session.publisher.publish(
             session.progress.step,
             canary=measure_canary(session.policy, tokenizer, parallel),
             for_engines=session.progress.step < config.max_steps,
         )
-        _train(config, session, parts, Learner(config, session, parts, pretraining))
+        _train(config, session, parts, learner)
         if parts.ema is not None:
             _publish_average(session, parts.ema)
     report("finished", step=session.progress.step)

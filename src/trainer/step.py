@@ -109,7 +109,7 @@ def check_finite(step: int, *, loss: float, grad_norm: float) -> None:
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return
     raise TrainingError(
-        f"step {step}: loss is {loss}, gradient norm is {grad_norm}. The step was not applied, nothing of it was saved "
-        "or published. Lower optim.lr, add optim.warmup_steps, lower optim.max_grad_norm, or look at this step's data; "
+        f"step {step}: loss is {loss}, gradient norm is {grad_norm}. Nothing of this step was saved or "
+        "published. Lower optim.lr, add optim.warmup_steps, lower optim.max_grad_norm, or look at this step's data; "
         "then go on with --ckpt.resume-step latest."
     )

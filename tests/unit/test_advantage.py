@@ -23,7 +23,7 @@ from trainer.advantage import (
     sample_std,
 )
 from trainer.rollouts import ADVANTAGE, assign_advantages, group_rollouts, to_samples
-from triad.config.rl_trainer import ADVANTAGES, TrainerConfig
+from triad.config.rl_trainer import ADVANTAGES, TOKEN_ADVANTAGES, TrainerConfig
 from triad.errors import ConfigError, TrainingError
 from triad.messages import Rollout
 
@@ -162,4 +162,4 @@ def test_an_unknown_advantage_is_refused_with_what_is_allowed() -> None:
 def test_the_documentation_shows_the_example_and_every_name() -> None:
     page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
     assert inspect.getsource(best_of_group) in page
-    assert all(f"\n| `{name}` |" in page for name in ADVANTAGES)
+    assert all(f"\n| `{name}` |" in page for name in (*ADVANTAGES, *TOKEN_ADVANTAGES))

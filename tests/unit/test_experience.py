@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.advantage import grpo
+from trainer.advantage import choose_advantage, grpo
 from trainer.experience import (
     Penalty,
     advantage_metrics,
@@ -59,7 +59,7 @@ def slow_penalties(sample: Sample, coef: float, estimator: str) -> dict[int, flo
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_a_groups_advantage_is_of_rewards_less_the_summed_penalty(estimator: str) -> None:
     samples = make_samples()
-    group_advantages(samples, REWARDS, "grpo", Penalty(0.3, estimator))  # type: ignore[arg-type]
+    group_advantages(samples, REWARDS, choose_advantage("grpo"), Penalty(0.3, estimator))  # type: ignore[arg-type]
     for first, rewards in ((0, REWARDS[0]), (3, REWARDS[1])):
         own = samples[first : first + 3]
         penalised = [
@@ -75,7 +75,7 @@ def test_a_rollout_far_from_the_reference_loses_to_an_equally_rewarded_sibling()
     samples = make_samples()[:2]
     for sample, drift in zip(samples, (2.0, 0.1), strict=True):
         sample.per_token[OLD_LOGPROB] = sample.per_token[REFERENCE_LOGPROB] + np.float32(drift)
-    group_advantages(samples, [[1.0, 1.0]], "dr_grpo", Penalty(0.5, "k1"))
+    group_advantages(samples, [[1.0, 1.0]], choose_advantage("dr_grpo"), Penalty(0.5, "k1"))
     far, near = (float(sample.per_token[ADVANTAGE][-1]) for sample in samples)
     assert far == pytest.approx(-0.5 * (2.0 * 4 - 0.1 * 2) / 2, rel=1e-5) and near == pytest.approx(-far)
 
@@ -84,7 +84,7 @@ def test_without_a_penalty_log_probabilities_are_not_needed() -> None:
     samples = make_samples()[:3]
     for sample in samples:
         sample.per_token.clear()
-    group_advantages(samples, [[3.0, 1.0, 2.0]], "dr_grpo", None)
+    group_advantages(samples, [[3.0, 1.0, 2.0]], choose_advantage("dr_grpo"), None)
     assert [sample.per_token[ADVANTAGE][0] for sample in samples] == [1.0, -1.0, 0.0]
 
 

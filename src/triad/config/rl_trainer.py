@@ -19,7 +19,10 @@ from triad.config.losses import PolicyLossConfig
 from triad.config.trainer import TrainingCommand
 from triad.user_functions import check_name
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "max_rl", "reinforce_pp", "reinforce_pp_baseline", "gae", "distillation")
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "max_rl", "reinforce_pp", "reinforce_pp_baseline")
+"""Advantages that are computed from rewards alone."""
+TOKEN_ADVANTAGES = ("gae", "distillation")
+"""Advantages that differ from token to token, and need a model."""
 
 
 class TrainerConfig(TrainingCommand):
@@ -73,7 +76,7 @@ class TrainerConfig(TrainingCommand):
     @field_validator("advantage")
     @classmethod
     def _known_advantage(cls, name: str) -> str:
-        return check_name(name, ADVANTAGES)
+        return check_name(name, (*ADVANTAGES, *TOKEN_ADVANTAGES))
 
     @model_validator(mode="after")
     def _parts_fit_together(self) -> TrainerConfig:
