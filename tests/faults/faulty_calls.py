@@ -14,6 +14,7 @@ import builtins
 import functools
 import io
 import os
+import select
 import signal
 import threading
 import time
@@ -100,9 +101,9 @@ def _fork_killer(delay_s: float) -> int:
     victim = os.getpid()
     wake, alarm = os.pipe()
     if os.fork() == 0:
-        os.close(alarm)
-        if os.read(wake, 1):
-            time.sleep(delay_s)
+        os.closerange(3, wake)  # the lock of the run among them
+        os.closerange(wake + 1, os.sysconf("SC_OPEN_MAX"))
+        if os.read(wake, 1) and not select.select([wake], [], [], delay_s)[0]:  # readable: the victim has ended
             os.kill(victim, signal.SIGKILL)
         os._exit(0)
     os.close(wake)

@@ -116,13 +116,13 @@ class Straight:
         """Let a run die of `fault`, start it again and compare its end; return whether it did die."""
         config, run_dir = self.runs.new(name, **self.settings), RunDir(self.folder / name)
         code = self.trainers.run(config, **fault)
-        where = f"{name}\n{self.runs.log(name)}"
-        assert code in (-signal.SIGKILL, 0), where  # 0: this time there were fewer calls
+        # 0: this time there were fewer calls
+        assert code in (-signal.SIGKILL, 0), f"{name}\n{self.runs.log(name)}"
         for version in run_dir.published_weights():
             verify(run_dir.weights_of(version))
-        assert self.trainers.run(config) == 0, where
+        assert self.trainers.run(config) == 0, f"{name}\n{self.runs.log(name)}"
         assert_same(outcome(run_dir, _STEPS), self.expected)
-        assert exact_metrics(run_dir, range(1, _STEPS + 1)) == self.lines, where
+        assert exact_metrics(run_dir, range(1, _STEPS + 1)) == self.lines, name
         shutil.rmtree(run_dir.path)
         return code != 0
 
