@@ -61,7 +61,7 @@ def test_a_disk_that_stays_full_ends_the_run_with_what_was_committed(rl_server: 
         ended = complete(run)
     assert ended.exit_code == STORAGE_FAILED, ended.output
     assert not ended.survivors
-    report = ended.output[ended.output.index("error: ") :]
+    report = ended.output[ended.output.index("\nerror: ") :]
     assert "No space left on device" in report and "was waited for in vain for 2 s" in report, report
-    assert ended.output.count("error: ") == 1 and "Traceback" not in ended.output
+    assert ended.output.count("\nerror: ") == 1 and "Traceback" not in ended.output, ended.output
     assert ended.run_dir.committed_steps()[-1] >= 4
