@@ -25,6 +25,7 @@ def run_benchmark(algorithm: str, output: Path) -> Curve:
     return curve
 
 
+@pytest.mark.slow
 def test_rl_is_measured_step_by_step(tmp_path: Path) -> None:
     curve = run_benchmark("max_rl", tmp_path)
     assert list(curve.points) == [1, 2]

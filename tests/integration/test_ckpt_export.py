@@ -240,6 +240,7 @@ def export_tensors(run_dir: RunDir, step: int, scratch: Path) -> dict[str, torch
     return {name: tensor.double() for name, tensor in load_file(scratch / f"e{step}" / "model.safetensors").items()}
 
 
+@pytest.mark.slow
 def test_a_pickled_model_becomes_a_warm_start(
     run_dir: RunDir, model: Path, masters: Path, sft_data: Path, tmp_path: Path
 ) -> None:

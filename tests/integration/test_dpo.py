@@ -105,6 +105,7 @@ def test_a_killed_run_ends_in_the_same_bits(
     assert same_run(resumed, straight)
 
 
+@pytest.mark.slow
 def test_a_signal_saves_the_current_step_and_a_resume_goes_on_bit_for_bit(
     run: Callable[..., SftRun],
     command: Callable[[str], str],

@@ -78,7 +78,7 @@ def published(run: SftRun) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*.safetensors")}
 
 
-@pytest.mark.parametrize("ranks", ["one", "two"])
+@pytest.mark.parametrize("ranks", ["one", pytest.param("two", marks=pytest.mark.slow)])
 def test_a_resumed_run_equals_the_straight_one_bit_for_bit(runs: Runs, ranks: str) -> None:
     straight, resumed = finished(runs[ranks]), finished(runs[f"{ranks}_resumed"])
     assert f"resuming from step {HALF}" in resumed.output
@@ -90,6 +90,7 @@ def test_a_resumed_run_equals_the_straight_one_bit_for_bit(runs: Runs, ranks: st
     assert straight.column("loss")[-1] != pytest.approx(finished(runs["plain"]).column("loss")[-1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_two_ranks_start_and_train_as_one(runs: Runs) -> None:
     one, two = finished(runs["plain"]), finished(runs["two_plain"])
     assert two.column("loss") == pytest.approx(one.column("loss"), rel=1e-5)
@@ -97,6 +98,7 @@ def test_two_ranks_start_and_train_as_one(runs: Runs) -> None:
     assert one.column("loss")[-1] < one.column("loss")[0]
 
 
+@pytest.mark.slow
 def test_one_rank_loads_what_two_have_saved(runs: Runs) -> None:
     two, one = finished(runs["two"]), finished(runs["two_loaded_by_one"])
     assert published(one) == published(two)
@@ -113,6 +115,7 @@ def test_checkpoints_hold_adapters_and_the_base_stays_as_it_was(runs: Runs, tiny
     assert progress["base"]["name"] == str(tiny_model())
 
 
+@pytest.mark.slow
 def test_another_base_or_other_adapters_are_refused(
     runs: Runs, tiny_model: Callable[..., Path], sft_data: Path, tmp_path: Path
 ) -> None:
@@ -129,6 +132,7 @@ def test_another_base_or_other_adapters_are_refused(
         assert manifest.verify(run.run_dir.checkpoint(STEPS)).step == STEPS
 
 
+@pytest.mark.slow
 def test_an_export_is_the_adapter_or_the_merged_model(
     runs: Runs, tiny_model: Callable[..., Path], command: Callable[[str], str], tmp_path: Path
 ) -> None:
@@ -158,6 +162,7 @@ def test_an_export_is_the_adapter_or_the_merged_model(
         assert "Traceback" not in done.stderr and not (tmp_path / "refused").exists()
 
 
+@pytest.mark.slow
 def test_the_reference_of_dpo_is_the_model_without_the_adapter(command: Callable[[str], str], tmp_path: Path) -> None:
     settings = {
         "output-dir": tmp_path / "run", "model.name": MODEL, "data.batch-size": 8, "optim.lr": 1e-2, "max-steps": 3,

@@ -34,6 +34,7 @@ def keep_full_until(run: RlRun, disk: SmallDisk, text: str) -> None:
         disk.fill()
 
 
+@pytest.mark.slow
 def test_a_run_waits_for_room_and_ends_as_the_undisturbed_one(
     rl_server: UsedServer, reference: CompletedRun, disk: SmallDisk
 ) -> None:
@@ -53,6 +54,7 @@ def test_a_run_waits_for_room_and_ends_as_the_undisturbed_one(
     assert not left, "what was torn is cleared away"
 
 
+@pytest.mark.slow
 def test_a_disk_that_stays_full_ends_the_run_with_what_was_committed(rl_server: UsedServer, disk: SmallDisk) -> None:
     with RlRun(disk.path, *rl_server.flags, *_STEPS, "--storage-timeout-s", "2") as run:
         run.wait_for_step(5)
