@@ -103,7 +103,12 @@ def _fork_killer(delay_s: float) -> int:
     if os.fork() == 0:
         os.closerange(3, wake)  # the lock of the run among them
         os.closerange(wake + 1, os.sysconf("SC_OPEN_MAX"))
-        if os.read(wake, 1) and not select.select([wake], [], [], delay_s)[0]:  # readable: the victim has ended
+        is_there = os.read(wake, 1) != b""
+        deadline = time.monotonic() + delay_s
+        while is_there and (left_s := deadline - time.monotonic()) > 0:
+            if select.select([wake], [], [], left_s)[0]:  # another rank's byte, or the end of all who held the pipe
+                is_there = os.read(wake, 1) != b""
+        if is_there:
             os.kill(victim, signal.SIGKILL)
         os._exit(0)
     os.close(wake)
