@@ -164,16 +164,16 @@ class CompletedRun:
     survivors: list[psutil.Process]
 
 
-def complete(run: RlRun) -> CompletedRun:
+def complete(run: RlRun, timeout_s: float = END_TIMEOUT_S) -> CompletedRun:
     """Wait for the end of a run and of all its processes."""
-    code = run.wait()
+    code = run.wait(timeout_s)
     return CompletedRun(run.run_dir, code, run.output, run.survivors())
 
 
-def succeeded(output_dir: Path, *flags: str) -> CompletedRun:
+def succeeded(output_dir: Path, *flags: str, timeout_s: float = END_TIMEOUT_S) -> CompletedRun:
     """Run `rl` to its end, which must be a success that leaves no process behind."""
     with RlRun(output_dir, *flags) as run:
-        completed = complete(run)
+        completed = complete(run, timeout_s)
     assert completed.exit_code == 0, completed.output
     assert not completed.survivors, completed.output
     return completed
