@@ -235,6 +235,8 @@ def _launch(argv: list[str], until: Until) -> None:
         paths.append(write_config(attempt, "sft", config, dry_run=config.dry_run))
         if until == "prepared":
             return 0
+        # A page of memory that its ranks share, and not the zygote's, which all runs would share.
+        trainer.launch.STOP_REQUEST.__init__()
         if config.parallel.num_ranks > 1:
             return trainer.launch.main(["sft", str(paths[0])])
         # One rank needs no launcher; the store takes any free port.

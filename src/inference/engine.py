@@ -153,11 +153,16 @@ def _fork_engine() -> None:
     yet, so nothing here may compute with torch.
     """
     engine_utils.get_mp_context = lambda: multiprocessing.get_context("fork")  # type: ignore[assignment]
-    server_pid = os.getpid()
+    server_pid = forking_pid = os.getpid()
+
+    def before() -> None:
+        nonlocal forking_pid
+        forking_pid = os.getpid()
 
     def in_child() -> None:
-        # The hook stays for life, but only the server's own children are engines.
-        if os.getppid() == server_pid:
-            prepare_engine_process()
+        # The hook stays for life, but only the server's own children are engines. The child does not ask who its
+        # parent is: a server that died since the fork would leave it an orphan.
+        if forking_pid == server_pid:
+            prepare_engine_process(parent=server_pid)
 
-    os.register_at_fork(after_in_child=in_child)
+    os.register_at_fork(before=before, after_in_child=in_child)

@@ -24,6 +24,7 @@ from triad.heartbeat import start_heartbeat
 from triad.process import (
     available_cores,
     die_with_launcher,
+    die_with_parent,
     exit_code_of,
     set_thread_environment,
     set_up_logging,
@@ -103,6 +104,10 @@ def _is_cpu_build() -> bool:
         return False
     return True
 
+
+if __name__ == "__mp_main__":
+    # A spawned engine, or a worker of one: before it has imported vLLM, it would wait minutes for a server that died.
+    die_with_parent()
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])

@@ -45,18 +45,18 @@ class StageResult(TypedDict):
     refused: str | None
 
 
-def prepare_engine_process() -> None:
-    """Make this process end with its parent, and bound torch to the threads of the environment.
+def prepare_engine_process(*, parent: int) -> None:
+    """Make this process end with process `parent`, and bound torch to the threads of the environment.
 
     vLLM binds threads later and then ignores `torch.set_num_threads`, so this must come first.
     """
-    die_with_parent()
+    die_with_parent(parent=parent)
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
 
 
-if multiprocessing.parent_process() is not None:
-    prepare_engine_process()
+if (_parent := multiprocessing.parent_process()) is not None and _parent.pid is not None:
+    prepare_engine_process(parent=_parent.pid)
 
 
 @register_model_loader(LOAD_FORMAT)

@@ -72,6 +72,8 @@ def _train(request: dict[str, Any], output: Path) -> None:
     trail = output.with_suffix(".trail")
     trail.unlink(missing_ok=True)
     faulty_calls.install(str(output), str(trail), **request["fault"])
+    # A page of memory that its ranks share, and not the helper's, which all runs would share.
+    trainer.launch.STOP_REQUEST.__init__()
     if config.parallel.num_ranks > 1:
         sys.exit(trainer.launch.main(["rl", str(path)]))
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")

@@ -172,6 +172,27 @@ def test_killing_the_server_leaves_no_orphan(model: Path, tmp_path: Path) -> Non
         _assert_ends(child)
 
 
+_SLOW_TO_FORK = """
+import os, time
+server = os.getpid()
+def wait_for_its_death():
+    while os.getppid() == server:
+        time.sleep(0.01)
+os.register_at_fork(after_in_child=wait_for_its_death)
+"""
+
+
+def test_an_engine_that_was_just_forked_does_not_outlive_its_server(model: Path, tmp_path: Path) -> None:
+    """It could not yet ask the kernel to end it too, and would wait minutes for a server's answer."""
+    server = _start(model, tmp_path, sabotage=_SLOW_TO_FORK)
+    process, deadline = psutil.Process(server.pid), time.monotonic() + 30
+    while not (children := process.children(recursive=True)):
+        assert time.monotonic() < deadline
+    assert server.kill() == -signal.SIGKILL
+    for child in children:
+        _assert_ends(child)
+
+
 def test_the_death_of_the_engine_ends_the_server_with_its_own_code(model: Path, tmp_path: Path) -> None:
     server = _start(model, tmp_path)
     server.wait_ready()
