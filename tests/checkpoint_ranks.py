@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor
 
 from tests.train_states import copied, held_writes, same
 from tests.two_ranks import run_on_two_ranks
-from trainer import dcp
-from trainer.checkpoint import Checkpointer, load_state_with_optimizer, save_state
+from trainer.checkpoints import dcp
+from trainer.checkpoints.checkpointer import Checkpointer, load_state_with_optimizer, save_state
+from trainer.checkpoints.plain_state import ObjectsState
+from trainer.checkpoints.saving import Saver
 from trainer.parallel import Parallel
-from trainer.plain_state import ObjectsState
-from trainer.saving import Saver
 from trainer.stop import StopRequest
 from triad.config import CkptConfig
 from triad.errors import Stopped, TriadError

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from tests.two_ranks import run_on_two_ranks
-from trainer.losses import PolicyLossInput
-from trainer.minibatches import annotate, plan_epochs
-from trainer.model import build_policy, reshard
+from trainer.models.model import build_policy, reshard
 from trainer.packing import Sample
 from trainer.parallel import Parallel
-from trainer.policy_metrics import PolicyStatistics
+from trainer.policy.losses import PolicyLossInput
+from trainer.policy.metrics import PolicyStatistics
+from trainer.policy.minibatches import annotate, plan_epochs
 from trainer.step import predict
 from triad.config.algorithm import UpdatesConfig
 from triad.config.trainer import TrainedModelConfig

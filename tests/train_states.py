@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.dcp import ShardWriter
-from trainer.model import build_policy
+from trainer.checkpoints.dcp import ShardWriter
+from trainer.checkpoints.state import Progress, TrainState, local_part
+from trainer.models.model import build_policy
 from trainer.optim import build_optimizer, clip_gradients, update_parameters
 from trainer.parallel import Parallel
-from trainer.state import Progress, TrainState, local_part
 from triad.config.trainer import OptimConfig, TrainedModelConfig
 from triad.manifest import FileEntry
 

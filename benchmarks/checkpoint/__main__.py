@@ -4,8 +4,8 @@ A model of 200M parameters with AdamW (2.4 GB of state) takes steps while it is 
 all in one process and one run, in turns, so that the ratios hold whatever the disk does today:
 
 - plain: `torch.distributed.checkpoint.save`, stock settings, training waits;
-- async: `trainer.checkpoint.Checkpointer`, which copies and writes behind the training; blocked is the time
-  in `save` and what the next optimizer step waits for the copy;
+- async: `trainer.checkpoints.checkpointer.Checkpointer`, which copies and writes behind the training; blocked is the
+  time in `save` and what the next optimizer step waits for the copy;
 - raw: the same number of bytes through `write` and one `fsync`: what the disk can do;
 - steps alone, steps beside an asynchronous save, and steps beside another process that hashes and
   writes as many bytes: the difference of the last two is what saving costs beyond the cores it takes.
@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.checkpoint.measure import Beside, PeakMemory, TinyLoop, drop_from_cache, write_raw
-from trainer.checkpoint import Checkpointer
+from trainer.checkpoints.checkpointer import Checkpointer
 from triad import manifest
 
 

@@ -110,6 +110,6 @@ def _adapted(directory: Path, tensors: dict[str, torch.Tensor], base: BaseWeight
                 f"{directory}: the factors of '{matrix}' have the shapes {list(a_RI.shape)} and {list(b_OR.shape)}, "
                 f"which do not fit {list(weight_OI.shape)}"
             )
-        # The same sums as `trainer.lora.merged`, for the same bits.
+        # The same sums as `trainer.models.lora.merged`, for the same bits.
         adapted[matrix] = weight_OI.float() + (b_OR.float() @ a_RI.float()) * scale
     return adapted

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from trainer import parallel as parallel_module
+from trainer.checkpoints.state import seed_everything
 from trainer.data import load_tokenizer
-from trainer.model import Policy, build_policy
-from trainer.pair_training import PairObjective, train_on_pairs
+from trainer.models.model import Policy, build_policy
+from trainer.pairs.losses import PairLogprobs, preference_loss
+from trainer.pairs.preferences import Pair, fingerprint_pairs, load_pairs, split_pairs
+from trainer.pairs.reference import Reference, predict_pairs, start_reference
+from trainer.pairs.training import PairObjective, train_on_pairs
 from trainer.parallel import Parallel
-from trainer.preference_loss import PairLogprobs, preference_loss
-from trainer.preferences import Pair, fingerprint_pairs, load_pairs, split_pairs
-from trainer.reference import Reference, predict_pairs, start_reference
 from trainer.session import start_session
-from trainer.state import seed_everything
 from triad.config import DpoConfig
 from triad.events import report
 

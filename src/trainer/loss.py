@@ -1,4 +1,4 @@
-"""The loss of supervised training, and the estimator of divergences. Policy losses: `trainer.losses`.
+"""The loss of supervised training, and the estimator of divergences. Policy losses: `trainer.policy.losses`.
 
 Shape legend: N predicted tokens of the forward pass.
 """

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.attention import PackedIndex
+from trainer.models.attention import PackedIndex
 
 
 @dataclass(frozen=True)

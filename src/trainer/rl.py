@@ -10,17 +10,17 @@ from __future__ import annotations
 import torch
 
 from trainer import parallel as parallel_module
-from trainer.alerts import Alerts
-from trainer.canary import measure_canary
+from trainer.checkpoints.ledger import Ledger
+from trainer.checkpoints.state import seed_everything
 from trainer.data import load_tokenizer
-from trainer.ema import Ema
-from trainer.learner import Learner
-from trainer.ledger import Ledger
-from trainer.model import Policy, build_policy, trained_tensors
-from trainer.pretraining import PretrainingMix
-from trainer.rl_parts import RlParts
+from trainer.models.model import Policy, build_policy, trained_tensors
+from trainer.policy.alerts import Alerts
+from trainer.policy.canary import measure_canary
+from trainer.policy.ema import Ema
+from trainer.policy.learner import Learner
+from trainer.policy.parts import RlParts
+from trainer.policy.pretraining import PretrainingMix
 from trainer.session import Session, start_session
-from trainer.state import seed_everything
 from trainer.step import Stopwatch, step_metrics
 from trainer.stop import STOP_REQUEST
 from triad.config import TrainerConfig

@@ -15,15 +15,15 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from trainer import parallel as parallel_module
+from trainer.checkpoints.state import seed_everything
 from trainer.data import load_tokenizer
+from trainer.models.scalar_model import ScalarModel, build_scalar_model, score_samples
 from trainer.packing import Sample
-from trainer.pair_training import PairObjective, train_on_pairs
+from trainer.pairs.preferences import Pair, fingerprint_pairs, load_pairs, split_pairs
+from trainer.pairs.reward_loss import reward_loss
+from trainer.pairs.training import PairObjective, train_on_pairs
 from trainer.parallel import Parallel
-from trainer.preferences import Pair, fingerprint_pairs, load_pairs, split_pairs
-from trainer.reward_loss import reward_loss
-from trainer.scalar_model import ScalarModel, build_scalar_model, score_samples
 from trainer.session import Build, start_session
-from trainer.state import seed_everything
 from triad.config import RmConfig
 from triad.config.trainer import TrainedModelConfig
 from triad.events import report

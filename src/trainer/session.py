@@ -12,17 +12,17 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from trainer import parallel as parallel_module
-from trainer.checkpoint import Checkpointer
-from trainer.commit import Identity
-from trainer.lora import Adapters, is_adapted
-from trainer.model import Trained, trained_tensors
+from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.checkpoints.commit import Identity
+from trainer.checkpoints.plain_state import State
+from trainer.checkpoints.saving import GraceOver, Saver
+from trainer.checkpoints.state import Progress, TrainState
+from trainer.checkpoints.warm_start import load_weights_only
+from trainer.models.lora import Adapters, is_adapted
+from trainer.models.model import Trained, trained_tensors
+from trainer.models.weights import WeightPublisher
 from trainer.optim import build_optimizer
 from trainer.parallel import Parallel
-from trainer.plain_state import State
-from trainer.saving import GraceOver, Saver
-from trainer.state import Progress, TrainState
-from trainer.warm_start import load_weights_only
-from trainer.weights import WeightPublisher
 from triad import manifest
 from triad.checkpoints import TRAINER_DIR, Retention
 from triad.config import CkptConfig

@@ -12,13 +12,13 @@ import logging
 import torch
 
 from trainer import parallel as parallel_module
+from trainer.checkpoints.state import seed_everything
 from trainer.data import SampleOrder, fingerprint_samples, load_samples, load_tokenizer
-from trainer.model import Policy, build_policy, reshard
+from trainer.models.model import Policy, build_policy, reshard
 from trainer.optim import clip_gradients, update_parameters
 from trainer.packing import Sample, build_micro_batch
 from trainer.parallel import Parallel
 from trainer.session import Session, start_session
-from trainer.state import seed_everything
 from trainer.step import Stopwatch, check_finite, predict, step_metrics
 from trainer.supervised_step import plan_samples, supervised_step
 from triad.config import SftConfig

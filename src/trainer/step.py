@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from trainer.model import Policy
+from trainer.models.model import Policy
 from trainer.packing import MicroBatch
 from trainer.parallel import Parallel
 from trainer.session import Session

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from trainer.loss import cross_entropy
-from trainer.model import Policy
+from trainer.models.model import Policy
 from trainer.packing import Sample, build_micro_batch, plan_rows
 from trainer.parallel import Parallel
 from trainer.step import predict

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from tests.conftest import ModelFactory
-from trainer.advantage import choose_advantage, sample_std
-from trainer.kl import KlCoefficient, estimate_kl
-from trainer.losses import PolicyLossInput, policy_loss
-from trainer.losses.kl_term import with_kl_term
-from trainer.model import build_policy
+from trainer.models.model import build_policy
 from trainer.packing import Sample, build_micro_batch
 from trainer.parallel import Parallel
+from trainer.policy.advantage import choose_advantage, sample_std
+from trainer.policy.kl import KlCoefficient, estimate_kl
+from trainer.policy.losses import PolicyLossInput, policy_loss
+from trainer.policy.losses.kl_term import with_kl_term
 from trainer.step import predict
 from triad.config.losses import CorrectionConfig, PolicyLossConfig
 from triad.config.trainer import TrainedModelConfig

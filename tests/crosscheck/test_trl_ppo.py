@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.conftest import ModelFactory
-from trainer.gae import generalized_advantages, value_loss
-from trainer.kl import estimate_kl
-from trainer.losses import PolicyLossInput, policy_loss
+from trainer.policy.gae import generalized_advantages, value_loss
+from trainer.policy.kl import estimate_kl
+from trainer.policy.losses import PolicyLossInput, policy_loss
 from triad.config.losses import PolicyLossConfig
 
 if TYPE_CHECKING:

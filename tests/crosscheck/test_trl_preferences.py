@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.conftest import ModelFactory
-from trainer.preference_loss import PairLogprobs, PairLosses, preference_loss, sequence_sums
+from trainer.pairs.losses import PairLogprobs, PairLosses, preference_loss, sequence_sums
 from triad.config.dpo import PreferenceLossConfig
 
 pytestmark = pytest.mark.trl

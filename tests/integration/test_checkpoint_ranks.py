@@ -13,7 +13,7 @@ import torch
 
 from tests.checkpoint_ranks import make_objects, train, whole
 from tests.conftest import ROOT
-from trainer.checkpoint import load_state_with_optimizer, save_state
+from trainer.checkpoints.checkpointer import load_state_with_optimizer, save_state
 from triad import manifest
 
 DEADLINE_S = 150

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.inference_models import reference_logprobs, write_model
 from tests.inference_zygote import free_port, shared_zygote
 from tests.training_runs import run_sft
-from trainer.model import build_policy, trained_tensors
+from trainer.checkpoints.warm_start import load_weights_only
+from trainer.models.model import build_policy, trained_tensors
 from trainer.parallel import Parallel
-from trainer.snapshot_import import import_weights
-from trainer.snapshot_writing import export
-from trainer.warm_start import load_weights_only
+from trainer.snapshots.importing import import_weights
+from trainer.snapshots.writing import export
 from triad import manifest
 from triad.ckpt.requests import Export, Import
 from triad.config import InferenceConfig
@@ -172,7 +172,7 @@ def test_a_full_disk_leaves_nothing_behind(run_dir: RunDir, tmp_path: Path, monk
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("trainer.hf_files.save_file", full)
+    monkeypatch.setattr("trainer.models.hf_files.save_file", full)
     with pytest.raises(SaveError, match="could not be written: No space left on device"):
         export(Export(str(run_dir.checkpoint(STEPS)), str(tmp_path / "x")))
     assert list(tmp_path.iterdir()) == []

@@ -18,7 +18,7 @@ from tests.conftest import ROOT
 from tests.integration.conftest import UsedServer
 from tests.rl_runs import MODEL, RlRun, assert_same, complete, exact_metrics, outcome, succeeded
 from tests.training_runs import SftRun, run_sft
-from trainer.snapshot_reading import TensorReader
+from trainer.snapshots.reading import TensorReader
 from triad import manifest
 from triad.adapter import ADAPTER_DIR, ADAPTER_NAME
 from triad.checkpoints import TRAINER_DIR, Kind, kind_of

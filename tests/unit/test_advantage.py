@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from trainer.advantage import (
+from trainer.policy.advantage import (
     choose_advantage,
     dr_grpo,
     grpo,
@@ -22,7 +22,7 @@ from trainer.advantage import (
     rloo,
     sample_std,
 )
-from trainer.rollouts import ADVANTAGE, assign_advantages, group_rollouts, to_samples
+from trainer.policy.rollouts import ADVANTAGE, assign_advantages, group_rollouts, to_samples
 from triad.config.rl_trainer import ADVANTAGES, TOKEN_ADVANTAGES, TrainerConfig
 from triad.errors import ConfigError, TrainingError
 from triad.messages import Rollout

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from trainer.alerts import Alerts
+from trainer.policy.alerts import Alerts
 from triad.config.alerts import AlertsConfig
 
 CONFIG = AlertsConfig(window=4)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from trainer.attention import PackedIndex, packed_attention
+from trainer.models.attention import PackedIndex, packed_attention
 
 CPU = torch.device("cpu")
 lengths_of_rows = st.lists(st.integers(1, 9), min_size=1, max_size=6)

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from orchestrator.client import InferenceClient
 from orchestrator.weights import describe_weights, read_canary
 from tests.unit.orchestrator_fakes import FakeEngine, publish_weights, serving
-from trainer.canary import measure_canary
-from trainer.model import build_policy
+from trainer.models.model import build_policy
 from trainer.parallel import Parallel
+from trainer.policy.canary import measure_canary
 from triad.canary import CANARY_NAME, TEXT, Canary, deviation
 from triad.config.orchestrator import ClientConfig
 from triad.config.trainer import TrainedModelConfig

@@ -13,11 +13,17 @@ import torch
 from torch import Tensor
 
 from tests.train_states import MakeState, copied, draw, same, train
-from trainer import commit
-from trainer.checkpoint import Checkpointer
-from trainer.commit import Identity
+from trainer.checkpoints import commit
+from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.checkpoints.commit import Identity
+from trainer.checkpoints.state import (
+    TrainState,
+    capture_random_state,
+    local_part,
+    restore_random_state,
+    seed_everything,
+)
 from trainer.parallel import Parallel
-from trainer.state import TrainState, capture_random_state, local_part, restore_random_state, seed_everything
 from triad import manifest
 from triad.checkpoints import ORCHESTRATOR_DIR, TRAINER_DIR, BestMetric, Retention
 from triad.errors import CheckpointError

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 from tests.train_states import MakeState, copied, draw, held_writes, same, train
-from trainer import commit
-from trainer.checkpoint import Checkpointer
-from trainer.dcp import ShardWriter
-from trainer.plain_state import ObjectsState
-from trainer.staging import Stager
-from trainer.state import local_part
+from trainer.checkpoints import commit
+from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.checkpoints.dcp import ShardWriter
+from trainer.checkpoints.plain_state import ObjectsState
+from trainer.checkpoints.staging import Stager
+from trainer.checkpoints.state import local_part
 from triad import durable, manifest
 from triad.errors import CheckpointError, SaveError
 from triad.run_dir import RunDir

@@ -13,8 +13,8 @@ import pytest
 from torch.distributed.checkpoint import FileSystemWriter
 
 from tests.train_states import MakeState, train
-from trainer import commit, dcp
-from trainer.checkpoint import Checkpointer
+from trainer.checkpoints import commit, dcp
+from trainer.checkpoints.checkpointer import Checkpointer
 from triad import durable, manifest
 from triad.checkpoints import ORCHESTRATOR_DIR, TRAINER_DIR, Retention
 from triad.errors import SaveError

@@ -13,7 +13,7 @@ from orchestrator_fakes import FakeEngine, FakeTrainer, commit_checkpoint, make_
 from orchestrator.environment import Environment, Message, Score, Session, Task, TaskSeed
 from orchestrator.main import orchestrate
 from orchestrator.selection import has_signal
-from trainer.ledger import check_tasks
+from trainer.checkpoints.ledger import check_tasks
 from triad import journal
 from triad.config.orchestrator import OrchestratorConfig
 from triad.errors import EnvironmentFailure

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from trainer.ema import Ema
+from trainer.checkpoints.plain_state import State
 from trainer.parallel import Parallel
-from trainer.plain_state import State
+from trainer.policy.ema import Ema
 
 
 def test_an_update_keeps_the_decay_and_adds_the_rest() -> None:

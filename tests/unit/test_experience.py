@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.advantage import choose_advantage, grpo
-from trainer.experience import (
+from trainer.packing import Sample
+from trainer.policy.advantage import choose_advantage, grpo
+from trainer.policy.experience import (
     Penalty,
     advantage_metrics,
     critic_advantages,
@@ -17,8 +18,7 @@ from trainer.experience import (
     group_advantages,
     kl_of_sequences,
 )
-from trainer.packing import Sample
-from trainer.rollouts import ADVANTAGE, OLD_LOGPROB, REFERENCE_LOGPROB, RETURN, VALUE
+from trainer.policy.rollouts import ADVANTAGE, OLD_LOGPROB, REFERENCE_LOGPROB, RETURN, VALUE
 from triad.config.algorithm import CriticConfig
 
 REWARDS = [[1.0, 0.25, -0.5], [2.0, 2.5, 0.0]]

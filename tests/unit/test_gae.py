@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.gae import explained_variance, generalized_advantages, value_loss, value_sums
+from trainer.policy.gae import explained_variance, generalized_advantages, value_loss, value_sums
 
 
 def doubles(*values: float) -> Tensor:

@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from inference.adapters import BaseWeights, read_adapter
 from inference.weights import read_architecture, read_weights
-from trainer.lora import Adapters
-from trainer.model import build_policy, trained_tensors
+from trainer.models.lora import Adapters
+from trainer.models.model import build_policy, trained_tensors
+from trainer.models.weights import WeightPublisher
 from trainer.parallel import Parallel
-from trainer.weights import WeightPublisher
 from triad.adapter import ADAPTER_NAME, BASE_NAME
 from triad.config.trainer import TrainedModelConfig
 from triad.errors import DataError

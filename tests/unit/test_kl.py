@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.kl import KlCoefficient, KlEstimator, estimate_kl
+from trainer.policy.kl import KlCoefficient, KlEstimator, estimate_kl
 from triad.errors import TrainingError
 
 ESTIMATORS: tuple[KlEstimator, ...] = ("k1", "k2", "k3")

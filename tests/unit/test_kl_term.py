@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.kl import KlCoefficient, KlEstimator
-from trainer.losses import PolicyLossInput, policy_loss
-from trainer.losses.kl_term import with_kl_term
+from trainer.policy.kl import KlCoefficient, KlEstimator
+from trainer.policy.losses import PolicyLossInput, policy_loss
+from trainer.policy.losses.kl_term import with_kl_term
 from triad.config.losses import PolicyLossConfig
 
 # Two sequences of two tokens and one: weights 1/4, 1/4, 1/2 by sequence, 1/3 each by token.

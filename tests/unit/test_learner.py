@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from trainer.advantage import dr_grpo, grpo
-from trainer.learner import Learner
-from trainer.losses import PolicyLossInput
-from trainer.model import Policy, build_policy, trained_tensors
+from trainer.models.model import Policy, build_policy, trained_tensors
 from trainer.parallel import Parallel
-from trainer.rl_parts import RlParts
+from trainer.policy.advantage import dr_grpo, grpo
+from trainer.policy.learner import Learner
+from trainer.policy.losses import PolicyLossInput
+from trainer.policy.parts import RlParts
 from trainer.session import Session, start_session
 from trainer.step import Stopwatch
 from triad.config import TrainerConfig

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from orchestrator.state import EnvironmentState, OrchestratorState
-from trainer.ledger import Ledger, check_tasks, check_trained
-from trainer.state import Progress
+from trainer.checkpoints.ledger import Ledger, check_tasks, check_trained
+from trainer.checkpoints.state import Progress
 from triad.errors import CheckpointError, TrainingError
 from triad.journal import Accepted, Counts, EnvironmentPosition, publish_batch, read_accepted
 from triad.messages import Batch, Dropped, DropReason, Rollout

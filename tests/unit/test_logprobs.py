@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.logprobs import token_logprobs
+from trainer.models.logprobs import token_logprobs
 
 N, H, V = 11, 6, 17
 

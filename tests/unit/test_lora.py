@@ -16,16 +16,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from tests.train_states import copied, same, train
-from trainer.checkpoint import load_state_with_optimizer, save_state
-from trainer.lora import Adapters, base_tensors, digest_of, merged
-from trainer.model import Policy, build_policy, trained_tensors
+from trainer.checkpoints.checkpointer import load_state_with_optimizer, save_state
+from trainer.checkpoints.state import Progress, TrainState, local_part
+from trainer.checkpoints.warm_start import load_weights_only
+from trainer.models.lora import Adapters, base_tensors, digest_of, merged
+from trainer.models.model import Policy, build_policy, trained_tensors
+from trainer.models.weights import WeightPublisher
 from trainer.optim import build_optimizer
 from trainer.packing import Sample, build_micro_batch
 from trainer.parallel import Parallel
-from trainer.state import Progress, TrainState, local_part
 from trainer.step import predict
-from trainer.warm_start import load_weights_only
-from trainer.weights import WeightPublisher
 from triad.adapter import ADAPTER_DIR, ADAPTER_NAME, Base, read_base, tensors_digest
 from triad.checkpoints import TRAINER_DIR, Kind, kind_of
 from triad.config.trainer import OptimConfig, TrainedModelConfig

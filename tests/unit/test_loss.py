@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from trainer.loss import cross_entropy, k3
-from trainer.losses import PolicyLossInput, policy_loss
 from trainer.packing import Sample, build_micro_batch
-from trainer.rollouts import ADVANTAGE, AGE, SAMPLER_LOGPROB, assign_advantages, to_samples
+from trainer.policy.losses import PolicyLossInput, policy_loss
+from trainer.policy.rollouts import ADVANTAGE, AGE, SAMPLER_LOGPROB, assign_advantages, to_samples
 from triad.config.losses import PolicyLossConfig
 from triad.errors import DataError
 from triad.messages import Rollout, VersionSpan

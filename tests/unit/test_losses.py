@@ -14,7 +14,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from trainer.losses import PolicyLossInput, policy_loss
+from trainer.policy.losses import PolicyLossInput, policy_loss
 from triad.config.losses import LOSSES, CorrectionConfig, PolicyLossConfig
 from triad.errors import ConfigError, TrainingError
 

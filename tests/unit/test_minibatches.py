@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from trainer.minibatches import Minibatch, annotate, plan_epochs
-from trainer.model import Policy, build_policy, reshard
+from trainer.models.model import Policy, build_policy, reshard
 from trainer.packing import MicroBatch, Sample, build_micro_batch
 from trainer.parallel import Parallel
+from trainer.policy.minibatches import Minibatch, annotate, plan_epochs
 from trainer.step import predict
 from triad.config.algorithm import UpdatesConfig
 from triad.config.trainer import TrainedModelConfig

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from trainer.model import Policy, build_policy, decoder_layers, load_model_config, reshard, trained_tensors
+from trainer.checkpoints.state import local_part
+from trainer.models.model import Policy, build_policy, decoder_layers, load_model_config, reshard, trained_tensors
 from trainer.packing import Sample, build_micro_batch
 from trainer.parallel import Parallel
-from trainer.state import local_part
 from triad.config.trainer import TrainedModelConfig
 from triad.errors import DataError
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from trainer.loss import cross_entropy
-from trainer.model import Policy, build_policy
+from trainer.models.model import Policy, build_policy
 from trainer.packing import Sample, build_micro_batch, first_fit_decreasing, plan_rows
 from trainer.parallel import Parallel
 from triad.config.trainer import TrainedModelConfig

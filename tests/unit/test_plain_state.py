@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.checkpoint import Checkpointer, load_state_with_optimizer, save_state
-from trainer.plain_state import ObjectsState, module_tensors
-from trainer.plain_values import decode, encode
-from trainer.warm_start import load_weights_only
+from trainer.checkpoints.checkpointer import Checkpointer, load_state_with_optimizer, save_state
+from trainer.checkpoints.plain_state import ObjectsState, module_tensors
+from trainer.checkpoints.plain_values import decode, encode
+from trainer.checkpoints.warm_start import load_weights_only
 from triad.checkpoints import TRAINER_DIR
 from triad.errors import CheckpointError
 

@@ -15,7 +15,7 @@ import torch
 from tests.conftest import ROOT
 from tests.policy_ranks import AGES, LOSSES, TOKENS, compute, loss_input, statistics_of
 from trainer.parallel import Parallel
-from trainer.policy_metrics import PolicyStatistics
+from trainer.policy.metrics import PolicyStatistics
 
 DEADLINE_S = 150
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from trainer.losses import policy_loss
-from trainer.minibatches import plan_epochs
-from trainer.model import Policy, build_policy
+from trainer.checkpoints.state import local_part
+from trainer.models.model import Policy, build_policy
 from trainer.parallel import Parallel
-from trainer.policy_metrics import PolicyStatistics
-from trainer.policy_step import policy_step
-from trainer.rollouts import AGE, assign_advantages, to_samples
-from trainer.state import local_part
+from trainer.policy.losses import policy_loss
+from trainer.policy.metrics import PolicyStatistics
+from trainer.policy.minibatches import plan_epochs
+from trainer.policy.rollouts import AGE, assign_advantages, to_samples
+from trainer.policy.step import policy_step
 from triad.config.algorithm import UpdatesConfig
 from triad.config.losses import CorrectionConfig, PolicyLossConfig
 from triad.config.trainer import TrainedModelConfig

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from trainer.dpo import dpo_objective
-from trainer.model import Policy, build_policy
+from trainer.models.model import Policy, build_policy
+from trainer.pairs.preferences import Pair, fingerprint_pairs, load_pairs, plan_pairs, split_pairs
+from trainer.pairs.reference import Reference, predict_pairs, reference_logprobs
 from trainer.parallel import Parallel
-from trainer.preferences import Pair, fingerprint_pairs, load_pairs, plan_pairs, split_pairs
-from trainer.reference import Reference, predict_pairs, reference_logprobs
 from triad.config import DpoConfig
 from triad.config.dpo import PreferenceDataConfig
 from triad.config.trainer import TrainedModelConfig

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.preference_loss import PairLogprobs, PairLosses, preference_loss, sequence_sums
+from trainer.pairs.losses import PairLogprobs, PairLosses, preference_loss, sequence_sums
 from triad.config.dpo import PreferenceLossConfig
 
 LENGTHS = torch.tensor([[4, 6], [3, 3], [5, 1], [2, 8]], dtype=torch.float64)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from trainer.replay import ReplayBuffer
+from trainer.policy.replay import ReplayBuffer
 from triad.arrays import Logprobs, LossMask, TokenIds
 from triad.errors import CheckpointError
 from triad.messages import Rollout, VersionSpan

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from trainer.models.scalar_model import ScalarModel, build_scalar_model
 from trainer.packing import Sample
+from trainer.pairs.preferences import Pair
+from trainer.pairs.reward_loss import reward_loss
 from trainer.parallel import Parallel
-from trainer.preferences import Pair
-from trainer.reward_loss import reward_loss
 from trainer.rm import end_at_stop_token, rm_objective
-from trainer.scalar_model import ScalarModel, build_scalar_model
 from triad.config import RmConfig
 from triad.config.rm import RewardLossConfig
 from triad.config.trainer import TrainedModelConfig

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.scalar_ranks import ragged_samples
+from trainer.checkpoints.state import seed_everything
 from trainer.parallel import Parallel
-from trainer.reward_model import RewardModel
-from trainer.state import seed_everything
+from trainer.policy.reward_model import RewardModel
 from triad.config.trainer import TrainedModelConfig
 from triad.errors import DataError
 

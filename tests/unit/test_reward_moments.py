@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from trainer.reward_moments import RunningMoments
+from trainer.policy.reward_moments import RunningMoments
 
 
 def moments_of(*batches: list[float]) -> RunningMoments:

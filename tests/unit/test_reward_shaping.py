@@ -9,8 +9,8 @@ import statistics
 
 import pytest
 
-from trainer.reward_moments import RunningMoments
-from trainer.reward_shaping import clip_rewards, scale_rewards, shape_rewards, soft_overlong_penalty
+from trainer.policy.reward_moments import RunningMoments
+from trainer.policy.reward_shaping import clip_rewards, scale_rewards, shape_rewards, soft_overlong_penalty
 
 
 @pytest.mark.parametrize(

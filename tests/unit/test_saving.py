@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from tests.train_states import held_writes
-from trainer import saving
-from trainer.checkpoint import Checkpointer
+from trainer.checkpoints import saving
+from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.checkpoints.saving import GraceOver, Saver
 from trainer.parallel import Parallel
-from trainer.saving import GraceOver, Saver
 from trainer.stop import StopRequest
 from triad import manifest
 from triad.config import CkptConfig

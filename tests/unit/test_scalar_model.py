@@ -20,12 +20,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from trainer.model import build_policy, trained_tensors
+from trainer.checkpoints.state import local_part
+from trainer.models.model import build_policy, trained_tensors
+from trainer.models.scalar_model import ScalarModel, build_scalar_model, predict_values, score_samples
+from trainer.models.weights import WeightPublisher
 from trainer.packing import Sample, build_micro_batch
 from trainer.parallel import Parallel
-from trainer.scalar_model import ScalarModel, build_scalar_model, predict_values, score_samples
-from trainer.state import local_part
-from trainer.weights import WeightPublisher
 from triad.config.trainer import TrainedModelConfig
 from triad.errors import DataError
 from triad.run_dir import RunDir

@@ -10,10 +10,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from trainer.hf_files import SafetensorsWriter
+from trainer.models.hf_files import SafetensorsWriter
 from trainer.parallel import Parallel
-from trainer.snapshot_reading import TensorReader, compare, describe
-from trainer.snapshot_writing import new_directory
+from trainer.snapshots.reading import TensorReader, compare, describe
+from trainer.snapshots.writing import new_directory
 from triad.ckpt.requests import Compare, Describe, Group
 from triad.errors import CheckpointError, SaveError
 

@@ -18,9 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.conftest import ModelFactory
-from trainer.model import trained_tensors
+from trainer.checkpoints.warm_start import load_weights_only
+from trainer.models.model import trained_tensors
 from trainer.parallel import Parallel
-from trainer.warm_start import load_weights_only
 from triad import manifest
 from triad.checkpoints import kind_of
 from triad.errors import CheckpointError
@@ -168,7 +168,7 @@ def test_other_dtypes_are_cast_and_the_log_says_so(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainer.warm_start._BUFFER_BYTES", 5000)  # several groups of buffers
+    monkeypatch.setattr("trainer.checkpoints.warm_start._BUFFER_BYTES", 5000)  # several groups of buffers
     half = tmp_path / "half"
     half.mkdir()
     model = tiny_model(num_hidden_layers=1)

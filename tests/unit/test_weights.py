@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from trainer import hf_files
-from trainer.model import Policy, build_policy, trained_tensors
+from trainer.checkpoints.state import local_part
+from trainer.models import hf_files
+from trainer.models.model import Policy, build_policy, trained_tensors
+from trainer.models.weights import WeightPublisher
 from trainer.parallel import Parallel
-from trainer.state import local_part
-from trainer.weights import WeightPublisher
 from triad import durable, manifest
 from triad.config.trainer import TrainedModelConfig
 from triad.run_dir import RunDir

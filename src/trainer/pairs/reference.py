@@ -1,0 +1,133 @@
+"""Log-probabilities of pairs, and those under the reference of a preference run.
+
+The reference is the model with the weights that the run starts with. It is frozen, and so is what it
+says about each pair: two numbers, computed once before the first step. They go into every checkpoint,
+since a resumed run no longer has the weights that made them: it takes the same numbers, bit for bit,
+also on another machine or in a fork, and spends no time on them.
+
+Shape legend: P pairs, 2 their sides: chosen, rejected.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.models.model import Policy, reshard
+from trainer.packing import build_micro_batch
+from trainer.pairs.losses import sequence_sums
+from trainer.pairs.preferences import Pair, fingerprint_pairs, plan_pairs
+from trainer.parallel import Parallel
+from trainer.session import Session
+from trainer.step import predict
+from triad import durable
+from triad.checkpoints import TRAINER_DIR
+from triad.config import DpoConfig
+from triad.config.dpo import PreferenceDataConfig
+from triad.errors import CheckpointError
+from triad.events import report
+from triad.run_dir import REFERENCE_NAME
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the reference says about all pairs of the data.
+
+    Attributes:
+        logprobs_P2: sums over the tokens of each answer in nats, float64, by `Pair.number`; zeros
+            where there is no reference.
+        attachments: files for every checkpoint, by path in it.
+    """
+
+    logprobs_P2: np.ndarray
+    attachments: dict[str, Path]
+
+    def of(self, pairs: Sequence[Pair], device: torch.device) -> Tensor:
+        """Return the rows of these pairs, (P, 2)."""
+        numbers = np.asarray([pair.number for pair in pairs], dtype=np.int64)
+        return torch.from_numpy(self.logprobs_P2[numbers]).to(device)
+
+
+def start_reference(config: DpoConfig, session: Session[Policy], pairs: Sequence[Pair]) -> Reference:
+    """Compute the reference log-probabilities of all pairs, or take those of the checkpoint resumed from. Collective.
+
+    Raises:
+        CheckpointError: the checkpoint has none, or those of other pairs.
+    """
+    if config.loss.reference == "none":
+        return Reference(np.zeros((len(pairs), 2)), {})
+    fingerprint = fingerprint_pairs(pairs)
+    if session.progress.step > 0:
+        directory = session.run_dir.checkpoint(session.progress.step)
+        logprobs_P2 = _read(directory / TRAINER_DIR / REFERENCE_NAME, fingerprint)
+    else:
+        report("computing reference log-probabilities", pairs=len(pairs))
+        logprobs_P2 = reference_logprobs(session.policy, pairs, config.data, session.parallel)
+    path = session.run_dir.path / REFERENCE_NAME
+    if session.parallel.is_main:
+        buffer = io.BytesIO()
+        np.savez(buffer, logprobs=logprobs_P2, pairs=np.asarray(fingerprint))
+        durable.write_file(path, buffer.getvalue())
+    return Reference(logprobs_P2, {f"{TRAINER_DIR}/{REFERENCE_NAME}": path})
+
+
+@torch.no_grad()
+def reference_logprobs(
+    policy: Policy, pairs: Sequence[Pair], config: PreferenceDataConfig, parallel: Parallel
+) -> np.ndarray:
+    """Return (P, 2) under the policy's weights as they are now, without dropout, the same on every rank. Collective."""
+    policy.eval()
+    blocks = []
+    for start in range(0, len(pairs), config.batch_size):
+        block = pairs[start : start + config.batch_size]
+        own = np.zeros((len(block), 2))
+        for indices in plan_pairs(block, config, rank=parallel.rank, world_size=parallel.world_size):
+            own[indices] = predict_pairs(policy, block, indices, pack=config.pack, device=parallel.device).cpu().numpy()
+        # Every pair is one rank's; the others add zero, which changes no bit.
+        summed = parallel.sum({str(place): value for place, value in enumerate(own.ravel().tolist())})
+        blocks.append(np.asarray(list(summed.values())).reshape(-1, 2))
+    reshard(policy)
+    policy.train()
+    return np.concatenate(blocks)
+
+
+def predict_pairs(
+    policy: Policy, pairs: Sequence[Pair], indices: list[int], *, pack: bool, device: torch.device
+) -> Tensor:
+    """Return the summed log-probabilities (P, 2) of the answers of `pairs[indices]`, in one forward pass.
+
+    With no indices it takes part in the collectives of the pass, and the empty result has a gradient.
+    """
+    sides = [side for pair in pairs for side in pair.sides]
+    places = [2 * index + side for index in indices for side in (0, 1)]
+    micro = build_micro_batch(sides, places, pack=pack, device=device)
+    logprobs_N, _ = predict(policy, micro)
+    return sequence_sums(logprobs_N, [sides[place].num_targets for place in places]).reshape(-1, 2)
+
+
+def _read(path: Path, fingerprint: str) -> np.ndarray:
+    """Return what a run wrote to `path`, provided that it is about the same pairs."""
+    advice = f"To start a new run from these weights: --ckpt.weights-only {path.parent.parent}"
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            saved, logprobs_P2 = str(arrays["pairs"]), np.asarray(arrays["logprobs"], dtype=np.float64)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is missing: the run was trained with loss.reference = none, and what its first weights said "
+            f"about the pairs is not known any more. Resume it with --loss.reference none. {advice}"
+        ) from None
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Resume from another step. {advice}") from None
+    if saved != fingerprint:
+        raise CheckpointError(
+            f"{path} is about other pairs than these: its log-probabilities cannot be used for them. Resume with the "
+            f"same data.name, data.split, data.seq_len, data.too_long and tokenizer. {advice}"
+        )
+    return logprobs_P2

@@ -1,0 +1,134 @@
+"""Training on preference pairs: the loop of `dpo` and `rm`, and the mean of their losses over pairs.
+
+One optimizer step trains `data.batch_size` pairs, taken in an order that is a pure function of seed
+and position. Pairs are packed into micro-batches that are dealt to the ranks; both sides of a pair
+are always in the same one. The loss is the mean over the pairs of the whole step.
+
+Shape legend: P pairs of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from trainer.data import SampleOrder
+from trainer.models.model import Policy, reshard
+from trainer.models.scalar_model import ScalarModel
+from trainer.optim import clip_gradients, update_parameters
+from trainer.pairs.preferences import Pair, plan_pairs
+from trainer.parallel import Parallel
+from trainer.session import Session
+from trainer.step import Stopwatch, check_finite, step_metrics
+from triad.config.dpo import DpoConfig, PreferenceDataConfig
+from triad.config.rm import RmConfig
+from triad.config.schedule import learning_rate
+from triad.events import report
+
+M = TypeVar("M", Policy, ScalarModel)
+
+
+def train_on_pairs(
+    config: DpoConfig | RmConfig,
+    session: Session[M],
+    objective: PairObjective[M],
+    training: list[Pair],
+    held_out: list[Pair],
+    *,
+    attachments: Mapping[str, Path] | None = None,
+) -> None:
+    """Train until `max_steps`.
+
+    Args:
+        held_out: pairs to validate on.
+        attachments: files for every checkpoint, by path in it.
+    """
+    model, progress, saver = session.policy, session.progress, session.saver
+    order = SampleOrder(len(training), seed=config.seed, shuffle=config.data.shuffle)
+    report("training", step=progress.step, max_steps=config.max_steps)
+    stopwatch = Stopwatch()
+    metrics: dict[str, float] = {}
+
+    while progress.step < config.max_steps:
+        step = progress.step + 1
+        with stopwatch.phase("data"):
+            batch = [training[i] for i in order.batch(progress.samples, config.data.batch_size)]
+        if saver.is_asked_to_stop():
+            saver.stop(progress.step, metrics, attachments)
+        with stopwatch.phase("forward_backward"):
+            metrics = objective.accumulate_gradients(model, batch)
+        with stopwatch.phase("optimizer"):
+            lr = learning_rate(step, config.optim, config.max_steps)
+            grad_norm = clip_gradients(model, config.optim.max_grad_norm)
+            check_finite(step, loss=metrics["loss"], grad_norm=grad_norm)
+            update_parameters(session.optimizer, lr=lr)
+        num_tokens = sum(pair.num_tokens for pair in batch)
+        progress.advance(samples=len(batch), tokens=num_tokens)
+
+        metrics |= {"grad_norm": grad_norm, "lr": lr, "epoch": progress.samples / len(training)}
+        is_last = step == config.max_steps
+        if held_out and (is_last or (config.val_interval and step % config.val_interval == 0)):
+            with stopwatch.phase("validation"):
+                validated = objective.measure(model, held_out)
+                metrics |= {f"val/{name}": value for name, value in validated.items()}
+        metrics |= step_metrics(session, stopwatch, num_tokens=num_tokens)
+        session.log(step, metrics)
+        with stopwatch.phase("checkpoint"):
+            saver.after_step(step, metrics, attachments)
+
+
+@dataclass(frozen=True)
+class PairObjective(Generic[M]):
+    """A loss of pairs, and what is measured beside it.
+
+    Attributes:
+        forward: gives values of `pairs[indices]` by name, each (P,): `loss`, with its gradient, and
+            metrics. Collective, also without indices.
+        config: how pairs become micro-batches.
+        summarize: makes the metrics to report from the means over the pairs.
+    """
+
+    forward: Callable[[M, Sequence[Pair], list[int]], dict[str, Tensor]]
+    config: PreferenceDataConfig
+    parallel: Parallel
+    summarize: Callable[[dict[str, float]], dict[str, float]] = dict
+
+    def accumulate_gradients(self, model: M, batch: Sequence[Pair]) -> dict[str, float]:
+        """Add the gradients of one optimizer step; return its metrics, over all its pairs. Collective."""
+        totals: dict[str, float] = {}
+        for indices in self._my_micro_batches(batch):
+            columns = self.forward(model, batch, indices)
+            # FSDP averages gradients over ranks; the losses of all ranks together are divided by the step's pairs.
+            (columns["loss"].sum() / len(batch) * self.parallel.world_size).backward()
+            _add(totals, columns)
+        return self._means(totals, len(batch))
+
+    @torch.no_grad()
+    def measure(self, model: M, pairs: Sequence[Pair]) -> dict[str, float]:
+        """Return the metrics of `pairs` without dropout. Collective."""
+        model.eval()
+        totals: dict[str, float] = {}
+        for indices in self._my_micro_batches(pairs):
+            _add(totals, self.forward(model, pairs, indices))
+        reshard(model)
+        model.train()
+        return self._means(totals, len(pairs))
+
+    def _my_micro_batches(self, pairs: Sequence[Pair]) -> list[list[int]]:
+        return plan_pairs(pairs, self.config, rank=self.parallel.rank, world_size=self.parallel.world_size)
+
+    def _means(self, totals: dict[str, float], num_pairs: int) -> dict[str, float]:
+        means = {name: total / num_pairs for name, total in self.parallel.sum(totals).items()}
+        return self.summarize(means)
+
+
+def _add(totals: dict[str, float], columns: dict[str, Tensor]) -> None:
+    """Add the sums of the columns, in one transfer from the device."""
+    sums = torch.stack([column.detach().double().sum() for column in columns.values()]).tolist()
+    for name, value in zip(columns, sums, strict=True):
+        totals[name] = totals.get(name, 0.0) + value

@@ -1,0 +1,222 @@
+"""One step of RL: from a batch of rollouts to changed weights.
+
+    learn: rollouts -> samples -> measure (no gradient) -> rewards and advantages -> updates -> averages, replay
+
+What the parts are: `trainer.policy.parts`. With the default settings there is nothing to measure, and one update.
+
+Shape legend: P problems, G rollouts of one problem.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from trainer.models.model import Policy, reshard, trained_tensors
+from trainer.optim import clip_gradients, update_parameters
+from trainer.packing import MicroBatch, Sample
+from trainer.policy import experience
+from trainer.policy.advantage import choose_advantage
+from trainer.policy.losses import policy_loss
+from trainer.policy.losses.kl_term import with_kl_term
+from trainer.policy.metrics import PolicyStatistics
+from trainer.policy.minibatches import Minibatch, annotate, plan_epochs
+from trainer.policy.parts import RlParts
+from trainer.policy.pretraining import PretrainingMix
+from trainer.policy.reward_shaping import shape_rewards, soft_overlong_penalty
+from trainer.policy.rollouts import AGE, OLD_LOGPROB, REFERENCE_LOGPROB, group_rollouts, to_samples
+from trainer.policy.step import policy_step
+from trainer.session import Session
+from trainer.step import Stopwatch, check_finite, predict
+from triad.config import TrainerConfig
+from triad.config.rl_trainer import TOKEN_ADVANTAGES
+from triad.config.schedule import learning_rate
+from triad.messages import Batch, Rollout
+
+
+class Learner:
+    """Trains the policy, and what is trained beside it, on one batch after another."""
+
+    def __init__(
+        self, config: TrainerConfig, session: Session[Policy], parts: RlParts, pretraining: PretrainingMix | None
+    ) -> None:
+        self._config = config
+        self._session = session
+        self._parallel = session.parallel
+        self._policy = session.policy
+        self._parts = parts
+        self._pretraining = pretraining
+        self._loss = policy_loss(config.loss)
+        of_tokens = config.advantage in TOKEN_ADVANTAGES
+        self._advantage = None if of_tokens else choose_advantage(config.advantage)
+        kl = config.kl
+        if kl is not None and parts.kl is not None and kl.place == "loss" and kl.coef > 0:
+            assert kl.estimator is not None  # the config fills it in
+            self._loss = with_kl_term(self._loss, config.loss, parts.kl, kl.estimator)
+
+    def learn(self, batch: Batch, stopwatch: Stopwatch) -> dict[str, float]:
+        """Train on the batch of the next step; return its metrics. Collective.
+
+        Raises:
+            TrainingError: something is not finite; then the step must not be published or saved.
+        """
+        step, config, parts = batch.step, self._config, self._parts
+        fresh = group_rollouts(batch.rollouts)
+        old = parts.replay.sample(step, config.replay.groups) if parts.replay and config.replay else []
+        groups = fresh + old
+        samples = to_samples([rollout for group in groups for rollout in group], trained_version=step - 1)
+        with stopwatch.phase("experience"):
+            metrics = self._judge(step, batch.temperature, groups, samples, num_fresh=len(fresh))
+        metrics |= self._update(step, batch.temperature, samples, stopwatch)
+        metrics |= self._steer_kl(samples[: len(batch.rollouts)])
+        if parts.ema is not None:
+            parts.ema.update(trained_tensors(self._policy.hf_model))
+        if parts.replay is not None:
+            parts.replay.add(step, fresh)
+            metrics["replay/groups"] = float(len(old))
+        return metrics
+
+    def _epochs(self, step: int, samples: Sequence[Sample]) -> list[list[Minibatch]]:
+        config = self._config
+        return plan_epochs(
+            samples,
+            config.updates,
+            row_tokens=config.row_tokens,
+            parallel=self._parallel,
+            seed=config.seed,
+            step=step,
+        )
+
+    def _judge(
+        self, step: int, temperature: float, groups: list[list[Rollout]], samples: list[Sample], *, num_fresh: int
+    ) -> dict[str, float]:
+        """Give every sample what its update needs, the advantages last; return metrics.
+
+        Args:
+            num_fresh: groups of this batch; those after them are replayed.
+        """
+        config, parts = self._config, self._parts
+        rewards_PG, metrics = self._shaped_rewards(groups, samples, num_fresh=num_fresh)
+        if config.rewards.truncated == "mask":
+            for sample, rollout in zip(samples, (one for group in groups for one in group), strict=True):
+                sample.loss_mask[:] &= not rollout.truncated
+        self._measure(step, temperature, samples)
+        penalty = None
+        if config.kl is not None and parts.kl is not None:
+            metrics["kl_coef"] = parts.kl.coef
+            if config.kl.place == "reward" and config.kl.coef > 0:
+                assert config.kl.estimator is not None  # the config fills it in
+                penalty = experience.Penalty(parts.kl.coef, config.kl.estimator)
+        if config.critic is not None:
+            experience.critic_advantages(samples, rewards_PG, config.critic, penalty)
+        elif self._advantage is not None:
+            experience.group_advantages(samples, rewards_PG, self._advantage, penalty)
+        else:
+            experience.distillation_advantages(samples)
+        return metrics | experience.advantage_metrics(samples)
+
+    def _steer_kl(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Take the divergence of the fresh samples before this step into the coefficient of the next; return it."""
+        coefficient, trained = self._parts.kl, [sample for sample in samples if sample.num_targets]
+        if coefficient is None or not self._needs_old_logprobs or not trained:
+            return {}
+        sums = experience.kl_of_sequences(trained)
+        coefficient.update(mean := math.fsum(sums) / len(sums), len(sums))
+        return {"kl/sequence": mean}
+
+    def _shaped_rewards(
+        self, groups: list[list[Rollout]], samples: list[Sample], *, num_fresh: int
+    ) -> tuple[list[list[float]], dict[str, float]]:
+        """Return the rewards that advantages are computed from, (P, G), and metrics."""
+        config, metrics = self._config, dict[str, float]()
+        rewards_PG = [[rollout.reward for rollout in group] for group in groups]
+        if self._parts.reward_model is not None and config.reward_model is not None:
+            scores = self._parts.reward_model.score(samples, row_tokens=config.row_tokens)
+            metrics |= experience.spread("reward_model", scores)
+            found, weights = iter(scores), config.reward_model
+            rewards_PG = [
+                [weights.rules_weight * reward + weights.weight * next(found) for reward in rewards_G]
+                for rewards_G in rewards_PG
+            ]
+        penalties_PG = None
+        shaping = config.rewards
+        if shaping.length_max_tokens is not None and shaping.length_buffer_tokens is not None:
+            most, buffer = shaping.length_max_tokens, shaping.length_buffer_tokens
+            penalties_PG = [
+                [soft_overlong_penalty(sum(one.loss_mask), max_tokens=most, buffer_tokens=buffer) for one in group]
+                for group in groups
+            ]
+        shaped_PG = shape_rewards(
+            rewards_PG, penalties_PG=penalties_PG, clip=shaping.clip, moments=self._parts.moments, num_new=num_fresh
+        )
+        if shaped_PG != rewards_PG:
+            metrics |= experience.spread("reward/shaped", [reward for group in shaped_PG for reward in group])
+        return shaped_PG, metrics
+
+    @property
+    def _needs_old_logprobs(self) -> bool:
+        """Whether log-probabilities before the step are needed beside those of the update."""
+        config = self._config
+        several = config.updates.epochs * config.updates.minibatches > 1
+        for_kl = config.kl is not None and (config.kl.target is not None or config.kl.place == "reward")
+        return several or for_kl or config.critic is not None or config.advantage == "distillation"
+
+    def _measure(self, step: int, temperature: float, samples: list[Sample]) -> None:
+        """Give every sample the numbers that no gradient is needed for. Collective."""
+        minibatches = self._epochs(step, samples)[0]
+
+        def measure(name: str, policy: Policy) -> None:
+            was_training = policy.training
+            policy.eval()
+
+            def logprobs(micro: MicroBatch) -> Tensor:
+                return predict(policy, micro, temperature=temperature)[0]
+
+            annotate(name, logprobs, minibatches, self._parallel)
+            reshard(policy)
+            policy.train(was_training)
+
+        if self._needs_old_logprobs:
+            measure(OLD_LOGPROB, self._policy)
+        if self._parts.reference is not None:
+            measure(REFERENCE_LOGPROB, self._parts.reference)
+        if self._parts.critic is not None:
+            self._parts.critic.measure(minibatches)
+
+    def _update(self, step: int, temperature: float, samples: list[Sample], stopwatch: Stopwatch) -> dict[str, float]:
+        """Take all updates of the step; return their metrics."""
+        config, parts, session = self._config, self._parts, self._session
+        # Every rank sees all samples, so all agree on the names of the metrics.
+        ages = sorted({int(age) for sample in samples for age in set(sample.per_token[AGE][sample.loss_mask].tolist())})
+        statistics = PolicyStatistics(
+            ages, has_reference=all(REFERENCE_LOGPROB in sample.per_token for sample in samples)
+        )
+        lr = learning_rate(step, config.optim, config.max_steps)
+        value_lr = learning_rate(step, config.critic.optim, config.max_steps) if config.critic is not None else 0.0
+        epochs = self._epochs(step, samples)
+        done = (step - 1) * config.updates.epochs * config.updates.minibatches
+        grad_norms, pretraining_losses = [], []
+        for minibatch in (minibatch for epoch in epochs for minibatch in epoch):
+            with stopwatch.phase("forward_backward"):
+                loss = policy_step(
+                    self._policy, minibatch, self._loss, self._parallel, statistics, temperature=temperature
+                )
+                if self._pretraining is not None:
+                    pretraining_losses.append(self._pretraining.step(self._policy, done, self._parallel))
+            with stopwatch.phase("optimizer"):
+                grad_norm = clip_gradients(self._policy, config.optim.max_grad_norm)
+                check_finite(step, loss=loss, grad_norm=grad_norm)
+                update_parameters(session.optimizer, lr=lr)
+            if parts.critic is not None:
+                with stopwatch.phase("critic"):
+                    parts.critic.update(minibatch, lr=value_lr)
+            grad_norms.append(grad_norm)
+            done += 1
+        metrics = statistics.reduce(self._parallel) | {"grad_norm": sum(grad_norms) / len(grad_norms), "lr": lr}
+        if pretraining_losses:
+            metrics["pretraining_loss"] = sum(pretraining_losses) / len(pretraining_losses)
+        if parts.critic is not None:
+            metrics |= parts.critic.take_metrics() | {"value_lr": value_lr}
+        return metrics

@@ -1,0 +1,110 @@
+"""What an RL run has beside policy and optimizer: the parts that its algorithm asks for, and their state.
+
+Every part is in the checkpoints: tensors as `PART.*`, values below `PART`, the replay buffer as a file.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from trainer.checkpoints.commit import Attachment
+from trainer.checkpoints.plain_state import State
+from trainer.models.model import Policy, build_policy, trained_tensors
+from trainer.parallel import Parallel
+from trainer.policy.critic import Critic
+from trainer.policy.ema import Ema
+from trainer.policy.frozen import FrozenModel, freeze
+from trainer.policy.kl import KlCoefficient
+from trainer.policy.replay import ReplayBuffer
+from trainer.policy.reward_model import RewardModel
+from trainer.policy.reward_moments import RunningMoments
+from triad.checkpoints import TRAINER_DIR
+from triad.config import TrainerConfig
+from triad.errors import ConfigError
+from triad.events import report
+from triad.run_dir import RunDir
+
+_REPLAY_NAME = f"{TRAINER_DIR}/replay.msgpack"
+
+
+class RlParts:
+    """The parts of one run; None where the configuration has no use for one. Collective to make.
+
+    Raises:
+        ConfigError: a setting is missing.
+        DataError: a model cannot be loaded.
+    """
+
+    def __init__(self, config: TrainerConfig, parallel: Parallel) -> None:
+        self._config = config
+        self._state: dict[str, State] = {}
+        self.kl: KlCoefficient | None = None
+        self.reference: Policy | None = None
+        self.critic: Critic | None = None
+        self.reward_model: RewardModel | None = None
+        self.moments: RunningMoments | None = None
+        self.ema: Ema | None = None
+        self.replay: ReplayBuffer | None = None
+        if config.kl is not None:
+            name = _reference_name(config)
+            report("loading the reference", model=name)
+            model = config.model.model_copy(update={"name": name, "lora": None})
+            self.reference = build_policy(model, parallel, seed=config.seed)
+            freeze(self.reference)
+            self._state["reference"] = FrozenModel(name, self.reference.hf_model, key="kl.reference")
+            self.kl = KlCoefficient(config.kl.coef, target=config.kl.target, horizon=config.kl.horizon)
+            self._state["kl"] = self.kl
+        if config.critic is not None:
+            report("loading the critic", model=config.critic.name or config.model.name)
+            self.critic = Critic(config.critic, config.model, parallel, seed=config.seed)
+            self._state["critic"] = self.critic.state
+        if config.reward_model is not None:
+            name = config.reward_model.name
+            report("loading the reward model", model=name)
+            self.reward_model = RewardModel(name, config.model, parallel)
+            self._state["reward_model"] = FrozenModel(name, self.reward_model.model.hf_model, key="reward_model.name")
+        if config.rewards.scale == "running":
+            self._state["reward_moments"] = self.moments = RunningMoments()
+        if config.replay is not None:
+            self.replay = ReplayBuffer(config.replay.capacity, max_age=config.replay.max_age, seed=config.seed)
+
+    def begin(self, policy: Policy) -> tuple[dict[str, State], list[torch.optim.Optimizer]]:
+        """Return the state of the parts by name, and the optimizers that change it.
+
+        Args:
+            policy: with the weights that a new run begins with.
+        """
+        if self._config.ema is not None:
+            self.ema = Ema(trained_tensors(policy.hf_model), decay=self._config.ema.decay)
+            self._state["ema"] = self.ema
+        return self._state, [self.critic.optimizer] if self.critic is not None else []
+
+    def resume(self, run_dir: RunDir, step: int) -> None:
+        """Take over from the checkpoint of `step` what its tensors and values do not hold.
+
+        Raises:
+            CheckpointError: the replay buffer cannot be read.
+        """
+        path = run_dir.checkpoint(step) / _REPLAY_NAME
+        if self.replay is None or step == 0:
+            return
+        if path.exists():
+            self.replay.decode(path.read_bytes())
+        else:
+            report(f"WARNING: the checkpoint of step {step} holds no replay buffer: it starts afresh")
+
+    def attachments(self) -> dict[str, Attachment]:
+        """Return what makes the files that belong into every checkpoint."""
+        return {_REPLAY_NAME: self.replay.encode} if self.replay is not None else {}
+
+
+def _reference_name(config: TrainerConfig) -> str:
+    assert config.kl is not None
+    if config.kl.reference is not None:
+        return config.kl.reference
+    if config.ckpt is not None and config.ckpt.weights_only is not None:
+        raise ConfigError(
+            "kl.reference is needed with ckpt.weights_only: by default the reference is model.name, and this run "
+            "begins with other weights. Name a model directory; `ckpt export` makes one of a checkpoint."
+        )
+    return config.model.name

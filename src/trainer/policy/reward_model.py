@@ -1,0 +1,71 @@
+"""The learned reward model of an RL run: frozen, beside the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from trainer.data import load_tokenizer
+from trainer.models.model import is_classifier, load_model_config, reshard
+from trainer.models.scalar_model import build_scalar_model, score_samples
+from trainer.packing import Sample, plan_rows
+from trainer.parallel import Parallel
+from trainer.policy.frozen import freeze
+from triad.config.trainer import TrainedModelConfig
+from triad.errors import DataError
+
+
+class RewardModel:
+    """Scores whole sequences: the value at their last token, as `rm` trains it.
+
+    Args:
+        name: directory that `rm` published, or a hub model with one score; with the policy's tokenizer.
+        model_config: how it is held in memory.
+
+    Raises:
+        DataError: it cannot be loaded, is no reward model, or knows the policy's tokens by other ids.
+    """
+
+    def __init__(self, name: str, model_config: TrainedModelConfig, parallel: Parallel) -> None:
+        if not is_classifier(load_model_config(name)):
+            raise DataError(
+                f"reward_model.name = '{name}' is a language model without a score. Train one with `rm`, or name the "
+                "directory of a model for sequence classification with num_labels = 1."
+            )
+        _refuse_other_tokens(name, model_config.tokenizer_name)
+        own = model_config.model_copy(update={"name": name, "init": "pretrained", "lora": None})
+        self.model = build_scalar_model(own, parallel, seed=0)
+        self._parallel = parallel
+        freeze(self.model)
+
+    @torch.no_grad()
+    def score(self, samples: Sequence[Sample], *, row_tokens: int) -> list[float]:
+        """Return the score of every sample, the same on every rank. Collective."""
+        plan = plan_rows(
+            [len(sample.token_ids) for sample in samples],
+            pack=True,
+            budget=row_tokens,
+            rows_per_micro_batch=1,
+            world_size=self._parallel.world_size,
+        )
+        scores_S = torch.zeros(len(samples))
+        for indices in plan[self._parallel.rank]:
+            found = score_samples(self.model, samples, indices, pack=True, device=self._parallel.device)
+            scores_S[indices] = found.cpu()
+        reshard(self.model)
+        # Every sample is one rank's; the others add zero, which changes no bit.
+        return self._parallel.sum_tensor(scores_S).tolist()
+
+
+def _refuse_other_tokens(name: str, tokenizer_name: str) -> None:
+    """Refuse a reward model to which the policy's token ids mean something else."""
+    theirs, ours = load_tokenizer(name).get_vocab(), load_tokenizer(tokenizer_name).get_vocab()
+    differing = [token for token, number in ours.items() if theirs.get(token) != number]
+    if differing:
+        token = min(differing)
+        raise DataError(
+            f"reward_model.name = '{name}' has another tokenizer than '{tokenizer_name}': {len(differing)} tokens "
+            f"differ, such as {token!r}, {ours[token]} here and {theirs.get(token, 'unknown')} there. It scores the "
+            "policy's token ids, so take one that was trained from a model with the policy's tokenizer."
+        )

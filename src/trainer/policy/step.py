@@ -1,0 +1,59 @@
+"""Forward and backward of one update of the policy.
+
+Shape legend: N predicted tokens of one forward pass.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from trainer.models.model import Policy
+from trainer.packing import build_micro_batch
+from trainer.parallel import Parallel
+from trainer.policy.losses import PolicyLoss, PolicyLossInput
+from trainer.policy.metrics import PolicyStatistics
+from trainer.policy.minibatches import Minibatch
+from trainer.policy.rollouts import ADVANTAGE, AGE, OLD_LOGPROB, REFERENCE_LOGPROB, SAMPLER_LOGPROB
+from trainer.step import predict
+
+
+def policy_step(
+    policy: Policy,
+    minibatch: Minibatch,
+    loss_function: PolicyLoss,
+    parallel: Parallel,
+    statistics: PolicyStatistics,
+    *,
+    temperature: float,
+) -> float:
+    """Accumulate the gradients of one update; return its loss, of all ranks. Collective.
+
+    Where samples have no log-probabilities from before the step, the weights have not changed since:
+    the update is the only one of its step.
+    """
+    samples = minibatch.samples
+    num_targets = minibatch.num_targets
+    weights = [1 / (len(samples) * max(1, sample.num_targets)) for sample in samples]
+    weights_S = torch.tensor(weights, dtype=torch.float32, device=parallel.device)
+    own_loss = 0.0
+    for indices in minibatch.micro_batches:
+        micro = build_micro_batch(samples, indices, pack=True, device=parallel.device)
+        logprobs_N, entropy_N = predict(policy, micro, temperature=temperature)
+        data = PolicyLossInput(
+            logprobs_N=logprobs_N,
+            old_logprobs_N=micro.per_token.get(OLD_LOGPROB, logprobs_N.detach()),
+            sampler_logprobs_N=micro.per_token[SAMPLER_LOGPROB],
+            reference_logprobs_N=micro.per_token.get(REFERENCE_LOGPROB),
+            advantages_N=micro.per_token[ADVANTAGE],
+            weights_N=weights_S[micro.sample_index_N],
+            sequence_N=micro.sample_index_N,
+            step_sequences=len(samples),
+            step_tokens=num_targets,
+        )
+        loss, counts = loss_function(data)
+        # FSDP averages gradients over ranks; the weights sum to one over all of them.
+        (loss * parallel.world_size).backward()
+        own_loss += float(loss.detach())
+        statistics.add(data, counts, entropy_N, micro.per_token[AGE])
+    statistics.add_update(own_loss)
+    return parallel.sum({"loss": own_loss})["loss"]

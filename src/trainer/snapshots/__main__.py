@@ -1,0 +1,51 @@
+"""The part of `ckpt` that needs torch: `python -m trainer.snapshots REQUEST`.
+
+The request is JSON as in `triad.ckpt.requests`; the answer is one JSON document on stdout. One
+process, no process group: it never holds more than a file's worth of tensors, except to import.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+import msgspec
+
+from triad.ckpt.requests import Compare, Comparison, Describe, Description, Export, Import, Request, Written
+from triad.process import die_with_launcher, run_reporting_errors
+
+
+def _answer(request: Request) -> Description | Comparison | Written:
+    match request:
+        case Describe():
+            from trainer.snapshots.reading import describe
+
+            return describe(request)
+        case Compare():
+            from trainer.snapshots.reading import compare
+
+            return compare(request)
+        case Export():
+            from trainer.snapshots.writing import export
+
+            return export(request)
+        case Import():
+            from trainer.snapshots.importing import import_weights
+
+            return import_weights(request)
+
+
+def main(argv: list[str]) -> None:
+    """Answer the request in `argv` and exit, with the code of an error if there is one."""
+    die_with_launcher()
+    # Until torch is imported, Ctrl-C ends this process at once; then it cleans up first.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    request = msgspec.json.decode(argv[0], type=Request)
+    try:
+        run_reporting_errors(lambda: sys.stdout.buffer.write(msgspec.json.encode(_answer(request))))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,83 @@
+"""The adapter of a checkpoint as a directory: alone, as peft loads it, or merged into the weights it belongs to."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainer.models.hf_files import SafetensorsWriter
+from trainer.models.lora import digest_of, merged, save_factors
+from trainer.models.model import initial_weights, load_model_config
+from trainer.snapshots.reading import TensorReader
+from trainer.snapshots.writing import commit, in_dtype, new_directory, published_dtype, set_dtype
+from triad import manifest
+from triad.adapter import ADAPTER_DIR, ADAPTER_NAME, PEFT_PREFIX, adapted_matrices, read_base, read_scaling
+from triad.checkpoints import MODEL_DIR
+from triad.ckpt.requests import Export, Written
+from triad.config.trainer import TrainedModelConfig
+from triad.errors import CheckpointError, ConfigError
+
+_MODEL = "model."
+
+
+def export_adapter(request: Export, reader: TensorReader) -> Written:
+    """Write the adapter of a committed checkpoint, merged where `request.base` says into what.
+
+    Raises:
+        ConfigError: options that do not go with it.
+        CheckpointError: `request.base` has other weights than those that the adapter was trained on.
+        SaveError: the storage failed; nothing is left behind.
+    """
+    if request.model is not None:
+        raise ConfigError("--model is for checkpoints without model/config.json; this one has it: leave it out")
+    names = [name for name in reader.saved if name.startswith(_MODEL)]
+    factors = {name.removeprefix(_MODEL): reader.read(name) for name in names}
+    if request.base is None:
+        return _write_alone(request, factors)
+    return _write_merged(request, request.base, factors)
+
+
+def _write_alone(request: Export, factors: dict[str, Tensor]) -> Written:
+    if request.dtype is not None or request.max_file_bytes is not None:
+        raise ConfigError(
+            "an adapter alone is one file in float32: leave out --dtype and --max-shard-size, or name the weights "
+            "to merge it into with --base"
+        )
+    step, target = Path(request.step_directory), Path(request.target)
+    with new_directory(target) as directory:
+        shutil.copytree(step / MODEL_DIR / ADAPTER_DIR, directory, dirs_exist_ok=True)
+        size = sum(factor.nbytes for factor in factors.values())
+        writer = SafetensorsWriter(directory, max_file_bytes=size, name=Path(ADAPTER_NAME).stem)
+        for name, factor in factors.items():
+            writer.add(f"{PEFT_PREFIX}{name}", factor)
+        return commit(directory, target, writer, torch.float32, manifest.read_manifest(step))
+
+
+def _write_merged(request: Export, base_name: str, factors: dict[str, Tensor]) -> Written:
+    """Hold the whole model in float32, and compare it with what the adapter was trained on before writing."""
+    step, target = Path(request.step_directory), Path(request.target)
+    adapter = step / MODEL_DIR / ADAPTER_DIR
+    scale, trained_on = read_scaling(adapter).scale, read_base(adapter)
+    base = initial_weights(TrainedModelConfig(name=base_name), load_model_config(base_name), seed=0)
+    digest = digest_of(base)
+    if digest != trained_on.digest:
+        raise CheckpointError(
+            f"--base {base_name} has other weights (digest {digest}) than the adapter of {step} was trained on: those "
+            f"of '{trained_on.name}' ({trained_on.digest})"
+        )
+    matrices = adapted_matrices(factors)
+    dtype = published_dtype(request, torch.float32)
+    with new_directory(target) as directory:
+        shutil.copytree(step / MODEL_DIR, directory, dirs_exist_ok=True)
+        set_dtype(directory / "config.json", dtype)
+        save_factors(factors, directory / ADAPTER_DIR)
+        writer = SafetensorsWriter(directory, max_file_bytes=request.max_file_bytes)
+        for name, tensor in base.items():
+            if name in matrices:
+                a_RI, b_OR = (factors[factor] for factor in matrices[name])
+                tensor = merged(tensor, a_RI, b_OR, scale=scale)
+            writer.add(name, in_dtype(tensor, dtype).contiguous())
+        return commit(directory, target, writer, dtype, manifest.read_manifest(step))

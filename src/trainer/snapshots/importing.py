@@ -1,0 +1,61 @@
+"""Weights of any kind as a Hugging Face directory for a warm start.
+
+A process of one, which holds the whole model in float32: that keeps every value of 16-bit files, and
+it is the dtype of the trainer's master weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from trainer.checkpoints.warm_start import load_weights_only
+from trainer.models.hf_files import SafetensorsWriter
+from trainer.models.model import trained_tensors
+from trainer.snapshots.models import describe_model, meta_model
+from trainer.snapshots.writing import commit, new_directory
+from triad import manifest
+from triad.checkpoints import MODEL_DIR, Kind, kind_of
+from triad.ckpt.requests import Import, Written
+from triad.errors import CheckpointError
+from triad.manifest import MANIFEST_NAME
+
+
+def import_weights(request: Import) -> Written:
+    """Read weights of any kind, compare them with the config, and write them as files of ours.
+
+    Raises:
+        CheckpointError: there are no weights, or they are not those of the model: missing and surplus
+            tensors and other shapes are named.
+        SaveError: the storage failed; nothing is left behind.
+    """
+    source, target = Path(request.source), Path(request.target)
+    name = request.model or _described_by(source)
+    model = meta_model(name)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    tensors = trained_tensors(model)
+    load_weights_only(tensors, source)
+    with new_directory(target) as directory:
+        describe_model(directory, name, model, torch.float32)
+        writer = SafetensorsWriter(directory)
+        for tensor_name, tensor in tensors.items():
+            writer.add(tensor_name, tensor)
+        listing = manifest.read_manifest(source) if (source / MANIFEST_NAME).exists() else None
+        return commit(directory, target, writer, torch.float32, listing)
+
+
+def _described_by(source: Path) -> str:
+    """Return the directory whose config.json says which model the weights are of.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    kind = kind_of(source)
+    directory = {Kind.CHECKPOINT: source / MODEL_DIR, Kind.TENSORS: source.parent}.get(kind, source)
+    if not (directory / "config.json").exists():
+        raise CheckpointError(
+            f"{source} ({kind}) comes without a config.json: say with --model which model it is (a directory or hub id)"
+        )
+    return str(directory)
