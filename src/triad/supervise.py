@@ -109,8 +109,8 @@ class Supervisor:
         """
         while True:
             refresh()
-            if self._signal is not None:
-                return self._signal
+            if (number := self._take_signal()) is not None:
+                return number
             failed = [child for child in self.children if child.has_failed]
             if failed:
                 return failed[0]
@@ -134,16 +134,15 @@ class Supervisor:
             refresh()
             select.select([self._receiver], [], [], min(left, REFRESH_S))
             self._drain()
-        return self._signal
+        return self._take_signal()
 
     def ask_to_end(self, child: Child, number: int, refresh: Callable[[], None], *, timeout_s: float) -> bool:
         """Pass a signal on to one child and wait for its end; return whether it came within `timeout_s`.
 
         SIGUSR1 stays what it is; anything else arrives as SIGTERM.
 
-        A second signal to the launcher ends the wait.
+        Another signal to the launcher than the one that `run` or `pause` returned ends the wait.
         """
-        self._signal = None
         if child.process.poll() is None:
             passed_on = number if number == signal.SIGUSR1 else signal.SIGTERM
             _signal_group(child.process.pid, passed_on, group=False)
@@ -156,6 +155,11 @@ class Supervisor:
             self._drain()
         refresh()
         return True
+
+    def _take_signal(self) -> int | None:
+        """Return the signal that came, once: the next one is another."""
+        number, self._signal = self._signal, None
+        return number
 
     def _drain(self) -> None:
         try:

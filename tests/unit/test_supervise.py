@@ -77,6 +77,20 @@ def test_a_signal_to_the_launcher_ends_the_run(number: signal.Signals, tmp_path:
     assert child.process.returncode == -signal.SIGTERM
 
 
+def test_a_second_signal_ends_the_wait_for_a_child_whenever_it_comes(tmp_path: Path) -> None:
+    with Supervisor() as supervisor:
+        code = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+        child = supervisor.start("deaf", python(code), tmp_path / "d.log", environment={})
+        while "deaf" not in child.log.read_text():
+            assert child.process.poll() is None
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGTERM)
+        assert supervisor.run(lambda: None) == signal.SIGTERM
+        signal.raise_signal(signal.SIGTERM)  # before the launcher has passed the first one on
+        assert not supervisor.ask_to_end(child, signal.SIGTERM, lambda: pytest.fail("it waits"), timeout_s=30)
+        supervisor.kill(child)
+
+
 def test_a_child_that_ignores_sigterm_is_killed_with_its_children(tmp_path: Path, ends: Ends) -> None:
     code = (
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
