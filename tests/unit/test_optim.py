@@ -11,6 +11,7 @@ from torch import nn
 from trainer.optim import build_optimizer, clip_gradients, update_parameters
 from trainer.parallel import Parallel
 from trainer.step import Stopwatch, check_finite, memory_gib
+from triad.config.rl_trainer import TrainerConfig
 from triad.config.schedule import learning_rate, schedule_end
 from triad.config.trainer import OptimConfig, SftConfig
 from triad.errors import TrainingError
@@ -59,6 +60,9 @@ def test_warm_up_must_fit_before_the_end_of_the_schedule() -> None:
     with pytest.raises(ValueError, match="warmup_steps .5. must be below max_steps .5."):
         SftConfig.model_validate({"max_steps": 5, "optim": {"warmup_steps": 5}})
     SftConfig.model_validate({"max_steps": 5, "optim": {"warmup_steps": 5, "schedule_steps": 6}})
+    with pytest.raises(ValueError, match="critic.optim.warmup_steps .5. must be below max_steps .5."):
+        critic = {"optim": {"warmup_steps": 5}}
+        TrainerConfig.model_validate({"max_steps": 5, "advantage": "gae", "critic": critic})
 
 
 def test_without_warm_up_the_first_step_has_the_peak() -> None:

@@ -145,7 +145,9 @@ class Checkpointer:
             self.wait()
             _log.warning("waited %.1f s for the save before step %d", time.perf_counter() - started, step)
         self._settle()
-        snapshot = Snapshot.of(self._state, step, metrics=metrics, attachments=attachments)
+        # The main rank writes the attachments; others need not make their content.
+        written = attachments if self._control.is_main else None
+        snapshot = Snapshot.of(self._state, step, metrics=metrics, attachments=written)
         tensors = self._state.tensors()
         if self._save_async:
             if self._hooks and not any(tensor.is_cuda for tensor in tensors.values()):

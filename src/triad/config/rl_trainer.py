@@ -83,6 +83,8 @@ class TrainerConfig(TrainingCommand):
         if (self.advantage == "gae") != (self.critic is not None):
             missing = "set critic (a bare --critic takes the defaults)" if self.critic is None else "set advantage"
             raise ValueError(f"advantage = 'gae' and a critic go together: {missing}")
+        if self.critic is not None:
+            self.critic.optim.check_warmup(self.max_steps, "critic.optim")
         if self.advantage == "distillation" and self.kl is not None:
             if self.kl.reference is None:
                 raise ValueError(

@@ -90,6 +90,18 @@ class OptimConfig(Section):
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """The schedule ends at `lr` times this."""
 
+    def check_warmup(self, max_steps: int, section: str) -> None:
+        """Check that warm-up ends before the schedule does.
+
+        Raises:
+            ValueError: it does not; the message names settings as those of `section`.
+        """
+        end, name = max_steps, "max_steps"
+        if self.schedule_steps is not None:
+            end, name = self.schedule_steps, f"{section}.schedule_steps"
+        if self.warmup_steps >= end and self.warmup_steps > 0:
+            raise ValueError(f"{section}.warmup_steps ({self.warmup_steps}) must be below {name} ({end})")
+
 
 class TrainingCommand(Command):
     """What every training program has."""
@@ -114,11 +126,7 @@ class TrainingCommand(Command):
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> TrainingCommand:
-        end, name = self.max_steps, "max_steps"
-        if self.optim.schedule_steps is not None:
-            end, name = self.optim.schedule_steps, "optim.schedule_steps"
-        if self.optim.warmup_steps >= end and self.optim.warmup_steps > 0:
-            raise ValueError(f"optim.warmup_steps ({self.optim.warmup_steps}) must be below {name} ({end})")
+        self.optim.check_warmup(self.max_steps, "optim")
         return self
 
 
