@@ -26,6 +26,7 @@ from triad.process import (
     die_with_launcher,
     die_with_parent,
     exit_code_of,
+    heavy_imports,
     set_thread_environment,
     set_up_logging,
 )
@@ -71,7 +72,8 @@ def run(config: InferenceConfig) -> int:
     report("loading vllm")
     logging.getLogger("vllm").setLevel(logging.WARNING)
     # Imported here because it takes many seconds, and reads the environment that was just set.
-    from inference.server import serve
+    with heavy_imports():
+        from inference.server import serve
 
     return serve(config, preflight)
 

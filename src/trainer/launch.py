@@ -30,6 +30,7 @@ from triad.process import (
     die_with_launcher,
     die_with_parent,
     exit_code_of,
+    heavy_imports,
     run_reporting_errors,
     set_thread_environment,
     set_up_logging,
@@ -94,10 +95,11 @@ def main(argv: list[str] | None = None) -> int:
     if config.ckpt is not None:
         STOP_REQUEST.listen()
     report("importing torch")
-    importlib.import_module(module_name)
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    with heavy_imports():
+        importlib.import_module(module_name)
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for noisy in ("torch.distributed.elastic", "torch.distributed.launcher"):
         logging.getLogger(noisy).setLevel(logging.CRITICAL)

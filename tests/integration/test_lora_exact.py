@@ -78,7 +78,8 @@ def published(run: SftRun) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*.safetensors")}
 
 
-@pytest.mark.parametrize("ranks", ["one", pytest.param("two", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["one", "two"])
 def test_a_resumed_run_equals_the_straight_one_bit_for_bit(runs: Runs, ranks: str) -> None:
     straight, resumed = finished(runs[ranks]), finished(runs[f"{ranks}_resumed"])
     assert f"resuming from step {HALF}" in resumed.output

@@ -79,8 +79,11 @@ def straight(runs: Runs, pool: ThreadPoolExecutor) -> dict[int, Future[SftRun]]:
 
 @pytest.mark.parametrize(
     ("ranks", "number"),
-    [(1, signal.SIGTERM), (2, signal.SIGUSR1), (1, signal.SIGINT)],
-    ids=["SIGTERM", "SIGUSR1 on two ranks", "SIGINT"],
+    [
+        pytest.param(1, signal.SIGTERM, id="SIGTERM"),
+        pytest.param(2, signal.SIGUSR1, id="SIGUSR1 on two ranks", marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGINT, id="SIGINT", marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_saves_the_current_step_and_a_resume_goes_on_bit_for_bit(
     ranks: int, number: int, runs: Runs, straight: dict[int, Future[SftRun]]

@@ -28,6 +28,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     server.close()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_an_empty_machine_as_if_nothing_had_happened(
     server: S3Server, tmp_path: Path, tiny_model: ModelFactory, sft_data: Path
 ) -> None:

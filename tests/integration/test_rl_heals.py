@@ -92,6 +92,7 @@ def _check_same_end(healed: CompletedRun, reference: CompletedRun) -> None:
     assert exact_metrics(healed.run_dir, steps) == exact_metrics(reference.run_dir, steps)
 
 
+@pytest.mark.slow
 def test_orchestrator_and_trainer_die_and_hang(rl_server: UsedServer, reference: CompletedRun, tmp_path: Path) -> None:
     healed = _deal(tmp_path / "run", _WITH_A_SERVER, *rl_server.flags)
     _check_same_end(healed, reference)

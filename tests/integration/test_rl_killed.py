@@ -23,6 +23,8 @@ from tests.rl_runs import (
 from triad.journal import read_batch
 from triad.run_dir import RunDir
 
+pytestmark = pytest.mark.slow
+
 # Ctrl-C must stop a run in seconds, also on a busy machine.
 STOP_TIMEOUT_S = 10.0
 

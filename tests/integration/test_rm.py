@@ -71,6 +71,7 @@ def straight(run: Callable[..., SftRun], dropout: Path, tmp_path_factory: pytest
     return succeeded(run(tmp_path_factory.mktemp("rm") / "straight", dropout, *EXACT))
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_in_the_same_bits(
     run: Callable[..., SftRun], command: Callable[[str], str], straight: SftRun, dropout: Path, tmp_path: Path
 ) -> None:

@@ -8,31 +8,39 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from triad.ckpt.requests import Compare, Comparison, Describe, Description, Export, Import, Request, Written
-from triad.process import die_with_launcher, run_reporting_errors
+from triad.process import die_with_launcher, heavy_imports, run_reporting_errors
 
 
 def _answer(request: Request) -> Description | Comparison | Written:
+    with heavy_imports():
+        program = _program_for(request)
+    return program(request)
+
+
+def _program_for(request: Request) -> Callable[[Any], Description | Comparison | Written]:
     match request:
         case Describe():
             from trainer.snapshots.reading import describe
 
-            return describe(request)
+            return describe
         case Compare():
             from trainer.snapshots.reading import compare
 
-            return compare(request)
+            return compare
         case Export():
             from trainer.snapshots.writing import export
 
-            return export(request)
+            return export
         case Import():
             from trainer.snapshots.importing import import_weights
 
-            return import_weights(request)
+            return import_weights
 
 
 def main(argv: list[str]) -> None:
