@@ -17,6 +17,7 @@ from typing import Any, Self
 import psutil
 
 from tests.conftest import ROOT
+from tests.processes import command_line
 from triad.metrics import read_metrics
 from triad.run_dir import RunDir
 
@@ -96,7 +97,7 @@ class RlRun:
 
     def find(self, module: str) -> list[psutil.Process]:
         """Processes of the run that run `module`, such as `trainer.launch`: parents before their children."""
-        found = [process for process in self.processes() if module in process.cmdline()]
+        found = [process for process in self.processes() if module in command_line(process)]
         return sorted(found, key=lambda process: len(process.parents()))
 
     def wait_for_step(self, step: int) -> None:
@@ -142,7 +143,7 @@ class RlRun:
 
     def _names_run(self, process: psutil.Process) -> bool:
         try:
-            return any(word.startswith(f"{self.run_dir.path}{os.sep}") for word in process.cmdline())
+            return any(word.startswith(f"{self.run_dir.path}{os.sep}") for word in command_line(process))
         except psutil.Error:
             return False
 

@@ -14,6 +14,7 @@ from typing import IO, Self
 
 import psutil
 
+from tests.processes import command_line
 from triad.metrics import read_metrics
 from triad.run_dir import RunDir
 
@@ -114,7 +115,7 @@ class LiveRun:
     def ranks(self) -> list[psutil.Process]:
         """The processes of the ranks: forked children of the trainer."""
         (trainer,) = psutil.Process(self.process.pid).children()
-        return [child for child in trainer.children() if child.cmdline() == trainer.cmdline()]
+        return [child for child in trainer.children() if command_line(child) == trainer.cmdline()]
 
     def wait(self, *, within_s: float) -> int:
         """Wait for the launcher's end; return its exit code."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import tomli
 
-from trainer.stop import STOP_REQUEST
+from trainer.stop import SIGNALS, STOP_REQUEST
 from triad.config import DpoConfig, RmConfig, SftConfig, TrainerConfig
 from triad.errors import RankLost, TriadError, is_storage_failure
 from triad.events import report
@@ -93,7 +93,9 @@ def main(argv: list[str] | None = None) -> int:
     ranks = config.parallel.num_ranks
     set_thread_environment(config.parallel.threads or max(1, available_cores() // ranks))
     if config.ckpt is not None:
-        STOP_REQUEST.listen()
+        # Until there are ranks there is nothing to save: no one need wait for the imports.
+        for number in SIGNALS:
+            signal.signal(number, lambda received, _: os._exit(128 + received))
     report("importing torch")
     with heavy_imports():
         importlib.import_module(module_name)
@@ -101,6 +103,8 @@ def main(argv: list[str] | None = None) -> int:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    if config.ckpt is not None:
+        STOP_REQUEST.listen()
     for noisy in ("torch.distributed.elastic", "torch.distributed.launcher"):
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
     launch_config = LaunchConfig(

@@ -13,6 +13,7 @@ import psutil
 from tests.chaos.disk import SmallDisk
 from tests.chaos.schedule import DISK, Hit
 from tests.chaos.witness import Progress, Witness
+from tests.processes import command_line
 from tests.rl_runs import POLL_S, RlRun
 from triad.run_dir import RunDir
 
@@ -253,7 +254,7 @@ def find_process(run: RlRun, victim: str) -> psutil.Process | None:
         found = run.find(_MODULES["inference" if victim == "engine" else victim])
         if victim == "engine":
             children = found[0].children() if found else []
-            found = [child for child in children if "EngineCore" in "".join(child.cmdline())]
+            found = [child for child in children if "EngineCore" in "".join(command_line(child))]
         return found[0] if found else None
     except psutil.NoSuchProcess:
         return None

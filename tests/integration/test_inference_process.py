@@ -18,6 +18,7 @@ import tomli_w
 
 from tests.inference_models import write_model
 from tests.inference_zygote import ServerHandle, free_port, shared_zygote
+from tests.processes import command_line
 from triad.config import InferenceConfig
 
 REQUEST = {"token_ids": [5, 6, 7], "seeds": [1], "max_tokens": 4}
@@ -37,7 +38,7 @@ def _start(model: Path, tmp_path: Path, *, server: dict[str, Any] | None = None,
 
 def _engine(server: ServerHandle) -> psutil.Process:
     children = psutil.Process(server.pid).children(recursive=True)
-    engines = [child for child in children if "EngineCore" in "".join(child.cmdline())]
+    engines = [child for child in children if "EngineCore" in "".join(command_line(child))]
     assert len(engines) == 1, children
     return engines[0]
 
@@ -204,7 +205,7 @@ def test_the_death_of_the_engine_ends_the_server_with_its_own_code(model: Path, 
 def _starting_engine(server: ServerHandle, cpu_s: float) -> psutil.Process:
     """Return the engine's process once its start has taken `cpu_s` seconds of a core; all of it takes about 0.6."""
     process, deadline = psutil.Process(server.pid), time.monotonic() + 30
-    while not (engines := [one for one in process.children() if "EngineCore" in "".join(one.cmdline())]):
+    while not (engines := [one for one in process.children() if "EngineCore" in "".join(command_line(one))]):
         assert time.monotonic() < deadline
     while sum(engines[0].cpu_times()[:2]) < cpu_s:
         assert time.monotonic() < deadline

@@ -13,6 +13,7 @@ import pytest
 
 from tests.inference_zygote import free_port
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
+from tests.processes import command_line
 from tests.rl_runs import SMALL_BATCH, CompletedRun, RlRun, assert_same, complete, exact_metrics, outcome
 
 _STEPS = ("--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2")
@@ -39,7 +40,7 @@ def _inference(run: RlRun) -> psutil.Process:
 
 
 def _engines(run: RlRun) -> list[psutil.Process]:
-    return [process for process in run.processes() if "EngineCore" in "".join(process.cmdline())]
+    return [process for process in run.processes() if "EngineCore" in "".join(command_line(process))]
 
 
 def _engine(run: RlRun) -> psutil.Process:

@@ -1,0 +1,48 @@
+"""RLHF as the commands do it: pairs teach a reward model, and the reward model teaches the policy."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.integration.conftest import UsedServer
+from tests.rl_runs import succeeded
+from triad.metrics import read_metrics
+from triad.run_dir import RunDir
+
+_STEPS = 30
+_PPO = "configs/reverse_text/algorithms/ppo.toml"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_policy_learns_from_the_scores_of_a_reward_model_that_pairs_taught(
+    command: Callable[[str], str], rl_server: UsedServer, tmp_path: Path
+) -> None:
+    """The environment's own reward is shown and not trained on; it rises since the pairs prefer what it pays for."""
+    taught = subprocess.run(
+        [command("rm"), "@", "configs/reverse_text/rm.toml", "--output-dir", str(tmp_path / "rm")],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert taught.returncode == 0, taught.stdout
+    (version,) = RunDir(tmp_path / "rm").published_weights()
+    judge = str(RunDir(tmp_path / "rm").weights_of(version))
+    parts = ("--trainer.reward-model.name", judge, "--trainer.critic.name", judge)
+    run = succeeded(
+        tmp_path / "run", "@", _PPO, *rl_server.flags, "--max-steps", str(_STEPS), "--ckpt", *parts, timeout_s=300
+    )
+    lines = read_metrics(run.run_dir.metrics)
+    assert len(lines) == _STEPS
+    scores = [line["reward_model/mean"] for line in lines]
+    rules = [line["reward/mean"] for line in lines]
+    assert mean(scores[-5:]) > mean(scores[:5]) and mean(rules[-5:]) > mean(rules[:5])
