@@ -7,6 +7,7 @@ them in order; they ask the kernel to kill them should the launcher die.
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -21,6 +22,8 @@ from triad.process import LAUNCHER_ENV
 
 REFRESH_S = 0.1
 STOP_TIMEOUT_S = 10.0
+ECHO_S = 1.0
+"""A signal so soon after another is the same one: whoever signals a group reaches us twice, by `uv run` as well."""
 
 
 @dataclass
@@ -61,6 +64,7 @@ class Supervisor:
         self._receiver.setblocking(False)
         self._sender.setblocking(False)
         self._signal: int | None = None
+        self._taken_at = -math.inf
 
     def __enter__(self) -> Supervisor:
         signal.set_wakeup_fd(self._sender.fileno())
@@ -76,7 +80,8 @@ class Supervisor:
         self._sender.close()
 
     def _note_signal(self, number: int, _: object) -> None:
-        self._signal = number
+        if time.monotonic() - self._taken_at > ECHO_S:
+            self._signal = number
 
     def start(
         self, name: str, argv: list[str], log: Path, *, environment: dict[str, str], is_service: bool = False
@@ -159,6 +164,8 @@ class Supervisor:
     def _take_signal(self) -> int | None:
         """Return the signal that came, once: the next one is another."""
         number, self._signal = self._signal, None
+        if number is not None:
+            self._taken_at = time.monotonic()
         return number
 
     def _drain(self) -> None:

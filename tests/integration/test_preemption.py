@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ from triad.errors import NOT_SAVED
 from triad.journal import publish_batch
 from triad.messages import Batch, Rollout, VersionSpan
 from triad.run_dir import RunDir
+from triad.supervise import ECHO_S
 
 MAX_STEPS = "120"
 END_S = 30.0
@@ -145,6 +147,7 @@ def test_a_second_signal_does_not_wait_for_the_grace(runs: Runs, ends: Callable[
         rank.suspend()  # so the save never comes
         run.process.send_signal(signal.SIGTERM)
         run.wait_for("for at most 600 s")
+        time.sleep(ECHO_S)  # sooner it would be the same signal
         run.process.send_signal(signal.SIGTERM)
         assert run.wait(within_s=END_S) == NOT_SAVED
         assert "was NOT saved" in run.output and all(ends(pid) for pid in run.descendants)

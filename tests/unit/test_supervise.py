@@ -77,7 +77,27 @@ def test_a_signal_to_the_launcher_ends_the_run(number: signal.Signals, tmp_path:
     assert child.process.returncode == -signal.SIGTERM
 
 
-def test_a_second_signal_ends_the_wait_for_a_child_whenever_it_comes(tmp_path: Path) -> None:
+def test_the_echo_of_a_signal_is_no_second_one(tmp_path: Path) -> None:
+    code = (
+        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), os._exit(7)))\n"
+        "import os; print('saves', flush=True); time.sleep(60)"
+    )
+    with Supervisor() as supervisor:
+        child = supervisor.start("saving", python(code), tmp_path / "s.log", environment={})
+        while "saves" not in child.log.read_text():
+            assert child.process.poll() is None
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGTERM)
+        assert supervisor.run(lambda: None) == signal.SIGTERM
+        signal.raise_signal(signal.SIGTERM)
+        assert supervisor.ask_to_end(child, signal.SIGTERM, lambda: None, timeout_s=30)
+        assert child.process.returncode == 7
+
+
+def test_a_second_signal_ends_the_wait_for_a_child_whenever_it_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triad.supervise.ECHO_S", 0.0)
     with Supervisor() as supervisor:
         code = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
         child = supervisor.start("deaf", python(code), tmp_path / "d.log", environment={})
