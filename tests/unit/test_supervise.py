@@ -38,6 +38,12 @@ def ready(supervisor: Supervisor, child: Child) -> Callable[[], None]:
     return refresh
 
 
+def _wait_for(child: Child, text: str) -> None:
+    while text not in child.log.read_text():
+        assert child.process.poll() is None
+        time.sleep(0.01)
+
+
 def test_a_run_is_over_when_every_worker_did_its_work(tmp_path: Path) -> None:
     with Supervisor() as supervisor:
         for name in ("a", "b"):
@@ -84,9 +90,7 @@ def test_the_echo_of_a_signal_is_no_second_one(tmp_path: Path) -> None:
     )
     with Supervisor() as supervisor:
         child = supervisor.start("saving", python(code), tmp_path / "s.log", environment={})
-        while "saves" not in child.log.read_text():
-            assert child.process.poll() is None
-            time.sleep(0.01)
+        _wait_for(child, "saves")
         signal.raise_signal(signal.SIGTERM)
         assert supervisor.run(lambda: None) == signal.SIGTERM
         signal.raise_signal(signal.SIGTERM)
@@ -101,9 +105,7 @@ def test_a_second_signal_ends_the_wait_for_a_child_whenever_it_comes(
     with Supervisor() as supervisor:
         code = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
         child = supervisor.start("deaf", python(code), tmp_path / "d.log", environment={})
-        while "deaf" not in child.log.read_text():
-            assert child.process.poll() is None
-            time.sleep(0.01)
+        _wait_for(child, "deaf")
         signal.raise_signal(signal.SIGTERM)
         assert supervisor.run(lambda: None) == signal.SIGTERM
         signal.raise_signal(signal.SIGTERM)  # before the launcher has passed the first one on
@@ -120,9 +122,7 @@ def test_a_child_that_ignores_sigterm_is_killed_with_its_children(tmp_path: Path
     )
     with Supervisor() as supervisor:
         child = supervisor.start("stubborn", python(code), tmp_path / "s.log", environment={})
-        while "stubborn" not in child.log.read_text():
-            assert child.process.poll() is None
-            time.sleep(0.01)
+        _wait_for(child, "stubborn")
         supervisor.stop(timeout_s=0.2)
     assert child.process.returncode == -signal.SIGKILL
     grandchild = int(child.log.read_text().splitlines()[1])
