@@ -16,5 +16,5 @@ def undocumented(names: Iterable[str]) -> list[str]:
     first_cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     documented = [name for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)]
     parts = [map(re.escape, _PLACEHOLDER.split(name)) for name in documented]
-    patterns = [re.compile(r"[\w@-]+".join(part)) for part in parts]
+    patterns = [re.compile(r"[\w@/-]+".join(part)) for part in parts]
     return [name for name in names if name != "step" and not any(pattern.fullmatch(name) for pattern in patterns)]

@@ -140,12 +140,14 @@ class Zygote:
         log_path: Path,
         *,
         env: Mapping[str, str] | None = None,
+        owner: Path | None = None,
         sabotage: str = "",
     ) -> ServerHandle:
         """Fork a server for `config`; its output goes to `log_path`. Returns before it is ready.
 
-        `sabotage` is Python source that runs in the server before anything else, for faults that
-        cannot be provoked from outside.
+        `owner` is the directory of the run that the server is for, as `rl` starts it. `sabotage` is
+        Python source that runs in the server before anything else, for faults that cannot be provoked
+        from outside.
         """
         import tomli_w
 
@@ -157,7 +159,7 @@ class Zygote:
             self._requests += 1
             number = self._requests
             request = {"id": number, "toml": str(toml_path), "log": str(log_path), "env": dict(env or {})}
-            request["sabotage"] = sabotage
+            request |= {"sabotage": sabotage, "owner": [] if owner is None else [str(owner)]}
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
@@ -262,7 +264,7 @@ def _run_server(request: dict[str, Any]) -> NoReturn:
         from inference.main import main
 
         exec(request["sabotage"], {})
-        code = main([request["toml"]])
+        code = main([request["toml"], *request["owner"]])
     except BaseException:  # noqa: BLE001 - this is the end of the process
         import traceback
 

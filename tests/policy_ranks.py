@@ -75,9 +75,9 @@ def measured(model_dir: Path, parallel: Parallel) -> list[np.ndarray]:
     samples = ragged_samples()
     policy = build_policy(TrainedModelConfig(name=str(model_dir)), parallel, seed=0).eval()
     (minibatches,) = plan_epochs(
-        samples, UpdatesConfig(minibatches=2), row_tokens=14, parallel=parallel, seed=0, step=1
+        samples, UpdatesConfig(minibatches=2), row_tokens=14, parallel=parallel, seed=0, step=1, arrangement="packed"
     )
-    annotate("logprob", lambda micro: predict(policy, micro)[0], minibatches, parallel)
+    annotate("logprob", lambda micro: predict(policy, micro)[0], minibatches, parallel, pack=True)
     reshard(policy)
     return [sample.per_token["logprob"] for sample in samples]
 

@@ -37,7 +37,7 @@ def compute(model_dir: Path, reward_model: Path, parallel: Parallel) -> dict[str
     model = build_scalar_model(config, parallel, seed=0)
     plan = plan_rows(
         [len(sample.token_ids) for sample in samples],
-        pack=True, budget=13, rows_per_micro_batch=1, world_size=parallel.world_size,
+        arrangement="packed", budget=13, rows_per_micro_batch=1, world_size=parallel.world_size,
     )[parallel.rank]  # fmt: skip
     scores: dict[int, float] = {}
     for indices in plan:

@@ -222,14 +222,14 @@ def _launch(argv: list[str], until: Until) -> None:
     from triad import cli
     from triad.config import SftConfig
     from triad.config.load import parse_command_line
-    from triad.launch import check_model
+    from triad.preflight import check_training
     from triad.resume import prepare, with_resume, write_config
 
     paths: list[Path] = []
 
     def prepared() -> int:
         config = parse_command_line(SftConfig, argv, program="sft")
-        check_model(config)
+        check_training(config)
         attempt = prepare(config, clean=config.clean, dry_run=config.dry_run)
         config = with_resume(config, attempt.resume_step)
         paths.append(write_config(attempt, "sft", config, dry_run=config.dry_run))

@@ -92,6 +92,7 @@ def _publish_nothing(self: publisher.Publisher, batch: Batch, state: bytes) -> N
 
 def publish_first_weights(run_dir: RunDir) -> str:
     """Publish something as version 0, for the schedule to wait for; return its digest."""
+    run_dir.create()
     final = run_dir.weights_of(0)
     durable.make_directory(final.parent)
     temporary = durable.temporary_sibling(final)

@@ -42,7 +42,9 @@ class Stub(asyncio.Protocol):
         self._pace = pace
         self._pages = {
             b"/health": b"{}",
-            b"/weights": msgspec.json.encode({"version": 0, "digest": digest, "model": model}),
+            b"/weights": msgspec.json.encode({"version": 0, "digest": digest, "model": model, "boot_id": "stub"}),
+            b"/claim": b"{}",
+            b"/release": b"{}",
             b"/v1/models": msgspec.json.encode({"data": [{"id": model, "max_model_len": 1 << 20}]}),
         }
         self._choice = choice
@@ -83,7 +85,7 @@ class Stub(asyncio.Protocol):
 
     def _answer(self, num_choices: int) -> bytes:
         choices = b",".join(b'{"index":%d,%s}' % (index, self._choice) for index in range(num_choices))
-        return b'{"version":0,"choices":[' + choices + b"]}"
+        return b'{"version":0,"boot_id":"stub","choices":[' + choices + b"]}"
 
 
 async def serve(model: str, digest: str, num_tokens: int, rate: float) -> None:
@@ -94,7 +96,7 @@ async def serve(model: str, digest: str, num_tokens: int, rate: float) -> None:
         # As engines have them: single precision, printed in full.
         "logprobs": [float(np.float32(-generator.expovariate(2))) for _ in range(num_tokens)],
         "finish_reason": "length",
-        "versions": [{"version": 0, "start": 0, "end": num_tokens}],
+        "versions": [{"version": 0, "digest": digest, "start": 0, "end": num_tokens}],
     }
     fields = msgspec.json.encode(choice)[1:-1]
     loop, pace = asyncio.get_running_loop(), Pace(rate)

@@ -7,7 +7,7 @@ trainer, and then swaps in the result as it does with whole weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -49,11 +49,12 @@ class BaseWeights:
             self.tensors |= load_file(file)
         if architecture.tied:
             self.tensors.pop(OUTPUT_LAYER, None)
+        for name in architecture.ignored:  # the trainer has none of these
+            self.tensors.pop(name, None)
         self.digest = tensors_digest(self._in_float32())
 
     def _in_float32(self) -> Iterator[tuple[str, tuple[int, ...], memoryview]]:
-        for name in sorted(self.tensors):
-            tensor = self.tensors[name]
+        for name, tensor in self.tensors.items():
             tensor = tensor.float() if tensor.is_floating_point() else tensor
             yield name, tuple(tensor.shape), tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
@@ -80,15 +81,21 @@ def read_adapter(
             f"{directory} is an adapter for the weights of '{wanted.name}' (digest {wanted.digest}), and this server "
             f"has those of {base.directory} ({base.digest}). Start it with the weights that the trainer has."
         )
-    merged = dict(base.tensors) | _adapted(directory, tensors, base)
+    adapted = _adapted(directory, tensors, base, renamed=wanted.renamed)
+    merged = dict(base.tensors) | adapted
     return CheckedWeights(
         tensors={name: checked(directory, name, tensor, base.architecture, dtype) for name, tensor in merged.items()},
         digest=digest,
     )
 
 
-def _adapted(directory: Path, tensors: dict[str, torch.Tensor], base: BaseWeights) -> dict[str, torch.Tensor]:
-    """Return the matrices that the factors in `tensors` change, in float32.
+def _adapted(
+    directory: Path, tensors: dict[str, torch.Tensor], base: BaseWeights, *, renamed: Mapping[str, str]
+) -> dict[str, torch.Tensor]:
+    """Return the matrices that the factors in `tensors` change, in float32, by their names in `base`.
+
+    Args:
+        renamed: names in `base` of matrices that the adapter calls otherwise.
 
     Shape legend: O outputs and I inputs of a linear layer, R rank.
     """
@@ -102,6 +109,7 @@ def _adapted(directory: Path, tensors: dict[str, torch.Tensor], base: BaseWeight
     for matrix, names in matrices.items():
         if missing := [name for name in names if name not in factors]:
             raise DataError(f"{directory}: tensor '{missing[0]}' is missing")
+        matrix = renamed.get(matrix, matrix)
         if matrix not in base.tensors:
             raise DataError(f"{directory}: '{matrix}', which it adapts, is not part of the model")
         weight_OI, a_RI, b_OR = base.tensors[matrix], factors[names.a], factors[names.b]

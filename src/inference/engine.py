@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,11 +19,14 @@ from typing import NoReturn
 import vllm.model_executor.models.registry as model_registry
 import vllm.v1.engine.utils as engine_utils
 from fastapi import FastAPI
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.inputs import tokens_input
 from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -114,10 +118,23 @@ async def running_engine(args: Namespace) -> AsyncIterator[AsyncLLM]:
     """Start the engine's process, yield its client, and end it."""
     _wait_for_exit_codes()
     if current_platform.is_cpu():
+        _leave_out_prefix_caching(args)
         _fork_engine()
     async with build_async_engine_client(args) as engine:
         assert isinstance(engine, AsyncLLM)
         yield engine
+
+
+async def generate_one_token(engine: AsyncLLM) -> None:
+    """Have the engine generate a token, whatever it is.
+
+    Raises:
+        EngineDeadError: it died, of this or before.
+        EngineGenerateError: it failed and lives.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+    async for _ in engine.generate(tokens_input([0]), params, f"probe-{time.monotonic_ns()}"):
+        pass
 
 
 async def build_vllm_app(engine: AsyncLLM, args: Namespace) -> FastAPI:
@@ -144,6 +161,15 @@ def _wait_for_exit_codes() -> None:
         return finished_processes(self)
 
     manager.finished_procs = with_exit_codes  # type: ignore[method-assign]
+
+
+def _leave_out_prefix_caching(args: Namespace) -> None:
+    """Keep no prefixes of prompts for models with a recurrent state, unless `engine.args` says so.
+
+    For those vLLM needs chunked prefill to do so.
+    """
+    if args.enable_prefix_caching is None and AsyncEngineArgs.from_cli_args(args).create_model_config().has_inner_state:
+        args.enable_prefix_caching = False
 
 
 def _fork_engine() -> None:

@@ -1,8 +1,8 @@
 """Token ids in, token ids and log-probabilities out: the route that rollouts use.
 
 It talks to vLLM's engine directly: no text, no chat template, one choice per seed, and every
-choice says which policy versions sampled it. JSON is decoded into and encoded from msgspec
-structs, since the answers are long lists of numbers.
+choice says which weights sampled it: version and digest of each span of tokens. JSON is decoded
+into and encoded from msgspec structs, since the answers are long lists of numbers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from inference.errors import RequestError
+from inference.policy import OTHER_WEIGHTS, Policy, read_label
 from triad.messages import VersionSpan
 
 # What vLLM samples at as asked: it raises lower temperatures in silence, and refuses higher ones.
@@ -42,6 +43,8 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
             logprobs at temperature 1.
         stop_token_ids: a choice ends after sampling one of these; nothing else stops it.
         prompt_logprobs: also give the log-probabilities of the prompt, for checks.
+        weights_digest: of the weights that the request is for: others refuse it with 409 and the code
+            `other_weights`. None: whichever serve.
     """
 
     token_ids: Annotated[list[_TokenId], msgspec.Meta(min_length=1)]
@@ -50,6 +53,13 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
     temperature: float = 1.0
     stop_token_ids: list[_TokenId] = []
     prompt_logprobs: bool = False
+    weights_digest: str | None = None
+
+
+class SampledSpan(VersionSpan, frozen=True):
+    """Tokens [start, end) of a choice were sampled by the weights of `version` with this digest."""
+
+    digest: str
 
 
 class Choice(msgspec.Struct):
@@ -62,15 +72,21 @@ class Choice(msgspec.Struct):
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
-    versions: list[VersionSpan]
+    versions: list[SampledSpan]
     prompt_logprobs: list[float] | None = None
 
 
 class GenerateResponse(msgspec.Struct):
-    """Answer of `POST /inference/v1/generate`; `version` is the newest that sampled any of it."""
+    """Answer of `POST /inference/v1/generate`.
+
+    Attributes:
+        version: the newest that sampled any of it.
+        boot_id: of the server: another one in the next answer means that it was restarted in between.
+    """
 
     choices: list[Choice]
     version: int
+    boot_id: str
 
 
 _decoder = msgspec.json.Decoder(GenerateRequest)
@@ -97,8 +113,9 @@ def decode_request(body: bytes) -> GenerateRequest:
 class Generator:
     """Answers generate requests with one engine."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    def __init__(self, engine: AsyncLLM, policy: Policy) -> None:
         self._engine = engine
+        self._policy = policy
         self._max_len = engine.model_config.max_model_len
         self._vocab_size = engine.model_config.get_vocab_size()
 
@@ -128,10 +145,14 @@ class Generator:
         """Sample one choice per seed. Cancelling this aborts them all in the engine.
 
         Raises:
-            RequestError: 400 for a request that cannot be served, 503 for one that the end of the server cut off.
+            RequestError: 400 for a request that cannot be served, 409 for one that is for other weights, 503 for
+                one that the end of the server cut off.
             EngineDeadError: the engine ended.
         """
         self.check(request)
+        if request.weights_digest is not None:
+            self._policy.require(request.weights_digest)
+        num_updates = self._policy.num_updates
         try:
             choices = await asyncio.gather(
                 *(self._sample(request, index, seed) for index, seed in enumerate(request.seeds))
@@ -141,7 +162,12 @@ class Generator:
         versions = [span.version for choice in choices for span in choice.versions]
         if not versions:
             raise RequestError(503, "the request was aborted before a token was sampled: the server is stopping")
-        return GenerateResponse(choices=choices, version=max(versions))
+        if request.weights_digest is not None and request.prompt_logprobs and self._policy.num_updates != num_updates:
+            # Spans tell the tokens that were sampled; those of the prompt may be of both.
+            raise RequestError(
+                409, "the weights were replaced while the prompt's log-probabilities were computed", code=OTHER_WEIGHTS
+            )
+        return GenerateResponse(choices=choices, version=max(versions), boot_id=self._policy.boot_id)
 
     async def _sample(self, request: GenerateRequest, index: int, seed: int) -> Choice:
         params = SamplingParams(
@@ -180,5 +206,10 @@ def _choice(index: int, output: CompletionOutput) -> Choice:
         token_ids=token_ids,
         logprobs=logprobs.logprobs,
         finish_reason=output.finish_reason or "abort",
-        versions=[VersionSpan(int(span.version), span.start, span.end) for span in spans],
+        versions=[_span(span.version, span.start, span.end) for span in spans],
     )
+
+
+def _span(label: str, start: int, end: int) -> SampledSpan:
+    version, digest = read_label(label)
+    return SampledSpan(version, start, end, digest)

@@ -1,7 +1,7 @@
-"""The inference server: `python -m inference.main <resolved.toml>`.
+"""The inference server: `python -m inference.main <resolved.toml> [<run directory>]`.
 
-The `inference` command writes the resolved configuration and starts this module. Everything that
-can be wrong with it is checked before vLLM is imported.
+The `inference` command writes the resolved configuration and starts this module; `rl` also names the run that the
+server is for, and for no other. Everything that can be wrong with it is checked before vLLM is imported.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from pathlib import Path
 import tomli
 from pydantic import ValidationError
 
-from inference.installation import correct_wheel_label
 from inference.preflight import Preflight, check
 from triad.config import InferenceConfig
 from triad.errors import ConfigError
 from triad.events import report
 from triad.heartbeat import start_heartbeat
+from triad.import_path import protect_children
+from triad.owner import Owner, owner_of
 from triad.process import (
     available_cores,
     die_with_launcher,
@@ -30,20 +31,25 @@ from triad.process import (
     set_thread_environment,
     set_up_logging,
 )
+from triad.run_dir import RunDir
 
 
 def main(argv: list[str]) -> int:
     """Serve the configuration in the file that `argv` names; return the exit code."""
     set_up_logging("inference")
     die_with_launcher()
+    protect_children()
+    os.environ.pop("PYTHONPATH", None)  # no code of the user runs here, nor in its children
     start_heartbeat()
-    return exit_code_of(lambda: run(_read_arguments(argv)))
+    return exit_code_of(lambda: run(*_read_arguments(argv)))
 
 
-def _read_arguments(argv: list[str]) -> InferenceConfig:
-    if len(argv) != 1:
-        raise ConfigError(f"usage: python -m inference.main <resolved.toml>, got {len(argv)} arguments")
-    return load_config(Path(argv[0]))
+def _read_arguments(argv: list[str]) -> tuple[InferenceConfig, Owner | None]:
+    if len(argv) not in (1, 2):
+        raise ConfigError(
+            f"usage: python -m inference.main <resolved.toml> [<run directory>], got {len(argv)} arguments"
+        )
+    return load_config(Path(argv[0])), owner_of(RunDir(Path(argv[1]))) if len(argv) == 2 else None
 
 
 def load_config(path: Path) -> InferenceConfig:
@@ -60,14 +66,16 @@ def load_config(path: Path) -> InferenceConfig:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def run(config: InferenceConfig) -> int:
+def run(config: InferenceConfig, owner: Owner | None = None) -> int:
     """Check, import vLLM and serve; return the exit code.
+
+    Args:
+        owner: the run that the server is for; None: for whoever comes.
 
     Raises:
         TriadError: something that the user can be told in one message.
     """
     preflight: Preflight = check(config)
-    correct_wheel_label()
     set_environment(config)
     report("loading vllm")
     logging.getLogger("vllm").setLevel(logging.WARNING)
@@ -75,7 +83,7 @@ def run(config: InferenceConfig) -> int:
     with heavy_imports():
         from inference.server import serve
 
-    return serve(config, preflight)
+    return serve(config, preflight, owner=owner)
 
 
 def set_environment(config: InferenceConfig) -> None:

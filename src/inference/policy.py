@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from pathlib import Path
 
 import msgspec
@@ -12,16 +13,29 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from inference.errors import RequestError
 from inference.meter import Meter
+from inference.ownership import Ownership
 from inference.worker import StageResult
+from triad.owner import Owner
 
 _log = logging.getLogger("inference")
 
+OTHER_WEIGHTS = "other_weights"
+"""Code of an answer to a request that is for other weights than those that serve."""
+_LABEL_SEPARATOR = ":"
+
 
 class UpdateRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of `POST /update_weights`: a directory that the engine's machine can read, and its version."""
+    """Body of `POST /update_weights`.
+
+    Attributes:
+        path: a directory that the engine's machine can read.
+        version: of the weights in it.
+        owner: the run whose weights these are, which then owns the server; None: nobody's, and the server must be.
+    """
 
     path: str
     version: int
+    owner: Owner | None = None
 
 
 class UpdateResponse(msgspec.Struct):
@@ -38,15 +52,20 @@ class Policy:
     Attributes:
         version: the policy version that serves; None before the first weights.
         digest: `triad.weights_digest` of the bytes that the worker loaded.
+        num_updates: how often the weights were replaced.
+        boot_id: of this server's process: a restarted server has another.
         paused: `/pause` was asked for, and no `/resume` yet.
     """
 
-    def __init__(self, engine: AsyncLLM, meter: Meter) -> None:
+    def __init__(self, engine: AsyncLLM, meter: Meter, ownership: Ownership) -> None:
         self._engine = engine
         self._meter = meter
+        self._ownership = ownership
         self._lock = asyncio.Lock()
         self.version: int | None = None
         self.digest: str | None = None
+        self.num_updates = 0
+        self.boot_id = uuid.uuid4().hex
         self.paused = False
 
     async def adopt_initial(self) -> None:
@@ -66,7 +85,21 @@ class Policy:
             await self._engine.resume_generation()
             self.paused = False
 
-    async def update(self, directory: Path, *, version: int) -> UpdateResponse:
+    def require(self, digest: str) -> None:
+        """Refuse a request that is meant for other weights than those that serve.
+
+        Raises:
+            RequestError: 409.
+        """
+        if digest != self.digest:
+            raise RequestError(
+                409,
+                f"the request is for weights with digest {digest}; version {self.version} serves, with digest "
+                f"{self.digest}",
+                code=OTHER_WEIGHTS,
+            )
+
+    async def update(self, directory: Path, *, version: int, owner: Owner | None) -> UpdateResponse:
         """Replace the weights by those in `directory`. Requests in flight go on with the new ones.
 
         The directory is read and checked while the old weights keep serving. Then the engine is
@@ -74,9 +107,10 @@ class Policy:
         weights are swapped, and generation goes on.
 
         Raises:
-            RequestError: 409, the directory cannot be used; nothing has changed.
+            RequestError: 409, the directory cannot be used, or the server is another run's; nothing has changed.
         """
         async with self._lock:
+            self._ownership.claim(owner)
             started = time.perf_counter()
             staged: list[StageResult] = await self._engine.collective_rpc(
                 "stage_weights", args=(str(directory), version)
@@ -88,6 +122,7 @@ class Policy:
                     )
             # Not AsyncLLM.pause_generation: it sleeps 20 ms after the engine has confirmed.
             await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+            self.num_updates += 1
             digests: list[str | None] = await self._engine.collective_rpc("apply_weights")
             await self._adopt(version, _agreed(digests))
             if not self.paused:
@@ -99,8 +134,14 @@ class Policy:
         return UpdateResponse(version=version, digest=self.digest, seconds=seconds)
 
     async def _adopt(self, version: int, digest: str) -> None:
-        await self._engine.update_weight_version(str(version))
+        await self._engine.update_weight_version(f"{version}{_LABEL_SEPARATOR}{digest}")
         self.version, self.digest = version, digest
+
+
+def read_label(label: str) -> tuple[int, str]:
+    """Return version and digest of the weights that the engine calls `label`: it puts that on every token."""
+    version, _, digest = label.partition(_LABEL_SEPARATOR)
+    return int(version), digest
 
 
 def _agreed(digests: list[str | None]) -> str:

@@ -2,11 +2,14 @@
 
     POST /inference/v1/generate   token ids in, token ids and log-probabilities out
     GET  /health                  a probe of the engine, not of the web server
-    GET  /weights                 version and digest of what serves
-    POST /update_weights          replace the weights (admin)
+    GET  /weights                 version and digest of what serves, and the run that owns the server
+    POST /update_weights          replace the weights (admin); refused to all but the owner
+    POST /claim, /release         own the server, and give it back (admin)
     POST /pause, /resume          freeze and thaw generation (admin)
 
-Everything else, `/metrics` included, is vLLM's. Every answer says which policy version made it.
+Everything else, `/metrics` included, is vLLM's. Every answer says which policy version made it. An error is
+`{"error": REASON}`, with a `code` where a program can do something about it: `owned` (409: the server is another
+run's) and `other_weights` (409: the request is for other weights than those that serve).
 """
 
 from __future__ import annotations
@@ -26,18 +29,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from vllm.inputs import tokens_input
-from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from inference.engine import generate_one_token
 from inference.errors import RequestError
 from inference.generate import Generator, decode_request
 from inference.meter import Meter
+from inference.ownership import Ownership
 from inference.policy import Policy, UpdateRequest
+from triad.owner import OWNER_HEADER, Owner
 
 VERSION_HEADER = "x-policy-version"
 
+_OWNER_HEADER = OWNER_HEADER.encode()
 # An engine that gave output this recently needs no probe.
 _RECENT_S = 3.0
 
@@ -54,7 +59,7 @@ def build_application(vllm_app: FastAPI, routes: Routes, *, policy: Policy, mete
             yield
 
     app = Starlette(routes=[*routes.all(), Mount("", vllm_app)], lifespan=lifespan)
-    return PolicyVersionMiddleware(app, policy=policy, meter=meter)
+    return PolicyVersionMiddleware(app, policy=policy, meter=meter, ownership=routes.ownership)
 
 
 class Routes:
@@ -63,6 +68,7 @@ class Routes:
     Args:
         engine: vLLM's client of the engine.
         policy: the weights that it serves.
+        ownership: whose they may be.
         meter: counters of this server.
         model_name: what `/weights` calls the model.
         admin_token: what the admin routes ask for; None lets everyone who can connect use them.
@@ -74,6 +80,7 @@ class Routes:
         engine: AsyncLLM,
         *,
         policy: Policy,
+        ownership: Ownership,
         meter: Meter,
         model_name: str,
         admin_token: str | None,
@@ -85,7 +92,8 @@ class Routes:
         self._model_name = model_name
         self._admin_token = admin_token
         self._health_timeout_s = health_timeout_s
-        self._generator = Generator(engine)
+        self._generator = Generator(engine, policy)
+        self.ownership = ownership
         self._probe: asyncio.Task[None] | None = None
 
     def all(self) -> list[BaseRoute]:
@@ -95,6 +103,8 @@ class Routes:
             Route("/health", _answering(self.health), methods=["GET"]),
             Route("/weights", _answering(self.weights), methods=["GET"]),
             Route("/update_weights", _answering(self._admin(self.update_weights)), methods=["POST"]),
+            Route("/claim", _answering(self._admin(self.claim)), methods=["POST"]),
+            Route("/release", _answering(self._admin(self.release)), methods=["POST"]),
             Route("/pause", _answering(self._admin(self.pause)), methods=["POST"]),
             Route("/resume", _answering(self._admin(self.resume)), methods=["POST"]),
         ]
@@ -120,7 +130,17 @@ class Routes:
             raise RequestError(400, str(error)) from None
         if wanted.version < 0:
             raise RequestError(400, f"version is {wanted.version}, allowed are 0 and above")
-        return _json(await self._policy.update(Path(wanted.path), version=wanted.version))
+        return _json(await self._policy.update(Path(wanted.path), version=wanted.version, owner=wanted.owner))
+
+    async def claim(self, request: Request) -> Response:
+        """Make a run the owner of the server, before it has weights."""
+        self.ownership.claim(await _owner_in(request))
+        return _json(self._weights())
+
+    async def release(self, request: Request) -> Response:
+        """Let go of the server, if it is this run's: the weights go on serving."""
+        self.ownership.release(await _owner_in(request))
+        return _json(self._weights())
 
     async def pause(self, request: Request) -> Response:
         """Freeze generation."""
@@ -166,17 +186,16 @@ class Routes:
             # Nothing may be generated now; the answer still comes from the engine's own loop.
             await self._engine.get_weight_version()
             return
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=1,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        async for _ in self._engine.generate(tokens_input([0]), params, f"health-{time.monotonic_ns()}"):
-            pass
+        await generate_one_token(self._engine)
 
     def _weights(self) -> dict[str, Any]:
-        return {"version": self._policy.version, "digest": self._policy.digest, "model": self._model_name}
+        return {
+            "version": self._policy.version,
+            "digest": self._policy.digest,
+            "model": self._model_name,
+            "boot_id": self._policy.boot_id,
+            "owner": self.ownership.status(),
+        }
 
     def _admin(self, handler: _Handler) -> _Handler:
         if self._admin_token is None:
@@ -193,16 +212,17 @@ class Routes:
 
 
 class PolicyVersionMiddleware:
-    """Stamps every answer with the policy version, and counts requests to vLLM's generation routes.
+    """Stamps every answer with the policy version, counts requests to vLLM's generation routes, hears from the owner.
 
     A plain number is the one version that served from the request's arrival to its answer;
     `3-4` says that an update came in between.
     """
 
-    def __init__(self, app: ASGIApp, *, policy: Policy, meter: Meter) -> None:
+    def __init__(self, app: ASGIApp, *, policy: Policy, meter: Meter, ownership: Ownership) -> None:
         self._app = app
         self._policy = policy
         self._meter = meter
+        self._ownership = ownership
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -210,6 +230,9 @@ class PolicyVersionMiddleware:
             await self._app(scope, receive, send)
             return
         before = self._policy.version
+        for name, value in scope["headers"]:
+            if name == _OWNER_HEADER:
+                self._ownership.renew(value.decode("latin-1"))
 
         async def stamped(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -241,11 +264,18 @@ def _answering(handler: _Handler) -> _Handler:
         try:
             return await handler(request)
         except RequestError as error:
-            return _error(error.status, error.reason)
+            return _error(error.status, error.reason, code=error.code)
         except EngineDeadError:
             return _error(503, "the engine died; the server is going down")
 
     return answer
+
+
+async def _owner_in(request: Request) -> Owner:
+    try:
+        return msgspec.json.decode(await request.body(), type=Owner)
+    except msgspec.DecodeError as error:
+        raise RequestError(400, str(error)) from None
 
 
 async def _until_disconnect(request: Request, work: Awaitable[_T]) -> _T:
@@ -271,5 +301,5 @@ def _json(body: object, *, status: int = 200, headers: dict[str, str] | None = N
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
-def _error(status: int, reason: str) -> Response:
-    return _json({"error": reason}, status=status)
+def _error(status: int, reason: str, *, code: str | None = None) -> Response:
+    return _json({"error": reason} | ({"code": code} if code else {}), status=status)

@@ -2,7 +2,7 @@
 
     asked to (SIGTERM, SIGINT)    exit code 0
     the engine died               exit code 75, with the reason in the log (also while it starts)
-    the engine did not start      exit code 3 (InferenceError)
+    the engine did not start      exit code 3 (InferenceError), also where it fails at its very first token
 
 What is wrong with the configuration ends it earlier, with exit code 2.
 """
@@ -23,17 +23,20 @@ from typing import Any, TypeVar
 import uvicorn
 import uvloop
 from prometheus_client import REGISTRY
+from pydantic import ValidationError
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from inference.engine import build_vllm_app, parse_arguments, running_engine, vllm_arguments
+from inference.engine import build_vllm_app, generate_one_token, parse_arguments, running_engine, vllm_arguments
 from inference.meter import Meter
+from inference.ownership import Ownership
 from inference.policy import Policy
 from inference.preflight import Preflight
 from inference.routes import Routes, build_application
 from triad.config import InferenceConfig
 from triad.errors import ConfigError, InferenceError
 from triad.events import report
+from triad.owner import Owner
 
 ENGINE_DIED_EXIT_CODE = 75
 # How vLLM names engine processes that a signal ended.
@@ -55,8 +58,11 @@ class _Server(uvicorn.Server):
         yield
 
 
-def serve(config: InferenceConfig, preflight: Preflight) -> int:
+def serve(config: InferenceConfig, preflight: Preflight, *, owner: Owner | None = None) -> int:
     """Serve until asked to stop; return the exit code.
+
+    Args:
+        owner: the run that the server is started for; None: for whoever comes.
 
     Raises:
         ConfigError: vLLM refuses an argument, or another server took the port meanwhile.
@@ -68,13 +74,13 @@ def serve(config: InferenceConfig, preflight: Preflight) -> int:
         signal.signal(number, lambda *_: os._exit(0))
     report("loading model", model=config.model.name)
     try:
-        return uvloop.run(_serve(config, args, preflight))
+        return uvloop.run(_serve(config, args, preflight, owner))
     except EngineDeadError:  # between its start and the first request
         _log.error("the engine died while it started (its log is above)")
         return ENGINE_DIED_EXIT_CODE
 
 
-async def _serve(config: InferenceConfig, args: Namespace, preflight: Preflight) -> int:
+async def _serve(config: InferenceConfig, args: Namespace, preflight: Preflight, owner: Owner | None) -> int:
     async with contextlib.AsyncExitStack() as stack:
         try:
             engine = await stack.enter_async_context(running_engine(args))
@@ -82,17 +88,20 @@ async def _serve(config: InferenceConfig, args: Namespace, preflight: Preflight)
             if _KILLED.search(str(error)):  # by a signal, as while it serves: another start may well do
                 _log.error("the engine died while it started: %s", error)
                 return ENGINE_DIED_EXIT_CODE
-            raise InferenceError(f"the engine did not start: {error} (its log is above)") from None
+            raise InferenceError(f"the engine did not start: {_reason(error)} (its log is above)") from None
         meter = Meter()
         meter.watch(engine.engine_core)
         meter.register(REGISTRY)
-        policy = Policy(engine, meter)
+        ownership = Ownership(config.server.lease_s, reserved=owner)
+        policy = Policy(engine, meter, ownership)
         if config.model.load == "auto":
             await _while_alive(engine, policy.adopt_initial())
+        await _prove(engine)
         vllm_app = await _while_alive(engine, build_vllm_app(engine, args))
         routes = Routes(
             engine,
             policy=policy,
+            ownership=ownership,
             meter=meter,
             model_name=config.model.name,
             admin_token=preflight.admin_token,
@@ -165,6 +174,34 @@ async def _while_alive(engine: AsyncLLM, work: Coroutine[Any, Any, _T]) -> _T:
     finally:
         working.cancel()
         watching.cancel()
+
+
+async def _prove(engine: AsyncLLM) -> None:
+    """Generate one token, so that an engine which cannot run this model says so now, and not to the first client.
+
+    Raises:
+        InferenceError: it died of it by itself: every other start would end the same way.
+        EngineDeadError: something killed it.
+    """
+    try:
+        await _while_alive(engine, generate_one_token(engine))
+    except (EngineDeadError, EngineGenerateError) as error:
+        await asyncio.sleep(_WATCH_INTERVAL_S)  # for its exit code
+        processes = getattr(engine.engine_core.resources.engine_manager, "processes", [])
+        if any(process.exitcode is not None and process.exitcode < 0 for process in processes):
+            raise EngineDeadError from None
+        raise InferenceError(
+            "the engine cannot run this model: it failed at its first token (its log is above)"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return what is wrong, without the values and links that pydantic adds, nor vLLM's list of all models."""
+    if isinstance(error, ValidationError):
+        said = "; ".join(one["msg"] for one in error.errors(include_url=False, include_context=False))
+    else:
+        said = str(error).replace("\n", "\n       ")
+    return said.partition(" Supported architectures: ")[0]
 
 
 async def _engine_death(engine: AsyncLLM) -> str:

@@ -8,9 +8,12 @@ taken from the very bytes that the tensors are made of.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 import torch
@@ -20,6 +23,9 @@ from safetensors import SafetensorError, safe_open
 from triad.errors import CheckpointError, DataError, nearest
 from triad.manifest import MANIFEST_NAME, read_manifest
 from triad.weights_digest import WeightsFile, combined_digest, weights_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # A tied output layer has no weights of its own; writers may leave it out or repeat the embedding.
 OUTPUT_LAYER = "lm_head.weight"
@@ -36,10 +42,20 @@ class Architecture:
     Attributes:
         shapes: name -> shape, without the output layer if that is tied.
         tied: the output layer is the embedding.
+        model_dir: of the model; None where there is none, as in tests.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     tied: bool
+    model_dir: Path | None = field(default=None, compare=False)
+
+    @cached_property
+    def ignored(self) -> frozenset[str]:
+        """Names of tensors that files may have and transformers leaves out: the trainer never publishes them.
+
+        Layers that predict several tokens ahead, and buffers that old versions wrote, are such.
+        """
+        return frozenset() if self.model_dir is None else _ignored(self.model_dir, self.shapes.keys())
 
 
 @dataclass(frozen=True)
@@ -68,14 +84,37 @@ def read_architecture(model_dir: Path) -> Architecture:
             names = list(file.keys())
             shapes.update({name: tuple(file.get_slice(name).get_shape()) for name in names})
     if not shapes:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
-        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        shapes = _shapes_in_files(_meta_model(model_dir))
     if tied:
         shapes.pop(OUTPUT_LAYER, None)
-    return Architecture(shapes=shapes, tied=tied)
+    return Architecture(shapes=shapes, tied=tied, model_dir=model_dir)
+
+
+def _meta_model(model_dir: Path) -> PreTrainedModel:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
+
+
+def _shapes_in_files(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the model's tensors by the names that save_pretrained, and so the trainer, gives them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return {name: tuple(one.shape) for name, one in revert_weight_conversion(model, model.state_dict()).items()}
+
+
+def _ignored(model_dir: Path, names: Iterable[str]) -> frozenset[str]:
+    try:
+        model = _meta_model(model_dir)
+    except (ValueError, KeyError):  # no causal language model of transformers: then it leaves out nothing
+        return frozenset()
+    own, prefix = _shapes_in_files(model).keys(), f"{model.base_model_prefix}."
+    # Files of base models have names without the prefix.
+    others = {name for name in names if not own & {name, prefix + name, name.removeprefix(prefix)}}
+    findings: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=set(others))
+    model._adjust_missing_and_unexpected_keys(findings)
+    return frozenset(others - findings.unexpected_keys)
 
 
 def read_weights(
@@ -91,7 +130,11 @@ def read_weights(
     """
     tensors, digest = read_files(directory, version=version)
     _check_names(directory, tensors, architecture)
-    tensors = {name: checked(directory, name, tensor, architecture, dtype) for name, tensor in tensors.items()}
+    tensors = {
+        name: checked(directory, name, tensor, architecture, dtype)
+        for name, tensor in tensors.items()
+        if tensor.dtype in _ACCEPTED_DTYPES or name not in architecture.ignored
+    }
     if architecture.tied and (repeated := tensors.pop(OUTPUT_LAYER, None)) is not None:
         embedding = tensors.get(EMBEDDING)
         if embedding is not None and not torch.equal(repeated, embedding):
@@ -175,7 +218,8 @@ def _check_file(path: Path, found: WeightsFile, expected: dict[str, WeightsFile]
 
 def _check_names(directory: Path, tensors: Mapping[str, torch.Tensor], architecture: Architecture) -> None:
     allowed = set(architecture.shapes) | ({OUTPUT_LAYER} if architecture.tied else set())
-    if missing := sorted(architecture.shapes.keys() - tensors.keys()):
+    missing = sorted(architecture.shapes.keys() - tensors.keys())
+    if missing and (missing := [name for name in missing if name not in architecture.ignored]):
         raise DataError(
             f"{directory}: tensor '{missing[0]}' is missing ({len(missing)} of {len(architecture.shapes)} are)"
         )

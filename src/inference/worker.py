@@ -30,7 +30,8 @@ from triad.process import die_with_parent
 LOAD_FORMAT = "triad"
 SWAP_FAILED_EXIT_CODE = 70
 
-_log = logging.getLogger("inference.worker")
+# Below vLLM's own, which marks every line as the engine's: `triad.engine_log` finds the reason of a death by that.
+_log = logging.getLogger("vllm.inference.worker")
 # It warns at every update of each layer that has no weights of its own; names are checked before.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
@@ -70,12 +71,13 @@ class CheckedLoader(BaseModelLoader):
         """Read, check and load the weights of `model.name`.
 
         Raises:
-            DataError: the directory is incomplete or damaged.
+            DataError: the directory is incomplete or damaged, or vLLM's model has weights that it does not hold.
         """
         global _loaded_digest
         directory = Path(model_config.model)
         checked = read_weights(directory, read_architecture(directory), dtype=_engine_dtype(model_config))
-        cast(Any, model).load_weights(iter(checked.tensors.items()))
+        loaded: set[str] | None = cast(Any, model).load_weights(iter(checked.tensors.items()))
+        _refuse_unset_weights(model, loaded, directory)
         _loaded_digest = checked.digest
 
 
@@ -127,11 +129,17 @@ class PolicyWorker:
             assert staged is not None, "apply_weights without stage_weights"
             model = self.model_runner.get_model()
             with torch.no_grad(), set_current_vllm_config(self.vllm_config):
+                experts = _forget_packed_experts(model) if self.device.type == "cpu" else []
                 initialize_layerwise_reload(model)
                 model.load_weights(iter(staged.tensors.items()))
                 finalize_layerwise_reload(model, self.model_config)
                 if self.device.type == "cpu":
                     _repack_tied_layers(model)
+                if any(method.moe_kernel is None for method in experts):
+                    raise RuntimeError(
+                        f"this build of vLLM does not renew the experts of {type(model).__name__} when weights are "
+                        "pushed: the model can be served, and not trained by rl"
+                    )
             self.model_runner.reset_lora_state()
         except BaseException:  # noqa: BLE001 - the process ends
             _log.exception("the weights could not be swapped; the engine ends, because its model is half-written")
@@ -143,6 +151,38 @@ class PolicyWorker:
 def _engine_dtype(model_config: ModelConfig) -> torch.dtype:
     assert isinstance(model_config.dtype, torch.dtype)
     return model_config.dtype
+
+
+def _refuse_unset_weights(model: torch.nn.Module, loaded: set[str] | None, directory: Path) -> None:
+    """Refuse a model of which vLLM has weights that no file set: they are whatever the memory held before.
+
+    Args:
+        loaded: names of the parameters that were; None where the model's code does not say.
+
+    Raises:
+        DataError: naming one of them.
+    """
+    if loaded is None:
+        return
+    unset = sorted(name for name, parameter in model.named_parameters() if parameter.numel() and name not in loaded)
+    if unset:
+        raise DataError(
+            f"{directory}: vLLM's {type(model).__name__} has {len(unset)} weights that are in no file, such as "
+            f"'{unset[0]}'. What config.json asks for and what the files hold differ: correct config.json"
+        )
+
+
+def _forget_packed_experts(model: torch.nn.Module) -> list[Any]:
+    """Make layers of experts pack their weights again, as at the first load; return what does so for each.
+
+    On CPU vLLM packs them then alone: a reload would copy plain weights to where its kernel reads packed ones, which
+    gives garbage, or fails where packing pads.
+    """
+    methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
+    packing = [method for method in methods if getattr(method, "moe_kernel", None) is not None]
+    for method in packing:
+        method.moe_kernel = None
+    return packing
 
 
 def _repack_tied_layers(model: torch.nn.Module) -> None:

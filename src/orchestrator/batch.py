@@ -18,8 +18,8 @@ from orchestrator.seeds import TaskSeed
 from orchestrator.selection import Outcome, Selection, count, has_signal, select
 from orchestrator.state import OrchestratorState
 from orchestrator.teacher import Teacher
-from orchestrator.tokenizer import Tokenizer
 from orchestrator.weights import PublishedWeights
+from triad.chat.tokenizer import Tokenizer
 from triad.config.orchestrator import OrchestratorConfig
 from triad.errors import EnvironmentFailure
 from triad.messages import Dropped
@@ -141,25 +141,26 @@ class BatchMaker:
         return problems
 
     def _open_log(self, step: int, weights: PublishedWeights) -> GenerationLog:
-        by_teacher = self._config.is_sampled_by_teacher
-        teacher_digest = self._teacher.digest if self._teacher else ""
         return GenerationLog(
             self._run_dir,
             step,
-            weights_digest=teacher_digest if by_teacher else weights.digest,
+            weights_digest=self._sampling_digest(weights),
             temperature=self._config.sampling.temperature,
             stop_token_ids=self._tokenizer.stop_token_ids,
-            teacher_digest=teacher_digest,
+            teacher_digest=self._teacher.digest if self._teacher else "",
         )
 
     def _sampler(self, log: GenerationLog, weights: PublishedWeights) -> Sampler:
-        version = weights.version
-        if self._config.is_sampled_by_teacher and self._teacher is not None:
-            version = self._teacher.version
         return Sampler(
             self._client,
             log,
-            version=version,
+            weights_digest=self._sampling_digest(weights),
             temperature=self._config.sampling.temperature,
             stop_token_ids=self._tokenizer.stop_token_ids,
         )
+
+    def _sampling_digest(self, weights: PublishedWeights) -> str:
+        """Return the digest of what samples a batch: `weights`, or a teacher in their place."""
+        if self._config.is_sampled_by_teacher and self._teacher is not None:
+            return self._teacher.digest
+        return weights.digest

@@ -10,19 +10,25 @@ Minimal environment:
         async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
             return [Score(float(session.completion == task.answer)) for session in sessions]
 
-Several turns: override `run`, and take turns between `sample` and `append_messages`.
+Several turns: override `run`, and take turns between `sample` and `append_messages`. `make_task` and `score` may be
+`async` or not; a message may be written as `{"role": "user", "content": "..."}` too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from orchestrator.seeds import TaskSeed
-from orchestrator.tokenizer import Message, Tokenizer
 from triad.arrays import Logprobs, LossMask, TokenIds
+from triad.chat.messages import MORE_KEYS, Message, as_dict, check_messages
+from triad.chat.template import ChatMessage
+from triad.chat.tokenizer import Tokenizer
+from triad.errors import DataError
 from triad.messages import VersionSpan
 
 __all__ = ["Completion", "Environment", "Message", "Score", "Session", "SessionFull", "Task", "TaskSeed"]
@@ -49,11 +55,11 @@ class Task:
     """One problem. Subclass it to carry more than an answer.
 
     Attributes:
-        prompt: messages for the chat template, or text that is tokenised as it stands.
+        prompt: messages for the chat template, or text, which the tokenizer begins with BOS where it does so.
         answer: the right answer, for `score`.
     """
 
-    prompt: str | Sequence[Message]
+    prompt: str | Sequence[Message | ChatMessage]
     answer: str = ""
 
 
@@ -62,12 +68,64 @@ class Score:
     """What a rollout earned.
 
     Attributes:
-        reward: any finite number.
+        reward: any finite number; scalars of NumPy and torch are numbers too.
         metrics: further numbers of this rollout; their means go to the metrics of the step.
     """
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+def as_text(value: Any) -> str:
+    """Return `value` if it is text that a tokenizer and a file can take.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: it has half a surrogate pair.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, got {value!r:.80} ({type(value).__name__})")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"character {error.start} is {value[error.start]!a}, half of a surrogate pair") from None
+    return value
+
+
+def as_messages(messages: Any) -> list[Message | ChatMessage]:
+    """Return messages that may be written as dicts, which may hold more than role and content.
+
+    Raises:
+        TypeError, ValueError: they are no list of messages; says which one is not, and why.
+    """
+    if isinstance(messages, str | Mapping | Message) or not isinstance(messages, Sequence):
+        raise TypeError(f"expected text or a list of messages, got {messages!r:.80} ({type(messages).__name__})")
+    return [_as_message(message, number) for number, message in enumerate(messages, start=1)]
+
+
+def _as_message(message: Any, number: int) -> Message | ChatMessage:
+    try:
+        if isinstance(message, Mapping):
+            more = {key: value for key, value in message.items() if key in MORE_KEYS}
+            rest = {key: value for key, value in message.items() if key not in more}
+            message = msgspec.convert(rest, _StrictMessage)
+            message = Message(message.role, message.content)
+            if more:
+                as_text(message.content)
+                return check_messages([{**as_dict(message), **more}])[0]
+        if not isinstance(message, Message):
+            raise TypeError("expected Message(role, content) or a dict of both")
+        as_text(message.role)
+        as_text(message.content)
+    except DataError as error:
+        raise TypeError(f"message {number}: {str(error).removeprefix('message 1: ')}") from None
+    except (TypeError, ValueError) as error:  # msgspec's errors are ValueErrors
+        raise TypeError(f"message {number} is {message!r:.80}: {error}") from None
+    return message
+
+
+class _StrictMessage(Message, frozen=True, forbid_unknown_fields=True):
+    """What a dict must be to be a message."""
 
 
 class SessionFull(Exception):
@@ -102,6 +160,7 @@ class Session:
         self.versions: list[VersionSpan] = []
         self.texts: list[str] = []
         self.truncated = False
+        self._is_turn_open = True  # nothing was said in the policy's turn
         self._tokenizer = tokenizer
         self._sample_turn = sample_turn
         self._seq_len = seq_len
@@ -127,6 +186,7 @@ class Session:
             raise SessionFull
         # A copy: the session may grow while others' requests share these ids.
         turn = await self._sample_turn(self.token_ids.tolist(), len(self.texts), min(self._max_tokens, self.room))
+        self._is_turn_open = False
         start = len(self.token_ids)
         self.token_ids += turn.token_ids
         self.loss_mask += LossMask(b"\1" * len(turn.token_ids))
@@ -136,13 +196,20 @@ class Session:
         self.texts.append(self._tokenizer.decode(turn.token_ids))
         return self.texts[-1]
 
-    def append_messages(self, messages: Sequence[Message]) -> None:
+    def append_messages(self, messages: Sequence[Message | ChatMessage]) -> None:
         """Append messages after a sampled turn, and open the policy's next turn.
 
         Raises:
             SessionFull: they leave no room for a sampled token.
+            RuntimeError: nothing was sampled since the prompt, or since messages were appended.
         """
-        self._append(self._tokenizer.continuation(messages, last_token_id=self.token_ids[-1]))
+        if self._is_turn_open:
+            raise RuntimeError(
+                "append_messages() before the policy said anything would close an empty turn: append all messages "
+                "in one call, or await session.sample() first"
+            )
+        self._append(self._tokenizer.continuation(as_messages(messages), last_token_id=self.token_ids[-1]))
+        self._is_turn_open = True
 
     def append_text(self, text: str) -> None:
         """Append text as it stands, without the chat template.
@@ -150,7 +217,8 @@ class Session:
         Raises:
             SessionFull: it leaves no room for a sampled token.
         """
-        self._append(self._tokenizer.encode(text))
+        self._append(self._tokenizer.encode_after(as_text(text)))
+        self._is_turn_open = False
 
     def _append(self, token_ids: Sequence[int]) -> None:
         if len(token_ids) >= self.room:
@@ -163,6 +231,12 @@ class Session:
 class Environment:
     """Base of all environments. Constructor arguments come from `environments.args` of the config."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Give every `make_task` a seed whose generator is new, so that calling it again gives the same task."""
+        super().__init_subclass__(**options)
+        if "make_task" in vars(cls):
+            cls.make_task = _with_fresh_seed(cls.make_task)
+
     def make_task(self, seed: TaskSeed) -> Task:
         """Return the task that `seed` names: a pure function, so that any task can be made again."""
         raise NotImplementedError(f"{type(self).__name__} needs a method make_task(seed)")
@@ -174,3 +248,11 @@ class Environment:
     async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
         """Return one score per session; all sessions of one group come together, so they can be compared."""
         raise NotImplementedError(f"{type(self).__name__} needs a method score(task, sessions)")
+
+
+def _with_fresh_seed(make_task: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make_task)
+    def make(self: Environment, seed: TaskSeed) -> Any:
+        return make_task(self, seed.fresh())
+
+    return make

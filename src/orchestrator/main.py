@@ -14,7 +14,9 @@ from pathlib import Path
 
 import tomli
 
+from orchestrator.answers import load_vocab_size
 from orchestrator.batch import BatchMaker
+from orchestrator.calls import place_of
 from orchestrator.client import InferenceClient
 from orchestrator.environments import load_environment
 from orchestrator.mix import adopt_mix
@@ -22,11 +24,12 @@ from orchestrator.phase import phase
 from orchestrator.production import Production
 from orchestrator.publisher import Publisher
 from orchestrator.scheduler import StrictSchedule, find_start
+from orchestrator.silence import watching_calls
 from orchestrator.teacher import Teacher, connect_teacher
-from orchestrator.tokenizer import load_tokenizer
 from triad import events
+from triad.chat.files import load_tokenizer
 from triad.config.orchestrator import OrchestratorConfig
-from triad.errors import ConfigError
+from triad.errors import ConfigError, EnvironmentFailure
 from triad.heartbeat import start_heartbeat
 from triad.process import die_with_launcher, run_reporting_errors, set_up_logging
 from triad.run_dir import RunDir
@@ -77,12 +80,14 @@ async def orchestrate(config: OrchestratorConfig) -> None:
             teacher=teacher,
         )
         production = Production(config, client=client, publisher=publisher, schedule=schedule, maker=maker)
-        for step in range(first, config.max_steps + 1):
-            version = schedule.version_for(step)
-            if step == first:
-                await production.begin(step, version=version)
-            await production.produce(step, version=version)
-        await publisher.settle()
+        with watching_calls():
+            for step in range(first, config.max_steps + 1):
+                version = schedule.version_for(step)
+                if step == first:
+                    await production.begin(step, version=version)
+                await production.produce(step, version=version)
+            await publisher.settle()
+        await client.release()
     events.report("finished", step=config.max_steps)
 
 
@@ -92,7 +97,8 @@ async def _connect_policy(config: OrchestratorConfig, teacher: Teacher | None) -
     if teacher is not None and config.is_sampled_by_teacher:
         yield teacher.client
         return
-    async with InferenceClient(config.client) as client:
+    vocab_size = load_vocab_size(config.model.name)
+    async with InferenceClient(config.client, run_dir=RunDir(config.output_dir), vocab_size=vocab_size) as client:
         events.report("waiting for inference", urls=",".join(config.client.urls))
         with phase("waiting for inference"):
             await client.wait_until_ready(model=config.model.name, seq_len=config.seq_len)
@@ -133,7 +139,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     die_with_launcher()
     set_up_logging("orchestrator")
     start_heartbeat()
-    run_reporting_errors(lambda: asyncio.run(run_until_stopped(_read_config(arguments))))
+    run_reporting_errors(lambda: _run(_read_config(arguments)))
+
+
+def _run(config: OrchestratorConfig) -> None:
+    try:
+        asyncio.run(run_until_stopped(config))
+    except (SystemExit, KeyboardInterrupt) as error:
+        # What is raised in a call of an environment is caught there. Its own tasks and callbacks end the event loop.
+        raise EnvironmentFailure(
+            f"an environment raised {type(error).__name__}({error}) in a task or callback of its own "
+            f"({place_of(error)}), which would end the orchestrator"
+        ) from error
 
 
 def _read_config(arguments: Sequence[str]) -> OrchestratorConfig:

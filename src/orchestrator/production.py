@@ -49,7 +49,7 @@ class Production:
         weights = await self._serve(await self._wait_for(version))
         if not self._config.is_sampled_by_teacher and (canary := read_canary(weights)) is not None:
             with phase("probing with the canary", version=version):
-                await self._client.check_canary(canary)
+                await self._client.check_canary(canary, weights_digest=weights.digest)
         events.report("generating", step=step, version=weights.version)
         self._ended, self._busy_s = time.perf_counter(), self._client.busy_s
 
@@ -86,6 +86,8 @@ class Production:
         batch = Batch(
             step=step,
             policy_version=weights.version,
+            weights_digest="" if self._config.is_sampled_by_teacher else weights.digest,
+            teacher_digest=self._maker.state.teacher_digest,
             temperature=self._config.sampling.temperature,
             rollouts=selection.rollouts,
             dropped=selection.dropped,

@@ -5,22 +5,39 @@ from __future__ import annotations
 import msgspec
 
 from orchestrator.environment import Completion
+from triad.messages import VersionSpan
+from triad.owner import Owner
+
+OTHER_WEIGHTS = "other_weights"
+"""Code of the answer 409 to a request that is for other weights than those that the server serves."""
 
 
 class GenerateRequest(msgspec.Struct):
-    """Body of `POST /inference/v1/generate`: one choice is sampled per seed."""
+    """Body of `POST /inference/v1/generate`: one choice is sampled per seed.
+
+    Attributes:
+        weights_digest: of the weights that must sample it.
+    """
 
     token_ids: list[int]
     seeds: list[int]
     temperature: float
     max_tokens: int
     stop_token_ids: list[int]
+    weights_digest: str
     prompt_logprobs: bool = False
+
+
+class SampledSpan(VersionSpan, frozen=True):
+    """Tokens [start, end) of a choice were sampled by the weights of `version` with this digest."""
+
+    digest: str
 
 
 class Choice(Completion):
     """One sampled continuation; `index` counts the seeds."""
 
+    versions: list[SampledSpan]  # pyright: ignore[reportIncompatibleVariableOverride] - nobody adds spans to an answer
     index: int = 0
     prompt_logprobs: list[float] | None = None
 
@@ -30,14 +47,38 @@ class GenerateResponse(msgspec.Struct):
 
     choices: list[Choice]
     version: int
+    boot_id: str
 
 
 class ServedWeights(msgspec.Struct):
-    """Answer of `GET /weights`: what a server serves; version and digest are None before the first weights."""
+    """Answer of `GET /weights`: what a server serves.
+
+    Attributes:
+        version: None before the first weights.
+        digest: of them.
+        model: its name.
+        boot_id: of the server: another one means that it was restarted.
+    """
 
     version: int | None
     digest: str | None
     model: str
+    boot_id: str
+
+
+class PushedWeights(msgspec.Struct):
+    """Body of `POST /update_weights`: a version of the run that owns the server from then on."""
+
+    path: str
+    version: int
+    owner: Owner
+
+
+class Refusal(msgspec.Struct):
+    """An answer that is an error: the reason, and for some what a program can go by."""
+
+    error: str = ""
+    code: str = ""
 
 
 class ModelCard(msgspec.Struct):

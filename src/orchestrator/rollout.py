@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import math
-import traceback
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
+from orchestrator.calls import CallTimeout, calling, result_of, sampling
 from orchestrator.concurrency import run_all
 from orchestrator.environment import Completion, Environment, Score, Session, SessionFull, Task
 from orchestrator.sampler import Sampler
+from orchestrator.scores import checked_scores, prompt_ids_of
 from orchestrator.seeds import TaskSeed, request_seed
 from orchestrator.selection import Outcome
-from orchestrator.tokenizer import Tokenizer
+from triad.chat.tokenizer import Tokenizer
 from triad.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from triad.errors import DataError, EnvironmentFailure, TriadError
 from triad.messages import Dropped, DropReason, Rollout, VersionSpan
@@ -25,10 +24,6 @@ _log = logging.getLogger("orchestrator")
 
 class PromptTooLong(DataError):
     """A prompt leaves no room for a sampled token."""
-
-
-class RolloutTimeout(EnvironmentFailure):
-    """Playing a session or scoring a group took longer than it may."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +56,17 @@ async def run_group(
     """
     sessions: list[Session] = []
     try:
-        async with _blaming(problem, "make_task"):
-            task = problem.environment.make_task(problem.seed)
+        async with _calling(problem, "make_task"):
+            task = await result_of(problem.environment.make_task(problem.seed))
         prompt_ids = _prompt_ids(task, problem, tokenizer=tokenizer, seq_len=config.seq_len)
         sessions += [
             _new_session(prompt_ids, index, problem, step, config=config, tokenizer=tokenizer, sampler=sampler)
             for index in range(config.group_size)
         ]
         await _play_all(sessions, task, problem)
-        async with _blaming(problem, "score"):
-            scores = await problem.environment.score(task, sessions)
-        _check_scores(scores, problem, config.group_size)
+        async with _calling(problem, "score"):
+            found = await result_of(problem.environment.score(task, sessions))
+        scores = checked_scores(found, config.group_size, what=_named(problem))
     except (EnvironmentFailure, PromptTooLong) as failure:
         if problem.settings.on_error == "stop":
             if failure.__cause__ is not None:
@@ -85,7 +80,7 @@ async def run_group(
 
 
 def _dropped(problem: Problem, sessions: Sequence[Session], failure: TriadError) -> Dropped:
-    reasons: dict[type[TriadError], DropReason] = {PromptTooLong: "prompt_too_long", RolloutTimeout: "timeout"}
+    reasons: dict[type[TriadError], DropReason] = {PromptTooLong: "prompt_too_long", CallTimeout: "timeout"}
     _log.warning("%s: the group is dropped", failure)
     return Dropped(
         environment=problem.name,
@@ -108,14 +103,14 @@ def _to_rollout(
         loss_mask=session.loss_mask,
         logprobs=session.logprobs,
         versions=[] if is_sampled_by_teacher else _merged(session.versions),
-        reward=float(score.reward),
+        reward=score.reward,
         truncated=session.truncated,
-        metrics={name: float(value) for name, value in score.metrics.items()},
+        metrics=score.metrics,
     )
 
 
 def _prompt_ids(task: Task, problem: Problem, *, tokenizer: Tokenizer, seq_len: int) -> list[int]:
-    token_ids = tokenizer.encode(task.prompt) if isinstance(task.prompt, str) else tokenizer.prompt(task.prompt)
+    token_ids = prompt_ids_of(task, tokenizer, what=_named(problem))
     if not 1 <= len(token_ids) < seq_len:
         raise PromptTooLong(
             f"environment '{problem.name}', task {problem.seed.index}: the prompt has {len(token_ids)} tokens; allowed "
@@ -137,7 +132,8 @@ def _new_session(
 ) -> Session:
     async def sample_turn(token_ids: list[int], turn: int, max_tokens: int) -> Completion:
         seed = request_seed(problem.seed, step=step, sample_index=sample_index, turn=turn)
-        return await sampler.sample(token_ids, max_tokens=max_tokens, seed=seed, engine=problem.engine)
+        with sampling():
+            return await sampler.sample(token_ids, max_tokens=max_tokens, seed=seed, engine=problem.engine)
 
     return Session(
         prompt_ids,
@@ -166,54 +162,32 @@ async def _play_all(sessions: Sequence[Session], task: Task, problem: Problem) -
 
 
 async def _play(session: Session, task: Task, problem: Problem) -> None:
-    async with _blaming(problem, "run"):
+    async with _calling(problem, "run"):
         try:
-            await problem.environment.run(session, task)
+            await result_of(problem.environment.run(session, task))
         except SessionFull:
             session.truncated = True
+        except DataError as error:  # messages that the chat template refuses, such as of a role that it does not know
+            raise EnvironmentFailure(f"{_named(problem)}: run(): {error}") from error
     if not session.texts:
-        raise EnvironmentFailure(f"{_named(problem)}: run() ended without a sampled turn; call session.sample()")
-
-
-@asynccontextmanager
-async def _blaming(problem: Problem, method: str) -> AsyncIterator[None]:
-    """Turn what an environment raises, or takes too long for, into a failure that says where it came from."""
-    deadline = asyncio.timeout(problem.settings.timeout_s)
-    try:
-        async with deadline:
-            yield
-    except (TriadError, SessionFull):
-        raise
-    except Exception as error:
-        if isinstance(error, TimeoutError) and deadline.expired():
-            raise RolloutTimeout(
-                f"{_named(problem)}: {method}() took longer than {problem.settings.timeout_s:g} s (timeout_s)"
-            ) from None
         raise EnvironmentFailure(
-            f"{_named(problem)}: {method}() raised {type(error).__name__}: {error} ({_origin(error)})"
-        ) from error
+            f"{_named(problem)}: run() ended without a sampled turn; write `await session.sample()` in "
+            "an `async def run`"
+        )
+
+
+def _calling(problem: Problem, method: str) -> AbstractAsyncContextManager[None]:
+    return calling(
+        _named(problem),
+        name=f"environment '{problem.name}', task {problem.seed.index}",
+        environment=problem.name,
+        method=method,
+        timeout_s=problem.settings.deadline_s,
+    )
 
 
 def _named(problem: Problem) -> str:
     return f"environment '{problem.name}' failed on task {problem.seed.index} (seed {problem.seed.number})"
-
-
-def _origin(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}:{frames[-1].lineno}"
-
-
-def _check_scores(scores: Sequence[Score], problem: Problem, group_size: int) -> None:
-    if len(scores) != group_size:
-        raise EnvironmentFailure(f"{_named(problem)}: score() returned {len(scores)} scores for {group_size} sessions")
-    for score in scores:
-        if not isinstance(score, Score):
-            raise EnvironmentFailure(f"{_named(problem)}: score() must return Score objects, got {score!r}")
-        for name, value in (("reward", score.reward), *score.metrics.items()):
-            if not isinstance(value, int | float) or not math.isfinite(value):
-                raise EnvironmentFailure(
-                    f"{_named(problem)}: score() gave {name} = {value!r}, expected a finite number"
-                )
 
 
 def _merged(spans: Sequence[VersionSpan]) -> list[VersionSpan]:

@@ -1,4 +1,4 @@
-"""Between sessions and engines: gathers equal prompts into one request, and checks what comes back."""
+"""Between sessions and engines: gathers equal prompts into one request, and keeps what comes back."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from orchestrator.client import InferenceClient
 from orchestrator.environment import Completion
 from orchestrator.generations import GenerationLog
 from orchestrator.protocol import GenerateRequest
-from triad.errors import InferenceError
 
 # Engine, most tokens, prompt: sessions that agree on these can share a request.
 _Key = tuple[int, int, tuple[int, ...]]
 
 
 class Sampler:
-    """Samples turns for the sessions of one batch, all by one policy version.
+    """Samples turns for the sessions of one batch, all by the same weights, those with `weights_digest`.
 
     Sessions of a group begin with the same prompt. Those that ask in the same turn of the event loop
     become one request with one seed each, which the engine prefills once. Which sessions share a
@@ -27,13 +26,13 @@ class Sampler:
         client: InferenceClient,
         log: GenerationLog,
         *,
-        version: int,
+        weights_digest: str,
         temperature: float,
         stop_token_ids: list[int],
     ) -> None:
         self._client = client
         self._log = log
-        self._version = version
+        self._weights_digest = weights_digest
         self._temperature = temperature
         self._stop_token_ids = stop_token_ids
         self._gathering: dict[_Key, dict[int, asyncio.Future[Completion]]] = {}
@@ -44,7 +43,7 @@ class Sampler:
         """Return one continuation of `token_ids`.
 
         Raises:
-            InferenceError: the engine refused or failed, or another policy version sampled it.
+            InferenceError: the engine refused or failed, or serves other weights again and again.
         """
         found = self._log.find(token_ids, max_tokens=max_tokens, seed=seed)
         if found is not None:
@@ -82,10 +81,9 @@ class Sampler:
                 temperature=self._temperature,
                 max_tokens=max_tokens,
                 stop_token_ids=self._stop_token_ids,
+                weights_digest=self._weights_digest,
             )
             choices = await self._client.generate(request, engine=engine)
-            for choice in choices:
-                self._check_versions(choice)
             self._log.append(token_ids, max_tokens=max_tokens, seeds=seeds, completions=choices)
         except BaseException as error:
             for future in waiting.values():
@@ -101,20 +99,3 @@ class Sampler:
         for future, choice in zip(waiting.values(), choices, strict=True):
             if not future.done():
                 future.set_result(choice)
-
-    def _check_versions(self, completion: Completion) -> None:
-        covered = 0
-        for span in completion.versions:
-            if span.version != self._version:
-                raise InferenceError(
-                    f"a rollout was sampled by policy version {span.version}, the schedule asked for version "
-                    f"{self._version}. Does another run push weights to this server?"
-                )
-            if span.start != covered:
-                break
-            covered = span.end
-        if covered != len(completion.token_ids):
-            raise InferenceError(
-                f"an engine says for {covered} of {len(completion.token_ids)} sampled tokens which policy version "
-                "made them; every token needs one"
-            )

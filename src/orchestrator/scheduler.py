@@ -118,13 +118,12 @@ class StrictSchedule:
         return await wait_for_weights(self._run_dir, version, timeout_s=self._timeout_s, check=check)
 
     async def serve(self, weights: PublishedWeights, *, check: Callable[[], None]) -> PublishedWeights:
-        """Make all engines serve `weights`, and return what they serve.
+        """Make all engines serve `weights`, and return what they serve. What serves already is asked for all the same:
+        an engine may have been restarted since.
 
         Raises:
             InferenceError: an engine refused them, or reports another version or digest.
         """
-        if self._serving == weights:
-            return weights
         for _ in range(_REPLACEMENTS):
             try:
                 await self._client.serve(weights)

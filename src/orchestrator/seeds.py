@@ -6,7 +6,8 @@ Each seed is the xxh3-64 of its parts, cut to 63 bits: engines keep seeds as non
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import xxhash
 
@@ -39,8 +40,16 @@ class TaskSeed:
         return stable_seed("task", self.run_seed, self.environment, self.index)
 
     def random(self) -> random.Random:
-        """Return a generator that depends on this task alone."""
+        """Return the generator of this seed, the same at every call: draws go on where the last one ended."""
+        return self._generator
+
+    @cached_property
+    def _generator(self) -> random.Random:
         return random.Random(self.number)
+
+    def fresh(self) -> TaskSeed:
+        """Return this seed with nothing drawn from it yet; every call of `make_task` gets one."""
+        return replace(self)
 
     def shared(self, *parts: int | str) -> int:
         """Return a seed that all tasks of this environment share, such as one for each epoch."""

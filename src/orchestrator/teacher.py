@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from orchestrator.answers import load_vocab_size
 from orchestrator.client import InferenceClient
 from orchestrator.environment import Completion
 from orchestrator.generations import GenerationLog
@@ -27,13 +28,11 @@ class Teacher:
 
     Attributes:
         client: of its servers.
-        version: what they report with every answer.
-        digest: of its weights.
+        digest: of its weights, which every answer must be by.
     """
 
-    def __init__(self, client: InferenceClient, *, version: int, digest: str, max_concurrency: int) -> None:
+    def __init__(self, client: InferenceClient, *, digest: str, max_concurrency: int) -> None:
         self.client = client
-        self.version = version
         self.digest = digest
         self._slots = asyncio.Semaphore(max_concurrency)
 
@@ -59,15 +58,16 @@ class Teacher:
     async def _ask(self, token_ids: list[int], *, place: int) -> Logprobs:
         # One token must be sampled for the log-probabilities of a prompt; it is thrown away.
         request = GenerateRequest(
-            token_ids=token_ids, seeds=[0], temperature=1.0, max_tokens=1, stop_token_ids=[], prompt_logprobs=True
+            token_ids=token_ids,
+            seeds=[0],
+            temperature=1.0,
+            max_tokens=1,
+            stop_token_ids=[],
+            weights_digest=self.digest,
+            prompt_logprobs=True,
         )
         async with self._slots:
             (choice,) = await self.client.generate(request, engine=place % self.client.num_engines)
-        if any(span.version != self.version for span in choice.versions):
-            raise InferenceError(
-                f"the teacher answered by version {choice.versions[0].version}, it began with version {self.version}: "
-                "does a run push weights to its servers? A teacher must not be trained."
-            )
         given = choice.prompt_logprobs or []
         if len(given) != len(token_ids) - 1:
             raise InferenceError(
@@ -90,19 +90,19 @@ async def connect_teacher(config: OrchestratorConfig, state: OrchestratorState) 
         yield None
         return
     events.report("waiting for the teacher", urls=",".join(config.teacher.urls))
-    async with InferenceClient(config.teacher, key="teacher") as client:
+    # What a teacher samples the policy must have tokens for. A judge's one sampled token is thrown away.
+    vocab_size = load_vocab_size(config.model.name) if config.is_sampled_by_teacher else None
+    async with InferenceClient(config.teacher, key="teacher", vocab_size=vocab_size) as client:
         # The one token that is sampled behind a session needs room.
         room = config.seq_len + (config.teacher.mode == "logprobs")
         with phase("waiting for the teacher"):
             await client.wait_until_ready(model=config.teacher.model, seq_len=room)
             served = await client.adopt()
-        assert served.version is not None and served.digest is not None, "adopt refuses servers without weights"
+        assert served.digest is not None, "adopt refuses servers without weights"
         if state.teacher_digest not in ("", served.digest):
             raise CheckpointError(
                 f"the teacher '{config.teacher.model}' has weights with digest {served.digest}; the batches so far "
                 f"were made with digest {state.teacher_digest}. Serve the same teacher again, or start a new run."
             )
         state.teacher_digest = served.digest
-        yield Teacher(
-            client, version=served.version, digest=served.digest, max_concurrency=config.teacher.max_concurrency
-        )
+        yield Teacher(client, digest=served.digest, max_concurrency=config.teacher.max_concurrency)

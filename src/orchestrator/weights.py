@@ -15,7 +15,7 @@ from triad.errors import CheckpointError, InferenceError
 from triad.journal import POLL_S
 from triad.manifest import MANIFEST_NAME, read_manifest
 from triad.run_dir import RunDir
-from triad.weights_digest import WeightsFile, combined_digest
+from triad.weights_digest import listed_digest
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class PublishedWeights:
 
 
 def read_canary(weights: PublishedWeights) -> Canary | None:
-    """Return what the trainer computed with `weights`, where it published that: with the version it starts from.
+    """Return what the trainer computed with `weights`, where it published that: with every version but the last.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -72,14 +72,10 @@ def describe_weights(run_dir: RunDir, version: int) -> PublishedWeights:
         raise CheckpointError(
             f"{path} holds {manifest.kind} of version {manifest.policy_version}, expected weights of version {version}"
         )
-    files = [
-        WeightsFile(name, entry.size_bytes, entry.xxh3_128)
-        for name, entry in manifest.files.items()
-        if name.endswith(".safetensors") and "/" not in name
-    ]
-    if not files:
+    digest = listed_digest(manifest)
+    if not digest:
         raise CheckpointError(f"{path} lists no *.safetensors file in its manifest")
-    return PublishedWeights(version=version, path=path, digest=combined_digest(files), inode=inode)
+    return PublishedWeights(version=version, path=path, digest=digest, inode=inode)
 
 
 async def wait_for_weights(

@@ -8,20 +8,26 @@ the data: exact on resume and the same for any number of ranks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
+import tokenizers
 import xxhash
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trainer.packing import Sample
+from trainer.parallel import Parallel
+from trainer.row_files import Row, Rows, read_rows
+from trainer.row_formats import SAMPLE_FORMATS, SAMPLE_SHAPES, Format, encode_example, find_format
+from trainer.tokenizing import tokenize_rows
+from triad.chat.files import load_tokenizer as load_orchestrator_tokenizer
+from triad.chat.masking import Encoded
+from triad.chat.tokenizer import Tokenizer
 from triad.config.trainer import SftDataConfig
-from triad.errors import DataError
+from triad.errors import ConfigError, DataError
+from triad.events import report
 
 _log = logging.getLogger("trainer")
-_SHAPES = "either `messages`, or `prompt` and `completion`"
 
 
 class SampleOrder:
@@ -66,31 +72,101 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         raise DataError(f"model.tokenizer = '{name}': no tokenizer could be loaded. {reason}") from None
 
 
+def chat_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """Return the tokenizer that renders, tokenises and masks, with the tokens of `tokenizer`.
+
+    Raises:
+        DataError: it is not of the fast kind.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise DataError(
+            f"the tokenizer '{tokenizer.name_or_path}' is a {type(tokenizer).__name__}, which has no tokenizer.json; "
+            "one is needed. Convert it to a fast tokenizer and save that."
+        )
+    return Tokenizer(
+        tokenizers.Tokenizer.from_str(backend.to_str()),
+        name=str(tokenizer.name_or_path),
+        templates=tokenizer.chat_template,
+        special=tokenizer.special_tokens_map,
+    )
+
+
+def check_same_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Check that the orchestrator, which reads tokenizer.json itself, has the tokens that transformers makes.
+
+    Transformers builds some tokenizers anew by the class that tokenizer_config.json names (such as LlamaTokenizer),
+    whatever tokenizer.json says of normalizing and splitting text, or takes special tokens from that class.
+
+    Raises:
+        ConfigError: it has others, so the prompts of `rl` would not be those of `sft`.
+    """
+    theirs, ours = chat_tokenizer(tokenizer), load_orchestrator_tokenizer(name)
+    added: dict[str, int] = tokenizer.get_added_vocab()  # type: ignore[operator]  # typed as anything
+    special = sorted(token for token in added if token.strip())[:40]
+    found = [
+        *(f"the text {text!r}" for text in _PROBES if theirs.text_prompt(text) != ours.text_prompt(text)),
+        *(f"{text!r}" for token in special for text in [f"A{token} b"] if theirs.encode(text) != ours.encode(text)),
+    ]
+    if theirs.eos_token_id != ours.eos_token_id:
+        found.append("the token that ends a text")
+    if theirs.has_template and _probe_chat(theirs) != _probe_chat(ours):
+        found.append("a chat")
+    if found:
+        raise ConfigError(
+            f"model.tokenizer: transformers makes other tokens of {found[0]} than the tokenizer.json of '{name}' says "
+            f"({type(tokenizer).__name__} builds the tokenizer in its own way), so prompts of rl would not be those of "
+            f"sft. Write down what transformers makes, by AutoTokenizer.from_pretrained('{name}')"
+            ".save_pretrained(directory), and set model.tokenizer to that directory."
+        )
+
+
+_PROBES = (
+    "The dog's 12345 apples",
+    "  two  blanks\n\n\tand lines ",
+    "naïve cafe\u0301 東京 😀 ﬁ",
+    "DON'T I'll WE'RE x=1.5;",
+)
+
+
+def _probe_chat(tokenizer: Tokenizer) -> list[int] | str:
+    try:
+        return tokenizer.prompt([{"role": "user", "content": " The dog's 12\n"}])
+    except DataError as error:
+        return str(error)
+
+
 def load_samples(
-    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
+    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, parallel: Parallel | None = None
 ) -> tuple[list[Sample], list[Sample]]:
     """Return (training samples, validation samples), tokenised.
 
+    Args:
+        parallel: the ranks, if there are several: all get all samples. Collective then.
+
     Raises:
-        DataError: the dataset is missing, lacks columns, or has a sample that is too long.
+        ConfigError, DataError: the dataset is missing, lacks columns, or has a row that cannot be used.
     """
-    rows = read_rows(config, fits=_has_samples, shapes=_SHAPES)
+    chat = chat_tokenizer(tokenizer)
+    rows, form = open_dataset(config, SAMPLE_FORMATS, shapes=SAMPLE_SHAPES, is_told=not parallel or parallel.is_main)
+
+    def encode(row: Row) -> list[Encoded]:
+        (example,) = form.examples(row, chat)
+        encoded = encode_example(example, chat, train_on=config.train_on)
+        check_length(encoded, config, what="the sample has")
+        return [encoded]
+
     samples: list[Sample] = []
     too_long = untrained = 0
-    for number, row in enumerate(rows):
-        sample = tokenize_row(row, tokenizer, where=f"{config.name}, row {number}")
+    for sample in tokenize_rows(rows, encode, name=config.name, parallel=parallel):
+        fitting = sample
         if len(sample.token_ids) > config.seq_len:
             too_long += 1
-            if config.too_long == "error":
-                raise DataError(
-                    f"{config.name}, row {number}: the sample has {len(sample.token_ids)} tokens, data.seq_len is "
-                    f"{config.seq_len}. Raise data.seq_len, or set data.too_long to drop or truncate."
-                )
             if config.too_long == "drop":
                 continue
-            sample = Sample(sample.token_ids[: config.seq_len], sample.loss_mask[: config.seq_len])
-        if sample.num_targets:
-            samples.append(sample)
+            fitting = Sample(sample.token_ids[: config.seq_len], sample.loss_mask[: config.seq_len])
+        if fitting.num_targets:
+            samples.append(fitting)
         else:
             untrained += 1
     if too_long:
@@ -105,114 +181,41 @@ def load_samples(
     return training, [samples[number] for number in sorted(held_out)]
 
 
+def open_dataset(
+    config: SftDataConfig, formats: tuple[Format, ...], *, shapes: str, is_told: bool
+) -> tuple[Rows, Format]:
+    """Return the rows of a dataset and how they are written, which is said as well where `is_told`.
+
+    Raises:
+        DataError: the dataset is missing, unreadable or empty, or its first row has no known columns.
+    """
+    rows = read_rows(config.name, split=config.split)
+    try:
+        _, first = next(rows.take(0, 1))
+    except DataError as error:
+        raise DataError(f"{config.name}, {error}") from None
+    form = find_format(first, formats, name=config.name, shapes=shapes)
+    if is_told:
+        unused = form.unused(first)
+        rest = {"columns_not_read": ", ".join(unused)} if unused else {}
+        report("tokenising", rows=f"{len(rows):,}", format=form.name, **rest)
+    return rows, form
+
+
+def check_length(encoded: Encoded, config: SftDataConfig, *, what: str) -> None:
+    """Check that a sample fits, where one that does not is an error.
+
+    Raises:
+        DataError: it does not.
+    """
+    if config.too_long == "error" and len(encoded.ids) > config.seq_len:
+        raise DataError(
+            f"{what} {len(encoded.ids)} tokens, data.seq_len is {config.seq_len}. Raise data.seq_len, or set "
+            "data.too_long to drop or truncate."
+        )
+
+
 def hold_out(num_samples: int, fraction: float, *, seed: int) -> set[int]:
     """Return which of the samples are for validation, chosen by `seed`."""
     shuffled = np.random.default_rng([seed, 2**31]).permutation(num_samples)
     return set(shuffled[: int(num_samples * fraction)].tolist())
-
-
-def _has_samples(columns: set[str]) -> bool:
-    return "messages" in columns or {"prompt", "completion"} <= columns
-
-
-def read_rows(config: SftDataConfig, *, fits: Callable[[set[str]], bool], shapes: str) -> Iterable[Mapping[str, Any]]:
-    """Return the rows of the dataset that `config` names.
-
-    Args:
-        fits: whether a dataset with these columns can be used.
-        shapes: what rows must have, in words.
-
-    Raises:
-        DataError: it is missing, unreadable or empty, or lacks columns.
-    """
-    import datasets
-    import datasets.exceptions
-
-    datasets.disable_progress_bars()
-    path = Path(config.name)
-    looks_local = path.suffix in (".jsonl", ".json", ".parquet") or config.name.startswith((".", "/"))
-    if not path.exists() and (looks_local or config.name.count("/") != 1):
-        raise DataError(f"data.name = '{config.name}': there is no such file or directory (from {Path.cwd()})")
-    try:
-        if path.is_file():
-            kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(path.suffix)
-            if kind is None:
-                raise DataError(f"data.name = '{config.name}': use a .jsonl or .parquet file, a directory or a hub id")
-            rows = datasets.load_dataset(kind, data_files=str(path), split="train")
-        else:
-            rows = datasets.load_dataset(config.name, split=config.split)
-    except StopIteration:  # what datasets makes of an empty file
-        raise DataError(f"data.name = '{config.name}' holds no rows") from None
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        cause = error.__cause__ or error
-        raise DataError(f"data.name = '{config.name}' could not be read: {cause}") from None
-    columns = set(rows.column_names or [])
-    if not fits(columns):
-        raise DataError(
-            f"data.name = '{config.name}' has the columns {sorted(columns)}; rows need {shapes}. Rename the columns."
-        )
-    return rows  # type: ignore[return-value]  # a map-style Dataset iterates over dicts
-
-
-def tokenize_row(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, *, where: str) -> Sample:
-    """Return the sample of one row. Only what the assistant says (or the completion) is trained.
-
-    Pieces are tokenised apart, as they are at inference, where a prompt's tokens are fixed before
-    the completion exists.
-
-    Args:
-        where: file and row, for error messages.
-    """
-    if row.get("messages") is not None:
-        pieces = _chat_pieces(row["messages"], tokenizer, where)
-    elif isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str):
-        pieces = [(row["prompt"], False), (row["completion"] + (tokenizer.eos_token or ""), True)]
-    elif isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list):
-        pieces = _chat_pieces(row["prompt"] + row["completion"], tokenizer, where, first_trained=len(row["prompt"]))
-    else:
-        raise DataError(f"{where}: rows need {_SHAPES} (both text or both lists of messages)")
-    ids: list[int] = []
-    mask: list[bool] = []
-    for number, (text, trained) in enumerate(pieces):
-        piece = tokenizer(text, add_special_tokens=number == 0 and row.get("messages") is None)["input_ids"]
-        ids += piece
-        mask += [trained] * len(piece)
-    return Sample(np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=bool))
-
-
-def _chat_pieces(
-    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, where: str, *, first_trained: int = 0
-) -> list[tuple[str, bool]]:
-    """Split a rendered chat into (text, trained) pieces at the borders of assistant messages."""
-    if not tokenizer.chat_template:
-        raise DataError(f"{where}: the row holds messages, but the tokenizer has no chat template")
-    for message in messages:
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise DataError(f"{where}: a message needs `role` and `content`, got {message!r:.120}")
-    pieces: list[tuple[str, bool]] = []
-    done = ""
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant" or number < first_trained:
-            continue
-        before = _render(messages[:number], tokenizer, where, generation_prompt=True)
-        after = _render(messages[: number + 1], tokenizer, where)
-        if not before.startswith(done) or not after.startswith(before):
-            raise DataError(
-                f"{where}: the chat template does not render this chat piece by piece (it changes earlier turns), "
-                "so the tokens to train cannot be told. Use prompt and completion columns instead."
-            )
-        pieces += [(before[len(done) :], False), (after[len(before) :], True)]
-        done = after
-    if not pieces:
-        raise DataError(f"{where}: there is no assistant message to train on")
-    return pieces
-
-
-def _render(
-    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, where: str, *, generation_prompt: bool = False
-) -> str:
-    try:
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
-    except Exception as error:  # noqa: BLE001 - jinja raises whatever the template's author chose
-        raise DataError(f"{where}: the chat template refused these messages: {error}") from None
-    return str(rendered)

@@ -1,7 +1,7 @@
 """Preference optimisation: `uv run dpo @ configs/reverse_text/dpo.toml`.
 
 The loss compares what the policy and a frozen reference say about both sides of a pair; the loop over
-the pairs is in `pair_training`.
+the pairs is in `trainer.pairs.training`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,16 @@ def run(config: DpoConfig) -> None:
     seed_everything(config.seed, step=0, rank=parallel.rank)
     report("reading data")
     tokenizer = load_tokenizer(config.model.tokenizer_name)
-    pairs = load_pairs(config.data, tokenizer)
+    pairs = load_pairs(config.data, tokenizer, parallel=parallel)
     training, held_out = split_pairs(pairs, config.data.validation_fraction, seed=config.seed)
     _log.info("%d pairs to train on, %d held out", len(training), len(held_out))
     with start_session(
-        config, parallel, tokenizer, build_policy, data_fingerprint=fingerprint_pairs(training)
+        config,
+        parallel,
+        tokenizer,
+        build_policy,
+        pack=config.data.pack,
+        data_fingerprint=fingerprint_pairs(training),
     ) as session:
         reference = start_reference(config, session, pairs)
         objective = dpo_objective(config, reference, parallel)

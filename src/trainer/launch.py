@@ -1,4 +1,4 @@
-"""Start one training program on all ranks: `python -m trainer.launch {sft,dpo,rm,rl} resolved.toml`.
+"""Start one training program on all ranks: `python -m trainer.launch {sft,dpo,reward-model,rl} resolved.toml`.
 
 Uses torchrun's launcher (torch.distributed.launcher) with forked workers: the imports, which take
 seconds, are paid once however many ranks there are. When a rank ends early the others are stopped,
@@ -21,10 +21,11 @@ from typing import Any
 import tomli
 
 from trainer.stop import SIGNALS, STOP_REQUEST
-from triad.config import DpoConfig, RmConfig, SftConfig, TrainerConfig
+from triad.config import DpoConfig, RewardTrainingConfig, SftConfig, TrainerConfig
 from triad.errors import RankLost, TriadError, is_storage_failure
 from triad.events import report
 from triad.heartbeat import start_heartbeat
+from triad.import_path import protect_children
 from triad.process import (
     available_cores,
     die_with_launcher,
@@ -41,7 +42,7 @@ _POLL_S = 0.02
 _PROGRAMS = {
     "sft": ("trainer.sft", SftConfig),
     "dpo": ("trainer.dpo", DpoConfig),
-    "rm": ("trainer.rm", RmConfig),
+    "reward-model": ("trainer.reward_model", RewardTrainingConfig),
     "rl": ("trainer.rl", TrainerConfig),
 }
 
@@ -86,6 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("config")
     arguments = parser.parse_args(argv)
     die_with_launcher()
+    protect_children()
     set_up_logging("trainer")
     start_heartbeat()
     module_name, config_type = _PROGRAMS[arguments.program]

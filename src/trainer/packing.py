@@ -11,12 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trainer.models.attention import PackedIndex
+
+Arrangement = Literal["packed", "grouped", "rows"]
+"""How samples become micro-batches: `packed` into one row up to a budget of tokens; `grouped`, one a row, up to
+the same budget with the padding counted, for models whose tokens meet outside of attention; or in given numbers
+of `rows`, in the order of the data."""
 
 
 @dataclass(frozen=True)
@@ -87,16 +93,39 @@ def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]
     return rows
 
 
+def group_by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Return indices of samples in groups whose number times the longest is at most `budget`, the longest first.
+
+    A sample longer than the budget gets a group of its own.
+    """
+    groups: list[list[int]] = []
+    longest = 0
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if groups and (len(groups[-1]) + 1) * longest <= budget:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+            longest = lengths[index]
+    return groups
+
+
 def plan_rows(
-    lengths: Sequence[int], *, pack: bool, budget: int, rows_per_micro_batch: int, world_size: int
+    lengths: Sequence[int], *, arrangement: Arrangement, budget: int, rows_per_micro_batch: int, world_size: int
 ) -> list[list[list[int]]]:
     """Return, for each rank, its micro-batches as lists of sample indices.
 
     Every rank gets the same number of micro-batches, since each forward is a collective; a rank with
     less work gets empty ones.
+
+    Args:
+        lengths: tokens of each sample; for `grouped`, of its row.
+        budget: most tokens of a micro-batch, for `packed` and `grouped`.
+        rows_per_micro_batch: samples of a micro-batch, for `rows`.
     """
-    if pack:
+    if arrangement == "packed":
         groups = first_fit_decreasing(lengths, budget)
+    elif arrangement == "grouped":
+        groups = group_by_length(lengths, budget)
     else:
         order = range(len(lengths))
         groups = [list(order[i : i + rows_per_micro_batch]) for i in range(0, len(lengths), rows_per_micro_batch)]
@@ -110,7 +139,7 @@ def plan_rows(
 def build_micro_batch(samples: Sequence[Sample], indices: list[int], *, pack: bool, device: torch.device) -> MicroBatch:
     """Return the micro-batch of these samples; with no samples, one that trains on nothing."""
     if not indices:
-        return _empty(samples[0], device)
+        return _empty(samples[0], pack, device)
     chosen = [samples[index] for index in indices]
     lengths = [len(sample.token_ids) for sample in chosen]
     row_length = sum(lengths) if pack else max(lengths)
@@ -145,7 +174,7 @@ def build_micro_batch(samples: Sequence[Sample], indices: list[int], *, pack: bo
     )
 
 
-def _empty(like: Sample, device: torch.device) -> MicroBatch:
+def _empty(like: Sample, pack: bool, device: torch.device) -> MicroBatch:
     nothing = torch.zeros(0, dtype=torch.long, device=device)
     one = torch.zeros(1, 1, dtype=torch.long, device=device)
     return MicroBatch(
@@ -155,5 +184,5 @@ def _empty(like: Sample, device: torch.device) -> MicroBatch:
         target_ids_N=nothing,
         sample_index_N=nothing,
         per_token={name: torch.zeros(0, device=device) for name in like.per_token},
-        packed_index=PackedIndex.from_lengths([1], device=device),
+        packed_index=PackedIndex.from_lengths([1], device=device) if pack else None,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from triad.config.trainer import ParallelConfig
 from triad.errors import ConfigError
 from triad.process import available_cores
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,12 @@ class Parallel:
         parts = [torch.zeros_like(padded) for _ in range(self.world_size)]
         dist.all_gather(parts, padded)
         return torch.cat([part[: int(size)] for part, size in zip(parts, sizes, strict=True)])
+
+    def gather(self, value: T) -> list[T]:
+        """Return what each rank gave, in the order of ranks, as copies in the memory of the host. Collective."""
+        values: list[T | None] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values  # type: ignore[return-value]  # all are filled in
 
     def barrier(self) -> None:
         """Wait for all ranks."""

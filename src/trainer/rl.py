@@ -7,12 +7,15 @@ the orchestrator has one way to begin.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from trainer import parallel as parallel_module
 from trainer.checkpoints.ledger import Ledger
 from trainer.checkpoints.state import seed_everything
-from trainer.data import load_tokenizer
+from trainer.data import check_same_tokens, load_tokenizer
 from trainer.models.model import Policy, build_policy, trained_tensors
 from trainer.policy.alerts import Alerts
 from trainer.policy.canary import measure_canary
@@ -20,10 +23,12 @@ from trainer.policy.ema import Ema
 from trainer.policy.learner import Learner
 from trainer.policy.parts import RlParts
 from trainer.policy.pretraining import PretrainingMix
+from trainer.policy.provenance import check_provenance
 from trainer.session import Session, start_session
 from trainer.step import Stopwatch, step_metrics
 from trainer.stop import STOP_REQUEST
 from triad.config import TrainerConfig
+from triad.config.rl_trainer import JournalConfig
 from triad.errors import InferenceError
 from triad.events import report
 from triad.journal import read_batch, wait_for
@@ -36,6 +41,7 @@ def run(config: TrainerConfig) -> None:
     parallel = parallel_module.start(config.parallel)
     seed_everything(config.seed, step=0, rank=parallel.rank)
     tokenizer = load_tokenizer(config.model.tokenizer_name)
+    check_same_tokens(tokenizer, config.model.tokenizer_name)
     pretraining = PretrainingMix(config.pretraining, tokenizer, seed=config.seed) if config.pretraining else None
     parts = RlParts(config, parallel)
     with start_session(
@@ -43,24 +49,33 @@ def run(config: TrainerConfig) -> None:
         parallel,
         tokenizer,
         build_policy,
+        pack=True,
         parts=parts.begin,
         data_fingerprint=pretraining.fingerprint if pretraining else "",
         older_weights=config.async_level,
     ) as session:
         parts.resume(session.run_dir, session.progress.step)
+        parts.check_models()
         learner = Learner(config, session, parts, pretraining)  # before anything is published: it may refuse
+        measure = partial(measure_canary, session.policy, tokenizer, parallel, config=config)
         session.publisher.publish(
             session.progress.step,
-            canary=measure_canary(session.policy, tokenizer, parallel),
+            canary=measure(),
             for_engines=session.progress.step < config.max_steps,
         )
-        _train(config, session, parts, learner)
+        _train(config, session, parts, learner, measure)
         if parts.ema is not None:
             _publish_average(session, parts.ema)
     report("finished", step=session.progress.step)
 
 
-def _train(config: TrainerConfig, session: Session[Policy], parts: RlParts, learner: Learner) -> None:
+def _train(
+    config: TrainerConfig,
+    session: Session[Policy],
+    parts: RlParts,
+    learner: Learner,
+    measure: Callable[[], bytes | None],
+) -> None:
     parallel, progress, saver, run_dir = session.parallel, session.progress, session.saver, session.run_dir
     ledger = Ledger(run_dir, progress)
     report("waiting for batches", step=progress.step, max_steps=config.max_steps)
@@ -77,23 +92,26 @@ def _train(config: TrainerConfig, session: Session[Policy], parts: RlParts, lear
             saver.stop(progress.step, metrics, ledger.attachments() | parts.attachments())
         batch = read_batch(run_dir, step)
         ledger.accept(batch)
-        learned = learner.learn(batch, stopwatch)
+        # Rank 0 alone looks: others might find the weights pruned meanwhile, and then take another way.
+        is_foreign = parallel.max({"is_foreign": float(parallel.is_main and not check_provenance(run_dir, batch))})
+        learned = learner.learn(batch, stopwatch, is_foreign=bool(is_foreign["is_foreign"]))
         num_tokens = sum(len(rollout.token_ids) for rollout in batch.rollouts)
         progress.advance(samples=len(batch.rollouts), tokens=num_tokens)
 
         with stopwatch.phase("publish_weights"):
-            session.publisher.publish(step, for_engines=step < config.max_steps)
+            goes_on = step < config.max_steps
+            session.publisher.publish(step, canary=measure() if goes_on else None, for_engines=goes_on)
         metrics = batch.metrics | learned | step_metrics(session, stopwatch, num_tokens=num_tokens)
         session.log(step, metrics)
         for alert in alerts.check(metrics) if parallel.is_main else ():
             report(f"ALERT: {alert}", step=step)
         with stopwatch.phase("checkpoint"):
             committed = saver.after_step(step, metrics, ledger.attachments() | parts.attachments())
-        kept = _prune_batches(session) if committed else kept
+        kept = _prune_batches(session, config.journal) if committed else kept
         session.publisher.prune(_needed_weights([*kept, *saver.unsettled(), step], config.async_level))
 
     saver.wait()
-    kept = _prune_batches(session)
+    kept = _prune_batches(session, config.journal)
     session.publisher.prune(_needed_weights([*kept, progress.step], config.async_level))
 
 
@@ -107,11 +125,14 @@ def _publish_average(session: Session[Policy], ema: Ema) -> None:
     session.publisher.publish(step, path=session.run_dir.weights / f"ema_step_{step}")
 
 
-def _prune_batches(session: Session[Policy]) -> list[int]:
-    """Remove the batches that no checkpoint needs any more; return the steps with a checkpoint."""
+def _prune_batches(session: Session[Policy], journal: JournalConfig) -> list[int]:
+    """Remove the batches that no checkpoint needs any more, but for those to keep; return the steps with a checkpoint.
+
+    Batches up to the step of a checkpoint are never trained again: a resume begins behind it.
+    """
     steps = session.run_dir.committed_steps()
-    if session.parallel.is_main and steps:
-        session.run_dir.prune_batches(steps[0])
+    if session.parallel.is_main and steps and journal.keep != "all":
+        session.run_dir.prune_batches(min(steps[0], session.progress.step - journal.keep))
     return steps
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+import msgspec
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -19,12 +20,15 @@ from trainer.checkpoints.saving import GraceOver, Saver
 from trainer.checkpoints.state import Progress, TrainState
 from trainer.checkpoints.warm_start import load_weights_only
 from trainer.models.lora import Adapters, is_adapted
-from trainer.models.model import Trained, trained_tensors
+from trainer.models.model import Policy, trained_tensors
+from trainer.models.scalar_model import ScalarModel
+from trainer.models.tensor_layout import TensorLayout, names_in_files
 from trainer.models.weights import WeightPublisher
 from trainer.optim import build_optimizer
 from trainer.parallel import Parallel
+from trainer.self_check import check_model
 from triad import manifest
-from triad.checkpoints import TRAINER_DIR, Retention
+from triad.checkpoints import MODEL_DIR, NAMES_NAME, TRAINER_DIR, Retention
 from triad.config import CkptConfig
 from triad.config.fingerprint import fingerprint
 from triad.config.load import to_toml
@@ -39,8 +43,8 @@ _LAST_SAVE_S = 60.0
 _log = logging.getLogger("trainer")
 
 
-M = TypeVar("M", bound=Trained)
-M_co = TypeVar("M_co", bound=Trained, covariant=True)
+M = TypeVar("M", bound=Policy | ScalarModel)
+M_co = TypeVar("M_co", bound=Policy | ScalarModel, covariant=True)
 
 
 class Build(Protocol[M_co]):
@@ -90,6 +94,7 @@ def start_session(
     tokenizer: PreTrainedTokenizerBase,
     build: Build[M],
     *,
+    pack: bool,
     parts: Callable[[M], tuple[Mapping[str, State], Sequence[torch.optim.Optimizer]]] | None = None,
     data_fingerprint: str = "",
     older_weights: int = 0,
@@ -98,6 +103,7 @@ def start_session(
 
     Args:
         build: makes the model.
+        pack: whether rows are to hold several samples.
         parts: makes what else is in the state, and the further optimizers that change it, from the
             model with the weights that a new run begins with.
         data_fingerprint: of the training data, where the trainer has them.
@@ -110,16 +116,22 @@ def start_session(
     report("loading model")
     has_other_weights = resume_step is not None or weights_only is not None
     policy = build(config.model, parallel, seed=config.seed, weights=not has_other_weights)
+    layout = TensorLayout(policy.hf_model, names_in_files(config.model.name))
     if weights_only is not None:
         report("loading weights", path=str(weights_only))
-        load_weights_only(trained_tensors(policy.hf_model), weights_only, how=ckpt.verify if ckpt else "full")
+        tensors = trained_tensors(policy.hf_model)
+        load_weights_only(tensors, weights_only, how="size", layout=layout)  # the launcher read every byte
     optimizer = build_optimizer(policy.hf_model, config.optim)
     further, optimizers = parts(policy) if parts else ({}, ())
-    adapters = Adapters(policy.hf_model, base_name=config.model.name) if is_adapted(policy.hf_model) else None
+    adapters = None
+    if is_adapted(policy.hf_model):
+        adapters = Adapters(policy.hf_model, layout, base_name=config.model.name)
     if adapters is not None:
         further = {**further, "base": adapters}
     progress = Progress()
-    publisher = WeightPublisher(run_dir, policy, tokenizer, parallel, dtype=config.model.dtype, adapters=adapters)
+    publisher = WeightPublisher(
+        run_dir, policy, tokenizer, parallel, dtype=config.model.dtype, layout=layout, adapters=adapters
+    )
     uploads = _Uploads(run_dir, ckpt, older_weights) if ckpt and ckpt.dir and parallel.is_main else None
     checkpointer = Checkpointer(
         run_dir.checkpoints,
@@ -129,7 +141,7 @@ def start_session(
         on_failure=ckpt.on_failure if ckpt else "stop",
         retention=Retention.of(ckpt),
         seed=config.seed,
-        identity=_identity(config, run_dir, publisher, data_fingerprint),
+        identity=_identity(config, run_dir, publisher, layout, data_fingerprint),
         on_commit=uploads.submit if uploads else None,
         in_use=uploads.uploader.in_use if uploads else tuple,
         updated_by=[optimizer, *optimizers],
@@ -137,6 +149,7 @@ def start_session(
     if isinstance(resume_step, int):
         _resume(checkpointer, run_dir.checkpoint(resume_step), data_fingerprint, parallel)
         _log.info("resumed from step %d: %d samples trained", resume_step, progress.samples)
+    check_model(policy, parallel, name=config.model.name, pack=pack, dtype=config.model.dtype)
     if ckpt is not None:
         checkpointer.reserve()
     if uploads and isinstance(resume_step, int):
@@ -176,9 +189,13 @@ class _Uploads:
         self.uploader.submit(directory, step, weights=[path for path in weights if path.exists()])
 
 
-def _identity(config: TrainingCommand, run_dir: RunDir, publisher: WeightPublisher, data_fingerprint: str) -> Identity:
+def _identity(
+    config: TrainingCommand, run_dir: RunDir, publisher: WeightPublisher, layout: TensorLayout, data_fingerprint: str
+) -> Identity:
     files = {f"{TRAINER_DIR}/config.toml": to_toml(config).encode()}
-    files |= {f"model/{name}": content for name, content in publisher.config_files.items()}
+    files |= {f"{MODEL_DIR}/{name}": content for name, content in publisher.config_files.items()}
+    if not layout.is_plain:
+        files[f"{MODEL_DIR}/{NAMES_NAME}"] = msgspec.json.encode(layout.names)
     return Identity(run_dir.run_id(), data_fingerprint, fingerprint(config), files)
 
 

@@ -34,11 +34,16 @@ def run(config: SftConfig) -> None:
     seed_everything(config.seed, step=0, rank=parallel.rank)
     report("reading data")
     tokenizer = load_tokenizer(config.model.tokenizer_name)
-    samples, held_out = load_samples(config.data, tokenizer, seed=config.seed)
+    samples, held_out = load_samples(config.data, tokenizer, seed=config.seed, parallel=parallel)
     order = SampleOrder(len(samples), seed=config.seed, shuffle=config.data.shuffle)
     _log.info("%d samples to train on, %d held out", len(samples), len(held_out))
     with start_session(
-        config, parallel, tokenizer, build_policy, data_fingerprint=fingerprint_samples(samples)
+        config,
+        parallel,
+        tokenizer,
+        build_policy,
+        pack=config.data.pack,
+        data_fingerprint=fingerprint_samples(samples),
     ) as session:
         _train(config, session, samples, held_out, order)
         report("publishing weights", step=session.progress.step)
@@ -89,8 +94,9 @@ def _validate(policy: Policy, held_out: list[Sample], config: SftConfig, paralle
     policy.eval()
     total_targets = sum(sample.num_targets for sample in held_out)
     loss_sum = 0.0
-    for indices in plan_samples(held_out, config.data, parallel):
-        micro = build_micro_batch(held_out, indices, pack=config.data.pack, device=parallel.device)
+    arrangement = policy.layout.arrangement(pack=config.data.pack)
+    for indices in plan_samples(held_out, arrangement, config.data, parallel):
+        micro = build_micro_batch(held_out, indices, pack=arrangement == "packed", device=parallel.device)
         logprobs_N, _ = predict(policy, micro)
         loss_sum -= float(logprobs_N.double().sum())
     reshard(policy)

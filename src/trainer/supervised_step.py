@@ -8,7 +8,7 @@ import torch
 
 from trainer.loss import cross_entropy
 from trainer.models.model import Policy
-from trainer.packing import Sample, build_micro_batch, plan_rows
+from trainer.packing import Arrangement, Sample, build_micro_batch, plan_rows
 from trainer.parallel import Parallel
 from trainer.step import predict
 from triad.config.trainer import SftDataConfig
@@ -20,8 +20,9 @@ def supervised_step(
     """Accumulate `coef` times the gradients of the mean cross-entropy over all targets; return it. Collective."""
     total_targets = sum(sample.num_targets for sample in batch)
     loss_sum = torch.zeros((), dtype=torch.float64)
-    for indices in plan_samples(batch, config, parallel):
-        micro = build_micro_batch(batch, indices, pack=config.pack, device=parallel.device)
+    arrangement = policy.layout.arrangement(pack=config.pack)
+    for indices in plan_samples(batch, arrangement, config, parallel):
+        micro = build_micro_batch(batch, indices, pack=arrangement == "packed", device=parallel.device)
         logprobs_N, _ = predict(policy, micro)
         weights_N = torch.full_like(logprobs_N, 1 / total_targets)
         loss = cross_entropy(logprobs_N, weights_N)
@@ -31,11 +32,13 @@ def supervised_step(
     return parallel.sum({"loss": float(loss_sum)})["loss"]
 
 
-def plan_samples(batch: Sequence[Sample], config: SftDataConfig, parallel: Parallel) -> list[list[int]]:
+def plan_samples(
+    batch: Sequence[Sample], arrangement: Arrangement, config: SftDataConfig, parallel: Parallel
+) -> list[list[int]]:
     """Return this rank's micro-batches of supervised samples, as indices into `batch`."""
     plan = plan_rows(
         [len(sample.token_ids) for sample in batch],
-        pack=config.pack,
+        arrangement=arrangement,
         budget=config.seq_len * config.micro_batch_size,
         rows_per_micro_batch=config.micro_batch_size,
         world_size=parallel.world_size,

@@ -32,16 +32,20 @@ _MATRIX = ".weight"
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-class Base(msgspec.Struct, frozen=True):
+class Base(msgspec.Struct, frozen=True, omit_defaults=True):
     """The weights that an adapter belongs to.
 
     Attributes:
         name: the directory or hub id that they were loaded from.
-        digest: `tensors_digest` of them in float32.
+        digest: `tensors_digest` of them in float32, as their files hold them.
+        renamed: adapted matrices whose names in those files are others than the adapter's: name -> name there.
+        regrouped: adapted matrices that those files do not hold by themselves.
     """
 
     name: str
     digest: str
+    renamed: dict[str, str] = {}
+    regrouped: list[str] = []
 
 
 class Scaling(msgspec.Struct, frozen=True):
@@ -107,13 +111,12 @@ def _read(path: Path, kind: type[S]) -> S:
 
 
 def tensors_digest(tensors: Iterable[tuple[str, tuple[int, ...], memoryview]]) -> str:
-    r"""Return the xxh3-128 in hexadecimal over `name\0shape\0` and the bytes of every tensor.
+    r"""Return the xxh3-128 in hexadecimal over `name\0shape\0xxh3_128\n` of every tensor, sorted by name.
 
     Args:
-        tensors: name, shape and little-endian float32 values of each, in the order of names.
+        tensors: name, shape and little-endian float32 values of each, in any order.
     """
-    digest = xxhash.xxh3_128()
-    for name, shape, values in tensors:
-        digest.update(f"{name}\0{'x'.join(map(str, shape))}\0".encode())
-        digest.update(values)
-    return digest.hexdigest()
+    lines = [
+        f"{name}\0{'x'.join(map(str, shape))}\0{xxhash.xxh3_128_hexdigest(values)}\n" for name, shape, values in tensors
+    ]
+    return xxhash.xxh3_128_hexdigest("".join(sorted(lines)).encode())

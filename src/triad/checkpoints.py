@@ -23,6 +23,8 @@ from triad.manifest import MANIFEST_NAME, Manifest, Verification
 TRAINER_DIR = "trainer"
 ORCHESTRATOR_DIR = "orchestrator"
 MODEL_DIR = "model"
+# Beside its config.json: the names of the tensors in files, of a model that memory holds in another layout.
+NAMES_NAME = "tensor_names.json"
 _STEP = re.compile(r"step_(0|[1-9]\d*)")
 _TORN_STEP = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}step_(\d+)")
 _LOWER_IS_BETTER = re.compile(r"loss|error|perplexity|kl|mismatch")

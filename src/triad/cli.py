@@ -1,32 +1,45 @@
-"""The commands: `sft`, `dpo`, `rm`, `rl`, `trainer`, `orchestrator`, `inference`, `ckpt`, `rollouts`.
+"""The commands: `sft`, `dpo`, `reward-model`, `rl`, `trainer`, `orchestrator`, `inference`, `ckpt`, `rollouts`.
 
 Each parses its configuration before anything heavy is imported, so `--help` and errors come at
-once, and then hands over to the launcher, which starts the processes.
+once, and then hands over to the launcher, which starts the processes. Nothing is imported above the functions that
+Python has not imported at its start: files of the user may come before everything until `_exit`.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import NoReturn, TypeVar
 
-from triad.config.base import Command
-from triad.errors import TriadError
+from triad.run_module import put_users_last
 
-C = TypeVar("C", bound=Command)
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import NoReturn
+
+    from triad.config.base import Command
 
 
-def _run(program: str, command: type[C], launch: Callable[[C], int]) -> NoReturn:
-    from triad.config.load import parse_command_line
+def _run(program: str, choose: Callable[[], tuple[type[Command], Callable[..., int]]]) -> NoReturn:
+    """Parse the command line into the configuration that `choose` returns, and launch with its function."""
 
-    _exit(lambda: launch(parse_command_line(command, sys.argv[1:], program=program)))
+    def run() -> int:
+        command, launch = choose()
+        from triad.config.load import parse_command_line
+
+        return launch(parse_command_line(command, sys.argv[1:], program=program))
+
+    _exit(run)
 
 
 def _exit(run: Callable[[], int]) -> NoReturn:
     """Exit with the code that `run` returns, or that of its error."""
+    put_users_last()
+    import signal
+
+    from triad.errors import TriadError
+    from triad.installation import correct_wheel_label
+
+    correct_wheel_label()
     try:
         code = run()
     except TriadError as error:
@@ -47,81 +60,87 @@ def _exit(run: Callable[[], int]) -> NoReturn:
 
 def sft() -> NoReturn:
     """Supervised fine-tuning."""
-    from triad.config.trainer import SftConfig
-    from triad.launch import launch_training
-
-    _run("sft", SftConfig, lambda config: launch_training("sft", config))
+    _train("sft", "SftConfig")
 
 
 def dpo() -> NoReturn:
     """Preference optimisation: DPO, IPO, SimPO, ORPO."""
-    from triad.config.dpo import DpoConfig
-    from triad.launch import launch_training
-
-    _run("dpo", DpoConfig, lambda config: launch_training("dpo", config))
+    _train("dpo", "DpoConfig")
 
 
-def rm() -> NoReturn:
+def reward_model() -> NoReturn:
     """Training of a reward model."""
-    from triad.config.rm import RmConfig
-    from triad.launch import launch_training
-
-    # In an activated environment it comes before the command that removes files.
-    if any(not word.startswith(("@", "--", "-h")) for word in sys.argv[1:2]):
-        print(f"error: {sys.argv[0]} trains reward models; /bin/rm removes files", file=sys.stderr)
-        sys.exit(2)
-    _run("rm", RmConfig, lambda config: launch_training("rm", config))
+    _train("reward-model", "RewardTrainingConfig")
 
 
 def trainer() -> NoReturn:
     """The trainer of an RL run, alone: for runs spread over machines."""
-    from triad.config.rl_trainer import TrainerConfig
-    from triad.launch import launch_training
+    _train("rl", "TrainerConfig", name="trainer")
 
-    _run("trainer", TrainerConfig, lambda config: launch_training("rl", config))
+
+def _train(program: str, configuration: str, *, name: str = "") -> NoReturn:
+    def choose() -> tuple[type[Command], Callable[..., int]]:
+        from triad import config
+        from triad.launch import launch_training
+
+        return getattr(config, configuration), lambda parsed: launch_training(program, parsed)
+
+    _run(name or program, choose)
 
 
 def rl() -> NoReturn:
     """An RL run: trainer, orchestrator and inference server together."""
-    from triad.config.rl import RlConfig
-    from triad.launch import launch_rl
 
-    _run("rl", RlConfig, launch_rl)
+    def choose() -> tuple[type[Command], Callable[..., int]]:
+        from triad.config.rl import RlConfig
+        from triad.launch import launch_rl
+
+        return RlConfig, launch_rl
+
+    _run("rl", choose)
 
 
 def orchestrator() -> NoReturn:
     """The orchestrator of an RL run, alone."""
-    from triad.config.orchestrator import OrchestratorConfig
-    from triad.launch import launch_orchestrator
 
-    _run("orchestrator", OrchestratorConfig, launch_orchestrator)
+    def choose() -> tuple[type[Command], Callable[..., int]]:
+        from triad.config.orchestrator import OrchestratorConfig
+        from triad.launch import launch_orchestrator
+
+        return OrchestratorConfig, launch_orchestrator
+
+    _run("orchestrator", choose)
 
 
 def inference() -> NoReturn:
     """The inference server, alone; `rl` uses one that already answers."""
-    from triad.config.inference import InferenceConfig
-    from triad.launch import launch_inference
 
-    _run("inference", InferenceConfig, launch_inference)
+    def choose() -> tuple[type[Command], Callable[..., int]]:
+        from triad.config.inference import InferenceConfig
+        from triad.launch import launch_inference
+
+        return InferenceConfig, launch_inference
+
+    _run("inference", choose)
 
 
 def ckpt() -> NoReturn:
     """Checkpoints: list, verify, show, compare, export, thin out, import."""
-    from triad.ckpt.main import main
 
-    _exit(lambda: main(sys.argv[1:]))
+    def run() -> int:
+        from triad.ckpt.main import main
+
+        return main(sys.argv[1:])
+
+    _exit(run)
 
 
 def rollouts() -> NoReturn:
     """Rollouts in the journal: show, statistics, export."""
-    from triad.rollouts_cli import main
 
-    _exit(lambda: main(sys.argv[1:]))
+    def run() -> int:
+        from triad.rollouts_cli import main
 
+        return main(sys.argv[1:])
 
-def chaos() -> NoReturn:
-    """Kill and stop the processes of a real rl run at random, and check that nothing shows in the end."""
-    if not Path("tests/chaos/__main__.py").is_file():
-        print("error: chaos runs the checks of a checkout: call it in the repository's root", file=sys.stderr)
-        sys.exit(2)
-    os.execv(sys.executable, [sys.executable, "-m", "tests.chaos", *sys.argv[1:]])
+    _exit(run)

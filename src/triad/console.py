@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from rich.progress import (
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 
 _USUAL_TIMES = {
@@ -28,6 +28,37 @@ _USUAL_TIMES = {
     "loading vllm": "usually 15-60 s, minutes on a cold disk",
     "loading model": "seconds for small models",
 }
+
+
+_RECENT_STEPS = 50
+
+
+class TimeLeft:
+    """How long the steps that are left will take, if they take as long as the last ones did by the wall clock."""
+
+    def __init__(self, max_steps: int) -> None:
+        self._max_steps = max_steps
+        self._ends: deque[tuple[float, int]] = deque(maxlen=_RECENT_STEPS + 1)
+
+    def after(self, step: int, *, now: float, step_s: float | None = None) -> float | None:
+        """Return the seconds left after `step`, which was seen to end at `now`; None where nothing can be said.
+
+        Args:
+            step_s: how long the step says that it took itself; all there is to go by after the first.
+        """
+        if self._ends and step <= self._ends[-1][1]:  # the run went back to a checkpoint
+            self._ends.clear()
+        self._ends.append((now, step))
+        first, first_step = self._ends[0]
+        mean = (now - first) / (step - first_step) if step > first_step and now > first else step_s
+        return None if mean is None else mean * max(0, self._max_steps - step)
+
+
+def duration(seconds: float) -> str:
+    """Return `0:42`, `12:05` or `3:07:20`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class Tail:
@@ -68,13 +99,13 @@ class Console:
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[left]}"),
             console=self._rich,
             disable=not self._rich.is_terminal,
             transient=True,
         )
-        self._task = self._progress.add_task("starting", total=max_steps, completed=first_step)
+        self._task = self._progress.add_task("starting", total=max_steps, completed=first_step, left="")
+        self._time_left = TimeLeft(max_steps)
         self.last_step = first_step
 
     def __enter__(self) -> Console:
@@ -101,11 +132,13 @@ class Console:
                 self._progress.update(self._task, description=f"{process}: {phase}")
         for metrics in self._metrics:
             self.last_step = int(metrics["step"])
-            self.say(step_line(metrics, self._max_steps))
-            self._progress.update(self._task, completed=self.last_step, description="training")
+            left_s = self._time_left.after(self.last_step, now=time.monotonic(), step_s=metrics.get("time/step"))
+            self.say(step_line(metrics, self._max_steps, left_s=left_s))
+            left = "" if left_s is None else f"left {duration(left_s)}"
+            self._progress.update(self._task, completed=self.last_step, description="training", left=left)
 
 
-def step_line(metrics: dict[str, Any], max_steps: int) -> str:
+def step_line(metrics: dict[str, Any], max_steps: int, *, left_s: float | None = None) -> str:
     """Return the one line that a step gets; columns that a program lacks are left out."""
     width = len(str(max_steps))
     columns = [f"step {int(metrics['step']):>{width}}/{max_steps}"]
@@ -124,4 +157,6 @@ def step_line(metrics: dict[str, Any], max_steps: int) -> str:
         value = metrics.get(key)
         if value is not None:
             columns.append(text.format(value))
+    if left_s:
+        columns.append(f"left {duration(left_s)}")
     return "  ".join(columns)

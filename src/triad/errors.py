@@ -17,7 +17,8 @@ A run that a signal stops exits with 128 + signal, or with `NOT_SAVED` when the 
 ask for then did not land.
 
 Every message says what failed, the value received, what is allowed and what to do.
-Exit code 2 means: nothing was started, fix the input. 3 means: it was running. 5 (`STORAGE_FAILED`),
+Exit code 2 means: fix the input; nothing was trained, and nothing was started either unless the fault lies in the
+data or on a hub, which only the trainer reads. 3 means: it was running. 5 (`STORAGE_FAILED`),
 whatever the class: it was running and could not write or read its files.
 """
 

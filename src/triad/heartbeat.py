@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -140,7 +141,9 @@ class HealthProbe:
             try:
                 with urllib.request.urlopen(self._url, timeout=_HEALTH_TIMEOUT_S):
                     self._last_good = asked
-            except (OSError, http.client.HTTPException):
+            except (OSError, http.client.HTTPException) as error:
+                if isinstance(error, urllib.error.HTTPError):
+                    error.close()
                 time.sleep(PERIOD_S)  # nobody there, or not well: its silence is what counts
             else:
                 time.sleep(self._period_s)

@@ -35,7 +35,14 @@ def publish_batch(run_dir: RunDir, batch: Batch, state: bytes) -> Path:
     for name, data in ((BATCH_NAME, encode_batch(batch)), (STATE_NAME, state)):
         (temporary / name).write_bytes(data)
         files[name] = FileEntry(len(data), xxhash.xxh3_128_hexdigest(data))
-    write_manifest(temporary, Manifest(kind="batch", step=batch.step, policy_version=batch.policy_version, files=files))
+    listing = Manifest(
+        kind="batch",
+        step=batch.step,
+        policy_version=batch.policy_version,
+        weights_digest=batch.weights_digest,
+        files=files,
+    )
+    write_manifest(temporary, listing)
     durable.publish_directory(temporary, final)
     return final
 

@@ -6,66 +6,57 @@ everything at the same time; whoever is ready first waits for the others through
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import urllib.error
-import urllib.request
-from pathlib import Path
 
 from triad.config.base import CkptConfig
-from triad.config.dpo import DpoConfig
 from triad.config.inference import InferenceConfig
 from triad.config.orchestrator import OrchestratorConfig
 from triad.config.rl import RlConfig, hand_down_shared
 from triad.config.rl_trainer import TrainerConfig
-from triad.config.rm import RmConfig
-from triad.config.trainer import SftConfig, TrainingCommand
-from triad.errors import ConfigError, DataError, InferenceError
+from triad.config.trainer import TrainingCommand
+from triad.errors import ConfigError
 from triad.events import PROCESS_ENV
+from triad.import_path import module_command
+from triad.ports import reserve
+from triad.preflight import check_inference, check_orchestrator, check_rl, check_training
 from triad.process import available_cores
 from triad.restarts import Restarts
 from triad.resume import Attempt, prepare, with_resume, write_config
 from triad.run_dir import RunDir, resolve_resume_step
+from triad.servers import address_of, chosen_servers, picks_its_port
 from triad.storage import Patience
 from triad.watch import Healing, Plan, watch
 
 
 def launch_training(program: str, config: TrainingCommand) -> int:
-    """Run `sft`, `dpo`, `rm`, or the trainer of `rl` alone; return the exit code."""
-    check_model(config)
+    """Run `sft`, `dpo`, `reward-model`, or the trainer of `rl` alone; return the exit code."""
+    check_training(config)
     attempt = prepare(config, clean=config.clean, dry_run=config.dry_run)
     config = with_resume(config, attempt.resume_step)
     path = write_config(attempt, "trainer" if program == "rl" else program, config, dry_run=config.dry_run)
-    plan = Plan(attempt, {"trainer": [sys.executable, "-m", "trainer.launch", program, str(path)]}, config, [path])
+    plan = Plan(attempt, {"trainer": module_command("trainer.launch", program, str(path))}, config, [path])
     return _print_plan(plan) if config.dry_run else watch(plan)
 
 
 def launch_rl(config: RlConfig) -> int:
     """Run trainer, orchestrator and, unless one is there, an inference server; return the exit code."""
+    picks_port = picks_its_port(config)
     config = hand_down_shared(config)
-    check_model(config.trainer)
-    urls = config.orchestrator.client.urls
-    by_teacher = config.orchestrator.is_sampled_by_teacher
-    is_ours = not by_teacher and _address(config.inference) in urls  # else the servers are somebody else's to start
-    served = _served_model(config.inference) if is_ours else None
-    starts_inference = is_ours and served is None
-    plan = _plan_rl(config, starts_inference=starts_inference)
-    if config.dry_run:
-        return _print_plan(plan)
-    if by_teacher:
-        print("the teacher samples: the policy needs no inference server")
-    elif not is_ours:
-        print(f"using the inference servers at {', '.join(urls)}")
-    elif served is not None:
-        print(f"using the inference server that answers at {_address(config.inference)} (model {served})")
-    healing = Healing(
-        again=lambda: _plan_rl(config, starts_inference=starts_inference, again=True),
-        restarts=Restarts(config.max_restarts, config.restart_window_s),
-        patience=Patience(config.storage_timeout_s),
-        heartbeat_timeout_s=config.heartbeat_timeout_s,
-    )
-    return watch(plan, healing)
+    with chosen_servers(config, picks_port=picks_port) as servers:
+        check_rl(config, starts_inference=servers.starts_own)
+        plan = _plan_rl(config, starts_inference=servers.starts_own)
+        if servers.line:
+            print(servers.line)
+        if config.dry_run:
+            return _print_plan(plan)
+        healing = Healing(
+            again=lambda: _plan_rl(config, starts_inference=servers.starts_own, again=True),
+            restarts=Restarts(config.max_restarts, config.restart_window_s),
+            patience=Patience(config.storage_timeout_s),
+            heartbeat_timeout_s=config.heartbeat_timeout_s,
+        )
+        return watch(plan, healing)
 
 
 def _plan_rl(config: RlConfig, *, starts_inference: bool, again: bool = False) -> Plan:
@@ -82,17 +73,19 @@ def _plan_rl(config: RlConfig, *, starts_inference: bool, again: bool = False) -
     paths = {name: write_config(attempt, name, section, dry_run=config.dry_run) for name, section in sections.items()}
     write_config(attempt, "rl", config, dry_run=config.dry_run)
     commands = {
-        "trainer": [sys.executable, "-m", "trainer.launch", "rl", str(paths["trainer"])],
-        "orchestrator": [sys.executable, "-m", "orchestrator.main", str(paths["orchestrator"])],
+        "trainer": module_command("trainer.launch", "rl", str(paths["trainer"])),
+        "orchestrator": module_command("orchestrator.main", str(paths["orchestrator"])),
     }
     if starts_inference:
-        commands = {"inference": [sys.executable, "-m", "inference.main", str(paths["inference"])], **commands}
-    health = {"inference": f"{_address(inference)}/health"} if starts_inference else {}
+        server = module_command("inference.main", str(paths["inference"]), str(attempt.run_dir.path))
+        commands = {"inference": server, **commands}
+    health = {"inference": f"{address_of(inference)}/health"} if starts_inference else {}
     return Plan(attempt, commands, trainer, list(paths.values()), health)
 
 
 def launch_orchestrator(config: OrchestratorConfig) -> int:
     """Become the orchestrator of a run whose trainer is started elsewhere."""
+    check_orchestrator(config)
     run_dir = RunDir(config.output_dir)
     ckpt = config.ckpt or CkptConfig()
     if ckpt.resume_dir is not None:
@@ -107,18 +100,26 @@ def launch_orchestrator(config: OrchestratorConfig) -> int:
     if config.dry_run:
         print(f"would make batches until step {config.max_steps}\nresolved configuration: {path}")
         return 0
-    return _become([sys.executable, "-m", "orchestrator.main", str(path)], "orchestrator")
+    return _become(module_command("orchestrator.main", str(path)), "orchestrator")
 
 
 def launch_inference(config: InferenceConfig) -> int:
     """Become the inference server."""
+    check_inference(config)
     attempt = Attempt(RunDir(config.output_dir), 0, None)
     path = write_config(attempt, "inference", config, dry_run=config.dry_run)
     if config.dry_run:
-        print(f"resolved configuration: {path}\nwould serve {config.model.name} at {_address(config)}")
+        print(f"resolved configuration: {path}\nwould serve {config.model.name} at {address_of(config)}")
         return 0
-    print(f"loading vLLM to serve {config.model.name} at {_address(config)}; usually 15-60 s on CPU", flush=True)
-    return _become([sys.executable, "-m", "inference.main", str(path)], "inference")
+    reservation = reserve(config.server.host, config.server.port)
+    if reservation is None:
+        raise ConfigError(
+            f"{address_of(config)} is in use, by another server or a run. Stop it, or choose another port with "
+            "--server.port."
+        )
+    reservation.keep_over_exec()
+    print(f"loading vLLM to serve {config.model.name} at {address_of(config)}; usually 15-60 s on CPU", flush=True)
+    return _become(module_command("inference.main", str(path)), "inference")
 
 
 def _become(argv: list[str], process: str) -> int:
@@ -142,65 +143,3 @@ def _print_plan(plan: Plan) -> int:
     for path in plan.paths:
         print(f"resolved configuration: {path}")
     return 0
-
-
-def check_model(config: TrainingCommand) -> None:
-    """Refuse local paths that are not there, before anything is imported or created."""
-    name = config.model.name
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1
-    if looks_local and not (Path(name) / "config.json").is_file():
-        what = "has no config.json" if Path(name).is_dir() else "is not a directory"
-        raise DataError(
-            f"model.name = '{name}' {what} (from {Path.cwd()}). Give a directory with config.json, safetensors and "
-            "tokenizer, or a hub id such as Qwen/Qwen3-0.6B."
-        )
-    if isinstance(config, SftConfig | DpoConfig | RmConfig):
-        data = config.data.name
-        is_local = data.endswith((".jsonl", ".json", ".parquet")) or data.startswith((".", "/"))
-        if is_local and not Path(data).exists():
-            raise DataError(f"data.name = '{data}': there is no such file or directory (from {Path.cwd()})")
-
-
-def _address(config: InferenceConfig) -> str:
-    host = "127.0.0.1" if config.server.host in ("0.0.0.0", "::") else config.server.host
-    return f"http://{host}:{config.server.port}"
-
-
-def _served_model(config: InferenceConfig) -> str | None:
-    """Return the model of the inference server that answers at the configured address, None for no answer.
-
-    Raises:
-        InferenceError: something else answers there, or a server with another model.
-    """
-    url = f"{_address(config)}/weights"
-    try:
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            served = str(json.load(answer)["model"])
-        _check_same_model(served, config)
-        return served
-    except urllib.error.HTTPError as error:
-        reason = f"HTTP {error.code}"
-    except urllib.error.URLError as error:
-        if isinstance(error.reason, ConnectionRefusedError):
-            return None
-        reason = str(error.reason)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-    wrong = InferenceError(
-        f"something answers at {_address(config)}, but it is not an inference server of triad ({reason}). "
-        "Stop it, or choose another port with --inference.server.port."
-    )
-    wrong.exit_code = 2
-    raise wrong
-
-
-def _check_same_model(served: str, config: InferenceConfig) -> None:
-    wanted = config.model.name
-    if served == wanted or (Path(served).exists() and Path(wanted).exists() and Path(served).samefile(wanted)):
-        return
-    error = InferenceError(
-        f"the inference server at {_address(config)} serves the model '{served}', this run trains '{wanted}'. Stop "
-        "that server, name its model with --model.name, or choose another port with --inference.server.port."
-    )
-    error.exit_code = 2
-    raise error

@@ -55,6 +55,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         kind: what the directory is.
         step: optimizer steps done when it was made; for a batch, the step that trains on it.
         policy_version: version of the weights inside, or of the weights that made the batch.
+        weights_digest: of the weights that sampled the batch; empty for anything else.
         files: path relative to the directory -> size and checksum, without the manifest itself.
         world_size: ranks that wrote it.
         mesh: sizes of the device mesh's dimensions, by name.
@@ -70,6 +71,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     kind: Literal["checkpoint", "weights", "batch"]
     step: int
     policy_version: int
+    weights_digest: str = ""
     files: dict[str, FileEntry]
     world_size: int = 1
     mesh: dict[str, int] = {}

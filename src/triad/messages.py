@@ -12,7 +12,7 @@ import msgspec
 
 from triad.arrays import Logprobs, LossMask, TokenIds, decode_packed, encode_packed
 
-BATCH_FORMAT = 2
+BATCH_FORMAT = 3
 
 DropReason = Literal["zero_signal", "environment_error", "prompt_too_long", "timeout"]
 """Why the group of a task is not trained: all its rewards are equal, its environment failed or took too
@@ -85,6 +85,9 @@ class Batch(msgspec.Struct, kw_only=True):
     Attributes:
         step: 1-based optimizer step.
         policy_version: the version that the schedule asked for.
+        weights_digest: `triad.weights_digest` of the weights of that version that sampled it; empty where a
+            teacher did.
+        teacher_digest: of the teacher that sampled or judged it; empty without one.
         temperature: softmax temperature of the sampler.
         rollouts: in a fixed order (problem, then sample), independent of timing.
         dropped: tasks that were drawn for this batch and are not in it, in the order of the draw.
@@ -94,6 +97,8 @@ class Batch(msgspec.Struct, kw_only=True):
     format: int = BATCH_FORMAT
     step: int
     policy_version: int
+    weights_digest: str
+    teacher_digest: str = ""
     temperature: float
     rollouts: list[Rollout]
     dropped: list[Dropped] = []

@@ -23,6 +23,16 @@ class Restarts:
         self.limit = limit
         self.window_s = window_s
         self._times: defaultdict[str, deque[float]] = defaultdict(deque)
+        self._failures: dict[str, tuple[str | None, int]] = {}
+
+    def comes_again(self, name: str, failure: str | None, *, step: int) -> bool:
+        """Note a death of process `name`; return whether it died of the same `failure` before, at the same step.
+
+        Args:
+            failure: None where nothing but the death itself is known: it then counts as another one.
+        """
+        before, self._failures[name] = self._failures.get(name), (failure, step)
+        return failure is not None and before == (failure, step)
 
     def delay_s(self, name: str, exit_code: int) -> float | None:
         """Return the seconds to wait before process `name` is started again; None: it is not.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from triad import durable
-from triad.checkpoints import MODEL_DIR, ORCHESTRATOR_DIR, TRAINER_DIR, require_weights
+from triad.checkpoints import MODEL_DIR, ORCHESTRATOR_DIR, TRAINER_DIR
 from triad.config.base import CkptConfig, Command
 from triad.config.dpo import DpoConfig
 from triad.config.drift import (
@@ -24,8 +24,8 @@ from triad.config.drift import (
 from triad.config.fingerprint import fingerprint, makes_same_batches
 from triad.config.load import read_toml, to_toml
 from triad.config.orchestrator import OrchestratorConfig
+from triad.config.reward_training import RewardTrainingConfig
 from triad.config.rl_trainer import TrainerConfig
-from triad.config.rm import RmConfig
 from triad.config.trainer import SftConfig, TrainingCommand
 from triad.errors import CheckpointError, ConfigError, RunDirError
 from triad.fetch import fetch, set_aside_after
@@ -33,6 +33,7 @@ from triad.fork import Fork, bring_in, find_fork
 from triad.journal import STATE_NAME
 from triad.manifest import Verification, verify
 from triad.run_dir import RunDir, resolve_resume_step
+from triad.warm_start import check_warm_start
 
 T = TypeVar("T", bound=TrainingCommand | OrchestratorConfig)
 CONFIG_NAME = "config.toml"
@@ -99,7 +100,7 @@ def prepare(
     if attempt.resume_step is None:
         _refuse_own_weights(run_dir, trainer.model.name, ckpt.weights_only)
         if ckpt.weights_only is not None:
-            require_weights(ckpt.weights_only)
+            check_warm_start(ckpt.weights_only, trainer.model, how=ckpt.verify)
     _check_fits(attempt, trainer)
     if not dry_run:
         try:
@@ -200,7 +201,8 @@ def _check_fits(attempt: Attempt, trainer: TrainingCommand) -> None:
             f"Raise --max-steps{others}."
         )
     made_by, found = _made_by(directory)
-    for kind, program in ((SftConfig, "sft"), (DpoConfig, "dpo"), (RmConfig, "rm"), (TrainerConfig, "rl")):
+    programs = {SftConfig: "sft", DpoConfig: "dpo", RewardTrainingConfig: "reward-model", TrainerConfig: "rl"}
+    for kind, program in programs.items():
         if isinstance(trainer, kind) and made_by != program:
             raise CheckpointError(
                 f"{directory} holds {found}: it is a checkpoint of {made_by}, and {program} "
@@ -220,7 +222,7 @@ def _made_by(directory: Path) -> tuple[str, str]:
     saved = directory / TRAINER_DIR / CONFIG_NAME
     loss = read_settings(saved).get("loss", {}) if saved.exists() else {}
     if "center_coef" in loss:
-        return "rm", "the settings of a reward model's loss"
+        return "reward-model", "the settings of a reward model's loss"
     if loss:
         return "dpo", "the settings of a preference loss"
     return "sft", "no state of an orchestrator and no preference loss"

@@ -6,6 +6,7 @@ against its manifest before anything of it is shown or written.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> int:
     Raises:
         TriadError: a mistake in the command, or something that is missing or damaged.
     """
-    arguments = _subcommands().parse(argv)
+    arguments = parse(argv)
     run_dir = RunDir(arguments.output_dir)
     if arguments.command == "show":
         report = show(run_dir, step=arguments.step, problem=arguments.problem)
@@ -47,6 +48,15 @@ def main(argv: list[str]) -> int:
         report = export(run_dir, steps=arguments.steps, to=arguments.to)
     report.print(as_json=arguments.json)
     return report.exit_code
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the arguments: `command`, `output_dir`, `json`, and what the subcommand takes.
+
+    Raises:
+        ConfigError: one that cannot be used.
+    """
+    return _subcommands().parse(argv)
 
 
 def _subcommands() -> Subcommands:
@@ -87,6 +97,8 @@ def _show_batch(directory: Path, batch: Batch, groups: list[list[Rollout]]) -> R
         "path": str(directory),
         "step": batch.step,
         "policy_version": batch.policy_version,
+        "weights_digest": batch.weights_digest,
+        "teacher_digest": batch.teacher_digest,
         "temperature": batch.temperature,
         "metrics": batch.metrics,
         "dropped": msgspec.to_builtins(batch.dropped),
@@ -99,7 +111,7 @@ def _show_batch(directory: Path, batch: Batch, groups: list[list[Rollout]]) -> R
         (str(index), group[0].environment, str(group[0].task_id), *_cells(line))
         for index, (group, line) in enumerate(zip(groups, lines, strict=True))
     ]
-    title = f"batch {batch.step}, sampled by version {batch.policy_version} at temperature {batch.temperature:g}"
+    title = f"batch {batch.step}, sampled by {_sampler(batch)} at temperature {batch.temperature:g}"
     parts: list[Grid | str] = [title, Grid((">problem", "environment", ">task", *_COLUMNS), rows)]
     if batch.dropped:
         dropped = [
@@ -109,6 +121,12 @@ def _show_batch(directory: Path, batch: Batch, groups: list[list[Rollout]]) -> R
         columns = ("dropped", "environment", ">task", ">rollouts", ">tokens", "detail")
         parts += ["", Grid(columns, dropped, expendable=("detail",))]
     return Report(document, parts)
+
+
+def _sampler(batch: Batch) -> str:
+    if not batch.weights_digest:
+        return f"the teacher with digest {batch.teacher_digest}"
+    return f"version {batch.policy_version} with digest {batch.weights_digest}"
 
 
 def _show_problem(batch: Batch, index: int, group: list[Rollout], text: TextOf) -> Report:
@@ -224,6 +242,7 @@ def stats(run_dir: RunDir, *, steps: Sequence[str]) -> Report:
                 "path": str(directory),
                 "status": "committed",
                 "policy_version": batch.policy_version,
+                "weights_digest": batch.weights_digest,
                 "problems": num_problems,
                 "environments": names,
                 "dropped": msgspec.to_builtins(dropped),

@@ -18,6 +18,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from triad.process import LAUNCHER_ENV
 
 REFRESH_S = 0.1
@@ -34,6 +36,7 @@ class Child:
         name: `trainer`, `orchestrator` or `inference`.
         log: file that its stdout and stderr go to.
         is_service: runs until stopped; ending by itself is a failure even with exit code 0.
+        has_done_its_work: asked when it ended with exit code 0: whether it may.
     """
 
     name: str
@@ -42,17 +45,20 @@ class Child:
     is_service: bool
     argv: list[str]
     environment: dict[str, str]
+    has_done_its_work: Callable[[], bool] = lambda: True
+    _is_finished: bool = False
 
     @property
     def has_failed(self) -> bool:
         """Whether it ended in a way that ends the run."""
-        code = self.process.poll()
-        return code is not None and (code != 0 or self.is_service)
+        return self.process.poll() is not None and not self.is_finished
 
     @property
     def is_finished(self) -> bool:
         """Whether it did its work and ended."""
-        return self.process.poll() == 0 and not self.is_service
+        if not self._is_finished and self.process.poll() == 0 and not self.is_service:
+            self._is_finished = self.has_done_its_work()  # what proves it may be gone later
+        return self._is_finished
 
 
 class Supervisor:
@@ -84,14 +90,20 @@ class Supervisor:
             self._signal = number
 
     def start(
-        self, name: str, argv: list[str], log: Path, *, environment: dict[str, str], is_service: bool = False
+        self,
+        name: str,
+        argv: list[str],
+        log: Path,
+        *,
+        environment: dict[str, str],
+        is_service: bool = False,
+        has_done_its_work: Callable[[], bool] = lambda: True,
     ) -> Child:
         """Start one child with its output in `log`; it takes the place of a dead one of that name."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as output:
             for dead in [child for child in self.children if child.name == name]:
-                _signal_group(dead.process.pid, signal.SIGKILL, group=True)  # its own children, such as an engine
-                dead.process.wait()
+                _end_group(dead)
                 self.children.remove(dead)
             process = subprocess.Popen(
                 argv,
@@ -101,7 +113,7 @@ class Supervisor:
                 env={**os.environ, **environment, LAUNCHER_ENV: str(os.getpid())},
                 start_new_session=True,
             )
-        child = Child(name, process, log, is_service, argv, environment)
+        child = Child(name, process, log, is_service, argv, environment, has_done_its_work)
         self.children.append(child)
         return child
 
@@ -126,7 +138,14 @@ class Supervisor:
 
     def restart(self, child: Child) -> Child:
         """Start a dead child again, as it was started."""
-        return self.start(child.name, child.argv, child.log, environment=child.environment, is_service=child.is_service)
+        return self.start(
+            child.name,
+            child.argv,
+            child.log,
+            environment=child.environment,
+            is_service=child.is_service,
+            has_done_its_work=child.has_done_its_work,
+        )
 
     def kill(self, child: Child) -> None:
         """Kill a child and its children."""
@@ -195,6 +214,27 @@ class Supervisor:
         for child in asked:
             # A child that died left its own children (ranks, an engine) in its session.
             _signal_group(child.process.pid, signal.SIGKILL, group=True)
+
+
+def _end_group(child: Child) -> None:
+    """Kill a child and what it started, such as an engine, and wait until they have let go of ports and memory.
+
+    A large process takes seconds to die, and its successor needs the very port and memory that it holds.
+    """
+    _signal_group(child.process.pid, signal.SIGKILL, group=True)
+    child.process.wait()
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    for pid in psutil.pids():
+        try:
+            if os.getpgid(pid) != child.process.pid:
+                continue
+            descriptor = os.pidfd_open(pid)
+        except (ProcessLookupError, PermissionError):
+            continue
+        try:
+            select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+        finally:
+            os.close(descriptor)
 
 
 def _signal_group(pid: int, number: int, *, group: bool) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from triad.errors import ConfigError, nearest
+from triad.import_path import import_users
 
 
 def check_name(name: str, built_in: Iterable[str]) -> str:
@@ -33,13 +34,15 @@ def load_function(name: str, *, key: str) -> Callable[..., Any]:
     """
     module_name, _, function_name = name.partition(":")
     try:
-        module = importlib.import_module(module_name)
+        module = import_users(module_name)
+    except ConfigError as error:
+        raise ConfigError(f"{key} = {error}") from None
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{key} = '{name}': there is no module '{error.name}'. It must be importable from where the run is "
             "started: check the spelling, or set PYTHONPATH."
         ) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{key} = '{name}': importing {module_name} failed: {type(error).__name__}: {error}"
         ) from error
@@ -49,4 +52,18 @@ def load_function(name: str, *, key: str) -> Callable[..., Any]:
         raise ConfigError(
             f"{key} = '{name}': {module_name} has no function '{function_name}'.{nearest(function_name, there)}"
         )
+    return function
+
+
+def load_loss(name: str, args: dict[str, Any]) -> Callable[..., Any]:
+    """Return the loss that `name` stands for.
+
+    Raises:
+        ConfigError: it cannot be loaded, or not be called as `function(data, **args)`.
+    """
+    function = load_function(name, key="loss.type")
+    try:
+        inspect.signature(function).bind(None, **args)
+    except TypeError as error:
+        raise ConfigError(f"loss.args = {args}: '{name}' cannot be called as function(data, **args): {error}") from None
     return function

@@ -22,6 +22,7 @@ from typing import TypeVar
 from triad import durable
 from triad.config.trainer import TrainingCommand
 from triad.console import Console
+from triad.engine_log import engine_failure
 from triad.errors import NOT_SAVED, STORAGE_FAILED, ProcessDied, TriadError, is_storage_failure
 from triad.events import EVENTS_ENV, PROCESS_ENV
 from triad.heartbeat import HEARTBEAT_ENV, PROBE_PERIOD_S, Vitals
@@ -147,8 +148,22 @@ class _Watcher:
             }
             self._vitals[name].forget()
             self._supervisor.start(
-                name, argv, self._logs / f"{name}.log", environment=environment, is_service=name == "inference"
+                name,
+                argv,
+                self._logs / f"{name}.log",
+                environment=environment,
+                is_service=name == "inference",
+                has_done_its_work=self._has_weights if name == "trainer" else self._has_all_batches,
             )
+
+    def _has_weights(self) -> bool:
+        """Whether the trainer has published what it was to train: user code in it may end it before, by `sys.exit`."""
+        return self._run_dir.weights_of(self._plan.trainer.max_steps).exists()
+
+    def _has_all_batches(self) -> bool:
+        """Whether the orchestrator has made the last batch: an environment may end it before."""
+        last = self._plan.trainer.max_steps
+        return self._run_dir.batch(last).exists() or last in self._run_dir.committed_steps()
 
     def _restart(self, child: Child) -> None:
         if child.name == "orchestrator":
@@ -225,17 +240,25 @@ class _Watcher:
         Raises:
             ProcessDied: it is not to be started again.
         """
-        delay = self._restarts.delay_s(child.name, child.process.returncode)
+        failure = _engine_failure(child)
+        comes_again = self._restarts.comes_again(child.name, failure, step=self._console.last_step)
+        delay = None if comes_again else self._restarts.delay_s(child.name, child.process.returncode)
         if delay is None:
             self._supervisor.stop()
             raise self._death(child)
         used, limit = self._restarts.used(child.name), self._restarts.limit
-        self._console.say(f"{child.name} {_how_it_ended(child)}: starting it again (restart {used} of {limit})")
+        reason = f" ({failure.splitlines()[0]})" if failure else ""
+        self._console.say(f"{child.name} {_how_it_ended(child)}{reason}: starting it again (restart {used} of {limit})")
         return self._supervisor.pause(delay, self._console.refresh)
 
     def _death(self, child: Child) -> ProcessDied:
         reason = error_message(child.log)
-        if reason is not None:
+        failure = _engine_failure(child)
+        if failure is not None:
+            said = (reason or f"the engine died, the server {_how_it_ended(child)}").removesuffix(" (its log is above)")
+            indented = failure.replace("\n", "\n       ")
+            error = ProcessDied(f"{child.name}: {said}\n       {indented}\n       log: {child.log}")
+        elif reason is not None:
             error = ProcessDied(f"{child.name}: {reason}\n       log: {child.log}")
         else:
             tail = last_lines(child.log)
@@ -287,9 +310,15 @@ class _Watcher:
         return next((child for child in self._supervisor.children if child.name == "trainer"), None)
 
 
+def _engine_failure(child: Child) -> str | None:
+    """Why the engine of a dead inference server failed; None where something killed either."""
+    return engine_failure(child.log) if child.name == "inference" and child.process.returncode >= 0 else None
+
+
 def _how_it_ended(child: Child) -> str:
     code = child.process.returncode
-    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    early = " before its work was done" if code == 0 and not child.is_service else ""
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}{early}"
 
 
 def clear_unpublished(run_dir: RunDir) -> None:

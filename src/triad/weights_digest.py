@@ -13,7 +13,7 @@ from typing import NamedTuple
 import xxhash
 
 from triad.errors import DataError
-from triad.manifest import file_digest
+from triad.manifest import Manifest, file_digest
 
 
 class WeightsFile(NamedTuple):
@@ -47,3 +47,13 @@ def weights_digest(directory: Path) -> str:
     if not paths:
         raise DataError(f"{directory} holds no *.safetensors file")
     return combined_digest(WeightsFile(path.name, path.stat().st_size, file_digest(path)) for path in paths)
+
+
+def listed_digest(manifest: Manifest) -> str:
+    """Return the digest of the weights that `manifest` lists; no file is read. Empty where it lists none."""
+    files = [
+        WeightsFile(name, entry.size_bytes, entry.xxh3_128)
+        for name, entry in manifest.files.items()
+        if name.endswith(".safetensors") and "/" not in name
+    ]
+    return combined_digest(files) if files else ""

@@ -1,4 +1,4 @@
-"""A long chaos run: `uv run chaos --kills 60 --seed 1`, from the root of the repository.
+"""A long chaos run: `uv run python -m tests.chaos --kills 60 --seed 1`, from the root of the repository.
 
 First a run that nothing disturbs, then one of the same seed that is hit at random times: SIGKILL of every
 process, now and then SIGSTOP, and a full disk under the whole run directory. Prints what was checked and how

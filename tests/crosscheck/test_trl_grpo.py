@@ -184,6 +184,7 @@ def test_corrections_are_those_of_trl(
     level, kind = mode.split("_")
     # TRL truncates from below as well unless told not to; ours never does.
     low = {"vllm_importance_sampling_clip_min": 0.7} if kind == "mask" else {}
+    our_low = {"low": 0.7} if kind == "mask" else {}
     trainer = trl_trainers.grpo_trainer(
         model,
         tmp_path,
@@ -195,7 +196,7 @@ def test_corrections_are_those_of_trl(
     trainer.epsilon_high = 1.5 if name == "cispo" else 0.2
     trainer.use_vllm = True  # set late: the constructor would want a server
     settings: dict[str, Any] = {"clip_high": 0.5} if name == "cispo" else {}
-    correction = CorrectionConfig.model_validate({"type": kind, "level": level, "low": 0.7, "high": 1.5})
+    correction = CorrectionConfig.model_validate({"type": kind, "level": level, "high": 1.5, **our_low})
     config = PolicyLossConfig(
         type=name, aggregation="token" if name == "cispo" else "sequence", correction=correction, **settings
     )

@@ -63,6 +63,7 @@ class Runs:
             "optim": {"lr": 1e-3},
             "parallel": {"threads": 1},
             "ckpt": {"interval": 1, "keep": 2, "resume_step": "auto"},
+            "journal": {"keep": 0},  # so that batches are removed, and the trainer is killed at that as well
             **settings,
         }
         config = {"trainer": trainer, "orchestrator": orchestrator}

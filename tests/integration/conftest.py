@@ -52,7 +52,8 @@ def rl_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UsedServer]:
     config = InferenceConfig.model_validate(
         {
             "model": {"name": str(MODEL), "max_len": 64},
-            "server": {"port": free_port()},
+            # Runs that a test has killed own it no more when the next one comes.
+            "server": {"port": free_port(), "lease_s": 0.001},
             "engine": {"threads": 1},
         }
     )

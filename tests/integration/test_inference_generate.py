@@ -106,7 +106,8 @@ def test_stop_token_ends_a_choice_and_is_part_of_it(http: httpx.Client) -> None:
     assert stopped["token_ids"] == free["token_ids"][: first + 1]
     assert stopped["logprobs"] == free["logprobs"][: first + 1]
     assert (free["finish_reason"], stopped["finish_reason"]) == ("length", "stop")
-    assert stopped["versions"] == [{"version": 0, "start": 0, "end": first + 1}]
+    digest = http.get("/weights").json()["digest"]
+    assert stopped["versions"] == [{"version": 0, "digest": digest, "start": 0, "end": first + 1}]
 
 
 def test_only_the_given_tokens_stop(http: httpx.Client) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -16,10 +17,13 @@ import psutil
 import pytest
 import tomli_w
 
+from tests.conftest import ModelFactory
 from tests.inference_models import write_model
 from tests.inference_zygote import ServerHandle, free_port, shared_zygote
 from tests.processes import command_line
 from triad.config import InferenceConfig
+from triad.engine_log import engine_failure
+from triad.supervise import error_message
 
 REQUEST = {"token_ids": [5, 6, 7], "seeds": [1], "max_tokens": 4}
 
@@ -130,6 +134,16 @@ def test_damaged_weights_at_the_start_end_the_server_with_the_reason(tmp_path: P
     server = _start(model, tmp_path)
     assert server.wait() == 3
     assert "holds NaN or infinity" in server.log()
+
+
+def test_weights_that_no_file_sets_end_the_server_with_their_name(tmp_path: Path) -> None:
+    """vLLM would serve whatever the memory held before."""
+    model = write_model(tmp_path / "model", seed=0, tied=True)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    server = _start(model, tmp_path)
+    assert server.wait() == 3
+    assert "has 1 weights that are in no file, such as 'lm_head.weight'" in (engine_failure(server.log_path) or "")
 
 
 def test_sigterm_ends_the_server_cleanly_and_fast(model: Path, tmp_path: Path) -> None:
@@ -244,6 +258,39 @@ def test_an_engine_that_is_killed_between_its_start_and_the_first_request_is_wor
     assert "ERROR the engine died while it started" in server.log()
 
 
+def test_a_model_that_the_engine_cannot_run_is_told_before_it_is_ready(
+    tiny_model: ModelFactory, tmp_path: Path
+) -> None:
+    """vLLM loads heads of 16 numbers on CPU, and fails at the first token."""
+    server = _start(tiny_model("qwen3", head_dim=16), tmp_path)
+    assert server.wait() == 3
+    assert "error: the engine cannot run this model: it failed at its first token" in server.log()
+    assert "inference INFO ready" not in server.log()
+    reason = engine_failure(server.log_path)
+    assert reason is not None and "head_dim=16" in reason
+
+
+def test_an_engine_that_is_killed_at_its_first_token_is_worth_another_start(model: Path, tmp_path: Path) -> None:
+    kill = (
+        "import psutil, inference.server as s; prove = s._prove; "
+        "s._prove = lambda engine: (psutil.Process().children()[0].kill(), prove(engine))[1]"
+    )
+    server = _start(model, tmp_path, sabotage=kill)
+    assert server.wait() == 75
+    assert "error: " not in server.log()
+
+
+def test_what_vllm_refuses_in_a_configuration_is_told_whole(model: Path, tmp_path: Path) -> None:
+    config = InferenceConfig.model_validate(
+        {"model": {"name": str(model), "max_len": 10_000_000}, "server": {"port": free_port()}}
+    )
+    server = shared_zygote().start(config, tmp_path / "inference.log")
+    assert server.wait() == 3
+    said = error_message(server.log_path)
+    assert said is not None and "max_model_len" in said and "10000000" in said
+    assert "validation error" not in said and "pydantic" not in said
+
+
 def test_a_failed_swap_ends_the_server(model: Path, tmp_path: Path) -> None:
     sabotage = "import inference.worker as w; w.finalize_layerwise_reload = lambda *a: 1 / 0"
     server = _start(model, tmp_path, sabotage=sabotage)
@@ -255,6 +302,7 @@ def test_a_failed_swap_ends_the_server(model: Path, tmp_path: Path) -> None:
         pass
     assert server.wait(10) == 75
     assert "half-written" in server.log() and "EngineCore ended with exit code 70" in server.log()
+    assert engine_failure(server.log_path) == "ZeroDivisionError: division by zero"
 
 
 def test_health_fails_when_the_engine_hangs(model: Path, tmp_path: Path) -> None:

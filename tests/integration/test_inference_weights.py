@@ -34,6 +34,7 @@ class Client:
         self.models = models
         self.http = httpx.Client(base_url=server.url, timeout=60)
         self.version = 0
+        self.boot_id = self.http.get("/weights").json()["boot_id"]
 
     def push(self, path: Path) -> httpx.Response:
         self.version += 1
@@ -89,11 +90,12 @@ def test_logprobs_follow_every_update(client: Client) -> None:
         digest = weights_digest(client.models / name)
         assert response.json()["version"] == client.version
         assert response.json()["digest"] == digest
-        assert client.weights() == {"version": client.version, "digest": digest, "model": str(client.models / "a")}
+        served = {"version": client.version, "digest": digest, "model": str(client.models / "a"), "owner": None}
+        assert client.weights() == served | {"boot_id": client.boot_id}
         choices = client.generate()
         _assert_logprobs(client.models / name, choices)
         for choice in choices:
-            assert choice["versions"] == [{"version": client.version, "start": 0, "end": 12}]
+            assert choice["versions"] == [{"version": client.version, "digest": digest, "start": 0, "end": 12}]
     choices = client.generate()
     # The models must differ by far more than the tolerance, or none of this could fail.
     others = reference_logprobs(client.models / "b", PROMPT, choices[0]["token_ids"])
@@ -213,6 +215,7 @@ def test_requests_in_flight_go_on_with_the_new_weights(client: Client) -> None:
     for choice in choices:
         first, second = choice["versions"]
         assert (first["version"], second["version"]) == (old, client.version)
+        assert [span["digest"] for span in (first, second)] == [weights_digest(client.models / name) for name in "ab"]
         assert (first["start"], first["end"], second["end"]) == (0, second["start"], 400)
         cut = first["end"]
         assert 0 < cut < 400
@@ -241,7 +244,8 @@ def test_without_weights_the_server_is_healthy_and_waits(tmp_path: Path) -> None
     client = Client(_start(tmp_path, tmp_path, load="dummy"), tmp_path)
     try:
         assert client.http.get("/health").json()["weights"] is None
-        assert client.weights() == {"version": None, "digest": None, "model": str(tmp_path / "a")}
+        served = {"version": None, "digest": None, "model": str(tmp_path / "a"), "owner": None}
+        assert client.weights() == served | {"boot_id": client.boot_id}
         for path, body in (
             ("/inference/v1/generate", {"token_ids": PROMPT, "seeds": [1], "max_tokens": 1}),
             ("/v1/completions", {"prompt": "abc"}),

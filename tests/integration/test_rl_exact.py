@@ -76,6 +76,7 @@ def synchronous(rl_server: UsedServer, tmp_path_factory: pytest.TempPathFactory)
     directory = tmp_path_factory.mktemp("synchronous") / "run"
     penalty = ("--trainer.kl.place", "reward", "--trainer.kl.coef", "0.05", "--trainer.kl.target", "0.1")
     steps = ("--async-level", "0", "--max-steps", "9", "--ckpt.interval", "3", "--ckpt.keep", "2")
+    steps = (*steps, "--ckpt.keep-best", "min:samples", "--journal.keep", "7")  # the best is the first
     flags = (*rl_server.flags, *steps, *penalty, "--trainer.kl.horizon", "100")
     run_dir = succeeded(directory, *flags).run_dir
     return SynchronousRuns(
@@ -132,7 +133,7 @@ def test_a_step_begins_at_its_own_policy_and_the_first_at_the_reference(synchron
 
 
 def test_keep_bounds_checkpoints_weights_and_journal(synchronous: SynchronousRuns) -> None:
-    assert synchronous.kept == {"checkpoints": [6, 9], "weights": [6, 9], "batches": [7, 8, 9]}
+    assert synchronous.kept == {"checkpoints": [3, 6, 9], "weights": [3, 6, 9], "batches": list(range(3, 10))}
 
 
 def test_resuming_an_older_step_sets_the_future_aside(synchronous: SynchronousRuns) -> None:
@@ -145,9 +146,9 @@ def test_resuming_an_older_step_sets_the_future_aside(synchronous: SynchronousRu
     assert [line["step"] for line in read_metrics(discarded / "metrics.jsonl")] == [7, 8, 9]
     verify(discarded / "checkpoints" / "step_9")
     # They were set aside, so the resumed run made them itself.
-    made_again = journal_files(run_dir)
-    assert made_again.keys() == synchronous.batches.keys()
-    assert not set(made_again.values()) & set(synchronous.batches.values())
+    now = journal_files(run_dir)
+    assert now.keys() == synchronous.batches.keys()
+    assert [step for step in now if now[step] == synchronous.batches[step]] == [3, 4, 5, 6]
 
 
 def test_resuming_an_older_step_gives_the_same_result(synchronous: SynchronousRuns) -> None:
@@ -156,8 +157,8 @@ def test_resuming_an_older_step_gives_the_same_result(synchronous: SynchronousRu
 
 
 def test_every_rollout_is_by_the_version_of_the_strict_schedule(reference: CompletedRun) -> None:
-    # The first checkpoint, of step 2, is the oldest that can be resumed: what lies before it is pruned.
-    assert _check_versions(reference.run_dir, async_level=1) == list(range(3, REFERENCE_STEPS + 1))
+    # The journal keeps the last 20 batches, though the first checkpoint, of step 2, needs none of the first two.
+    assert _check_versions(reference.run_dir, async_level=1) == list(range(1, REFERENCE_STEPS + 1))
     ages = [metrics["staleness/max"] for metrics in read_metrics(reference.run_dir.metrics)]
     assert ages == [0] + [1] * (REFERENCE_STEPS - 1)
 
@@ -169,10 +170,12 @@ def test_a_stop_and_resume_changes_nothing(reference: CompletedRun, rl_server: U
     assert run_dir.committed_steps() == [6]
     # Batch 7 is made by version 5: it must outlive the step that trained version 6.
     assert run_dir.published_weights() == [5, 6]
-    assert run_dir.published_batches() == []
+    assert run_dir.published_batches() == list(range(1, 7))
 
-    second = succeeded(tmp_path / "run", *flags, "--max-steps", "12", "--ckpt.resume-step", "6")
+    second = succeeded(tmp_path / "run", *flags, "--max-steps", "12", "--ckpt.resume-step", "6", "--journal.keep", "4")
     assert "resuming from step 6" in second.output
+    assert "are in the journal" not in second.output, "batches that were trained are kept, not trained again"
+    assert run_dir.published_batches() == list(range(7, 13)), "the checkpoint of step 6 needs what follows"
     assert "no longer" not in (run_dir.logs(2) / "orchestrator.log").read_text()
     assert_same(outcome(run_dir, 12), outcome(reference.run_dir, 12))
     assert exact_metrics(run_dir, range(1, 13)) == exact_metrics(reference.run_dir, range(1, 13))

@@ -26,7 +26,13 @@ def test_a_policy_learns_from_the_scores_of_a_reward_model_that_pairs_taught(
 ) -> None:
     """The environment's own reward is shown and not trained on; it rises since the pairs prefer what it pays for."""
     taught = subprocess.run(
-        [command("rm"), "@", "configs/reverse_text/rm.toml", "--output-dir", str(tmp_path / "rm")],
+        [
+            command("reward-model"),
+            "@",
+            "configs/reverse_text/reward_model.toml",
+            "--output-dir",
+            str(tmp_path / "judge"),
+        ],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -35,8 +41,8 @@ def test_a_policy_learns_from_the_scores_of_a_reward_model_that_pairs_taught(
         check=False,
     )
     assert taught.returncode == 0, taught.stdout
-    (version,) = RunDir(tmp_path / "rm").published_weights()
-    judge = str(RunDir(tmp_path / "rm").weights_of(version))
+    (version,) = RunDir(tmp_path / "judge").published_weights()
+    judge = str(RunDir(tmp_path / "judge").weights_of(version))
     parts = ("--trainer.reward-model.name", judge, "--trainer.critic.name", judge)
     run = succeeded(
         tmp_path / "run", "@", _PPO, *rl_server.flags, "--max-steps", str(_STEPS), "--ckpt", *parts, timeout_s=300

@@ -19,7 +19,8 @@ from benchmarks.scale.measure import Figures, plan_twice
 from benchmarks.scale.models import model_tensors
 from benchmarks.scale.plans import fake_mesh, local_plan, plan_of_rank, sharded_state
 from trainer.checkpoints.state import Progress, TrainState
-from trainer.models.model import Policy, decoder_layers
+from trainer.models.model import Policy
+from trainer.models.structure import decoder_layers
 
 NUM_RANKS = 2
 TINY: dict[str, Any] = {  # three experts and odd widths: shards of unequal size, and empty ones

@@ -43,7 +43,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     def run(name: str, *argv: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", [name, *map(str, argv)])
         with pytest.raises(SystemExit) as caught:
-            getattr(cli, name)()
+            getattr(cli, name.replace("-", "_"))()
         printed = capsys.readouterr()
         code = caught.value.code
         return (code if isinstance(code, int) else 0 if code is None else 1), printed.out, printed.err

@@ -20,6 +20,7 @@ from typing import Any, Self
 import msgspec
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.responses import JSONResponse
 
 from triad import durable, journal, manifest
 from triad.arrays import encode_packed
@@ -47,7 +48,10 @@ def sample(prompt: list[int], seed: int, *, digest: str, max_tokens: int) -> tup
 
 @dataclass
 class FakeEngine:
-    """One inference server. Set the `lie_` and `fail_` fields, or `on_generate`, to misbehave."""
+    """One inference server. Set the `lie_` and `fail_` fields, `alter` or `on_generate`, to misbehave.
+
+    `on_generate` is called behind the check of the request, as if something happened while it is answered.
+    """
 
     model: str = MODEL
     version: int | None = None
@@ -59,11 +63,17 @@ class FakeEngine:
     lie_version: int = 0
     lie_digest: str | None = None
     lie_about_rollouts: int = 0
+    admits_everything: bool = False
+    boot_id: str = "first"
+    owner: str | None = None
+    directory: str = "node:/elsewhere"
+    released: list[str] = field(default_factory=list)
     fail_requests: int = 0
     forget_weights: bool = False
     requests: list[dict[str, Any]] = field(default_factory=list)
     pushed: list[int] = field(default_factory=list)
     on_generate: Callable[[int], None] | None = None
+    alter: Callable[[dict[str, Any]], None] | None = None
 
     def app(self) -> FastAPI:
         """Return the routes."""
@@ -75,23 +85,48 @@ class FakeEngine:
 
         @app.get("/weights")
         async def weights() -> dict[str, Any]:
-            return {"version": self.version, "digest": self.digest, "model": self.model}
+            owner = self.owner and {"run_id": self.owner, "directory": self.directory, "silent_s": 1.0, "lease_s": 90.0}
+            served = {"version": self.version, "digest": self.digest, "model": self.model, "boot_id": self.boot_id}
+            return served | {"owner": owner or None}
 
         @app.get("/v1/models")
         async def models() -> dict[str, Any]:
             return {"data": [{"id": self.model, "max_model_len": self.max_model_len}]}
 
-        @app.post("/update_weights")
-        async def update(request: Request) -> dict[str, Any]:
+        def refused(request: Request, run_id: str) -> Response | None:
             if self.token and request.headers.get("authorization") != f"Bearer {self.token}":
                 raise HTTPException(401, "this route needs a token")
+            if self.owner in (None, run_id):
+                return None
+            reason = {"error": "this server is owned by the run in node:/elsewhere", "code": "owned"}
+            return JSONResponse(reason, 409)
+
+        @app.post("/claim")
+        async def claim(request: Request) -> Any:
+            body = await request.json()
+            if self.directory != body["directory"] and (refusal := refused(request, body["run_id"])):
+                return refusal
+            self.owner, self.directory = body["run_id"], body["directory"]
+            return {}
+
+        @app.post("/update_weights")
+        async def update(request: Request) -> Any:
+            body = await request.json()
+            if refusal := refused(request, body["owner"]["run_id"]):
+                return refusal
             if self.refuse:
                 raise HTTPException(409, self.refuse)
-            body = await request.json()
+            self.owner = body["owner"]["run_id"]
             self.pushed.append(body["version"])
             self.version = body["version"] + self.lie_version
             self.digest = self.lie_digest or weights_digest(Path(body["path"]))
             return {"version": self.version, "digest": self.digest, "seconds": 0.0}
+
+        @app.post("/release")
+        async def release(request: Request) -> dict[str, Any]:
+            self.released.append((await request.json())["run_id"])
+            self.owner = None
+            return {}
 
         @app.post("/inference/v1/generate")
         async def generate(request: Request) -> Response:
@@ -103,6 +138,8 @@ class FakeEngine:
             if self.version is None:
                 raise HTTPException(503, "no weights yet")
             body = json.loads(await request.body())
+            if not self.admits_everything and body["weights_digest"] != self.digest:
+                return JSONResponse({"error": "the request is for other weights", "code": "other_weights"}, 409)
             self.requests.append(body)
             if self.on_generate is not None:
                 self.on_generate(len(self.requests))
@@ -122,12 +159,15 @@ class FakeEngine:
                     "token_ids": tokens,
                     "logprobs": logprobs,
                     "finish_reason": "stop" if tokens[-1] in body["stop_token_ids"] else "length",
-                    "versions": [{"version": version, "start": 0, "end": len(tokens)}],
+                    "versions": [{"version": version, "digest": self.digest, "start": 0, "end": len(tokens)}],
                     "prompt_logprobs": [-1.5] * (len(body["token_ids"]) - 1) if body["prompt_logprobs"] else None,
                 }
             )
         # Completion order is up to the server; the client must go by the index.
-        return {"choices": choices[::-1], "version": version}
+        answer = {"choices": choices[::-1], "version": version, "boot_id": self.boot_id}
+        if self.alter is not None:
+            self.alter(answer)
+        return answer
 
 
 @contextmanager
@@ -150,7 +190,9 @@ def serving(*engines: FakeEngine) -> Iterator[None]:
 
 
 def publish_weights(run_dir: RunDir, version: int, content: bytes) -> None:
-    """Publish `content` as the weights of `version`, again if need be."""
+    """Publish `content` as the weights of `version`, again if need be, in the directory of a run."""
+    if not run_dir.holds_run():
+        run_dir.create()
     final = run_dir.weights_of(version)
     temporary = durable.temporary_sibling(final)
     temporary.mkdir(parents=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,6 +19,7 @@ from trainer.models.model import build_policy
 from trainer.parallel import Parallel
 from trainer.policy.canary import measure_canary
 from triad.canary import CANARY_NAME, TEXT, Canary, deviation
+from triad.config import TrainerConfig
 from triad.config.orchestrator import ClientConfig
 from triad.config.trainer import TrainedModelConfig
 from triad.errors import CheckpointError, InferenceError
@@ -26,26 +29,45 @@ MODEL = Path(__file__).parents[2] / "examples" / "reverse_text" / "model"
 
 
 @pytest.mark.parametrize(
-    ("theirs", "is_fine"),
+    ("theirs", "expected"),
     [
-        ([-1.0, -2.0, -3.0], True),
-        ([-1.1, -2.1, -3.1], True),
-        ([-1.4, -2.0, -3.5], False),
-        ([-1.0, -2.0], False),
-        ([], False),
-        ([float("nan")] * 3, False),
+        ([-1.0, -2.0, -3.0], 0.0),
+        ([-1.5, -2.0, -2.0], 0.5),
+        ([-1.0, -2.0], math.inf),
+        ([], math.inf),
+        ([float("nan")] * 3, math.nan),
     ],
 )
-def test_small_differences_are_rounding_and_large_ones_are_not(theirs: list[float], is_fine: bool) -> None:
-    found, allowed = deviation(Canary([5, 6, 7, 8], [-1.0, -2.0, -3.0]), theirs)
-    assert (found <= allowed) is is_fine
+def test_a_deviation_is_a_mean_absolute_difference(theirs: list[float], expected: float) -> None:
+    found = deviation(Canary([5, 6, 7, 8], [-1.0, -2.0, -3.0], 0.1), theirs)
+    assert found == pytest.approx(expected, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "allowed"),
+    [
+        ({}, math.sqrt(2e-6)),
+        ({"sampler_dtype": "bfloat16"}, math.sqrt(0.1)),
+        ({"model": {"dtype": "bfloat16"}}, math.sqrt(0.1)),
+        ({"mismatch_limit": 0.5}, 1.0),
+        ({"mismatch_limit": math.inf}, None),
+    ],
+)
+def test_what_is_allowed_follows_dtypes_and_the_setting(
+    changes: dict[str, Any], allowed: float | None, parallel: Parallel
+) -> None:
+    config = TrainerConfig.model_validate({"model": {"name": str(MODEL)}} | changes)
+    policy = build_policy(TrainedModelConfig(name=str(MODEL)), parallel, seed=0)
+    data = measure_canary(policy, AutoTokenizer.from_pretrained(MODEL), parallel, config=config)
+    assert data is not None
+    assert msgspec.json.decode(data, type=Canary).allowed_nats == (allowed and pytest.approx(allowed))
 
 
 def test_the_trainer_measures_what_transformers_computes(parallel: Parallel) -> None:
     policy = build_policy(TrainedModelConfig(name=str(MODEL)), parallel, seed=0)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     before = torch.get_rng_state()
-    data = measure_canary(policy, tokenizer, parallel)
+    data = measure_canary(policy, tokenizer, parallel, config=TrainerConfig())
     assert data is not None
     canary = msgspec.json.decode(data, type=Canary)
     assert policy.training and torch.equal(torch.get_rng_state(), before), "training goes on as if nothing was measured"
@@ -57,21 +79,28 @@ def test_the_trainer_measures_what_transformers_computes(parallel: Parallel) -> 
     torch.testing.assert_close(torch.tensor(canary.logprobs), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("logprob", "is_fine"), [(-1.5, True), (-1.6, True), (-2.5, False)])
-def test_an_engine_that_computes_something_else_is_refused(logprob: float, is_fine: bool) -> None:
+@pytest.mark.parametrize(
+    ("logprob", "allowed", "is_fine"),
+    [(-1.5, 1e-3, True), (-1.505, 1e-3, False), (-1.6, 0.2, True), (-2.5, 0.2, False), (-2.5, None, True)],
+)
+def test_an_engine_that_computes_something_else_is_refused(
+    logprob: float, allowed: float | None, is_fine: bool
+) -> None:
     engine = FakeEngine()
     engine.version, engine.digest = 0, "digest"
-    canary = Canary([4, 5, 6], [logprob, logprob])
+    canary = Canary([4, 5, 6], [logprob, logprob], allowed)
 
     async def check() -> None:
         async with InferenceClient(ClientConfig(urls=[engine.url])) as client:
-            await client.check_canary(canary)
+            await client.check_canary(canary, weights_digest="digest")
 
     with serving(engine):
         if is_fine:
             asyncio.run(check())
         else:
-            with pytest.raises(InferenceError, match="computes other log-probabilities.* 1 nats apart"):
+            with pytest.raises(
+                InferenceError, match=f"computes other log-probabilities.* {abs(logprob + 1.5):.3g} nats apart"
+            ):
                 asyncio.run(check())
 
 
@@ -82,8 +111,8 @@ def test_weights_may_come_without_a_canary_but_not_with_a_broken_one(
     publish_weights(run_dir, 3, b"weights")
     weights = describe_weights(run_dir, 3)
     assert read_canary(weights) is None
-    (weights.path / CANARY_NAME).write_bytes(b'{"token_ids": [1, 2], "logprobs": [-0.5]}')
-    assert read_canary(weights) == Canary([1, 2], [-0.5])
+    (weights.path / CANARY_NAME).write_bytes(b'{"token_ids": [1, 2], "logprobs": [-0.5], "allowed_nats": null}')
+    assert read_canary(weights) == Canary([1, 2], [-0.5], None)
     (weights.path / CANARY_NAME).write_bytes(b"{")
     with pytest.raises(CheckpointError, match=r"canary\.json is damaged"):
         read_canary(weights)

@@ -20,7 +20,7 @@ from triad.config.drift import (
 )
 from triad.config.fingerprint import FREE, fingerprint, makes_same_batches
 from triad.config.load import to_toml
-from triad.config.orchestrator import OrchestratorConfig
+from triad.config.orchestrator import OrchestratorConfig, TeacherConfig
 from triad.config.schedule import learning_rate
 from triad.errors import CheckpointError
 
@@ -53,15 +53,33 @@ def test_where_and_from_which_step_an_attempt_starts_is_no_drift() -> None:
     assert compare_settings(settings_of(before), settings_of(warm)).describe("sft", "before") == []
 
 
+def test_settings_of_one_environment_are_named_with_its_place() -> None:
+    section: dict[str, Any] = {"id": "reverse_text", "weight": 2.0, "timeout_s": 5.0}
+    teacher = {"urls": ["http://here:1"], "model": "m"}
+    before = OrchestratorConfig.model_validate({"environments": [section], "teacher": teacher})
+    after = OrchestratorConfig.model_validate(
+        {"environments": [section | {"weight": 3.0, "timeout_s": 9.0}], "teacher": teacher | {"urls": ["http://b:2"]}}
+    )
+    drift = compare_settings(settings_of(before), settings_of(after))
+    assert drift.computing == ["environments[0].weight: 2.0 -> 3.0"]
+    assert drift.free == [
+        "environments[0].timeout_s: 5.0 -> 9.0",
+        "teacher.urls: ['http://here:1'] -> ['http://b:2']",
+    ]
+
+
 def test_every_free_setting_is_one() -> None:
     """A name that no process has would be dead; `engine.threads` is one of the inference server."""
     config = RlConfig()
+    config.orchestrator.teacher = TeacherConfig(urls=["http://here:1"], model="m")
     processes = [config.trainer, config.orchestrator, config.inference, SftConfig(ckpt=CkptConfig())]
     for key in FREE:
-        first, _, rest = key.partition(".")
+        first, _, rest = key.replace("[]", "").partition(".")
         owners = [process for process in processes if first in type(process).model_fields]
         assert owners, key
-        assert not rest or all(rest in type(getattr(owner, first)).model_fields for owner in owners), key
+        parts = [getattr(owner, first) for owner in owners] if rest else []
+        for part in parts:
+            assert rest in type(part[0] if isinstance(part, list) else part).model_fields, key
 
 
 def test_settings_are_read_from_the_checkpoint_or_refused(tmp_path: Path) -> None:
@@ -134,6 +152,16 @@ def test_batches_are_the_same_when_nothing_that_makes_them_changed() -> None:
     base = OrchestratorConfig()
     for same in ({"max_steps": 7}, {"output_dir": "x"}, {"client": {"urls": ["http://other"]}}, {"ckpt": {}}):
         assert makes_same_batches(base, OrchestratorConfig.model_validate(same))
+    # What only says how long is waited, and for whom, makes no other batch.
+    timeouts = ({"timeout_s": 9.0}, {"ready_timeout_s": 9.0}, {"urls": ["http://there:2"]}, {"max_concurrency": 7})
+    teacher: dict[str, Any] = {"urls": ["http://here:1"], "model": "m"}
+    taught = OrchestratorConfig.model_validate({"teacher": teacher})
+    for changed in timeouts:
+        assert makes_same_batches(taught, OrchestratorConfig.model_validate({"teacher": teacher | changed}))
+    assert makes_same_batches(base, OrchestratorConfig.model_validate({"environments": [{"timeout_s": 60.0}]}))
+    for other in ({"teacher": teacher}, {"environments": [{"timeout_s": 60.0, "args": {"max_length": 9}}]}):
+        assert not makes_same_batches(base, OrchestratorConfig.model_validate(other))
+    assert not makes_same_batches(taught, OrchestratorConfig.model_validate({"teacher": teacher | {"model": "n"}}))
     for other in ({"seed": 7}, {"group_size": 2}, {"sampling": {"temperature": 0.5}}, {"async_level": 0}):
         assert not makes_same_batches(base, OrchestratorConfig.model_validate(other))
 

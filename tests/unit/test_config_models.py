@@ -13,12 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from triad.config import DpoConfig, InferenceConfig, OrchestratorConfig, RlConfig, RmConfig, SftConfig, TrainerConfig
+from triad.config import (
+    DpoConfig,
+    InferenceConfig,
+    OrchestratorConfig,
+    RewardTrainingConfig,
+    RlConfig,
+    SftConfig,
+    TrainerConfig,
+)
 from triad.config.base import Command
 from triad.config.fingerprint import fingerprint
 from triad.config.load import read_toml, to_toml
 
-COMMANDS = (SftConfig, DpoConfig, RmConfig, RlConfig, TrainerConfig, OrchestratorConfig, InferenceConfig)
+COMMANDS = (SftConfig, DpoConfig, RewardTrainingConfig, RlConfig, TrainerConfig, OrchestratorConfig, InferenceConfig)
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
@@ -147,7 +155,7 @@ def kind_of(path: Path) -> type[Command]:
 
     Those in algorithms/ are laid over one of rl.
     """
-    kinds = {"sft": SftConfig, "dpo": DpoConfig, "rm": RmConfig, "rl": RlConfig, "train": TrainerConfig,
+    kinds = {"sft": SftConfig, "dpo": DpoConfig, "reward": RewardTrainingConfig, "rl": RlConfig, "train": TrainerConfig,
              "orch": OrchestratorConfig, "infer": InferenceConfig}  # fmt: skip
     return RlConfig if path.parent.name == "algorithms" else kinds[path.stem.split("_")[0]]
 

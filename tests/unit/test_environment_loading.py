@@ -111,6 +111,7 @@ def test_jsonl_reads_messages_and_other_columns(tmp_path: Path) -> None:
         ),
         ([{"prompt": "q", "answr": "a", "id": 1}], "Columns there: prompt, answr, id"),
         (["{not json}"], "rows.jsonl:1 is not JSON"),
+        ([{"prompt": "a", "answer": "b", "tools": [{"name": "f"}]}], "rows.jsonl:1 has `tools`, which prompts of rl"),
         ([[1, 2]], "rows.jsonl:1 is list, expected an object"),
         ([{"prompt": "q", "answer": ["a"]}], "'answer' is \\[\"a\"\\], expected text or a number"),
         ([{"prompt": [{"role": "user"}], "answer": "a"}], "rows.jsonl:1: 'prompt' is .*expected text or a list"),
@@ -121,6 +122,15 @@ def test_jsonl_reads_messages_and_other_columns(tmp_path: Path) -> None:
 def test_jsonl_names_file_line_and_what_is_there(tmp_path: Path, rows: list[Any], said: str) -> None:
     with pytest.raises(DataError, match=said):
         Jsonl(write_rows(tmp_path / "rows.jsonl", *rows))
+
+
+def test_jsonl_lines_end_where_those_of_json_do(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "a\u2028b\x85", "answer": "c"}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert Jsonl(path).make_task(seed(0)).prompt == (Message("user", "a\u2028b\x85"),)
+    path.write_bytes(b'{"prompt": "\xff", "answer": "c"}\n')
+    with pytest.raises(DataError, match="is not UTF-8"):
+        Jsonl(path)
 
 
 def test_jsonl_names_the_files_that_are_there(tmp_path: Path) -> None:

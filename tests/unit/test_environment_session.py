@@ -11,8 +11,9 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from orchestrator.environment import Completion, Message, Session, SessionFull
-from orchestrator.tokenizer import Tokenizer, load_tokenizer
 from triad.arrays import Logprobs, TokenIds
+from triad.chat.files import load_tokenizer
+from triad.chat.tokenizer import Tokenizer
 from triad.errors import ConfigError, DataError
 from triad.messages import VersionSpan
 
@@ -149,3 +150,15 @@ def test_equal_to_transformers(tmp_path: Path) -> None:
         rendered = theirs.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
         assert ours.prompt(chat) == theirs.encode(rendered, add_special_tokens=False)
         assert ours.decode(ours.prompt(chat)) == theirs.decode(ours.prompt(chat), skip_special_tokens=True)
+
+
+def test_messages_close_no_turn_in_which_nothing_was_said(tokenizer: Tokenizer) -> None:
+    session, _ = scripted_session(tokenizer, tokenizer.prompt([Message("user", "ab")]), [[END], [END]])
+    with pytest.raises(RuntimeError, match="close an empty turn"):
+        session.append_messages([Message("user", "c")])
+    asyncio.run(session.sample())
+    session.append_messages([Message("user", "c")])
+    with pytest.raises(RuntimeError, match="append all messages in one call"):
+        session.append_messages([Message("user", "d")])
+    session.append_text("a")
+    session.append_messages([Message("user", "d")])

@@ -15,6 +15,7 @@ from inference.adapters import BaseWeights, read_adapter
 from inference.weights import read_architecture, read_weights
 from trainer.models.lora import Adapters
 from trainer.models.model import build_policy, trained_tensors
+from trainer.models.tensor_layout import TensorLayout
 from trainer.models.weights import WeightPublisher
 from trainer.parallel import Parallel
 from triad.adapter import ADAPTER_NAME, BASE_NAME
@@ -39,7 +40,7 @@ def publish(
         model = tiny_model(tied=tied)
         config = {"name": str(model), "dtype": dtype, "lora": {"rank": 3, "alpha": 5.0}}
         policy = build_policy(TrainedModelConfig.model_validate(config), parallel, seed=0)
-        adapters = Adapters(policy.hf_model, base_name=str(model))
+        adapters = Adapters(policy.hf_model, TensorLayout(policy.hf_model, None), base_name=str(model))
         with torch.no_grad():
             for factor in trained_tensors(policy.hf_model).values():
                 factor.normal_()

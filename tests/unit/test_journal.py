@@ -28,7 +28,14 @@ def make_batch(step: int = 3) -> Batch:
         loss_mask=LossMask([False, True, True]), logprobs=Logprobs([0.0, -0.1, -1e-7]),
         versions=[VersionSpan(version=2, start=1, end=3)], reward=0.7, truncated=True, metrics={"exact": 0.0},
     )  # fmt: skip
-    return Batch(step=step, policy_version=2, temperature=0.9, rollouts=[rollout], metrics={"reward/mean": 0.7})
+    return Batch(
+        step=step,
+        policy_version=2,
+        weights_digest="d" * 32,
+        temperature=0.9,
+        rollouts=[rollout],
+        metrics={"reward/mean": 0.7},
+    )
 
 
 def test_a_batch_comes_out_as_it_went_in(tmp_path: Path) -> None:
@@ -109,7 +116,7 @@ def test_the_batch_of_another_step_or_format_is_refused(tmp_path: Path) -> None:
     other.format = 99
     rewrite(directory, encode_batch(other))
     with pytest.raises(
-        CheckpointError, match=r"batch\.msgpack cannot be read: it has format 99; this version reads format 2"
+        CheckpointError, match=r"batch\.msgpack cannot be read: it has format 99; this version reads format 3"
     ):
         read_batch(run_dir, 3)
     rewrite(directory, b"\xc1 no msgpack")
@@ -147,7 +154,7 @@ def test_a_batch_of_the_format_before_is_refused_by_its_number(tmp_path: Path) -
     directory = publish_batch(run_dir, make_batch(), b"{}")
     rollout = {"environment": "a", "task_id": 1, "sample_index": 0, "token_ids": [1], "logprobs": [0.0]}
     rewrite(directory, msgspec.msgpack.encode({"format": 1, "step": 3, "rollouts": [rollout]}))
-    with pytest.raises(CheckpointError, match="it has format 1; this version reads format 2"):
+    with pytest.raises(CheckpointError, match="it has format 1; this version reads format 3"):
         read_batch(run_dir, 3)
 
 
@@ -163,7 +170,7 @@ def test_numbers_that_are_no_whole_items_are_refused(data: bytes | str, tmp_path
 
 
 def test_the_example_of_the_documentation_reads_a_batch(tmp_path: Path) -> None:
-    example = (ROOT / "docs" / "journal.md").read_text().split("```python\n")[2].split("```")[0]
+    example = (ROOT / "docs" / "journal.md").read_text().split("```python file=print_batch.py\n")[1].split("```")[0]
     path = publish_batch(RunDir(tmp_path), make_batch(), b"{}") / BATCH_NAME
     printed = subprocess.run([sys.executable, "-c", example, str(path)], check=True, capture_output=True, text=True)
     *head, mean = printed.stdout.split()

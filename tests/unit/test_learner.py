@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +78,7 @@ def make_batch(step: int, *, truncated: tuple[int, ...] = ()) -> Batch:
             reward=float(generator.normal()), truncated=number in truncated,
         )  # fmt: skip
         rollouts.append(rollout)
-    return Batch(step=step, policy_version=step - 1, temperature=0.9, rollouts=rollouts)
+    return Batch(step=step, policy_version=step - 1, weights_digest="d" * 32, temperature=0.9, rollouts=rollouts)
 
 
 Start = Callable[..., Run]
@@ -93,11 +94,12 @@ def start(
         values: dict[str, Any] = {
             "output_dir": tmp_path, "max_steps": 10, "model": {"name": str(tiny_model())}, "optim": {"lr": 1e-3},
             "loss": {"type": f"{__name__}:recording_loss"},
+            "mismatch_limit": math.inf,  # the rollouts are made up
             "ckpt": {"interval": 1} | ({"resume_step": resume_step} if resume_step else {}),
         }  # fmt: skip
         config = TrainerConfig.model_validate(values | settings)
         parts = RlParts(config, parallel)
-        session = start_session(config, parallel, tokenizer, build_policy, parts=parts.begin)
+        session = start_session(config, parallel, tokenizer, build_policy, pack=True, parts=parts.begin)
         parts.resume(session.run_dir, session.progress.step)
         return Run(session, parts, Learner(config, session, parts, None))
 

@@ -32,7 +32,7 @@ def group(environment: str, task: int, samples: Sequence[int] = range(GROUP)) ->
 
 def make_batch(step: int, *tasks: tuple[str, int]) -> Batch:
     rollouts = [rollout for environment, task in tasks for rollout in group(environment, task)]
-    return Batch(step=step, policy_version=0, temperature=1.0, rollouts=rollouts)
+    return Batch(step=step, policy_version=0, weights_digest="d" * 32, temperature=1.0, rollouts=rollouts)
 
 
 def accepted(step: int, problems: int, **next_task: int) -> Accepted:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.models.logprobs import token_logprobs
+from trainer.models.logprobs import plain_head, token_logprobs
 
 N, H, V = 11, 6, 17
 
@@ -40,7 +40,11 @@ def test_values_and_gradients_do_not_depend_on_the_chunks(
     hidden, head, bias, targets = inputs()
     used = bias if with_bias else None
     logprobs, entropy = token_logprobs(
-        hidden, head, targets, bias_V=used, temperature=temperature, softcap=softcap, chunk_tokens=chunk_tokens
+        hidden,
+        plain_head(head, bias_V=used, softcap=softcap),
+        targets,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
     )
     expected, expected_entropy = by_hand(hidden, head, targets, used, temperature, softcap)
     assert logprobs.dtype == torch.float32
@@ -71,22 +75,22 @@ def test_whole_logits_never_exist_with_chunks() -> None:
     for chunk_tokens, rows in ((3, 3), (4096, N)):
         largest = 0
         with Watch():
-            logprobs, _ = token_logprobs(hidden, head, targets, chunk_tokens=chunk_tokens)
+            logprobs, _ = token_logprobs(hidden, plain_head(head), targets, chunk_tokens=chunk_tokens)
             logprobs.sum().backward()
         assert largest == rows
 
 
 def test_entropy_is_in_nats_and_known_at_the_ends() -> None:
     hidden, head = torch.zeros(1, H), torch.ones(V, H)
-    _, entropy = token_logprobs(hidden, head, torch.tensor([0]))
+    _, entropy = token_logprobs(hidden, plain_head(head), torch.tensor([0]))
     torch.testing.assert_close(entropy, torch.full((1,), float(V)).log())
-    certain, _ = token_logprobs(torch.ones(1, H), torch.eye(V, H) * 100, torch.tensor([V - 1]))
+    certain, _ = token_logprobs(torch.ones(1, H), plain_head(torch.eye(V, H) * 100), torch.tensor([V - 1]))
     assert certain.item() < -90
 
 
 def test_no_targets_give_no_values_and_zero_gradients() -> None:
     hidden, head, _, _ = inputs()
-    logprobs, entropy = token_logprobs(hidden[:0], head, torch.zeros(0, dtype=torch.long))
+    logprobs, entropy = token_logprobs(hidden[:0], plain_head(head), torch.zeros(0, dtype=torch.long))
     assert logprobs.shape == entropy.shape == (0,)
     (gradient,) = torch.autograd.grad(logprobs.sum(), head)
     assert torch.count_nonzero(gradient) == 0
@@ -94,8 +98,8 @@ def test_no_targets_give_no_values_and_zero_gradients() -> None:
 
 def test_bfloat16_logits_are_reduced_in_float32() -> None:
     hidden, head, _, targets = inputs(torch.float32)
-    low, _ = token_logprobs(hidden.bfloat16(), head.bfloat16(), targets)
-    high, _ = token_logprobs(hidden.bfloat16().float(), head.bfloat16().float(), targets)
+    low, _ = token_logprobs(hidden.bfloat16(), plain_head(head.bfloat16()), targets)
+    high, _ = token_logprobs(hidden.bfloat16().float(), plain_head(head.bfloat16().float()), targets)
     assert low.dtype == torch.float32
     torch.testing.assert_close(low, high, atol=0.1, rtol=0.02)
 
@@ -103,4 +107,4 @@ def test_bfloat16_logits_are_reduced_in_float32() -> None:
 def test_shapes_that_do_not_fit_are_refused() -> None:
     hidden, head, _, targets = inputs()
     with pytest.raises(ValueError, match="11 hidden states for 10 targets"):
-        token_logprobs(hidden, head, targets[:-1])
+        token_logprobs(hidden, plain_head(head), targets[:-1])

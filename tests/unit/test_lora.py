@@ -21,6 +21,7 @@ from trainer.checkpoints.state import Progress, TrainState, local_part
 from trainer.checkpoints.warm_start import load_weights_only
 from trainer.models.lora import Adapters, base_tensors, digest_of, merged
 from trainer.models.model import Policy, build_policy, trained_tensors
+from trainer.models.tensor_layout import TensorLayout
 from trainer.models.weights import WeightPublisher
 from trainer.optim import build_optimizer
 from trainer.packing import Sample, build_micro_batch
@@ -49,7 +50,12 @@ def build(tiny_model: Models, parallel: Parallel) -> Callable[..., Policy]:
 
 def state_of(policy: Policy, *, name: str = "base", steps: int = 0) -> TrainState:
     optimizer = build_optimizer(policy.hf_model, OptimConfig(lr=0.01))
-    state = TrainState(policy, optimizer, Progress(), {"base": Adapters(policy.hf_model, base_name=name)})
+    state = TrainState(
+        policy,
+        optimizer,
+        Progress(),
+        {"base": Adapters(policy.hf_model, TensorLayout(policy.hf_model, None), base_name=name)},
+    )
     train(state, steps)
     return state
 
@@ -200,7 +206,7 @@ def published(
     build: Any, tiny_model: Models, parallel: Parallel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> tuple[WeightPublisher, Policy]:
     policy = fill(build())
-    adapters = Adapters(policy.hf_model, base_name=str(tiny_model()))
+    adapters = Adapters(policy.hf_model, TensorLayout(policy.hf_model, None), base_name=str(tiny_model()))
     run_dir = RunDir(tmp_path / "run")
     return WeightPublisher(run_dir, policy, tokenizer, parallel, dtype="float32", adapters=adapters), policy
 

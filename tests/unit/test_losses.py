@@ -248,7 +248,8 @@ def test_a_correction_of_whole_sequences_by_hand() -> None:
         for weights in ((4, 0.5), (0.25,))
     ]
     for kind, expected, num_bounded in (("truncate", [1.5, 1.5, 0.25], 2), ("mask", [0.0, 0.0, 0.25], 2)):
-        correction = CorrectionConfig.model_validate({"type": kind, "level": "sequence", "low": 0.2, "high": 1.5})
+        low = {"low": 0.2} if kind == "mask" else {}
+        correction = CorrectionConfig.model_validate({"type": kind, "level": "sequence", "high": 1.5, **low})
         data = as_input(sequences)
         loss, counts = policy_loss(PolicyLossConfig(aggregation="token", correction=correction))(data)
         gradient = torch.autograd.grad(loss, data.logprobs_N)[0] * -3

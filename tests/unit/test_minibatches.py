@@ -35,7 +35,9 @@ def make_samples(lengths: tuple[int, ...] = LENGTHS) -> list[Sample]:
 def plan(samples: list[Sample], parallel: Parallel, *, row_tokens: int = 20, **settings: int) -> list[list[Minibatch]]:
     seed, step = settings.pop("seed", 7), settings.pop("step", 3)
     updates = UpdatesConfig.model_validate(settings)
-    return plan_epochs(samples, updates, row_tokens=row_tokens, parallel=parallel, seed=seed, step=step)
+    return plan_epochs(
+        samples, updates, row_tokens=row_tokens, parallel=parallel, seed=seed, step=step, arrangement="packed"
+    )
 
 
 def members(samples: list[Sample], epochs: list[list[Minibatch]]) -> list[list[list[int]]]:
@@ -100,7 +102,7 @@ def forward_of(policy: Policy) -> Callable[[MicroBatch], Tensor]:
 def test_what_is_measured_is_that_of_a_plain_forward(tiny_model: Callable[..., Path], parallel: Parallel) -> None:
     samples = make_samples()
     policy = build_policy(TrainedModelConfig(name=str(tiny_model())), parallel, seed=0)
-    annotate("logprob", forward_of(policy), plan(samples, parallel, minibatches=2)[0], parallel)
+    annotate("logprob", forward_of(policy), plan(samples, parallel, minibatches=2)[0], parallel, pack=True)
     model = AutoModelForCausalLM.from_pretrained(tiny_model(), attn_implementation="eager")
     for sample in samples:
         expected = np.zeros(len(sample.token_ids))
@@ -125,7 +127,7 @@ def test_measuring_and_training_give_equal_bits(
     policy = build_policy(config, parallel, seed=0)
     minibatches = plan(samples, parallel, minibatches=2, row_tokens=40)[0]
     policy.eval()
-    annotate("measured", forward_of(policy), minibatches, parallel)
+    annotate("measured", forward_of(policy), minibatches, parallel, pack=True)
     reshard(policy)
     policy.train(not model.get("attention_dropout"))
     compared = 0

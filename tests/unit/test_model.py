@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainer.checkpoints.state import local_part
-from trainer.models.model import Policy, build_policy, decoder_layers, load_model_config, reshard, trained_tensors
+from trainer.models.model import Policy, build_policy, reshard, trained_tensors
+from trainer.models.structure import decoder_layers
 from trainer.packing import Sample, build_micro_batch
 from trainer.parallel import Parallel
 from triad.config.trainer import TrainedModelConfig
@@ -243,12 +244,3 @@ def test_a_directory_that_is_no_model_is_named(
     assert caught.value.exit_code == 2
     assert str(directory) in str(caught.value) and said in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_model_that_scales_its_logits_is_refused(tiny_model: Models, tmp_path: Path) -> None:
-    directory = tmp_path / "model"
-    shutil.copytree(tiny_model(), directory)
-    text = (directory / "config.json").read_text()
-    (directory / "config.json").write_text(text.replace("{", '{"logit_scale": 0.5,', 1))
-    with pytest.raises(DataError, match="logit_scale"):
-        load_model_config(str(directory))

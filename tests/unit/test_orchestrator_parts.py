@@ -23,7 +23,7 @@ from orchestrator.publisher import Publisher
 from orchestrator.seeds import TaskSeed, request_seed
 from orchestrator.selection import Outcome, select
 from orchestrator.state import OrchestratorState
-from orchestrator.weights import describe_weights
+from orchestrator.weights import PublishedWeights, describe_weights
 from triad.arrays import Logprobs, LossMask, TokenIds
 from triad.config.orchestrator import ClientConfig, EnvironmentConfig
 from triad.errors import ConfigError, InferenceError, RunDirError
@@ -78,16 +78,24 @@ def test_request_seeds_differ_in_every_part() -> None:
     assert seeds.isdisjoint({task.number, other.number, task.shared("epoch", 0)})
 
 
-async def generate(client: InferenceClient) -> list[Completion]:
-    request = GenerateRequest(token_ids=[1, 5, 3, 2], seeds=[8, 9], temperature=1.0, max_tokens=4, stop_token_ids=[3])
+async def generate(client: InferenceClient, weights: PublishedWeights) -> list[Completion]:
+    request = GenerateRequest(
+        token_ids=[1, 5, 3, 2],
+        seeds=[8, 9],
+        temperature=1.0,
+        max_tokens=4,
+        stop_token_ids=[3],
+        weights_digest=weights.digest,
+    )
     return list(await client.generate(request, engine=0))
 
 
 def run_client(config: ClientConfig, run_dir: RunDir) -> tuple[list[Completion], float]:
     async def use() -> tuple[list[Completion], float]:
-        async with InferenceClient(config) as client:
-            await client.serve(describe_weights(run_dir, 0))
-            return await generate(client), client.busy_s
+        async with InferenceClient(config, run_dir=run_dir) as client:
+            weights = describe_weights(run_dir, 0)
+            await client.serve(weights)
+            return await generate(client, weights), client.busy_s
 
     return asyncio.run(use())
 
@@ -175,7 +183,7 @@ def test_the_log_of_generations_survives_a_torn_end_and_belongs_to_its_weights(t
 
 
 def make_batch(step: int) -> Batch:
-    return Batch(step=step, policy_version=0, temperature=1.0, rollouts=[])
+    return Batch(step=step, policy_version=0, weights_digest="d" * 32, temperature=1.0, rollouts=[])
 
 
 def test_batches_are_published_in_order_and_a_failure_is_told(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def test_only_new_tokens_are_appended_over_turns(tmp_path: Path, engine: FakeEng
         ({"lie_version": 1}, "given policy version 0 and reports version 1"),
         ({"lie_digest": "0" * 32}, "was published with digest"),
         ({"refuse": "tensor lm_head.weight is missing"}, "409: tensor lm_head.weight is missing"),
-        ({"lie_about_rollouts": 2}, "sampled by policy version 2, the schedule asked for version 0"),
+        ({"lie_about_rollouts": 2}, "sampled by policy version 2 with digest .*, asked for was version 0"),
         ({"model": "another/model"}, "serves the model 'another/model'"),
         ({"token": "secret"}, "Set TRIAD_ADMIN_TOKEN"),
     ],

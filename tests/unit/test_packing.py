@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from trainer.loss import cross_entropy
 from trainer.models.model import Policy, build_policy
-from trainer.packing import Sample, build_micro_batch, first_fit_decreasing, plan_rows
+from trainer.packing import Arrangement, Sample, build_micro_batch, first_fit_decreasing, plan_rows
 from trainer.parallel import Parallel
 from triad.config.trainer import TrainedModelConfig
 
@@ -42,21 +42,27 @@ def test_rows_are_filled_well(lengths: list[int]) -> None:
 
 @given(
     lengths=some_lengths,
-    pack=st.booleans(),
+    arrangement=st.sampled_from(["packed", "grouped", "rows"]),
     budget=st.integers(60, 300),
     rows=st.integers(1, 9),
     world_size=st.integers(1, 5),
 )
 def test_every_rank_gets_as_many_micro_batches_and_every_sample_is_trained_once(
-    lengths: list[int], pack: bool, budget: int, rows: int, world_size: int
+    lengths: list[int], arrangement: Arrangement, budget: int, rows: int, world_size: int
 ) -> None:
-    plan = plan_rows(lengths, pack=pack, budget=budget, rows_per_micro_batch=rows, world_size=world_size)
+    plan = plan_rows(lengths, arrangement=arrangement, budget=budget, rows_per_micro_batch=rows, world_size=world_size)
     assert len(plan) == world_size
     assert len({len(rank) for rank in plan}) == 1, "each forward is a collective"
     assert sorted(i for rank in plan for micro in rank for i in micro) == list(range(len(lengths)))
     assert all(any(rank) for rank in plan[:1])
     for micro in (micro for rank in plan for micro in rank):
-        assert (sum(lengths[i] for i in micro) <= budget) if pack else (len(micro) <= rows)
+        sizes = [lengths[i] for i in micro]
+        if arrangement == "rows":
+            assert len(sizes) <= rows
+        elif arrangement == "packed":
+            assert sum(sizes) <= budget
+        else:
+            assert len(sizes) * max(sizes, default=0) <= budget
     empty = sum(not micro for rank in plan for micro in rank)
     assert empty < world_size, "only the last round may have ranks without work"
 

@@ -65,7 +65,7 @@ def make_batch(directory: Path, *, shift: float) -> Batch:
         signs = np.where(np.arange(sampled) < sampled / 2, 1.0, -1.0)
         rollout.logprobs[prompt:] = (own.numpy() + shift * signs).tolist()
         rollouts.append(rollout)
-    return Batch(step=4, policy_version=2, temperature=TEMPERATURE, rollouts=rollouts)
+    return Batch(step=4, policy_version=2, weights_digest="d" * 32, temperature=TEMPERATURE, rollouts=rollouts)
 
 
 def step(
@@ -75,7 +75,9 @@ def step(
     assign_advantages(samples, [[rollout.reward] for rollout in batch.rollouts])
     ages = sorted({int(age) for sample in samples for age in sample.per_token[AGE][sample.targets]})
     statistics = PolicyStatistics(ages, has_reference=False)
-    ((minibatch,),) = plan_epochs(samples, UpdatesConfig(), row_tokens=row_tokens, parallel=parallel, seed=0, step=4)
+    ((minibatch,),) = plan_epochs(
+        samples, UpdatesConfig(), row_tokens=row_tokens, parallel=parallel, seed=0, step=4, arrangement="packed"
+    )
     loss = policy_step(policy, minibatch, policy_loss(config), parallel, statistics, temperature=TEMPERATURE)
     metrics = statistics.reduce(parallel)
     assert metrics["loss"] == pytest.approx(loss)

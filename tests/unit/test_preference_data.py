@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.dpo import dpo_objective
 from trainer.models.model import Policy, build_policy
+from trainer.packing import Arrangement
 from trainer.pairs.preferences import Pair, fingerprint_pairs, load_pairs, plan_pairs, split_pairs
 from trainer.pairs.reference import Reference, predict_pairs, reference_logprobs
 from trainer.parallel import Parallel
@@ -95,7 +96,7 @@ def test_pairs_that_teach_nothing_are_left_out(
 
 
 def test_too_long_pairs_are_refused_dropped_or_cut(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(DataError, match=r"row 0: a side of the pair has \d+ tokens, data.seq_len is 9"):
+    with pytest.raises(DataError, match=r"row 1: a side of the pair has \d+ tokens, data.seq_len is 9"):
         load_pairs(settings(tmp_path, TEXTS, seq_len=9), tokenizer)
     dropped = load_pairs(settings(tmp_path, TEXTS, seq_len=9, too_long="drop"), tokenizer)
     assert [trained(tokenizer, pair) for pair in dropped] == [("edc", "c")]
@@ -107,9 +108,18 @@ def test_too_long_pairs_are_refused_dropped_or_cut(tmp_path: Path, tokenizer: Pr
     ("row", "named"),
     [
         ({"prompt": "a", "completion": "b"}, "chosen"),
-        ({"prompt": "a", "chosen": "b", "rejected": [assistant("c")]}, "row 0: rows need"),
-        ({"chosen": "b", "rejected": "c"}, "row 0: rows need"),
-        ({"prompt": [user("a")], "chosen": "b", "rejected": "c"}, "row 0: rows need"),
+        ({"prompt": "a", "chosen": "b", "rejected": [assistant("c")]}, "row 1: rows need"),
+        ({"chosen": "b", "rejected": "c"}, "row 1: rows need .* begin differently"),
+        ({"prompt": [user("a")], "chosen": "b", "rejected": "c"}, "row 1: rows need"),
+        ({"chosen": [assistant("b")], "rejected": [assistant("c")]}, "row 1: rows need .* begin with different"),
+        (
+            {"prompt": "q", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]},
+            "row 1: `prompt` is 'q', which none of the messages says",
+        ),
+        (
+            {"prompt": [user("a")], "chosen": [user("a"), assistant("b")], "rejected": [assistant("c")]},
+            "row 1: the answer begins with the messages of `prompt`",
+        ),
     ],
 )
 def test_rows_that_are_no_pairs_are_refused(
@@ -147,12 +157,12 @@ def test_held_out_pairs_keep_their_numbers() -> None:
         split_pairs([], 0.9, seed=1)
 
 
-@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("arrangement", ["packed", "grouped", "rows"])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_every_pair_is_in_one_micro_batch_of_one_rank(pack: bool, world_size: int) -> None:
+def test_every_pair_is_in_one_micro_batch_of_one_rank(arrangement: Arrangement, world_size: int) -> None:
     pairs = ragged_pairs(17)
-    config = PreferenceDataConfig(seq_len=16, micro_batch_size=2, pack=pack)
-    plans = [plan_pairs(pairs, config, rank=rank, world_size=world_size) for rank in range(world_size)]
+    config = PreferenceDataConfig(seq_len=16, micro_batch_size=2)
+    plans = [plan_pairs(pairs, arrangement, config, rank=rank, world_size=world_size) for rank in range(world_size)]
     assert len({len(plan) for plan in plans}) == 1
     assert sorted(index for plan in plans for micro in plan for index in micro) == list(range(17))
     for micro in (micro for plan in plans for micro in plan):

@@ -225,7 +225,7 @@ def test_a_full_disk_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_example_of_the_documentation_reads_a_log(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "journal.md").read_text()
-    example = text.split("```python\n")[1].split("```")[0]
+    example = text.split("```python file=print_log.py\n")[1].split("```")[0]
     path = make_log(RunDir(tmp_path), answers=3).path
     path.write_bytes(path.read_bytes()[:-1])
     printed = subprocess.run(

@@ -76,7 +76,8 @@ def add_weights(run: RunDir, version: int) -> Path:
     directory = run.weights_of(version)
     directory.mkdir(parents=True)
     (directory / "config.json").write_text("{}")
-    (directory / "model.safetensors").write_text(f"weights {version}")
+    header = json.dumps({f"weights_{version}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}).encode()
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     files = manifest.describe_files(directory)
     listing = manifest.Manifest(kind="weights", step=version, policy_version=version, files=files)
     manifest.write_manifest(directory, listing)
@@ -314,12 +315,39 @@ def test_a_warm_start_is_a_fresh_one_unless_auto_finds_a_checkpoint(other: RunDi
 
 
 def test_a_warm_start_needs_weights(other: RunDir, sft: Sft, tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    model = ("--model.name", tiny_model())
     for found, (path, _) in other_kinds(tmp_path, other, tiny_model()).items():
-        code, _, err = sft("--ckpt.weights-only", path)
-        if isinstance(found, Kind) or path.name == "trainer":
+        code, _, err = sft("--ckpt.weights-only", path, *model)
+        if found is Kind.WEIGHTS:
+            assert code == 2 and "none of its 1 tensors (such as weights_10) has the name" in err, err
+        elif isinstance(found, Kind) or path.name == "trainer":
             assert code == 0, err
         else:
             assert code == 2 and f"from {path} (ckpt.weights_only): it is {found}" in err and "Needed: " in err
+
+
+def test_damaged_or_other_weights_are_refused_before_anything_starts(
+    other: RunDir, sft: Sft, tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    model = ("--model.name", tiny_model())
+    (other.checkpoint(5) / "trainer" / ".metadata").write_text("INDEX")
+    code, _, err = sft("--ckpt.weights-only", other.checkpoint(5), *model)
+    assert code == 2 and ".metadata is damaged" in err
+    assert sft("--ckpt.weights-only", other.checkpoint(5), "--ckpt.verify", "size", *model)[0] == 0
+
+    code, _, err = sft("--ckpt.weights-only", tiny_model(hidden_size=64), *model)
+    assert code == 2 and "of another model" in err and "hidden_size is 64 there, 32 here" in err
+    file = tmp_path / "wide.safetensors"
+    shutil.copy(tiny_model(hidden_size=64) / "model.safetensors", file)
+    code, _, err = sft("--ckpt.weights-only", file, *model)
+    assert code == 2 and "does not fit" in err and " there, (" in err and "; and " in err
+    file.write_bytes(file.read_bytes()[:-1])
+    code, _, err = sft("--ckpt.weights-only", file, "--model.name", tiny_model(hidden_size=64))
+    assert code == 2 and f"{file} cannot be read: it has " in err
+    nameless = add_weights(other, 3) / "model.safetensors"
+    code, _, err = sft("--ckpt.weights-only", nameless, "--model.name", tiny_model(weights=False))
+    assert code == 2 and "hidden states are 32 wide" in err
+    assert not RunDir(tmp_path / "new").holds_run()
 
 
 @pytest.mark.parametrize("flags", [["--clean"], ["--ckpt.resume-step", "auto"]])
@@ -495,6 +523,17 @@ def replayed(run: RunDir, resume_step: Any = "latest", **changes: Any) -> list[i
 def test_an_unchanged_run_trains_its_journal_again(killed: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert replayed(killed) == [7, 8, 9] and killed.generations(10).exists()
     assert "batches 7 to 9 are in the journal: they are trained again" in capsys.readouterr().out
+
+
+def test_batches_that_were_trained_and_kept_are_not_trained_again(
+    killed: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in range(1, 5):
+        add_batch(killed, step, version=step - 2)
+    assert replayed(killed) == [7, 8, 9]
+    assert "batches 7 to 9 are in the journal" in capsys.readouterr().out
+    assert killed.published_batches() == list(range(1, 10)), "they stay where they are"
+    assert replayed(killed, resume_step=4) == [] and killed.published_batches() == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("file", ["trainer/__0_0.distcp", "manifest.json"])

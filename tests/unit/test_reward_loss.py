@@ -18,9 +18,9 @@ from trainer.packing import Sample
 from trainer.pairs.preferences import Pair
 from trainer.pairs.reward_loss import reward_loss
 from trainer.parallel import Parallel
-from trainer.rm import end_at_stop_token, rm_objective
-from triad.config import RmConfig
-from triad.config.rm import RewardLossConfig
+from trainer.reward_model import end_at_stop_token, reward_objective
+from triad.config import RewardTrainingConfig
+from triad.config.reward_training import RewardLossConfig
 from triad.config.trainer import TrainedModelConfig
 
 SETTINGS = [
@@ -68,7 +68,7 @@ def test_very_wrong_pairs_have_a_finite_loss_and_gradient() -> None:
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"margin|center_coef|val_interval|model\.lora"):
-        RmConfig.model_validate(settings)
+        RewardTrainingConfig.model_validate(settings)
 
 
 def ragged_pairs(count: int) -> list[Pair]:
@@ -117,8 +117,10 @@ def test_sides_end_with_the_stop_token_as_sampled_answers_do(tokenizer: PreTrain
 
 
 def step_of(model: ScalarModel, parallel: Parallel, pairs: list[Pair], **data: Any) -> tuple[dict[str, float], Tensor]:
-    config = RmConfig.model_validate({"data": {"seq_len": 16, **data}, "loss": {"margin": 0.3, "center_coef": 0.05}})
-    metrics = rm_objective(config, parallel).accumulate_gradients(model, pairs)
+    config = RewardTrainingConfig.model_validate(
+        {"data": {"seq_len": 16, **data}, "loss": {"margin": 0.3, "center_coef": 0.05}}
+    )
+    metrics = reward_objective(config, parallel).accumulate_gradients(model, pairs)
     return metrics, gradients(model)
 
 
@@ -163,7 +165,7 @@ def test_a_step_is_the_same_however_it_is_split(model: ScalarModel, parallel: Pa
 def test_validation_has_no_dropout_and_leaves_training_on(tiny_model: Callable[..., Path], parallel: Parallel) -> None:
     pairs = ragged_pairs(4)
     dropping = build_scalar_model(TrainedModelConfig(name=str(tiny_model(attention_dropout=0.5))), parallel, seed=0)
-    objective = rm_objective(RmConfig.model_validate({"data": {"seq_len": 16}}), parallel)
+    objective = reward_objective(RewardTrainingConfig.model_validate({"data": {"seq_len": 16}}), parallel)
     assert objective.measure(dropping, pairs) == objective.measure(dropping, pairs)
     assert dropping.training
     assert objective.accumulate_gradients(dropping, pairs) != objective.accumulate_gradients(dropping, pairs)

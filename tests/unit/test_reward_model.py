@@ -27,10 +27,10 @@ def directory(tiny_model: Models, tmp_path: Path) -> Path:
     source = tiny_model("llama", tied=False, attention_dropout=0.5)
     config = AutoConfig.from_pretrained(source, num_labels=1)
     seed_everything(0, step=0, rank=0)
-    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "rm")
+    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "judge")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(source / name, tmp_path / "rm")
-    return tmp_path / "rm"
+        shutil.copy(source / name, tmp_path / "judge")
+    return tmp_path / "judge"
 
 
 def policy_config(tiny_model: Models) -> TrainedModelConfig:
@@ -58,7 +58,7 @@ def test_it_is_frozen_and_moves_no_generator(directory: Path, tiny_model: Models
 
 
 def test_a_language_model_is_no_reward_model(tiny_model: Models, parallel: Parallel) -> None:
-    with pytest.raises(DataError, match="a language model without a score. Train one with `rm`"):
+    with pytest.raises(DataError, match="a language model without a score. Train one with `reward-model`"):
         RewardModel(str(tiny_model()), policy_config(tiny_model), parallel)
 
 

@@ -52,7 +52,14 @@ def make_batch(step: int) -> Batch:
     """Two problems of two rollouts."""
     pairs = [("a", step - 1), ("b", step - 1)]
     made = [make_rollout(*pair, sample, version=step - 1) for pair in pairs for sample in (0, 1)]
-    return Batch(step=step, policy_version=step - 1, temperature=0.5, rollouts=made, metrics={"reward/mean": 0.5})
+    return Batch(
+        step=step,
+        policy_version=step - 1,
+        weights_digest="d" * 32,
+        temperature=0.5,
+        rollouts=made,
+        metrics={"reward/mean": 0.5},
+    )
 
 
 def state_after(step: int) -> Accepted:
@@ -90,6 +97,7 @@ def test_stats_has_a_line_per_batch(rollouts: Command, run_dir: RunDir) -> None:
     length = len(make_batch(2).rollouts[0].token_ids)
     assert lines[0] | {"path": ""} == {
         "step": 2, "path": "", "status": "committed", "policy_version": 1, "problems": 2, "environments": ["a", "b"],
+        "weights_digest": "d" * 32,
         "rollouts": 4, "reward_mean": 0.5, "reward_std": 0.5, "tokens": 4 * length, "tokens_mean": length,
         "sampled_tokens": 4 * len(encode(ANSWER) + encode("abc")), "truncated": 2, "versions": [1], "dropped": {},
     }  # fmt: skip
@@ -141,7 +149,7 @@ def test_show_lists_the_problems_of_a_batch(rollouts: Command, run_dir: RunDir) 
     named = [(line["problem"], line["environment"], line["task_id"], line["rollouts"]) for line in found["problems"]]
     assert named == [(0, "a", 2, 2), (1, "b", 2, 2)]
     _, out, _ = rollouts("show", "latest", "--output-dir", run_dir.path)
-    assert "batch 4, sampled by version 3 at temperature 0.5" in out
+    assert f"batch 4, sampled by version 3 with digest {'d' * 32} at temperature 0.5" in out
 
 
 def test_show_decodes_the_turns_of_a_problem(rollouts: Command, run_dir: RunDir) -> None:

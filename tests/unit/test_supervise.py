@@ -57,6 +57,20 @@ def test_a_run_is_over_when_every_worker_did_its_work(tmp_path: Path) -> None:
     assert service.process.returncode == -signal.SIGTERM
 
 
+def test_a_worker_that_ends_without_having_done_its_work_has_failed(tmp_path: Path) -> None:
+    """As an orchestrator does whose environment calls `sys.exit`; asked once, as what proves it may be pruned."""
+    answers = iter([True, False])
+    with Supervisor() as supervisor:
+        supervisor.start("a", python(""), tmp_path / "a.log", environment={}, has_done_its_work=lambda: next(answers))
+        assert supervisor.run(lambda: None) is None
+        early = supervisor.start(
+            "a", python(""), tmp_path / "a.log", environment={}, has_done_its_work=lambda: next(answers, False)
+        )
+        assert supervisor.run(lambda: None) is early
+        again = supervisor.restart(early)
+        assert supervisor.run(lambda: None) is again, "what is asked stays with the one that takes its place"
+
+
 def test_the_first_failure_ends_the_run_and_stops_the_others(tmp_path: Path) -> None:
     with Supervisor() as supervisor:
         other = supervisor.start("other", python("time.sleep(60)"), tmp_path / "o.log", environment={})
@@ -195,3 +209,28 @@ def test_the_error_of_a_log_is_its_last_error_block(tmp_path: Path) -> None:
     assert last_lines(log, 2) == "           more of it\n        not of it"
     log.write_text("no message here\n")
     assert error_message(log) is None
+
+
+def test_a_child_is_started_again_when_what_the_dead_one_started_has_let_go(tmp_path: Path) -> None:
+    """A process takes a while to give back its memory, and only then what it holds besides."""
+    holder = (
+        "import fcntl, time; lock = open('held', 'a'); fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB); "
+        "memory = bytearray(1 << 30); open('holds', 'w'); time.sleep(600)"
+    )
+    code = (
+        f"import subprocess; os.chdir({str(tmp_path)!r})\n"
+        "if os.path.exists('holds'):\n"
+        "    import fcntl; fcntl.flock(open('held', 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB); print('free', flush=True)\n"
+        "else:\n"
+        f"    subprocess.Popen([sys.executable, '-S', '-c', {holder!r}])\n"
+        "    time.sleep(600)\n"
+    )
+    with Supervisor() as supervisor:
+        child = supervisor.start("a", python(code), tmp_path / "a.log", environment={})
+        while not (tmp_path / "holds").exists():
+            assert child.process.poll() is None
+            time.sleep(0.01)
+        os.kill(child.process.pid, signal.SIGKILL)
+        again = supervisor.restart(child)
+        again.process.wait()
+    assert "free" in again.log.read_text(), again.log.read_text()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 from typing import Any, get_type_hints
 
 import pydantic
 
+from orchestrator.calls import place_of, shortened
 from orchestrator.environment import Environment
 from triad.config.orchestrator import EnvironmentConfig
 from triad.errors import ConfigError, EnvironmentFailure, TriadError, nearest
+from triad.import_path import import_users
 
 BUILT_IN = {
     "reverse_text": "orchestrator.environments.reverse_text:ReverseText",
@@ -26,16 +26,27 @@ def load_environment(config: EnvironmentConfig, *, key: str) -> Environment:
         ConfigError: there is no such environment, or its arguments do not fit.
         EnvironmentFailure: its module or its constructor raised.
     """
-    cls = _find_class(config.id, key)
-    args = _checked_args(cls, config.args, key)
+    cls, args = find_environment(config, key=key)
     try:
         return cls(**args)
     except TriadError:
         raise
-    except Exception as error:
+    except BaseException as error:
         raise EnvironmentFailure(
-            f"environment '{config.label}' ({config.id}) failed in its constructor: {type(error).__name__}: {error}"
+            f"environment '{config.label}' ({config.id}) failed in its constructor: {type(error).__name__}: "
+            f"{shortened(error)} ({place_of(error)})"
         ) from error
+
+
+def find_environment(config: EnvironmentConfig, *, key: str) -> tuple[type[Environment], dict[str, Any]]:
+    """Return the class that `config` names and the checked arguments of its constructor, which is not called.
+
+    Raises:
+        ConfigError: there is no such environment, or its arguments do not fit.
+        EnvironmentFailure: its module raised.
+    """
+    cls = _find_class(config.id, key)
+    return cls, _checked_args(cls, config.args, key)
 
 
 def _find_class(name: str, key: str) -> type[Environment]:
@@ -46,7 +57,9 @@ def _find_class(name: str, key: str) -> type[Environment]:
         )
     module_name, _, class_name = BUILT_IN.get(name, name).partition(":")
     try:
-        module = importlib.import_module(module_name)
+        module = import_users(module_name)
+    except ConfigError as error:
+        raise ConfigError(f"{key}.id: {error}") from None
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise EnvironmentFailure(f"environment '{name}': importing {module_name} failed: {error}") from error
@@ -54,9 +67,10 @@ def _find_class(name: str, key: str) -> type[Environment]:
             f"{key}.id: '{name}': there is no module '{error.name}'. It must be importable from where the run "
             "is started: check the spelling, or set PYTHONPATH."
         ) from None
-    except Exception as error:
+    except BaseException as error:
         raise EnvironmentFailure(
-            f"environment '{name}': importing {module_name} failed: {type(error).__name__}: {error}"
+            f"environment '{name}': importing {module_name} failed: {type(error).__name__}: {shortened(error)} "
+            f"({place_of(error)})"
         ) from error
     classes = {
         label: value

@@ -10,10 +10,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from orchestrator.environment import Environment, Message, Score, Session, Task, TaskSeed
+from orchestrator.environment import Environment, Message, Score, Session, Task, TaskSeed, as_messages
 from orchestrator.environments.scoring import SCORERS, Scorer, regex_scorer
+from triad.chat.template import ChatMessage
 from triad.errors import ConfigError, DataError, nearest
 
 
@@ -79,7 +78,9 @@ def _find_scorer(name: str, pattern: str | None) -> Scorer:
 
 def _read_tasks(path: Path, *, prompt: str, answer: str) -> list[Task]:
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"jsonl: {path.absolute()} is not UTF-8: {error}") from None
     except OSError as error:
         there = sorted(entry.name for entry in path.parent.glob("*.jsonl")) if path.parent.is_dir() else []
         beside = f" {path.parent} has: {', '.join(there)}." if there else ""
@@ -109,18 +110,24 @@ def _read_task(line: str, *, where: str, prompt: str, answer: str) -> Task:
                 f"{where} has no column '{column}'.{nearest(column, row)} Columns there: {', '.join(row) or 'none'}. "
                 f"Name the right one with the argument `{argument}`."
             )
+    for column in ("tools", "documents", "chat_template_kwargs"):
+        if row.get(column) and column not in (prompt, answer):
+            raise DataError(
+                f"{where} has `{column}`, which prompts of rl do not take, so they would not be those of sft. Write "
+                "what the policy must see into the messages, and remove the column."
+            )
     right = row[answer]
     if isinstance(right, bool) or not isinstance(right, str | int | float):
         raise DataError(f"{where}: '{answer}' is {_shown(right)}, expected text or a number")
     return Task(prompt=_messages(row[prompt], f"{where}: '{prompt}'"), answer=str(right))
 
 
-def _messages(value: Any, where: str) -> Sequence[Message]:
+def _messages(value: Any, where: str) -> Sequence[Message | ChatMessage]:
     if isinstance(value, str):
         return (Message("user", value),)
     try:
-        messages = msgspec.convert(value, tuple[Message, ...])
-    except msgspec.ValidationError as error:
+        messages = tuple(as_messages(value))
+    except (TypeError, ValueError) as error:
         raise DataError(f"{where} is {_shown(value)}, expected text or a list of {{role, content}} ({error})") from None
     if not messages:
         raise DataError(f"{where} is an empty list of messages")

@@ -53,6 +53,7 @@ class Saver:
         self._stop = stop
         self._asked = 0
         self._is_time = False
+        self._has_said_best = False
         self._committed: list[int] = []
         self._newest = committed or 0
         self._last_save_time = time.monotonic()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,17 +34,16 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from trainer.checkpoints.collective import rank_and_world_size
 from trainer.checkpoints.dcp import read_tensors, some
 from triad import manifest
-from triad.adapter import PEFT_PREFIX, adapted_matrices
+from triad.adapter import adapted_matrices
 from triad.checkpoints import TRAINER_DIR, Kind, require_weights, verify_checkpoint
 from triad.errors import CheckpointError
 from triad.manifest import MANIFEST_NAME, Verification
+from triad.warm_start import WEIGHT_PREFIXES
 
 _log = logging.getLogger("trainer")
 
 Region = tuple[slice, ...]
 
-# Behind which of these the names of the model lie, in files of other programs.
-_PREFIXES = ("", "model.", "app.model.", "module.", PEFT_PREFIX)
 # Keys below which a file of a training loop keeps its model.
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 # What older Hugging Face files hold besides weights: computed from the config.
@@ -80,7 +79,21 @@ class Source(Protocol):
         ...
 
 
-def load_weights_only(tensors: Mapping[str, Tensor], path: Path, *, how: Verification = "full") -> None:
+class Layout(Protocol):
+    """How files hold the tensors of a model, where that differs from memory: see `trainer.models.tensor_layout`."""
+
+    def sources(self, file_names: Iterable[str]) -> dict[str, list[str]]:
+        """Return which tensors of files belong together."""
+        ...
+
+    def from_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of memory that whole groups of `sources` become."""
+        ...
+
+
+def load_weights_only(
+    tensors: Mapping[str, Tensor], path: Path, *, how: Verification = "full", layout: Layout | None = None
+) -> None:
     """Fill `tensors` in place with the weights at `path`. Collective.
 
     Other dtypes are cast, and the log says so. Where input and output embeddings are one tensor, the
@@ -94,6 +107,7 @@ def load_weights_only(tensors: Mapping[str, Tensor], path: Path, *, how: Verific
         tensors: the live tensors of a model by their Hugging Face names; plain, or sharded over all ranks.
         path: a checkpoint, a torch.distributed.checkpoint directory, a Hugging Face directory, or one file.
         how: how checkpoints and published weights are verified, see `manifest.verify`.
+        layout: of files that hold other tensors than memory; unset: files have the same.
 
     Raises:
         CheckpointError: there are no weights, they are damaged, or not of this model: missing, surplus
@@ -102,7 +116,10 @@ def load_weights_only(tensors: Mapping[str, Tensor], path: Path, *, how: Verific
     kind = require_weights(path)
     _verify_on_one_rank(path, kind, how)
     source = _open(path, kind)
-    prefixes = ("model.",) if kind is Kind.CHECKPOINT else _PREFIXES
+    prefixes = ("model.",) if kind is Kind.CHECKPOINT else WEIGHT_PREFIXES
+    is_as_in_memory = any(all(f"{prefix}{name}" in source.found for name in tensors) for prefix in prefixes)
+    if layout is not None and kind is not Kind.CHECKPOINT and not is_as_in_memory and not adapted_matrices(tensors):
+        source = _ConvertedSource(source, layout)
     names = _match(tensors, source, prefixes, f"{path} ({kind})")
     cast = {(source.found[name].dtype, tensors[own].dtype) for own, name in names.items()}
     for there, here in sorted(cast, key=str):
@@ -298,6 +315,43 @@ class _SafetensorsSource:
                         local, region = _local_part(target)
                         whole = content.get_slice(name) if region else content.get_tensor(name)
                         local.copy_(whole[region] if region else whole)
+
+
+class _ConvertedSource:
+    """Tensors of memory, from those that another source has in the layout of files.
+
+    Whatever becomes one tensor, or one group of them, is read whole on each rank.
+    """
+
+    def __init__(self, source: Source, layout: Layout) -> None:
+        self._source = source
+        self._layout = layout
+        self._groups: list[list[str]] = []
+        self._group_of: dict[str, int] = {}
+        self.found: dict[str, Found] = {}
+        for names in layout.sources(source.found).values():
+            try:
+                made = layout.from_files({name: self._empty(name, device="meta") for name in names})
+            except (RuntimeError, ValueError, LookupError) as error:
+                raise CheckpointError(
+                    f"{names[0]} and {len(names) - 1} other tensors do not make one of this model's: {error}"
+                ) from None
+            self.found |= {name: Found(tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()}
+            self._group_of |= dict.fromkeys(made, len(self._groups))
+            self._groups.append(names)
+
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        for group in dict.fromkeys(self._group_of[name] for name in targets):
+            pieces = {name: self._empty(name, device="cpu") for name in self._groups[group]}
+            self._source.fill(pieces)
+            for name, tensor in self._layout.from_files(pieces).items():
+                if name in targets:
+                    local, region = _local_part(targets[name])
+                    local.copy_(tensor[region])
+
+    def _empty(self, name: str, *, device: str) -> Tensor:
+        found = self._source.found[name]
+        return torch.empty(found.shape, dtype=found.dtype, device=device)
 
 
 class _PickleSource:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import torch
@@ -34,6 +34,9 @@ from triad.adapter import (
 )
 from triad.config.lora import LoraConfig
 from triad.errors import CheckpointError, DataError, nearest
+
+if TYPE_CHECKING:
+    from trainer.models.tensor_layout import TensorLayout
 
 _BASE_LAYER = ".base_layer."
 _ADAPTER_INFIX = ".default."  # peft's name of the one adapter that we make
@@ -151,12 +154,16 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """Return `triad.adapter.tensors_digest` of tensors, sharded or not, in float32. Collective."""
+def digest_of(tensors: Mapping[str, Tensor], layout: TensorLayout | None = None) -> str:
+    """Return `triad.adapter.tensors_digest` of tensors, sharded or not, in float32. Collective.
+
+    Args:
+        layout: digest the tensors of files, which these of memory become.
+    """
 
     def values() -> Iterator[tuple[str, tuple[int, ...], memoryview]]:
-        for name in sorted(tensors):
-            whole = _whole(tensors[name])
+        wholes = ((name, _whole(tensor)) for name, tensor in tensors.items())
+        for name, whole in layout.to_files(wholes) if layout is not None else wholes:
             whole = whole.float() if whole.is_floating_point() else whole
             yield name, tuple(whole.shape), whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
@@ -172,9 +179,19 @@ class Adapters:
         base: the weights that the adapters are added to.
     """
 
-    def __init__(self, hf_model: PreTrainedModel, *, base_name: str) -> None:
-        """Read all weights once, tensor by tensor. Collective."""
-        self.base = Base(base_name, digest_of(base_tensors(hf_model)))
+    def __init__(self, hf_model: PreTrainedModel, layout: TensorLayout, *, base_name: str) -> None:
+        """Read all weights once, tensor by tensor. Collective.
+
+        Args:
+            layout: of the files that they were loaded from.
+        """
+        places = {name: layout.name_in_files(name) for name in adapted_matrices(adapter_parameters(hf_model))}
+        self.base = Base(
+            base_name,
+            digest_of(base_tensors(hf_model), layout),
+            renamed={name: place for name, place in places.items() if place is not None and place != name},
+            regrouped=[name for name, place in places.items() if place is None],
+        )
         self._hf_model = hf_model
 
     def settings(self) -> dict[str, bytes]:

@@ -10,26 +10,45 @@ Shape legend: B rows, L tokens of a row, N predicted tokens, H hidden size.
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 from transformers.configuration_utils import PreTrainedConfig
 
-from trainer.models import attention as _registers_packed_attention  # noqa: F401
 from trainer.models.attention import PackedIndex
-from trainer.models.logprobs import token_logprobs
+from trainer.models.head import has_plain_head, own_logits
+from trainer.models.layout import PACKED, Layout, find_layout
+from trainer.models.logprobs import Head, plain_head, token_logprobs
 from trainer.models.lora import adapter_parameters, base_tensors, initial_tensors, inject_adapters, is_adapted
+from trainer.models.structure import decoder_layers, decoder_of, takes_positions, use_attention
 from trainer.parallel import Parallel
 from triad.config.trainer import TrainedModelConfig
-from triad.errors import DataError
+from triad.errors import DataError, TriadError
 
 _log = logging.getLogger("trainer")
+T = TypeVar("T")
+Kind = type[AutoModelForCausalLM | AutoModelForSequenceClassification]
 
 
 class Trained(Protocol):
@@ -38,14 +57,71 @@ class Trained(Protocol):
     hf_model: PreTrainedModel
 
 
-class Policy(nn.Module):
+class DecoderModel(nn.Module):
+    """A transformers model and how samples lie in its rows: what `Policy` and `ScalarModel` have in common.
+
+    Attributes:
+        layout: whether samples can share a row, and the attention to use.
+    """
+
+    def __init__(self, hf_model: PreTrainedModel) -> None:
+        super().__init__()
+        self.hf_model = hf_model
+        self.layout = PACKED
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Return what `function` does with the whole parameters, as `forward` sees them. Collective."""
+        return function()
+
+    def prepare(self) -> None:
+        """Find out how the model is to be used. Called once, inside `run`, while all weights are 1; collective."""
+        self.layout = find_layout(self.hf_model, self._all_hidden_states, self.layout.attention)
+
+    def _all_hidden_states(self, input_ids_1L: Tensor) -> Tensor:
+        positions_1L = torch.arange(input_ids_1L.shape[1], device=input_ids_1L.device)[None]
+        index = PackedIndex.from_lengths([input_ids_1L.shape[1]], device=input_ids_1L.device)
+        return self.hidden_states(
+            input_ids_1L, positions_1L, positions_1L[0], packed_index=index if self.layout.packs else None
+        )
+
+    def hidden_states(
+        self, input_ids_BL: Tensor, position_ids_BL: Tensor, index_N: Tensor, *, packed_index: PackedIndex | None
+    ) -> Tensor:
+        """Return the decoder's hidden states (N, H) at places in the flattened (B * L) rows.
+
+        Args:
+            packed_index: layout of samples when the single row is packed.
+        """
+        kwargs: dict[str, object] = {}
+        decoder = decoder_of(self.hf_model)
+        if self.layout.packs:
+            kwargs["position_ids"] = position_ids_BL
+        if packed_index is not None:
+            assert self.layout.packs, f"{type(self.hf_model).__name__} cannot be packed: {self.layout.reason}"
+            if self.layout.attention == "packed":
+                kwargs["packed_index"] = packed_index
+            else:
+                borders, longest = packed_index.cu_seqlens, packed_index.max_len
+                kwargs |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
+                kwargs |= {"max_length_q": longest, "max_length_k": longest}
+        output = decoder(input_ids=input_ids_BL, use_cache=False, **kwargs)
+        return output.last_hidden_state.flatten(0, 1).index_select(0, index_N)
+
+
+class Policy(DecoderModel):
     """A causal LM that returns log-probabilities of chosen tokens instead of logits."""
 
     def __init__(self, hf_model: PreTrainedModel, *, logits_chunk_tokens: int) -> None:
-        super().__init__()
-        self.hf_model = hf_model
+        super().__init__(hf_model)
         self.logits_chunk_tokens = logits_chunk_tokens
-        self.softcap = getattr(hf_model.config, "final_logit_softcapping", None)
+        self.softcap = getattr(hf_model.config.get_text_config(), "final_logit_softcapping", None)
+        self.has_plain_head = True
+
+    def prepare(self) -> None:
+        """See `DecoderModel.prepare`; the head too."""
+        super().prepare()
+        with torch.no_grad():
+            self.has_plain_head = has_plain_head(self.hf_model, self.softcap)
 
     def forward(
         self,
@@ -64,45 +140,17 @@ class Policy(nn.Module):
             target_ids_N: the tokens that are predicted.
             packed_index: layout of samples when the single row is packed.
         """
-        hidden_NH = hidden_states(
-            self.hf_model, input_ids_BL, position_ids_BL, predict_index_N, packed_index=packed_index
-        )
-        head = self.hf_model.get_output_embeddings()
-        assert head is not None, "a causal LM has an output embedding"
+        hidden_NH = self.hidden_states(input_ids_BL, position_ids_BL, predict_index_N, packed_index=packed_index)
         return token_logprobs(
-            hidden_NH,
-            head.weight,
-            target_ids_N,
-            bias_V=getattr(head, "bias", None),
-            temperature=temperature,
-            softcap=self.softcap,
-            chunk_tokens=self.logits_chunk_tokens,
+            hidden_NH, self._head(), target_ids_N, temperature=temperature, chunk_tokens=self.logits_chunk_tokens
         )
 
-
-def hidden_states(
-    hf_model: PreTrainedModel,
-    input_ids_BL: Tensor,
-    position_ids_BL: Tensor,
-    index_N: Tensor,
-    *,
-    packed_index: PackedIndex | None,
-) -> Tensor:
-    """Return the decoder's hidden states (N, H) at places in the flattened (B * L) rows.
-
-    Args:
-        packed_index: layout of samples when the single row is packed.
-    """
-    kwargs: dict[str, object] = {}
-    if packed_index is not None:
-        if hf_model.config._attn_implementation == "packed":
-            kwargs["packed_index"] = packed_index
-        else:
-            borders, longest = packed_index.cu_seqlens, packed_index.max_len
-            kwargs |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
-            kwargs |= {"max_length_q": longest, "max_length_k": longest}
-    output = hf_model.get_decoder()(input_ids=input_ids_BL, position_ids=position_ids_BL, use_cache=False, **kwargs)
-    return output.last_hidden_state.flatten(0, 1).index_select(0, index_N)
+    def _head(self) -> Head:
+        if not self.has_plain_head:
+            return partial(own_logits, self.hf_model)
+        head = self.hf_model.get_output_embeddings()
+        assert head is not None, "a plain head is an output embedding"
+        return plain_head(head.weight, bias_V=getattr(head, "bias", None), softcap=self.softcap)
 
 
 def load_model_config(name: str) -> PreTrainedConfig:
@@ -115,9 +163,6 @@ def load_model_config(name: str) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise DataError(f"model.name = '{name}': no model config could be loaded. {_first_line(error)}") from None
-    for scale in ("logit_scale", "logits_scaling"):
-        if getattr(config, scale, 1.0) not in (None, 1.0):
-            raise DataError(f"model.name = '{name}': models that scale their logits ({scale}) are not supported")
     return config
 
 
@@ -139,20 +184,42 @@ def build_policy(config: TrainedModelConfig, parallel: Parallel, *, seed: int, w
             f"model.name = '{config.name}' scores whole sequences, as a reward model does (see architectures in its "
             "config.json), and has no head that predicts tokens: give a language model"
         )
-    model_config._attn_implementation = config.attention
+    if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise DataError(
+            f"model.name = '{config.name}': transformers has no causal language model of type "
+            f"{model_config.model_type}, so it cannot be trained here"
+        )
     weights = weights or config.lora is not None  # no checkpoint holds the weights that adapters are added to
     source = initial_weights(config, model_config, seed) if weights and parallel.is_main else {}
     with torch.device("meta"):
-        causal_lm = AutoModelForCausalLM.from_config(
-            model_config, dtype=torch.float32, attn_implementation=config.attention
-        )
+        causal_lm = build_hf_model(AutoModelForCausalLM, config, model_config)
         if config.lora is not None:
             inject_adapters(causal_lm, config.lora)
     if config.lora is not None and parallel.is_main:
         source = initial_tensors(causal_lm, source, seed=seed)
     policy = Policy(causal_lm, logits_chunk_tokens=config.logits_chunk_tokens)
-    materialize(policy, causal_lm, config, parallel, source if weights else None)
+    materialize(policy, config, parallel, source if weights else None)
     return policy
+
+
+def build_hf_model(kind: Kind, config: TrainedModelConfig, model_config: PreTrainedConfig) -> PreTrainedModel:
+    """Return the transformers model of a config, with the weights that torch's default device and generator make.
+
+    Some kinds of models choose their attention when they are built. `packed` is not among their choices: it comes
+    in afterwards, where the layers can take it.
+
+    Raises:
+        DataError: transformers has no such model, or it cannot be built with `model.attention`.
+    """
+    attention = "eager" if config.attention == "packed" else config.attention
+    try:
+        return kind.from_config(model_config, dtype=torch.float32, attn_implementation=attention)
+    except (ImportError, ValueError, KeyError) as error:
+        what = "sequence classification" if kind is AutoModelForSequenceClassification else "a causal language model"
+        raise DataError(
+            f"model.name = '{config.name}': transformers cannot build {what} of type {model_config.model_type} with "
+            f"{attention} attention. {_first_line(error)}"
+        ) from None
 
 
 def is_classifier(model_config: PreTrainedConfig) -> bool:
@@ -161,27 +228,63 @@ def is_classifier(model_config: PreTrainedConfig) -> bool:
 
 
 def materialize(
-    model: nn.Module,
-    hf_model: PreTrainedModel,
-    config: TrainedModelConfig,
-    parallel: Parallel,
-    weights: dict[str, Tensor] | None,
+    model: DecoderModel, config: TrainedModelConfig, parallel: Parallel, weights: dict[str, Tensor] | None
 ) -> None:
     """Shard `model`, which was built on the meta device, and give it memory; it is in training mode then. Collective.
 
     Args:
-        hf_model: the transformers model in it, which has all its tensors.
-        weights: of `hf_model`, in full on rank 0, which broadcasts them; None: they will be loaded from
-            a checkpoint.
+        weights: of the transformers model in it, in full on rank 0, which broadcasts them; None: they will be
+            loaded from a checkpoint.
+
+    Raises:
+        DataError: the model cannot be used in the configured way.
     """
-    _wrap(model, hf_model, config, parallel)
+    hf_model = model.hf_model
+    _wrap(model, config, parallel)
     model.to_empty(device=parallel.device)
     hf_model.tie_weights()
     _reset_buffers(hf_model)
+    _prepare(model, config, parallel)
     if weights is not None:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
         set_model_state_dict(hf_model, cast(dict[str, Any], weights), options=options)
     model.train()
+
+
+def _prepare(model: DecoderModel, config: TrainedModelConfig, parallel: Parallel) -> None:
+    """Have the model find out how it is to be used, before it has its weights: that must not depend on them."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    model.layout = Layout(packs=takes_positions(model.hf_model), attention=config.attention)
+    was_training = model.training
+    model.eval()
+    devices = [parallel.device] if parallel.device.type == "cuda" else []
+    with naming_failures(model, config.name, config.dtype), torch.random.fork_rng(devices=devices):
+        model.run(model.prepare)
+    reshard(model)
+    model.train(was_training)
+    use_attention(model.hf_model, model.layout.attention)
+
+
+@contextmanager
+def naming_failures(model: DecoderModel, name: str, dtype: str) -> Iterator[None]:
+    """Name the model whose forward pass in the block fails.
+
+    Raises:
+        DataError: it failed: the model cannot compute with its config.json in this dtype.
+    """
+    try:
+        yield
+    except (TriadError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        _log.debug("the forward pass failed", exc_info=True)
+        advice = " Try model.dtype = float32." if dtype != "float32" else ""
+        raise DataError(
+            f"model.name = '{name}': transformers' forward pass of {type(model.hf_model).__name__} fails with this "
+            f"config.json in {dtype}. {type(error).__name__}: {_first_line(error)}.{advice}"
+        ) from error
 
 
 def initial_weights(
@@ -189,7 +292,7 @@ def initial_weights(
     model_config: PreTrainedConfig,
     seed: int,
     *,
-    kind: type[AutoModelForCausalLM | AutoModelForSequenceClassification] = AutoModelForCausalLM,
+    kind: Kind = AutoModelForCausalLM,
 ) -> dict[str, Tensor]:
     """Return the weights that a model starts with by name, as its directory or the seed gives them.
 
@@ -202,7 +305,7 @@ def initial_weights(
     if config.init == "random":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            fresh = kind.from_config(model_config, dtype=torch.float32, attn_implementation="sdpa")
+            fresh = build_hf_model(kind, config, model_config)
         return trained_tensors(fresh)
     if Path(config.name).is_dir() and not any(Path(config.name).glob("*.safetensors")):
         raise DataError(
@@ -213,7 +316,7 @@ def initial_weights(
             config.name,
             config=model_config,
             dtype=torch.float32,
-            attn_implementation="sdpa",
+            attn_implementation="eager",  # which every model has; nothing is computed
             output_loading_info=True,
         )
         loaded, findings = cast(tuple[PreTrainedModel, dict[str, Any]], answer)
@@ -243,9 +346,14 @@ def trained_parameters(hf_model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in hf_model.named_parameters() if parameter.requires_grad}
 
 
-def _wrap(model: nn.Module, hf_model: PreTrainedModel, config: TrainedModelConfig, parallel: Parallel) -> None:
+def _wrap(model: DecoderModel, config: TrainedModelConfig, parallel: Parallel) -> None:
+    hf_model = model.hf_model
     layers = decoder_layers(hf_model)
     if config.activation_checkpointing:
+        if not hf_model.supports_gradient_checkpointing:
+            raise DataError(
+                f"model.activation_checkpointing: transformers cannot recompute the layers of {type(hf_model).__name__}"
+            )
         hf_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.compile:
         for layer in layers:
@@ -260,6 +368,7 @@ def _wrap(model: nn.Module, hf_model: PreTrainedModel, config: TrainedModelConfi
     for layer in layers:
         fully_shard(layer, mesh=parallel.mesh, mp_policy=mixed_precision, reshard_after_forward=reshard)
     fully_shard(model, mesh=parallel.mesh, mp_policy=mixed_precision, reshard_after_forward=False)
+    register_fsdp_forward_method(model, "run")
 
 
 def reshard(model: nn.Module) -> None:
@@ -273,20 +382,28 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def decoder_layers(hf_model: PreTrainedModel) -> list[nn.Module]:
-    """Return the transformer layers, the units of sharding, compiling and recomputing."""
-    decoder = hf_model.get_decoder()
-    layers = getattr(decoder, "layers", None) or getattr(decoder, "h", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise DataError(f"{type(hf_model).__name__} has no list of decoder layers and cannot be sharded")
-    return list(layers)
-
-
 def _reset_buffers(hf_model: PreTrainedModel) -> None:
-    """Compute again the buffers that no checkpoint holds (rotary frequencies): to_empty left garbage."""
+    """Compute again the buffers that no checkpoint holds (rotary frequencies): to_empty left garbage.
+
+    Raises:
+        DataError: transformers does not say what belongs into one of them.
+    """
+    for parameter in hf_model.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves these as they are
     for module in hf_model.modules():
-        if any(True for _ in module.buffers(recurse=False)):
-            hf_model._init_weights(module)
+        module._is_hf_initialized = False  # type: ignore[assignment]
+    buffers = {name: buffer for name, buffer in hf_model.named_buffers() if buffer.is_floating_point()}
+    for buffer in buffers.values():
+        buffer.fill_(math.nan)
+    hf_model.initialize_weights()
+    persistent = hf_model.state_dict().keys()
+    if left := [name for name, buffer in buffers.items() if buffer.isnan().any() and name not in persistent]:
+        raise DataError(
+            f"{type(hf_model).__name__} does not say how to compute its buffer {left[0]}, so it cannot be trained here"
+        )
+    for name, buffer in buffers.items():
+        if name in persistent and buffer.isnan().any():
+            buffer.fill_(1.0)
 
 
 def _first_line(error: Exception) -> str:

@@ -13,13 +13,14 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from torch import Tensor
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
 from transformers.configuration_utils import PreTrainedConfig
 
 from trainer.models.attention import PackedIndex
 from trainer.models.model import (
-    hidden_states,
+    DecoderModel,
+    build_hf_model,
     initial_weights,
     is_classifier,
     load_model_config,
@@ -34,12 +35,8 @@ from triad.errors import DataError
 _HEAD = "score.weight"
 
 
-class ScalarModel(nn.Module):
+class ScalarModel(DecoderModel):
     """A decoder and a head that maps the hidden state of a token to a number."""
-
-    def __init__(self, hf_model: PreTrainedModel) -> None:
-        super().__init__()
-        self.hf_model = hf_model
 
     def forward(
         self,
@@ -55,7 +52,7 @@ class ScalarModel(nn.Module):
             index_N: places in the flattened (B * L) rows.
             packed_index: layout of samples when the single row is packed.
         """
-        hidden_NH = hidden_states(self.hf_model, input_ids_BL, position_ids_BL, index_N, packed_index=packed_index)
+        hidden_NH = self.hidden_states(input_ids_BL, position_ids_BL, index_N, packed_index=packed_index)
         head_1H = self.hf_model.get_parameter(_HEAD)
         return hidden_NH.float() @ head_1H[0].float()
 
@@ -91,17 +88,13 @@ def build_scalar_model(
         )
     model_config.num_labels = 1
     model_config.problem_type = "regression"
-    model_config._attn_implementation = config.attention
-    try:
-        with torch.device("meta"):
-            hf_model = AutoModelForSequenceClassification.from_config(
-                model_config, dtype=torch.float32, attn_implementation=config.attention
-            )
-    except ValueError:
+    if type(model_config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise DataError(
             f"model.name = '{config.name}': transformers has no sequence classification for {model_config.model_type}, "
             "so there is no format for a reward model of this kind"
-        ) from None
+        )
+    with torch.device("meta"):
+        hf_model = build_hf_model(AutoModelForSequenceClassification, config, model_config)
     names = trained_tensors(hf_model).keys()
     if _HEAD not in names:
         raise DataError(f"model.name = '{config.name}': {type(hf_model).__name__} has no linear head named {_HEAD}")
@@ -109,7 +102,7 @@ def build_scalar_model(
     if weights and parallel.is_main:
         source = _initial_weights(config, model_config, seed, names=sorted(names), head=head)
     model = ScalarModel(hf_model)
-    materialize(model, hf_model, config, parallel, source if weights else None)
+    materialize(model, config, parallel, source if weights else None)
     return model
 
 
@@ -150,6 +143,7 @@ def score_samples(
 
     With no indices it takes part in the collectives of the pass, and the empty result has a gradient.
     """
+    pack = pack and model.layout.packs
     micro = build_micro_batch(samples, indices, pack=pack, device=device)
     lengths_S = torch.tensor([len(samples[index].token_ids) for index in indices], dtype=torch.long)
     row_length = micro.input_ids_BL.shape[1]

@@ -14,10 +14,12 @@ from transformers import PreTrainedTokenizerBase
 from trainer.models.hf_files import DTYPES, SafetensorsWriter
 from trainer.models.lora import Adapters, whole_tensors
 from trainer.models.model import Trained
+from trainer.models.tensor_layout import TensorLayout
 from trainer.parallel import Parallel
 from triad import durable, manifest
 from triad.adapter import ADAPTER_DIR
 from triad.canary import CANARY_NAME
+from triad.errors import DataError
 from triad.run_dir import RunDir
 
 
@@ -32,12 +34,15 @@ class WeightPublisher:
         parallel: Parallel,
         *,
         dtype: str,
+        layout: TensorLayout | None = None,
         adapters: Adapters | None = None,
     ) -> None:
+        """Args: layout: of the files; unset: as `save_pretrained` writes a model without an original."""
         self._run_dir = run_dir
         self._policy = policy
         self._parallel = parallel
         self._dtype = DTYPES[dtype]
+        self._layout = layout or TensorLayout(policy.hf_model, None)
         self._adapters = adapters
         self._settings = adapters.settings() if adapters else {}
         self.config_files = self._describe_model(tokenizer) if parallel.is_main else {}
@@ -70,8 +75,17 @@ class WeightPublisher:
             path: where; unset: where engines look for the version.
             canary: what engines are to be checked by; see `triad.canary`.
             for_engines: leave out what they have: of a policy with adapters, all but those.
+
+        Raises:
+            DataError: engines could not use the adapters.
         """
         adapter_alone = for_engines and self._adapters is not None
+        if adapter_alone and self._adapters is not None and (regrouped := self._adapters.base.regrouped):
+            raise DataError(
+                f"model.lora.target_modules: the files of model.name hold '{regrouped[0]}' in another layout, so an "
+                f"engine could not add the adapter to it ({len(regrouped)} such matrices). Leave it out, or train "
+                "without model.lora."
+            )
         final = path or self._run_dir.weights_of(version)
         temporary = durable.temporary_sibling(final)
         if self._parallel.is_main:
@@ -98,7 +112,9 @@ class WeightPublisher:
     def _write_tensors(self, directory: Path) -> None:
         """Gather tensors one by one to rank 0, which writes a file whenever enough are together."""
         files = SafetensorsWriter(directory)
-        for name, tensor in whole_tensors(self._policy.hf_model, keep=self._parallel.is_main):
+        tensors = whole_tensors(self._policy.hf_model, keep=self._parallel.is_main)
+        # Other ranks take part and get none.
+        for name, tensor in self._layout.to_files(tensors) if self._parallel.is_main else tensors:
             files.add(name, tensor.to(dtype=self._dtype if tensor.is_floating_point() else None).contiguous())
         if self._parallel.is_main:
             files.close()

@@ -9,18 +9,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data import fingerprint_samples, hold_out, read_rows, tokenize_row
-from trainer.packing import Sample, plan_rows
+from trainer.data import chat_tokenizer, check_length, fingerprint_samples, hold_out, open_dataset
+from trainer.packing import Arrangement, Sample, plan_rows
+from trainer.parallel import Parallel
+from trainer.row_files import Row
+from trainer.row_formats import PAIR_FORMATS, PAIR_SHAPES, encode_example
+from trainer.tokenizing import tokenize_rows
+from triad.chat.masking import Encoded
 from triad.config.dpo import PreferenceDataConfig
 from triad.errors import DataError
 
 _log = logging.getLogger("trainer")
-_SHAPES = "`prompt`, `chosen` and `rejected` (all text or all lists of messages), or `chosen` and `rejected` as chats"
 Fault = Literal["too long", "untrained", "equal"]
 
 
@@ -48,39 +52,46 @@ class Pair:
         return len(self.chosen.token_ids) + len(self.rejected.token_ids)
 
 
-def load_pairs(config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Pair]:
+def load_pairs(
+    config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase, *, parallel: Parallel | None = None
+) -> list[Pair]:
     """Return all pairs, tokenised, in the order of the file.
 
+    Args:
+        parallel: the ranks, if there are several: all get all pairs. Collective then.
+
     Raises:
-        DataError: the dataset is missing, lacks columns, or has a pair that is too long.
+        ConfigError, DataError: the dataset is missing, lacks columns, or has a pair that cannot be used.
     """
-    rows = read_rows(config, fits=lambda columns: {"chosen", "rejected"} <= columns, shapes=_SHAPES)
+    chat = chat_tokenizer(tokenizer)
+    rows, form = open_dataset(config, PAIR_FORMATS, shapes=PAIR_SHAPES, is_told=not parallel or parallel.is_main)
+
+    def encode(row: Row) -> list[Encoded]:
+        sides = [encode_example(side, chat, train_on=config.train_on) for side in form.examples(row, chat)]
+        for side in sides:
+            check_length(side, config, what="a side of the pair has")
+        return sides
+
     pairs: list[Pair] = []
     faults: dict[Fault, int] = {"too long": 0, "untrained": 0, "equal": 0}
-    for number, row in enumerate(rows):
-        where = f"{config.name}, row {number}"
-        sides = _tokenize(row, tokenizer, where)
-        longest = max(len(side.token_ids) for side in sides)
-        if longest > config.seq_len:
+    sides = tokenize_rows(rows, encode, name=config.name, parallel=parallel)
+    for chosen, rejected in zip(sides[::2], sides[1::2], strict=True):
+        pair = chosen, rejected
+        if max(len(side.token_ids) for side in pair) > config.seq_len:
             faults["too long"] += 1
-            if config.too_long == "error":
-                raise DataError(
-                    f"{where}: a side of the pair has {longest} tokens, data.seq_len is {config.seq_len}. "
-                    "Raise data.seq_len, or set data.too_long to drop or truncate."
-                )
             if config.too_long == "drop":
                 continue
             cut = slice(config.seq_len)
-            sides = (
-                Sample(sides[0].token_ids[cut], sides[0].loss_mask[cut]),
-                Sample(sides[1].token_ids[cut], sides[1].loss_mask[cut]),
+            pair = (
+                Sample(chosen.token_ids[cut], chosen.loss_mask[cut]),
+                Sample(rejected.token_ids[cut], rejected.loss_mask[cut]),
             )
-        if not all(side.num_targets for side in sides):
+        if not all(side.num_targets for side in pair):
             faults["untrained"] += 1
-        elif np.array_equal(sides[0].token_ids, sides[1].token_ids):
+        elif np.array_equal(pair[0].token_ids, pair[1].token_ids):
             faults["equal"] += 1
         else:
-            pairs.append(Pair(*sides, number=len(pairs)))
+            pairs.append(Pair(*pair, number=len(pairs)))
     _report(config, faults)
     if not pairs:
         raise DataError(f"{config.name}: no pairs to train on are left")
@@ -105,11 +116,14 @@ def fingerprint_pairs(pairs: Sequence[Pair]) -> str:
     return fingerprint_samples([side for pair in pairs for side in pair.sides])
 
 
-def plan_pairs(pairs: Sequence[Pair], config: PreferenceDataConfig, *, rank: int, world_size: int) -> list[list[int]]:
+def plan_pairs(
+    pairs: Sequence[Pair], arrangement: Arrangement, config: PreferenceDataConfig, *, rank: int, world_size: int
+) -> list[list[int]]:
     """Return the micro-batches of `rank` as lists of indices of pairs; every rank gets the same number of them."""
+    padded = arrangement == "grouped"
     plan = plan_rows(
-        [pair.num_tokens for pair in pairs],
-        pack=config.pack,
+        [2 * max(len(side.token_ids) for side in pair.sides) if padded else pair.num_tokens for pair in pairs],
+        arrangement=arrangement,
         budget=2 * config.seq_len * config.micro_batch_size,
         rows_per_micro_batch=config.micro_batch_size,
         world_size=world_size,
@@ -127,24 +141,3 @@ def _report(config: PreferenceDataConfig, faults: Mapping[Fault, int]) -> None:
     for fault, text in texts.items():
         if faults[fault]:
             _log.warning("%s: %d pairs %s", config.name, faults[fault], text)
-
-
-def _tokenize(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: str) -> tuple[Sample, Sample]:
-    prompt, chosen, rejected = row.get("prompt"), row.get("chosen"), row.get("rejected")
-    if isinstance(chosen, list) and isinstance(rejected, list) and not isinstance(prompt, list):
-        shared = _common_beginning(chosen, rejected)
-        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-    kinds = {type(value) for value in (prompt, chosen, rejected)}
-    if kinds not in ({str}, {list}):
-        raise DataError(f"{where}: rows need {_SHAPES}")
-
-    def side(answer: object) -> Sample:
-        return tokenize_row({"prompt": prompt, "completion": answer}, tokenizer, where=where)
-
-    return side(chosen), side(rejected)
-
-
-def _common_beginning(chosen: list[Any], rejected: list[Any]) -> int:
-    """Return how many messages two conversations share; the last of either is an answer and never shared."""
-    most = min(len(chosen), len(rejected)) - 1
-    return next((place for place in range(most) if chosen[place] != rejected[place]), max(0, most))

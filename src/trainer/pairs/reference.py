@@ -84,11 +84,12 @@ def reference_logprobs(
 ) -> np.ndarray:
     """Return (P, 2) under the policy's weights as they are now, without dropout, the same on every rank. Collective."""
     policy.eval()
+    arrangement = policy.layout.arrangement(pack=config.pack)
     blocks = []
     for start in range(0, len(pairs), config.batch_size):
         block = pairs[start : start + config.batch_size]
         own = np.zeros((len(block), 2))
-        for indices in plan_pairs(block, config, rank=parallel.rank, world_size=parallel.world_size):
+        for indices in plan_pairs(block, arrangement, config, rank=parallel.rank, world_size=parallel.world_size):
             own[indices] = predict_pairs(policy, block, indices, pack=config.pack, device=parallel.device).cpu().numpy()
         # Every pair is one rank's; the others add zero, which changes no bit.
         summed = parallel.sum({str(place): value for place, value in enumerate(own.ravel().tolist())})
@@ -107,7 +108,7 @@ def predict_pairs(
     """
     sides = [side for pair in pairs for side in pair.sides]
     places = [2 * index + side for index in indices for side in (0, 1)]
-    micro = build_micro_batch(sides, places, pack=pack, device=device)
+    micro = build_micro_batch(sides, places, pack=pack and policy.layout.packs, device=device)
     logprobs_N, _ = predict(policy, micro)
     return sequence_sums(logprobs_N, [sides[place].num_targets for place in places]).reshape(-1, 2)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from triad.config.rm import RewardLossConfig
+from triad.config.reward_training import RewardLossConfig
 
 
 def reward_loss(chosen_P: Tensor, rejected_P: Tensor, config: RewardLossConfig) -> Tensor:

@@ -1,4 +1,4 @@
-"""Training on preference pairs: the loop of `dpo` and `rm`, and the mean of their losses over pairs.
+"""Training on preference pairs: the loop of `dpo` and `reward-model`, and the mean of their losses over pairs.
 
 One optimizer step trains `data.batch_size` pairs, taken in an order that is a pure function of seed
 and position. Pairs are packed into micro-batches that are dealt to the ranks; both sides of a pair
@@ -26,7 +26,7 @@ from trainer.parallel import Parallel
 from trainer.session import Session
 from trainer.step import Stopwatch, check_finite, step_metrics
 from triad.config.dpo import DpoConfig, PreferenceDataConfig
-from triad.config.rm import RmConfig
+from triad.config.reward_training import RewardTrainingConfig
 from triad.config.schedule import learning_rate
 from triad.events import report
 
@@ -34,7 +34,7 @@ M = TypeVar("M", Policy, ScalarModel)
 
 
 def train_on_pairs(
-    config: DpoConfig | RmConfig,
+    config: DpoConfig | RewardTrainingConfig,
     session: Session[M],
     objective: PairObjective[M],
     training: list[Pair],
@@ -101,7 +101,7 @@ class PairObjective(Generic[M]):
     def accumulate_gradients(self, model: M, batch: Sequence[Pair]) -> dict[str, float]:
         """Add the gradients of one optimizer step; return its metrics, over all its pairs. Collective."""
         totals: dict[str, float] = {}
-        for indices in self._my_micro_batches(batch):
+        for indices in self._my_micro_batches(model, batch):
             columns = self.forward(model, batch, indices)
             # FSDP averages gradients over ranks; the losses of all ranks together are divided by the step's pairs.
             (columns["loss"].sum() / len(batch) * self.parallel.world_size).backward()
@@ -113,14 +113,15 @@ class PairObjective(Generic[M]):
         """Return the metrics of `pairs` without dropout. Collective."""
         model.eval()
         totals: dict[str, float] = {}
-        for indices in self._my_micro_batches(pairs):
+        for indices in self._my_micro_batches(model, pairs):
             _add(totals, self.forward(model, pairs, indices))
         reshard(model)
         model.train()
         return self._means(totals, len(pairs))
 
-    def _my_micro_batches(self, pairs: Sequence[Pair]) -> list[list[int]]:
-        return plan_pairs(pairs, self.config, rank=self.parallel.rank, world_size=self.parallel.world_size)
+    def _my_micro_batches(self, model: M, pairs: Sequence[Pair]) -> list[list[int]]:
+        arrangement = model.layout.arrangement(pack=self.config.pack)
+        return plan_pairs(pairs, arrangement, self.config, rank=self.parallel.rank, world_size=self.parallel.world_size)
 
     def _means(self, totals: dict[str, float], num_pairs: int) -> dict[str, float]:
         means = {name: total / num_pairs for name, total in self.parallel.sum(totals).items()}

@@ -37,7 +37,13 @@ class Critic:
     def measure(self, minibatches: list[Minibatch]) -> None:
         """Give every sample the values before its targets, as `per_token[VALUE]`. Collective."""
         self.model.eval()
-        annotate(VALUE, lambda micro: predict_values(self.model, micro), minibatches, self._parallel)
+        annotate(
+            VALUE,
+            lambda micro: predict_values(self.model, micro),
+            minibatches,
+            self._parallel,
+            pack=self.model.layout.packs,
+        )
         reshard(self.model)
         self.model.train()
 
@@ -50,7 +56,9 @@ class Critic:
         num_targets = max(1, minibatch.num_targets)
         own = {"value_loss": 0.0, "value_clip_fraction": 0.0}
         for indices in minibatch.micro_batches:
-            micro = build_micro_batch(minibatch.samples, indices, pack=True, device=self._parallel.device)
+            micro = build_micro_batch(
+                minibatch.samples, indices, pack=self.model.layout.packs, device=self._parallel.device
+            )
             values_N = predict_values(self.model, micro)
             weights_N = torch.full_like(values_N, 1 / num_targets)
             returns_N = micro.per_token[RETURN]

@@ -23,6 +23,7 @@ from trainer.policy.losses import policy_loss
 from trainer.policy.losses.kl_term import with_kl_term
 from trainer.policy.metrics import PolicyStatistics
 from trainer.policy.minibatches import Minibatch, annotate, plan_epochs
+from trainer.policy.mismatch import MismatchCheck
 from trainer.policy.parts import RlParts
 from trainer.policy.pretraining import PretrainingMix
 from trainer.policy.reward_shaping import shape_rewards, soft_overlong_penalty
@@ -49,6 +50,7 @@ class Learner:
         self._parts = parts
         self._pretraining = pretraining
         self._loss = policy_loss(config.loss)
+        self._mismatch = MismatchCheck(config, session.policy, session.parallel)
         of_tokens = config.advantage in TOKEN_ADVANTAGES
         self._advantage = None if of_tokens else choose_advantage(config.advantage)
         kl = config.kl
@@ -56,11 +58,16 @@ class Learner:
             assert kl.estimator is not None  # the config fills it in
             self._loss = with_kl_term(self._loss, config.loss, parts.kl, kl.estimator)
 
-    def learn(self, batch: Batch, stopwatch: Stopwatch) -> dict[str, float]:
+    def learn(self, batch: Batch, stopwatch: Stopwatch, *, is_foreign: bool = False) -> dict[str, float]:
         """Train on the batch of the next step; return its metrics. Collective.
 
+        Args:
+            is_foreign: other weights than the published ones of its version sampled it, so its log-probabilities
+                say nothing about whether the engine computes the same model.
+
         Raises:
-            TrainingError: something is not finite; then the step must not be published or saved.
+            TrainingError: something is not finite, or the engine computes another model; then the step must not
+                be published or saved.
         """
         step, config, parts = batch.step, self._config, self._parts
         fresh = group_rollouts(batch.rollouts)
@@ -69,6 +76,13 @@ class Learner:
         samples = to_samples([rollout for group in groups for rollout in group], trained_version=step - 1)
         with stopwatch.phase("experience"):
             metrics = self._judge(step, batch.temperature, groups, samples, num_fresh=len(fresh))
+        self._mismatch.begin(
+            step,
+            batch.rollouts,
+            samples,
+            lambda found: self._annotate(OLD_LOGPROB, self._policy, batch.temperature, found),
+            is_foreign=is_foreign,
+        )
         metrics |= self._update(step, batch.temperature, samples, stopwatch)
         metrics |= self._steer_kl(samples[: len(batch.rollouts)])
         if parts.ema is not None:
@@ -84,6 +98,7 @@ class Learner:
             samples,
             config.updates,
             row_tokens=config.row_tokens,
+            arrangement=self._policy.layout.arrangement(pack=True),
             parallel=self._parallel,
             seed=config.seed,
             step=step,
@@ -167,23 +182,24 @@ class Learner:
         """Give every sample the numbers that no gradient is needed for. Collective."""
         minibatches = self._epochs(step, samples)[0]
 
-        def measure(name: str, policy: Policy) -> None:
-            was_training = policy.training
-            policy.eval()
-
-            def logprobs(micro: MicroBatch) -> Tensor:
-                return predict(policy, micro, temperature=temperature)[0]
-
-            annotate(name, logprobs, minibatches, self._parallel)
-            reshard(policy)
-            policy.train(was_training)
-
         if self._needs_old_logprobs:
-            measure(OLD_LOGPROB, self._policy)
+            self._annotate(OLD_LOGPROB, self._policy, temperature, minibatches)
         if self._parts.reference is not None:
-            measure(REFERENCE_LOGPROB, self._parts.reference)
+            self._annotate(REFERENCE_LOGPROB, self._parts.reference, temperature, minibatches)
         if self._parts.critic is not None:
             self._parts.critic.measure(minibatches)
+
+    def _annotate(self, name: str, policy: Policy, temperature: float, minibatches: Sequence[Minibatch]) -> None:
+        """Give every sample the log-probabilities of its targets under `policy`, without dropout. Collective."""
+        was_training = policy.training
+        policy.eval()
+
+        def logprobs(micro: MicroBatch) -> Tensor:
+            return predict(policy, micro, temperature=temperature)[0]
+
+        annotate(name, logprobs, minibatches, self._parallel, pack=policy.layout.packs)
+        reshard(policy)
+        policy.train(was_training)
 
     def _update(self, step: int, temperature: float, samples: list[Sample], stopwatch: Stopwatch) -> dict[str, float]:
         """Take all updates of the step; return their metrics."""
@@ -205,6 +221,8 @@ class Learner:
                 )
                 if self._pretraining is not None:
                     pretraining_losses.append(self._pretraining.step(self._policy, done, self._parallel))
+            if not grad_norms:
+                self._mismatch.before_update(step, statistics)
             with stopwatch.phase("optimizer"):
                 grad_norm = clip_gradients(self._policy, config.optim.max_grad_norm)
                 check_finite(step, loss=loss, grad_norm=grad_norm)

@@ -69,6 +69,12 @@ class PolicyStatistics:
         self._largest = max(self._largest, float(log_ratio_N.abs().max()))
         self._ratios.append(log_ratio_N.exp().cpu())
 
+    def fresh_mismatch(self, parallel: Parallel) -> float | None:
+        """Return the mean `mismatch_kl` so far of tokens of age 0; None where there are none. Collective."""
+        names = ("mismatch_kl/age_0", "tokens/age_0")
+        sums = parallel.sum({name: self._sums.get(name, 0.0) for name in names})
+        return sums[names[0]] / sums[names[1]] if sums[names[1]] else None
+
     def reduce(self, parallel: Parallel) -> dict[str, float]:
         """Return the metrics of the step, the same on every rank. Collective.
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.packing import MicroBatch, Sample, build_micro_batch, plan_rows
+from trainer.packing import Arrangement, MicroBatch, Sample, build_micro_batch, plan_rows
 from trainer.parallel import Parallel
 from triad.config.algorithm import UpdatesConfig
 
@@ -39,7 +39,14 @@ class Minibatch:
 
 
 def plan_epochs(
-    samples: Sequence[Sample], config: UpdatesConfig, *, row_tokens: int, parallel: Parallel, seed: int, step: int
+    samples: Sequence[Sample],
+    config: UpdatesConfig,
+    *,
+    row_tokens: int,
+    parallel: Parallel,
+    seed: int,
+    step: int,
+    arrangement: Arrangement,
 ) -> list[list[Minibatch]]:
     """Return the minibatches of each epoch; every sample is in one of each epoch.
 
@@ -53,14 +60,14 @@ def plan_epochs(
             keys = np.random.SeedSequence(seed, spawn_key=(step, epoch)).generate_state(len(samples), np.uint64)
             order = np.argsort(keys, kind="stable")
         parts = [part for part in np.array_split(order, config.minibatches) if len(part)]
-        epochs.append([_plan([samples[index] for index in part], row_tokens, parallel) for part in parts])
+        epochs.append([_plan([samples[index] for index in part], row_tokens, arrangement, parallel) for part in parts])
     return epochs
 
 
-def _plan(samples: list[Sample], row_tokens: int, parallel: Parallel) -> Minibatch:
+def _plan(samples: list[Sample], row_tokens: int, arrangement: Arrangement, parallel: Parallel) -> Minibatch:
     plan = plan_rows(
         [len(sample.token_ids) for sample in samples],
-        pack=True,
+        arrangement=arrangement,
         budget=row_tokens,
         rows_per_micro_batch=1,
         world_size=parallel.world_size,
@@ -70,19 +77,25 @@ def _plan(samples: list[Sample], row_tokens: int, parallel: Parallel) -> Minibat
 
 @torch.no_grad()
 def annotate(
-    name: str, forward: Callable[[MicroBatch], Tensor], minibatches: Sequence[Minibatch], parallel: Parallel
+    name: str,
+    forward: Callable[[MicroBatch], Tensor],
+    minibatches: Sequence[Minibatch],
+    parallel: Parallel,
+    *,
+    pack: bool,
 ) -> None:
     """Give every sample what `forward` says about its targets, as `per_token[name]`, 0 elsewhere. Collective.
 
     Args:
         forward: from the micro-batch to one number per target, (N,).
+        pack: whether the samples of a micro-batch share a row.
     """
     for minibatch in minibatches:
         counts = [sample.num_targets for sample in minibatch.samples]
         ends = np.cumsum(counts)
         found_T = torch.zeros(int(ends[-1]), dtype=torch.float32)
         for indices in minibatch.micro_batches:
-            micro = build_micro_batch(minibatch.samples, indices, pack=True, device=parallel.device)
+            micro = build_micro_batch(minibatch.samples, indices, pack=pack, device=parallel.device)
             values_N = forward(micro).float().cpu()
             for index, part in zip(indices, values_N.split([counts[index] for index in indices]), strict=True):
                 found_T[ends[index] - counts[index] : ends[index]] = part

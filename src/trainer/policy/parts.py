@@ -18,6 +18,7 @@ from trainer.policy.kl import KlCoefficient
 from trainer.policy.replay import ReplayBuffer
 from trainer.policy.reward_model import RewardModel
 from trainer.policy.reward_moments import RunningMoments
+from trainer.self_check import check_model
 from triad.checkpoints import TRAINER_DIR
 from triad.config import TrainerConfig
 from triad.errors import ConfigError
@@ -37,6 +38,7 @@ class RlParts:
 
     def __init__(self, config: TrainerConfig, parallel: Parallel) -> None:
         self._config = config
+        self._parallel = parallel
         self._state: dict[str, State] = {}
         self.kl: KlCoefficient | None = None
         self.reference: Policy | None = None
@@ -92,6 +94,22 @@ class RlParts:
             self.replay.decode(path.read_bytes())
         else:
             report(f"WARNING: the checkpoint of step {step} holds no replay buffer: it starts afresh")
+
+    def check_models(self) -> None:
+        """Compare every model beside the policy with transformers' own forward pass. Collective.
+
+        Raises:
+            DataError: one differs.
+        """
+        config, dtype = self._config, self._config.model.dtype
+        if config.kl is not None and self.reference is not None:
+            check_model(self.reference, self._parallel, name=_reference_name(config), pack=True, dtype=dtype)
+        if config.critic is not None and self.critic is not None:
+            name = config.critic.name or config.model.name
+            check_model(self.critic.model, self._parallel, name=name, pack=True, dtype=dtype)
+        if config.reward_model is not None and self.reward_model is not None:
+            name = config.reward_model.name
+            check_model(self.reward_model.model, self._parallel, name=name, pack=True, dtype=dtype)
 
     def attachments(self) -> dict[str, Attachment]:
         """Return what makes the files that belong into every checkpoint."""

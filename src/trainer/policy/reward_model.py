@@ -17,10 +17,10 @@ from triad.errors import DataError
 
 
 class RewardModel:
-    """Scores whole sequences: the value at their last token, as `rm` trains it.
+    """Scores whole sequences: the value at their last token, as `reward-model` trains it.
 
     Args:
-        name: directory that `rm` published, or a hub model with one score; with the policy's tokenizer.
+        name: directory that `reward-model` published, or a hub model with one score; with the policy's tokenizer.
         model_config: how it is held in memory.
 
     Raises:
@@ -30,8 +30,8 @@ class RewardModel:
     def __init__(self, name: str, model_config: TrainedModelConfig, parallel: Parallel) -> None:
         if not is_classifier(load_model_config(name)):
             raise DataError(
-                f"reward_model.name = '{name}' is a language model without a score. Train one with `rm`, or name the "
-                "directory of a model for sequence classification with num_labels = 1."
+                f"reward_model.name = '{name}' is a language model without a score. Train one with `reward-model`, or "
+                "name the directory of a model for sequence classification with num_labels = 1."
             )
         _refuse_other_tokens(name, model_config.tokenizer_name)
         own = model_config.model_copy(update={"name": name, "init": "pretrained", "lora": None})
@@ -44,7 +44,7 @@ class RewardModel:
         """Return the score of every sample, the same on every rank. Collective."""
         plan = plan_rows(
             [len(sample.token_ids) for sample in samples],
-            pack=True,
+            arrangement=self.model.layout.arrangement(pack=True),
             budget=row_tokens,
             rows_per_micro_batch=1,
             world_size=self._parallel.world_size,

@@ -37,7 +37,7 @@ def policy_step(
     weights_S = torch.tensor(weights, dtype=torch.float32, device=parallel.device)
     own_loss = 0.0
     for indices in minibatch.micro_batches:
-        micro = build_micro_batch(samples, indices, pack=True, device=parallel.device)
+        micro = build_micro_batch(samples, indices, pack=policy.layout.packs, device=parallel.device)
         logprobs_N, entropy_N = predict(policy, micro, temperature=temperature)
         data = PolicyLossInput(
             logprobs_N=logprobs_N,

@@ -11,8 +11,10 @@ from torch import Tensor
 from trainer.models.hf_files import SafetensorsWriter
 from trainer.models.lora import digest_of, merged, save_factors
 from trainer.models.model import initial_weights, load_model_config
+from trainer.models.tensor_layout import TensorLayout, names_in_files
+from trainer.snapshots.models import meta_model
 from trainer.snapshots.reading import TensorReader
-from trainer.snapshots.writing import commit, in_dtype, new_directory, published_dtype, set_dtype
+from trainer.snapshots.writing import commit, copy_description, in_dtype, new_directory, published_dtype, set_dtype
 from triad import manifest
 from triad.adapter import ADAPTER_DIR, ADAPTER_NAME, PEFT_PREFIX, adapted_matrices, read_base, read_scaling
 from triad.checkpoints import MODEL_DIR
@@ -62,7 +64,8 @@ def _write_merged(request: Export, base_name: str, factors: dict[str, Tensor]) -
     adapter = step / MODEL_DIR / ADAPTER_DIR
     scale, trained_on = read_scaling(adapter).scale, read_base(adapter)
     base = initial_weights(TrainedModelConfig(name=base_name), load_model_config(base_name), seed=0)
-    digest = digest_of(base)
+    layout = TensorLayout(meta_model(base_name), names_in_files(base_name))
+    digest = digest_of(base, layout)
     if digest != trained_on.digest:
         raise CheckpointError(
             f"--base {base_name} has other weights (digest {digest}) than the adapter of {step} was trained on: those "
@@ -71,13 +74,17 @@ def _write_merged(request: Export, base_name: str, factors: dict[str, Tensor]) -
     matrices = adapted_matrices(factors)
     dtype = published_dtype(request, torch.float32)
     with new_directory(target) as directory:
-        shutil.copytree(step / MODEL_DIR, directory, dirs_exist_ok=True)
+        copy_description(step, directory)
         set_dtype(directory / "config.json", dtype)
         save_factors(factors, directory / ADAPTER_DIR)
         writer = SafetensorsWriter(directory, max_file_bytes=request.max_file_bytes)
-        for name, tensor in base.items():
-            if name in matrices:
-                a_RI, b_OR = (factors[factor] for factor in matrices[name])
-                tensor = merged(tensor, a_RI, b_OR, scale=scale)
+
+        def whole(name: str) -> Tensor:
+            if name not in matrices:
+                return base[name]
+            a_RI, b_OR = (factors[factor] for factor in matrices[name])
+            return merged(base[name], a_RI, b_OR, scale=scale)
+
+        for name, tensor in layout.to_files((name, whole(name)) for name in base):
             writer.add(name, in_dtype(tensor, dtype).contiguous())
         return commit(directory, target, writer, dtype, manifest.read_manifest(step))

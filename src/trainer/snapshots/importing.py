@@ -13,6 +13,7 @@ import torch
 from trainer.checkpoints.warm_start import load_weights_only
 from trainer.models.hf_files import SafetensorsWriter
 from trainer.models.model import trained_tensors
+from trainer.models.tensor_layout import TensorLayout, names_in_files
 from trainer.snapshots.models import describe_model, meta_model
 from trainer.snapshots.writing import commit, new_directory
 from triad import manifest
@@ -36,12 +37,13 @@ def import_weights(request: Import) -> Written:
     model.to_empty(device="cpu")
     model.tie_weights()
     tensors = trained_tensors(model)
-    load_weights_only(tensors, source)
+    layout = TensorLayout(model, names_in_files(name))
+    load_weights_only(tensors, source, layout=layout)
     with new_directory(target) as directory:
         describe_model(directory, name, model, torch.float32)
         writer = SafetensorsWriter(directory)
-        for tensor_name, tensor in tensors.items():
-            writer.add(tensor_name, tensor)
+        for tensor_name, tensor in layout.to_files(tensors.items()):
+            writer.add(tensor_name, tensor.contiguous())
         listing = manifest.read_manifest(source) if (source / MANIFEST_NAME).exists() else None
         return commit(directory, target, writer, torch.float32, listing)
 

@@ -9,7 +9,9 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import msgspec
 import tomli
 import torch
 from torch import Tensor
@@ -18,10 +20,13 @@ from trainer.models.hf_files import DTYPES, SafetensorsWriter
 from trainer.snapshots.reading import TensorReader
 from triad import durable, manifest
 from triad.adapter import adapted_matrices
-from triad.checkpoints import MODEL_DIR, TRAINER_DIR
+from triad.checkpoints import MODEL_DIR, NAMES_NAME, TRAINER_DIR
 from triad.ckpt.requests import Export, Written
 from triad.errors import CheckpointError, SaveError
 from triad.manifest import Manifest
+
+if TYPE_CHECKING:
+    from trainer.models.tensor_layout import TensorLayout
 
 _MODEL = "model."
 
@@ -51,9 +56,25 @@ def export(request: Export) -> Written:
     with new_directory(Path(request.target)) as directory:
         _write_description(directory, step, request.model, reader, dtype)
         writer = SafetensorsWriter(directory, max_file_bytes=request.max_file_bytes)
-        for name in names:
-            writer.add(name.removeprefix(_MODEL), in_dtype(reader.read(name), dtype))
+        tensors = ((name.removeprefix(_MODEL), reader.read(name)) for name in names)
+        layout = _layout_of(step, request.model)
+        for name, tensor in layout.to_files(tensors) if layout is not None else tensors:
+            writer.add(name, in_dtype(tensor, dtype).contiguous())
         return commit(directory, Path(request.target), writer, dtype, source)
+
+
+def _layout_of(step: Path, model: str | None) -> TensorLayout | None:
+    """Return the layout of files: that of `model`, else what the checkpoint says; None: as in memory."""
+    names_file = step / MODEL_DIR / NAMES_NAME
+    if model is None and not names_file.exists():
+        return None
+    from trainer.models.tensor_layout import TensorLayout, names_in_files  # transformers: seconds
+    from trainer.snapshots.models import meta_model
+
+    if model is not None:
+        return TensorLayout(meta_model(model), names_in_files(model))
+    names = msgspec.json.decode(names_file.read_bytes(), type=list[str])
+    return TensorLayout(meta_model(str(step / MODEL_DIR)), names)
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -77,7 +98,7 @@ def _write_description(
             raise CheckpointError(
                 f"{step} has no {MODEL_DIR}/config.json: say with --model which model it is (a directory or hub id)"
             )
-        shutil.copytree(step / MODEL_DIR, directory, dirs_exist_ok=True)
+        copy_description(step, directory)
         set_dtype(directory / "config.json", dtype)
         return
     from trainer.snapshots.models import check_shapes, describe_model, meta_model  # transformers: seconds
@@ -86,6 +107,11 @@ def _write_description(
     found = {name.removeprefix(_MODEL): entry.size for name, entry in reader.saved.items() if name.startswith(_MODEL)}
     check_shapes(found, expected, f"{step} is not the model '{model}'")
     describe_model(directory, model, expected, dtype)
+
+
+def copy_description(step: Path, directory: Path) -> None:
+    """Copy config, tokenizer and adapter settings of the checkpoint `step`."""
+    shutil.copytree(step / MODEL_DIR, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns(NAMES_NAME))
 
 
 def set_dtype(path: Path, dtype: torch.dtype) -> None:

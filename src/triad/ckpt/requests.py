@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from triad.import_path import module_command
 from triad.process import LAUNCHER_ENV
 
 DTypeName = Literal["float32", "bfloat16"]
@@ -142,7 +143,7 @@ def ask(request: Request, answer: type[Answer]) -> Answer:
     Raises:
         Failed: it failed; its message has been shown.
     """
-    command = [sys.executable, "-m", "trainer.snapshots", msgspec.json.encode(request).decode()]
+    command = module_command("trainer.snapshots", msgspec.json.encode(request).decode())
     environment = {**os.environ, LAUNCHER_ENV: str(os.getpid())}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         try:

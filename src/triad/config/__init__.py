@@ -4,9 +4,9 @@ from triad.config.base import CkptConfig, Command, ModelConfig
 from triad.config.dpo import DpoConfig
 from triad.config.inference import InferenceConfig
 from triad.config.orchestrator import OrchestratorConfig
+from triad.config.reward_training import RewardTrainingConfig
 from triad.config.rl import RlConfig
 from triad.config.rl_trainer import TrainerConfig
-from triad.config.rm import RmConfig
 from triad.config.trainer import SftConfig, TrainingCommand
 
 __all__ = [
@@ -16,8 +16,8 @@ __all__ = [
     "InferenceConfig",
     "ModelConfig",
     "OrchestratorConfig",
+    "RewardTrainingConfig",
     "RlConfig",
-    "RmConfig",
     "SftConfig",
     "TrainerConfig",
     "TrainingCommand",

@@ -74,7 +74,7 @@ class RewardModelConfig(Section):
     """A learned reward model that scores every rollout on the trainer."""
 
     name: str
-    """Directory that `rm` published, or a hub model with one score."""
+    """Directory that `reward-model` published, or a hub model with one score."""
 
     weight: float = 1.0
     """Weight of the score in the reward."""

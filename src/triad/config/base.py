@@ -14,7 +14,9 @@ DType = Literal["float32", "bfloat16"]
 class Section(BaseModel):
     """A part of a configuration. A docstring beneath a field is its ``--help`` text."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, validate_default=True, ser_json_inf_nan="constants"
+    )
 
 
 class Command(BaseSettings):
@@ -24,6 +26,7 @@ class Command(BaseSettings):
         extra="forbid",
         use_attribute_docstrings=True,
         validate_default=True,
+        ser_json_inf_nan="constants",
         cli_kebab_case=True,
         cli_implicit_flags=True,
         cli_hide_none_type=True,
@@ -48,7 +51,10 @@ class Command(BaseSettings):
     """The one seed from which data order, initialisation and sampling are derived."""
 
     dry_run: bool = False
-    """Resolve and validate everything, write the resolved TOML, print the plan, start nothing."""
+    """Make the checks that a real run makes before it starts anything, write the resolved TOML, print the plan, start
+    nothing. Checked are all settings, local paths, environments and functions of your own (they are imported; the
+    constructor of an environment of your own is not called), and every byte of the checkpoint or weights to start
+    from. Not checked are names on a hub and the rows of the data."""
 
 
 class CkptConfig(Section):
@@ -71,13 +77,13 @@ class CkptConfig(Section):
     """What follows a save that failed (disk full, I/O error): end the run, or say so and train on."""
 
     keep: int | None = Field(default=None, ge=1)
-    """Keep this many of the newest checkpoints; unset: keep all."""
+    """Keep this many of the newest checkpoints; unset: all stay, whatever the next two say."""
 
     keep_interval: int | None = Field(default=None, ge=1)
-    """Keep the checkpoints of every this many steps for good, whatever `keep` says."""
+    """Keep the checkpoints of every this many steps for good, besides the newest `keep`."""
 
     keep_best: str | None = None
-    """Keep the checkpoint with the best value of this metric, such as `min:val/loss` or
+    """Keep the checkpoint with the best value of this metric besides the newest `keep`, such as `min:val/loss` or
     `max:reward/mean`. Without `min:` or `max:`: lower is better for losses, errors and divergences."""
 
     dir: str | None = None
@@ -100,15 +106,12 @@ class CkptConfig(Section):
     """What is checked before a checkpoint is used: every byte, or sizes only (for very large ones)."""
 
     grace_s: float = Field(default=60.0, gt=0)
-    """On SIGTERM, SIGUSR1 or Ctrl-C: the time to save the current step before everything is stopped."""
+    """On SIGTERM, SIGUSR1, SIGHUP or Ctrl-C: the time to save the current step before everything is stopped."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> CkptConfig:
         if self.keep_best is not None and not self.keep_best.removeprefix("min:").removeprefix("max:"):
             raise ValueError(f"keep_best = '{self.keep_best}' names no metric; write it as `max:reward/mean`")
-        for name in ("keep_interval", "keep_best"):
-            if getattr(self, name) is not None and self.keep is None:
-                raise ValueError(f"{name} says what stays besides the newest: set keep as well; without keep all stay")
         if self.weights_only is not None and self.resume_dir is not None:
             raise ValueError("weights_only takes the weights alone and resume_dir everything: give one of them")
         return self

@@ -63,9 +63,9 @@ class PreferenceDataConfig(SftDataConfig):
     """Where pairs come from and how they become batches."""
 
     name: str = "examples/reverse_text/preferences.jsonl"
-    """A .jsonl or .parquet file, a directory of such files, or a dataset on a hub. Rows have `prompt`,
-    `chosen` and `rejected` (all text, or all lists of messages), or `chosen` and `rejected` as whole
-    conversations, whose common beginning is the prompt."""
+    """A .jsonl, .json or .parquet file (JSON also as .gz), a directory of such files or of `save_to_disk`, or a
+    dataset on a hub. Rows have `prompt`, `chosen` and `rejected` (all text, or all lists of messages), or `chosen`
+    and `rejected` whose common beginning is the prompt: see docs/data.md."""
 
     validation_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of the pairs held out for validation, chosen by `seed`."""
@@ -82,8 +82,14 @@ class PreferenceDataConfig(SftDataConfig):
     too_long: Literal["error", "drop", "truncate"] = "error"
     """What to do with a pair that has a side of more than `seq_len` tokens. `drop` and `truncate` say how many."""
 
+    train_on: Literal["all", "last", "template"] = "all"
+    """What counts of an answer that is a chat: `all` turns of the assistant behind the prompt, the `last` of them, or
+    what the chat `template` marks with {% generation %}."""
+
     pack: bool = True
-    """Pack several pairs into one row. Sides and pairs never see each other."""
+    """Fill micro-batches up to a budget of tokens, several pairs a row; sides and pairs never see each other. Models
+    whose tokens meet outside of attention (docs/models.md) get one side a row, grouped by length. Off:
+    `micro_batch_size` pairs at a time, one side a row."""
 
 
 class DpoConfig(TrainingCommand):

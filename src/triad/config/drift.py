@@ -12,7 +12,7 @@ import tomli
 from pydantic import ValidationError
 
 from triad.config.base import Command
-from triad.config.fingerprint import FREE
+from triad.config.fingerprint import is_free
 from triad.config.load import to_toml
 from triad.config.schedule import learning_rate, schedule_end
 from triad.config.trainer import OptimConfig, TrainingCommand
@@ -63,21 +63,20 @@ def compare_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> Dri
         if old.get(key) != new.get(key) and key not in _OF_THE_ATTEMPT
     }
     return Drift(
-        computing=[line for key, line in changed.items() if not _is_free(key)],
-        free=[line for key, line in changed.items() if _is_free(key)],
+        computing=[line for key, line in changed.items() if not is_free(key)],
+        free=[line for key, line in changed.items() if is_free(key)],
     )
 
 
-def _is_free(key: str) -> bool:
-    return any(key == free or key.startswith(f"{free}.") for free in FREE)
-
-
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return dotted key -> value. Lists are values; an empty table, too, is a setting."""
+    """Return dotted key -> value. Lists are values, but not those of tables; an empty table, too, is a setting."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, Mapping) and value:
             flat |= _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+            for number, item in enumerate(value):
+                flat |= _flat(item, f"{prefix}{key}[{number}].")
         else:
             flat[f"{prefix}{key}"] = value
     return flat

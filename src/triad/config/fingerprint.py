@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import msgspec
 import xxhash
 
@@ -11,14 +14,18 @@ from triad.config.rl_trainer import TrainerConfig
 from triad.config.schedule import schedule_end
 from triad.config.trainer import TrainingCommand
 
+_INDEX = re.compile(r"\[\d+\]")
+
 FREE = frozenset({
     "output_dir", "dry_run", "clean", "ckpt", "max_steps",
-    "parallel", "val_interval", "batch_timeout_s", "alerts",
-    "client", "weights_timeout_s",
+    "parallel", "val_interval", "batch_timeout_s", "alerts", "journal", "mismatch_limit", "sampler_dtype",
+    "client", "weights_timeout_s", "environments[].timeout_s",
+    "teacher.urls", "teacher.timeout_s", "teacher.ready_timeout_s", "teacher.max_concurrency",
     "server", "engine.threads", "engine.max_num_seqs", "engine.kv_cache_bytes", "engine.gpu_memory_utilization",
 })  # fmt: skip
-"""Settings of any process, by dotted key, that may change on resume: where a run lies, how long it goes on,
-how often it is saved, what is told about it, and which machines and how many of them it runs on."""
+"""Settings of any process, by dotted key (`[]`: of every item), that may change on resume: where a run lies, how
+long it goes on, how often it is saved, what is told about it, which machines and how many of them it runs on, and how
+long it waits for what."""
 
 
 def fingerprint(config: TrainingCommand) -> str:
@@ -26,7 +33,7 @@ def fingerprint(config: TrainingCommand) -> str:
 
     `max_steps` does not count, but where the learning-rate schedules end does.
     """
-    settings = config.model_dump(mode="json", exclude=_excluded(config))
+    settings = _computing(config)
     settings["optim"]["schedule_steps"] = schedule_end(config.optim, config.max_steps)
     if isinstance(config, TrainerConfig) and config.critic is not None:
         settings["critic"]["optim"]["schedule_steps"] = schedule_end(config.critic.optim, config.max_steps)
@@ -35,8 +42,24 @@ def fingerprint(config: TrainingCommand) -> str:
 
 def makes_same_batches(before: OrchestratorConfig, after: OrchestratorConfig) -> bool:
     """Return whether two orchestrators make the same batches when the same weights sample them."""
-    return before.model_dump(exclude=_excluded(before)) == after.model_dump(exclude=_excluded(after))
+    return _computing(before) == _computing(after)
 
 
-def _excluded(config: Command) -> set[str]:
-    return {key for key in FREE if key in type(config).model_fields}
+def is_free(key: str) -> bool:
+    """Return whether the setting `key`, such as `environments[0].timeout_s`, may change on resume."""
+    name = _INDEX.sub("[]", key)
+    return any(name == free or name.startswith((f"{free}.", f"{free}[")) for free in FREE)
+
+
+def _computing(config: Command) -> dict[str, Any]:
+    """Return the settings of `config` that are not free."""
+    return _without_free(config.model_dump(mode="json"), "")
+
+
+def _without_free(value: Any, key: str) -> Any:
+    if isinstance(value, dict):
+        places = {name: f"{key}.{name}" if key else name for name in value}
+        return {name: _without_free(item, places[name]) for name, item in value.items() if not is_free(places[name])}
+    if isinstance(value, list):
+        return [_without_free(item, f"{key}[]") for item in value]
+    return value

@@ -29,13 +29,24 @@ class ServerConfig(Section):
     """Address to bind. Anything other than loopback needs an admin token."""
 
     port: int = Field(default=8000, ge=1, le=65535)
-    """TCP port."""
+    """TCP port. Unset, `rl` takes the server that is free for it at 8000, or else the first free port from there
+    on for a server of its own."""
 
     admin_token_env: str = "TRIAD_ADMIN_TOKEN"
     """Environment variable with the token that the admin routes ask for (`Authorization: Bearer`)."""
 
     health_timeout_s: float = Field(default=20.0, gt=0)
     """An engine that answers a probe later than this is reported as failing by `/health`."""
+
+    lease_s: float = Field(default=90.0, gt=0)
+    """A run that pushes weights owns the server until it ends, or is silent for this long: then another may
+    push its own. The server that `rl` starts itself stays its own."""
+
+    @property
+    def url(self) -> str:
+        """Where this machine reaches it."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
 
 class EngineConfig(Section):

@@ -27,6 +27,14 @@ class CorrectionConfig(Section):
     high: float = Field(default=2.0, ge=1)
     """The largest weight: `truncate` cuts to it, `mask` drops what weighs more."""
 
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> CorrectionConfig:
+        unused = {"none": ("level", "low", "high"), "truncate": ("low",), "mask": ()}[self.type]
+        for name in unused:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} has no effect with correction.type = '{self.type}': leave it out")
+        return self
+
 
 LOSSES: dict[str, dict[str, Any]] = {
     "grpo": {"clip_low": 0.2, "clip_high": 0.2, "aggregation": "sequence"},

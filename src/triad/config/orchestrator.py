@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -22,13 +23,15 @@ class EnvironmentConfig(Section):
     """Share of the problems of each step, relative to the other environments."""
 
     args: dict[str, Any] = {}
-    """Arguments of the environment's constructor."""
+    """Arguments of the environment's constructor: `min_length`, `max_length` of `reverse_text`; `path`, `prompt`,
+    `answer`, `scorer`, `pattern`, `shuffle` of `jsonl` (docs/environments.md)."""
 
     success_reward: float | None = None
     """A rollout with at least this reward counts as solved in `pass@k`; unset: one whose metric `exact` is 1."""
 
-    timeout_s: float | None = Field(default=None, gt=0)
-    """Deadline of playing one rollout, its generation included, and of scoring one group; unset: none."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Deadline of playing one rollout, without the time in which the engine samples for it, of scoring one group and
+    of making one task; `inf`: none. A call that is silent for 30 s is named in the console."""
 
     on_error: Literal["stop", "drop"] = "stop"
     """What follows when the environment raises, misses `timeout_s`, or makes a prompt that leaves no room
@@ -38,6 +41,11 @@ class EnvironmentConfig(Section):
     def label(self) -> str:
         """Name under which the environment appears in metrics and state."""
         return self.name or self.id
+
+    @property
+    def deadline_s(self) -> float | None:
+        """`timeout_s`, None where there is none."""
+        return self.timeout_s if math.isfinite(self.timeout_s) else None
 
 
 class SamplingConfig(Section):
@@ -105,7 +113,8 @@ class OrchestratorConfig(Command):
     """The model that is trained; its tokenizer is used here."""
 
     environments: list[EnvironmentConfig] = Field(default=[EnvironmentConfig()], min_length=1)
-    """The mix of environments."""
+    """The mix of environments: `[[environments]]` in TOML, each with `id`, `name`, `weight`, `args`,
+    `success_reward`, `timeout_s` and `on_error`; docs/environments.md describes them."""
 
     problems_per_step: int = Field(default=16, ge=1)
     """Problems of one batch."""
@@ -135,7 +144,7 @@ class OrchestratorConfig(Command):
     """Give up when the trainer publishes no weights for this long."""
 
     ckpt: CkptConfig | None = None
-    """Only `resume_step` matters here: the trainer commits the checkpoints."""
+    """Only `resume_step`, and `verify` while it is looked up, matter here: the trainer commits the checkpoints."""
 
     @property
     def is_sampled_by_teacher(self) -> bool:

@@ -9,7 +9,7 @@ from pydantic import Field
 from triad.config.base import CkptConfig, Command, ModelConfig
 from triad.config.inference import InferenceConfig
 from triad.config.orchestrator import OrchestratorConfig
-from triad.config.rl_trainer import TrainerConfig
+from triad.config.rl_trainer import JournalConfig, TrainerConfig
 from triad.errors import ConfigError
 
 
@@ -37,6 +37,9 @@ class RlConfig(Command):
     ckpt: CkptConfig | None = None
     """For trainer and orchestrator: checkpoints."""
 
+    journal: JournalConfig | None = None
+    """For the trainer: batches that stay after they are trained."""
+
     max_restarts: int = Field(default=3, ge=0)
     """Start a process that died again, at most this often within `restart_window_s`; 0: the run ends."""
 
@@ -62,6 +65,7 @@ _SHARED = {
     "async_level": ("trainer", "orchestrator"),
     "ckpt": ("trainer", "orchestrator"),
     "model": ("trainer", "orchestrator", "inference"),
+    "journal": ("trainer",),
 }
 
 
@@ -87,10 +91,8 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
         for name in names:
             setattr(getattr(config, name), setting, value)
     config.trainer.clean = config.clean = config.clean or config.trainer.clean
-    host, port = config.inference.server.host, config.inference.server.port
     if "urls" not in config.orchestrator.client.model_fields_set:
-        reachable = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-        config.orchestrator.client.urls = [f"http://{reachable}:{port}"]
+        config.orchestrator.client.urls = [config.inference.server.url]
     return config
 
 
@@ -147,6 +149,8 @@ def _hand_down_model(config: RlConfig, names: tuple[str, ...]) -> None:
             setattr(model, field, value)
     if "dtype" in config.trainer.model.model_fields_set and "dtype" not in config.inference.model.model_fields_set:
         config.inference.model.dtype = config.trainer.model.dtype
+    if config.trainer.sampler_dtype is None:
+        config.trainer.sampler_dtype = config.inference.model.dtype
     if config.trainer.model.init == "random":
         config.inference.model.load = "dummy"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 from pydantic import Field, field_validator, model_validator
 
 from triad.config.alerts import AlertsConfig
@@ -15,6 +17,7 @@ from triad.config.algorithm import (
     RewardModelConfig,
     UpdatesConfig,
 )
+from triad.config.base import DType, Section
 from triad.config.losses import PolicyLossConfig
 from triad.config.trainer import TrainingCommand
 from triad.user_functions import check_name
@@ -23,6 +26,14 @@ ADVANTAGES = ("grpo", "dr_grpo", "rloo", "max_rl", "reinforce_pp", "reinforce_pp
 """Advantages that are computed from rewards alone."""
 TOKEN_ADVANTAGES = ("gae", "distillation")
 """Advantages that differ from token to token, and need a model."""
+
+
+class JournalConfig(Section):
+    """What stays of the journal of batches, `rollouts/`, to be looked into."""
+
+    keep: Annotated[int, Field(ge=0)] | Literal["all"] = 20
+    """Keep this many of the newest trained batches, or `all`, though no checkpoint needs them any more. They are
+    never trained again. Without checkpoints all stay: a trainer that dies starts again from the first."""
 
 
 class TrainerConfig(TrainingCommand):
@@ -64,14 +75,32 @@ class TrainerConfig(TrainingCommand):
     alerts: AlertsConfig = AlertsConfig()
     """What metrics must look like for an alert."""
 
+    mismatch_limit: float | None = Field(default=None, gt=0)
+    """Largest `mismatch_kl`, in nats a token, of rollouts by the very weights that a step trains: above it trainer and
+    engine compute different models, and the run ends before it trains on them. Unset: 1e-6 in float32, 0.05 where
+    trainer or engines are in bfloat16; `inf`: never."""
+
+    sampler_dtype: DType | None = None
+    """Dtype of the engines, which decides what difference counts as rounding; unset: `model.dtype`. `rl` fills in that
+    of its inference server."""
+
+    journal: JournalConfig = JournalConfig()
+    """Batches that stay after they are trained."""
+
     row_tokens: int = Field(default=4096, ge=2)
-    """Token budget of one packed row (one forward pass of one rank)."""
+    """Token budget of one forward pass of one rank: a packed row, or with a model that cannot be packed
+    (docs/models.md) rows of one sample each, with their padding."""
 
     async_level: int = Field(default=1, ge=0)
     """Batch N is made by the weights of step N - 1 - async_level; weights are kept that long."""
 
     batch_timeout_s: float = Field(default=1800.0, gt=0)
     """Give up when the orchestrator publishes no batch for this long."""
+
+    @property
+    def numerics(self) -> DType:
+        """The coarser of the dtypes of trainer and engines."""
+        return "bfloat16" if "bfloat16" in (self.model.dtype, self.sampler_dtype) else "float32"
 
     @field_validator("advantage")
     @classmethod

@@ -22,8 +22,8 @@ class TrainedModelConfig(ModelConfig):
     always float32."""
 
     attention: str = "packed"
-    """`packed` (causal attention per sample, any device) or the name of a transformers attention
-    implementation that understands packed rows, such as `flash_attention_2`."""
+    """`packed` (causal attention per sample, any device; where a model asks for more, `sdpa` or `eager` of
+    transformers) or the name of a transformers attention implementation, such as `flash_attention_2`."""
 
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, about a third more time."""
@@ -51,7 +51,8 @@ class ParallelConfig(Section):
     """Processes to start on this machine; the model is sharded over them."""
 
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads of each rank; unset: the cores this process is given, divided by the ranks."""
+    """CPU threads of each rank; unset: the cores this process is given, divided by the ranks. `rl` gives the
+    trainer half of its cores, and the rest to the engine."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA where there is one."""
@@ -134,11 +135,12 @@ class SftDataConfig(Section):
     """Where samples come from and how they become batches."""
 
     name: str = "examples/reverse_text/sft.jsonl"
-    """A .jsonl or .parquet file, a directory of such files, or a dataset on a hub. Rows have
-    `messages` (a list of {role, content}) or `prompt` and `completion` (text, or messages)."""
+    """A .jsonl, .json or .parquet file (JSON also as .gz), a directory of such files or of `save_to_disk`, or a
+    dataset on a hub. Rows have `messages`; or `prompt` and `completion`; or `conversations` (ShareGPT); or
+    `instruction`, `input` and `output` (Alpaca); or `text`: see docs/data.md."""
 
     split: str = "train"
-    """Split to read, for directories and hub datasets."""
+    """Split to read, for directories and hub datasets that have several."""
 
     validation_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of the samples held out for validation, chosen by `seed`."""
@@ -155,8 +157,14 @@ class SftDataConfig(Section):
     too_long: Literal["error", "drop", "truncate"] = "error"
     """What to do with a sample of more than `seq_len` tokens. `drop` and `truncate` say how many."""
 
+    train_on: Literal["all", "last", "template"] = "all"
+    """What is trained of a chat: `all` turns of the assistant, the `last` of them, or what the chat `template` marks
+    with {% generation %}. In rows with a prompt, of the completion alone. Plain `text` is trained whole."""
+
     pack: bool = True
-    """Pack several samples into one row. Samples never see each other."""
+    """Fill micro-batches up to a budget of tokens, several samples a row, which never see each other. Models whose
+    tokens meet outside of attention (docs/models.md) get one sample a row, grouped by length. Off:
+    `micro_batch_size` samples at a time, one a row."""
 
     shuffle: bool = True
     """A new order every epoch, from `seed`; off: file order."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +13,8 @@ from trainer.policy.losses.clipped import clipped_loss
 from trainer.policy.losses.gspo import gspo_loss
 from trainer.policy.losses.policy_gradient import cispo_loss, likelihood_loss, policy_gradient_loss
 from triad.config.losses import PolicyLossConfig
-from triad.errors import ConfigError, TrainingError
-from triad.user_functions import load_function
+from triad.errors import TrainingError
+from triad.user_functions import load_loss
 
 __all__ = ["PolicyLoss", "PolicyLossInput", "policy_loss"]
 
@@ -46,11 +45,7 @@ def policy_loss(config: PolicyLossConfig) -> PolicyLoss:
 
 
 def _user_loss(name: str, args: dict[str, Any]) -> PolicyLoss:
-    function = load_function(name, key="loss.type")
-    try:
-        inspect.signature(function).bind(None, **args)
-    except TypeError as error:
-        raise ConfigError(f"loss.args = {args}: '{name}' cannot be called as function(data, **args): {error}") from None
+    function = load_loss(name, args)
 
     def loss(data: PolicyLossInput) -> tuple[Tensor, dict[str, Tensor]]:
         result = function(data, **args)

@@ -1,7 +1,7 @@
-"""Reward model training: `uv run rm @ configs/reverse_text/rm.toml`.
+"""Reward model training: `uv run reward-model @ configs/reverse_text/reward_model.toml`.
 
 The decoder of a language model and a new head learn to score the chosen side of a pair above the
-rejected one, each at its last token; the loop over the pairs is in `pair_training`.
+rejected one, each at its last token; the loop over the pairs is in `trainer.pairs.training`.
 """
 
 from __future__ import annotations
@@ -24,25 +24,32 @@ from trainer.pairs.reward_loss import reward_loss
 from trainer.pairs.training import PairObjective, train_on_pairs
 from trainer.parallel import Parallel
 from trainer.session import Build, start_session
-from triad.config import RmConfig
+from triad.config import RewardTrainingConfig
 from triad.config.trainer import TrainedModelConfig
 from triad.events import report
 
 _log = logging.getLogger("trainer")
 
 
-def run(config: RmConfig) -> None:
+def run(config: RewardTrainingConfig) -> None:
     """Train until `max_steps`, then publish the weights."""
     parallel = parallel_module.start(config.parallel)
     seed_everything(config.seed, step=0, rank=parallel.rank)
     report("reading data")
     tokenizer = load_tokenizer(config.model.tokenizer_name)
-    pairs = [end_at_stop_token(pair, tokenizer) for pair in load_pairs(config.data, tokenizer)]
+    pairs = [end_at_stop_token(pair, tokenizer) for pair in load_pairs(config.data, tokenizer, parallel=parallel)]
     training, held_out = split_pairs(pairs, config.data.validation_fraction, seed=config.seed)
     _log.info("%d pairs to train on, %d held out", len(training), len(held_out))
     build = _with_padding(tokenizer, pairs)
-    with start_session(config, parallel, tokenizer, build, data_fingerprint=fingerprint_pairs(training)) as session:
-        train_on_pairs(config, session, rm_objective(config, parallel), training, held_out)
+    with start_session(
+        config,
+        parallel,
+        tokenizer,
+        build,
+        pack=config.data.pack,
+        data_fingerprint=fingerprint_pairs(training),
+    ) as session:
+        train_on_pairs(config, session, reward_objective(config, parallel), training, held_out)
         report("publishing weights", step=session.progress.step)
         session.publisher.publish(session.progress.step)
         session.publisher.prune({session.progress.step})
@@ -65,7 +72,7 @@ def end_at_stop_token(pair: Pair, tokenizer: PreTrainedTokenizerBase) -> Pair:
     return Pair(shortened(pair.chosen), shortened(pair.rejected), number=pair.number)
 
 
-def rm_objective(config: RmConfig, parallel: Parallel) -> PairObjective[ScalarModel]:
+def reward_objective(config: RewardTrainingConfig, parallel: Parallel) -> PairObjective[ScalarModel]:
     """Return the loss of pairs, with the rewards of both sides as metrics."""
 
     def forward(model: ScalarModel, pairs: Sequence[Pair], indices: list[int]) -> dict[str, Tensor]:

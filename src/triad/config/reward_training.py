@@ -1,4 +1,4 @@
-"""Configuration of reward model training: `rm`."""
+"""Configuration of reward model training: `reward-model`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class RewardLossConfig(Section):
     take 0.01). The first term sees differences only."""
 
 
-class RmConfig(TrainingCommand):
-    """Training of a reward model: `uv run rm @ configs/reverse_text/rm.toml`."""
+class RewardTrainingConfig(TrainingCommand):
+    """Training of a reward model: `uv run reward-model @ configs/reverse_text/reward_model.toml`."""
 
     data: PreferenceDataConfig = PreferenceDataConfig()
     """Pairs and batches."""
@@ -33,7 +33,7 @@ class RmConfig(TrainingCommand):
     """Steps between validations; unset: after the final step only. Needs data.validation_fraction."""
 
     @model_validator(mode="after")
-    def _settings_fit_together(self) -> RmConfig:
+    def _settings_fit_together(self) -> RewardTrainingConfig:
         if self.val_interval is not None and self.data.validation_fraction == 0:
             raise ValueError(f"val_interval = {self.val_interval} needs data.validation_fraction above 0, got 0")
         if self.model.lora is not None:

@@ -1,0 +1,30 @@
+"""Check the environments of a configuration without playing one: `python -m orchestrator.check < config.json`.
+
+The launcher runs it before it starts anything. Built-in environments are constructed, as that is cheap; of a
+user's own the module is imported and the arguments are held against the constructor's parameters.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from orchestrator.environments import BUILT_IN, find_environment, load_environment
+from triad.config.orchestrator import OrchestratorConfig
+from triad.process import die_with_launcher, run_reporting_errors
+
+
+def check_environments(config: OrchestratorConfig) -> None:
+    """Find every environment and check its arguments.
+
+    Raises:
+        ConfigError, DataError: there is no such environment, or its arguments do not fit.
+        EnvironmentFailure: its module raised.
+    """
+    for position, section in enumerate(config.environments):
+        find = load_environment if section.id in BUILT_IN else find_environment
+        find(section, key=f"environments[{position}]")
+
+
+if __name__ == "__main__":
+    die_with_launcher()
+    run_reporting_errors(lambda: check_environments(OrchestratorConfig.model_validate_json(sys.stdin.buffer.read())))

@@ -1,0 +1,11 @@
+"""Chats as token ids: rendering, tokenising and masking, the same for `sft`, `dpo`, `rm` and `rl`.
+
+    messages.py    what a message may hold, and the form in which a template reads it
+    template.py    a chat template, with what transformers promises to every template
+    tokenizer.py   text, prompts and continuations as token ids
+    masking.py     whole chats and texts as token ids, with a mask of what is trained
+    files.py       a tokenizer from its directory or from the hub
+
+Uses `tokenizers` and `jinja2` directly: transformers would load torch, which costs seconds of start-up
+and hundreds of megabytes for a process that never touches a tensor.
+"""

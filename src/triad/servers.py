@@ -1,0 +1,291 @@
+"""Which inference servers an `rl` run uses: one that is there and free for it, those it was told, or one of its own.
+
+Decided before anything is touched, and claimed, so that two launchers that look at the same moment never take the
+same server or port.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+
+import msgspec
+
+from triad.config.inference import InferenceConfig
+from triad.config.rl import RlConfig
+from triad.errors import InferenceError
+from triad.owner import Owner, directory_name, owner_of
+from triad.ports import Reservation, reserve, reserve_first_free
+from triad.run_dir import RunDir
+
+_TIMEOUT_S = 10.0
+# How often the launcher claims what it has claimed: an orchestrator does so too, but may not have started, or be dead.
+_SIGN_OF_LIFE_S = 20.0
+_FAILURES = (OSError, ValueError, HTTPException)
+# Proxies of the environment are for the internet, not for the engines of a run.
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class _OwnerStatus(msgspec.Struct):
+    run_id: str
+    directory: str
+    silent_s: float
+    lease_s: float | None
+
+
+class _Served(msgspec.Struct):
+    """Answer of `GET /weights`, as far as it matters here."""
+
+    model: str
+    owner: _OwnerStatus | None
+
+
+class _NotOurs(Exception):
+    """Something answers that is no inference server of triad."""
+
+
+class _Taken(Exception):
+    """A server or port that this run cannot have, and why."""
+
+
+@dataclass(frozen=True)
+class Servers:
+    """What a run samples with.
+
+    Attributes:
+        starts_own: the run starts a server of its own at the address in its configuration.
+        line: what to tell the user about it; empty where nothing is to be told.
+    """
+
+    starts_own: bool
+    line: str
+
+
+def address_of(config: InferenceConfig) -> str:
+    """Return the URL of the server that `config` describes."""
+    return config.server.url
+
+
+def picks_its_port(config: RlConfig) -> bool:
+    """Whether the user, who wrote `config`, left it to the run which port its server has."""
+    return (
+        "port" not in config.inference.server.model_fields_set
+        and "urls" not in config.orchestrator.client.model_fields_set
+    )
+
+
+@contextmanager
+def chosen_servers(config: RlConfig, *, picks_port: bool) -> Iterator[Servers]:
+    """Choose, and hold what was chosen until the end: then the run's servers are given back.
+
+    A port that is picked is written into `config`. A dry run holds nothing.
+
+    Raises:
+        InferenceError: exit code 2, the address is taken by another run, another model or another program.
+        ConfigError: no port is free.
+    """
+    run_dir = RunDir(config.output_dir)
+    choice = _Choice(config, run_dir)
+    try:
+        yield choice.make(picks_port=picks_port)
+    finally:
+        choice.end()
+
+
+class _Choice:
+    def __init__(self, config: RlConfig, run_dir: RunDir) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._new_id = uuid.uuid4().hex
+        teacher = config.orchestrator.teacher
+        self._teachers = {url.rstrip("/") for url in teacher.urls} if teacher else set[str]()
+        self._claimed: list[str] = []
+        self._to_give_back: list[str] = []
+        self._reservation: Reservation | None = None
+        self._is_over = threading.Event()
+        self._living = threading.Thread(target=self._give_signs_of_life, daemon=True)
+
+    @property
+    def _me(self) -> Owner:
+        """The run, which may not have begun yet."""
+        if self._run_dir.holds_run():
+            return owner_of(self._run_dir)
+        return Owner(self._new_id, directory_name(self._run_dir))
+
+    def make(self, *, picks_port: bool) -> Servers:
+        config = self._config
+        if config.orchestrator.is_sampled_by_teacher:
+            return Servers(False, "the teacher samples: the policy needs no inference server")
+        address, urls = address_of(config.inference), config.orchestrator.client.urls
+        try:
+            for url in urls:
+                if url.rstrip("/") in self._teachers:
+                    raise _Taken(f"{url} is where the teacher is served (orchestrator.teacher.urls)")
+                if url != address:
+                    self._claim_if_there(url)
+            if address not in urls:
+                return Servers(False, f"using the inference servers at {', '.join(urls)}")
+            if (model := self._use(address)) is not None:
+                return Servers(False, f"using the inference server that answers at {address} (model {model})")
+            if picks_port:
+                return self._own_server(address, "another run or program has it")
+            if not config.dry_run:
+                self._reservation = reserve(config.inference.server.host, config.inference.server.port)
+                if self._reservation is None:
+                    raise _Taken(f"{address} is in use, by a run that starts or by another program")
+        except _Taken as taken:
+            if picks_port:
+                return self._own_server(address, str(taken))
+            other = "choose another port with --inference.server.port"
+            if urls != [address]:
+                other = "name other servers with --orchestrator.client.urls"
+            raise _refusal(f"{taken}. Wait for it, or {other}.") from None
+        return Servers(True, "")
+
+    def end(self) -> None:
+        """Give back what was claimed, and the port."""
+        self._is_over.set()
+        if self._claimed:
+            self._living.join()
+        for url in self._to_give_back:
+            try:
+                _post(url, "/release", self._me, self._token())
+            except _FAILURES as error:
+                if isinstance(getattr(error, "reason", None), ConnectionRefusedError):
+                    continue  # it has ended
+                print(f"{url} was not given back, so other runs cannot use it yet: {error}")
+        if self._reservation is not None:
+            self._reservation.release()
+
+    def _give_signs_of_life(self) -> None:
+        while not self._is_over.wait(_SIGN_OF_LIFE_S):
+            for url in tuple(self._claimed):
+                try:
+                    _post(url, "/claim", self._me, self._token())
+                except _FAILURES:  # the orchestrator says what is wrong, when it needs the server
+                    continue
+
+    def _own_server(self, address: str, why: str) -> Servers:
+        """Start a server of this run at the first free port."""
+        server = self._config.inference.server
+        wanted = server.port
+        self._reservation = reserve_first_free(server.host, wanted)
+        server.port = self._reservation.port
+        while server.url in self._teachers:  # which may not have started yet
+            self._reservation.release()
+            self._reservation = reserve_first_free(server.host, server.port + 1)
+            server.port = self._reservation.port
+        self._config.orchestrator.client.urls = [address_of(self._config.inference)]
+        if server.port == wanted:
+            return Servers(True, "")
+        return Servers(True, f"port {wanted} is not free ({why}): the inference server of this run gets {server.port}")
+
+    def _use(self, address: str) -> str | None:
+        """Claim the server at `address` and return its model; None where nobody listens.
+
+        Raises:
+            _Taken: it is not for this run.
+        """
+        try:
+            served = _look(address)
+        except _NotOurs as error:
+            raise _Taken(
+                f"something answers at {address}, but it is not an inference server of triad ({error})"
+            ) from None
+        if served is None:
+            return None
+        wanted = self._config.inference.model.name
+        if not _same_model(served.model, wanted):
+            raise _Taken(
+                f"the inference server at {address} serves the model '{served.model}', this run trains '{wanted}'"
+            )
+        self._claim(address, served)
+        return served.model
+
+    def _claim_if_there(self, url: str) -> None:
+        """Claim a server that the user named, unless it is still to be started: the orchestrator waits for it."""
+        try:
+            served = _look(url)
+        except _NotOurs:  # the orchestrator says what is wrong, once it has waited for it
+            return
+        if served is not None:
+            self._claim(url, served)
+
+    def _claim(self, url: str, served: _Served) -> None:
+        """Own the server at `url`.
+
+        Raises:
+            _Taken: another run does.
+        """
+        owner = served.owner
+        if owner is not None and owner.run_id != self._me.run_id and owner.directory != self._me.directory:
+            raise _Taken(f"the inference server at {url} belongs to the run in {owner.directory}")
+        if self._config.dry_run:
+            return
+        try:
+            _post(url, "/claim", self._me, self._token())
+        except urllib.error.HTTPError as error:
+            error.close()
+            why = {
+                401: f"asks for its admin token ({self._config.orchestrator.client.admin_token_env})",
+                409: "was taken by another run just now",
+            }
+            raise _Taken(f"the inference server at {url} {why.get(error.code, f'says {error}')}") from None
+        except _FAILURES as error:
+            raise _Taken(f"the inference server at {url} gave no answer ({error})") from None
+        self._claimed.append(url)
+        if owner is None:
+            # One that was this run's already is not given back by a launcher, which may yet find that the run goes on
+            # under another one and end: the orchestrator gives it back, or the lease.
+            self._to_give_back.append(url)
+        if not self._living.is_alive():
+            self._living.start()
+
+    def _token(self) -> str | None:
+        return os.environ.get(self._config.orchestrator.client.admin_token_env)
+
+
+def _look(url: str) -> _Served | None:
+    """Return what the server at `url` serves; None where nobody listens.
+
+    Raises:
+        _NotOurs: something else answers.
+    """
+    try:
+        with _opener.open(f"{url}/weights", timeout=_TIMEOUT_S) as answer:
+            return msgspec.json.decode(answer.read(), type=_Served)
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise _NotOurs(f"HTTP {error.code}") from None
+    except urllib.error.URLError as error:
+        if isinstance(error.reason, ConnectionRefusedError):
+            return None
+        raise _NotOurs(str(error.reason)) from None
+    except _FAILURES as error:
+        raise _NotOurs(f"{type(error).__name__}: {error}") from None
+
+
+def _post(url: str, route: str, owner: Owner, token: str | None) -> None:
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+    body = json.dumps({"run_id": owner.run_id, "directory": owner.directory}).encode()
+    with _opener.open(urllib.request.Request(f"{url}{route}", body, headers), timeout=_TIMEOUT_S):
+        return
+
+
+def _same_model(served: str, wanted: str) -> bool:
+    return served == wanted or (Path(served).exists() and Path(wanted).exists() and Path(served).samefile(wanted))
+
+
+def _refusal(reason: str) -> InferenceError:
+    error = InferenceError(reason)
+    error.exit_code = 2
+    return error

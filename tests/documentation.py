@@ -1,0 +1,148 @@
+"""README and docs as the tests read them: fenced blocks in the order of the page, links, headings.
+
+Every fence names its language:
+
+    ```console            commands for a shell in the root of a checkout, one per line. Where lines begin with `$ `,
+                          those are the commands and the others what they print: digits count as any number, `...`
+                          as any text
+    ```python             must compile; `file=name.py` behind it: the file that later blocks of the page import
+    ```toml COMMAND       settings of COMMAND
+    ```bash  ```text      a script, which must be one for bash; anything else
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LANGUAGES = {"console", "python", "toml", "bash", "text"}
+_FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a page.
+
+    Attributes:
+        words: the line as a shell splits it, without `uv run`.
+        output: the lines that the page shows below it.
+    """
+
+    where: str
+    line: str
+    words: list[str]
+    output: list[str] = field(default_factory=list)
+
+    @property
+    def program(self) -> str:
+        """What is run: `sft`, or `python -m benchmarks.startup`."""
+        return " ".join(self.words[:3]) if self.words[:2] == ["python", "-m"] else self.words[0]
+
+    def flag(self, name: str) -> str | None:
+        """Return the word behind `--name`; None without that flag, an empty string where it stands alone."""
+        if f"--{name}" not in self.words:
+            return None
+        place = self.words.index(f"--{name}") + 1
+        return self.words[place] if place < len(self.words) and not self.words[place].startswith("--") else ""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block."""
+
+    page: Path
+    line: int
+    info: list[str]
+    text: str
+
+    @property
+    def where(self) -> str:
+        """File and line, for messages."""
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def language(self) -> str:
+        """The first word behind the fence."""
+        return self.info[0] if self.info else ""
+
+    @property
+    def file(self) -> str | None:
+        """The name that the block is saved under."""
+        return next((word.removeprefix("file=") for word in self.info if word.startswith("file=")), None)
+
+    @cached_property
+    def commands(self) -> list[Command]:
+        """The commands of a `console` block."""
+        lines = self.text.splitlines()
+        has_output = any(line.startswith("$ ") for line in lines)
+        found: list[Command] = []
+        for number, line in enumerate(lines, start=self.line + 1):
+            if has_output and not line.startswith("$ "):
+                found[-1].output.append(line)
+            elif line.strip():
+                words = shlex.split(line.removeprefix("$ "), comments=True)
+                where = f"{self.page.relative_to(ROOT)}:{number}"
+                found.append(Command(where, line, words[2:] if words[:2] == ["uv", "run"] else words))
+        return found
+
+
+def blocks(page: Path) -> list[Block]:
+    """Return the fenced blocks of a page, in order."""
+    text = page.read_text()
+    return [
+        Block(page, text.count("\n", 0, match.start()) + 1, match[2].split(), match[3])
+        for match in _FENCE.finditer(text)
+    ]
+
+
+def commands(page: Path) -> list[Command]:
+    """Return the commands of a page, in order."""
+    return [command for block in blocks(page) if block.language == "console" for command in block.commands]
+
+
+def prose(page: Path) -> str:
+    """Return a page without its fenced blocks."""
+    return _FENCE.sub("", page.read_text())
+
+
+def links(page: Path) -> Iterator[str]:
+    """Give the targets of the links and pictures of a page that lead to files of the repository."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if "://" not in target:
+            yield target
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the names under which the headings of a page can be linked to, as GitHub makes them."""
+    titles = re.findall(r"^#+ +(.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def shows(expected: list[str], printed: str) -> str | None:
+    """Return the first line of `expected` that `printed` does not have behind those before; None if it has all.
+
+    Digits stand for any number, `...` for any text, and white space for any other.
+    """
+    rest = [_blurred(line) for line in printed.splitlines()]
+    for line in expected:
+        if not line.strip():
+            continue
+        parts = [re.escape(_blurred(part)) for part in line.split("...")]
+        pattern = re.compile(r".*".join(parts))
+        place = next((number for number, other in enumerate(rest) if pattern.fullmatch(other)), None)
+        if place is None:
+            return line
+        rest = rest[place + 1 :]
+    return None
+
+
+def _blurred(line: str) -> str:
+    number = r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
+    return re.sub(r"\s+", " ", re.sub(number, "#", line)).strip()

@@ -1,0 +1,144 @@
+"""A checkout in which the commands of a page are tried one after the other, and what must hold between them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.conftest import ROOT
+from tests.documentation import Block, Command, blocks, shows
+from triad.config import DpoConfig, OrchestratorConfig, RewardTrainingConfig, RlConfig, SftConfig, TrainerConfig
+from triad.config.load import parse_command_line
+from triad.config.rl import hand_down_shared
+
+TRAINING = {"sft": SftConfig, "dpo": DpoConfig, "reward-model": RewardTrainingConfig, "trainer": TrainerConfig}
+# Not of triad: what they need is a network, another machine, or the suite that this is a part of.
+NOT_OURS = {"pip", "uv", "export", "sha256sum", "pytest"}
+_RESUMING = ("--ckpt.resume-step", "--ckpt.resume-dir", "--ckpt.weights-only")
+_MODEL = "examples/reverse_text/model"
+
+
+@dataclass
+class Checkout:
+    """What the examples need of a checkout, in `path`; `made` is what commands have left there, or would have.
+
+    Attributes:
+        made: run directory -> the program that made it; the others join, resume or look into it.
+    """
+
+    path: Path
+    made: dict[Path, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("configs", "examples"):
+            shutil.copytree(ROOT / name, self.path / name)
+        for name in ("benchmarks", "tests"):
+            (self.path / name).symlink_to(ROOT / name)
+        (self.path / "my_run.toml").write_text((ROOT / "configs/reverse_text/sft.toml").read_text())
+        (self.path / "questions.jsonl").write_text('{"prompt": "two plus two", "solution": 4}\n')
+
+    def save_files(self, page: Path) -> None:
+        """Save the programs of a page under their names."""
+        for block in blocks(page):
+            if block.file is not None:
+                (self.path / block.file).write_text(block.text)
+
+    def dry_run(self, command: Command, run: Callable[..., tuple[int, str, str]]) -> None:
+        """Check a command without starting anything, and note what it would have left."""
+        program, flags = command.words[0], command.words[1:]
+        if command.words[:2] == ["python", "-m"]:
+            self._check_module(command)
+        elif program in ("ckpt", "rollouts"):
+            self._check_reader(command)
+        elif program in (*TRAINING, "rl", "orchestrator", "inference"):
+            output_dir = self._note(command)
+            fresh = self.path / "dry" / f"{len(self.made)}_{output_dir.name}"
+            code, out, err = run(program, *_without_start(flags), "--output-dir", fresh, "--dry-run")
+            assert code == 0, f"{command.where}: {command.line}\n{out}{err}"
+            assert "resolved configuration: " in out
+        else:
+            assert program in NOT_OURS, f"{command.where}: what is `{program}`?"
+
+    def start(self, command: Command, *extra: str, timeout_s: float = 1200) -> str:
+        """Run a command and check its exit code, and what the page says that it prints; return what it printed."""
+        program = str(Path(sys.executable).with_name(command.words[0]))
+        done = subprocess.run(
+            [program, *command.words[1:], *extra], cwd=self.path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, timeout=timeout_s, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        refused = any(line.startswith("error: ") for line in command.output)
+        assert done.returncode == (2 if refused else 0), f"{command.where}: {command.line}\n{done.stdout}"
+        missing = shows(command.output, done.stdout)
+        assert missing is None, f"{command.where}: the page shows\n{missing}\nbut printed was\n{done.stdout}"
+        return done.stdout
+
+    def _note(self, command: Command) -> Path:
+        """Check that the command may use its run directory, after those before it; return that."""
+        program, flags = command.words[0], command.words[1:]
+        where = f"{command.where}: {command.line}\n"
+        if program == "inference":
+            return self.path / (command.flag("output-dir") or "inference")
+        if program == "orchestrator":
+            config = parse_command_line(OrchestratorConfig, flags, program=program)
+            assert config.output_dir in self.made, f"{where}nobody has made {config.output_dir}"
+            return config.output_dir
+        if program == "rl":
+            config = hand_down_shared(parse_command_line(RlConfig, flags, program=program)).trainer
+        else:
+            config = parse_command_line(TRAINING[program], flags, program=program)
+        wanted = config.ckpt.resume_step if config.ckpt else None
+        is_dry = "--dry-run" in flags
+        if config.output_dir in self.made:
+            assert wanted is not None or config.clean or is_dry, f"{where}would be refused: it holds a run"
+            assert self.made[config.output_dir] == program, f"{where}goes on from another program's run"
+        else:
+            assert wanted in (None, "auto"), f"{where}nothing to resume: no command before it made {config.output_dir}"
+        if not is_dry:
+            self.made[config.output_dir] = program
+            weights = self.path / config.output_dir / "weights" / f"step_{config.max_steps}"
+            shutil.copytree(self.path / _MODEL, weights, dirs_exist_ok=True)
+        return config.output_dir
+
+    def _check_reader(self, command: Command) -> None:
+        """Check the arguments of `ckpt` or `rollouts`, and that the run that it looks into is there."""
+        from triad.ckpt.arguments import parse
+        from triad.rollouts_cli import parse as parse_rollouts
+
+        arguments = (parse if command.words[0] == "ckpt" else parse_rollouts)(command.words[1:])
+        if arguments.command != "import":
+            maker = self.made.get(arguments.output_dir)
+            assert maker, f"{command.where}: {command.line}\nnobody has made {arguments.output_dir}"
+            assert command.words[0] == "ckpt" or maker == "rl"
+
+    def _check_module(self, command: Command) -> None:
+        """Check that the module is there, and knows the flags."""
+        name = command.words[2]
+        place = ROOT / name.replace(".", "/")
+        program = place / "__main__.py" if place.is_dir() else place.with_suffix(".py")
+        assert program.is_file(), f"{command.where}: there is no program {name}"
+        source = program.read_text()
+        assert '__name__ == "__main__"' in source, f"{command.where}: {name} is no program"
+        for flag in (word for word in command.words[3:] if word.startswith("--")):
+            assert f'"{flag}"' in source, f"{command.where}: {name} has no {flag}"
+
+
+def settings_file(block: Block, directory: Path) -> Path:
+    """Save a block of settings as a file."""
+    path = directory / f"settings_{block.line}.toml"
+    path.write_text(block.text)
+    return path
+
+
+def _without_start(flags: list[str]) -> list[str]:
+    """Leave out where a run starts: in a dry run nothing is there to start from."""
+    kept, skip = [], False
+    for word in flags:
+        if not skip and word not in (*_RESUMING, "--dry-run"):
+            kept.append(word)
+        skip = word in _RESUMING
+    return kept

@@ -1,0 +1,50 @@
+"""Commands of the docs as a reader gives them, one after the other, with what the page shows that they print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.documentation import commands
+from tests.documented_runs import NOT_OURS, Checkout
+
+STARTED = {"checkpoints.md"}
+"""Pages whose commands are all started in the everyday tests; of the others they are checked by --dry-run."""
+pytestmark = pytest.mark.timeout(2400)  # many whole runs in one test
+# A user's own run and a store on a network: checked, not started.
+_NOT_STARTED = "my_run.toml"
+
+
+def test_the_page_about_checkpoints(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    for command in commands(ROOT / "docs" / "checkpoints.md"):
+        if command.words[0] in NOT_OURS:
+            continue
+        checkout.start(command, *(["--dry-run"] if _NOT_STARTED in command.words else []))
+    assert (tmp_path / "outputs" / "exported" / "config.json").exists()
+
+
+@pytest.mark.slow
+def test_the_readme(tmp_path: Path) -> None:
+    """All of it, the quick start too; the second run of `Kill it` ends with the bits of the first."""
+    checkout = Checkout(tmp_path)
+    checkout.save_files(ROOT / "README.md")
+    for command in commands(ROOT / "README.md"):
+        if command.words[0] in NOT_OURS:
+            continue
+        short = ["--max-steps", "3"] if "outputs/addition" in command.words else []
+        checkout.start(command, *short)
+    weights = [tmp_path / "outputs" / name / "weights/step_50" for name in ("reverse_text_rl", "killed")]
+    first, second = ((path / "model.safetensors").read_bytes() for path in weights)
+    assert first == second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["journal.md", "environments.md"])
+def test_pages_whose_runs_are_looked_into(page: str, tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    checkout.save_files(ROOT / "docs" / page)
+    for command in commands(ROOT / "docs" / page):
+        assert checkout.start(command).strip()

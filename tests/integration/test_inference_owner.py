@@ -1,0 +1,129 @@
+"""A real server and the runs that want it: what it serves only to whom, and whose it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.inference_models import write_model
+from tests.inference_zygote import ServerHandle, free_port, shared_zygote
+from triad.config import InferenceConfig
+from triad.run_dir import RunDir
+from triad.weights_digest import weights_digest
+
+LEASE_S = 1.0
+MINE = {"run_id": "mine", "directory": "node:/mine"}
+OTHER = {"run_id": "other", "directory": "node:/other"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate("ab"):
+        write_model(directory / name, seed=seed, tied=True)
+    return directory
+
+
+def start(models: Path, directory: Path, *, port: int, owner: Path | None = None) -> ServerHandle:
+    config = InferenceConfig.model_validate(
+        {"model": {"name": str(models / "a"), "max_len": 64}, "server": {"port": port, "lease_s": LEASE_S}}
+    )
+    server = shared_zygote().start(config, directory / "inference.log", owner=owner)
+    server.wait_ready()
+    return server
+
+
+@pytest.fixture(scope="module")
+def http(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    server = start(models, tmp_path_factory.mktemp("server"), port=free_port())
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+    assert server.terminate() == 0
+
+
+def push(http: httpx.Client, path: Path, version: int, owner: dict[str, str] | None) -> httpx.Response:
+    return http.post("/update_weights", json={"path": str(path), "version": version, "owner": owner})
+
+
+def generate(http: httpx.Client, **fields: Any) -> httpx.Response:
+    body = {"token_ids": [5, 17, 40], "seeds": [1], "max_tokens": 4} | fields
+    return http.post("/inference/v1/generate", json=body)
+
+
+def owner(http: httpx.Client) -> str | None:
+    found = http.get("/weights").json()["owner"]
+    return found and found["run_id"]
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_request_is_answered_by_the_weights_that_it_is_for_or_refused(http: httpx.Client, models: Path) -> None:
+    a, b = (weights_digest(models / name) for name in "ab")
+    assert push(http, models / "a", 1, None).status_code == 200
+    answer = generate(http, weights_digest=a)
+    assert answer.status_code == 200
+    assert [(span["version"], span["digest"]) for span in answer.json()["choices"][0]["versions"]] == [(1, a)]
+    assert answer.json()["boot_id"] == http.get("/weights").json()["boot_id"]
+    # The number stays the same, the weights do not.
+    assert push(http, models / "b", 1, None).status_code == 200
+    refused = generate(http, weights_digest=a)
+    assert (refused.status_code, refused.json()["code"]) == (409, "other_weights")
+    assert a in refused.json()["error"] and b in refused.json()["error"]
+    assert generate(http, weights_digest=b).status_code == 200
+    assert generate(http).status_code == 200, "who names no weights gets what serves"
+
+
+def test_the_weights_of_others_are_refused_until_the_owner_gives_the_server_back(
+    http: httpx.Client, models: Path
+) -> None:
+    # Signs of life all the while: this test must not depend on its own speed.
+    http.headers["x-triad-run"] = "mine"
+    assert push(http, models / "a", 3, MINE).status_code == 200
+    for intruder in (OTHER, None):
+        refused = push(http, models / "b", 4, intruder)
+        assert (refused.status_code, refused.json()["code"]) == (409, "owned")
+        assert "owned by the run in node:/mine (run mine, last heard of 0 s ago)" in refused.json()["error"]
+    assert http.post("/claim", json=OTHER).status_code == 409
+    assert http.post("/release", json=OTHER).status_code == 200
+    assert http.get("/weights").json()["version"] == 3 and owner(http) == "mine"
+    assert push(http, models / "a", 4, MINE | {"directory": "node:/moved"}).status_code == 200
+    assert http.post("/release", json=MINE).status_code == 200
+    assert owner(http) is None and http.get("/weights").json()["version"] == 4, "it serves on"
+    assert push(http, models / "b", 5, OTHER).status_code == 200
+    assert http.post("/release", json=OTHER).status_code == 200
+    del http.headers["x-triad-run"]
+
+
+def test_a_run_that_is_silent_for_the_lease_owns_the_server_no_more(http: httpx.Client, models: Path) -> None:
+    assert http.post("/claim", json=MINE).status_code == 200
+    eventually(lambda: owner(http) is None)
+    assert push(http, models / "a", 6, OTHER).status_code == 200
+    assert push(http, models / "a", 7, MINE).status_code == 409
+    assert http.post("/release", json=OTHER).status_code == 200
+
+
+def test_a_server_of_one_run_is_refused_to_others_also_after_a_restart(models: Path, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.path.mkdir()
+    run_dir.create()
+    mine = {"run_id": run_dir.run_id(), "directory": f"node:{run_dir.path}"}
+    boots = set()
+    for _ in range(2):
+        server = start(models, tmp_path, port=free_port(), owner=run_dir.path)
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            boots.add(http.get("/weights").json()["boot_id"])
+            refused = push(http, models / "b", 1, OTHER)
+            assert refused.status_code == 409 and "was started for that run alone" in refused.json()["error"]
+            assert push(http, models / "b", 1, mine).status_code == 200
+        server.kill()
+    assert len(boots) == 2

@@ -1,0 +1,64 @@
+"""Every family through vLLM on CPU as `tests/families_in_rl.json` says, and a mixture of experts through `rl`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ModelFactory
+from tests.inference_zygote import free_port
+from tests.rl_families import Refused, measure, names, read_results
+from tests.rl_runs import RlRun, succeeded
+from trainer.parallel import Parallel
+from triad.metrics import read_metrics
+
+HIGHEST_MISMATCH_KL = 1e-6
+RESULTS = read_results()
+# Its experts lie otherwise in files, and have other names; the rest is slow.
+DAILY = ("mixtral",)
+
+
+def _without_numbers(text: str) -> str:
+    """Leave out what may differ from machine to machine, such as how far apart two programs are."""
+    return re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", text)
+
+
+def _marked(name: str) -> object:
+    return pytest.param(name, id=name, marks=() if name in DAILY else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [_marked(name) for name in names()])
+def test_engine_and_trainer_agree_or_the_family_is_refused(name: str, parallel: Parallel, tmp_path: Path) -> None:
+    expected = RESULTS[name]
+    if expected != "yes":
+        with pytest.raises(Refused) as caught:
+            measure(name, tmp_path, parallel)
+        found, said = _without_numbers(str(caught.value)), _without_numbers(expected.removeprefix("no: "))
+        assert found[:40] == said[:40], "run `python -m tests.rl_families NAME`"
+    else:
+        assert measure(name, tmp_path, parallel) < HIGHEST_MISMATCH_KL
+
+
+@pytest.mark.slow
+def test_rl_trains_a_mixture_of_experts(tiny_model: ModelFactory, tmp_path: Path) -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
+    model = tiny_model("mixtral", tied=False, **experts)
+    port = ("--inference.server.port", str(free_port()))
+    flags = ("--max-steps", "3", "--ckpt", "--orchestrator.problems-per-step", "4", *port)
+    run = succeeded(tmp_path / "run", "--model.name", str(model), *flags)
+    again = succeeded(tmp_path / "on", "--model.name", str(run.run_dir.weights_of(3)), *flags)
+    for done in (run, again):
+        first = next(iter(read_metrics(done.run_dir.metrics)))
+        assert first["mismatch_kl"] is not None and first["mismatch_kl"] < HIGHEST_MISMATCH_KL
+
+
+@pytest.mark.slow
+def test_rl_ends_at_once_where_the_engine_cannot_run_the_model(tiny_model: ModelFactory, tmp_path: Path) -> None:
+    model = tiny_model("qwen3", head_dim=16)
+    port = ("--inference.server.port", str(free_port()))
+    with RlRun(tmp_path / "run", "--model.name", str(model), "--max-steps", "2", *port) as run:
+        assert run.wait() == 3
+    assert "cannot run this model" in run.output and "head_dim=16" in run.output
+    assert "starting it again" not in run.output

@@ -1,0 +1,286 @@
+"""What environments do that they should not, and what they may do: one line that names it, and never our traceback."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+import torch
+from orchestrator_fakes import FakeEngine, FakeTrainer, make_config, publish_weights, serving
+
+from orchestrator.environment import Environment, Score, Session, Task, TaskSeed
+from orchestrator.main import orchestrate
+from orchestrator.silence import watching_calls
+from triad import journal
+from triad.config.orchestrator import EnvironmentConfig, OrchestratorConfig
+from triad.errors import EnvironmentFailure
+from triad.messages import Batch
+from triad.run_dir import RunDir
+
+
+class Plain(Environment):
+    """Right, with neither `async` nor `Message`."""
+
+    def make_task(self, seed: TaskSeed) -> Task:
+        a, b = seed.random().randint(0, 10**9), seed.random().randint(0, 10**9)
+        return Task(prompt=[{"role": "user", "content": f"{a} and {b}"}], answer=f"{a} {b}")
+
+    async def run(self, session: Session, task: Task) -> None:
+        await session.sample()
+        session.append_messages([{"role": "user", "content": "again"}])
+        await session.sample()
+
+    def score(self, task: Task, sessions: Sequence[Session]) -> Any:  # type: ignore[override]
+        numbers = (np.float32(0.5), np.int64(2), torch.tensor(0.25), True)
+        return [Score(number, {"np": np.float64(3)}) for number in numbers]  # type: ignore[arg-type]
+
+
+class Scored(Plain):
+    """Gives what `what` names."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def score(self, task: Task, sessions: Sequence[Session]) -> Any:
+        rewards: dict[str, Any] = {"huge": 10**400, "large": 1e308, "text": "0.5", "array": np.zeros(2), "nan": np.nan}
+        metrics: dict[str, Any] = {"number": {3: 1.0}, "surrogate": {"\ud800": 1.0}, "list": [1.0], "none": {"x": None}}
+        match self.what:
+            case "nothing":
+                return None
+            case "numbers":
+                return [1.0] * 4
+            case _:
+                reward, values = rewards.get(self.what, 1.0), metrics.get(self.what, {})
+                return [Score(reward, values) for _ in sessions]
+
+
+class Tasks(Plain):
+    """Makes what `what` names."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def make_task(self, seed: TaskSeed) -> Any:
+        prompts: dict[str, Any] = {
+            "key": [{"role": "user", "contents": "x"}], "content": [{"role": "user", "content": 3}],
+            "surrogate": "a\ud800", "number": 7, "strings": ["hello"],
+            "calls": [{"role": "assistant", "content": "", "tool_calls": [{"function": "f"}]}],
+            "unwritten": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "weather"}}]}],
+        }  # fmt: skip
+        return {"prompt": "x"} if self.what == "dict" else Task(prompt=prompts[self.what])
+
+
+class Raises(Plain):
+    """Raises what `what` names, where `where` says."""
+
+    def __init__(self, what: str, where: str = "run") -> None:
+        self.what, self.where = what, where
+        if where == "init":
+            self._raise()
+
+    def _raise(self) -> None:
+        match self.what:
+            case "exit":
+                sys.exit(0)
+            case "cancelled":
+                raise asyncio.CancelledError
+            case "interrupt":
+                raise KeyboardInterrupt
+            case _:
+                raise BaseException("\ud800" + "x" * 10_000)
+
+    async def run(self, session: Session, task: Task) -> None:
+        if self.where == "run":
+            self._raise()
+        await session.sample()
+
+    def score(self, task: Task, sessions: Sequence[Session]) -> Any:
+        self._raise()
+
+
+class Goes(Plain):
+    """Goes on with messages that the chat template cannot write."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    async def run(self, session: Session, task: Task) -> None:
+        await session.sample()
+        session.append_messages([{"role": "user", "content": "x", "tool_calls": [{"function": {"name": self.what}}]}])
+
+
+class Exits(Plain):
+    """Ends the process from a task of its own."""
+
+    async def run(self, session: Session, task: Task) -> None:
+        async def leave() -> None:
+            sys.exit(0)
+
+        leaving = asyncio.create_task(leave())
+        await session.sample()
+        await leaving
+
+
+class Waits(Plain):
+    """Waits for ever, for something else than the engine."""
+
+    async def run(self, session: Session, task: Task) -> None:
+        await session.sample()
+        await self.judge()
+
+    async def judge(self) -> None:
+        await asyncio.Event().wait()
+
+
+class Blocks(Plain):
+    """Blocks the event loop for ever."""
+
+    def score(self, task: Task, sessions: Sequence[Session]) -> Any:
+        os.read(os.pipe()[0], 1)
+
+
+def section(kind: type[Environment], **settings: Any) -> list[dict[str, Any]]:
+    return [{"id": f"{__name__}:{kind.__name__}", "name": "mine", **settings}]
+
+
+def run(directory: Path, kind: type[Environment], **settings: Any) -> Batch:
+    """Return the first batch, if there is one."""
+    engine = FakeEngine()
+    with serving(engine):
+        config = make_config(directory, engine, environments=section(kind, **settings), max_steps=1)
+        with FakeTrainer(RunDir(directory), start=0, max_steps=1):
+            asyncio.run(orchestrate(config))
+    return journal.read_batch(RunDir(directory), 1)
+
+
+def test_messages_as_dicts_methods_without_async_and_numbers_of_numpy_and_torch(tmp_path: Path) -> None:
+    batch = run(tmp_path, Plain)
+    assert [rollout.reward for rollout in batch.rollouts[:4]] == [0.5, 2.0, 0.25, 1.0]
+    assert batch.rollouts[0].metrics == {"np": 3.0}
+    assert all(type(rollout.reward) is float for rollout in batch.rollouts)
+
+
+def test_draws_differ_and_a_task_made_again_is_the_same() -> None:
+    seed = TaskSeed(run_seed=0, environment="mine", index=0)
+    tasks = [Plain().make_task(seed) for _ in range(3)]
+    a, b = tasks[0].answer.split()
+    assert a != b and tasks[0] == tasks[1] == tasks[2]
+    assert seed.fresh().random().random() == seed.random().random() != seed.random().random()
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "said"),
+    [
+        (Scored, "huge", r"score\(\) gave reward = 10{78}.*\(int\), expected a finite number, at most 1e\+30"),
+        (Scored, "large", r"reward = 1e\+308"),
+        (Scored, "text", r"reward = '0.5' \(str\)"),
+        (Scored, "array", r"reward = array\(\[0., 0.\]\)"),
+        (Scored, "nan", "reward = nan"),
+        (Scored, "number", r"gave a metric the name 3 \(int\): expected text"),
+        (Scored, "surrogate", "half of a surrogate pair"),
+        (Scored, "list", r"metrics = \[1.0\] \(list\), expected names with numbers"),
+        (Scored, "none", r"gave x = None \(NoneType\), expected a finite number"),
+        (Scored, "nothing", r"score\(\) must return a list of 4 Score objects, got None"),
+        (Scored, "numbers", r"score\(\) must return Score objects, got 1.0 \(float\)"),
+        (Tasks, "key", "the prompt of its task: message 1 is .*`contents`"),
+        (Tasks, "content", "message 1 is .*Expected `str`, got `int`"),
+        (Tasks, "surrogate", "the prompt of its task: character 1 is '.ud800', half of a surrogate pair"),
+        (Tasks, "calls", "the prompt of its task: message 1: a tool call needs a function with a `name`"),
+        (
+            Tasks,
+            "unwritten",
+            "the prompt of its task: message 1 has `tool_calls`, which the chat template .* not write",
+        ),
+        (Tasks, "number", r"expected text or a list of messages, got 7 \(int\)"),
+        (Tasks, "strings", r"message 1 is 'hello': expected Message\(role, content\) or a dict"),
+        (Tasks, "dict", r"make_task\(\) must return a Task, got \{'prompt': 'x'\}"),
+        (Goes, "f", r"run\(\): .*`tool_calls`, which the chat template .* not write"),
+        (Raises, "exit", rf"run\(\) raised SystemExit: 0 \({re.escape(__file__)}:\d+\)"),
+        (Raises, "cancelled", r"run\(\) raised CancelledError"),
+        (Raises, "interrupt", r"run\(\) raised KeyboardInterrupt"),
+        (Raises, "base", r"run\(\) raised BaseException: .ud800x+ … \(10006 characters\)"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path: Path, kind: type[Environment], what: str, said: str) -> None:
+    """Where the run ends by it, and where the group is dropped: what was raised is shown in both."""
+    on_error = "drop" if kind in (Raises, Goes) or what in ("surrogate", "huge") else "stop"
+    with pytest.raises(EnvironmentFailure, match=said) as caught:
+        run(tmp_path, kind, args={"what": what}, on_error=on_error)
+    first = r"environment 'mine' failed on task \d" if on_error == "stop" else "all 3 groups were dropped"
+    assert re.search(first, str(caught.value)) and len(str(caught.value)) < 1200
+
+
+@pytest.mark.parametrize("where", ["score", "init"])
+def test_leaving_is_a_failure_wherever_it_happens(tmp_path: Path, where: str) -> None:
+    with pytest.raises(EnvironmentFailure, match="SystemExit: 0"):
+        run(tmp_path, Raises, args={"what": "exit", "where": where})
+
+
+def line_of(text: str) -> str:
+    """Return a pattern for the place of the first line here that holds `text`."""
+    lines = Path(__file__).read_text().splitlines()
+    return re.escape(f"{__file__}:{next(number for number, line in enumerate(lines, 1) if text in line)}")
+
+
+def process(config: OrchestratorConfig, prelude: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the orchestrator's program to its end."""
+    path = config.output_dir / "resolved.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
+    code = f"{prelude}\nfrom orchestrator.main import main\nmain([{str(path)!r}])"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_a_task_of_its_own_cannot_end_the_process_in_silence(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    publish_weights(RunDir(tmp_path), 0, b"zero")
+    with serving(engine):
+        ended = process(make_config(tmp_path, engine, environments=section(Exits), max_steps=1))
+    assert ended.returncode == 3
+    assert "error: an environment raised SystemExit(0) in a task or callback of its own" in ended.stderr
+    assert "Traceback" not in ended.stderr.partition("error: ")[0]
+
+
+def test_a_call_that_waits_is_named_with_its_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The time with the engine does not count: the deadline of 2 s."""
+    caplog.set_level("INFO")
+
+    async def watched() -> None:
+        environment = EnvironmentConfig(id=f"{__name__}:Waits", name="mine", timeout_s=2)
+        engine = FakeEngine(on_generate=lambda count: time.sleep(2.2) if count == 1 else None)
+        with serving(engine), FakeTrainer(RunDir(tmp_path), start=0, max_steps=1), watching_calls(silent_s=0.2):
+            settings = [environment.model_dump()]
+            await orchestrate(make_config(tmp_path, engine, environments=settings, max_steps=1))
+
+    with pytest.raises(EnvironmentFailure, match=r"run\(\) took longer than 2 s"):
+        asyncio.run(watched())
+    at = line_of("Event().wait()")
+    expected = rf"environment 'mine', task \d is silent for \d+ s in run\(\) at {at} \(and \d+ more like it\)"
+    assert re.search(expected, caplog.text), caplog.text
+
+
+def test_a_call_that_blocks_is_named_and_ended(tmp_path: Path) -> None:
+    """Nothing else runs in that process: no deadline of asyncio can end it."""
+    engine = FakeEngine()
+    prelude = "import orchestrator.silence as silence; silence._BENEFIT_OF_DOUBT_S = 0; silence.SILENT_S = 1"
+    prelude += "\nsilence.watching_calls.__wrapped__.__kwdefaults__['silent_s'] = 1"
+    publish_weights(RunDir(tmp_path), 0, b"zero")
+    with serving(engine):
+        config = make_config(tmp_path, engine, environments=section(Blocks, timeout_s=2), max_steps=1)
+        ended = process(config, prelude)
+    assert ended.returncode == 3
+    at = line_of("os.read(os.pipe()")
+    assert re.search(rf"environment 'mine', task \d blocks all others for \d s in score\(\) at {at}", ended.stderr)
+    said = rf"error: environment 'mine' failed on task \d .*score\(\) has blocked .* 2 s \(timeout_s\), at {at}"
+    assert re.search(said, ended.stderr), ended.stderr

@@ -1,0 +1,138 @@
+"""Fresh rollouts must have the log-probabilities that the trainer computes, before a step is taken on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from trainer.models.model import Policy, build_policy, trained_tensors
+from trainer.packing import Sample, build_micro_batch
+from trainer.parallel import Parallel
+from trainer.policy.learner import Learner
+from trainer.policy.mismatch import mismatch_limit
+from trainer.policy.parts import RlParts
+from trainer.session import start_session
+from trainer.step import Stopwatch, predict
+from triad.arrays import Logprobs
+from triad.config import RlConfig, TrainerConfig
+from triad.config.rl import hand_down_shared
+from triad.errors import TrainingError
+from triad.messages import Batch, Rollout, VersionSpan
+
+PROMPT, LENGTH = 3, 12
+Learn = Callable[..., dict[str, float]]
+
+
+def sampled_by(policy: Policy, parallel: Parallel, *, off_by: float) -> list[Rollout]:
+    """Rollouts with the very log-probabilities of `policy` at temperature 0.7, but for `off_by`."""
+    generator, rollouts = np.random.default_rng(0), []
+    mask = np.arange(LENGTH) >= PROMPT
+    policy.eval()
+    for number in range(4):
+        token_ids = generator.integers(5, 100, LENGTH).astype(np.int32)
+        micro = build_micro_batch([Sample(token_ids, mask)], [0], pack=policy.layout.packs, device=parallel.device)
+        with torch.no_grad():
+            logprobs_N, _ = predict(policy, micro, temperature=0.7)
+        rollout = Rollout(
+            environment="e", task_id=0, sample_index=number, token_ids=token_ids.tolist(),
+            loss_mask=mask.astype(int).tolist(), logprobs=Logprobs([0.0] * PROMPT + (logprobs_N + off_by).tolist()),
+            versions=[], reward=float(number), truncated=False,
+        )  # fmt: skip
+        rollouts.append(rollout)
+    policy.train()
+    return rollouts
+
+
+@pytest.fixture
+def learn(
+    tiny_model: Callable[..., Path], parallel: Parallel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> Learn:
+    """Return a maker of one step on rollouts that are `age` versions old; None: a teacher's."""
+    (tmp_path / "run.json").write_text('{"run_id": "r"}')
+
+    def step(*, off_by: float, age: int | None = 0, is_foreign: bool = False, **settings: Any) -> dict[str, float]:
+        model = {"name": str(tiny_model())} | settings.pop("model", {})
+        config = TrainerConfig.model_validate({"output_dir": tmp_path, "model": model} | settings)
+        parts = RlParts(config, parallel)
+        session = start_session(config, parallel, tokenizer, build_policy, pack=True, parts=parts.begin)
+        before = {name: tensor.clone() for name, tensor in trained_tensors(session.policy.hf_model).items()}
+        rollouts = sampled_by(session.policy, parallel, off_by=off_by)
+        number = 3
+        for rollout in rollouts if age is not None else ():
+            rollout.versions = [VersionSpan(version=number - 1 - (age or 0), start=PROMPT, end=LENGTH)]
+        learner = Learner(config, session, parts, None)
+        batch = Batch(step=number, policy_version=number - 1, weights_digest="d", temperature=0.7, rollouts=rollouts)
+        try:
+            return learner.learn(batch, Stopwatch(), is_foreign=is_foreign)
+        except TrainingError:
+            after = trained_tensors(session.policy.hf_model)
+            assert all(torch.equal(before[name], tensor) for name, tensor in after.items()), "no step was taken"
+            raise
+
+    return step
+
+
+DROPOUT = {"model": {"lora": {"dropout": 0.3}}}
+SEVERAL = {"updates": {"epochs": 2, "minibatches": 2}}
+
+
+@pytest.mark.parametrize("settings", [{}, SEVERAL, DROPOUT, DROPOUT | SEVERAL], ids=str)
+def test_rollouts_of_another_model_end_the_run_before_the_step(learn: Learn, settings: dict[str, Any]) -> None:
+    message = r"step 3: trainer and engine do not compute the same model.* mismatch_kl = 0\.0[0-9]+ nats a token"
+    with pytest.raises(TrainingError, match=message) as caught:
+        learn(off_by=-0.2, **settings)
+    for part in ("allowed are 1e-06 (trainer.mismatch_limit, unset: for float32)", "Qwen3ForCausalLM", "soft cap"):
+        assert part in str(caught.value)
+    assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize("settings", [{}, SEVERAL, DROPOUT, DROPOUT | SEVERAL], ids=str)
+def test_the_models_own_rollouts_are_trained(learn: Learn, settings: dict[str, Any]) -> None:
+    metrics = learn(off_by=0.0, **settings)
+    assert metrics["grad_norm"] > 0
+    if settings in ({}, SEVERAL):
+        assert metrics["mismatch_kl/age_0"] < 1e-9
+
+
+@pytest.mark.parametrize(
+    "accepted",
+    [
+        {"age": 1},
+        {"is_foreign": True},
+        {"is_foreign": True} | DROPOUT,
+        {"age": None, "loss": {"type": "sft"}},
+        {"mismatch_limit": 0.1},
+        {"mismatch_limit": math.inf},
+        {"sampler_dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_older_rollouts_a_teachers_and_those_that_are_allowed_raise_no_alarm(
+    learn: Learn, accepted: dict[str, Any]
+) -> None:
+    learn(off_by=-0.2, **accepted)
+
+
+def test_a_mismatch_that_is_no_number_is_refused(learn: Learn) -> None:
+    with pytest.raises(TrainingError, match="mismatch_kl = (nan|inf)"):
+        learn(off_by=-math.inf)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "limit"),
+    [("float32", "float32", 1e-6), ("bfloat16", None, 0.05), ("float32", "bfloat16", 0.05)],
+)
+def test_rl_tells_the_trainer_what_its_engines_compute_in(trainer: str, engine: str | None, limit: float) -> None:
+    values: dict[str, Any] = {"trainer": {"model": {"dtype": trainer}}}
+    if engine is not None:
+        values["inference"] = {"model": {"dtype": engine}}
+    config = hand_down_shared(RlConfig.model_validate(values)).trainer
+    assert config.sampler_dtype == (engine or trainer)
+    assert mismatch_limit(config) == limit

@@ -1,0 +1,115 @@
+"""Row formats and files, and rows on several cores: what becomes of each, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from tests.unit.test_data import load, refused, trained_text, whole_text, write
+from trainer.data import fingerprint_samples
+from trainer.pairs.preferences import load_pairs
+from triad.config.dpo import PreferenceDataConfig
+
+Tokenizer = PreTrainedTokenizerBase
+USER, HELLO = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}
+CHAT = "<|user|>ab<|end|><|assistant|>ba<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("row", "text", "trained"),
+    [
+        ({"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "ba"}]}, CHAT, "ba<|end|>"),
+        ({"conversations": [USER, HELLO]}, CHAT, "ba<|end|>"),
+        ({"instruction": "ab", "output": "ba"}, CHAT, "ba<|end|>"),
+        ({"instruction": "ab", "input": "", "output": "ba", "history": []}, CHAT, "ba<|end|>"),
+        ({"text": "abc"}, "abc<|end|>", "abc<|end|>"),
+        ({"text": "abc<|end|>"}, "abc<|end|>", "abc<|end|>"),
+        ({"prompt": "ab", "completion": "c<|end|>"}, "abc<|end|>", "c<|end|>"),
+    ],
+)
+def test_formats(row: dict[str, Any], text: str, trained: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (sample,) = load(write(tmp_path / "a.jsonl", [row]), tokenizer)
+    assert (whole_text(sample, tokenizer), trained_text(sample, tokenizer)) == (text, trained)
+
+
+def test_the_last_turn_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"messages": [USER, HELLO, USER, HELLO]}])
+    assert trained_text(load(path, tokenizer)[0], tokenizer) == "ba<|end|>ba<|end|>"
+    assert trained_text(load(path, tokenizer, train_on="last")[0], tokenizer) == "ba<|end|>"
+
+
+def test_files_that_hold_the_same_rows(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    import datasets
+
+    rows = [{"messages": [USER, HELLO]}, {"messages": [USER, HELLO, USER, HELLO]}]
+    plain = write(tmp_path / "a.jsonl", rows)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    table = datasets.Dataset.from_list(rows)
+    table.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": table, "test": table}).save_to_disk(str(tmp_path / "several"))
+    expected = fingerprint_samples(load(plain, tokenizer))
+    for name in ("a.jsonl.gz", "a.json", "one", "several"):
+        assert fingerprint_samples(load(tmp_path / name, tokenizer)) == expected, name
+    assert "['test', 'train']" in refused(tmp_path / "several", tokenizer, split="trian")
+    (tmp_path / "b.jsonl.gz").write_bytes(b"no gzip")
+    assert "could not be read" in refused(tmp_path / "b.jsonl.gz", tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"conversations": [{"from": "robot", "value": "x"}]}, "`from` is 'robot'; known are"),
+        ({"conversations": [{"said": "x"}]}, "message 1: a turn needs `from` and `value`"),
+        ({"instruction": ["x"], "output": "y"}, "`instruction` must be text"),
+        ({"conversations": [{"from": ["human"], "value": "x"}]}, "`from` is ['human']; known are"),
+        ({"text": 3}, "`text` must be text"),
+        ({"text": "ab\ud800"}, "half of a surrogate pair, behind 'ab'"),
+        ({"prompt": [USER], "completion": [USER, HELLO]}, "would come twice"),
+        ({"prompt": [USER], "completion": "ba"}, "both text or both lists of messages"),
+        ({"messages": [USER, HELLO], "tools": "{"}, "`tools` is not JSON"),
+        ({"messages": [USER, HELLO], "tools": [{"name": "f"}]}, "`tools`, which the chat template"),
+        ({"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, "`tools` goes with messages"),
+    ],
+)
+def test_rows_that_cannot_be_used(row: dict[str, Any], said: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    message = refused(write(tmp_path / "a.jsonl", [row]), tokenizer)
+    assert "a.jsonl, row 1: " in message and said in message
+
+
+def test_a_broken_line_is_named_by_its_number_in_the_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n{"text": \n')
+    assert "row 3 is not JSON" in refused(tmp_path / "a.jsonl", tokenizer)
+
+
+def test_pairs_of_text_with_an_implicit_prompt(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    rows = [{"chosen": "q a> good day", "rejected": "q a> good evening"}]
+    config = PreferenceDataConfig(name=str(write(tmp_path / "a.jsonl", rows)))
+    (pair,) = load_pairs(config, tokenizer)
+    assert [trained_text(side, tokenizer) for side in pair.sides] == [" day<|end|>", " evening<|end|>"]
+    assert (~pair.chosen.loss_mask).sum() == (~pair.rejected.loss_mask).sum() == len("q a> good")
+
+
+def test_several_workers_make_the_same_samples_and_name_the_first_bad_row(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trainer.tokenizing._FEW_ROWS", 100)
+    monkeypatch.setattr("trainer.tokenizing._CHUNK_ROWS", 30)
+    monkeypatch.setattr("trainer.tokenizing._REPORT_S", 0.0)
+    caplog.set_level("INFO")
+    rows = [{"messages": [USER, {**HELLO, "content": "x" * (place % 7), "weight": 1}]} for place in range(400)]
+    path = write(tmp_path / "a.jsonl", rows)
+    serial = load(path, tokenizer)
+    assert "(400 rows)" in caplog.text and "have `weight`" in caplog.text
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    caplog.clear()
+    assert fingerprint_samples(load(path, tokenizer)) == fingerprint_samples(serial)
+    assert "(400 rows)" in caplog.text and "rows=400 of 400" in caplog.text
+    for bad in (390, 200, 95):
+        rows[bad] = {"messages": "text"}
+        assert f"row {bad + 1}: " in refused(write(path, rows), tokenizer)

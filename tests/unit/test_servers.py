@@ -1,0 +1,271 @@
+"""Which server and port a run gets beside other runs, servers and programs."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from orchestrator_fakes import MODEL, FakeEngine, serving
+
+from triad.config import RlConfig
+from triad.config.load import parse_command_line
+from triad.config.rl import hand_down_shared
+from triad.errors import ConfigError, InferenceError
+from triad.ports import Reservation, reserve, reserve_first_free
+from triad.run_dir import RunDir
+from triad.servers import Servers, chosen_servers, picks_its_port
+
+HOST = "127.0.0.1"
+
+
+def free_run_of_ports() -> int:
+    """Return the first of several ports that nothing uses, outside the range that the kernel hands out."""
+    for first in range(20000, 30000, 10):
+        held = [reserve(HOST, port) for port in range(first, first + 5)]
+        for reservation in held:
+            if reservation is not None:
+                reservation.release()
+        if all(held):
+            return first
+    raise AssertionError("no ports are free")
+
+
+@pytest.fixture
+def first_port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """The default port of this test's runs."""
+    return free_run_of_ports()
+
+
+class Launcher:
+    """As much of an `rl` command as chooses its server."""
+
+    def __init__(self, directory: Path, port: int, *flags: str) -> None:
+        config = parse_command_line(
+            RlConfig, [*flags, "--output-dir", str(directory), "--model.name", MODEL], program="rl"
+        )
+        self.picks = picks_its_port(config)
+        self.config = hand_down_shared(config)
+        if self.picks:  # as if the default were this
+            self.config.inference.server.port = port
+            self.config.orchestrator.client.urls = [f"http://{HOST}:{port}"]
+
+    def choose(self, stack: ExitStack) -> Servers:
+        return stack.enter_context(chosen_servers(self.config, picks_port=self.picks))
+
+    @property
+    def port(self) -> int:
+        assert self.config.orchestrator.client.urls == [f"http://{HOST}:{self.config.inference.server.port}"]
+        return self.config.inference.server.port
+
+
+def explicit(directory: Path, port: int) -> Launcher:
+    launcher = Launcher(directory, port, "--inference.server.port", str(port))
+    assert not launcher.picks
+    return launcher
+
+
+def test_runs_side_by_side_get_ports_and_servers_of_their_own(tmp_path: Path, first_port: int) -> None:
+    with ExitStack() as stack:
+        launchers = [Launcher(tmp_path / str(number), first_port) for number in range(3)]
+        chosen = [launcher.choose(stack) for launcher in launchers]
+        assert [launcher.port for launcher in launchers] == [first_port, first_port + 1, first_port + 2]
+        assert all(servers.starts_own for servers in chosen)
+        assert chosen[0].line == ""
+        assert chosen[1].line == (
+            f"port {first_port} is not free (another run or program has it): the inference server of this run gets "
+            f"{first_port + 1}"
+        )
+    with ExitStack() as stack:
+        assert Launcher(tmp_path / "0", first_port).choose(stack).line == "", "the ports are free again"
+
+
+def test_launchers_of_the_same_moment_never_get_the_same_port(first_port: int) -> None:
+    start = threading.Barrier(8)
+    ports: list[Reservation] = []
+
+    def launch() -> None:
+        start.wait()
+        ports.append(reserve_first_free(HOST, first_port))
+
+    threads = [threading.Thread(target=launch) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    try:
+        assert len({reservation.port for reservation in ports}) == 8
+    finally:
+        for reservation in ports:
+            reservation.release()
+
+
+def test_a_killed_launcher_leaves_no_port_behind(first_port: int) -> None:
+    program = f"from triad.ports import reserve; held = reserve('{HOST}', {first_port}); print(bool(held), flush=True)"
+    program += "; input()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"True\n"
+        assert reserve(HOST, first_port) is None
+        process.kill()
+    again = reserve(HOST, first_port)
+    assert again is not None
+    again.release()
+
+
+def test_a_free_server_at_the_default_address_is_used_owned_and_given_back(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    with serving(engine):
+        port = int(engine.url.rsplit(":", 1)[1])
+        with ExitStack() as stack:
+            launcher = Launcher(tmp_path / "first", port)
+            servers = launcher.choose(stack)
+            assert not servers.starts_own and servers.line.startswith(
+                f"using the inference server that answers at {engine.url}"
+            )
+            assert engine.owner is not None
+            second = Launcher(tmp_path / "second", port)
+            assert second.choose(stack).starts_own
+            assert second.port != port
+            with pytest.raises(
+                InferenceError, match=r"belongs to the run in .*:.*first.*--inference\.server\.port"
+            ) as no:
+                explicit(tmp_path / "third", port).choose(stack)
+            assert no.value.exit_code == 2
+            # The same run, started again, has its server still.
+            assert not Launcher(tmp_path / "first", port).choose(stack).starts_own
+        assert engine.owner is None
+
+
+def test_a_server_with_another_model_is_left_alone(tmp_path: Path) -> None:
+    engine = FakeEngine(model="another/model")
+    with serving(engine), ExitStack() as stack:
+        port = int(engine.url.rsplit(":", 1)[1])
+        launcher = Launcher(tmp_path, port)
+        assert "serves the model 'another/model'" in launcher.choose(stack).line
+        assert launcher.port != port and engine.owner is None
+        with pytest.raises(InferenceError, match="serves the model 'another/model', this run trains"):
+            explicit(tmp_path, port).choose(stack)
+
+
+@pytest.fixture
+def foreign() -> Iterator[int]:
+    """The port of a web server that is not ours."""
+    with HTTPServer((HOST, 0), BaseHTTPRequestHandler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+def test_a_program_that_is_not_ours_is_passed_by(tmp_path: Path, foreign: int) -> None:
+    with ExitStack() as stack:
+        launcher = Launcher(tmp_path, foreign)
+        servers = launcher.choose(stack)
+        assert servers.starts_own and launcher.port > foreign
+        assert "is not an inference server of triad" in servers.line
+        with pytest.raises(InferenceError, match="is not an inference server of triad") as no:
+            explicit(tmp_path, foreign).choose(stack)
+        assert no.value.exit_code == 2
+
+
+def test_a_program_that_speaks_no_http_is_passed_by(tmp_path: Path) -> None:
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+    with socket.create_server((HOST, 0)) as listener, ExitStack() as stack:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        launcher = Launcher(tmp_path, listener.getsockname()[1])
+        assert "is not an inference server of triad (BadStatusLine" in launcher.choose(stack).line
+        thread.join()
+
+
+def test_addresses_of_servers(tmp_path: Path) -> None:
+    for host, url in (("::1", "http://[::1]:8123"), ("::", "http://127.0.0.1:8123"), ("node", "http://node:8123")):
+        flags = ("--inference.server.host", host, "--inference.server.port", "8123")
+        assert Launcher(tmp_path, 8123, *flags).config.orchestrator.client.urls == [url]
+
+
+def test_a_launcher_that_finds_its_run_under_way_does_not_give_its_server_away(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    with serving(engine), ExitStack() as running:
+        port = int(engine.url.rsplit(":", 1)[1])
+        Launcher(tmp_path, port).choose(running)
+        with ExitStack() as second:
+            assert not Launcher(tmp_path, port).choose(second).starts_own
+        assert engine.owner is not None
+
+
+def test_a_launcher_claims_its_server_as_long_as_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triad.servers._SIGN_OF_LIFE_S", 0.01)
+    engine = FakeEngine()
+    with serving(engine), ExitStack() as stack:
+        Launcher(tmp_path, int(engine.url.rsplit(":", 1)[1])).choose(stack)
+        engine.owner = None  # restarted
+        while engine.owner is None:
+            time.sleep(0.01)
+        RunDir(tmp_path).create()
+        while engine.owner != RunDir(tmp_path).run_id():
+            time.sleep(0.01)
+        stack.close()
+        assert engine.owner is None
+
+
+def test_the_server_of_the_teacher_is_not_taken_for_the_policy(tmp_path: Path, first_port: int) -> None:
+    engine = FakeEngine()
+    with serving(engine), ExitStack() as stack:
+        port = int(engine.url.rsplit(":", 1)[1])
+        teacher = ("--orchestrator.teacher.model", MODEL, "--orchestrator.teacher.urls")
+        launcher = Launcher(tmp_path, port, *teacher, f'["{engine.url}/"]')
+        assert launcher.choose(stack).starts_own and launcher.port > port and engine.owner is None
+        later = Launcher(tmp_path, first_port, *teacher, f'["http://{HOST}:{first_port}"]')
+        assert later.choose(stack).starts_own and later.port == first_port + 1, "its teacher will be served there"
+        both = Launcher(tmp_path, 1, *teacher, f'["{engine.url}"]', "--orchestrator.client.urls", f'["{engine.url}"]')
+        with pytest.raises(InferenceError, match=r"is where the teacher is served.*--orchestrator\.client\.urls"):
+            both.choose(stack)
+
+
+def test_a_port_that_was_asked_for_and_belongs_to_a_run_that_loads_is_refused(tmp_path: Path, first_port: int) -> None:
+    with ExitStack() as stack:
+        Launcher(tmp_path / "first", first_port).choose(stack)
+        with pytest.raises(InferenceError, match=f":{first_port} is in use, by a run that starts"):
+            explicit(tmp_path / "second", first_port).choose(stack)
+
+
+def test_a_dry_run_holds_nothing(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    with serving(engine), ExitStack() as stack:
+        port = int(engine.url.rsplit(":", 1)[1])
+        assert not Launcher(tmp_path, port, "--dry-run").choose(stack).starts_own
+        assert engine.owner is None
+
+
+def test_servers_that_were_named_are_used_if_no_other_run_has_them(tmp_path: Path) -> None:
+    free, taken = FakeEngine(), FakeEngine(owner="another run")
+    with serving(free, taken), ExitStack() as stack:
+        named = Launcher(tmp_path, 1, "--orchestrator.client.urls", f'["{free.url}"]')
+        assert not named.choose(stack).starts_own and free.owner is not None
+        both = Launcher(tmp_path, 1, "--orchestrator.client.urls", f'["{free.url}", "{taken.url}"]')
+        with pytest.raises(InferenceError, match=f"{taken.url} belongs to the run in node:/elsewhere"):
+            both.choose(stack)
+        absent = Launcher(tmp_path, 1, "--orchestrator.client.urls", '["http://127.0.0.1:9"]')
+        assert absent.choose(stack).line == "using the inference servers at http://127.0.0.1:9"
+
+
+def test_ports_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triad.ports.NUM_CANDIDATES", 1)
+    with socket.create_server((HOST, 0)) as busy:
+        port = busy.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"no port from {port} to {port} is free"):
+            reserve_first_free(HOST, port)
