@@ -111,7 +111,7 @@ def measure(name: str, directory: Path, parallel: Parallel) -> float:
     try:
         policy = build_policy(TrainedModelConfig(name=str(model)), parallel, seed=0)
     except TriadError as error:
-        raise Refused(_one_line(str(error), directory)) from None
+        raise Refused(_one_line(str(error).removeprefix(f"model.name = '{model}': "), directory)) from None
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.05)

@@ -196,11 +196,11 @@ class InferenceClient:
         await self._transport.post_as_admin(engine.url, "/claim", body, is_probe=True)
 
     async def release(self) -> None:
-        """Give the servers back, for another run; they serve on."""
-        if self._owner is None:
+        """Give the servers back, also those that an attempt before this one claimed; they serve on."""
+        if self._run_dir is None or not self._run_dir.holds_run():
             return
         await self._fall_silent()
-        body = msgspec.json.encode(self._owner)
+        body = msgspec.json.encode(self._owner or owner_of(self._run_dir))
         for engine in self._engines:
             try:
                 await self._transport.post_as_admin(engine.url, "/release", body, is_probe=True)

@@ -55,6 +55,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
     if start.trainer_step or first > 1:
         events.report("resumed", step=start.trainer_step, first_batch=first)
     if first > config.max_steps:
+        await _give_back(config)
         events.report("finished", step=start.state.step)
         return
 
@@ -103,6 +104,14 @@ async def _connect_policy(config: OrchestratorConfig, teacher: Teacher | None) -
         with phase("waiting for inference"):
             await client.wait_until_ready(model=config.model.name, seq_len=config.seq_len)
         yield client
+
+
+async def _give_back(config: OrchestratorConfig) -> None:
+    """Give the servers back that an attempt claimed which died between its last batch and its end."""
+    if not config.is_sampled_by_teacher:
+        vocab_size = load_vocab_size(config.model.name)
+        async with InferenceClient(config.client, run_dir=RunDir(config.output_dir), vocab_size=vocab_size) as client:
+            await client.release()
 
 
 def _resume_step(config: OrchestratorConfig) -> int | None:

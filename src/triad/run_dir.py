@@ -16,7 +16,6 @@ discarded/attempt_K/     what a resume from an older step superseded, and damage
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -27,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from triad import durable
+from triad import durable, lock
 from triad.checkpoints import Entry, list_entries, verify_checkpoint
 from triad.errors import CheckpointError, RunDirError
 from triad.manifest import Verification
@@ -141,23 +140,16 @@ class RunDir:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
+            holder = lock.take(self.path / "run.lock")
         except OSError as error:
             raise RunDirError(
                 f"{self.path} cannot be a run directory: {error}. Choose another with --output-dir."
             ) from None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(descriptor, 32).decode().strip() or "unknown"
-            os.close(descriptor)
+        if holder is not None:
             raise RunDirError(
-                f"{self.path} is in use by another run (process {holder}). Wait for it, stop it, "
-                "or choose another directory with --output-dir."
-            ) from None
-        # Never closed: the lock lasts as long as the process, whatever becomes of this object.
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, str(os.getpid()).encode())
+                f"{self.path} is in use by another run ({holder}). Wait for it, stop it, or choose another directory "
+                "with --output-dir."
+            )
 
     def require_writable(self) -> None:
         """Refuse a directory that cannot be written now, rather than at the first save.

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -72,6 +73,28 @@ def test_children_of_the_holder_do_not_keep_the_lock(tmp_path: Path) -> None:
         assert holder.stdout is not None and int(holder.stdout.readline()) > 0
         assert holder.wait(20) == 0
         RunDir(tmp_path).lock()
+
+
+def test_the_lock_of_a_killed_holder_is_waited_for_while_its_ranks_end(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from triad.run_dir import RunDir\n"
+        "RunDir(Path(sys.argv[1])).lock()\n"
+        "if os.fork() == 0: print('held', flush=True)\n"
+        "sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdin is not None and holder.stdout is not None and holder.stdout.readline() == "held\n"
+    holder.kill()
+    holder.wait(20)
+    with ThreadPoolExecutor() as pool:
+        taken = pool.submit(RunDir(tmp_path).lock)
+        with pytest.raises(TimeoutError):
+            taken.result(timeout=0.3)
+        holder.stdin.close()  # now its child ends
+        taken.result(timeout=20)
+    holder.stdout.close()
 
 
 def test_steps_and_attempts_are_sorted_by_number_and_strangers_ignored(run_dir: RunDir) -> None:

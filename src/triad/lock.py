@@ -1,0 +1,104 @@
+"""Locks of files that say who holds them; the kernel frees one when the last process of its holder ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from triad.errors import RunDirError
+
+# What a holder that was killed leaves behind, its ranks for instance, ends within moments; a busy machine takes longer.
+_DYING_S = 30.0
+_LOOK_AGAIN_S = 0.05  # no call waits for a lock of a file with a limit of time
+_MOST_BYTES = 512
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that holds a lock, as it wrote itself into the file.
+
+    Attributes:
+        boot_id: of the kernel: process ids mean nothing to another one.
+    """
+
+    pid: int
+    host: str
+    boot_id: str
+
+    @classmethod
+    def me(cls) -> Holder:
+        """Return this process."""
+        return cls(os.getpid(), socket.gethostname(), _boot_id())
+
+    @classmethod
+    def read(cls, descriptor: int) -> Holder | None:
+        """Return who is written in an open file; None where that is nobody yet."""
+        words = os.pread(descriptor, _MOST_BYTES, 0).decode(errors="replace").split()
+        return cls(int(words[0]), words[1], words[2]) if len(words) == 3 and words[0].isdecimal() else None
+
+    def write(self, descriptor: int) -> None:
+        """Write it into an open file, in place of whoever was there."""
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{self.pid} {self.host} {self.boot_id}\n".encode(), 0)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it has certainly ended, so that only its children can be what still holds the lock."""
+        if self.boot_id != _boot_id():
+            return False
+        try:
+            return psutil.Process(self.pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        except psutil.NoSuchProcess:
+            return True
+
+    def __str__(self) -> str:
+        """Return `process 123`, with the host where it is another."""
+        return f"process {self.pid}" + ("" if self.host == socket.gethostname() else f" on {self.host}")
+
+
+def take(path: Path) -> Holder | None:
+    """Take the lock `path` for as long as this process and the children that it forks live.
+
+    A lock whose holder was killed is waited for while what it started ends.
+
+    Returns:
+        None, or who has it
+
+    Raises:
+        OSError: the file cannot be opened or locked.
+        RunDirError: the processes of a holder that was killed do not end.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    deadline = time.monotonic() + _DYING_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            holder = Holder.read(descriptor)
+            if holder is not None and not holder.is_dead:
+                os.close(descriptor)
+                return holder
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                raise RunDirError(
+                    f"{path} is held by a process that {holder or 'somebody'} started and that did not end with it "
+                    f"within {_DYING_S:g} s. Find it with `fuser {path}`, and stop it."
+                ) from None
+            time.sleep(_LOOK_AGAIN_S)
+    # Never closed: the lock lasts as long as the process, whatever becomes of the objects in it.
+    Holder.me().write(descriptor)
+    return None
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except FileNotFoundError:  # not Linux
+        return f"{psutil.boot_time():.0f}"
