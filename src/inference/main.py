@@ -20,7 +20,7 @@ from triad.config import InferenceConfig
 from triad.errors import ConfigError
 from triad.events import report
 from triad.heartbeat import start_heartbeat
-from triad.import_path import protect_children
+from triad.import_path import leave_out_working_directory, protect_children
 from triad.owner import Owner, owner_of
 from triad.process import (
     available_cores,
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     set_up_logging("inference")
     die_with_launcher()
     protect_children()
-    os.environ.pop("PYTHONPATH", None)  # no code of the user runs here, nor in its children
+    leave_out_working_directory()
     start_heartbeat()
     return exit_code_of(lambda: run(*_read_arguments(argv)))
 

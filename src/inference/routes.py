@@ -2,7 +2,7 @@
 
     POST /inference/v1/generate   token ids in, token ids and log-probabilities out
     GET  /health                  a probe of the engine, not of the web server
-    GET  /weights                 version and digest of what serves, and the run that owns the server
+    GET  /weights                 version and digest of what serves, the user of the server and the run that owns it
     POST /update_weights          replace the weights (admin); refused to all but the owner
     POST /claim, /release         own the server, and give it back (admin)
     POST /pause, /resume          freeze and thaw generation (admin)
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -193,6 +194,7 @@ class Routes:
             "version": self._policy.version,
             "digest": self._policy.digest,
             "model": self._model_name,
+            "uid": os.getuid(),
             "boot_id": self._policy.boot_id,
             "owner": self.ownership.status(),
         }

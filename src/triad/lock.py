@@ -97,6 +97,23 @@ def take(path: Path) -> Holder | None:
     return None
 
 
+def is_held(path: Path) -> bool:
+    """Whether somebody who lives holds the lock `path`; what is left of a holder that was killed does not count."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = Holder.read(descriptor)
+        return holder is None or not holder.is_dead
+    else:
+        return False
+    finally:
+        os.close(descriptor)
+
+
 def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

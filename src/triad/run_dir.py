@@ -151,6 +151,10 @@ class RunDir:
                 "with --output-dir."
             )
 
+    def is_under_way(self) -> bool:
+        """Whether a launcher that lives holds the directory."""
+        return lock.is_held(self.path / "run.lock")
+
     def require_writable(self) -> None:
         """Refuse a directory that cannot be written now, rather than at the first save.
 

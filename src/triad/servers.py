@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 import urllib.error
 import urllib.request
 import uuid
@@ -30,6 +31,9 @@ from triad.run_dir import RunDir
 _TIMEOUT_S = 10.0
 # How often the launcher claims what it has claimed: an orchestrator does so too, but may not have started, or be dead.
 _SIGN_OF_LIFE_S = 20.0
+# What a launcher that was killed leaves behind ends within moments; a busy machine takes longer.
+_ENDING_S = 30.0
+_LOOK_AGAIN_S = 0.05
 _FAILURES = (OSError, ValueError, HTTPException)
 # Proxies of the environment are for the internet, not for the engines of a run.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -39,22 +43,39 @@ class _OwnerStatus(msgspec.Struct):
     run_id: str
     directory: str
     silent_s: float
-    lease_s: float | None
+    lease_s: float | None  # None: the server was started for that run alone
 
 
 class _Served(msgspec.Struct):
     """Answer of `GET /weights`, as far as it matters here."""
 
     model: str
+    uid: int
     owner: _OwnerStatus | None
 
 
 class _NotOurs(Exception):
-    """Something answers that is no inference server of triad."""
+    """Something answers that is no inference server of triad, or one that is ending.
+
+    Attributes:
+        may_be_ending: it gave no answer at all.
+    """
+
+    def __init__(self, reason: object, *, may_be_ending: bool = False) -> None:
+        super().__init__(str(reason))
+        self.may_be_ending = may_be_ending
 
 
 class _Taken(Exception):
-    """A server or port that this run cannot have, and why."""
+    """A server or port that this run cannot have, and why.
+
+    Attributes:
+        may_be_ending: perhaps by what the last start of the run has left, which ends by itself.
+    """
+
+    def __init__(self, reason: str, *, may_be_ending: bool = False) -> None:
+        super().__init__(reason)
+        self.may_be_ending = may_be_ending
 
 
 @dataclass(frozen=True)
@@ -126,29 +147,53 @@ class _Choice:
         if config.orchestrator.is_sampled_by_teacher:
             return Servers(False, "the teacher samples: the policy needs no inference server")
         address, urls = address_of(config.inference), config.orchestrator.client.urls
-        try:
-            for url in urls:
-                if url.rstrip("/") in self._teachers:
-                    raise _Taken(f"{url} is where the teacher is served (orchestrator.teacher.urls)")
-                if url != address:
-                    self._claim_if_there(url)
-            if address not in urls:
-                return Servers(False, f"using the inference servers at {', '.join(urls)}")
-            if (model := self._use(address)) is not None:
-                return Servers(False, f"using the inference server that answers at {address} (model {model})")
-            if picks_port:
-                return self._own_server(address, "another run or program has it")
-            if not config.dry_run:
-                self._reservation = reserve(config.inference.server.host, config.inference.server.port)
-                if self._reservation is None:
-                    raise _Taken(f"{address} is in use, by a run that starts or by another program")
-        except _Taken as taken:
-            if picks_port:
-                return self._own_server(address, str(taken))
-            other = "choose another port with --inference.server.port"
-            if urls != [address]:
-                other = "name other servers with --orchestrator.client.urls"
-            raise _refusal(f"{taken}. Wait for it, or {other}.") from None
+        begin = told = time.monotonic()
+        while True:
+            try:
+                return self._choose(picks_port=picks_port)
+            except _Taken as taken:
+                if picks_port:
+                    return self._own_server(address, str(taken))
+                if taken.may_be_ending and self._was_cut_off and time.monotonic() < begin + _ENDING_S:
+                    if told == begin:
+                        told = time.monotonic()
+                        why = "the last start of this run may have left it"
+                        print(f"{taken}. Waiting for up to {_ENDING_S:g} s: {why}", flush=True)
+                    time.sleep(_LOOK_AGAIN_S)  # nothing tells when another process lets go of a port
+                    continue
+                other = "choose another port with --inference.server.port"
+                if urls != [address]:
+                    other = "name other servers with --orchestrator.client.urls"
+                raise _refusal(f"{taken}. Wait for it, or {other}.") from None
+
+    @property
+    def _was_cut_off(self) -> bool:
+        """Whether the directory holds a run whose launcher has ended: what it started ends too, within moments."""
+        return self._run_dir.holds_run() and not self._run_dir.is_under_way()
+
+    def _choose(self, *, picks_port: bool) -> Servers:
+        """Make the choice.
+
+        Raises:
+            _Taken: the address is not for this run.
+        """
+        config = self._config
+        address, urls = address_of(config.inference), config.orchestrator.client.urls
+        for url in urls:
+            if url.rstrip("/") in self._teachers:
+                raise _Taken(f"{url} is where the teacher is served (orchestrator.teacher.urls)")
+            if url != address:
+                self._claim_if_there(url)
+        if address not in urls:
+            return Servers(False, f"using the inference servers at {', '.join(urls)}")
+        if (model := self._use(address, anyones=not picks_port)) is not None:
+            return Servers(False, f"using the inference server that answers at {address} (model {model})")
+        if picks_port:
+            return self._own_server(address, "another run or program has it")
+        if not config.dry_run:
+            self._reservation = reserve(config.inference.server.host, config.inference.server.port)
+            if self._reservation is None:
+                raise _Taken(f"{address} is in use, by a run that starts or by another program", may_be_ending=True)
         return Servers(True, "")
 
     def end(self) -> None:
@@ -189,8 +234,11 @@ class _Choice:
             return Servers(True, "")
         return Servers(True, f"port {wanted} is not free ({why}): the inference server of this run gets {server.port}")
 
-    def _use(self, address: str) -> str | None:
+    def _use(self, address: str, *, anyones: bool) -> str | None:
         """Claim the server at `address` and return its model; None where nobody listens.
+
+        Args:
+            anyones: the user named it; otherwise it must be a server of the same user.
 
         Raises:
             _Taken: it is not for this run.
@@ -199,10 +247,13 @@ class _Choice:
             served = _look(address)
         except _NotOurs as error:
             raise _Taken(
-                f"something answers at {address}, but it is not an inference server of triad ({error})"
+                f"something answers at {address}, but it is not an inference server of triad ({error})",
+                may_be_ending=error.may_be_ending,
             ) from None
         if served is None:
             return None
+        if not anyones and served.uid != os.getuid():
+            raise _Taken(f"the inference server at {address} is another user's (uid {served.uid})")
         wanted = self._config.inference.model.name
         if not _same_model(served.model, wanted):
             raise _Taken(
@@ -229,6 +280,9 @@ class _Choice:
         owner = served.owner
         if owner is not None and owner.run_id != self._me.run_id and owner.directory != self._me.directory:
             raise _Taken(f"the inference server at {url} belongs to the run in {owner.directory}")
+        if owner is not None and owner.lease_s is None and not self._run_dir.is_under_way():
+            # Its launcher has ended, so it is about to.
+            raise _Taken(f"the inference server at {url} is of the last start of this run", may_be_ending=True)
         if self._config.dry_run:
             return
         try:
@@ -241,8 +295,9 @@ class _Choice:
             }
             raise _Taken(f"the inference server at {url} {why.get(error.code, f'says {error}')}") from None
         except _FAILURES as error:
-            raise _Taken(f"the inference server at {url} gave no answer ({error})") from None
-        self._claimed.append(url)
+            raise _Taken(f"the inference server at {url} gave no answer ({error})", may_be_ending=True) from None
+        if url not in self._claimed:
+            self._claimed.append(url)
         if owner is None:
             # One that was this run's already is not given back by a launcher, which may yet find that the run goes on
             # under another one and end: the orchestrator gives it back, or the lease.
@@ -269,9 +324,9 @@ def _look(url: str) -> _Served | None:
     except urllib.error.URLError as error:
         if isinstance(error.reason, ConnectionRefusedError):
             return None
-        raise _NotOurs(str(error.reason)) from None
+        raise _NotOurs(error.reason, may_be_ending=True) from None
     except _FAILURES as error:
-        raise _NotOurs(f"{type(error).__name__}: {error}") from None
+        raise _NotOurs(f"{type(error).__name__}: {error}", may_be_ending=isinstance(error, OSError)) from None
 
 
 def _post(url: str, route: str, owner: Owner, token: str | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -60,6 +61,8 @@ class FakeEngine:
     max_model_len: int = 2048
     token: str | None = None
     refuse: str | None = None
+    lease_s: float | None = 90.0
+    lie_uid: int = 0
     lie_version: int = 0
     lie_digest: str | None = None
     lie_about_rollouts: int = 0
@@ -85,8 +88,10 @@ class FakeEngine:
 
         @app.get("/weights")
         async def weights() -> dict[str, Any]:
-            owner = self.owner and {"run_id": self.owner, "directory": self.directory, "silent_s": 1.0, "lease_s": 90.0}
+            owner = self.owner and {"run_id": self.owner, "directory": self.directory, "silent_s": 1.0}
+            owner = owner and owner | {"lease_s": self.lease_s}
             served = {"version": self.version, "digest": self.digest, "model": self.model, "boot_id": self.boot_id}
+            served["uid"] = os.getuid() + self.lie_uid
             return served | {"owner": owner or None}
 
         @app.get("/v1/models")

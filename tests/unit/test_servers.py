@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -19,6 +20,7 @@ from triad.config import RlConfig
 from triad.config.load import parse_command_line
 from triad.config.rl import hand_down_shared
 from triad.errors import ConfigError, InferenceError
+from triad.owner import directory_name
 from triad.ports import Reservation, reserve, reserve_first_free
 from triad.run_dir import RunDir
 from triad.servers import Servers, chosen_servers, picks_its_port
@@ -141,6 +143,59 @@ def test_a_free_server_at_the_default_address_is_used_owned_and_given_back(tmp_p
             # The same run, started again, has its server still.
             assert not Launcher(tmp_path / "first", port).choose(stack).starts_own
         assert engine.owner is None
+
+
+def test_a_free_server_of_another_user_is_used_only_where_it_is_named(tmp_path: Path) -> None:
+    engine = FakeEngine(lie_uid=1)
+    with serving(engine), ExitStack() as stack:
+        port = int(engine.url.rsplit(":", 1)[1])
+        launcher = Launcher(tmp_path / "first", port)
+        servers = launcher.choose(stack)
+        assert servers.starts_own and launcher.port > port and engine.owner is None
+        assert f"is another user's (uid {os.getuid() + 1})" in servers.line
+        assert not explicit(tmp_path / "second", port).choose(stack).starts_own
+        assert engine.owner is not None
+
+
+def started_again(directory: Path, port: int, stack: ExitStack, left: ExitStack, told: Callable[[], str]) -> Servers:
+    """Choose for a run whose last start has `left` something at `port`, which ends once the user was told of it."""
+    found: list[Servers] = []
+    thread = threading.Thread(target=lambda: found.append(explicit(directory, port).choose(stack)))
+    thread.start()
+    said = ""
+    while "the last start of this run may have left it" not in said and thread.is_alive():
+        said += told()
+        time.sleep(0.01)
+    left.close()
+    thread.join()
+    return found[0]
+
+
+def test_a_run_that_was_killed_and_is_started_again_waits_for_what_it_has_left_at_its_port(
+    tmp_path: Path, first_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told() -> str:
+        return capsys.readouterr().out
+
+    RunDir(tmp_path).create()
+    engine = FakeEngine(owner="mine", directory=directory_name(RunDir(tmp_path)), lease_s=None)
+    with ExitStack() as left, ExitStack() as stack:
+        left.enter_context(serving(engine))
+        port = int(engine.url.rsplit(":", 1)[1])
+        # Nobody asked for this port, so there is nothing to wait for.
+        other = Launcher(tmp_path, port)
+        assert other.choose(stack).starts_own and other.port > port
+        assert started_again(tmp_path, port, stack, left, told).starts_own
+    with ExitStack() as left, ExitStack() as stack:  # it still loads, and answers nothing
+        loading = left.enter_context(socket.socket())
+        loading.bind((HOST, first_port))
+        assert started_again(tmp_path, first_port, stack, left, told).starts_own
+    RunDir(tmp_path).lock()  # from here on it is under way
+    with socket.socket() as loading, ExitStack() as stack:
+        loading.bind((HOST, first_port))
+        with pytest.raises(InferenceError, match=f":{first_port} is in use"):
+            explicit(tmp_path, first_port).choose(stack)
+    assert "Waiting" not in told()
 
 
 def test_a_server_with_another_model_is_left_alone(tmp_path: Path) -> None:
