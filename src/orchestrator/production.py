@@ -38,18 +38,18 @@ class Production:
         self._maker = maker
         self._ended = time.perf_counter()
         self._busy_s = client.busy_s
+        self._is_proved = config.is_sampled_by_teacher
 
     async def begin(self, step: int, *, version: int) -> None:
         """Make the engines serve `version` for batch `step`, and have them prove that they compute with it.
+
+        A version of the attempt before may have no canary; then they prove it with the first one that has.
 
         Raises:
             InferenceError: the weights did not come, or an engine serves or computes something else.
         """
         events.report("waiting for weights", version=version)
         weights = await self._serve(await self._wait_for(version))
-        if not self._config.is_sampled_by_teacher and (canary := read_canary(weights)) is not None:
-            with phase("probing with the canary", version=version):
-                await self._client.check_canary(canary, weights_digest=weights.digest)
         events.report("generating", step=step, version=weights.version)
         self._ended, self._busy_s = time.perf_counter(), self._client.busy_s
 
@@ -110,8 +110,13 @@ class Production:
             return await self._schedule.wait_for_version(version, check=self._publisher.check)
 
     async def _serve(self, weights: PublishedWeights) -> PublishedWeights:
-        """Make the engines serve `weights`. A teacher serves what it has; then they only say that a batch is due."""
+        """Make the engines serve `weights`, and prove it once. A teacher serves what it has."""
         if self._config.is_sampled_by_teacher:
             return weights
         with phase("pushing weights and reading them back", version=weights.version):
-            return await self._schedule.serve(weights, check=self._publisher.check)
+            weights = await self._schedule.serve(weights, check=self._publisher.check)
+        if not self._is_proved and (canary := read_canary(weights)) is not None:
+            with phase("probing with the canary", version=weights.version):
+                await self._client.check_canary(canary, weights_digest=weights.digest)
+            self._is_proved = True
+        return weights

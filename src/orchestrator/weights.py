@@ -43,7 +43,7 @@ class PublishedWeights:
 
 
 def read_canary(weights: PublishedWeights) -> Canary | None:
-    """Return what the trainer computed with `weights`, where it published that: with every version but the last.
+    """Return what the trainer computed with `weights`, where it published that: see `trainer.rl`.
 
     Raises:
         CheckpointError: it cannot be read.

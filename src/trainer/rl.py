@@ -8,7 +8,6 @@ the orchestrator has one way to begin.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -57,13 +56,16 @@ def run(config: TrainerConfig) -> None:
         parts.resume(session.run_dir, session.progress.step)
         parts.check_models()
         learner = Learner(config, session, parts, pretraining)  # before anything is published: it may refuse
-        measure = partial(measure_canary, session.policy, tokenizer, parallel, config=config)
-        session.publisher.publish(
-            session.progress.step,
-            canary=measure(),
-            for_engines=session.progress.step < config.max_steps,
-        )
-        _train(config, session, parts, learner, measure)
+        last_probed = _last_probed(session, config)
+
+        def publish(version: int) -> None:
+            goes_on = version < config.max_steps
+            is_probed = goes_on and version <= last_probed
+            canary = measure_canary(session.policy, tokenizer, parallel, config=config) if is_probed else None
+            session.publisher.publish(version, canary=canary, for_engines=goes_on)
+
+        publish(session.progress.step)
+        _train(config, session, parts, learner, publish)
         if parts.ema is not None:
             _publish_average(session, parts.ema)
     report("finished", step=session.progress.step)
@@ -74,7 +76,7 @@ def _train(
     session: Session[Policy],
     parts: RlParts,
     learner: Learner,
-    measure: Callable[[], bytes | None],
+    publish: Callable[[int], None],
 ) -> None:
     parallel, progress, saver, run_dir = session.parallel, session.progress, session.saver, session.run_dir
     ledger = Ledger(run_dir, progress)
@@ -99,8 +101,7 @@ def _train(
         progress.advance(samples=len(batch.rollouts), tokens=num_tokens)
 
         with stopwatch.phase("publish_weights"):
-            goes_on = step < config.max_steps
-            session.publisher.publish(step, canary=measure() if goes_on else None, for_engines=goes_on)
+            publish(step)
         metrics = batch.metrics | learned | step_metrics(session, stopwatch, num_tokens=num_tokens)
         session.log(step, metrics)
         for alert in alerts.check(metrics) if parallel.is_main else ():
@@ -113,6 +114,16 @@ def _train(
     saver.wait()
     kept = _prune_batches(session, config.journal)
     session.publisher.prune(_needed_weights([*kept, progress.step], config.async_level))
+
+
+def _last_probed(session: Session[Policy], config: TrainerConfig) -> int:
+    """Return the last version by which the orchestrator of this attempt, which goes on behind the journal, may begin.
+
+    Up to there versions carry a canary, which costs a pass over the whole model. Collective.
+    """
+    begins_with = max(session.run_dir.published_batches(), default=0) - config.async_level
+    version = max(session.progress.step, begins_with)
+    return int(session.parallel.max({"version": float(version)})["version"])
 
 
 def _publish_average(session: Session[Policy], ema: Ema) -> None:

@@ -5,6 +5,7 @@ Nothing in the run directory is touched before everything that can be refused ha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -32,9 +33,11 @@ from triad.fetch import fetch, set_aside_after
 from triad.fork import Fork, bring_in, find_fork
 from triad.journal import STATE_NAME
 from triad.manifest import Verification, verify
+from triad.object_store import StorageError
 from triad.run_dir import RunDir, resolve_resume_step
 from triad.warm_start import check_warm_start
 
+S = TypeVar("S")
 T = TypeVar("T", bound=TrainingCommand | OrchestratorConfig)
 CONFIG_NAME = "config.toml"
 
@@ -96,7 +99,7 @@ def prepare(
     if not dry_run and not again:  # then this process holds the lock
         run_dir.lock()
     async_level = trainer.async_level if isinstance(trainer, TrainerConfig) else 0
-    attempt = _decide(run_dir, ckpt, clean=clean, dry_run=dry_run, async_level=async_level)
+    attempt = _decide(run_dir, ckpt, clean=clean, dry_run=dry_run, async_level=async_level, again=again)
     if attempt.resume_step is None:
         _refuse_own_weights(run_dir, trainer.model.name, ckpt.weights_only)
         if ckpt.weights_only is not None:
@@ -117,8 +120,23 @@ def prepare(
                 "or the permissions, then start again."
             ) from error
         if ckpt.dir is not None and attempt.fork is None:
-            set_aside_after(ckpt.dir, attempt.resume_step or 0)
+            url, step = ckpt.dir, attempt.resume_step or 0
+            _with_store(lambda: set_aside_after(url, step), again=again)
     return attempt
+
+
+def _with_store(action: Callable[[], S], *, again: bool) -> S | None:
+    """Do what needs the object store; a run that has been started already goes on without it, and says so.
+
+    All that this process ever uploaded or brought lies on this machine as well.
+    """
+    try:
+        return action()
+    except StorageError as error:
+        if not again:
+            raise
+        print(f"WARNING: going on by the checkpoints of this machine alone: {error}", flush=True)
+        return None
 
 
 def _refuse_contradictions(ckpt: CkptConfig, *, clean: bool) -> None:
@@ -150,7 +168,7 @@ def _refuse_own_weights(run_dir: RunDir, model_name: str, weights_only: Path | N
             )
 
 
-def _decide(run_dir: RunDir, ckpt: CkptConfig, *, clean: bool, dry_run: bool, async_level: int) -> Attempt:
+def _decide(run_dir: RunDir, ckpt: CkptConfig, *, clean: bool, dry_run: bool, async_level: int, again: bool) -> Attempt:
     """Find the step to start from, verified. This run's own checkpoints come first."""
     wanted, source = ckpt.resume_step, ckpt.resume_dir
     number = 1 if clean else run_dir.next_attempt()
@@ -162,7 +180,11 @@ def _decide(run_dir: RunDir, ckpt: CkptConfig, *, clean: bool, dry_run: bool, as
     if ckpt.dir is not None and dry_run:
         print(f"a dry run does not look for checkpoints at {ckpt.dir}")
     elif ckpt.dir is not None:
-        is_there |= fetch(ckpt.dir, run_dir, wanted, how=ckpt.verify, older_weights=async_level) is not None
+        url = ckpt.dir
+        brought = _with_store(
+            lambda: fetch(url, run_dir, wanted, how=ckpt.verify, older_weights=async_level), again=again
+        )
+        is_there |= brought is not None
     step = resolve_resume_step(run_dir, wanted, how=ckpt.verify) if is_there or wanted != "auto" else None
     if step is not None:
         for flag, path in (("resume-dir", source), ("weights-only", ckpt.weights_only)):
@@ -255,8 +277,11 @@ def _last_batch(
     try:
         if not makes_same_batches(read_toml(OrchestratorConfig, previous / "orchestrator.toml"), orchestrator):
             return None
-        same_weights = fingerprint(read_toml(TrainerConfig, previous / "trainer.toml")) == fingerprint(trainer)
+        before = read_toml(TrainerConfig, previous / "trainer.toml")
+        same_weights = fingerprint(before) == fingerprint(trainer)
     except ConfigError:  # it was written by another version
+        return None
+    if attempt.resume_step is None and _warm_start(before) != _warm_start(trainer):
         return None
     last = step
     while (batch := run_dir.batch(last + 1)).exists():
@@ -269,6 +294,12 @@ def _last_batch(
             break
         last += 1
     return last
+
+
+def _warm_start(config: TrainingCommand) -> Path | None:
+    """Return where a fresh start takes its weights from, if not from the model."""
+    path = config.ckpt.weights_only if config.ckpt else None
+    return path and path.resolve()
 
 
 def _last_started(run_dir: RunDir, number: int) -> Path | None:

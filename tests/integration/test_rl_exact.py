@@ -19,6 +19,7 @@ from tests.rl_runs import (
     outcome,
     succeeded,
 )
+from triad.canary import CANARY_NAME
 from triad.journal import read_batch
 from triad.manifest import verify
 from triad.metrics import read_metrics
@@ -45,6 +46,10 @@ def _check_versions(run_dir: RunDir, *, async_level: int) -> list[int]:
             ]
             assert stamped == sampled, f"batch {step}: {rollout.versions}"
     return steps
+
+
+def _with_canary(run_dir: RunDir) -> list[int]:
+    return [version for version in run_dir.published_weights() if (run_dir.weights_of(version) / CANARY_NAME).exists()]
 
 
 @dataclass(frozen=True)
@@ -105,8 +110,9 @@ def test_a_running_server_is_used_told_the_version_and_left_running(
     assert first["staleness/mean"] == 0
     assert first["mismatch/max_log_ratio"] <= LOG_RATIO_TOLERANCE
     assert httpx.get(f"{rl_server.handle.url}/health").status_code == 200
-    # The engine computed what the trainer computes before any rollout was asked for.
-    assert "canary differs by" in (reference.run_dir.logs(1) / "orchestrator.log").read_text()
+    # The engine computed what the trainer computes before any rollout was asked for; it was asked once.
+    assert (reference.run_dir.logs(1) / "orchestrator.log").read_text().count("canary differs by") == 1
+    assert not _with_canary(reference.run_dir), "that of version 0 went with it"
 
 
 def test_after_a_run_the_server_reports_the_last_version_that_was_needed(synchronous: SynchronousRuns) -> None:
@@ -176,6 +182,9 @@ def test_a_stop_and_resume_changes_nothing(reference: CompletedRun, rl_server: U
     assert "resuming from step 6" in second.output
     assert "are in the journal" not in second.output, "batches that were trained are kept, not trained again"
     assert run_dir.published_batches() == list(range(7, 13)), "the checkpoint of step 6 needs what follows"
-    assert "no longer" not in (run_dir.logs(2) / "orchestrator.log").read_text()
+    log = (run_dir.logs(2) / "orchestrator.log").read_text()
+    assert "no longer" not in log
+    # Batch 7 is by version 5, which the first attempt published: the engine is asked with the next one.
+    assert log.count("canary differs by") == 1 and _with_canary(run_dir) == [6]
     assert_same(outcome(run_dir, 12), outcome(reference.run_dir, 12))
     assert exact_metrics(run_dir, range(1, 13)) == exact_metrics(reference.run_dir, range(1, 13))

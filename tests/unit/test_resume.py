@@ -24,6 +24,7 @@ from triad.config.load import to_toml
 from triad.config.orchestrator import OrchestratorConfig
 from triad.config.rl import hand_down_shared
 from triad.errors import CheckpointError, ConfigError, RunDirError
+from triad.object_store import StorageError
 from triad.resume import Attempt, prepare, with_resume, write_config
 from triad.run_dir import RunDir
 
@@ -562,6 +563,32 @@ def test_deaths_do_not_fill_the_disk_with_weights_that_come_out_again(killed: Ru
     prepare(config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator, again=again)
     assert killed.published_weights() == [5]  # the trainer publishes 6 itself
     assert (killed.discarded(2) / "weights").exists() is not again
+
+
+def test_a_run_that_is_under_way_goes_on_without_its_store_and_one_that_begins_does_not(
+    killed: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "store").write_text("no directory any more")
+    config = rl(killed, resume_step="auto", dir=f"file://{tmp_path}/store/run")
+    with pytest.raises(StorageError, match="listing it"):
+        prepare(config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator)
+    attempt = prepare(config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator, again=True)
+    assert attempt.resume_step == 6 and killed.published_batches() == [5, 6, 7, 8, 9]
+    assert "WARNING: going on by the checkpoints of this machine alone: " in capsys.readouterr().out
+
+
+def test_a_fresh_start_with_other_weights_makes_the_batches_again(killed: RunDir, other: RunDir) -> None:
+    """No checkpoint was committed yet; batches 1 and 2 were sampled by the weights of the model."""
+    for step in (4, 6):
+        shutil.rmtree(killed.checkpoint(step))
+    for step in (1, 2):
+        add_batch(killed, step, version=0)
+    same, warm = rl(killed, resume_step="auto"), rl(killed, resume_step="auto", weights_only=other.checkpoint(5))
+    assert start_rl(same).resume_step is None and killed.published_batches() == [1, 2, 5, 6, 7, 8, 9][:2]
+    assert start_rl(warm).resume_step is None and killed.published_batches() == []
+    add_batch(killed, 1, version=0)
+    start_rl(warm)
+    assert killed.published_batches() == [1], "these are of the same weights"
 
 
 def test_going_back_on_purpose_makes_the_batches_again(killed: RunDir) -> None:
