@@ -148,6 +148,7 @@ class BatchMaker:
             temperature=self._config.sampling.temperature,
             stop_token_ids=self._tokenizer.stop_token_ids,
             teacher_digest=self._teacher.digest if self._teacher else "",
+            vocab_size=self._client.vocab_size,
         )
 
     def _sampler(self, log: GenerationLog, weights: PublishedWeights) -> Sampler:

@@ -22,8 +22,8 @@ from typing import Any
 
 from orchestrator.environment import SessionFull
 from triad.errors import EnvironmentFailure, TriadError
+from triad.printable import printable
 
-_MOST_CHARACTERS = 500
 _LIBRARIES = tuple(
     {*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), *site.getsitepackages()}
 )
@@ -135,7 +135,7 @@ async def calling(
         if isinstance(error, asyncio.CancelledError) and call.task is not None and call.task.cancelling():
             raise  # the run ends, or another group has failed
         raise EnvironmentFailure(
-            f"{what}: {method}() raised {type(error).__name__}: {shortened(error)} ({place_of(error)})"
+            f"{what}: {method}() raised {type(error).__name__}: {printable(error)} ({place_of(error)})"
         ) from error
     finally:
         _CURRENT.reset(token)
@@ -144,12 +144,6 @@ async def calling(
 async def result_of(value: Any) -> Any:
     """Return what a method of an environment returned, awaited if it is `async`."""
     return await value if inspect.isawaitable(value) else value
-
-
-def shortened(error: object) -> str:
-    """Return the text of an error, cut, and fit for any file."""
-    text = str(error).encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} … ({len(text)} characters)"
 
 
 def place_of(error: BaseException) -> str:

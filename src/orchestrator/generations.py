@@ -23,6 +23,7 @@ from collections.abc import Sequence
 import msgspec
 import xxhash
 
+from orchestrator.answers import problem_of, problem_of_logprobs
 from orchestrator.environment import Completion
 from triad.arrays import decode_packed, encode_packed
 from triad.errors import RunDirError
@@ -86,6 +87,9 @@ def decode_answer(payload: bytes) -> Answer:
 class GenerationLog:
     """Append-only log of finished generations of one batch, indexed in memory.
 
+    Args:
+        vocab_size: how many token ids the model has; None where that is not known.
+
     Raises:
         RunDirError: the file cannot be read or written.
     """
@@ -99,7 +103,9 @@ class GenerationLog:
         temperature: float,
         stop_token_ids: list[int],
         teacher_digest: str = "",
+        vocab_size: int | None = None,
     ) -> None:
+        self._vocab_size = vocab_size
         self.path = run_dir.generations(step)
         self._step = step
         self._header = Header(_FORMAT, step, weights_digest, temperature, stop_token_ids, teacher_digest)
@@ -164,11 +170,37 @@ class GenerationLog:
         if payloads[0] != self._encoder.encode(self._header):
             _log.warning("%s was sampled by other weights or settings; its batch is sampled anew", self.path)
             return 0
-        for payload in payloads[1:]:
-            answer = decode_answer(payload)
-            for seed, completion in zip(answer.seeds, answer.completions, strict=True):
-                self._found[answer.prompt, answer.max_tokens, seed] = completion
+        problems = [problem for payload in payloads[1:] if (problem := self._index(payload)) is not None]
+        if problems:
+            _log.warning(
+                "%s: %d of %d answers cannot be right and are asked for again; the first: %s",
+                self.path,
+                len(problems),
+                len(payloads) - 1,
+                problems[0],
+            )
         return damages[-1].start if damages and damages[-1].is_tail else self.path.stat().st_size
+
+    def _index(self, payload: bytes) -> str | None:
+        """Index the answer in a record, or return why it cannot be one: an older version may have checked less."""
+        try:
+            answer = decode_answer(payload)
+        except msgspec.DecodeError as error:
+            return str(error)
+        if len(answer.seeds) != len(answer.completions):
+            return f"{len(answer.completions)} completions for {len(answer.seeds)} seeds"
+        for completion in answer.completions:
+            if (problem := self._problem(completion, answer.max_tokens)) is not None:
+                return problem
+        for seed, completion in zip(answer.seeds, answer.completions, strict=True):
+            self._found[answer.prompt, answer.max_tokens, seed] = completion
+        return None
+
+    def _problem(self, completion: Completion, max_tokens: int) -> str | None:
+        if max_tokens == 0:
+            return problem_of_logprobs("logprobs", completion.logprobs)
+        stops = self._header.stop_token_ids
+        return problem_of(completion, max_tokens=max_tokens, stop_token_ids=stops, vocab_size=self._vocab_size)
 
 
 def discard_generations(run_dir: RunDir, *, up_to: int) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import ssl
+import time
+from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
 import httpx
@@ -14,8 +17,9 @@ import msgspec
 from orchestrator.protocol import OTHER_WEIGHTS, Refusal
 from triad.arrays import decode_packed
 from triad.config.orchestrator import ClientConfig, ServersConfig
-from triad.errors import ConfigError, InferenceError
+from triad.errors import InferenceError
 from triad.owner import OWNER_HEADER
+from triad.printable import printable
 
 # A probe of a busy engine may take long; vLLM's own deadline for one is 20 s.
 PROBE_TIMEOUT_S = 30.0
@@ -24,13 +28,27 @@ _CONNECT_TIMEOUT_S = 5.0
 _KEEPALIVE_S = 4.0
 # httpx polls every connection of a pool at every request, so many small pools cost less than one large.
 _POOL_CONNECTIONS = 16
-_UNAVAILABLE = (502, 503, 504)
+_BUSY = (429, 502, 503, 504)
+# A server that fails itself may be asked again as well, but not for as long as one that is only busy.
+_FAILING_PATIENCE_S = 120.0
+# Of an answer to anything but a generation, and of any error.
+_MOST_BYTES = 1 << 20
 
 _T = TypeVar("_T")
 
 
 class Unavailable(Exception):
-    """The server is not there, or not ready, or serves other weights; asking again may help."""
+    """The server is not there, or not ready, or serves other weights; asking again may help.
+
+    Args:
+        retry_after_s: how long the server asks to be left alone.
+        patience_s: how long at most it makes sense to ask again.
+    """
+
+    def __init__(self, reason: str, *, retry_after_s: float = 0.0, patience_s: float = math.inf) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
+        self.patience_s = patience_s
 
 
 class Transport:
@@ -64,9 +82,10 @@ class Transport:
         """Return the body of a good answer to a GET; see `_request`."""
         return await self._request("GET", url, route)
 
-    async def post(self, url: str, route: str, body: bytes) -> bytes:
+    async def post(self, url: str, route: str, body: bytes, *, most_bytes: int = _MOST_BYTES) -> bytes:
         """Return the body of a good answer to a POST, within `timeout_s` of the configuration; see `_request`."""
-        return await self._request("POST", url, route, body=body, timeout_s=self._config.timeout_s)
+        timeout_s = self._config.timeout_s
+        return await self._request("POST", url, route, body=body, timeout_s=timeout_s, most_bytes=most_bytes)
 
     async def post_as_admin(self, url: str, route: str, body: bytes, *, is_probe: bool = False) -> bytes:
         """Return the body of a good answer to a POST with the admin token, as fast as a probe or as `post`."""
@@ -82,38 +101,42 @@ class Transport:
         timeout_s: float | None = None,
         body: bytes | None = None,
         headers: dict[str, str] | None = None,
+        most_bytes: int = _MOST_BYTES,
     ) -> bytes:
         """Return the body of a good answer.
 
         Args:
             timeout_s: None: that of a probe, which may be asked again.
+            most_bytes: a longer answer is not read to its end.
 
         Raises:
-            Unavailable: there was no connection, it broke, or the server says that it is not ready, or that it
-                serves other weights; or it left a probe without an answer.
-            InferenceError: the server refused, failed, or took longer than `timeout_s`.
+            Unavailable: there was no connection, it broke, or the server failed, says that it is not ready or too
+                busy, or that it serves other weights; or it left a probe without an answer.
+            InferenceError: the server refused, took longer than `timeout_s`, or answers without an end.
         """
         if self.run_id is not None:
             headers = {OWNER_HEADER: self.run_id, **(headers or {})}
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S if timeout_s is None else timeout_s):
-                answer = await next(self._next_pool).request(method, url + route, content=body, headers=headers)
+                pool = next(self._next_pool)
+                async with pool.stream(method, url + route, content=body, headers=headers) as answer:
+                    content = await _read(answer, most_bytes, what=f"{method} {url}{route}")
         except TimeoutError:
             reason = f"the inference server gave no answer to {method} {url}{route} within"
             if timeout_s is None:
                 raise Unavailable(f"{reason} {PROBE_TIMEOUT_S:g} s") from None
             raise InferenceError(f"{reason} {timeout_s:g} s ({self._key}.timeout_s)") from None
-        except httpx.InvalidURL as error:
-            raise ConfigError(f"{self._key}.urls: '{url}' is not a URL: {error}") from None
-        except httpx.UnsupportedProtocol:
-            raise ConfigError(f"{self._key}.urls: '{url}' must begin with http:// or https://") from None
         except httpx.TransportError as error:
             raise Unavailable(f"{method} {route}: {type(error).__name__} {error}".rstrip()) from None
         if answer.is_success:
-            return answer.content
-        reason = f"{method} {url}{route} was answered {answer.status_code}: {_reason(answer)}"
-        if answer.status_code in _UNAVAILABLE or _code(answer) == OTHER_WEIGHTS:
-            raise Unavailable(reason)
+            return content
+        reason = f"{method} {url}{route} was answered {answer.status_code}: {printable(_reason(content))}"
+        if answer.status_code in _BUSY:
+            raise Unavailable(reason, retry_after_s=_retry_after_s(answer))
+        if answer.status_code == 500:
+            raise Unavailable(reason, retry_after_s=_retry_after_s(answer), patience_s=_FAILING_PATIENCE_S)
+        if _code(content) == OTHER_WEIGHTS:
+            raise Unavailable(reason, patience_s=0.0)
         if answer.status_code in (401, 403) and isinstance(self._config, ClientConfig):
             reason += f". Set {self._config.admin_token_env} to the server's admin token."
         raise InferenceError(reason)
@@ -137,27 +160,58 @@ def _new_pool(verify: ssl.SSLContext | bool) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
         limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_S),
-        headers={"Content-Type": "application/json"},
+        # No compression: the length of what comes would say nothing about the memory that it needs.
+        headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
         verify=verify,
         # Proxies of the environment are for the internet, not for the engines of a run.
         trust_env=False,
     )
 
 
-def _reason(answer: httpx.Response) -> str:
+async def _read(answer: httpx.Response, most_bytes: int, *, what: str) -> bytes:
+    """Return the body of an answer.
+
+    Raises:
+        InferenceError: it is longer than `most_bytes`, or compressed.
+    """
+    if (encoding := answer.headers.get("content-encoding", "identity")) != "identity":
+        raise InferenceError(f"{what} was answered with the content encoding {encoding!r:.40}, which was not asked for")
+    content = bytearray()
+    async for piece in answer.aiter_raw():
+        content += piece
+        if len(content) > most_bytes:
+            raise InferenceError(
+                f"{what} was answered with more than {most_bytes} bytes, the most that a right answer can have; the "
+                "rest is not read. Is it triad's inference server?"
+            )
+    return bytes(content)
+
+
+def _reason(content: bytes) -> str:
     """The reason in an error answer, whichever of the usual fields holds it."""
     try:
-        body = msgspec.json.decode(answer.content)
+        body = msgspec.json.decode(content)
     except msgspec.DecodeError:
-        return answer.text[:500] or "no reason given"
+        return content.decode(errors="backslashreplace") or "no reason given"
     if isinstance(body, dict):
         return str(body.get("error") or body.get("detail") or body)
     return str(body)
 
 
-def _code(answer: httpx.Response) -> str:
+def _code(content: bytes) -> str:
     """The code of an error answer of ours, else nothing."""
     try:
-        return msgspec.json.decode(answer.content, type=Refusal).code
+        return msgspec.json.decode(content, type=Refusal).code
     except msgspec.DecodeError:
         return ""
+
+
+def _retry_after_s(answer: httpx.Response) -> float:
+    """How long an answer asks to be left alone, in seconds or by a date; 0 where it does not say."""
+    value = answer.headers.get("retry-after", "")
+    if value.isascii() and value.isdecimal():
+        return float(value[:9])
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return 0.0

@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -52,6 +53,7 @@ class FakeEngine:
     """One inference server. Set the `lie_` and `fail_` fields, `alter` or `on_generate`, to misbehave.
 
     `on_generate` is called behind the check of the request, as if something happened while it is answered.
+    `intercept` gets the number of each generation request, and may answer it in place of the engine.
     """
 
     model: str = MODEL
@@ -77,6 +79,8 @@ class FakeEngine:
     pushed: list[int] = field(default_factory=list)
     on_generate: Callable[[int], None] | None = None
     alter: Callable[[dict[str, Any]], None] | None = None
+    intercept: Callable[[int], Response | None] | None = None
+    arrived: list[float] = field(default_factory=list)
 
     def app(self) -> FastAPI:
         """Return the routes."""
@@ -135,6 +139,9 @@ class FakeEngine:
 
         @app.post("/inference/v1/generate")
         async def generate(request: Request) -> Response:
+            self.arrived.append(time.monotonic())
+            if self.intercept is not None and (answer := self.intercept(len(self.arrived))) is not None:
+                return answer
             if self.fail_requests:
                 self.fail_requests -= 1
                 if self.forget_weights:

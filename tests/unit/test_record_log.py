@@ -169,7 +169,7 @@ def test_a_killed_process_loses_nothing_that_it_appended(seed: int, tmp_path: Pa
 
 
 def completion(number: int) -> Completion:
-    return Completion(TokenIds([number, 3]), Logprobs([-1.0, -0.5]), "stop", [VersionSpan(0, 0, 2)])
+    return Completion(TokenIds([10 + number, 3]), Logprobs([-1.0, -0.5]), "stop", [VersionSpan(0, 0, 2)])
 
 
 def make_log(run_dir: RunDir, answers: int = 0) -> GenerationLog:
@@ -235,4 +235,4 @@ def test_the_example_of_the_documentation_reads_a_log(tmp_path: Path) -> None:
     assert (header["format"], header["step"], header["weights_digest"]) == (3, 7, "d")
     assert [answer["seeds"] for answer in answers] == [[0], [1]]
     printed_completion = answers[1]["completions"][0]
-    assert printed_completion["token_ids"] == [1, 3] and printed_completion["logprobs"] == [-1.0, -0.5]
+    assert printed_completion["token_ids"] == [11, 3] and printed_completion["logprobs"] == [-1.0, -0.5]

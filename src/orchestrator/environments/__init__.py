@@ -7,11 +7,12 @@ from typing import Any, get_type_hints
 
 import pydantic
 
-from orchestrator.calls import place_of, shortened
+from orchestrator.calls import place_of
 from orchestrator.environment import Environment
 from triad.config.orchestrator import EnvironmentConfig
 from triad.errors import ConfigError, EnvironmentFailure, TriadError, nearest
 from triad.import_path import import_users
+from triad.printable import printable
 
 BUILT_IN = {
     "reverse_text": "orchestrator.environments.reverse_text:ReverseText",
@@ -34,7 +35,7 @@ def load_environment(config: EnvironmentConfig, *, key: str) -> Environment:
     except BaseException as error:
         raise EnvironmentFailure(
             f"environment '{config.label}' ({config.id}) failed in its constructor: {type(error).__name__}: "
-            f"{shortened(error)} ({place_of(error)})"
+            f"{printable(error)} ({place_of(error)})"
         ) from error
 
 
@@ -69,7 +70,7 @@ def _find_class(name: str, key: str) -> type[Environment]:
         ) from None
     except BaseException as error:
         raise EnvironmentFailure(
-            f"environment '{name}': importing {module_name} failed: {type(error).__name__}: {shortened(error)} "
+            f"environment '{name}': importing {module_name} failed: {type(error).__name__}: {printable(error)} "
             f"({place_of(error)})"
         ) from error
     classes = {

@@ -10,6 +10,7 @@ error is one message that names the file or flag, the dotted key, the value and 
 from __future__ import annotations
 
 import json
+import re
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,9 @@ from triad.config.base import Command
 from triad.errors import ConfigError, nearest
 
 C = TypeVar("C", bound=Command)
+
+# User and password of a URL.
+_CREDENTIALS = re.compile(r"//[^/\s\"']*@")
 
 
 @dataclass
@@ -156,9 +160,10 @@ def _joined(key: str, texts: list[str]) -> str:
 
 def _shown(value: object) -> str:
     try:
-        return json.dumps(value)
+        text = json.dumps(value)
     except TypeError:
-        return repr(value)
+        text = repr(value)
+    return _CREDENTIALS.sub("//***@", text)
 
 
 def _resolve(
