@@ -194,9 +194,9 @@ def sft_runs(
 
 @pytest.fixture(scope="session")
 def ends() -> Callable[..., bool]:
-    """Return a wait for the end of any process, child or not: `ends(pid, within_s=10)`."""
+    """Return a wait for the end of any process, child or not: `ends(pid, within_s=60)`."""
 
-    def wait(pid: int, *, within_s: float = 10.0) -> bool:
+    def wait(pid: int, *, within_s: float = 60.0) -> bool:
         try:
             descriptor = os.pidfd_open(pid)
         except ProcessLookupError:

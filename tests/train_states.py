@@ -82,7 +82,7 @@ class HeldWrites:
     def wait(self) -> None:
         """Called by the writing thread."""
         self.begun.set()
-        assert self._released.wait(30), "nobody released the save"
+        assert self._released.wait(120), "nobody released the save"
 
 
 @contextmanager

@@ -119,6 +119,6 @@ def _answers(run: RlRun) -> bool:
     """Whether the run's own server answers, with whatever it loaded itself."""
     urls = [word for line in run.output.splitlines() for word in line.split() if word.startswith("http://127.0.0.1:")]
     try:
-        return httpx.get(f"{urls[0]}/weights", timeout=5).status_code == 200
+        return httpx.get(f"{urls[0]}/weights", timeout=60).status_code == 200
     except httpx.TransportError:
         return False

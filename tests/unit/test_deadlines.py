@@ -52,7 +52,7 @@ def test_weights_that_an_engine_does_not_take(tmp_path: Path) -> None:
 
 def test_answers_that_do_not_come(tmp_path: Path) -> None:
     engine, over = FakeEngine(), threading.Event()
-    engine.on_generate = lambda _: over.wait(10) and None
+    engine.on_generate = lambda _: over.wait(60) and None
     publish_weights(RunDir(tmp_path), 0, b"zero")
     with serving(engine):
         told = error_of(tmp_path, engine, timeout_s=0.2)

@@ -264,7 +264,7 @@ def test_a_batch_is_published_while_the_next_is_generated(
     publish = journal.publish_batch
 
     def slow_publish(run_dir: RunDir, batch: Batch, state: bytes) -> Path:
-        assert next_has_begun.wait(timeout=5), "generation waits for publishing"
+        assert next_has_begun.wait(timeout=60), "generation waits for publishing"
         return publish(run_dir, batch, state)
 
     monkeypatch.setattr(journal, "publish_batch", slow_publish)
