@@ -27,7 +27,7 @@ from trainer.row_files import Row, Rows
 from triad.chat.masking import Encoded
 from triad.errors import DataError, ProcessDied
 from triad.events import report
-from triad.process import die_with_parent
+from triad.process import available_cores, die_with_parent
 
 _log = logging.getLogger("trainer")
 _CHUNK_ROWS = 500
@@ -79,7 +79,7 @@ def tokenize_rows(rows: Rows, encode: Encode, *, name: str, parallel: Parallel |
     num_chunks = -(-len(rows) // _CHUNK_ROWS)
     shared = parallel if parallel is not None and parallel.world_size > 1 and len(rows) > _FEW_ROWS else None
     mine = range(shared.rank, num_chunks, shared.world_size) if shared else range(num_chunks)
-    workers = min(_num_cores(), len(mine)) if len(rows) > _FEW_ROWS else 1
+    workers = min(cores_of_this_rank(), len(mine)) if len(rows) > _FEW_ROWS else 1
     is_told = parallel is None or parallel.is_main
     chunks = []
     progress = _Progress(sum(_chunk_size(rows, index) for index in mine), is_told=is_told)
@@ -97,10 +97,9 @@ def tokenize_rows(rows: Rows, encode: Encode, *, name: str, parallel: Parallel |
     return [sample for chunk in chunks for sample in chunk.samples()]
 
 
-def _num_cores() -> int:
-    """Cores of this rank, as the launcher has dealt them."""
-    threads = os.environ.get("OMP_NUM_THREADS", "1")
-    return max(1, int(threads)) if threads.isdigit() else 1
+def cores_of_this_rank() -> int:
+    """Its share of the cores that this process may run on, whatever `parallel.threads` leaves to torch."""
+    return max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _chunk_size(rows: Rows, index: int) -> int:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from tests.unit.test_data import load, refused, trained_text, whole_text, write
 from trainer.data import fingerprint_samples
 from trainer.pairs.preferences import load_pairs
+from trainer.tokenizing import cores_of_this_rank
 from triad.config.dpo import PreferenceDataConfig
 
 Tokenizer = PreTrainedTokenizerBase
@@ -95,6 +96,16 @@ def test_pairs_of_text_with_an_implicit_prompt(tokenizer: Tokenizer, tmp_path: P
     assert (~pair.chosen.loss_mask).sum() == (~pair.rejected.loss_mask).sum() == len("q a> good")
 
 
+def test_rows_are_tokenised_on_the_cores_of_the_machine_shared_among_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.tokenizing.available_cores", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads of torch: no word about these workers
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert cores_of_this_rank() == 8
+    for ranks, share in (("2", 4), ("3", 2), ("16", 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert cores_of_this_rank() == share
+
+
 def test_several_workers_make_the_same_samples_and_name_the_first_bad_row(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -104,9 +115,10 @@ def test_several_workers_make_the_same_samples_and_name_the_first_bad_row(
     caplog.set_level("INFO")
     rows = [{"messages": [USER, {**HELLO, "content": "x" * (place % 7), "weight": 1}]} for place in range(400)]
     path = write(tmp_path / "a.jsonl", rows)
+    monkeypatch.setattr("trainer.tokenizing.available_cores", lambda: 1)
     serial = load(path, tokenizer)
     assert "(400 rows)" in caplog.text and "have `weight`" in caplog.text
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setattr("trainer.tokenizing.available_cores", lambda: 3)
     caplog.clear()
     assert fingerprint_samples(load(path, tokenizer)) == fingerprint_samples(serial)
     assert "(400 rows)" in caplog.text and "rows=400 of 400" in caplog.text
