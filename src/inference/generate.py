@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from vllm.exceptions import VLLMClientError
@@ -18,6 +18,7 @@ from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from inference.bodies import GenerateRequest
 from inference.errors import RequestError
 from inference.policy import OTHER_WEIGHTS, Policy, read_label
 from triad.messages import VersionSpan
@@ -25,35 +26,8 @@ from triad.messages import VersionSpan
 # What vLLM samples at as asked: it raises lower temperatures in silence, and refuses higher ones.
 _MIN_TEMPERATURE = 0.01
 _MAX_TEMPERATURE = 2.0
-_MAX_CHOICES = 4096
 
 _request_ids = itertools.count()
-_Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-_TokenId = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of `POST /inference/v1/generate`.
-
-    Attributes:
-        token_ids: the prompt.
-        seeds: one independent choice is sampled per seed, by a generator of its own.
-        max_tokens: most tokens per choice, the stop token included.
-        temperature: softmax temperature, 0.01 to 2; 0 picks the likeliest token, with
-            logprobs at temperature 1.
-        stop_token_ids: a choice ends after sampling one of these; nothing else stops it.
-        prompt_logprobs: also give the log-probabilities of the prompt, for checks.
-        weights_digest: of the weights that the request is for: others refuse it with 409 and the code
-            `other_weights`. None: whichever serve.
-    """
-
-    token_ids: Annotated[list[_TokenId], msgspec.Meta(min_length=1)]
-    seeds: Annotated[list[_Seed], msgspec.Meta(min_length=1, max_length=_MAX_CHOICES)]
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)]
-    temperature: float = 1.0
-    stop_token_ids: list[_TokenId] = []
-    prompt_logprobs: bool = False
-    weights_digest: str | None = None
 
 
 class SampledSpan(VersionSpan, frozen=True):
@@ -87,27 +61,6 @@ class GenerateResponse(msgspec.Struct):
     choices: list[Choice]
     version: int
     boot_id: str
-
-
-_decoder = msgspec.json.Decoder(GenerateRequest)
-
-
-def decode_request(body: bytes) -> GenerateRequest:
-    """Return the request in `body`.
-
-    Raises:
-        RequestError: 400, naming the unknown fields or the first wrong value.
-    """
-    try:
-        return _decoder.decode(body)
-    except msgspec.ValidationError as error:
-        given = msgspec.json.decode(body)
-        known = GenerateRequest.__struct_fields__
-        if isinstance(given, dict) and (unknown := sorted(given.keys() - set(known))):
-            raise RequestError(400, f"unknown fields: {', '.join(unknown)}. Allowed: {', '.join(known)}.") from None
-        raise RequestError(400, str(error)) from None
-    except msgspec.DecodeError as error:
-        raise RequestError(400, f"the body is not JSON: {error}") from None
 
 
 class Generator:

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from inference.preflight import Preflight, check
 from triad.config import InferenceConfig
+from triad.descriptors import allow_many_connections
 from triad.errors import ConfigError
 from triad.events import report
 from triad.heartbeat import start_heartbeat
@@ -75,6 +76,7 @@ def run(config: InferenceConfig, owner: Owner | None = None) -> int:
     Raises:
         TriadError: something that the user can be told in one message.
     """
+    allow_many_connections()
     preflight: Preflight = check(config)
     set_environment(config)
     report("loading vllm")

@@ -24,20 +24,6 @@ OTHER_WEIGHTS = "other_weights"
 _LABEL_SEPARATOR = ":"
 
 
-class UpdateRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of `POST /update_weights`.
-
-    Attributes:
-        path: a directory that the engine's machine can read.
-        version: of the weights in it.
-        owner: the run whose weights these are, which then owns the server; None: nobody's, and the server must be.
-    """
-
-    path: str
-    version: int
-    owner: Owner | None = None
-
-
 class UpdateResponse(msgspec.Struct):
     """Answer of `POST /update_weights`: what now serves, and how long the update took."""
 

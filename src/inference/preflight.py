@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
-import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from inference.access import is_loopback
+from triad.admin_token import read_admin_token
 from triad.config import InferenceConfig
 from triad.config.base import ModelConfig
 from triad.config.inference import ServerConfig
@@ -25,7 +25,7 @@ class Preflight:
 
     Attributes:
         sock: bound to the configured address, not listening yet.
-        admin_token: what the admin routes ask for; None when only this machine can reach them.
+        admin_token: what the admin routes ask for; None: nothing, only this machine can reach them.
         model_dir: local directory of the model.
         tokenizer_dir: local directory of its tokenizer.
     """
@@ -49,26 +49,14 @@ def check(config: InferenceConfig) -> Preflight:
     return Preflight(sock=sock, admin_token=admin_token, model_dir=model_dir, tokenizer_dir=tokenizer_dir)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server bound to `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def required_token(server: ServerConfig) -> str | None:
-    """Return the token that the admin routes ask for, or None when the server is for this machine only.
+    """Return the token that the admin routes ask for; None: none, on a server for this machine only.
 
     Raises:
-        ConfigError: the server binds a public address and the token's variable is not set.
+        ConfigError: the server binds a public address and the token's variable is not set; or it holds no token.
     """
-    if is_loopback(server.host):
-        return None
-    token = os.environ.get(server.admin_token_env, "")
-    if not token:
+    token = read_admin_token(server.admin_token_env)
+    if token is None and not is_loopback(server.host):
         raise ConfigError(
             f"server.host = '{server.host}' lets other machines replace the weights, so the admin routes need a "
             f"token: set the environment variable {server.admin_token_env}, or bind 127.0.0.1."

@@ -7,15 +7,15 @@
     POST /claim, /release         own the server, and give it back (admin)
     POST /pause, /resume          freeze and thaw generation (admin)
 
-Everything else, `/metrics` included, is vLLM's. Every answer says which policy version made it. An error is
-`{"error": REASON}`, with a `code` where a program can do something about it: `owned` (409: the server is another
-run's) and `other_weights` (409: the request is for other weights than those that serve).
+Everything else that only reads or generates, `/metrics` included, is vLLM's; `inference.access` says who may use
+what. Every answer says which policy version made it. An error is `{"error": REASON}`, with a `code` where a program
+can do something about it: `owned` (409: the server is another run's) and `other_weights` (409: the request is for
+other weights than those that serve).
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import FastAPI
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
@@ -33,12 +34,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from inference.access import Gate, largest_body
+from inference.bodies import UpdateRequest, decode_body, decode_request
 from inference.engine import generate_one_token
 from inference.errors import RequestError
-from inference.generate import Generator, decode_request
+from inference.generate import Generator
 from inference.meter import Meter
 from inference.ownership import Ownership
-from inference.policy import Policy, UpdateRequest
+from inference.policy import Policy
 from triad.owner import OWNER_HEADER, Owner
 
 VERSION_HEADER = "x-policy-version"
@@ -51,8 +54,15 @@ _T = TypeVar("_T")
 _Handler = Callable[[Request], Awaitable[Response]]
 
 
-def build_application(vllm_app: FastAPI, routes: Routes, *, policy: Policy, meter: Meter) -> ASGIApp:
-    """Return the whole application: the project's routes in front of vLLM's."""
+def build_application(
+    vllm_app: FastAPI, routes: Routes, *, policy: Policy, meter: Meter, local: bool, admin_token: str | None
+) -> ASGIApp:
+    """Return the whole application: the project's routes in front of vLLM's, and the gate in front of both.
+
+    Args:
+        local: the server is for this machine alone.
+        admin_token: what the admin routes ask for; None lets everyone who can connect use them.
+    """
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -60,7 +70,8 @@ def build_application(vllm_app: FastAPI, routes: Routes, *, policy: Policy, mete
             yield
 
     app = Starlette(routes=[*routes.all(), Mount("", vllm_app)], lifespan=lifespan)
-    return PolicyVersionMiddleware(app, policy=policy, meter=meter, ownership=routes.ownership)
+    gated = Gate(app, local=local, admin_token=admin_token, most_body_bytes=routes.most_body_bytes)
+    return PolicyVersionMiddleware(gated, policy=policy, meter=meter, ownership=routes.ownership)
 
 
 class Routes:
@@ -72,7 +83,6 @@ class Routes:
         ownership: whose they may be.
         meter: counters of this server.
         model_name: what `/weights` calls the model.
-        admin_token: what the admin routes ask for; None lets everyone who can connect use them.
         health_timeout_s: an engine that answers a probe later is failing.
     """
 
@@ -84,17 +94,16 @@ class Routes:
         ownership: Ownership,
         meter: Meter,
         model_name: str,
-        admin_token: str | None,
         health_timeout_s: float,
     ) -> None:
         self._engine = engine
         self._policy = policy
         self._meter = meter
         self._model_name = model_name
-        self._admin_token = admin_token
         self._health_timeout_s = health_timeout_s
         self._generator = Generator(engine, policy)
         self.ownership = ownership
+        self.most_body_bytes = largest_body(engine.model_config.max_model_len)
         self._probe: asyncio.Task[None] | None = None
 
     def all(self) -> list[BaseRoute]:
@@ -103,11 +112,11 @@ class Routes:
             Route("/inference/v1/generate", _answering(self.generate), methods=["POST"]),
             Route("/health", _answering(self.health), methods=["GET"]),
             Route("/weights", _answering(self.weights), methods=["GET"]),
-            Route("/update_weights", _answering(self._admin(self.update_weights)), methods=["POST"]),
-            Route("/claim", _answering(self._admin(self.claim)), methods=["POST"]),
-            Route("/release", _answering(self._admin(self.release)), methods=["POST"]),
-            Route("/pause", _answering(self._admin(self.pause)), methods=["POST"]),
-            Route("/resume", _answering(self._admin(self.resume)), methods=["POST"]),
+            Route("/update_weights", _answering(self.update_weights), methods=["POST"]),
+            Route("/claim", _answering(self.claim), methods=["POST"]),
+            Route("/release", _answering(self.release), methods=["POST"]),
+            Route("/pause", _answering(self.pause), methods=["POST"]),
+            Route("/resume", _answering(self.resume), methods=["POST"]),
         ]
 
     async def generate(self, request: Request) -> Response:
@@ -125,12 +134,7 @@ class Routes:
 
     async def update_weights(self, request: Request) -> Response:
         """Replace the weights."""
-        try:
-            wanted = msgspec.json.decode(await request.body(), type=UpdateRequest)
-        except msgspec.DecodeError as error:
-            raise RequestError(400, str(error)) from None
-        if wanted.version < 0:
-            raise RequestError(400, f"version is {wanted.version}, allowed are 0 and above")
+        wanted = decode_body(await request.body(), UpdateRequest)
         return _json(await self._policy.update(Path(wanted.path), version=wanted.version, owner=wanted.owner))
 
     async def claim(self, request: Request) -> Response:
@@ -199,19 +203,6 @@ class Routes:
             "owner": self.ownership.status(),
         }
 
-    def _admin(self, handler: _Handler) -> _Handler:
-        if self._admin_token is None:
-            return handler
-        expected = f"Bearer {self._admin_token}".encode()
-
-        async def guarded(request: Request) -> Response:
-            given = request.headers.get("authorization", "").encode()
-            if not hmac.compare_digest(given, expected):
-                raise RequestError(401, "this route needs the header 'Authorization: Bearer <admin token>'")
-            return await handler(request)
-
-        return guarded
-
 
 class PolicyVersionMiddleware:
     """Stamps every answer with the policy version, counts requests to vLLM's generation routes, hears from the owner.
@@ -267,6 +258,8 @@ def _answering(handler: _Handler) -> _Handler:
             return await handler(request)
         except RequestError as error:
             return _error(error.status, error.reason, code=error.code)
+        except HTTPException as error:
+            return _error(error.status_code, error.detail)
         except EngineDeadError:
             return _error(503, "the engine died; the server is going down")
 
@@ -274,10 +267,7 @@ def _answering(handler: _Handler) -> _Handler:
 
 
 async def _owner_in(request: Request) -> Owner:
-    try:
-        return msgspec.json.decode(await request.body(), type=Owner)
-    except msgspec.DecodeError as error:
-        raise RequestError(400, str(error)) from None
+    return decode_body(await request.body(), Owner)
 
 
 async def _until_disconnect(request: Request, work: Awaitable[_T]) -> _T:

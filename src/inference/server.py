@@ -27,6 +27,7 @@ from pydantic import ValidationError
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from inference.access import is_loopback
 from inference.engine import build_vllm_app, generate_one_token, parse_arguments, running_engine, vllm_arguments
 from inference.meter import Meter
 from inference.ownership import Ownership
@@ -104,10 +105,16 @@ async def _serve(config: InferenceConfig, args: Namespace, preflight: Preflight,
             ownership=ownership,
             meter=meter,
             model_name=config.model.name,
-            admin_token=preflight.admin_token,
             health_timeout_s=config.server.health_timeout_s,
         )
-        app = build_application(vllm_app, routes, policy=policy, meter=meter)
+        app = build_application(
+            vllm_app,
+            routes,
+            policy=policy,
+            meter=meter,
+            local=is_loopback(config.server.host),
+            admin_token=preflight.admin_token,
+        )
         server = _Server(
             uvicorn.Config(
                 app,

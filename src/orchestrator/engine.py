@@ -107,7 +107,7 @@ class Engine:
             )
         try:
             cards = msgspec.json.decode(await self._transport.get(self.url, "/v1/models"), type=ModelList).data
-        except (InferenceError, Unavailable, msgspec.DecodeError):
+        except (InferenceError, Unavailable, ValueError, RecursionError):
             return  # optional: the server itself refuses what is too long
         longest = cards[0].max_model_len if cards else None
         if longest is not None and longest < seq_len:

@@ -29,6 +29,7 @@ from orchestrator.teacher import Teacher, connect_teacher
 from triad import events
 from triad.chat.files import load_tokenizer
 from triad.config.orchestrator import OrchestratorConfig
+from triad.descriptors import allow_connections
 from triad.errors import ConfigError, EnvironmentFailure
 from triad.heartbeat import start_heartbeat
 from triad.process import die_with_launcher, run_reporting_errors, set_up_logging
@@ -41,6 +42,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
     Raises:
         TriadError: whatever ended the run before its time.
     """
+    _allow_connections(config)
     events.report("loading the tokenizer and the environments")
     run_dir = RunDir(config.output_dir)
     tokenizer = load_tokenizer(config.model.tokenizer_name)
@@ -90,6 +92,20 @@ async def orchestrate(config: OrchestratorConfig) -> None:
             await publisher.settle()
         await client.release()
     events.report("finished", step=config.max_steps)
+
+
+def _allow_connections(config: OrchestratorConfig) -> None:
+    """See that all sessions can have a connection at once: whole groups, as many as may be in flight.
+
+    Raises:
+        ConfigError: this process may not have as many.
+    """
+    size = config.group_size
+    most = max(1, config.client.max_concurrency // size) * size
+    number = min(most, config.max_problems_per_step * size)
+    if config.teacher is not None:
+        number += min(config.teacher.max_concurrency, number)
+    allow_connections(number, key="client.max_concurrency")
 
 
 @asynccontextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import os
 import ssl
 import time
 from email.utils import parsedate_to_datetime
@@ -15,6 +14,7 @@ import httpx
 import msgspec
 
 from orchestrator.protocol import OTHER_WEIGHTS, Refusal
+from triad.admin_token import read_admin_token
 from triad.arrays import decode_packed
 from triad.config.orchestrator import ClientConfig, ServersConfig
 from triad.errors import InferenceError
@@ -66,7 +66,7 @@ class Transport:
         self.run_id: str | None = None
         self._config = config
         self._key = key
-        token = os.environ.get(config.admin_token_env) if isinstance(config, ClientConfig) else None
+        token = read_admin_token(config.admin_token_env) if isinstance(config, ClientConfig) else None
         self._admin = {"Authorization": f"Bearer {token}"} if token else {}
         # Making a TLS context reads every root certificate: tens of milliseconds, for nothing on plain http.
         verify = httpx.create_ssl_context() if any(url.startswith("https:") for url in config.urls) else False
@@ -150,7 +150,7 @@ def decode(data: bytes, kind: type[_T], *, url: str) -> _T:
     """
     try:
         return msgspec.json.decode(data, type=kind, dec_hook=decode_packed)
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:  # msgspec's own are ValueErrors; so are those of broken text
         raise InferenceError(
             f"{url} gave an answer that is no {kind.__name__}: {error}. Is it triad's inference server?"
         ) from None
@@ -191,7 +191,7 @@ def _reason(content: bytes) -> str:
     """The reason in an error answer, whichever of the usual fields holds it."""
     try:
         body = msgspec.json.decode(content)
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         return content.decode(errors="backslashreplace") or "no reason given"
     if isinstance(body, dict):
         return str(body.get("error") or body.get("detail") or body)
@@ -202,7 +202,7 @@ def _code(content: bytes) -> str:
     """The code of an error answer of ours, else nothing."""
     try:
         return msgspec.json.decode(content, type=Refusal).code
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         return ""
 
 

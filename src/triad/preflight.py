@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from triad.admin_token import read_admin_token
 from triad.config.dpo import DpoConfig
 from triad.config.inference import InferenceConfig
 from triad.config.orchestrator import OrchestratorConfig
@@ -58,8 +59,9 @@ def check_orchestrator(config: OrchestratorConfig) -> None:
     """Check that every environment is there and takes its arguments.
 
     Raises:
-        ConfigError, DataError: one is not, or does not.
+        ConfigError, DataError: one is not, or does not; or the admin token is none.
     """
+    read_admin_token(config.client.admin_token_env)
     _check_in_child("orchestrator.check", config)
 
 
@@ -68,8 +70,9 @@ def check_inference(config: InferenceConfig) -> None:
 
     Raises:
         DataError: it is not.
-        ConfigError: vLLM is not installed.
+        ConfigError: vLLM is not installed, or the admin token is none.
     """
+    read_admin_token(config.server.admin_token_env)
     require_model(config.model.name, key="model.name")
     require_vllm()
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from triad.admin_token import read_admin_token
 from triad.config.inference import InferenceConfig
 from triad.config.rl import RlConfig
 from triad.errors import InferenceError
@@ -306,7 +307,7 @@ class _Choice:
             self._living.start()
 
     def _token(self) -> str | None:
-        return os.environ.get(self._config.orchestrator.client.admin_token_env)
+        return read_admin_token(self._config.orchestrator.client.admin_token_env)
 
 
 def _look(url: str) -> _Served | None:

@@ -338,6 +338,13 @@ def test_admin_routes_of_a_public_server_need_the_token(model: Path, tmp_path: P
             assert "s3cret" not in response.text
     assert httpx.get(f"{server.url}/weights").json()["version"] == 0
     assert httpx.post(f"{server.url}/inference/v1/generate", json=REQUEST).status_code == 200
+    page = {"authorization": "Bearer s3cret", "origin": "http://evil.example"}
+    assert httpx.post(f"{server.url}/update_weights", json=update, headers=page).status_code == 403
+    assert httpx.post(f"{server.url}/update_weights", content=json.dumps(update)).status_code == 415
+    scale = httpx.post(f"{server.url}/scale_elastic_ep", json={"new_data_parallel_size": 1})
+    assert scale.status_code == 404, "vLLM's own administration is not part of the server"
+    endless = httpx.post(f"{server.url}/v1/completions", content=(b" " * 65536 for _ in range(1000)))
+    assert endless.status_code == 413
     allowed = httpx.post(f"{server.url}/update_weights", json=update, headers={"authorization": "Bearer s3cret"})
     assert allowed.status_code == 200, allowed.text
     assert httpx.get(f"{server.url}/weights").json()["version"] == 1

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from inference.preflight import bind, is_loopback, required_token, resolve_model
+from inference.access import is_loopback
+from inference.preflight import bind, required_token, resolve_model
+from orchestrator.transport import Transport
 from triad.config import InferenceConfig
 from triad.config.inference import ServerConfig
+from triad.config.orchestrator import ClientConfig
 from triad.errors import ConfigError, DataError
 
 
@@ -45,7 +48,18 @@ def test_a_public_server_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
             required_token(public)
     monkeypatch.setenv("SOME_TOKEN", "secret")
     assert required_token(public) == "secret"
+    assert required_token(_server(admin_token_env="SOME_TOKEN")) == "secret", "on loopback too"
+    monkeypatch.delenv("SOME_TOKEN")
     assert required_token(_server(admin_token_env="SOME_TOKEN")) is None
+
+
+@pytest.mark.parametrize("token", ["S3CRET\n", " S3CRET", "S3 CRET", "S3CRETé", " ", "S3CRET\x7f"])
+def test_a_token_that_no_header_can_hold_is_refused_on_both_sides(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIAD_ADMIN_TOKEN", token)
+    for read in (lambda: required_token(_server()), lambda: Transport(ClientConfig(), key="client")):
+        with pytest.raises(ConfigError, match="TRIAD_ADMIN_TOKEN holds spaces, line breaks or") as caught:
+            read()
+        assert "S3" not in str(caught.value)
 
 
 def test_a_port_is_bound_once() -> None:

@@ -33,7 +33,8 @@ class ServerConfig(Section):
     on for a server of its own."""
 
     admin_token_env: str = "TRIAD_ADMIN_TOKEN"
-    """Environment variable with the token that the admin routes ask for (`Authorization: Bearer`)."""
+    """Environment variable with the token that the admin routes ask for (`Authorization: Bearer`), on loopback too
+    where it is set."""
 
     health_timeout_s: float = Field(default=20.0, gt=0)
     """An engine that answers a probe later than this is reported as failing by `/health`."""
