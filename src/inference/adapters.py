@@ -14,7 +14,15 @@ import torch
 from safetensors.torch import load_file
 
 from inference.weights import OUTPUT_LAYER, Architecture, CheckedWeights, checked, read_files
-from triad.adapter import PEFT_PREFIX, adapted_matrices, read_base, read_scaling, tensors_digest
+from triad.adapter import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_NAME,
+    PEFT_PREFIX,
+    adapted_matrices,
+    read_base,
+    read_scaling,
+    tensors_digest,
+)
 from triad.errors import CheckpointError, DataError
 from triad.manifest import MANIFEST_NAME, verify
 from triad.weights_digest import weights_files
@@ -64,12 +72,12 @@ def read_adapter(
 ) -> CheckedWeights:
     """Return the model that `base` and the adapter in `directory` make, checked as whole weights are.
 
-    The digest is that of the adapter's file.
+    The digest is that of the adapter's file and of how often it counts.
 
     Raises:
         DataError: the adapter is damaged, or belongs to other weights.
     """
-    tensors, digest = read_files(directory, version=version)
+    tensors, digest = read_files(directory, base.architecture, version=version)
     if (directory / MANIFEST_NAME).exists():
         try:
             verify(directory)  # the settings beside the tensors
@@ -99,9 +107,11 @@ def _adapted(
 
     Shape legend: O outputs and I inputs of a linear layer, R rank.
     """
-    scale = read_scaling(directory).scale
+    scaling = read_scaling(directory)
     factors = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()}
     matrices = adapted_matrices(factors)
+    if not matrices:
+        raise DataError(f"{directory} adapts nothing: {ADAPTER_NAME} holds no factors")
     known = {name for pair in matrices.values() for name in pair}
     if surplus := sorted(factors.keys() - known):
         raise DataError(f"{directory}: tensor '{surplus[0]}' is no factor of an adapter")
@@ -113,11 +123,27 @@ def _adapted(
         if matrix not in base.tensors:
             raise DataError(f"{directory}: '{matrix}', which it adapts, is not part of the model")
         weight_OI, a_RI, b_OR = base.tensors[matrix], factors[names.a], factors[names.b]
-        if (b_OR.shape[0], a_RI.shape[1]) != tuple(weight_OI.shape) or b_OR.shape[1] != a_RI.shape[0]:
-            raise DataError(
-                f"{directory}: the factors of '{matrix}' have the shapes {list(a_RI.shape)} and {list(b_OR.shape)}, "
-                f"which do not fit {list(weight_OI.shape)}"
-            )
+        _check_factors(directory, matrix, a_RI, b_OR, outputs_and_inputs=tuple(weight_OI.shape), rank=scaling.r)
         # The same sums as `trainer.models.lora.merged`, for the same bits.
-        adapted[matrix] = weight_OI.float() + (b_OR.float() @ a_RI.float()) * scale
+        adapted[matrix] = weight_OI.float() + (b_OR.float() @ a_RI.float()) * scaling.scale
     return adapted
+
+
+def _check_factors(
+    directory: Path,
+    matrix: str,
+    a_RI: torch.Tensor,
+    b_OR: torch.Tensor,
+    *,
+    outputs_and_inputs: tuple[int, ...],
+    rank: int,
+) -> None:
+    for factor in (a_RI, b_OR):
+        if not factor.dtype.is_floating_point:
+            raise DataError(f"{directory}: a factor of '{matrix}' has dtype {factor.dtype}, which is no float")
+    shapes = tuple(a_RI.shape), tuple(b_OR.shape)
+    if len(outputs_and_inputs) != 2 or shapes != ((rank, outputs_and_inputs[1]), (outputs_and_inputs[0], rank)):
+        raise DataError(
+            f"{directory}: the factors of '{matrix}' have the shapes {list(a_RI.shape)} and {list(b_OR.shape)}, which "
+            f"do not fit {list(outputs_and_inputs)} and the rank r = {rank} of {ADAPTER_CONFIG_NAME}"
+        )

@@ -8,6 +8,9 @@ taken from the very bytes that the tensors are made of.
 from __future__ import annotations
 
 import json
+import math
+import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from triad.errors import CheckpointError, DataError, nearest
 from triad.manifest import MANIFEST_NAME, read_manifest
-from triad.weights_digest import WeightsFile, combined_digest, weights_files
+from triad.weights_digest import WeightsFile, combined_digest, scaling_of, weights_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,6 +36,15 @@ EMBEDDING = "model.embed_tokens.weight"
 
 _ACCEPTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INDEX_NAME = "model.safetensors.index.json"
+_MOST_FILES = 10_000
+# Manifest, index and settings.
+_SETTINGS_BYTES = 1 << 26
+# Of float64, which is more than any that is accepted; and what stands around the tensors.
+_BYTES_PER_PARAMETER = 8
+_BESIDE_BYTES = 1 << 26
+_HEADER_BYTES = 1 << 20
+_HEADER_BYTES_PER_TENSOR = 1024
+_KINDS = {stat.S_IFIFO: "pipe", stat.S_IFDIR: "directory", stat.S_IFSOCK: "socket"}
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,16 @@ class Architecture:
     shapes: Mapping[str, tuple[int, ...]]
     tied: bool
     model_dir: Path | None = field(default=None, compare=False)
+
+    @cached_property
+    def most_bytes(self) -> int:
+        """How large all files of a directory of such weights can be together."""
+        return _BESIDE_BYTES + _BYTES_PER_PARAMETER * sum(math.prod(shape) for shape in self.shapes.values())
+
+    @property
+    def most_header_bytes(self) -> int:
+        """How long the header of one file can be."""
+        return _HEADER_BYTES + _HEADER_BYTES_PER_TENSOR * len(self.shapes)
 
     @cached_property
     def ignored(self) -> frozenset[str]:
@@ -128,7 +150,7 @@ def read_weights(
     Raises:
         DataError: naming the file or tensor at fault, and what was expected.
     """
-    tensors, digest = read_files(directory, version=version)
+    tensors, digest = read_files(directory, architecture, version=version)
     _check_names(directory, tensors, architecture)
     tensors = {
         name: checked(directory, name, tensor, architecture, dtype)
@@ -144,12 +166,15 @@ def read_weights(
     return CheckedWeights(tensors=tensors, digest=digest)
 
 
-def read_files(directory: Path, *, version: int | None = None) -> tuple[dict[str, torch.Tensor], str]:
+def read_files(
+    directory: Path, architecture: Architecture, *, version: int | None = None
+) -> tuple[dict[str, torch.Tensor], str]:
     """Return all tensors in `directory` by name, and the digest of the very bytes that they are made of.
 
     Raises:
-        DataError: a file is missing, damaged or not of `version`.
+        DataError: a file is missing, damaged, not of `version`, or larger than weights of `architecture` can be.
     """
+    require_regular(directory, most_bytes=architecture.most_bytes)
     paths = _complete_files(directory)
     expected = _manifest_entries(directory, version)
     for name in expected or ():
@@ -158,10 +183,18 @@ def read_files(directory: Path, *, version: int | None = None) -> tuple[dict[str
     tensors: dict[str, torch.Tensor] = {}
     files: list[WeightsFile] = []
     for path in paths:
+        if expected is not None:
+            _check_size(path, path.stat().st_size, expected)
         content = path.read_bytes()
         file = WeightsFile(path.name, len(content), xxhash.xxh3_128_hexdigest(content))
         if expected is not None:
             _check_file(path, file, expected)
+        header_bytes = int.from_bytes(content[:8], "little")
+        if header_bytes > architecture.most_header_bytes:
+            raise DataError(
+                f"{path} has a header of {header_bytes} bytes, allowed are {architecture.most_header_bytes} for "
+                f"{len(architecture.shapes)} tensors"
+            )
         try:
             loaded = safetensors.torch.load(content)
         except (SafetensorError, ValueError, KeyError) as error:
@@ -170,7 +203,36 @@ def read_files(directory: Path, *, version: int | None = None) -> tuple[dict[str
             raise DataError(f"{path}: tensor '{twice[0]}' is also in another file of {directory}")
         tensors.update(loaded)
         files.append(file)
-    return tensors, combined_digest(files)
+    return tensors, combined_digest(files + scaling_of(directory, [file.name for file in files]))
+
+
+def require_regular(directory: Path, *, most_bytes: int) -> None:
+    """Refuse pipes and devices under names that are read, and more than weights can be, before anything is opened.
+
+    Whoever opens a pipe waits for its writer, and a device may have no end.
+
+    Raises:
+        DataError: naming what is there, and what is allowed.
+    """
+    if not directory.is_dir():
+        raise DataError(f"{directory} is not a directory")
+    total = 0
+    with os.scandir(directory) as entries:
+        for number, entry in enumerate(entries, start=1):
+            if number > _MOST_FILES:
+                raise DataError(f"{directory} holds more than {_MOST_FILES} files: it is no directory of weights")
+            if not entry.name.endswith((".safetensors", ".json")):
+                continue
+            status = entry.stat()
+            if not stat.S_ISREG(status.st_mode):
+                kind = _KINDS.get(stat.S_IFMT(status.st_mode), "device")
+                raise DataError(f"{entry.path} is no regular file, but a {kind}")
+            if entry.name.endswith(".safetensors"):
+                total += status.st_size
+            elif status.st_size > _SETTINGS_BYTES:
+                raise DataError(f"{entry.path} has {status.st_size} bytes, allowed are {_SETTINGS_BYTES}")
+    if total > most_bytes:
+        raise DataError(f"{directory} holds {total} bytes of weights, this model can have {most_bytes} at most")
 
 
 def _manifest_entries(directory: Path, version: int | None) -> dict[str, WeightsFile] | None:
@@ -190,8 +252,6 @@ def _manifest_entries(directory: Path, version: int | None) -> dict[str, Weights
 
 def _complete_files(directory: Path) -> list[Path]:
     """Return the weights files; an index file, if there is one, must name the same files."""
-    if not directory.is_dir():
-        raise DataError(f"{directory} is not a directory")
     paths = weights_files(directory)
     if not paths:
         raise DataError(f"{directory} holds no *.safetensors file")
@@ -199,19 +259,26 @@ def _complete_files(directory: Path) -> list[Path]:
     if index.exists():
         try:
             named = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"{index} cannot be read: {error}") from None
+        if strange := [name for name in named if not isinstance(name, str)]:
+            raise DataError(f"{index} names {strange[0]!r:.80} as a file")
         if missing := sorted(named - {path.name for path in paths}):
             raise DataError(f"{directory}: file '{missing[0]}', which {_INDEX_NAME} names, is missing")
     return paths
 
 
-def _check_file(path: Path, found: WeightsFile, expected: dict[str, WeightsFile]) -> None:
+def _check_size(path: Path, size_bytes: int, expected: dict[str, WeightsFile]) -> None:
     listed = expected.get(path.name)
     if listed is None:
         raise DataError(f"{path} is not in the {MANIFEST_NAME} beside it")
-    if listed.size_bytes != found.size_bytes:
-        raise DataError(f"{path} is damaged: {found.size_bytes} bytes, {MANIFEST_NAME} says {listed.size_bytes}")
+    if listed.size_bytes != size_bytes:
+        raise DataError(f"{path} is damaged: {size_bytes} bytes, {MANIFEST_NAME} says {listed.size_bytes}")
+
+
+def _check_file(path: Path, found: WeightsFile, expected: dict[str, WeightsFile]) -> None:
+    _check_size(path, found.size_bytes, expected)
+    listed = expected[path.name]
     if listed.xxh3_128 != found.xxh3_128:
         raise DataError(f"{path} is damaged: checksum {found.xxh3_128}, {MANIFEST_NAME} says {listed.xxh3_128}")
 

@@ -72,7 +72,7 @@ def describe_weights(run_dir: RunDir, version: int) -> PublishedWeights:
         raise CheckpointError(
             f"{path} holds {manifest.kind} of version {manifest.policy_version}, expected weights of version {version}"
         )
-    digest = listed_digest(manifest)
+    digest = listed_digest(manifest, path)
     if not digest:
         raise CheckpointError(f"{path} lists no *.safetensors file in its manifest")
     return PublishedWeights(version=version, path=path, digest=digest, inode=inode)

@@ -9,6 +9,7 @@ An adapted matrix is W + alpha / rank * B A (LoRA, Hu et al. 2021, section 4.1),
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -53,6 +54,11 @@ class Scaling(msgspec.Struct, frozen=True):
 
     r: int
     lora_alpha: float
+
+    def __post_init__(self) -> None:
+        """Refuse what no adapter can have."""
+        if self.r < 1 or not math.isfinite(self.lora_alpha):
+            raise ValueError(f"r = {self.r} and lora_alpha = {self.lora_alpha}: needed are a rank from 1 and a number")
 
     @property
     def scale(self) -> float:
@@ -106,7 +112,7 @@ def _read(path: Path, kind: type[S]) -> S:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
         raise DataError(f"{path} is missing: it says what the adapter beside it belongs to") from None
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:  # msgspec's own are ValueErrors; so are those of broken text
         raise DataError(f"{path} is damaged: {error}") from None
 
 

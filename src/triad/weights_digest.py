@@ -1,7 +1,7 @@
 """One digest for the weights in a directory, so that trainer, orchestrator and engine can compare them.
 
-It covers the `*.safetensors` files by name, size and content, in the order of their names, and
-nothing else: a tokenizer or a manifest beside them does not change it.
+It covers the `*.safetensors` files by name, size and content, in the order of their names, and of an adapter how
+often its factors count (rank and alpha). Nothing else: a tokenizer or a manifest beside them does not change it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from triad.adapter import ADAPTER_CONFIG_NAME, ADAPTER_NAME, read_scaling
 from triad.errors import DataError
 from triad.manifest import Manifest, file_digest
 
@@ -37,23 +38,43 @@ def combined_digest(files: Iterable[WeightsFile]) -> str:
     return digest.hexdigest()
 
 
+def scaling_of(directory: Path, names: Iterable[str]) -> list[WeightsFile]:
+    """Return what the digest takes of an adapter's settings: nothing where `names`, its files, are whole weights.
+
+    Raises:
+        DataError: the settings are missing or damaged.
+    """
+    if ADAPTER_NAME not in names:
+        return []
+    scaling = read_scaling(directory)
+    text = f"{scaling.r} {float(scaling.lora_alpha)!r}".encode()
+    return [WeightsFile(ADAPTER_CONFIG_NAME, len(text), xxhash.xxh3_128_hexdigest(text))]
+
+
 def weights_digest(directory: Path) -> str:
     """Return the digest of the weights in `directory`.
 
     Raises:
-        DataError: there are no weights files in it.
+        DataError: there are no weights files in it, or the settings of an adapter are damaged.
     """
     paths = weights_files(directory)
     if not paths:
         raise DataError(f"{directory} holds no *.safetensors file")
-    return combined_digest(WeightsFile(path.name, path.stat().st_size, file_digest(path)) for path in paths)
+    files = [WeightsFile(path.name, path.stat().st_size, file_digest(path)) for path in paths]
+    return combined_digest(files + scaling_of(directory, [file.name for file in files]))
 
 
-def listed_digest(manifest: Manifest) -> str:
-    """Return the digest of the weights that `manifest` lists; no file is read. Empty where it lists none."""
+def listed_digest(manifest: Manifest, directory: Path) -> str:
+    """Return the digest of the weights in `directory` that its manifest lists; no tensor is read.
+
+    Empty where it lists none.
+
+    Raises:
+        DataError: the settings of an adapter are missing or damaged.
+    """
     files = [
         WeightsFile(name, entry.size_bytes, entry.xxh3_128)
         for name, entry in manifest.files.items()
         if name.endswith(".safetensors") and "/" not in name
     ]
-    return combined_digest(files) if files else ""
+    return combined_digest(files + scaling_of(directory, [file.name for file in files])) if files else ""

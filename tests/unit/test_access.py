@@ -136,6 +136,18 @@ def test_bodies_have_a_bound() -> None:
         b"[1]",
         b"",
     ],
+    ids=[
+        "cut",
+        "no text within",
+        "no text",
+        "infinite",
+        "long",
+        "deep",
+        "unknown and deep",
+        "unknown",
+        "list",
+        "empty",
+    ],
 )
 def test_a_body_that_cannot_be_right_is_told_so(body: bytes) -> None:
     with pytest.raises(RequestError) as caught:

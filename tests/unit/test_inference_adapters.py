@@ -18,7 +18,7 @@ from trainer.models.model import build_policy, trained_tensors
 from trainer.models.tensor_layout import TensorLayout
 from trainer.models.weights import WeightPublisher
 from trainer.parallel import Parallel
-from triad.adapter import ADAPTER_NAME, BASE_NAME
+from triad.adapter import ADAPTER_CONFIG_NAME, ADAPTER_NAME, BASE_NAME
 from triad.config.trainer import TrainedModelConfig
 from triad.errors import DataError
 from triad.manifest import MANIFEST_NAME
@@ -114,3 +114,41 @@ def test_factors_that_do_not_fit_the_model_are_refused_by_name(publish: Publish)
         read_adapter(adapter, base, dtype=torch.float32)
     (adapter / BASE_NAME).write_text(json.dumps(described))
     read_adapter(adapter, base, dtype=torch.float32)
+
+
+def test_rank_and_alpha_fit_the_factors_and_stand_in_the_digest(publish: Publish) -> None:
+    model, _, adapter = publish()
+    base = base_of(model)
+    (adapter / MANIFEST_NAME).unlink()
+    path = adapter / ADAPTER_CONFIG_NAME
+    settings = json.loads(path.read_text())
+    digests = set()
+    for alpha in (5.0, 7.0):
+        path.write_text(json.dumps(settings | {"lora_alpha": alpha}))
+        digests.add(read_adapter(adapter, base, dtype=torch.float32).digest)
+        assert weights_digest(adapter) in digests
+    assert len(digests) == 2, "the same factors, counted more often, are other weights"
+    for changes, message in (
+        ({"r": 64}, r"do not fit \[\d+, \d+\] and the rank r = 64"),
+        ({"r": 0}, "is damaged: r = 0"),
+        ({"r": -2}, "is damaged: r = -2"),
+        ({"lora_alpha": "x"}, "is damaged"),
+        ({"r": [[[]]]}, "is damaged"),
+    ):
+        path.write_text(json.dumps(settings | changes))
+        with pytest.raises(DataError, match=message):
+            read_adapter(adapter, base, dtype=torch.float32)
+    path.write_text(json.dumps(settings))
+    factors = load_file(adapter / ADAPTER_NAME)
+    for changed, message in (
+        ({FACTOR: torch.ones(32)}, "have the shapes"),
+        ({FACTOR: torch.ones(3, 1, 32)}, "have the shapes"),
+        ({FACTOR: torch.ones(())}, "have the shapes"),
+        ({FACTOR: torch.ones(3, 32, dtype=torch.int32)}, "which is no float"),
+    ):
+        save_file(factors | changed, adapter / ADAPTER_NAME)
+        with pytest.raises(DataError, match=message):
+            read_adapter(adapter, base, dtype=torch.float32)
+    save_file({}, adapter / ADAPTER_NAME)
+    with pytest.raises(DataError, match="adapts nothing"):
+        read_adapter(adapter, base, dtype=torch.float32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -83,3 +85,55 @@ def test_a_config_alone_tells_the_same_architecture_as_weights(tmp_path: Path, t
     assert bare == full
     assert full.tied is tied
     assert ("lm_head.weight" in full.shapes) is not tied
+
+
+def _refused(directory: Path, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read_weights(directory, ARCHITECTURE, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "model.safetensors.index.json", "base.json", "adapter_config.json", "model-4.safetensors"]
+)
+def test_only_regular_files_are_opened(tmp_path: Path, name: str) -> None:
+    """Whoever opens a pipe waits until somebody writes into it; `/dev/zero` has no end."""
+    _shards(tmp_path)
+    os.mkfifo(tmp_path / name)
+    _refused(tmp_path, f"{name} is no regular file, but a pipe")
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    _refused(tmp_path, f"{name} is no regular file, but a device")
+
+
+def test_files_larger_than_the_weights_can_be_are_not_read(tmp_path: Path) -> None:
+    _shards(tmp_path)
+    for name, message in (
+        ("model-4.safetensors", r"holds 2\d{11} bytes of weights, this model can have \d{8} at most"),
+        ("manifest.json", r"manifest.json has 2\d{11} bytes, allowed are \d{8}"),
+    ):
+        with open(tmp_path / name, "wb") as sparse:
+            sparse.truncate(200_000_000_000)
+        _refused(tmp_path, message)
+        (tmp_path / name).unlink()
+    header = json.dumps(
+        {f"{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(40_000)}
+    )
+    (tmp_path / "model-4.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    _refused(tmp_path, r"has a header of \d{7} bytes, allowed are \d{7} for 2 tensors")
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ('{"weight_map": {"a": "x", "b": 3}}', "names 3 as a file"),
+        ('{"weight_map": {"a": [1]}}', "cannot be read"),
+        ('{"weight_map": ' + "[" * 100_000 + "]" * 100_000 + "}", "cannot be read"),
+        ("[]", "cannot be read"),
+        ("\xff", "cannot be read"),
+    ],
+    ids=["number", "list", "deep", "no map", "no text"],
+)
+def test_an_index_that_is_none_is_refused(tmp_path: Path, index: str, message: str) -> None:
+    _shards(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_bytes(index.encode("latin-1"))
+    _refused(tmp_path, message)

@@ -20,7 +20,7 @@ def check_provenance(run_dir: RunDir, batch: Batch) -> bool:
     path = run_dir.weights_of(batch.policy_version)
     if not batch.weights_digest or not is_committed(path):
         return True
-    published = listed_digest(read_manifest(path))
+    published = listed_digest(read_manifest(path), path)
     if published == batch.weights_digest:
         return True
     report(
