@@ -140,6 +140,10 @@ def _problem_of_ids(token_ids: Sequence[int], vocab_size: int | None) -> str | N
 
 def problem_of_logprobs(field: str, logprobs: Sequence[float], *, least: float = -math.inf) -> str | None:
     """Return which of the log-probabilities cannot be one, or None."""
+    if not logprobs or (
+        math.isfinite(sum(logprobs)) and least <= min(logprobs) and max(logprobs) <= _HIGHEST_LOGPROB
+    ):  # without a step of the interpreter for each
+        return None
     for logprob in logprobs:
         if not math.isfinite(logprob) or not least <= logprob <= _HIGHEST_LOGPROB:
             lower = "finite numbers" if least == -math.inf else f"numbers from {least:g}"

@@ -24,6 +24,7 @@ from orchestrator.environment import SessionFull
 from triad.errors import EnvironmentFailure, TriadError
 from triad.printable import printable
 
+_MOST_FRAMES = 30
 _LIBRARIES = tuple(
     {*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), *site.getsitepackages()}
 )
@@ -144,6 +145,12 @@ async def calling(
 async def result_of(value: Any) -> Any:
     """Return what a method of an environment returned, awaited if it is `async`."""
     return await value if inspect.isawaitable(value) else value
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback of an error, its text cut: it may be as long as what the environment was working on."""
+    places = "".join(traceback.format_tb(error.__traceback__, limit=-_MOST_FRAMES))
+    return f"{places}{type(error).__name__}: {printable(error)}"
 
 
 def place_of(error: BaseException) -> str:

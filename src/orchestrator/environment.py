@@ -124,6 +124,12 @@ def _as_message(message: Any, number: int) -> Message | ChatMessage:
     return message
 
 
+def num_characters(messages: Sequence[Message | ChatMessage]) -> int:
+    """Return how many characters the messages say."""
+    contents = [message.content if isinstance(message, Message) else message.get("content") for message in messages]
+    return sum(len(content) for content in contents if isinstance(content, str))
+
+
 class _StrictMessage(Message, frozen=True, forbid_unknown_fields=True):
     """What a dict must be to be a message."""
 
@@ -208,7 +214,9 @@ class Session:
                 "append_messages() before the policy said anything would close an empty turn: append all messages "
                 "in one call, or await session.sample() first"
             )
-        self._append(self._tokenizer.continuation(as_messages(messages), last_token_id=self.token_ids[-1]))
+        messages = as_messages(messages)
+        self._require_room(num_characters(messages))
+        self._append(self._tokenizer.continuation(messages, last_token_id=self.token_ids[-1]))
         self._is_turn_open = True
 
     def append_text(self, text: str) -> None:
@@ -217,8 +225,13 @@ class Session:
         Raises:
             SessionFull: it leaves no room for a sampled token.
         """
-        self._append(self._tokenizer.encode_after(as_text(text)))
+        self._require_room(len(as_text(text)))
+        self._append(self._tokenizer.encode_after(text))
         self._is_turn_open = False
+
+    def _require_room(self, characters: int) -> None:
+        if self._tokenizer.is_too_long(characters, room=self.room):
+            raise SessionFull
 
     def _append(self, token_ids: Sequence[int]) -> None:
         if len(token_ids) >= self.room:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
-from orchestrator.calls import CallTimeout, calling, result_of, sampling
+from orchestrator.calls import CallTimeout, calling, result_of, sampling, traceback_of
 from orchestrator.concurrency import run_all
 from orchestrator.environment import Completion, Environment, Score, Session, SessionFull, Task
 from orchestrator.sampler import Sampler
-from orchestrator.scores import checked_scores, prompt_ids_of
+from orchestrator.scores import PromptTooLong, checked_scores, prompt_ids_of, require_sound
 from orchestrator.seeds import TaskSeed, request_seed
 from orchestrator.selection import Outcome
 from triad.chat.tokenizer import Tokenizer
@@ -20,10 +20,6 @@ from triad.errors import DataError, EnvironmentFailure, TriadError
 from triad.messages import Dropped, DropReason, Rollout, VersionSpan
 
 _log = logging.getLogger("orchestrator")
-
-
-class PromptTooLong(DataError):
-    """A prompt leaves no room for a sampled token."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +62,13 @@ async def run_group(
         await _play_all(sessions, task, problem)
         async with _calling(problem, "score"):
             found = await result_of(problem.environment.score(task, sessions))
+        for session in sessions:
+            require_sound(session, what=_named(problem))
         scores = checked_scores(found, config.group_size, what=_named(problem))
     except (EnvironmentFailure, PromptTooLong) as failure:
         if problem.settings.on_error == "stop":
             if failure.__cause__ is not None:
-                _log.error("%s", failure, exc_info=failure.__cause__)
+                _log.error("%s\n%s", failure, traceback_of(failure.__cause__))
             raise
         return _dropped(problem, sessions, failure)
     return [
@@ -110,7 +108,7 @@ def _to_rollout(
 
 
 def _prompt_ids(task: Task, problem: Problem, *, tokenizer: Tokenizer, seq_len: int) -> list[int]:
-    token_ids = prompt_ids_of(task, tokenizer, what=_named(problem))
+    token_ids = prompt_ids_of(task, tokenizer, what=_named(problem), room=seq_len - 1)
     if not 1 <= len(token_ids) < seq_len:
         raise PromptTooLong(
             f"environment '{problem.name}', task {problem.seed.index}: the prompt has {len(token_ids)} tokens; allowed "

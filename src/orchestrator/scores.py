@@ -6,26 +6,41 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.environment import Score, Task, as_messages, as_text
+from orchestrator.answers import problem_of_logprobs
+from orchestrator.environment import Score, Session, Task, as_messages, as_text, num_characters
 from triad.chat.tokenizer import Tokenizer
 from triad.errors import DataError, EnvironmentFailure
 
+_MOST_METRICS = 1000
+_LONGEST_NAME = 200
 _LARGEST = 1e30
 """Sums and squares of such numbers are still finite."""
 
 
-def prompt_ids_of(task: Any, tokenizer: Tokenizer, *, what: str) -> list[int]:
+class PromptTooLong(DataError):
+    """A prompt leaves no room for a sampled token."""
+
+
+def prompt_ids_of(task: Any, tokenizer: Tokenizer, *, what: str, room: int) -> list[int]:
     """Return the token ids of a task's prompt.
 
     Raises:
+        PromptTooLong: its text alone says that it has more than `room` tokens.
         EnvironmentFailure: it is no `Task`, or its prompt is neither text nor messages, or the template refuses it.
     """
     if not isinstance(task, Task):
         raise EnvironmentFailure(f"{what}: make_task() must return a Task, got {_shown(task)}")
     try:
-        if isinstance(task.prompt, str):
-            return tokenizer.text_prompt(as_text(task.prompt))
-        return tokenizer.prompt(as_messages(task.prompt))
+        prompt = as_text(task.prompt) if isinstance(task.prompt, str) else as_messages(task.prompt)
+        characters = len(prompt) if isinstance(prompt, str) else num_characters(prompt)
+        if tokenizer.is_too_long(characters, room=room):
+            raise PromptTooLong(
+                f"{what}: the prompt has {characters} characters, more than {room} tokens can stand for. "
+                "Raise seq_len or shorten the prompts."
+            )
+        return tokenizer.text_prompt(prompt) if isinstance(prompt, str) else tokenizer.prompt(prompt)
+    except PromptTooLong:
+        raise
     except (TypeError, ValueError, DataError) as error:
         raise EnvironmentFailure(f"{what}: the prompt of its task: {error}") from None
 
@@ -50,10 +65,14 @@ def _checked(score: Any, what: str) -> Score:
         raise EnvironmentFailure(f"{what}: score() must return Score objects, got {_shown(score)}")
     if not isinstance(score.metrics, Mapping):
         raise EnvironmentFailure(f"{what}: score() gave metrics = {_shown(score.metrics)}, expected names with numbers")
+    if len(score.metrics) > _MOST_METRICS:
+        raise EnvironmentFailure(f"{what}: score() gave {len(score.metrics)} metrics, allowed are {_MOST_METRICS}")
     metrics: dict[str, float] = {}
     for name, value in score.metrics.items():
         try:
-            metrics[as_text(name)] = _number(value, f"{name}", what)
+            if len(as_text(name)) > _LONGEST_NAME:
+                raise ValueError(f"it has {len(name)} characters, allowed are {_LONGEST_NAME}")
+            metrics[name] = _number(value, f"{name}", what)
         except (TypeError, ValueError) as error:
             raise EnvironmentFailure(f"{what}: score() gave a metric the name {_shown(name)}: {error}") from None
     return Score(_number(score.reward, "reward", what), metrics)
@@ -80,3 +99,25 @@ def _shown(value: Any) -> str:
         text = "a number"
     text = text if len(text) <= 80 else f"{text[:80]} …"
     return f"{text.encode('utf-8', 'backslashreplace').decode()} ({type(value).__name__})"
+
+
+def require_sound(session: Session, *, what: str) -> None:
+    """Refuse a session whose fields the environment changed to what no sampling gives; it is only to read them.
+
+    Raises:
+        EnvironmentFailure: says which field.
+    """
+    count, mask = len(session.token_ids), session.loss_mask.tobytes()
+    lengths = [span.end - span.start for span in session.versions if 0 <= span.start < span.end <= count]
+    sampled = [mask.count(1, span.start, span.end) for span in session.versions]
+    problems = {
+        "token_ids": count and min(session.token_ids) < 0,
+        "loss_mask": len(mask) != count or mask.count(0) + mask.count(1) != count,
+        "logprobs": len(session.logprobs) != count or problem_of_logprobs("logprobs", session.logprobs) is not None,
+        "versions": lengths != sampled or sum(sampled) != mask.count(1),
+    }
+    if changed := [name for name, is_wrong in problems.items() if is_wrong]:
+        raise EnvironmentFailure(
+            f"{what}: run() or score() changed session.{changed[0]} to what was never sampled. Sessions grow by "
+            "sample(), append_messages() and append_text() alone"
+        )

@@ -20,6 +20,7 @@ from orchestrator_fakes import FakeEngine, FakeTrainer, make_config, publish_wei
 
 from orchestrator.environment import Environment, Score, Session, Task, TaskSeed
 from orchestrator.main import orchestrate
+from orchestrator.scores import PromptTooLong
 from orchestrator.silence import watching_calls
 from triad import journal
 from triad.config.orchestrator import EnvironmentConfig, OrchestratorConfig
@@ -53,7 +54,14 @@ class Scored(Plain):
 
     def score(self, task: Task, sessions: Sequence[Session]) -> Any:
         rewards: dict[str, Any] = {"huge": 10**400, "large": 1e308, "text": "0.5", "array": np.zeros(2), "nan": np.nan}
-        metrics: dict[str, Any] = {"number": {3: 1.0}, "surrogate": {"\ud800": 1.0}, "list": [1.0], "none": {"x": None}}
+        metrics: dict[str, Any] = {
+            "name": {"x" * 50_000_000: 1.0},
+            "many": {f"{number}": 1.0 for number in range(2000)},
+            "number": {3: 1.0},
+            "surrogate": {"\ud800": 1.0},
+            "list": [1.0],
+            "none": {"x": None},
+        }
         match self.what:
             case "nothing":
                 return None
@@ -106,6 +114,45 @@ class Raises(Plain):
 
     def score(self, task: Task, sessions: Sequence[Session]) -> Any:
         self._raise()
+
+
+class Forges(Plain):
+    """Writes into the field of the session that `what` names."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    async def run(self, session: Session, task: Task) -> None:
+        await session.sample()
+        match self.what:
+            case "logprobs":
+                session.logprobs[-1] = float("nan")
+            case "token_ids":
+                session.token_ids[-1] = -5
+            case "loss_mask":
+                session.loss_mask[-1] = 200
+            case "versions":
+                session.versions.clear()
+            case "lengths":
+                session.logprobs.append(-1.0)
+
+
+class Long(Plain):
+    """Appends 50 MB, or asks with it."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def make_task(self, seed: TaskSeed) -> Task:
+        texts: dict[str, Any] = {"prompt": "ab" * 25_000_000}
+        texts["messages"] = [{"role": "user", "content": texts["prompt"]}]
+        return Task(prompt=texts.get(self.where, "hello"))
+
+    async def run(self, session: Session, task: Task) -> None:
+        await session.sample()
+        if self.where == "text":
+            session.append_text("ab" * 25_000_000)
+        session.append_messages([{"role": "user", "content": "ab" * 25_000_000}])
 
 
 class Goes(Plain):
@@ -190,6 +237,13 @@ def test_draws_differ_and_a_task_made_again_is_the_same() -> None:
         (Scored, "surrogate", "half of a surrogate pair"),
         (Scored, "list", r"metrics = \[1.0\] \(list\), expected names with numbers"),
         (Scored, "none", r"gave x = None \(NoneType\), expected a finite number"),
+        (Scored, "name", "gave a metric the name 'x+ … .str.: it has 50000000 characters, allowed are 200"),
+        (Scored, "many", "gave 2000 metrics, allowed are 1000"),
+        (Forges, "logprobs", r"run\(\) or score\(\) changed session.logprobs to what was never sampled"),
+        (Forges, "token_ids", "changed session.token_ids"),
+        (Forges, "loss_mask", "changed session.loss_mask"),
+        (Forges, "versions", "changed session.versions"),
+        (Forges, "lengths", "changed session.logprobs"),
         (Scored, "nothing", r"score\(\) must return a list of 4 Score objects, got None"),
         (Scored, "numbers", r"score\(\) must return Score objects, got 1.0 \(float\)"),
         (Tasks, "key", "the prompt of its task: message 1 is .*`contents`"),
@@ -218,6 +272,23 @@ def test_a_mistake_is_one_line(tmp_path: Path, kind: type[Environment], what: st
         run(tmp_path, kind, args={"what": what}, on_error=on_error)
     first = r"environment 'mine' failed on task \d" if on_error == "stop" else "all 3 groups were dropped"
     assert re.search(first, str(caught.value)) and len(str(caught.value)) < 1200
+
+
+@pytest.mark.parametrize("where", ["prompt", "messages"])
+def test_a_prompt_that_cannot_fit_is_not_tokenised(tmp_path: Path, where: str) -> None:
+    with pytest.raises(PromptTooLong, match="the prompt has 50000000 characters, more than 1023 tokens can stand for"):
+        run(tmp_path, Long, args={"where": where})
+
+
+@pytest.mark.parametrize("where", ["text", "message"])
+def test_a_text_that_cannot_fit_ends_the_session_without_being_tokenised(tmp_path: Path, where: str) -> None:
+    assert all(rollout.truncated for rollout in run(tmp_path, Long, args={"where": where}).rollouts)
+
+
+def test_a_long_traceback_is_cut_in_the_log_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(EnvironmentFailure):
+        run(tmp_path, Raises, args={"what": "base"})
+    assert "in _raise" in caplog.text and len(caplog.text) < 6000 and "x" * 1000 not in caplog.text
 
 
 @pytest.mark.parametrize("where", ["score", "init"])

@@ -19,6 +19,10 @@ _log = logging.getLogger("triad")
 # Stands for an assistant's turn when a template is rendered for the messages that follow it:
 # private-use characters, which no template and no user writes.
 _MARKER = "\ue0f0\ue0f1\ue0f0"
+# Characters that are always tokenised, to learn how many tokens they are: that takes a second.
+_MANY_CHARACTERS = 1 << 20
+# A normalizer may make one character of several, and a model one unknown token.
+_SHRINKING = 8
 
 
 class Tokenizer:
@@ -119,6 +123,14 @@ class Tokenizer:
         if template.source not in self._forms:
             self._forms[template.source] = forms_of(template)
         return self._forms[template.source]
+
+    def is_too_long(self, num_characters: int, *, room: int) -> bool:
+        """Whether a text surely has more than `room` tokens, told by its length: tokenising 50 MB takes gigabytes."""
+        return num_characters > max(_MANY_CHARACTERS, _SHRINKING * self._longest_token * (room + 1))
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self._backend.get_vocab()), default=1)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, nothing added; special tokens written in it are recognised."""
