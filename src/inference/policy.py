@@ -20,6 +20,7 @@ from triad.owner import Owner
 _log = logging.getLogger("inference")
 
 OTHER_WEIGHTS = "other_weights"
+UNREADABLE = "unreadable"
 """Code of an answer to a request that is for other weights than those that serve."""
 _LABEL_SEPARATOR = ":"
 
@@ -93,7 +94,8 @@ class Policy:
         weights are swapped, and generation goes on.
 
         Raises:
-            RequestError: 409, the directory cannot be used, or the server is another run's; nothing has changed.
+            RequestError: 409, the directory cannot be used, or the server is another run's; 507, the storage
+                fails; nothing has changed.
         """
         async with self._lock:
             self._ownership.claim(owner)
@@ -101,6 +103,13 @@ class Policy:
             staged: list[StageResult] = await self._engine.collective_rpc(
                 "stage_weights", args=(str(directory), version)
             )
+            for result in staged:
+                if result["unreadable"] is not None:
+                    raise RequestError(
+                        507,
+                        f"version {self.version} keeps serving, as the storage failed: {result['unreadable']}",
+                        code=UNREADABLE,
+                    )
             for result in staged:
                 if result["refused"] is not None:
                     raise RequestError(

@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from inference.adapters import BaseWeights, read_adapter
 from inference.weights import Architecture, CheckedWeights, read_architecture, read_weights
 from triad.adapter import holds_adapter
-from triad.errors import DataError
+from triad.errors import DataError, ReadError, is_storage_failure
 from triad.process import die_with_parent
 
 LOAD_FORMAT = "triad"
@@ -40,10 +40,11 @@ _loaded_digest: str | None = None
 
 
 class StageResult(TypedDict):
-    """Answer of `stage_weights`: a digest, or why the weights are refused."""
+    """Answer of `stage_weights`: a digest, why the weights are refused, or why they could not be read."""
 
     digest: str | None
     refused: str | None
+    unreadable: str | None
 
 
 def prepare_engine_process(*, parent: int) -> None:
@@ -104,9 +105,11 @@ class PolicyWorker:
         self._staged = None
         try:
             self._staged = self._read(Path(directory), version)
-        except (DataError, OSError) as error:
-            return StageResult(digest=None, refused=str(error))
-        return StageResult(digest=self._staged.digest, refused=None)
+        except (DataError, ReadError, OSError) as error:
+            if is_storage_failure(error):
+                return StageResult(digest=None, refused=None, unreadable=str(error))
+            return StageResult(digest=None, refused=str(error), unreadable=None)
+        return StageResult(digest=self._staged.digest, refused=None, unreadable=None)
 
     def _read(self, directory: Path, version: int) -> CheckedWeights:
         model_dir, dtype = Path(self.model_config.model), _engine_dtype(self.model_config)

@@ -185,7 +185,7 @@ def _read_config(arguments: Sequence[str]) -> OrchestratorConfig:
     try:
         return OrchestratorConfig.model_validate(tomli.loads(path.read_text()))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is no configuration of the orchestrator: {error}") from None
+        raise ConfigError(f"{path} is no configuration of the orchestrator: {error}") from error
 
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ from triad.owner import Owner
 OTHER_WEIGHTS = "other_weights"
 """Code of the answer 409 to a request that is for other weights than those that the server serves."""
 
+UNREADABLE = "unreadable"
+"""Code of the answer 507 to a push of weights that the storage does not give: they may be right."""
+
 
 class GenerateRequest(msgspec.Struct):
     """Body of `POST /inference/v1/generate`: one choice is sampled per seed.

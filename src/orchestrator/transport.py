@@ -13,11 +13,11 @@ from typing import TypeVar
 import httpx
 import msgspec
 
-from orchestrator.protocol import OTHER_WEIGHTS, Refusal
+from orchestrator.protocol import OTHER_WEIGHTS, UNREADABLE, Refusal
 from triad.admin_token import read_admin_token
 from triad.arrays import decode_packed
 from triad.config.orchestrator import ClientConfig, ServersConfig
-from triad.errors import InferenceError
+from triad.errors import STORAGE_FAILED, InferenceError
 from triad.owner import OWNER_HEADER
 from triad.printable import printable
 
@@ -112,7 +112,8 @@ class Transport:
         Raises:
             Unavailable: there was no connection, it broke, or the server failed, says that it is not ready or too
                 busy, or that it serves other weights; or it left a probe without an answer.
-            InferenceError: the server refused, took longer than `timeout_s`, or answers without an end.
+            InferenceError: the server refused, took longer than `timeout_s`, or answers without an end; with the
+                exit code of a failed storage where it could not read the weights.
         """
         if self.run_id is not None:
             headers = {OWNER_HEADER: self.run_id, **(headers or {})}
@@ -139,7 +140,10 @@ class Transport:
             raise Unavailable(reason, patience_s=0.0)
         if answer.status_code in (401, 403) and isinstance(self._config, ClientConfig):
             reason += f". Set {self._config.admin_token_env} to the server's admin token."
-        raise InferenceError(reason)
+        refused = InferenceError(reason)
+        if _code(content) == UNREADABLE:
+            refused.exit_code = STORAGE_FAILED
+        raise refused
 
 
 def decode(data: bytes, kind: type[_T], *, url: str) -> _T:

@@ -17,7 +17,7 @@ from triad import manifest
 from triad.adapter import holds_adapter
 from triad.config.base import CkptConfig
 from triad.durable import TEMPORARY_PREFIX
-from triad.errors import CheckpointError
+from triad.errors import CheckpointError, ReadError
 from triad.manifest import MANIFEST_NAME, Manifest, Verification
 
 TRAINER_DIR = "trainer"
@@ -75,14 +75,15 @@ class Entry:
 
     Attributes:
         status: `committed`: it has a valid manifest (its files may still be damaged: see `manifest.verify`);
-            `damaged`: its manifest is missing or wrong; `torn`: a save that never committed.
+            `damaged`: its manifest is missing or wrong; `unreadable`: its manifest cannot be read, so whether
+            it is whole is not known; `torn`: a save that never committed.
         manifest: None unless committed.
         reason: why it is not committed.
     """
 
     step: int
     path: Path
-    status: Literal["committed", "damaged", "torn"]
+    status: Literal["committed", "damaged", "unreadable", "torn"]
     manifest: Manifest | None
     reason: str
 
@@ -125,6 +126,8 @@ def _entry(path: Path) -> Entry | None:
         listing = manifest.read_manifest(path)
     except CheckpointError as error:
         return Entry(step, path, "damaged", None, str(error))
+    except ReadError as error:
+        return Entry(step, path, "unreadable", None, str(error))
     if listing.step != step:
         reason = f"{path / MANIFEST_NAME} is the manifest of step {listing.step}"
         return Entry(step, path, "damaged", None, reason)
@@ -140,6 +143,7 @@ def verify_checkpoint(directory: Path, *, how: Verification, step: int | None = 
 
     Raises:
         CheckpointError: naming the first file that is missing or damaged, or what the directory is instead.
+        ReadError: naming the first file that cannot be read.
     """
     listing = manifest.verify(directory, how=how, step=step)
     if listing.kind != "checkpoint":

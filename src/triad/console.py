@@ -23,6 +23,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from triad.errors import is_storage_failure
+
 _USUAL_TIMES = {
     "importing torch": "usually 3-10 s",
     "loading vllm": "usually 15-60 s, minutes on a cold disk",
@@ -69,6 +71,13 @@ class Tail:
         self._offset = path.stat().st_size if from_end and path.exists() else 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        try:
+            yield from self._new_lines()
+        except OSError as error:
+            if not is_storage_failure(error):
+                raise  # else they are read when the storage gives them again
+
+    def _new_lines(self) -> Iterator[dict[str, Any]]:
         if not self._path.exists():
             return
         with open(self._path, "rb") as file:

@@ -5,6 +5,7 @@
     ├── DataError               a dataset, sample or model directory at fault      exit 2
     ├── RunDirError             the output directory is in use or holds a run      exit 2
     ├── CheckpointError         a checkpoint is missing, damaged or does not fit   exit 2
+    ├── ReadError               a file is there and cannot be read: no damage      exit 2, mostly 5
     ├── EnvironmentFailure      an environment raised or broke its contract        exit 3
     ├── InferenceError          the inference server refused, failed or vanished   exit 3
     ├── TrainingError           the numbers went wrong (NaN loss)                  exit 3
@@ -31,7 +32,16 @@ from collections.abc import Iterable
 
 NOT_SAVED = 4
 STORAGE_FAILED = 5
-_STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS}
+_STORAGE_ERRNOS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS),
+    *(errno.ESTALE, errno.EREMOTEIO),  # of network filesystems
+}
+# Network filesystems and FUSE give these as well, and a process that has too many files open; so do sockets.
+_SHARED_ERRNOS = {
+    *(errno.EMFILE, errno.ENFILE),
+    *(errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN),
+}
+_NETWORK_LIBRARIES = {"aiohttp", "botocore", "httpcore", "httpx", "huggingface_hub", "requests", "urllib3"}
 _RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
 
 
@@ -65,6 +75,17 @@ class CheckpointError(TriadError):
     exit_code = 2
 
 
+class ReadError(TriadError):
+    """A file is there and could not be read, which says nothing about what it holds."""
+
+    exit_code = 2
+
+    @classmethod
+    def of(cls, path: object, error: OSError) -> ReadError:
+        """Return what to raise `from` the `error` of reading `path`."""
+        return cls(f"{path} cannot be read: {error.strerror or error}")
+
+
 class EnvironmentFailure(TriadError):
     """An environment raised or broke its contract."""
 
@@ -96,17 +117,27 @@ class ProcessDied(TriadError):
 
 
 def is_storage_failure(error: BaseException | None) -> bool:
-    """Whether a full or broken disk, a quota or a read-only filesystem is at fault, or the cause of what is."""
+    """Whether a storage that is full, broken, read-only or away is at fault, or the cause of what is.
+
+    What a network did to a server or an environment is no failure of the storage.
+    """
+    numbers = _STORAGE_ERRNOS | _SHARED_ERRNOS
     while error is not None:
+        if isinstance(error, InferenceError | EnvironmentFailure) or _library_of(error) in _NETWORK_LIBRARIES:
+            numbers = _STORAGE_ERRNOS
         if isinstance(error, OSError):
             number = error.errno
         else:  # safetensors and tokenizers put the number into the message
             match = _RUST_ERRNO.search(str(error))
             number = int(match[1]) if match else None
-        if number in _STORAGE_ERRNOS or (isinstance(error, TriadError) and error.exit_code == STORAGE_FAILED):
+        if number in numbers or (isinstance(error, TriadError) and error.exit_code == STORAGE_FAILED):
             return True
         error = error.__cause__
     return False
+
+
+def _library_of(error: BaseException) -> str:
+    return type(error).__module__.partition(".")[0]
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Literal
 
 from triad import durable, manifest
-from triad.checkpoints import list_entries
 from triad.errors import CheckpointError, RunDirError
 from triad.manifest import Verification
 from triad.object_store import StorageError
@@ -40,7 +39,10 @@ def fetch(
     Raises:
         ConfigError: the URL cannot be used, or its driver is not installed.
         RunDirError: `url` holds another run.
-        CheckpointError: the step is nowhere, or damaged; the store cannot be used.
+        CheckpointError: the step is nowhere, or damaged.
+        StorageError: the store cannot be used.
+        ReadError: a checkpoint that is here cannot be read; nothing is put into its place.
+        RunDirError: this machine cannot take what the store has.
     """
     remote = RemoteCheckpoints(url)
     steps = remote.steps()
@@ -85,7 +87,7 @@ def _refuse_another_run(remote: RemoteCheckpoints, steps: list[int], run_dir: Ru
 
 
 def _steps_here(run_dir: RunDir) -> list[int]:
-    return [entry.step for entry in list_entries(run_dir.checkpoints) if entry.status == "committed"]
+    return [entry.step for entry in run_dir.entries() if entry.status != "damaged"]
 
 
 def _is_intact(run_dir: RunDir, step: int, how: Verification) -> bool:
@@ -153,7 +155,10 @@ def _fetch_newest(
 
 def _bring(remote: RemoteCheckpoints, run_dir: RunDir, step: int, say: Callable[[str], None]) -> None:
     started = time.monotonic()
-    remote.download(step, run_dir.checkpoint(step))
+    # A damaged one is worth keeping: what it lost may not be what somebody needs of it.
+    remote.download(
+        step, run_dir.checkpoint(step), make_room=lambda old: run_dir.set_aside(old, run_dir.next_attempt())
+    )
     say(f"copied the checkpoint of step {step} from {remote.url} in {time.monotonic() - started:.1f} s")
 
 

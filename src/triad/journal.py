@@ -15,7 +15,7 @@ import msgspec
 import xxhash
 
 from triad import durable
-from triad.errors import CheckpointError
+from triad.errors import CheckpointError, ReadError
 from triad.manifest import FileEntry, Manifest, verify, write_manifest
 from triad.messages import Batch, Dropped, decode_batch, encode_batch
 from triad.run_dir import RunDir
@@ -52,6 +52,7 @@ def read_batch(run_dir: RunDir, step: int) -> Batch:
 
     Raises:
         CheckpointError: it is missing, damaged, or not the batch of `step`.
+        ReadError: it cannot be read.
     """
     return read_batch_in(run_dir.batch(step), step=step)
 
@@ -135,11 +136,14 @@ def read_accepted(path: Path, *, step: int) -> Accepted:
 
     Raises:
         CheckpointError: it is missing, damaged, or of another step.
+        ReadError: it cannot be read.
     """
     try:
         accepted = msgspec.json.decode(path.read_bytes(), type=Accepted)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} cannot be read: it is missing") from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        raise ReadError.of(path, error) from error
     except msgspec.DecodeError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if accepted.step != step:

@@ -8,6 +8,7 @@ the checksum of its own bytes, computed with 32 zeros in that place.
 from __future__ import annotations
 
 import platform
+import stat
 import time
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -18,13 +19,14 @@ import msgspec
 import xxhash
 
 from triad import durable
-from triad.errors import CheckpointError
+from triad.errors import CheckpointError, ReadError
 
 FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 Verification = Literal["full", "size"]
 _NO_CHECKSUM = "0" * 32
 _READ_BYTES = 1 << 22
+_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 class FileEntry(msgspec.Struct, frozen=True):
@@ -168,20 +170,25 @@ def read_manifest(directory: Path) -> Manifest:
     """Return the manifest of `directory`.
 
     Raises:
-        CheckpointError: there is none, it cannot be read, or its checksum is wrong.
+        CheckpointError: there is none, or its checksum is wrong.
+        ReadError: it cannot be read.
     """
     path = directory / MANIFEST_NAME
     try:
         data = path.read_bytes()
-    except FileNotFoundError:
+    except _MISSING:
         raise CheckpointError(f"{path} is missing: {directory.name} was never committed, or lost it") from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        raise ReadError.of(path, error) from error
     return decode_manifest(data, str(path))
 
 
 def is_committed(directory: Path) -> bool:
-    """Return whether `directory` has a valid manifest."""
+    """Return whether `directory` has a valid manifest.
+
+    Raises:
+        ReadError: that cannot be told now.
+    """
     try:
         read_manifest(directory)
     except CheckpointError:
@@ -198,6 +205,7 @@ def verify(directory: Path, *, how: Verification = "full", step: int | None = No
 
     Raises:
         CheckpointError: naming the first file that is missing, of another size, or damaged.
+        ReadError: naming the first file that cannot be read.
     """
     manifest = read_manifest(directory)
     if step is not None and manifest.step != step:
@@ -206,16 +214,31 @@ def verify(directory: Path, *, how: Verification = "full", step: int | None = No
             "files of two steps were mixed up"
         )
     for name, entry in manifest.files.items():
-        path = directory / name
-        try:
-            if not path.is_file():
-                raise CheckpointError(f"{path} is missing")
-            size = path.stat().st_size
-            if size != entry.size_bytes:
-                raise CheckpointError(f"{path} is damaged: {size} bytes, the manifest says {entry.size_bytes}")
-            digest = file_digest(path) if how == "full" else entry.xxh3_128
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-        if digest != entry.xxh3_128:
-            raise CheckpointError(f"{path} is damaged: checksum {digest}, the manifest says {entry.xxh3_128}")
+        check_file(directory / name, entry, how=how)
     return manifest
+
+
+def check_file(path: Path, entry: FileEntry, *, how: Verification = "full", where: str = "") -> None:
+    """Compare one file with its entry.
+
+    Args:
+        where: what errors call it; unset: `path`.
+
+    Raises:
+        CheckpointError: it is missing, of another size, or damaged.
+        ReadError: it cannot be read.
+    """
+    where = where or str(path)
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{where} is missing")
+        if status.st_size != entry.size_bytes:
+            raise CheckpointError(f"{where} is damaged: {status.st_size} bytes, the manifest says {entry.size_bytes}")
+        digest = file_digest(path) if how == "full" else entry.xxh3_128
+    except _MISSING:
+        raise CheckpointError(f"{where} is missing") from None
+    except OSError as error:
+        raise ReadError.of(where, error) from error
+    if digest != entry.xxh3_128:
+        raise CheckpointError(f"{where} is damaged: checksum {digest}, the manifest says {entry.xxh3_128}")

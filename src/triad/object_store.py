@@ -36,6 +36,9 @@ _S3_OPTIONS: dict[str, Any] = {
     },
 }
 _PASSING_ERRNOS = {errno.EBUSY, errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, getattr(errno, "EREMOTEIO", errno.EIO)}
+_LIMIT_ERRNOS = {errno.EMFILE, errno.ENFILE}
+# Who reads from a store writes here.
+_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, *_LIMIT_ERRNOS}
 _PASSING_NAMES = {
     "ConnectionError",  # of python and of botocore
     "HTTPClientError",
@@ -143,17 +146,25 @@ class ObjectStore:
             raise self._failure(operation, error) from error
 
     def put(self, path: Path, name: str) -> None:
-        """Copy the local file `path` to `name`."""
+        """Copy the local file `path` to `name`.
+
+        Raises:
+            OSError: `path` cannot be read, which is no fault of the store.
+        """
         operation = f"writing {name}"
         try:
-            self._call(operation, "put_file", str(path), self._path(name), callback=_Progress())
+            self._call(operation, "put_file", str(path), self._path(name), local=path, callback=_Progress())
         except FileNotFoundError as error:
             raise self._failure(operation, error) from error
 
     def get(self, name: str, path: Path) -> bool:
-        """Copy `name` to the local file `path`; return whether there is such a file."""
+        """Copy `name` to the local file `path`; return whether there is such a file.
+
+        Raises:
+            OSError: `path` cannot be written, which is no fault of the store.
+        """
         try:
-            self._call(f"reading {name}", "get_file", self._path(name), str(path), callback=_Progress())
+            self._call(f"reading {name}", "get_file", self._path(name), str(path), local=path, callback=_Progress())
         except FileNotFoundError:
             return False
         return True
@@ -198,11 +209,15 @@ class ObjectStore:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
-    def _call(self, operation: str, method: str, *arguments: Any, **options: Any) -> Any:
+    def _call(self, operation: str, method: str, *arguments: Any, local: Path | None = None, **options: Any) -> Any:
         """Call a method of the filesystem until it succeeds or nothing is to be hoped for.
+
+        Args:
+            local: the file of this machine that it reads or writes.
 
         Raises:
             FileNotFoundError: what it is about is not there, but the place that it would be in.
+            OSError: of `local`.
             StorageError: anything else.
         """
         pauses = _pauses()
@@ -218,6 +233,8 @@ class ObjectStore:
                     raise self._failure(operation, error) from error
                 raise
             except Exception as error:
+                if local is not None and _is_of(local, error, is_download=method == "get_file"):
+                    raise
                 pause = next(pauses, None)
                 if pause is None or not is_transient(error):
                     raise self._failure(operation, error) from error
@@ -260,6 +277,15 @@ class ObjectStore:
         elif is_transient(error):
             hint = f" It was tried {TRIES} times. Check the network and AWS_ENDPOINT_URL."
         return StorageError(f"{self.url}: {operation} failed: {type(error).__name__}: {reason}.{hint}")
+
+
+def _is_of(local: Path, error: Exception, *, is_download: bool) -> bool:
+    """Whether a file of this machine is at fault for `error`, and not the store."""
+    if not isinstance(error, OSError):
+        return False
+    if error.filename is not None:
+        return str(error.filename) == str(local)
+    return error.errno in (_FULL_ERRNOS if is_download else _LIMIT_ERRNOS)
 
 
 def _code(error: BaseException | None) -> str:

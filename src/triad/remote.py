@@ -13,13 +13,13 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from triad import durable, manifest
 from triad.checkpoints import Retention
-from triad.errors import CheckpointError
+from triad.errors import CheckpointError, ReadError, RunDirError
 from triad.manifest import MANIFEST_NAME, FileEntry, Manifest
 from triad.object_store import ObjectStore, StorageError
 
@@ -84,7 +84,7 @@ class RemoteCheckpoints:
             self._remove(f"{name}/{MANIFEST_NAME}")
         self._store.remove_tree(name)
         for file, entry in files.items():
-            _check(directory / file, entry, str(directory / file))
+            manifest.check_file(directory / file, entry)
             self._store.put(directory / file, f"{name}/{file}")
         misfit = self._misfit(name, files)
         if misfit is not None:
@@ -101,13 +101,17 @@ class RemoteCheckpoints:
                 return f"{self.url}/{name}/{file} {found}, the manifest says {entry.size_bytes}"
         return None
 
-    def download(self, step: int, to: Path) -> None:
+    def download(self, step: int, to: Path, *, make_room: Callable[[Path], object] = durable.remove_directory) -> None:
         """Copy a step to the directory `to`, which then holds it, verified, or is as it was before.
+
+        Args:
+            make_room: what becomes of the directory that is there already, once the other is whole.
 
         Raises:
             CheckpointError: the step is not there or damaged, naming the file.
+            RunDirError: `to` cannot be written, which is no fault of the step.
         """
-        self._download(f"step_{step}", "checkpoint", step, to)
+        self._download(f"step_{step}", "checkpoint", step, to, make_room)
 
     def download_weights(self, version: int, to: Path) -> bool:
         """Copy the weights of a version to `to`; return whether they are there.
@@ -118,10 +122,10 @@ class RemoteCheckpoints:
         name = f"{WEIGHTS_DIR}/step_{version}"
         if self._store.read(f"{name}/{MANIFEST_NAME}") is None:
             return False
-        self._download(name, "weights", version, to)
+        self._download(name, "weights", version, to, durable.remove_directory)
         return True
 
-    def _download(self, name: str, kind: Kind, step: int, to: Path) -> None:
+    def _download(self, name: str, kind: Kind, step: int, to: Path, make_room: Callable[[Path], object]) -> None:
         listing, data = self._committed(name, kind, step)
         temporary = durable.temporary_sibling(to)
         try:
@@ -132,13 +136,13 @@ class RemoteCheckpoints:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 if not self._store.get(f"{name}/{file}", target):
                     raise CheckpointError(f"{self.url}/{name}/{file} is missing")
-                _check(target, entry, f"{self.url}/{name}/{file}")
+                manifest.check_file(target, entry, where=f"{self.url}/{name}/{file}")
             (temporary / MANIFEST_NAME).write_bytes(data)
             if to.exists():
-                durable.remove_directory(to)
+                make_room(to)
             durable.publish_directory(temporary, to)
         except OSError as error:
-            raise CheckpointError(f"{to} cannot be written: {error}") from None
+            raise RunDirError(f"{to} cannot be written: {error}. Nothing is wrong with {self.url}.") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
@@ -239,7 +243,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        raise ReadError.of(path, error) from error
 
 
 def _files_of(data: bytes) -> dict[str, FileEntry] | None:
@@ -247,16 +251,3 @@ def _files_of(data: bytes) -> dict[str, FileEntry] | None:
         return manifest.decode_manifest(data, MANIFEST_NAME).files
     except CheckpointError:
         return None
-
-
-def _check(path: Path, entry: FileEntry, where: str) -> None:
-    """Compare a local file with its entry, every byte of it."""
-    try:
-        size = path.stat().st_size
-        digest = manifest.file_digest(path) if size == entry.size_bytes else ""
-    except OSError as error:
-        raise CheckpointError(f"{where} cannot be read: {error.strerror}") from None
-    if size != entry.size_bytes:
-        raise CheckpointError(f"{where} is damaged: {size} bytes, the manifest says {entry.size_bytes}")
-    if digest != entry.xxh3_128:
-        raise CheckpointError(f"{where} is damaged: checksum {digest}, the manifest says {entry.xxh3_128}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from triad import durable
-from triad.checkpoints import MODEL_DIR, ORCHESTRATOR_DIR, TRAINER_DIR
+from triad.checkpoints import MODEL_DIR, ORCHESTRATOR_DIR, TRAINER_DIR, verify_checkpoint
 from triad.config.base import CkptConfig, Command
 from triad.config.dpo import DpoConfig
 from triad.config.drift import (
@@ -90,6 +90,7 @@ def prepare(
             --clean was asked.
         ConfigError: options that contradict each other.
         CheckpointError: the step to resume from is not there, damaged, or of another model.
+        ReadError: a file that decides about it cannot be read.
     """
     run_dir = RunDir(trainer.output_dir)
     ckpt = trainer.ckpt or CkptConfig()
@@ -99,7 +100,11 @@ def prepare(
     if not dry_run and not again:  # then this process holds the lock
         run_dir.lock()
     async_level = trainer.async_level if isinstance(trainer, TrainerConfig) else 0
-    attempt = _decide(run_dir, ckpt, clean=clean, dry_run=dry_run, async_level=async_level, again=again)
+    # A store that is away must not keep a run from going on that has all it needs here.
+    asks_store = ckpt.dir is not None and not dry_run and not (again and _newest_is_whole(run_dir, ckpt.verify))
+    if ckpt.dir is not None and dry_run:
+        print(f"a dry run does not look for checkpoints at {ckpt.dir}")
+    attempt = _decide(run_dir, ckpt, clean=clean, asks_store=asks_store, async_level=async_level, again=again)
     if attempt.resume_step is None:
         _refuse_own_weights(run_dir, trainer.model.name, ckpt.weights_only)
         if ckpt.weights_only is not None:
@@ -119,7 +124,7 @@ def prepare(
                 f"{run_dir.path} could not be prepared: {error}. No committed checkpoint is lost: mend the storage "
                 "or the permissions, then start again."
             ) from error
-        if ckpt.dir is not None and attempt.fork is None:
+        if ckpt.dir is not None and asks_store and attempt.fork is None:
             url, step = ckpt.dir, attempt.resume_step or 0
             _with_store(lambda: set_aside_after(url, step), again=again)
     return attempt
@@ -168,7 +173,21 @@ def _refuse_own_weights(run_dir: RunDir, model_name: str, weights_only: Path | N
             )
 
 
-def _decide(run_dir: RunDir, ckpt: CkptConfig, *, clean: bool, dry_run: bool, async_level: int, again: bool) -> Attempt:
+def _newest_is_whole(run_dir: RunDir, how: Verification) -> bool:
+    """Whether the newest checkpoint that was ever committed here is whole, or there never was one.
+
+    Then the store has nothing newer of this run: it gets what is committed here.
+    """
+    entries = run_dir.entries()
+    try:
+        return not entries or verify_checkpoint(entries[-1].path, how=how, step=entries[-1].step) is not None
+    except CheckpointError:
+        return False
+
+
+def _decide(
+    run_dir: RunDir, ckpt: CkptConfig, *, clean: bool, asks_store: bool, async_level: int, again: bool
+) -> Attempt:
     """Find the step to start from, verified. This run's own checkpoints come first."""
     wanted, source = ckpt.resume_step, ckpt.resume_dir
     number = 1 if clean else run_dir.next_attempt()
@@ -177,9 +196,7 @@ def _decide(run_dir: RunDir, ckpt: CkptConfig, *, clean: bool, dry_run: bool, as
         if source is None or run_dir.forked_from() != str(source.resolve()):
             raise RunDirError(_holds_run(run_dir, source))
         wanted = "auto"
-    if ckpt.dir is not None and dry_run:
-        print(f"a dry run does not look for checkpoints at {ckpt.dir}")
-    elif ckpt.dir is not None:
+    if ckpt.dir is not None and asks_store:
         url = ckpt.dir
         brought = _with_store(
             lambda: fetch(url, run_dir, wanted, how=ckpt.verify, older_weights=async_level), again=again
@@ -200,7 +217,7 @@ def _decide(run_dir: RunDir, ckpt: CkptConfig, *, clean: bool, dry_run: bool, as
 
 
 def _holds_run(run_dir: RunDir, source: Path | None) -> str:
-    steps = run_dir.committed_steps()
+    steps = _steps_there(run_dir)
     resume = f"resume it with --ckpt.resume-step latest (step {steps[-1]})" if steps else "it has no checkpoint"
     what = "a run" if source is None else f"a run that was not forked from {source}"
     return (
@@ -209,13 +226,18 @@ def _holds_run(run_dir: RunDir, source: Path | None) -> str:
     )
 
 
+def _steps_there(run_dir: RunDir) -> list[int]:
+    """Return the steps with a checkpoint, but for damaged ones; one that cannot be read now is there as well."""
+    return [entry.step for entry in run_dir.entries() if entry.status != "damaged"]
+
+
 def _check_fits(attempt: Attempt, trainer: TrainingCommand) -> None:
     """Refuse a checkpoint that the trainer cannot go on from."""
     step, directory = attempt.resume_step, attempt.checkpoint
     if step is None or directory is None:
         return
     if step > trainer.max_steps:
-        steps = [] if attempt.fork else attempt.run_dir.committed_steps()
+        steps = [] if attempt.fork else _steps_there(attempt.run_dir)
         earlier = [str(other) for other in steps if other <= trainer.max_steps]
         others = f", or resume from one of: {', '.join(earlier)}" if earlier else ""
         raise ConfigError(
@@ -268,7 +290,7 @@ def _last_batch(
     run_dir, step = attempt.run_dir, attempt.resume_step or 0
     if orchestrator is None or attempt.fork is not None:
         return None
-    steps = run_dir.committed_steps()
+    steps = _steps_there(run_dir)
     if ckpt.resume_step not in ("latest", "auto", -1) and steps and steps[-1] > step:
         return None
     previous = _last_started(run_dir, attempt.number)

@@ -28,8 +28,8 @@ from typing import Literal
 
 from triad import durable, lock
 from triad.checkpoints import Entry, list_entries, verify_checkpoint
-from triad.errors import CheckpointError, RunDirError
-from triad.manifest import Verification
+from triad.errors import CheckpointError, ReadError, RunDirError
+from triad.manifest import Verification, read_manifest
 
 REFERENCE_NAME = "reference_logprobs.npz"
 _STEP = re.compile(r"step_(\d+)$")
@@ -113,12 +113,20 @@ class RunDir:
             return None
 
     def entries(self) -> list[Entry]:
-        """Steps with a checkpoint, ascending: committed or damaged; unfinished saves are left out."""
+        """Steps with a checkpoint, ascending, whole or not; unfinished saves are left out."""
         return [entry for entry in list_entries(self.checkpoints) if entry.status != "torn"]
 
     def committed_steps(self) -> list[int]:
-        """Steps with a committed checkpoint, ascending."""
-        return [entry.step for entry in self.entries() if entry.status == "committed"]
+        """Steps with a committed checkpoint, ascending.
+
+        Raises:
+            ReadError: of one this cannot be told now.
+        """
+        entries = self.entries()
+        for entry in entries:
+            if entry.status == "unreadable":
+                read_manifest(entry.path)  # raises, or it can be read by now
+        return [entry.step for entry in entries if entry.status in ("committed", "unreadable")]
 
     def published_batches(self) -> list[int]:
         """Steps whose batch is published, ascending."""
@@ -230,7 +238,7 @@ class RunDir:
         A save gets its name when it is whole, so these were committed once and lost something since.
         """
         damaged = [entry for entry in self.entries() if entry.status == "damaged"]
-        return [(self._move_aside(entry.path, attempt), entry.reason) for entry in damaged]
+        return [(self.set_aside(entry.path, attempt), entry.reason) for entry in damaged]
 
     def set_aside_after(self, step: int, attempt: int, *, last_batch: int | None = None) -> list[Path]:
         """Move what lies after `step` to `discarded/attempt_K`, and return where it is now.
@@ -250,7 +258,7 @@ class RunDir:
             for path in _numbered_paths(parent)
             if _number_of(path) > last + (path.suffix == ".log" and last_batch is not None)
         ]
-        moved = [self._move_aside(path, attempt) for path in later]
+        moved = [self.set_aside(path, attempt) for path in later]
         if self.weights_of(step).exists():
             durable.remove_directory(self.weights_of(step))
         if self.metrics.exists():
@@ -263,7 +271,8 @@ class RunDir:
                 moved.append(aside)
         return moved
 
-    def _move_aside(self, path: Path, attempt: int) -> Path:
+    def set_aside(self, path: Path, attempt: int) -> Path:
+        """Move `path` to `discarded/attempt_K`; return where it is now."""
         aside = self._free_name(path, attempt)
         os.rename(path, aside)
         return aside
@@ -305,6 +314,7 @@ def resolve_resume_step(
 
     Raises:
         CheckpointError: the step is not there or damaged, listing the steps that are.
+        ReadError: the step cannot be read. An older one is not taken for it.
     """
     if wanted is None:
         return None
@@ -321,6 +331,10 @@ def resolve_resume_step(
             raise CheckpointError(
                 f"ckpt.resume_step = {wanted}: {error}. Choose another step; other committed steps: {others}."
             ) from None
+        except ReadError as error:
+            raise ReadError(
+                f"ckpt.resume_step = {wanted}: {error}. Mend the storage, or choose another step."
+            ) from error
         return int(wanted)
     damaged = []
     for entry in reversed(entries):
@@ -330,6 +344,12 @@ def resolve_resume_step(
         except CheckpointError as error:
             say(f"WARNING: skipping the checkpoint of step {entry.step}: {error}")
             damaged.append(str(error))
+        except ReadError as error:
+            others = ", ".join(str(step) for step in steps if step < entry.step) or "none"
+            raise ReadError(
+                f"ckpt.resume_step = {wanted}: {error}. That is no damage, so no older step is taken for step "
+                f"{entry.step}. Mend the storage, or choose one by number: {others}."
+            ) from error
     if damaged:
         raise CheckpointError(f"ckpt.resume_step = {wanted}: every checkpoint is damaged: {'; '.join(damaged)}")
     if wanted == "auto":

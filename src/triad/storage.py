@@ -43,7 +43,11 @@ class Patience:
 
 def fullest(run_dir: RunDir) -> tuple[Path, int]:
     """Return the directory of the run with the fewest free bytes, and how many: each may be a mount of its own."""
-    directories = [run_dir.path, run_dir.checkpoints, run_dir.rollouts, run_dir.weights]
-    free = {path: shutil.disk_usage(path).free for path in directories if path.exists()}
-    path = min(free, key=lambda candidate: free[candidate])
-    return path, free[path]
+    free: dict[Path, int] = {}
+    for path in (run_dir.path, run_dir.checkpoints, run_dir.rollouts, run_dir.weights):
+        try:
+            free[path] = shutil.disk_usage(path).free
+        except OSError:  # not there, or its filesystem does not answer
+            continue
+    path = min(free, key=lambda candidate: free[candidate], default=run_dir.path)
+    return path, free.get(path, 0)

@@ -81,7 +81,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict)
     except (OSError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _compare_tensors(there: Shapes, own: Path, path: Path, model_name: str) -> None:
@@ -150,4 +150,4 @@ def _header(file: Path) -> Shapes:
             raise ValueError(f"it has {size} bytes of {needed}")
         return {name: tuple(entry["shape"]) for name, entry in entries.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from None
+        raise CheckpointError(f"{file} cannot be read: {error}") from error

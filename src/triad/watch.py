@@ -23,7 +23,7 @@ from triad import durable
 from triad.config.trainer import TrainingCommand
 from triad.console import Console
 from triad.engine_log import engine_failure
-from triad.errors import NOT_SAVED, STORAGE_FAILED, ProcessDied, TriadError, is_storage_failure
+from triad.errors import NOT_SAVED, STORAGE_FAILED, ProcessDied, ReadError, TriadError, is_storage_failure
 from triad.events import EVENTS_ENV, PROCESS_ENV
 from triad.heartbeat import HEARTBEAT_ENV, PROBE_PERIOD_S, Vitals
 from triad.process import make_output_lossy
@@ -121,7 +121,7 @@ class _Watcher:
         with self._console:
             outcome = self._until_storage_takes_it(self._start)
             if outcome is None:
-                outcome = self._supervisor.run(self._refresh)
+                outcome = self._until_storage_takes_it(lambda: self._supervisor.run(self._refresh))
             while isinstance(outcome, Child):
                 outcome = self._signal_taken_by(outcome) or self._bring_back(outcome)
             if isinstance(outcome, Plan):
@@ -198,7 +198,9 @@ class _Watcher:
             self._supervisor.stop(names={"trainer", "orchestrator"})
             return self._until_storage_takes_it(self._healing.again)
         number = self._until_storage_takes_it(lambda: self._restart(child))
-        return self._supervisor.run(self._refresh) if number is None else number
+        if number is not None:
+            return number
+        return self._until_storage_takes_it(lambda: self._supervisor.run(self._refresh))
 
     def _until_storage_takes_it(self, action: Callable[[], T]) -> T | int:
         """Do what writes to the run directory, again while that fails; return its result, or the number of a signal."""
@@ -219,7 +221,6 @@ class _Watcher:
             ProcessDied: the storage has failed for too long.
         """
         delay_s = self._patience.delay_s(self._console.last_step)
-        path, free_bytes = fullest(self._run_dir)
         if delay_s is None:
             self._supervisor.stop()
             given_up = ProcessDied(str(error))
@@ -227,6 +228,7 @@ class _Watcher:
                 given_up.args = (f"{error}\n       the storage was waited for in vain for {timeout_s:g} s",)
             given_up.exit_code = STORAGE_FAILED
             raise given_up from None
+        path, free_bytes = fullest(self._run_dir)
         reason = str(error).split(". ")[0].split("\n")[0]
         self._console.say(
             f"waiting for storage: {reason}. {path} has {free_bytes:,} bytes free: make room or mend it, and the run "
@@ -295,7 +297,11 @@ class _Watcher:
         if self._plan.trainer.ckpt is None or trainer is None:
             print(f"{stopped}; nothing was saved (--ckpt saves the step that a signal stops at)")
             return 128 + number
-        steps = self._run_dir.committed_steps()
+        try:
+            steps = self._run_dir.committed_steps()
+        except (OSError, ReadError) as error:
+            print(f"{stopped}; whether that is saved cannot be told: {error}")
+            return NOT_SAVED
         resume = f"go on from step {steps[-1]} with --ckpt.resume-step latest" if steps else "there is no checkpoint"
         is_saved = (steps[-1] if steps else 0) >= step
         if not is_saved or trainer.process.returncode in (1, 2, 3, STORAGE_FAILED):

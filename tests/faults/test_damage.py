@@ -18,7 +18,7 @@ import pytest
 
 from tests.conftest import ModelFactory
 from tests.training_runs import SftRun, run_sft
-from triad.errors import CheckpointError
+from triad.errors import CheckpointError, ReadError
 from triad.manifest import MANIFEST_NAME, FileEntry, Manifest, decode_manifest, encode_manifest, read_manifest, verify
 from triad.run_dir import RunDir, resolve_resume_step
 
@@ -306,9 +306,10 @@ def test_a_manifest_on_a_bad_sector_is_named(run_dir: RunDir) -> None:
     path.unlink()
     path.symlink_to("/proc/self/mem")
     try:
-        with pytest.raises(CheckpointError, match="manifest.json cannot be read: Input/output error"):
+        with pytest.raises(ReadError, match="manifest.json cannot be read: Input/output error"):
             verify(run_dir.checkpoint(NEWEST))
-        noticed(run_dir, {NEWEST: path})
+        with pytest.raises(ReadError, match=f"That is no damage, so no older step is taken for step {NEWEST}"):
+            resolve_resume_step(run_dir, "auto")
     finally:
         path.unlink()
         path.write_bytes(content)
@@ -334,7 +335,7 @@ def test_every_file_can_be_unreadable(run_dir: RunDir, monkeypatch: pytest.Monke
         mode, name = path.stat().st_mode, str(path.relative_to(run_dir.checkpoint(NEWEST)))
         path.chmod(0)
         try:
-            with without_privileges(), pytest.raises(CheckpointError) as caught:
+            with without_privileges(), pytest.raises(ReadError) as caught:
                 verify(Path())
         finally:
             path.chmod(mode)

@@ -106,15 +106,18 @@ def test_checkpoints_that_are_a_file_are_refused(start: Start, output: Path) -> 
     assert (output / "checkpoints").read_text() == "not a directory"
 
 
-def test_a_step_that_may_not_be_read_is_no_step_to_resume_from(start: Start, output: Path, chmod: Chmod) -> None:
+def test_a_step_that_may_not_be_read_is_not_passed_over(start: Start, output: Path, chmod: Chmod) -> None:
     assert start(output).wait().code == 0
     shard = output / f"checkpoints/step_{LAST}/trainer/__0_0.distcp"
     chmod(shard, 0)
     numbered = start(output, "--ckpt.resume-step", str(LAST), fault=UNPRIVILEGED).wait()
-    check_refused(numbered, f"{shard} cannot be read: Permission denied", "other committed steps: 4")
+    check_refused(numbered, f"{shard} cannot be read: Permission denied", "choose another step")
     newest = start(output, fault=UNPRIVILEGED, until="prepared").wait()
-    assert newest.code == 0 and "skipping the checkpoint of step 6" in newest.log, newest.log
-    assert "from step 4 " in newest.log and (output / f"discarded/attempt_2/checkpoints/step_{LAST}").exists()
+    check_refused(newest, "no older step is taken for step 6", "choose one by number: 4")
+    assert shard.exists() and not (output / "discarded").exists()
+    older = start(output, "--ckpt.resume-step", "4", fault=UNPRIVILEGED, until="prepared").wait()
+    assert older.code == 0 and "from step 4 " in older.log, older.log
+    assert (output / f"discarded/attempt_2/checkpoints/step_{LAST}").exists()
 
 
 def test_saves_go_by_step_and_not_by_a_clock_that_runs_backwards(start: Start, output: Path) -> None:

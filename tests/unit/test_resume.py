@@ -574,7 +574,11 @@ def test_a_run_that_is_under_way_goes_on_without_its_store_and_one_that_begins_d
         prepare(config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator)
     attempt = prepare(config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator, again=True)
     assert attempt.resume_step == 6 and killed.published_batches() == [5, 6, 7, 8, 9]
-    assert "WARNING: going on by the checkpoints of this machine alone: " in capsys.readouterr().out
+    warning = "WARNING: going on by the checkpoints of this machine alone: "
+    assert warning not in capsys.readouterr().out, "with a whole newest step there is nothing to ask the store for"
+    (killed.checkpoint(6) / "manifest.json").write_text("damaged")
+    attempt = prepare(config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator, again=True)
+    assert attempt.resume_step == 4 and warning in capsys.readouterr().out
 
 
 def test_a_fresh_start_with_other_weights_makes_the_batches_again(killed: RunDir, other: RunDir) -> None:

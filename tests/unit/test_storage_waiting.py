@@ -10,10 +10,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 
 from triad.console import Tail
-from triad.errors import STORAGE_FAILED, RunDirError, SaveError, TrainingError, is_storage_failure
+from triad.errors import (
+    STORAGE_FAILED,
+    DataError,
+    EnvironmentFailure,
+    InferenceError,
+    RunDirError,
+    SaveError,
+    TrainingError,
+    is_storage_failure,
+)
 from triad.events import EVENTS_ENV, report
 from triad.metrics import MetricsWriter
 from triad.run_dir import RunDir
@@ -32,11 +42,22 @@ def flagged(error: SaveError) -> SaveError:
     return error
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
-def test_full_broken_and_read_only_storages_are_storage_failures(number: int) -> None:
+DISK = [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EREMOTEIO]
+SHARED = [errno.EMFILE, errno.ENFILE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN]
+
+
+@pytest.mark.parametrize("number", [*DISK, *SHARED])
+def test_full_broken_read_only_and_lost_storages_are_storage_failures(number: int) -> None:
     assert is_storage_failure(OSError(number, "said"))
     assert is_storage_failure(caused(SaveError("not saved"), caused(RunDirError("why"), OSError(number, "said"))))
     assert is_storage_failure(Exception(f"Error while serializing: I/O error: said (os error {number})"))
+
+
+@pytest.mark.parametrize("number", SHARED)
+@pytest.mark.parametrize("told", [InferenceError("gone"), EnvironmentFailure("gone"), httpx.ConnectError("gone")])
+def test_what_a_network_did_to_others_is_none(told: Exception, number: int) -> None:
+    assert not is_storage_failure(caused(told, OSError(number, "said")))
+    assert not is_storage_failure(caused(DataError("no such model"), caused(told, OSError(number, "said"))))
 
 
 @pytest.mark.parametrize(

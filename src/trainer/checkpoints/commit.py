@@ -260,7 +260,7 @@ def read_values(directory: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoints.collective import Ranks
-from triad.errors import CheckpointError
+from triad.errors import CheckpointError, is_storage_failure
 from triad.manifest import FileEntry
 
 _WRITE_BYTES = 1 << 22
@@ -235,8 +235,8 @@ def saved_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
     try:
         with _without_garbage_collection():
             saved = FileSystemReader(directory).read_metadata().state_dict_metadata
-    except Exception as error:  # noqa: BLE001 - unpickling fails in every way there is
-        raise CheckpointError(f"{directory / '.metadata'} cannot be read: {error}") from None
+    except Exception as error:
+        raise CheckpointError(f"{directory / '.metadata'} cannot be read: {error}") from error
     others = sorted(name for name, entry in saved.items() if not isinstance(entry, TensorStorageMetadata))
     if others:
         raise CheckpointError(f"{directory} holds objects that are not tensors: {some(others)}")
@@ -262,7 +262,9 @@ def read_tensors(tensors: Mapping[str, Tensor], directory: Path) -> None:
             torch_dcp.load(dict(tensors), storage_reader=FileSystemReader(directory))
     except CheckpointException as error:  # a BaseException: `except Exception` would miss it
         reasons = "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items())
-        raise CheckpointError(f"loading {directory} failed: {reasons}") from error
+        causes = [failure for failure, _ in error.failures.values()]
+        # That of a storage, if there is one, decides what becomes of the run.
+        raise CheckpointError(f"loading {directory} failed: {reasons}") from max(causes, key=is_storage_failure)
 
 
 def check_same_tensors(

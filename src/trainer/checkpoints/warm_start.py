@@ -395,4 +395,4 @@ def _readable(file: Path) -> Iterator[None]:
         yield
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{file} cannot be read: {reason}") from None
+        raise CheckpointError(f"{file} cannot be read: {reason}") from error

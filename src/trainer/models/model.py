@@ -162,7 +162,7 @@ def load_model_config(name: str) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise DataError(f"model.name = '{name}': no model config could be loaded. {_first_line(error)}") from None
+        raise DataError(f"model.name = '{name}': no model config could be loaded. {_first_line(error)}") from error
     return config
 
 
@@ -323,7 +323,7 @@ def initial_weights(
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise DataError(
             f"model.name = '{config.name}': the weights could not be loaded. {_first_line(error)}"
-        ) from None
+        ) from error
     if missing := sorted(findings["missing_keys"]):  # transformers itself fills these with random numbers
         raise DataError(f"model.name = '{config.name}': the weights lack {len(missing)} tensors, such as {missing[0]}")
     return trained_tensors(loaded)

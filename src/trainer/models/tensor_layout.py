@@ -58,7 +58,7 @@ def names_in_files(name: str) -> list[str] | None:
         single = _fetched(name, _SINGLE_NAME)
         return None if single is None else sorted(_names_of(Path(single)))
     except (OSError, SafetensorError, msgspec.DecodeError) as error:
-        raise DataError(f"model.name = '{name}': the names of its tensors cannot be read. {error}") from None
+        raise DataError(f"model.name = '{name}': the names of its tensors cannot be read. {error}") from error
 
 
 def _fetched(name: str, file: str) -> str | None:

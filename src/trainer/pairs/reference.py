@@ -125,7 +125,7 @@ def _read(path: Path, fingerprint: str) -> np.ndarray:
             f"about the pairs is not known any more. Resume it with --loss.reference none. {advice}"
         ) from None
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Resume from another step. {advice}") from None
+        raise CheckpointError(f"{path} cannot be read: {error}. Resume from another step. {advice}") from error
     if saved != fingerprint:
         raise CheckpointError(
             f"{path} is about other pairs than these: its log-probabilities cannot be used for them. Resume with the "

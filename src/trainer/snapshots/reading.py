@@ -26,8 +26,8 @@ class TensorReader:
         self._reader = FileSystemReader(directory)
         try:
             self._metadata: Metadata = self._reader.read_metadata()
-        except Exception as error:  # noqa: BLE001 - unpickling fails in every way there is
-            raise CheckpointError(f"{directory / '.metadata'} cannot be read: {error}") from None
+        except Exception as error:
+            raise CheckpointError(f"{directory / '.metadata'} cannot be read: {error}") from error
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self.saved = {
             name: entry
@@ -48,7 +48,7 @@ class TensorReader:
             planner.set_up_planner({name: tensor}, self._metadata, is_coordinator=True)
             self._reader.read_data(planner.create_local_plan(), planner).wait()
         except (OSError, RuntimeError, ValueError, AssertionError) as error:
-            raise CheckpointError(f"{name} cannot be read from {self._directory}: {error}") from None
+            raise CheckpointError(f"{name} cannot be read from {self._directory}: {error}") from error
         return tensor
 
 

@@ -15,7 +15,7 @@ from triad.ckpt.inspecting import verified
 from triad.ckpt.places import Places, is_temporary, size_of
 from triad.ckpt.report import Grid, Report, size, working
 from triad.ckpt.requests import DTypeName, Export, Import, Request, Written, ask
-from triad.errors import CheckpointError, ConfigError
+from triad.errors import CheckpointError, ConfigError, ReadError
 
 
 def export(
@@ -158,10 +158,12 @@ def _remove(entry: Entry) -> None:
 def _superseded(entries: list[Entry], retention: Retention) -> tuple[set[int], list[str]]:
     """Return the steps to remove, and what is wrong with steps that would have been kept.
 
-    Damaged steps are neither removed nor counted.
+    Damaged and unreadable steps are neither removed nor counted.
     """
     problems = [
-        f"step {entry.step} is damaged and stays: {entry.reason}" for entry in entries if entry.status == "damaged"
+        f"step {entry.step} is {entry.status} and stays: {entry.reason}"
+        for entry in entries
+        if entry.status in ("damaged", "unreadable")
     ]
     whole = {entry.step: entry for entry in entries if entry.status == "committed"}
     checked: set[int] = set()
@@ -177,4 +179,7 @@ def _superseded(entries: list[Entry], retention: Retention) -> tuple[set[int], l
                 checked.add(step)
             except CheckpointError as error:
                 problems.append(f"step {step} is damaged and stays: {error}")
+                del whole[step]
+            except ReadError as error:
+                problems.append(f"step {step} is unreadable and stays: {error}")
                 del whole[step]

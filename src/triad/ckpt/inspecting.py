@@ -16,7 +16,7 @@ from triad.ckpt.places import Places, is_temporary
 from triad.ckpt.report import Grid, Report, number, size, working
 from triad.ckpt.requests import Describe, Description, ask
 from triad.config.drift import read_settings
-from triad.errors import CheckpointError
+from triad.errors import CheckpointError, ReadError
 from triad.manifest import Manifest, Verification
 
 CONFIG = f"{TRAINER_DIR}/config.toml"
@@ -75,7 +75,7 @@ def verify(places: Places, *, steps: list[str], how: Verification) -> Report:
 def _verify_one(directory: Path, how: Verification) -> Verified:
     try:
         listing = verified(directory, how=how)
-    except CheckpointError as error:
+    except (CheckpointError, ReadError) as error:
         return Verified(str(directory), False, 0, str(error))
     return Verified(str(directory), True, sum(entry.size_bytes for entry in listing.files.values()), "")
 

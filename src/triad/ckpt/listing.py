@@ -11,7 +11,7 @@ from triad import manifest
 from triad.checkpoints import Entry, kind_of
 from triad.ckpt.places import Places, is_temporary, size_of
 from triad.ckpt.report import Grid, Report, age, number, size
-from triad.errors import CheckpointError
+from triad.errors import CheckpointError, ReadError
 from triad.manifest import Manifest
 
 
@@ -43,7 +43,7 @@ class ExportLine(msgspec.Struct):
 
 
 def ls(places: Places, *, metric: str | None) -> Report:
-    """List steps and exports; a damaged one is a problem, a torn one is not."""
+    """List steps and exports; a damaged or unreadable one is a problem, a torn one is not."""
     entries = places.entries()
     saved = {entry.step: entry.manifest.metrics for entry in entries if entry.manifest and entry.status == "committed"}
     chosen = places.metric(metric, saved)
@@ -51,8 +51,9 @@ def ls(places: Places, *, metric: str | None) -> Report:
     name = chosen.name if chosen else ""
     steps = [_step_line(entry, name, best) for entry in entries]
     exports = [_export_line(path) for path in places.export_directories()]
-    problems = [f"step {line.step} is damaged: {line.reason}" for line in steps if line.status == "damaged"]
-    problems += [f"export {line.name} is damaged: {line.reason}" for line in exports if line.status == "damaged"]
+    bad = ("damaged", "unreadable")
+    problems = [f"step {line.step} is {line.status}: {line.reason}" for line in steps if line.status in bad]
+    problems += [f"export {line.name} is {line.status}: {line.reason}" for line in exports if line.status in bad]
     document = {
         "checkpoints": str(places.checkpoints),
         "metric": name or None,
@@ -127,6 +128,8 @@ def _export_line(path: Path) -> ExportLine:
             listing = manifest.verify(path, how="size")
         except CheckpointError as error:
             status, reason = "damaged", str(error)
+        except ReadError as error:
+            status, reason = "unreadable", str(error)
     step = listing.step if listing else None
     return ExportLine(path.name, status, step, size_of(path), _age_s(path, listing), str(path), reason)
 

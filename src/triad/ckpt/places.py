@@ -11,7 +11,7 @@ from triad import manifest
 from triad.checkpoints import BestMetric, Entry, Kind, describe_found, kind_of, list_entries
 from triad.config.drift import read_settings
 from triad.durable import TEMPORARY_PREFIX
-from triad.errors import CheckpointError, ConfigError, RunDirError
+from triad.errors import CheckpointError, ConfigError, ReadError, RunDirError
 from triad.run_dir import RunDir
 
 
@@ -41,7 +41,7 @@ class Places:
             raise RunDirError(f"{self.output_dir} holds neither a run nor checkpoints. Name the run with --output-dir.")
 
     def entries(self) -> list[Entry]:
-        """Return the steps, ascending; those with a missing or cut file are `damaged`."""
+        """Return the steps, ascending; those with a missing or cut file are `damaged`, others `unreadable`."""
         self.check()
         return [_checked(entry) for entry in list_entries(self.checkpoints)]
 
@@ -112,6 +112,8 @@ def _checked(entry: Entry) -> Entry:
         manifest.verify(entry.path, how="size", step=entry.step)
     except CheckpointError as error:
         return dataclasses.replace(entry, status="damaged", reason=str(error))
+    except ReadError as error:
+        return dataclasses.replace(entry, status="unreadable", reason=str(error))
     return entry
 
 
