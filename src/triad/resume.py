@@ -108,6 +108,7 @@ def prepare(
     if attempt.resume_step is None:
         _refuse_own_weights(run_dir, trainer.model.name, ckpt.weights_only)
         if ckpt.weights_only is not None:
+            _require_reference(trainer)
             check_warm_start(ckpt.weights_only, trainer.model, how=ckpt.verify)
     _check_fits(attempt, trainer)
     if not dry_run:
@@ -160,6 +161,15 @@ def _refuse_contradictions(ckpt: CkptConfig, *, clean: bool) -> None:
                 f"give one of them. `--ckpt.resume-step auto --ckpt.{flag} {path}` takes this run's own newest "
                 "checkpoint, and the other where there is none."
             )
+
+
+def _require_reference(trainer: TrainingCommand) -> None:
+    """Refuse to take the model for the reference of a run that begins with other weights."""
+    if isinstance(trainer, TrainerConfig) and trainer.kl is not None and trainer.kl.reference is None:
+        raise ConfigError(
+            "kl.reference is needed with ckpt.weights_only: by default the reference is model.name, and this run "
+            "begins with other weights. Name a model directory; `ckpt export` makes one of a checkpoint."
+        )
 
 
 def _refuse_own_weights(run_dir: RunDir, model_name: str, weights_only: Path | None) -> None:

@@ -23,7 +23,7 @@ from trainer.policy.parts import RlParts
 from trainer.session import Session, start_session
 from trainer.step import Stopwatch
 from triad.config import TrainerConfig
-from triad.errors import CheckpointError, ConfigError, TrainingError
+from triad.errors import CheckpointError, TrainingError
 from triad.messages import Batch, Rollout, VersionSpan
 
 GROUPS, GROUP_SIZE = 3, 4
@@ -285,8 +285,3 @@ def test_what_is_switched_on_later_starts_afresh_and_says_so(start: Start, caplo
     caplog.clear()
     start(resume_step=2)
     assert "the checkpoint holds kl, which this configuration has no use for" in caplog.text
-
-
-def test_a_run_from_other_weights_must_name_its_reference(start: Start, tiny_model: Callable[..., Path]) -> None:
-    with pytest.raises(ConfigError, match="kl.reference is needed with ckpt.weights_only"):
-        start(kl={}, ckpt={"weights_only": str(tiny_model())})

@@ -19,6 +19,7 @@ import pytest
 from triad import cli, durable, fork, manifest
 from triad.checkpoints import Kind
 from triad.config import RlConfig, SftConfig, TrainerConfig
+from triad.config.algorithm import KlConfig
 from triad.config.base import CkptConfig
 from triad.config.load import to_toml
 from triad.config.orchestrator import OrchestratorConfig
@@ -593,6 +594,16 @@ def test_a_fresh_start_with_other_weights_makes_the_batches_again(killed: RunDir
     add_batch(killed, 1, version=0)
     start_rl(warm)
     assert killed.published_batches() == [1], "these are of the same weights"
+
+
+def test_a_run_from_other_weights_must_name_its_reference(other: RunDir, new: RunDir) -> None:
+    config = rl(new, weights_only=other.checkpoint(5))
+    config.trainer.kl = KlConfig()
+    with pytest.raises(ConfigError, match=r"kl\.reference is needed with ckpt\.weights_only"):
+        start_rl(config)
+    assert not new.holds_run()
+    config.trainer.kl.reference = str(other.path)
+    assert start_rl(config).resume_step is None
 
 
 def test_going_back_on_purpose_makes_the_batches_again(killed: RunDir) -> None:

@@ -21,7 +21,6 @@ from trainer.policy.reward_moments import RunningMoments
 from trainer.self_check import check_model
 from triad.checkpoints import TRAINER_DIR
 from triad.config import TrainerConfig
-from triad.errors import ConfigError
 from triad.events import report
 from triad.run_dir import RunDir
 
@@ -118,11 +117,4 @@ class RlParts:
 
 def _reference_name(config: TrainerConfig) -> str:
     assert config.kl is not None
-    if config.kl.reference is not None:
-        return config.kl.reference
-    if config.ckpt is not None and config.ckpt.weights_only is not None:
-        raise ConfigError(
-            "kl.reference is needed with ckpt.weights_only: by default the reference is model.name, and this run "
-            "begins with other weights. Name a model directory; `ckpt export` makes one of a checkpoint."
-        )
-    return config.model.name
+    return config.kl.reference or config.model.name
