@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from triad.errors import DataError, nearest
+from triad.preflight import require_data
 
 if TYPE_CHECKING:
     import datasets
-
-_JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
-_ALLOWED = "a .jsonl, .json or .parquet file (JSON also as .gz), a directory or a hub id"
 
 Row = Mapping[str, Any]
 
@@ -114,14 +112,9 @@ def read_rows(name: str, *, split: str) -> Rows:
         DataError: it is missing, unreadable or empty.
     """
     path = Path(name)
-    suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
-    looks_local = suffix in (*_JSON, ".parquet") or name.startswith((".", "/"))
-    if not path.exists() and (looks_local or name.count("/") != 1):
-        raise DataError(f"data.name = '{name}': there is no such file or directory (from {Path.cwd()})")
-    if path.is_file() and suffix in _JSON:
+    require_data(name, key="data.name")
+    if path.is_file() and path.suffix != ".parquet":
         rows = _read_json(path, name)
-    elif path.is_file() and suffix != ".parquet":
-        raise DataError(f"data.name = '{name}': use {_ALLOWED}")
     else:
         rows = TableRows(_read_table(path, name, split))
     if not len(rows):

@@ -29,6 +29,9 @@ from triad.errors import ConfigError, DataError, EnvironmentFailure, TriadError
 from triad.import_path import module_command
 from triad.process import LAUNCHER_ENV
 
+DATA_FILES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
+_OTHER_FILES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst", ".xz", ".bz2")
+
 
 def check_training(config: TrainingCommand) -> None:
     """Check models, data and functions of the user of one training program.
@@ -38,6 +41,9 @@ def check_training(config: TrainingCommand) -> None:
         ConfigError: a function of the user cannot be loaded.
     """
     require_model(config.model.name, key="model.name")
+    ckpt = config.ckpt
+    if config.model.init == "pretrained" and not (ckpt and (ckpt.resume_step or ckpt.resume_dir or ckpt.weights_only)):
+        require_weights(config.model.name)
     if isinstance(config, SftConfig | DpoConfig | RewardTrainingConfig):
         require_data(config.data.name, key="data.name")
     if not isinstance(config, TrainerConfig):
@@ -113,12 +119,12 @@ def check_rl(config: RlConfig, *, starts_inference: bool) -> None:
 
 
 def require_model(name: str, *, key: str) -> None:
-    """Refuse a local path without config.json; names of a hub (`owner/model`) pass.
+    """Refuse a local path without config.json; names of a hub (`owner/model`) pass, if no directory has that name.
 
     Raises:
         DataError: there is no such directory, or it holds no model.
     """
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).is_dir()
     if looks_local and not (Path(name) / "config.json").is_file():
         what = "has no config.json" if Path(name).is_dir() else "is not a directory"
         raise DataError(
@@ -127,15 +133,33 @@ def require_model(name: str, *, key: str) -> None:
         )
 
 
-def require_data(name: str, *, key: str) -> None:
-    """Refuse a local file or directory that is not there; names of a hub pass.
+def require_weights(name: str) -> None:
+    """Refuse a local directory without weights, as `model.name`.
 
     Raises:
-        DataError: there is no such file or directory.
+        DataError: it has none that can be read.
     """
-    is_local = name.endswith((".jsonl", ".json", ".parquet")) or name.startswith((".", "/"))
-    if is_local and not Path(name).exists():
+    if Path(name).is_dir() and not any(Path(name).glob("*.safetensors")):
+        raise DataError(
+            f"model.name = '{name}' has no *.safetensors. Set model.init = random to train from scratch; weights in "
+            "other files are converted by `ckpt import`."
+        )
+
+
+def require_data(name: str, *, key: str) -> None:
+    """Refuse a local file or directory that is not there, or a file of another kind; names of a hub pass.
+
+    Raises:
+        DataError: there is no such file or directory, or it cannot hold rows.
+    """
+    path = Path(name)
+    looks_local = name.startswith((".", "/", "~")) or name.endswith((*DATA_FILES, *_OTHER_FILES))
+    if not path.exists() and (looks_local or name.count("/") != 1):
         raise DataError(f"{key} = '{name}': there is no such file or directory (from {Path.cwd()})")
+    if path.is_file() and not name.endswith(DATA_FILES):
+        raise DataError(
+            f"{key} = '{name}': use a .jsonl, .json or .parquet file (JSON also as .gz), a directory or a hub id"
+        )
 
 
 def _check_in_child(module: str, config: BaseModel) -> None:

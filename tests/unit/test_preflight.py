@@ -84,6 +84,28 @@ def test_functions_of_the_user(refused: Launch) -> None:
     )
 
 
+def test_local_models_and_files_of_the_form_of_a_hub_id(
+    refused: Launch, in_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "models" / "bare"
+    model.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert "model.name = 'models/bare' has no config.json" in refused("sft", "--model.name", "models/bare")
+    (model / "config.json").write_text("{}")
+    assert "model.name = 'models/bare' has no *.safetensors" in refused("sft", "--model.name", "models/bare")
+    assert "`ckpt import`" in refused("sft", "--model.name", "models/bare")
+    quick_model = ("--model.name", str(in_root / "examples" / "reverse_text" / "model"))
+    (model / "rows.csv").write_text("prompt,completion\n")
+    said = refused("sft", *quick_model, "--data.name", "models/bare/rows.csv")
+    assert "use a .jsonl, .json or .parquet file" in said
+    for missing in ("data/rows.csv", "data/rows.jsonl.gz"):
+        assert "there is no such file or directory" in refused("sft", *quick_model, "--data.name", missing)
+
+
+def test_a_word_that_is_no_setting(refused: Launch) -> None:
+    assert "unexpected 'my.toml'. Settings are '--name value', files '@ file.toml'" in refused("sft", "my.toml")
+
+
 def test_models_data_and_lengths(refused: Launch) -> None:
     assert "model.name = 'no/such/dir'" in refused("inference", "--model.name", "no/such/dir")
     assert "kl.reference = './no'" in refused(*QUICK_START, "--trainer.kl.reference", "./no")

@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -45,6 +44,7 @@ from trainer.models.structure import decoder_layers, decoder_of, takes_positions
 from trainer.parallel import Parallel
 from triad.config.trainer import TrainedModelConfig
 from triad.errors import DataError, TriadError
+from triad.preflight import require_weights
 
 _log = logging.getLogger("trainer")
 T = TypeVar("T")
@@ -307,10 +307,7 @@ def initial_weights(
             torch.manual_seed(seed)
             fresh = build_hf_model(kind, config, model_config)
         return trained_tensors(fresh)
-    if Path(config.name).is_dir() and not any(Path(config.name).glob("*.safetensors")):
-        raise DataError(
-            f"model.name = '{config.name}' has no *.safetensors. Set model.init = random to train from scratch."
-        )
+    require_weights(config.name)
     try:
         answer = kind.from_pretrained(
             config.name,

@@ -27,6 +27,7 @@ from triad.errors import ConfigError, nearest
 
 C = TypeVar("C", bound=Command)
 
+_STRAY_WORDS = "unrecognized arguments:"  # argparse's own words
 # User and password of a URL.
 _CREDENTIALS = re.compile(r"//[^/\s\"']*@")
 
@@ -78,7 +79,11 @@ def parse_command_line(command: type[C], argv: list[str], *, program: str) -> C:
     except ValidationError as error:
         raise ConfigError(_describe(error, command, files, given)) from None
     except SettingsError as error:
-        raise ConfigError(str(error).removeprefix("error parsing CLI: ")) from None
+        reason = str(error).removeprefix("error parsing CLI: ")
+        if reason.startswith(_STRAY_WORDS):
+            words = reason.removeprefix(_STRAY_WORDS).strip()
+            raise ConfigError(f"unexpected '{words}'. Settings are '--name value', files '@ file.toml'.") from None
+        raise ConfigError(reason) from None
 
 
 def _split_files(argv: list[str], command: type[BaseModel]) -> tuple[_Files, list[str]]:
