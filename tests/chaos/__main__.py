@@ -1,8 +1,10 @@
 """A long chaos run: `uv run python -m tests.chaos --kills 60 --seed 1`, from the root of the repository.
 
 First a run that nothing disturbs, then one of the same seed that is hit at random times: SIGKILL of every
-process, now and then SIGSTOP, and a full disk under the whole run directory. Prints what was checked and how
-long it took to go on; ends with 1 when an invariant is broken.
+process, now and then SIGSTOP, and a full disk under the whole run directory. Options add read errors, pauses of
+all processes at once, an object store that comes and goes, SIGTERM with a new start on an empty machine, and
+sessions of two turns with a slow tool between them. Prints what was checked and how long it took to go on; ends
+with 1 when an invariant is broken.
 """
 
 from __future__ import annotations
@@ -13,17 +15,20 @@ import shutil
 import statistics
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.chaos.disk import SmallDisk
 from tests.chaos.driver import Blow, Chaos, ChaosRun
 from tests.chaos.invariants import check
-from tests.chaos.schedule import DISK, draw, shares, steps_of
+from tests.chaos.schedule import DISK, MACHINE, RUN, STORE, draw, shares, steps_of
+from tests.chaos.surroundings import Store
 from tests.inference_zygote import free_port
 from tests.rl_runs import SMALL_BATCH, succeeded
 
 _DISK_MIB = 512
+_SHORT_TURNS = ("--orchestrator.sampling.max-tokens", "8")
 
 
 def main() -> int:
@@ -32,13 +37,28 @@ def main() -> int:
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     victims = shares(ranks=arguments.ranks)
-    hits = draw(arguments.kills, arguments.seed, victims, stops=arguments.stops, full_disks=arguments.full_disks)
+    hits = draw(
+        arguments.kills,
+        arguments.seed,
+        victims,
+        stops=arguments.stops,
+        full_disks=arguments.full_disks,
+        freezes=arguments.freezes,
+        outages=arguments.outages,
+        evictions=arguments.evictions,
+        read_errors=arguments.read_errors,
+    )
     max_steps = steps_of(len(hits))
     flags = (*SMALL_BATCH, "--max-steps", str(max_steps), "--ckpt.interval", "2", "--ckpt.keep", "3")
     flags = (*flags, "--trainer.parallel.num-ranks", str(arguments.ranks))
     flags = (*flags, "--trainer.parallel.threads", "1", "--inference.server.port", str(arguments.port or free_port()))
+    turns = 1
+    if arguments.slow_tool:
+        turns = 2
+        flags = (*flags, "--orchestrator.environments", '[{"id": "tests.chaos.slow_tool:SlowTool"}]', *_SHORT_TURNS)
     with contextlib.ExitStack() as stack:
         disk = None
+        store = stack.enter_context(Store()) if arguments.outages or arguments.evictions else None
         if arguments.full_disks:
             disk = stack.enter_context(SmallDisk(folder / "run", size_mib=_DISK_MIB))
             if disk.problem:
@@ -47,12 +67,13 @@ def main() -> int:
         print(f"runs of {max_steps} steps in {folder}; first the one that nothing disturbs", flush=True)
         reference = succeeded(folder / "reference", *flags, timeout_s=arguments.timeout_s)
         print(f"now the one that is hit {len(hits)} times, by the schedule of seed {arguments.seed}", flush=True)
-        chaos = Chaos(folder / "run", hits, *flags, disk=disk, say=lambda line: print(line, flush=True))
+        chaos = Chaos(folder / "run", hits, *flags, disk=disk, store=store, say=lambda line: print(line, flush=True))
         done = chaos.run(timeout_s=arguments.timeout_s)
         print_blows(done.blows)
-        print_report(done, [*victims, DISK])
+        print_report(done, [*victims, DISK, RUN, STORE, MACHINE])
         try:
-            found = check(done, reference, max_steps=max_steps)
+            found = check(done, reference, max_steps=max_steps, turns=turns)
+            assert store is None or store.holds(max_steps), "the last checkpoint is not in the store"
         except AssertionError as error:
             if disk is not None:
                 shutil.copytree(disk.path, folder / "run-left", symlinks=True)
@@ -71,6 +92,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=60, help="SIGKILLs; the length of the run follows from all hits")
     parser.add_argument("--stops", type=int, default=5, help="SIGSTOPs on top")
     parser.add_argument("--full-disks", type=int, default=4, help="how often the disk fills up; 0: it is a usual one")
+    parser.add_argument("--read-errors", type=int, default=0, help="how often three files cannot be read")
+    parser.add_argument("--freezes", type=int, default=0, help="how often all processes stand still at once")
+    parser.add_argument("--outages", type=int, default=0, help="how often an object store is away")
+    parser.add_argument("--evictions", type=int, default=0, help="how often the run goes on on an empty machine")
+    parser.add_argument("--slow-tool", action="store_true", help="sessions of two turns with a slow tool between them")
     parser.add_argument("--ranks", type=int, default=1, help="of the trainer")
     parser.add_argument("--seed", type=int, default=1, help="of the schedule")
     parser.add_argument("--port", type=int, help="of the inference server; unset: a free one")
@@ -88,11 +114,9 @@ def print_blows(blows: Sequence[Blow]) -> None:
 
 def print_report(chaos: ChaosRun, victims: Sequence[str]) -> None:
     """Per victim: hits, and seconds to the next trained step."""
-    counts = {kind: sum(blow.hit.kind == kind for blow in chaos.blows) for kind in ("SIGKILL", "SIGSTOP", "full")}
-    print(
-        f"\n{counts['SIGKILL']} SIGKILLs, {counts['SIGSTOP']} SIGSTOPs and {counts['full']} full disks in "
-        f"{chaos.seconds:.0f} s"
-    )
+    counts = Counter(blow.hit.kind for blow in chaos.blows)
+    dealt = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+    print(f"\n{dealt} in {chaos.seconds:.0f} s")
     print(f"{'':13s} {'hits':>6s} {'stops':>6s}   seconds to the next trained step, but for stops")
     for victim in victims:
         mine = [blow for blow in chaos.blows if blow.hit.victim == victim]

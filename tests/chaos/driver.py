@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from tests.chaos.disk import SmallDisk
-from tests.chaos.schedule import DISK, Hit
+from tests.chaos.schedule import Hit
+from tests.chaos.surroundings import ReadErrors, Store
 from tests.chaos.witness import Progress, Witness
 from tests.processes import command_line
 from tests.rl_runs import POLL_S, RlRun
@@ -23,11 +26,19 @@ _RESUME = ("--ckpt.resume-step", "auto")
 # So often that the limit is no subject, and forgotten so soon that the delays stay short.
 _RESTARTS = ("--max-restarts", "1000", "--restart-window-s", "3")
 # Importing torch holds the interpreter, on a busy machine for longer than one would think.
-_HEARTBEAT = ("--heartbeat-timeout-s", "15")
+_HEARTBEAT_S = 15.0
+_HEARTBEAT = ("--heartbeat-timeout-s", f"{_HEARTBEAT_S:g}")
+# Longer than a process may be silent, if it alone is.
+_FROZEN_S = 1.5 * _HEARTBEAT_S
+_AWAY_S = 20.0
+_READ_ERRORS = 3  # at once
+KILLED_AS_SILENT = "has shown no sign of life"
 WAITING = "waiting for storage"
+WITNESS_NAME = "seen"
 # A disk stays full for this long after the run has said that it waits: other processes are to meet it too.
 _STAYS_FULL_S = 2.0
 _NOTHING_STARTED = 2
+_SAVED, _NOT_SAVED = 128 + signal.SIGTERM, 4
 
 
 @dataclass
@@ -55,6 +66,8 @@ class ChaosRun:
         survivors: processes that outlived a launcher.
         console: what each launcher printed, in order.
         seconds: from the start of the first launcher to the end of the last.
+        left: what was in the directory of each machine that the run was evicted from.
+        killed_when_thawed: how many processes were killed as silent of which the launcher was frozen as well.
     """
 
     run_dir: RunDir
@@ -64,6 +77,8 @@ class ChaosRun:
     survivors: list[psutil.Process]
     console: list[str]
     seconds: float
+    left: list[RunDir]
+    killed_when_thawed: int
 
     def restarts(self) -> dict[str, int]:
         """How often a launcher said that it starts a process again."""
@@ -84,6 +99,8 @@ class Chaos:
 
     Args:
         disk: what the run directory lies on; a schedule without full disks needs none.
+        store: where the run keeps its checkpoints too; a schedule without evictions and outages needs none.
+        environment: further variables of the run.
     """
 
     def __init__(
@@ -92,13 +109,27 @@ class Chaos:
         hits: Sequence[Hit],
         *flags: str,
         disk: SmallDisk | None = None,
+        store: Store | None = None,
+        environment: Mapping[str, str] | None = None,
         say: Callable[[str], object] = str,
     ) -> None:
         self._output_dir = output_dir if disk is None else disk.path
         self._disk = disk
+        self._store = store
+        self._aside = output_dir.with_name(f"{output_dir.name}-left")
+        self._left: list[RunDir] = []
+        self._killed_when_thawed = 0
         self._hits = hits
         self._say = say
         self._flags = (*_RESTARTS, *_HEARTBEAT, *flags)
+        self._read_errors = ReadErrors(output_dir.with_name(f"{output_dir.name}-read-errors"), self._output_dir)
+        self._environment = dict(environment or {})
+        if any(hit.kind == "EIO" for hit in hits):
+            paths = (self._read_errors.environment["PYTHONPATH"], self._environment.get("PYTHONPATH", ""))
+            self._environment |= self._read_errors.environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        if store is not None:
+            self._flags += ("--ckpt.dir", store.url)
+            self._environment |= store.environment
         self._run_dir = RunDir(self._output_dir)
         self._progress = Progress(self._run_dir)
         self._blows: list[Blow] = []
@@ -110,7 +141,7 @@ class Chaos:
     def run(self, *, timeout_s: float) -> ChaosRun:
         """Run to the end; hits that do not fit into `timeout_s` are left out."""
         begin = time.monotonic()
-        with Witness(self._run_dir, self._output_dir / "seen") as witness:
+        with Witness(self._run_dir, self._output_dir / WITNESS_NAME) as witness:
             self._start()
             try:
                 for hit in self._hits:
@@ -122,11 +153,19 @@ class Chaos:
             finally:
                 self._run.__exit__()
         return ChaosRun(
-            self._run_dir, witness, self._blows, code, self._survivors, self._console, time.monotonic() - begin
+            self._run_dir,
+            witness,
+            self._blows,
+            code,
+            self._survivors,
+            self._console,
+            time.monotonic() - begin,
+            self._left,
+            self._killed_when_thawed,
         )
 
     def _start(self) -> None:
-        self._run = RlRun(self._output_dir, *self._flags, *_RESUME)
+        self._run = RlRun(self._output_dir, *self._flags, *_RESUME, environment=self._environment)
 
     def _end(self) -> int:
         code = self._run.wait()
@@ -192,12 +231,70 @@ class Chaos:
             self._blows[-1].next_step_s = time.monotonic() - self._blows[-1].time
 
     def _deal(self, hit: Hit, witness: Witness) -> None:
-        if hit.victim == DISK:
+        if hit.kind == "full":
             assert self._disk is not None, "a schedule with full disks needs a small one"
             self._note(self._blow(hit))
             self._full = _Full(self._run, len(self._run.output))
             self._disk.fill()
-            return
+        elif hit.kind == "EIO":
+            self._note(self._blow(hit))
+            self._read_errors.inject(_READ_ERRORS)
+        elif hit.kind == "away":
+            assert self._store is not None, "a schedule with outages needs a store"
+            self._note(self._blow(hit))
+            self._store.go_away(_AWAY_S)
+        elif hit.kind == "freeze":
+            self._freeze(hit)
+        elif hit.kind == "evict":
+            self._evict(hit)
+        else:
+            self._signal(hit, witness)
+
+    def _freeze(self, hit: Hit) -> None:
+        """Stop every process for longer than one of them alone may be silent, and let all go on."""
+        blow, said = self._blow(hit), len(self._run.output)
+        launcher = self._run.launcher()
+        frozen = [launcher]
+        try:
+            launcher.suspend()
+            while new := [process for process in self._run.processes() if process not in frozen]:
+                for process in new:
+                    process.suspend()
+                frozen += new
+            time.sleep(_FROZEN_S)  # that time passes is the fault
+        except psutil.NoSuchProcess:
+            return  # it has just ended
+        finally:
+            for process in reversed(frozen):
+                if process.is_running():
+                    process.resume()
+        self._note(blow)
+        self._wait_for(lambda: self._run.ended() or self._progress.step() > blow.step)
+        self._killed_when_thawed += self._run.output[said:].count(KILLED_AS_SILENT)
+
+    def _evict(self, hit: Hit) -> None:
+        """End the run as a scheduler does, take its directory away if it says that all is saved, and start it again."""
+        assert self._store is not None, "a schedule with evictions needs a store"
+        if self._full is not None:
+            self._release()
+        self._note(self._blow(hit))
+        self._run.interrupt(signal.SIGTERM)
+        code = self._end()
+        if code == _SAVED:
+            aside = self._aside / str(len(self._left))
+            aside.mkdir(parents=True)
+            for path in self._output_dir.iterdir():
+                if path.name != WITNESS_NAME:
+                    shutil.move(path, aside / path.name)
+            self._left.append(RunDir(aside))
+            self._say("went on on an empty machine")
+        else:
+            assert code in (_NOT_SAVED, 0), (
+                f"exit code {code} of a run that was asked to end\n{self._console[-1][-4000:]}"
+            )
+        self._start()
+
+    def _signal(self, hit: Hit, witness: Witness) -> None:
         victim = None
         while victim is None and not self._run.ended():
             victim = find_process(self._run, hit.victim)

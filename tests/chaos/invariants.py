@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
+
 from tests.chaos.driver import ChaosRun
 from tests.rl_runs import CompletedRun, assert_same, exact_metrics, outcome
+from triad.metrics import read_metrics
 
 
-def check(chaos: ChaosRun, reference: CompletedRun, *, max_steps: int) -> dict[str, str]:
+def check(chaos: ChaosRun, reference: CompletedRun, *, max_steps: int, turns: int = 1) -> dict[str, str]:
     """Check every invariant; return what was found for each, in words.
+
+    Args:
+        turns: of every session.
 
     Raises:
         AssertionError: naming the invariant that is broken.
@@ -17,8 +23,8 @@ def check(chaos: ChaosRun, reference: CompletedRun, *, max_steps: int) -> dict[s
     assert chaos.exit_code == 0, f"the run failed:\n{chaos.console[-1][-6000:]}"
     assert not chaos.survivors, f"processes outlived their launcher: {chaos.survivors}"
     assert_same(outcome(chaos.run_dir, max_steps), outcome(reference.run_dir, max_steps))
-    steps = range(1, max_steps + 1)
-    assert exact_metrics(chaos.run_dir, steps) == exact_metrics(reference.run_dir, steps)
+    assert chaos.killed_when_thawed == 0, f"{chaos.killed_when_thawed} processes were killed for a pause of all"
+    check_metrics(chaos, reference, max_steps=max_steps)
     return {
         "steps": f"all {max_steps} trained, one line of metrics each, equal to those of the undisturbed run",
         "final state": "weights, optimizer, random generators and orchestrator equal to the undisturbed run, "
@@ -26,8 +32,20 @@ def check(chaos: ChaosRun, reference: CompletedRun, *, max_steps: int) -> dict[s
         "processes": "none outlived its launcher",
         "tasks": check_tasks(chaos, max_steps=max_steps),
         "batches": check_batches(chaos, max_steps=max_steps),
-        "generations": check_generations(chaos),
+        "generations": check_generations(chaos, turns=turns),
     }
+
+
+def check_metrics(chaos: ChaosRun, reference: CompletedRun, *, max_steps: int) -> None:
+    """Every step has one line, on the machine that trained it last, equal to the undisturbed one's."""
+    expected = {int(line["step"]): line for line in exact_metrics(reference.run_dir, range(1, max_steps + 1))}
+    missing = set(expected)
+    for run_dir in (*chaos.left, chaos.run_dir):
+        steps = [int(line["step"]) for line in read_metrics(run_dir.metrics)] if run_dir.metrics.exists() else []
+        found = exact_metrics(run_dir, steps)
+        assert found == [expected[step] for step in steps], f"other metrics in {run_dir.path}"
+        missing -= set(steps)
+    assert not missing, f"steps {sorted(missing)} have no line"
 
 
 def check_tasks(chaos: ChaosRun, *, max_steps: int) -> str:
@@ -47,20 +65,27 @@ def check_tasks(chaos: ChaosRun, *, max_steps: int) -> str:
 
 def check_batches(chaos: ChaosRun, *, max_steps: int) -> str:
     """No batch is made again once it is in the journal."""
-    again = [step for step, made in chaos.witness.batches().items() if len(made) > 1]
-    assert not again, f"batches {again} were made again"
+    again = {step: made for step, made in chaos.witness.batches().items() if len(made) > 1}
+    if chaos.left:  # what no checkpoint held is gone with the machine
+        for step, made in again.items():
+            first, *others = (msgspec.structs.replace(batch, metrics={}) for batch in made)
+            assert all(other == first for other in others), f"batch {step} was made again, and is another"
+        return f"{max_steps} were published; {len(again)} of them again on an empty machine, equal"
+    assert not again, f"batches {list(again)} were made again"
     return f"{max_steps} were published, each once"
 
 
-def check_generations(chaos: ChaosRun) -> str:
+def check_generations(chaos: ChaosRun, *, turns: int) -> str:
     """No generation that was logged is asked for again: none is in a log twice, none that was seen is gone."""
+    if chaos.left:
+        return "not counted, as the logs of a machine are gone with it"
     logged = chaos.witness.generations()
     again = {step: count for step, found in logged.items() if (count := found.total() - len(found))}
     assert not again, f"generations were asked for again, by batch: {again}"
     assert chaos.witness.lost() == 0, f"{chaos.witness.lost()} logged generations were lost"
     total = sum(found.total() for found in logged.values())
     rollouts = sum(len(made[-1].rollouts) for made in chaos.witness.batches().values())
-    assert total == rollouts, f"{total} generations were logged for {rollouts} rollouts of one turn"
+    assert total == turns * rollouts, f"{total} generations were logged for {rollouts} rollouts of {turns} turns"
     return (
         f"{total} were logged in {len(logged)} logs, none twice; at the hits {chaos.witness.num_noted} were finished "
         "in batches that were not, all of them were kept"

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["SIGKILL", "SIGSTOP", "full"]
-DISK = "disk"
+Kind = Literal["SIGKILL", "SIGSTOP", "full", "freeze", "away", "evict", "EIO"]
+DISK, RUN, STORE, MACHINE = "disk", "run", "store", "machine"
 _SERVER = ("inference", "engine")
 # This share of the hits does not wait for the run to go on after the hit before.
 _DURING_RECOVERY_SHARE = 0.25
@@ -22,8 +22,10 @@ class Hit:
     """One blow.
 
     Attributes:
-        victim: a name of `shares`; `disk` for a full one.
-        kind: `SIGKILL`, `SIGSTOP` for a hang, `full` for a disk that is full until the run says that it waits.
+        victim: a name of `shares`; `disk`, the whole `run`, the object `store` or the `machine`.
+        kind: `SIGKILL`, `SIGSTOP` for a hang, `full` for a disk that is full until the run says that it waits, `EIO`
+            for files that cannot be read, `freeze` for all processes at once for a while, `away` for a store without
+            connections, `evict` for a SIGTERM after which the run goes on in an empty directory from the store.
         step: not before this step is trained; unset: some time after the hit before, at the latest when
             the run goes on.
         delay_s: seconds to wait then.
@@ -56,6 +58,10 @@ def draw(
     *,
     stops: int = 0,
     full_disks: int = 0,
+    freezes: int = 0,
+    outages: int = 0,
+    evictions: int = 0,
+    read_errors: int = 0,
     steps_per_hit: int = STEPS_PER_HIT,
 ) -> list[Hit]:
     """Return that many hits of each kind, in a random order, `steps_per_hit` steps apart.
@@ -72,6 +78,10 @@ def draw(
         *((victim, "SIGKILL") for victim in killed),
         *((victim, "SIGSTOP") for victim in stopped),
         *[(DISK, "full")] * full_disks,
+        *[(RUN, "freeze")] * freezes,
+        *[(STORE, "away")] * outages,
+        *[(MACHINE, "evict")] * evictions,
+        *[(DISK, "EIO")] * read_errors,
     ]
     rng.shuffle(blows)
     hits = []

@@ -48,8 +48,10 @@ def test_a_schedule_can_be_repeated_and_hits_everybody() -> None:
     everybody = shares(ranks=2)
     assert draw(60, 1, everybody) == draw(60, 1, everybody) != draw(60, 2, everybody)
     assert {hit.victim for hit in draw(len(everybody), 3, everybody)} == set(everybody)
-    hits = draw(200, 1, everybody, stops=30, full_disks=20)
-    assert Counter(hit.kind for hit in hits) == {"SIGKILL": 200, "SIGSTOP": 30, "full": 20}
-    assert max(hit.step or 0 for hit in hits) <= steps_of(250) - 8
+    others = {"freezes": 4, "outages": 3, "evictions": 2, "read_errors": 1}
+    hits = draw(200, 1, everybody, stops=30, full_disks=20, **others)
+    counts = {"SIGKILL": 200, "SIGSTOP": 30, "full": 20, "freeze": 4, "away": 3, "evict": 2, "EIO": 1}
+    assert Counter(hit.kind for hit in hits) == counts
+    assert max(hit.step or 0 for hit in hits) <= steps_of(260) - 8
     assert not any(hit.victim == "launcher" and hit.kind == "SIGSTOP" for hit in hits)
-    assert {hit.victim for hit in hits if hit.kind == "full"} == {DISK}
+    assert {hit.victim for hit in hits if hit.kind in ("full", "EIO")} == {DISK}

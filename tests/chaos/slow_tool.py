@@ -1,0 +1,21 @@
+"""An environment of two turns with a slow tool between them, during which nobody may ask the engine anything."""
+
+from __future__ import annotations
+
+import asyncio
+
+from orchestrator.environment import Message, Session, Task
+from orchestrator.environments.reverse_text import ReverseText
+
+_TOOL_S = 0.3
+
+
+class SlowTool(ReverseText):
+    """Reverses a text, after the answer of a tool that says nothing new."""
+
+    async def run(self, session: Session, task: Task) -> None:
+        """Take two turns."""
+        await session.sample()
+        await asyncio.sleep(_TOOL_S)
+        session.append_messages([Message("user", "again")])
+        await session.sample()
