@@ -50,7 +50,9 @@ The column `rl` is about vLLM on CPU in float32, with heads of attention of 32 n
 took changed weights by the names of the original checkpoint, sampled by them, and was within a mismatch KL of 1e-6
 of the trainer; otherwise it says what ends the run, and why. `python -m tests.rl_families` measures it.
 For models with a recurrent state the engine keeps no prefixes of prompts on CPU (vLLM needs chunked prefill for
-that, which a seed per request rules out), and their log-probabilities may depend on the batch in the last bits.
+that, which a seed per request rules out), and the last bits of their log-probabilities depend on which requests share a
+batch: no two runs of `rl` have the same bits, whether they die or not, unless `--inference.engine.max-num-seqs 1`
+is set. The server says so at its start.
 Gated delta nets (Qwen3-Next, Qwen3.5) take bfloat16 alone on CPU, and vLLM imports torchvision for Qwen3.5.
 A server does not start whose model has weights that no file sets, nor asks an update for tensors that transformers
 leaves out when it loads the original, such as layers that predict several tokens ahead.

@@ -33,6 +33,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from inference.worker import LOAD_FORMAT, prepare_engine_process
 from triad.config import InferenceConfig
 from triad.errors import ConfigError
+from triad.events import report
 
 # Prompts of one step that are prefilled together; chunked prefill is off, so at least model.max_len.
 _MIN_BATCHED_TOKENS = 8192
@@ -118,7 +119,7 @@ async def running_engine(args: Namespace) -> AsyncIterator[AsyncLLM]:
     """Start the engine's process, yield its client, and end it."""
     _wait_for_exit_codes()
     if current_platform.is_cpu():
-        _leave_out_prefix_caching(args)
+        _heed_recurrent_state(args)
         _fork_engine()
     async with build_async_engine_client(args) as engine:
         assert isinstance(engine, AsyncLLM)
@@ -163,13 +164,21 @@ def _wait_for_exit_codes() -> None:
     manager.finished_procs = with_exit_codes  # type: ignore[method-assign]
 
 
-def _leave_out_prefix_caching(args: Namespace) -> None:
+def _heed_recurrent_state(args: Namespace) -> None:
     """Keep no prefixes of prompts for models with a recurrent state, unless `engine.args` says so.
 
-    For those vLLM needs chunked prefill to do so.
+    For those vLLM needs chunked prefill to do so. What it computes for one request depends on those beside it.
     """
-    if args.enable_prefix_caching is None and AsyncEngineArgs.from_cli_args(args).create_model_config().has_inner_state:
+    if not AsyncEngineArgs.from_cli_args(args).create_model_config().has_inner_state:
+        return
+    if args.enable_prefix_caching is None:
         args.enable_prefix_caching = False
+    if args.max_num_seqs != 1:
+        report(
+            "WARNING: the model has a recurrent state, so the last bits of its log-probabilities depend on which "
+            "requests share a batch: no two runs have the same bits. With --inference.engine.max-num-seqs 1 they "
+            "have, and sampling takes longer"
+        )
 
 
 def _fork_engine() -> None:

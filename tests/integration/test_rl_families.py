@@ -18,6 +18,7 @@ HIGHEST_MISMATCH_KL = 1e-6
 RESULTS = read_results()
 # Its experts lie otherwise in files, and have other names; the rest is slow.
 DAILY = ("mixtral",)
+RECURRENT = ("falcon_h1", "granitemoehybrid", "nemotron_h")
 
 
 def _without_numbers(text: str) -> str:
@@ -39,6 +40,8 @@ def test_engine_and_trainer_agree_or_the_family_is_refused(name: str, parallel: 
         assert found[:40] == said[:40], "run `python -m tests.rl_families NAME`"
     else:
         assert measure(name, tmp_path, parallel) < HIGHEST_MISMATCH_KL
+        said = "WARNING: the model has a recurrent state" in (tmp_path / "inference.log").read_text()
+        assert said is (name in RECURRENT)
 
 
 @pytest.mark.slow
