@@ -34,17 +34,26 @@ def _run(program: str, choose: Callable[[], tuple[type[Command], Callable[..., i
 def _exit(run: Callable[[], int]) -> NoReturn:
     """Exit with the code that `run` returns, or that of its error."""
     put_users_last()
+    import io
+    import os
     import signal
 
     from triad.errors import TriadError
     from triad.installation import correct_wheel_label
 
     correct_wheel_label()
+    for stream in (sys.stdout, sys.stderr):  # names of files that the locale, or UTF-8, has no characters for
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = run()
+        sys.stdout.flush()
     except TriadError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except BrokenPipeError:  # `... | head`: whoever read has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         print(

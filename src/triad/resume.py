@@ -5,6 +5,7 @@ Nothing in the run directory is touched before everything that can be refused ha
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -385,6 +386,8 @@ def with_resume(config: T, resume_step: int | None) -> T:
 
 def write_config(attempt: Attempt, name: str, config: Command, *, dry_run: bool) -> Path:
     """Write the resolved configuration of one process, say what differs from before, and return its path."""
+    if dry_run and attempt.run_dir.path == Path(os.devnull):
+        return attempt.run_dir.path
     directory = attempt.run_dir.path / "configs" / "dry_run" if dry_run else attempt.run_dir.configs(attempt.number)
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.toml"

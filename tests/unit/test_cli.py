@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from triad.config import RlConfig, SftConfig
 from triad.config.load import read_toml
 from triad.run_dir import RunDir
 
+MODEL = "examples/reverse_text/base"
 Run = Callable[..., tuple[int, str, str]]
 PROGRAMS = {"sft": cli.sft, "rl": cli.rl, "trainer": cli.trainer, "orchestrator": cli.orchestrator,
             "inference": cli.inference}  # fmt: skip
@@ -158,3 +161,36 @@ def test_an_output_directory_that_cannot_be_one_is_refused(run: Run, tmp_path: P
     (tmp_path / "file").write_text("")
     code, _, err = run("sft", "--output-dir", tmp_path / "file")
     assert code == 2 and str(tmp_path / "file") in err and "Traceback" not in err
+
+
+CODE = "import sys; from triad import cli; sys.argv = ['orchestrator', *sys.argv[1:]]; cli.orchestrator()"
+
+
+def test_a_dry_run_may_write_nothing_at_all(run: Run) -> None:
+    code, out, err = run("orchestrator", "--model.name", MODEL, "--output-dir", "/dev/null", "--dry-run")
+    assert (code, err) == (0, "") and "resolved configuration: /dev/null\n" in out
+
+
+def test_a_reader_that_has_had_enough_is_no_error(tmp_path: Path, in_root: Path) -> None:
+    """As `| head -1` is: it closes its end and goes."""
+    read, write = os.pipe()
+    os.close(read)
+    argv = [sys.executable, "-c", CODE, "--model.name", MODEL, "--output-dir", str(tmp_path), "--dry-run"]
+    done = subprocess.run(argv, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_names_that_the_locale_has_no_characters_for_end_nothing(tmp_path: Path, in_root: Path) -> None:
+    where = tmp_path / "café"
+    where.mkdir()
+    environment = os.environ | {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    argv = [sys.executable, "-c", CODE, "--model.name", MODEL, "--dry-run", "--output-dir"]
+
+    def started(output_dir: bytes) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*argv, output_dir], env=environment, capture_output=True, text=True, check=False)
+
+    for strange in (str(where).encode(), str(tmp_path).encode() + b"/caf\xe9"):
+        done = started(strange)
+        assert done.returncode in (0, 2) and "Traceback" not in done.stderr
+        assert done.returncode == 0 or "must be text in UTF-8" in done.stderr

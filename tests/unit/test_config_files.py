@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -223,3 +226,66 @@ def test_bad_toml_names_file_and_line(write: Write) -> None:
 @pytest.mark.parametrize("argv", [["stray"], ["--max-steps"], ["--data.pack=maybe"], ["--ckpt", "stray"]])
 def test_words_that_fit_nowhere_are_refused(argv: list[str]) -> None:
     assert argv[-1].split("=")[-1].removeprefix("--") in refused(*argv)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("seed = " + "1" * 10_000, "is not valid TOML: Exceeds the limit"),
+        ("x = " + "[" * 100_000 + "]" * 100_000, "nested too deeply|not valid TOML"),
+        ("a." * 50_000 + "b = 1", "nested too deeply|not valid TOML"),
+        ("[" + ".".join("a" * 50_000) + "]\nb = 1", "nested too deeply|not valid TOML"),
+        ("seed = true", "'seed' should be a number, not true or false, got true"),
+        ("[optim]\nlr = true", "'optim.lr' should be a number, not true or false"),
+        ("[optim]\nlr = inf", "'optim.lr' should be a finite number, got Infinity"),
+        ("[optim]\nlr = nan", "'optim.lr' should be "),
+        ('[model]\nname = "a\\u0000b"', "'model.name' must not hold the character NUL"),
+        ('output_dir = "a\\u0000b"', "'output_dir' must not hold the character NUL"),
+    ],
+    ids=["digits", "array", "keys", "table", "bool", "bool for float", "inf", "nan", "NUL", "NUL in a path"],
+)
+def test_values_that_nothing_can_do_with_are_told_in_a_line(write: Write, content: str, said: str) -> None:
+    message = refused("@", write("strange.toml", content))
+    assert "strange.toml" in message and re.search(said, message) and len(message) < 1500
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--seed", "1" * 10_000], "seed"),
+        (["--client.urls", "[" * 100_000 + "]" * 100_000], "."),
+        (["--client.urls", "[" + "1" * 10_000 + "]"], "."),
+        (["--environments", '[{"id": "reverse_text", "weight": 1e999}]'], "environments.0.weight"),
+        (["--weights-timeout-s", "inf"], "weights_timeout_s.* finite number"),
+        (["--client.ready-timeout-s", "nan"], "client.ready_timeout_s"),
+        (["--output-dir", os.fsdecode(b"caf\xe9")], "must be text in UTF-8"),
+    ],
+    ids=["digits", "array", "digits in an array", "weight", "timeout", "nan", "latin-1"],
+)
+def test_flags_that_nothing_can_do_with_are_told_in_a_line(flags: list[str], said: str) -> None:
+    message = refused(*flags, command=OrchestratorConfig)
+    assert re.search(said, message) and len(message) < 1500
+
+
+def test_where_there_need_be_no_limit_infinity_is_one(write: Write) -> None:
+    assert sft("--optim.max-grad-norm", "inf").optim.max_grad_norm == math.inf
+    path = write("orch.toml", "[[environments]]\ntimeout_s = inf\n")
+    orchestrator = parse_command_line(OrchestratorConfig, ["@", path], program="orchestrator")
+    assert orchestrator.environments[0].deadline_s is None
+
+
+def test_only_regular_files_of_a_size_are_read(tmp_path: Path) -> None:
+    """A pipe without a writer would be waited for, and `/dev/zero` has no end."""
+    pipe, sparse = tmp_path / "pipe.toml", tmp_path / "sparse.toml"
+    os.mkfifo(pipe)
+    with open(sparse, "wb") as file:
+        file.truncate(1 << 34)
+    assert "is no regular file" in refused("@", str(pipe))
+    assert "is no regular file" in refused("@", "/dev/zero")
+    assert "has 17179869184 bytes, allowed are" in refused("@", str(sparse))
+
+
+def test_many_mistakes_are_not_all_listed(write: Write) -> None:
+    path = write("many.toml", "".join(f"unknown_{number} = 1\n" for number in range(10_000)))
+    message = refused("@", path)
+    assert "and 9980 more like these" in message and len(message) < 10_000

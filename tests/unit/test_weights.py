@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from trainer.checkpoints.state import local_part
 from trainer.models import hf_files
+from trainer.models.hf_files import SafetensorsWriter
 from trainer.models.model import Policy, build_policy, trained_tensors
 from trainer.models.weights import WeightPublisher
 from trainer.parallel import Parallel
@@ -102,6 +103,17 @@ def test_anyone_may_read_the_weights(publish: Any, tiny_model: Models) -> None:
     publisher, _ = publish(tiny_model())
     for path in publisher.publish(1).rglob("*"):
         assert path.stat().st_mode & 0o044 == 0o044 & ~umask(), path
+
+
+def test_a_private_run_keeps_its_weights_private(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        writer = SafetensorsWriter(tmp_path)
+        writer.add("a", torch.ones(2))
+        writer.close()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o600
 
 
 def umask() -> int:

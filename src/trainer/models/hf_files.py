@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,13 @@ from torch import Tensor
 
 MAX_FILE_BYTES = 4 << 30
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def mode_of_new_files() -> int:
+    """Return the mode that `open` gives a new file under the umask of this process."""
+    # Asking with `os.umask` would change it for other threads meanwhile.
+    umask = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return 0o666 & ~int(umask[1], 8) if umask else 0o600
 
 
 class SafetensorsWriter:
@@ -61,6 +69,6 @@ class SafetensorsWriter:
     def _write_waiting(self) -> None:
         path = self._directory / f"part-{len(self._files)}.safetensors"
         save_file(self._waiting, path, metadata={"format": "pt"})
-        path.chmod(0o644)  # safetensors writes for the owner alone; the server may be another user
+        path.chmod(mode_of_new_files())  # safetensors writes for the owner alone; the server may be another user
         self._files.append((path, list(self._waiting)))
         self._waiting, self._waiting_bytes = {}, 0

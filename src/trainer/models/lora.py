@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from trainer.models.hf_files import mode_of_new_files
 from triad.adapter import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_NAME,
@@ -247,7 +248,7 @@ def save_factors(factors: Mapping[str, Tensor], directory: Path) -> None:
     path = directory / ADAPTER_NAME
     tensors = {f"{PEFT_PREFIX}{name}": factor.float().cpu().contiguous() for name, factor in factors.items()}
     save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors writes for the owner alone; the server may be another user
+    path.chmod(mode_of_new_files())  # safetensors writes for the owner alone; the server may be another user
 
 
 def _peft_config_of(hf_model: nn.Module) -> Any:

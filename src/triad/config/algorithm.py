@@ -63,7 +63,7 @@ class CriticConfig(Section):
     lam: float = Field(default=0.95, ge=0, le=1)
     """GAE's lambda: 1 trusts rewards alone, 0 the critic alone."""
 
-    clip: float = Field(default=0.2, gt=0)
+    clip: float = Field(default=0.2, gt=0, allow_inf_nan=True)
     """A value may move this far from the one before the step, further is not learned; `inf`: any distance."""
 
     whiten: bool = True

@@ -2,21 +2,69 @@
 
 from __future__ import annotations
 
+import typing
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 DType = Literal["float32", "bfloat16"]
+
+
+def _check_plain(cls: type[BaseModel], value: Any, info: ValidationInfo) -> Any:
+    """Refuse what pydantic would take for something else, and text that no file of ours can hold."""
+    assert info.field_name is not None
+    kinds = _kinds(cls.model_fields[info.field_name].annotation)
+    if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
+        raise ValueError("should be a number, not true or false")
+    if any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in kinds):
+        return value  # a section looks at its own
+    for text in _texts(value):
+        if "\0" in text:
+            raise ValueError("must not hold the character NUL")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                "must be text in UTF-8: rename what it names, or set LC_ALL=C.UTF-8 if the name is right"
+            ) from None
+    return value
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    parts = typing.get_args(annotation)
+    return set().union(*map(_kinds, parts)) if parts else {annotation}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all text in a value, however deep."""
+    waiting = [value]
+    while waiting:
+        match waiting.pop():
+            case str() as text:
+                yield text
+            case Path() as path:
+                yield str(path)
+            case list() as items:
+                waiting += items
+            case dict() as entries:
+                waiting += [*entries.keys(), *entries.values()]
 
 
 class Section(BaseModel):
     """A part of a configuration. A docstring beneath a field is its ``--help`` text."""
 
     model_config = ConfigDict(
-        extra="forbid", use_attribute_docstrings=True, validate_default=True, ser_json_inf_nan="constants"
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        ser_json_inf_nan="constants",
+        allow_inf_nan=False,
     )
+
+    _plain = field_validator("*", mode="before")(classmethod(_check_plain))
 
 
 class Command(BaseSettings):
@@ -27,10 +75,13 @@ class Command(BaseSettings):
         use_attribute_docstrings=True,
         validate_default=True,
         ser_json_inf_nan="constants",
+        allow_inf_nan=False,
         cli_kebab_case=True,
         cli_implicit_flags=True,
         cli_hide_none_type=True,
     )
+
+    _plain = field_validator("*", mode="before")(classmethod(_check_plain))
 
     @classmethod
     def settings_customise_sources(

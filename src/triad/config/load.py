@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,11 @@ from triad.errors import ConfigError, nearest
 C = TypeVar("C", bound=Command)
 
 _STRAY_WORDS = "unrecognized arguments:"  # argparse's own words
+# No configuration is as long as this, and no message should be.
+_MOST_BYTES = 16 << 20
+_MOST_LINES = 20
+_MOST_CHARACTERS = 300
+_TOO_DEEP = "its values are nested too deeply"
 # User and password of a URL.
 _CREDENTIALS = re.compile(r"//[^/\s\"']*@")
 
@@ -40,17 +46,13 @@ class _Files:
     origin: dict[str, str] = field(default_factory=dict)
 
     def add(self, path: str, section: tuple[str, ...]) -> None:
-        try:
-            content: Any = tomli.loads(Path(path).read_text())
-        except FileNotFoundError:
-            raise ConfigError(f"'@ {path}': there is no such file (from {Path.cwd()})") from None
-        except (IsADirectoryError, PermissionError, UnicodeDecodeError) as error:
-            raise ConfigError(f"'@ {path}' cannot be read: {error}") from None
-        except tomli.TOMLDecodeError as error:
-            raise ConfigError(f"{path} is not valid TOML: {error}") from None
+        content: Any = _read(path)
         for name in reversed(section):
             content = {name: content}
-        self._merge(self.data, content, (), path)
+        try:
+            self._merge(self.data, content, (), path)
+        except RecursionError:
+            raise ConfigError(f"{path} cannot be used: {_TOO_DEEP}") from None
 
     def _merge(self, into: dict[str, Any], content: dict[str, Any], prefix: tuple[str, ...], path: str) -> None:
         for key, value in content.items():
@@ -63,6 +65,25 @@ class _Files:
                 self._merge(into[key], value, where, path)
             else:
                 into[key] = value
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        status = Path(path).stat()
+        # A pipe without a writer would be waited for, and a device may have no end.
+        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+            raise ConfigError(f"'@ {path}' is no regular file, but a pipe or a device")
+        if status.st_size > _MOST_BYTES:
+            raise ConfigError(f"'@ {path}' has {status.st_size} bytes, allowed are {_MOST_BYTES}")
+        return tomli.loads(Path(path).read_bytes().decode())
+    except FileNotFoundError:
+        raise ConfigError(f"'@ {path}': there is no such file (from {Path.cwd()})") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"'@ {path}' cannot be read: {error}") from None
+    except ValueError as error:  # tomli's own, and numbers of thousands of digits
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} cannot be used: {_TOO_DEEP}") from None
 
 
 def parse_command_line(command: type[C], argv: list[str], *, program: str) -> C:
@@ -82,8 +103,12 @@ def parse_command_line(command: type[C], argv: list[str], *, program: str) -> C:
         reason = str(error).removeprefix("error parsing CLI: ")
         if reason.startswith(_STRAY_WORDS):
             words = reason.removeprefix(_STRAY_WORDS).strip()
-            raise ConfigError(f"unexpected '{words}'. Settings are '--name value', files '@ file.toml'.") from None
-        raise ConfigError(reason) from None
+            raise ConfigError(
+                f"unexpected '{_cut(words)}'. Settings are '--name value', files '@ file.toml'."
+            ) from None
+        raise ConfigError(_cut(reason)) from None
+    except RecursionError:
+        raise ConfigError(f"a value cannot be used: {_TOO_DEEP}") from None
 
 
 def _split_files(argv: list[str], command: type[BaseModel]) -> tuple[_Files, list[str]]:
@@ -151,7 +176,10 @@ def _describe(error: ValidationError, command: type[BaseModel], files: _Files, g
             reason = finding["msg"].removeprefix("Value error, ").removeprefix("Input ")
             text = f"'{key}' {reason}{shown}" if key else reason
         lines.setdefault(key, []).append(text)
-    return "\n       ".join(f"{_origin(key, files, given)}{_joined(key, texts)}" for key, texts in lines.items())
+    shown = [f"{_origin(key, files, given)}{_joined(key, texts)}" for key, texts in lines.items()][:_MOST_LINES]
+    if len(lines) > len(shown):
+        shown.append(f"and {len(lines) - len(shown)} more like these")
+    return "\n       ".join(shown)
 
 
 def _joined(key: str, texts: list[str]) -> str:
@@ -166,9 +194,13 @@ def _joined(key: str, texts: list[str]) -> str:
 def _shown(value: object) -> str:
     try:
         text = json.dumps(value)
-    except TypeError:
-        text = repr(value)
-    return _CREDENTIALS.sub("//***@", text)
+    except (TypeError, ValueError, RecursionError):
+        text = f"a {type(value).__name__}" if isinstance(value, int | list | dict) else repr(value)
+    return _CREDENTIALS.sub("//***@", _cut(text))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} … ({len(text)} characters)"
 
 
 def _resolve(

@@ -30,7 +30,7 @@ class EnvironmentConfig(Section):
     success_reward: float | None = None
     """A rollout with at least this reward counts as solved in `pass@k`; unset: one whose metric `exact` is 1."""
 
-    timeout_s: float = Field(default=600.0, gt=0)
+    timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=True)
     """Deadline of playing one rollout, without the time in which the engine samples for it, of scoring one group and
     of making one task; `inf`: none. A call that is silent for 30 s is named in the console."""
 

@@ -75,7 +75,7 @@ class TrainerConfig(TrainingCommand):
     alerts: AlertsConfig = AlertsConfig()
     """What metrics must look like for an alert."""
 
-    mismatch_limit: float | None = Field(default=None, gt=0)
+    mismatch_limit: float | None = Field(default=None, gt=0, allow_inf_nan=True)
     """Largest `mismatch_kl`, in nats a token, of rollouts by the very weights that a step trains: above it trainer and
     engine compute different models, and the run ends before it trains on them. Unset: 1e-6 in float32, 0.05 where
     trainer or engines are in bfloat16; `inf`: never."""

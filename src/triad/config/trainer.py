@@ -76,7 +76,7 @@ class OptimConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of matrices; vectors (norms, biases) are never decayed."""
 
-    max_grad_norm: float = Field(default=1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0, allow_inf_nan=True)
     """Clip the global gradient norm to this; `inf`: never clip."""
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
