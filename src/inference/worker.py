@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import torch
+from vllm import _custom_ops
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
 from inference.adapters import BaseWeights, read_adapter
 from inference.weights import Architecture, CheckedWeights, read_architecture, read_weights
@@ -59,6 +61,26 @@ def prepare_engine_process(*, parent: int) -> None:
 
 if (_parent := multiprocessing.parent_process()) is not None and _parent.pid is not None:
     prepare_engine_process(parent=_parent.pid)
+
+
+def _rotate_flattened(rotate: Callable[..., None]) -> Callable[..., None]:
+    """Return vLLM's rotary embedding in place, for queries and keys (tokens, heads, size) too.
+
+    Its kernel for CPUs takes those, which LFM2 gives it, as if they had one head, and rotates beyond it.
+    """
+
+    def flattened(
+        positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None, *others: Any, **named: Any
+    ) -> None:
+        if positions.dim() == 1:
+            query, key = query.flatten(1), None if key is None else key.flatten(1)  # views
+        rotate(positions, query, key, *others, **named)
+
+    return flattened
+
+
+if current_platform.is_cpu():
+    _custom_ops.rotary_embedding = _rotate_flattened(_custom_ops.rotary_embedding)
 
 
 @register_model_loader(LOAD_FORMAT)
