@@ -34,21 +34,30 @@ model when it is built.
 - **Attention.** `packed` is ours, and knows soft caps and sinks. Where it does not compute what a model's own eager
   attention does, `sdpa` of transformers is taken, or `eager` where that differs too. `model.attention` chooses
   another; one that leaves out a part of the model is refused.
+- **Rotary frequencies** that depend on how long a sample is (`longrope`, `dynamic`) are those that it has alone,
+  whatever shares its row; `transformers` goes by the longest sample of a batch. vLLM takes the long factors of
+  `longrope` for every sample as soon as `model.max_len` is above `original_max_position_embeddings`: keep it below, or
+  `rl` ends before its first step.
 - **Head.** *plain*: the output embedding, perhaps with a final soft cap. *own*: the model scales or caps its logits in
   a way of its own, and its own code computes them, a chunk of `model.logits_chunk_tokens` at a time as well.
 
 Every start of `sft`, `dpo`, `reward-model` and `rl`, a resumed one too, checks the real model with its real weights:
 two short samples through the trainer's own forward pass against transformers' eager one of each alone, and the second
 sample must not change when the first one does. A model that fails is refused with exit code 2. In float32
-log-probabilities may be 1e-4 apart, in bfloat16 0.1 in the mean.
+log-probabilities may be 1e-4 apart, in bfloat16 0.1 in the mean. A model for which `transformers` has eager and sdpa
+attention of its own is refused where these two differ: Falcon with ALiBi, to which its eager attention adds that twice.
 
 The names are those of `model_type` in a model's config.json. `bfloat16` is narrower: MiniMax, Mamba and Mamba 2 mix
 dtypes in transformers' own code, and are refused unless `model.dtype` is float32. Models for images and text are
-trained on text only, where transformers has a causal language model of their type.
+trained on text only, where transformers has a causal language model of their type. Tokens that stand for
+images are words like any other there. Quantised weights (`quantization_config`) are refused. The auxiliary loss that
+balances the experts of a mixture is not part of any loss here.
 
 The column `rl` is about vLLM on CPU in float32, with heads of attention of 32 numbers: *yes* means that the engine
 took changed weights by the names of the original checkpoint, sampled by them, and was within a mismatch KL of 1e-6
-of the trainer; otherwise it says what ends the run, and why. `python -m tests.rl_families` measures it.
+of the trainer; otherwise it says what ends the run, and why. `python -m tests.rl_families` measures it. Values of
+published models are taken where vLLM knows no others: a tied output layer of Gemma 2, Cohere, Bloom and LFM2, which it
+ties even if config.json does not.
 For models with a recurrent state the engine keeps no prefixes of prompts on CPU (vLLM needs chunked prefill for
 that, which a seed per request rules out), and the last bits of their log-probabilities depend on which requests share a
 batch: no two runs of `rl` have the same bits, whether they die or not, unless `--inference.engine.max-num-seqs 1`

@@ -20,9 +20,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from trainer.models.model import DecoderModel, Policy, naming_failures, reshard
+from trainer.models.rotary import original_lengths
 from trainer.models.scalar_model import ScalarModel
 from trainer.models.structure import decoder_of, other_attention
 from trainer.packing import MicroBatch, Sample, build_micro_batch
@@ -85,6 +87,9 @@ def check_model(model: Policy | ScalarModel, parallel: Parallel, *, name: str, p
         ours, changed = together(samples[0], samples[2]), together(samples[1], samples[2])
         behind, behind_changed = together(samples[2], samples[0]), together(samples[2], samples[1])
         alone = torch.cat([_plain(model, sample, parallel.device) for sample in (samples[0], samples[2])])
+        by_sdpa = alone[: samples[0].num_targets]
+        if _has_sdpa_of_its_own(model.hf_model):
+            by_sdpa = _plain(model, samples[0], parallel.device, attention="sdpa")
     if before != [parameter._version for parameter in model.parameters()]:
         raise DataError(
             f"model.name = '{name}': {type(model.hf_model).__name__} changes its own weights in a forward pass that "
@@ -99,6 +104,7 @@ def check_model(model: Policy | ScalarModel, parallel: Parallel, *, name: str, p
     found = parallel.max(
         {
             "alone": _apart(ours, alone, dtype) / scale,
+            "sdpa": _apart(by_sdpa, alone[:first], dtype) / scale,
             "leak": _mean(ours[first:], changed[first:]) / scale,
             "noise": noise / scale,
         }
@@ -114,6 +120,12 @@ def _refuse(model: Policy | ScalarModel, found: dict[str, float], bounds: _Bound
     remedy = f"Training on such numbers would be wrong. What to do: {', or '.join(advice)}."
     where = f"model.name = '{name}' ({type(model.hf_model).__name__}, attention {model.layout.attention})"
     allowed = bounds.leak + 10 * found["noise"]
+    if not found["sdpa"] <= bounds.alone:
+        raise DataError(
+            f"model.name = '{name}': in transformers {type(model.hf_model).__name__} is two models, by its own eager "
+            f"and by its own sdpa attention, {found['sdpa']:.2g} {unit} apart, and which of them the weights were "
+            "trained by cannot be told. Take a version of transformers in which they agree, or another model."
+        )
     if not found["leak"] <= allowed:
         raise DataError(
             f"{where}: a sample changes what the model says of the sample behind it by {found['leak']:.2g} {unit}; "
@@ -155,7 +167,12 @@ def _own(model: Policy | ScalarModel, micro: MicroBatch) -> Tensor:
     return model.run(hidden_states).float().cpu()
 
 
-def _plain(model: DecoderModel, sample: Sample, device: torch.device) -> Tensor:
+def _has_sdpa_of_its_own(hf_model: PreTrainedModel) -> bool:
+    """Whether the model's code has sdpa beside eager attention, instead of looking both up where all models do."""
+    return bool(hf_model._supports_sdpa) and not hf_model._can_set_attn_implementation()
+
+
+def _plain(model: DecoderModel, sample: Sample, device: torch.device, *, attention: str = "eager") -> Tensor:
     """Return the same of one sample as transformers computes it."""
     ids_L = torch.from_numpy(sample.token_ids.astype(np.int64)).to(device)
 
@@ -166,7 +183,7 @@ def _plain(model: DecoderModel, sample: Sample, device: torch.device) -> Tensor:
     def hidden_states() -> Tensor:
         return decoder_of(model.hf_model)(input_ids=ids_L[None], use_cache=False).last_hidden_state[0, :-1]
 
-    with other_attention(model.hf_model, "eager"):
+    with other_attention(model.hf_model, attention):
         return model.run(logprobs if isinstance(model, Policy) else hidden_states).float().cpu()
 
 
@@ -189,6 +206,7 @@ def _samples(config: PreTrainedConfig) -> tuple[Sample, Sample, Sample]:
     text = config.get_text_config()
     numbers = {name: value for name, value in text.to_dict().items() if isinstance(value, int)}
     windows = [value for name, value in numbers.items() if "window" in name or "chunk" in name]
+    windows += original_lengths(text)  # beyond them rotary frequencies change
     limit = numbers.get("max_position_embeddings") or _MAX_TOKENS
     longest = max([_LONG, *(window + 8 for window in windows if window + 8 <= _MAX_TOKENS)])
     special = {value for name, value in numbers.items() if name.endswith(("token_id", "token_index"))}

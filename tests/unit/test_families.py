@@ -26,6 +26,7 @@ from triad.errors import DataError
 PAGE = ROOT / "docs" / "models.md"
 LENGTHS = (23, 5, 31, 2, 14, 9)
 REFUSED = {
+    "falcon (alibi)": "in transformers FalconForCausalLM is two models, by its own eager and by its own sdpa attention",
     "rwkv": "RwkvForCausalLM changes its own weights in a forward pass that only measures",
     "qwen3_vl_text": "transformers has no causal language model of type qwen3_vl_text",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from trainer.models.model import Policy, build_policy, reshard, trained_tensors
 from trainer.models.structure import decoder_layers
 from trainer.packing import Sample, build_micro_batch
 from trainer.parallel import Parallel
+from trainer.step import predict
 from triad.config.trainer import TrainedModelConfig
 from triad.errors import DataError
 
@@ -221,6 +223,14 @@ def with_another_shape(directory: Path) -> None:
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
+def with_config(**fields: Any) -> Callable[[Path], object]:
+    def change(directory: Path) -> None:
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("prepare", "said"),
     [
@@ -230,7 +240,14 @@ def with_another_shape(directory: Path) -> None:
         (lambda path: (path / "model.safetensors").unlink(), "model.init = random"),
         (lambda path: (path / "model.safetensors").write_bytes(b"\0" * 64), "could not be loaded"),
         (without_a_tensor, "lack 1 tensors, such as model.layers.1.mlp.up_proj.weight"),
-        (with_another_shape, "could not be loaded"),
+        (with_another_shape, "'model.norm.weight' has shape [7] in its files and [32] by its config.json"),
+        (with_config(num_attention_heads=5), "has shape [32, 32] in its files and [32, 40] by its config.json"),
+        (with_config(hidden_act="no_such"), "could not be loaded. KeyError: 'no_such'"),
+        (with_config(rope_parameters={"rope_type": "no_such"}), "could not be loaded. KeyError: 'no_such'"),
+        (with_config(hidden_size="32"), "Field 'hidden_size' expected int"),
+        (with_config(num_hidden_layers=3), "`num_hidden_layers` (3) must be equal to the number of `layer_types` (2)"),
+        (with_config(quantization_config={"quant_method": "gptq", "bits": 4}), "its weights are quantised (gptq, see"),
+        (with_config(quantization_config={"quant_method": "fp8"}), "its weights are quantised (fp8, see"),
     ],
 )
 def test_a_directory_that_is_no_model_is_named(
@@ -244,3 +261,26 @@ def test_a_directory_that_is_no_model_is_named(
     assert caught.value.exit_code == 2
     assert str(directory) in str(caught.value) and said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "fields"), [("gpt2", {}), ("opt", {}), ("gptj", {"rotary_dim": 4})])
+@pytest.mark.parametrize("pack", [True, False])
+def test_a_sample_beyond_the_last_position_is_refused(
+    kind: str, fields: dict[str, Any], pack: bool, tiny_model: Models, parallel: Parallel
+) -> None:
+    policy = build(tiny_model(kind, max_position_embeddings=16, **fields), parallel)
+
+    def run(length: int) -> None:
+        sample = Sample(np.arange(length, dtype=np.int32), np.ones(length, dtype=bool))
+        micro = build_micro_batch([sample], [0], pack=pack and policy.layout.packs, device=parallel.device)
+        predict(policy, micro)
+
+    run(16)
+    with pytest.raises(DataError, match="a sample has 17 tokens, and .* has positions for 16"):
+        run(17)
+
+
+def test_rotary_positions_have_no_last_one(tiny_model: Models, parallel: Parallel) -> None:
+    policy = build(tiny_model("llama", max_position_embeddings=16), parallel)
+    sample = Sample(np.arange(40, dtype=np.int32), np.ones(40, dtype=bool))
+    predict(policy, build_micro_batch([sample], [0], pack=True, device=parallel.device))

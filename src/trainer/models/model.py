@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import (
@@ -40,13 +39,15 @@ from trainer.models.head import has_plain_head, own_logits
 from trainer.models.layout import PACKED, Layout, find_layout
 from trainer.models.logprobs import Head, plain_head, token_logprobs
 from trainer.models.lora import adapter_parameters, base_tensors, initial_tensors, inject_adapters, is_adapted
-from trainer.models.structure import decoder_layers, decoder_of, takes_positions, use_attention
+from trainer.models.rotary import rotate_by_sample
+from trainer.models.structure import decoder_layers, decoder_of, last_position, takes_positions, use_attention
 from trainer.parallel import Parallel
 from triad.config.trainer import TrainedModelConfig
 from triad.errors import DataError, TriadError
 from triad.preflight import require_weights
 
 _log = logging.getLogger("trainer")
+_MOST_CHARACTERS = 300  # of another library's message
 T = TypeVar("T")
 Kind = type[AutoModelForCausalLM | AutoModelForSequenceClassification]
 
@@ -68,6 +69,8 @@ class DecoderModel(nn.Module):
         super().__init__()
         self.hf_model = hf_model
         self.layout = PACKED
+        self._needs_positions = rotate_by_sample(hf_model)
+        self._last_position = last_position(hf_model)
 
     def run(self, function: Callable[[], T]) -> T:
         """Return what `function` does with the whole parameters, as `forward` sees them. Collective."""
@@ -75,6 +78,11 @@ class DecoderModel(nn.Module):
 
     def prepare(self) -> None:
         """Find out how the model is to be used. Called once, inside `run`, while all weights are 1; collective."""
+        if self._needs_positions and not takes_positions(self.hf_model):
+            raise DataError(
+                f"{type(self.hf_model).__name__} turns its rotary embeddings by the length of a row (rope_type in its "
+                "config.json) and takes no positions of tokens, so samples of a row cannot be told apart"
+            )
         self.layout = find_layout(self.hf_model, self._all_hidden_states, self.layout.attention)
 
     def _all_hidden_states(self, input_ids_1L: Tensor) -> Tensor:
@@ -91,10 +99,19 @@ class DecoderModel(nn.Module):
 
         Args:
             packed_index: layout of samples when the single row is packed.
+
+        Raises:
+            DataError: a sample is longer than the model has positions.
         """
+        longest = input_ids_BL.shape[1] if packed_index is None else packed_index.max_len
+        if self._last_position is not None and longest > self._last_position:
+            raise DataError(
+                f"a sample has {longest} tokens, and {type(self.hf_model).__name__} has positions for "
+                f"{self._last_position} (max_position_embeddings in its config.json): shorten it"
+            )
         kwargs: dict[str, object] = {}
         decoder = decoder_of(self.hf_model)
-        if self.layout.packs:
+        if self.layout.packs or self._needs_positions:
             kwargs["position_ids"] = position_ids_BL
         if packed_index is not None:
             assert self.layout.packs, f"{type(self.hf_model).__name__} cannot be packed: {self.layout.reason}"
@@ -157,12 +174,20 @@ def load_model_config(name: str) -> PreTrainedConfig:
     """Return the transformers config of a local directory or hub model.
 
     Raises:
-        DataError: there is none, or it is of a kind that cannot be trained here.
+        DataError: there is none, it contradicts itself, or its weights are quantised.
     """
     try:
         config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise DataError(f"model.name = '{name}': no model config could be loaded. {_first_line(error)}") from error
+    except Exception as error:
+        _log.debug("the model config was not loaded", exc_info=True)
+        raise DataError(f"model.name = '{name}': no model config could be loaded. {_one_line(error)}") from error
+    if quantization := getattr(config, "quantization_config", None):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        raise DataError(
+            f"model.name = '{name}': its weights are quantised ({getattr(method, 'value', method)}, see "
+            "quantization_config in its config.json), and only weights in float32, bfloat16 or float16 can be trained: "
+            "give the model that it was made from"
+        )
     return config
 
 
@@ -214,12 +239,13 @@ def build_hf_model(kind: Kind, config: TrainedModelConfig, model_config: PreTrai
     attention = "eager" if config.attention == "packed" else config.attention
     try:
         return kind.from_config(model_config, dtype=torch.float32, attn_implementation=attention)
-    except (ImportError, ValueError, KeyError) as error:
+    except Exception as error:
+        _log.debug("the model was not built", exc_info=True)
         what = "sequence classification" if kind is AutoModelForSequenceClassification else "a causal language model"
         raise DataError(
             f"model.name = '{config.name}': transformers cannot build {what} of type {model_config.model_type} with "
-            f"{attention} attention. {_first_line(error)}"
-        ) from None
+            f"{attention} attention. {type(error).__name__}: {_one_line(error)}"
+        ) from error
 
 
 def is_classifier(model_config: PreTrainedConfig) -> bool:
@@ -283,7 +309,7 @@ def naming_failures(model: DecoderModel, name: str, dtype: str) -> Iterator[None
         advice = " Try model.dtype = float32." if dtype != "float32" else ""
         raise DataError(
             f"model.name = '{name}': transformers' forward pass of {type(model.hf_model).__name__} fails with this "
-            f"config.json in {dtype}. {type(error).__name__}: {_first_line(error)}.{advice}"
+            f"config.json in {dtype}. {type(error).__name__}: {_one_line(error)}.{advice}"
         ) from error
 
 
@@ -315,12 +341,22 @@ def initial_weights(
             dtype=torch.float32,
             attn_implementation="eager",  # which every model has; nothing is computed
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, with its name
         )
         loaded, findings = cast(tuple[PreTrainedModel, dict[str, Any]], answer)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        _log.debug("the weights were not loaded", exc_info=True)
         raise DataError(
-            f"model.name = '{config.name}': the weights could not be loaded. {_first_line(error)}"
+            f"model.name = '{config.name}': the weights could not be loaded. {type(error).__name__}: {_one_line(error)}"
         ) from error
+    if mismatched := sorted(findings["mismatched_keys"]):
+        tensor, in_files, wanted = mismatched[0]
+        raise DataError(
+            f"model.name = '{config.name}': the weights could not be loaded. '{tensor}' has shape {list(in_files)} in "
+            f"its files and {list(wanted)} by its config.json ({len(mismatched)} such tensors)"
+        )
     if missing := sorted(findings["missing_keys"]):  # transformers itself fills these with random numbers
         raise DataError(f"model.name = '{config.name}': the weights lack {len(missing)} tensors, such as {missing[0]}")
     return trained_tensors(loaded)
@@ -403,5 +439,6 @@ def _reset_buffers(hf_model: PreTrainedModel) -> None:
             buffer.fill_(1.0)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."

@@ -13,6 +13,8 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from triad.errors import DataError
 
+_OFFSET = 2  # rows of OPT's table, and of those made after it, that stand for no position
+
 
 def decoder_of(hf_model: PreTrainedModel) -> PreTrainedModel:
     """Return the part of a model that makes hidden states of tokens, without the head.
@@ -39,6 +41,20 @@ def decoder_layers(hf_model: PreTrainedModel) -> list[nn.Module]:
 def takes_positions(hf_model: PreTrainedModel) -> bool:
     """Whether the decoder can be told the position of each token."""
     return "position_ids" in inspect.signature(decoder_of(hf_model).forward).parameters
+
+
+def last_position(hf_model: PreTrainedModel) -> int | None:
+    """Return how many positions a model has whose positions are rows of a table, learned or computed at its start."""
+    limit = getattr(hf_model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        return None
+    words = hf_model.get_input_embeddings()
+    embeddings = [one for one in hf_model.modules() if isinstance(one, nn.Embedding) and one is not words]
+    tables = [
+        *(one.num_embeddings for one in embeddings),
+        *(one.shape[0] for one in hf_model.buffers() if one.ndim == 2),
+    ]
+    return limit if any(limit <= rows <= limit + _OFFSET for rows in tables) else None
 
 
 def use_attention(hf_model: nn.Module, name: str) -> None:
