@@ -27,6 +27,7 @@ from trainer.models.weights import WeightPublisher
 from trainer.optim import build_optimizer
 from trainer.parallel import Parallel
 from trainer.self_check import check_model
+from trainer.stop import STOP_REQUEST
 from triad import manifest
 from triad.checkpoints import MODEL_DIR, NAMES_NAME, TRAINER_DIR, Retention
 from triad.config import CkptConfig
@@ -143,7 +144,8 @@ def start_session(
         seed=config.seed,
         identity=_identity(config, run_dir, publisher, layout, data_fingerprint),
         on_commit=uploads.submit if uploads else None,
-        in_use=uploads.uploader.in_use if uploads else tuple,
+        may_remove=uploads.may_remove if uploads else _is_unhurried,
+        collective_timeout_s=config.parallel.collective_timeout_s,
         updated_by=[optimizer, *optimizers],
     )
     if isinstance(resume_step, int):
@@ -166,6 +168,11 @@ def start_session(
     return Session(parallel, run_dir, policy, optimizer, progress, checkpointer, saver, publisher, metrics)
 
 
+def _is_unhurried(_: int) -> bool:
+    """Whether there is time to remove a checkpoint: not when a signal has asked to stop."""
+    return not STOP_REQUEST.signal_number()
+
+
 class _Uploads:
     """Sends each committed checkpoint to the configured store, with the weights that a resume of it needs."""
 
@@ -180,6 +187,10 @@ class _Uploads:
             protected=protected,
             older_weights=older_weights,
         )
+
+    def may_remove(self, step: int) -> bool:
+        """Whether retention may remove the checkpoint of `step` now: it is not being read, and nobody is in a hurry."""
+        return _is_unhurried(step) and self.uploader.release(step)
 
     def submit(self, directory: Path) -> None:
         """Have the committed checkpoint in `directory` uploaded."""

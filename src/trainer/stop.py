@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import mmap
 import signal
+import struct
+import time
 
+_TIME = struct.Struct("d")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -16,7 +19,7 @@ class StopRequest:
     """Which signal asked to stop, shared by the process that makes it and its forks."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, 1)
+        self._memory = mmap.mmap(-1, 1 + _TIME.size)
 
     def listen(self) -> None:
         """Take SIGTERM and SIGUSR1 of this process as requests, instead of dying by them."""
@@ -25,11 +28,17 @@ class StopRequest:
 
     def ask(self, number: int) -> None:
         """Ask all ranks to stop, as signal `number` does."""
+        if not self._memory[0]:
+            _TIME.pack_into(self._memory, 1, time.monotonic())
         self._memory[0] = number
 
     def signal_number(self) -> int:
         """The signal that asked to stop; 0 when none did."""
         return self._memory[0]
+
+    def asked_s(self) -> float:
+        """When the first signal came, by the monotonic clock of this machine; now if none did here."""
+        return _TIME.unpack_from(self._memory, 1)[0] if self._memory[0] else time.monotonic()
 
 
 STOP_REQUEST = StopRequest()

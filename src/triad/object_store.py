@@ -19,7 +19,7 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 
-from triad.errors import CheckpointError, ConfigError
+from triad.errors import CheckpointError, ConfigError, is_storage_failure
 
 TRIES = 4
 """How often a call is tried, when what stopped it may pass."""
@@ -50,8 +50,18 @@ _PASSING_NAMES = {
 }
 
 
+# Of this module alone: the global one belongs to the training, and is saved with it.
+_generator = random.Random()
+
+
 class StorageError(CheckpointError):
-    """The store did not do what it was asked to: unreachable, refused, full."""
+    """The store did not do what it was asked to: unreachable, refused, full.
+
+    Attributes:
+        may_pass: whether the same call may succeed later, when nobody has changed anything here.
+    """
+
+    may_pass = False
 
 
 def is_transient(error: BaseException) -> bool:
@@ -66,7 +76,7 @@ def is_transient(error: BaseException) -> bool:
 def _pauses() -> Iterator[float]:
     """Yield the pauses between tries."""
     for exponent in range(TRIES - 1):
-        yield FIRST_DELAY_S * 2**exponent * random.uniform(0.5, 1.0)
+        yield FIRST_DELAY_S * 2**exponent * _generator.uniform(0.5, 1.0)
 
 
 class _Progress(Callback):
@@ -276,7 +286,9 @@ class ObjectStore:
             hint = " Check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and what they may do there."
         elif is_transient(error):
             hint = f" It was tried {TRIES} times. Check the network and AWS_ENDPOINT_URL."
-        return StorageError(f"{self.url}: {operation} failed: {type(error).__name__}: {reason}.{hint}")
+        failure = StorageError(f"{self.url}: {operation} failed: {type(error).__name__}: {reason}.{hint}")
+        failure.may_pass = is_transient(error) or is_storage_failure(error)
+        return failure
 
 
 def _is_of(local: Path, error: Exception, *, is_download: bool) -> bool:

@@ -33,6 +33,8 @@ from triad.run_dir import RunDir
 from triad.storage import Patience, fullest
 from triad.supervise import Child, Supervisor, error_message, last_lines
 
+_TELLING_S = 10.0
+"""What a trainer whose time of grace is over gets to give up and say so."""
 T = TypeVar("T")
 
 
@@ -286,7 +288,9 @@ class _Watcher:
         trainer = self._trainer()
         if not ckpt or not trainer:
             return
-        if not self._supervisor.ask_to_end(trainer, number, self._console.refresh, timeout_s=ckpt.grace_s):
+        # The trainer keeps to the grace itself, from the same signal on, and then says what has not landed.
+        timeout_s = ckpt.grace_s + _TELLING_S
+        if not self._supervisor.ask_to_end(trainer, number, self._console.refresh, timeout_s=timeout_s):
             self._supervisor.kill(trainer)  # the time is over, or a second signal wants it over
 
     def _report_stop(self, number: int) -> int:
@@ -304,7 +308,13 @@ class _Watcher:
             return NOT_SAVED
         resume = f"go on from step {steps[-1]} with --ckpt.resume-step latest" if steps else "there is no checkpoint"
         is_saved = (steps[-1] if steps else 0) >= step
-        if not is_saved or trainer.process.returncode in (1, 2, 3, STORAGE_FAILED):
+        code = trainer.process.returncode
+        was_killed = code not in (0, *(128 + asked for asked in (signal.SIGTERM, signal.SIGUSR1)))
+        if is_saved and was_killed and self._plan.trainer.ckpt.dir is not None and step:
+            said = error_message(trainer.log) or f"the trainer {_how_it_ended(trainer)} before it had uploaded it"
+            print(f"{stopped}; step {step} is saved here, but not at {self._plan.trainer.ckpt.dir}: {said}\n{resume}")
+            return NOT_SAVED
+        if not is_saved or code in (1, 2, 3, STORAGE_FAILED):
             what = f"step {step} is saved here, but" if is_saved else f"step {step} was NOT saved:"
             print(f"{stopped}; {what} {error_message(trainer.log) or f'see {trainer.log}'}\n{resume}")
             return NOT_SAVED

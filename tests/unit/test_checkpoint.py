@@ -228,10 +228,12 @@ def test_only_the_newest_are_kept(make_state: MakeState, run_dir: RunDir, save_a
 def test_retention_spares_the_best_every_third_what_was_loaded_and_what_is_in_use(
     make_state: MakeState, run_dir: RunDir
 ) -> None:
-    state, used = make_state(), {4}
+    state = make_state()
     save(run_dir, state)
     retention = Retention(keep=1, keep_interval=3, keep_best=BestMetric.parse("min:loss"))
-    with Checkpointer(run_dir.checkpoints, state, retention=retention, in_use=lambda: used) as checkpointer:
+    with Checkpointer(
+        run_dir.checkpoints, state, retention=retention, may_remove=lambda step: step != 4
+    ) as checkpointer:
         checkpointer.load(0)
         for step, loss in enumerate((5.0, 2.0, 9.0, 7.0, float("inf"), 8.0, 7.0), start=1):
             checkpointer.save(step, metrics={"loss": loss, "nothing": float("nan")})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import random
 import subprocess
 import sys
 import threading
@@ -388,14 +389,71 @@ class TestUploader:
     def test_the_step_being_read_is_in_use(self, here: RunDir, place: Path) -> None:
         remote = _Slow(f"file://{place}")
         uploader = Uploader(remote)
-        assert uploader.in_use() == set()
         uploader.submit(write_checkpoint(here, 1), 1)
         uploader.submit(write_checkpoint(here, 2), 2)
-        assert remote.entered.wait(30) and uploader.in_use() == {1}
+        assert remote.entered.wait(60) and not uploader.release(1)
         assert not uploader.wait(timeout_s=0.01)
         remote.allowed.set()
-        assert uploader.wait(timeout_s=30) and uploader.in_use() == set()
+        assert uploader.wait(timeout_s=60) and uploader.release(1) and uploader.release(2)
         uploader.close()
+
+    def test_a_step_that_retention_was_given_is_not_begun(self, here: RunDir, place: Path) -> None:
+        """Before, the upload began to read what was just about to go, and its failure ended the run."""
+        remote = _Slow(f"file://{place}")
+        uploader = Uploader(remote)
+        for step in (1, 2, 3):
+            uploader.submit(write_checkpoint(here, step), step)
+        assert remote.entered.wait(60) and uploader.release(2)
+        remote.allowed.set()
+        assert uploader.wait(timeout_s=60)
+        uploader.close()
+        assert remote.steps() == [1, 3]
+
+    def test_a_store_that_is_away_loses_nothing_and_is_asked_again(
+        self, here: RunDir, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Before, each step was tried for a few seconds, and then ended the run or was never uploaded."""
+        away = _Away(remote, monkeypatch)
+        uploader = Uploader(remote)
+        for step in (1, 2):
+            uploader.submit(write_checkpoint(here, step), step)
+        assert away.asked.wait(60)
+        uploader.poll()
+        away.is_over.set()
+        assert uploader.wait(timeout_s=60)
+        uploader.close()
+        assert remote.steps() == [1, 2]
+
+    def test_one_that_stays_away_counts_at_the_end(
+        self, here: RunDir, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        away = _Away(remote, monkeypatch)
+        uploader = Uploader(remote)
+        for step in (1, 2):
+            uploader.submit(write_checkpoint(here, step), step)
+        assert away.asked.wait(60) and not uploader.wait(timeout_s=0.01)
+        with pytest.raises(CheckpointError, match=r"step 1, 2 was given up after .* \(.*no route.*whole in"):
+            uploader.close(timeout_s=0.05)
+        assert not uploader._thread.is_alive()
+
+    def test_who_refuses_the_first_upload_has_something_to_correct(
+        self, here: RunDir, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        away = _Away(remote, monkeypatch, error=PermissionError("not yours"))
+        uploader = Uploader(remote)
+        uploader.submit(write_checkpoint(here, 1), 1)
+        with pytest.raises(StorageError, match="not yours"):
+            uploader.wait(timeout_s=60)
+        away.is_over.set()
+        uploader.submit(write_checkpoint(here, 2), 2)
+        assert uploader.wait(timeout_s=60)
+        away.is_over.clear()
+        uploader.submit(write_checkpoint(here, 3), 3)
+        assert not uploader.wait(timeout_s=0.01), "credentials that were good may be renewed"
+        away.is_over.set()
+        assert uploader.wait(timeout_s=60)
+        uploader.close()
+        assert remote.steps() == [2, 3]
 
     def test_a_queued_step_that_was_removed_is_skipped_and_said(
         self, here: RunDir, place: Path, caplog: pytest.LogCaptureFixture
@@ -469,6 +527,38 @@ class TestUploader:
         uploader.submit(write_checkpoint(here, 1), 1)
         uploader.close()
         assert not (place / "step_7").exists() and remote.steps() == [1]
+
+
+class _Away:
+    """Lets every call of a store fail until it is over."""
+
+    def __init__(
+        self, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None
+    ) -> None:
+        self.asked, self.is_over = threading.Event(), threading.Event()
+        error = error or ConnectionError("no route to it")
+        once = remote._store._once
+
+        def fail(*arguments: object, **options: object) -> object:
+            if self.is_over.is_set():
+                return once(*arguments, **options)
+            self.asked.set()
+            raise error
+
+        monkeypatch.setattr(remote._store, "_once", fail)
+        for module, name in (("object_store", "FIRST_DELAY_S"), ("uploader", "_FIRST_PAUSE_S")):
+            monkeypatch.setattr(f"triad.{module}.{name}", 0.001)
+        monkeypatch.setattr("triad.uploader._LONGEST_PAUSE_S", 0.05)
+
+
+def test_tries_leave_the_generator_alone_that_the_training_saves(
+    remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _Away(remote, monkeypatch)
+    before = random.getstate()
+    with pytest.raises(StorageError, match="It was tried 4 times") as caught:
+        remote.steps()
+    assert random.getstate() == before and caught.value.may_pass
 
 
 def test_an_aborted_store_fails_at_once(remote: RemoteCheckpoints) -> None:

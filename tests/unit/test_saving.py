@@ -224,6 +224,41 @@ def test_a_step_whose_save_failed_is_saved_again_before_the_stop(
     assert run_dir.committed_steps() == [1]
 
 
+def test_a_failure_of_an_earlier_save_does_not_keep_a_stop_from_saving(
+    start: Callable[..., Loop], run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, it was raised in place of the save."""
+    loop = start(interval=1)
+
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "write_manifest", fails)
+        loop.step()
+        loop.settle()
+    loop.stop.ask(signal.SIGTERM)
+    with pytest.raises(Stopped, match="step 1 is saved"):
+        loop.step()
+    assert run_dir.committed_steps() == [1]
+
+
+def test_the_grace_begins_with_the_signal(
+    start: Callable[..., Loop], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, it began at the end of the step that was in progress; the launcher counted from the signal."""
+    loop = start(grace_s=30, interval=1)
+    with held_writes(monkeypatch) as held:
+        loop.step()
+        loop.stop.ask(signal.SIGTERM)
+        clock.pass_minutes(1)
+        loop.stop.ask(signal.SIGUSR1)
+        with pytest.raises(GraceOver):
+            loop.step()
+        held.release()
+        loop.settle()
+
+
 @pytest.mark.parametrize("on_failure", ["stop", "warn"])
 def test_a_last_save_that_fails_is_no_stop(
     on_failure: str, start: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch

@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,7 +61,8 @@ class Checkpointer:
         seed: generators of ranks that a checkpoint does not know are derived from it.
         identity: what the manifest says about the run.
         on_commit: called on rank 0 with the directory of every committed step, from the writing thread.
-        in_use: asked on rank 0, from the writing thread, for steps that retention must leave alone now.
+        may_remove: asked on rank 0, from the writing thread, before retention removes a step: whether it may now.
+        collective_timeout_s: a collective of a save that takes longer fails; unset: torch's default.
         updated_by: the optimizers, where nothing changes the state's tensors but their steps and what
             follows these. Then an asynchronous save on the CPU copies the tensors while the next gradients
             are computed, and the next step waits for the copy; otherwise `save` returns when it is done.
@@ -79,7 +80,8 @@ class Checkpointer:
         seed: int = 0,
         identity: Identity | None = None,
         on_commit: Callable[[Path], None] | None = None,
-        in_use: Callable[[], Collection[int]] = tuple,
+        may_remove: Callable[[int], bool] = lambda _: True,
+        collective_timeout_s: float | None = None,
         updated_by: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
         self.directory = Path(directory).absolute()
@@ -88,11 +90,16 @@ class Checkpointer:
         self._when_busy = when_busy
         self._on_failure = on_failure
         self._seed = seed
-        self._control = Ranks()
+        self._control = Ranks(timeout_s=collective_timeout_s)
         self._stager = Stager()
         # The writing thread has its own group: collectives of two threads in one would mix.
         self._commit = Commit(
-            self.directory, Ranks(), retention or Retention(), identity or Identity(), on_commit, in_use
+            self.directory,
+            Ranks(timeout_s=collective_timeout_s),
+            retention or Retention(),
+            identity or Identity(),
+            on_commit,
+            may_remove,
         )
         self._staged = threading.Event()
         self._staged.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -18,11 +19,17 @@ class Ranks:
 
     A background save must not share a group with training: collectives of two threads would mix.
     Making the object is collective.
+
+    Args:
+        timeout_s: a collective that takes longer fails; unset: torch's default.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, timeout_s: float | None = None) -> None:
         self.rank, self.world_size = rank_and_world_size()
-        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if self.world_size > 1 else None
+        self._group: dist.ProcessGroup | None = None
+        if self.world_size > 1:
+            timeout = datetime.timedelta(seconds=timeout_s) if timeout_s is not None else None
+            self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
 
     @property
     def is_main(self) -> bool:

@@ -14,7 +14,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,7 @@ class Commit:
         retention: Retention,
         identity: Identity,
         on_commit: Callable[[Path], None] | None = None,
-        in_use: Callable[[], Collection[int]] = tuple,
+        may_remove: Callable[[int], bool] = lambda _: True,
     ) -> None:
         self._directory = directory
         self._ranks = ranks
@@ -111,7 +111,7 @@ class Commit:
         self._retention = retention
         self._identity = identity
         self._on_commit = on_commit
-        self._in_use = in_use
+        self._may_remove = may_remove
         self._protected: set[int] = set()
 
     def protect(self, step: int) -> None:
@@ -188,23 +188,24 @@ class Commit:
         return sum(entry.size_bytes for entry in listing.files.values())
 
     def _after_commit(self, final: Path) -> None:
-        """Remove what the new commit makes needless, and tell whoever asked.
+        """Tell whoever asked, then remove what the new commit makes needless: large directories take their time.
 
         The step is saved whatever happens here, so a failure is told and is none of the save.
         """
-        try:
-            committed = {
-                entry.step: entry.manifest.metrics for entry in list_entries(self._directory) if entry.manifest
-            }
-            for step in self._retention.superseded(committed, {*self._protected, *self._in_use()}):
-                durable.remove_directory(self._directory / f"step_{step}")
-        except Exception as error:  # noqa: BLE001 - logged
-            _log.error("%s is saved, but older ones could not be removed: %s", final, describe(error))
         if self._on_commit is not None:
             try:
                 self._on_commit(final)
             except Exception as error:  # noqa: BLE001 - logged
                 _log.error("%s is saved, but what should follow failed: %s", final, describe(error))
+        try:
+            committed = {
+                entry.step: entry.manifest.metrics for entry in list_entries(self._directory) if entry.manifest
+            }
+            for step in self._retention.superseded(committed, self._protected):
+                if self._may_remove(step):
+                    durable.remove_directory(self._directory / f"step_{step}")
+        except Exception as error:  # noqa: BLE001 - logged
+            _log.error("%s is saved, but older ones could not be removed: %s", final, describe(error))
 
     def close(self) -> None:
         """Leave the process group."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 
 from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.checkpoints.collective import Ranks
 from trainer.checkpoints.commit import Attachment
 from trainer.parallel import Parallel
 from trainer.stop import STOP_REQUEST, StopRequest
@@ -18,6 +19,7 @@ from triad.events import report
 from triad.uploader import CLOSE_S as UPLOAD_S
 from triad.uploader import Uploader
 
+_LONGER_S = 60.0
 _log = logging.getLogger("trainer")
 
 
@@ -50,6 +52,11 @@ class Saver:
         self._parallel = parallel
         self._max_steps = max_steps
         self._uploader = uploader
+        # While rank 0 uploads, the others wait, longer than for any other collective: an early end of one of them
+        # would be taken for the end of all.
+        self._uploads: Ranks | None = None
+        if config is not None and config.dir is not None:
+            self._uploads = Ranks(timeout_s=max(UPLOAD_S, config.grace_s) + _LONGER_S)
         self._stop = stop
         self._asked = 0
         self._is_time = False
@@ -138,18 +145,21 @@ class Saver:
         """
         assert self._config is not None
         name = signal.Signals(self._asked).name
-        deadline = time.monotonic() + self._config.grace_s
+        deadline = self._stop.asked_s() + self._config.grace_s  # the launcher counts from the signal as well
         report("saving before the stop", step=step, signal=name)
-        is_in_time = self._checkpointer.wait(deadline - time.monotonic())  # it may be this step's
+        is_in_time = self._checkpointer.wait(max(0.0, deadline - time.monotonic()))  # it may be this step's
         if is_in_time:
-            self._poll()
+            try:
+                self._poll()
+            except SaveError as error:  # of an earlier step: this one is saved for all that
+                _log.error("%s", error)
             if step > self._newest:
                 self._save(step, metrics, attachments, urgent=True)
                 is_in_time = self._checkpointer.wait(max(0.0, deadline - time.monotonic()))
         if not is_in_time:
             raise GraceOver(f"{name}: the checkpoint of step {step} was not written within {self._config.grace_s:g} s")
-        self._checkpointer.close()
         self._finish_uploads(max(0.0, deadline - time.monotonic()))
+        self._checkpointer.close()
         stopped = Stopped(f"stopped by {name}: step {step} is saved" if step else f"stopped by {name} before step 1")
         stopped.exit_code = 128 + self._asked
         raise stopped
@@ -173,9 +183,8 @@ class Saver:
         self._finish_uploads(UPLOAD_S)
 
     def _finish_uploads(self, timeout_s: float) -> None:
-        if self._uploader is None:
+        """Wait on all ranks until rank 0 has uploaded what it can in time; its failure is every rank's."""
+        if self._uploads is None:
             return
-        try:
-            self._uploader.close(timeout_s)
-        except CheckpointError as error:
-            raise SaveError(str(error)) from error
+        self._uploads.on_main(lambda: self._uploader.close(timeout_s) if self._uploader else None)
+        self._uploads.close()
