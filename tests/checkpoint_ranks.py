@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ from trainer.checkpoints.saving import Saver
 from trainer.parallel import Parallel
 from trainer.stop import StopRequest
 from triad.config import CkptConfig
-from triad.errors import Stopped, TriadError
+from triad.errors import CheckpointError, Stopped, TriadError
 
 Objects = dict[str, Any]
 WIDTH = 256
@@ -79,6 +79,22 @@ def message_of(action: Callable[[], object]) -> str:
     except TriadError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+class _Upload:
+    """What a saver needs of an uploader at its end."""
+
+    def __init__(self, mark: Path, *, has_landed: bool) -> None:
+        self._mark = mark
+        self._has_landed = has_landed
+
+    def close(self, timeout_s: float) -> None:
+        if not self._has_landed:
+            raise CheckpointError(f"given up after {timeout_s > 0}")
+        self._mark.touch()
+
+    def poll(self) -> None:
+        """Nothing has failed before."""
 
 
 class Scenarios:
@@ -207,6 +223,25 @@ class Scenarios:
         except Stopped as stopped:
             return {"asked": asked, "code": stopped.exit_code, "message": str(stopped), "left": names_in(place)}
         return {}
+
+    def all_wait_for_the_upload(self) -> dict[str, Any]:
+        """Rank 0 alone uploads, and both stop with what became of that."""
+        ends = []
+        for name, has_landed in (("landed", True), ("lost", False)):
+            objects = make_objects(0, self.mesh)
+            train(objects)
+            place, stop = self.directory / name, StopRequest()
+            uploader = _Upload(place / "uploaded", has_landed=has_landed) if self.rank == 0 else None
+            config = CkptConfig(dir="memory://store")
+            checkpointer = Checkpointer(place, objects)
+            saver = Saver(
+                checkpointer, config, self.parallel, max_steps=10, committed=0, stop=stop, uploader=cast(Any, uploader)
+            )
+            stop.ask(15)
+            saver.is_asked_to_stop()
+            ends.append(message_of(lambda: saver.stop(1, {})))  # noqa: B023 - called at once
+            ends.append((place / "uploaded").exists())
+        return {"ends": ends}
 
     def clocks_differ(self) -> dict[str, Any]:
         """By the clock of rank 1 no time passes; rank 0's decides."""

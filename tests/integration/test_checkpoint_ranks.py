@@ -89,5 +89,11 @@ def test_one_rank_is_asked_to_stop(seen: list[dict[str, Any]]) -> None:
         assert rank["message"] == "stopped by SIGUSR1: step 1 is saved"
 
 
+def test_all_wait_for_the_upload(seen: list[dict[str, Any]]) -> None:
+    """Before, the other ranks ended at once with 143, and had rank 0 killed in its upload."""
+    ends = ["Stopped: stopped by SIGTERM: step 1 is saved", True, "SaveError: given up after True", False]
+    assert [one["ends"] for one in seen] == [ends, ends]
+
+
 def test_clocks_differ(seen: list[dict[str, Any]]) -> None:
     assert [rank["left"] for rank in seen] == [["step_1"], ["step_1"]]
