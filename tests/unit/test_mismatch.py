@@ -94,8 +94,12 @@ def test_rollouts_of_another_model_end_the_run_before_the_step(learn: Learn, set
 
 
 @pytest.mark.parametrize("settings", [{}, SEVERAL, DROPOUT, DROPOUT | SEVERAL], ids=str)
-def test_the_models_own_rollouts_are_trained(learn: Learn, settings: dict[str, Any]) -> None:
+def test_the_models_own_rollouts_are_trained(
+    learn: Learn, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     metrics = learn(off_by=0.0, **settings)
+    assert ("is trained with dropout, which the engine does not have" in caplog.text) == ("model" in settings)
     assert metrics["grad_norm"] > 0
     if settings in ({}, SEVERAL):
         assert metrics["mismatch_kl/age_0"] < 1e-9

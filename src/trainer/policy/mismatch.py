@@ -26,6 +26,7 @@ from trainer.policy.rollouts import AGE, OLD_LOGPROB, SAMPLER_LOGPROB
 from triad.config import TrainerConfig
 from triad.config.algorithm import UpdatesConfig
 from triad.errors import TrainingError
+from triad.events import report
 from triad.messages import Rollout
 
 # Mean k3 per token, in nats. Measured: 1e-14 to 1e-11 in float32, 1e-4 in bfloat16; 1e-3 is usual there for large
@@ -51,6 +52,12 @@ class MismatchCheck:
         self._arrangement: Arrangement = policy.layout.arrangement(pack=True)
         self._parallel = parallel
         self._has_dropout = has_dropout(policy.hf_model)
+        if self._has_dropout and parallel.is_main:
+            report(
+                f"WARNING: {self._kind} is trained with dropout, which the engine does not have: ratios, mismatch_kl "
+                "and ppo_kl are noisy. Unless you mean it, set the dropout of the model's config.json (names with "
+                "`pdrop` or `dropout`) or of model.lora to 0"
+            )
         self._is_done = False
         self._is_comparable = False
 
