@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.two_ranks import run_on_two_ranks
-from trainer.models.model import trained_tensors
+from trainer.models.loading import trained_tensors
 from trainer.models.scalar_model import build_scalar_model, predict_values, score_samples
 from trainer.packing import Sample, build_micro_batch, plan_rows
 from trainer.parallel import Parallel

@@ -15,7 +15,8 @@ from trainer import parallel as parallel_module
 from trainer.checkpoints.ledger import Ledger
 from trainer.checkpoints.state import seed_everything
 from trainer.data import check_same_tokens, load_tokenizer
-from trainer.models.model import Policy, build_policy, trained_tensors
+from trainer.models.loading import trained_tensors
+from trainer.models.model import Policy, build_policy
 from trainer.policy.alerts import Alerts
 from trainer.policy.canary import measure_canary
 from trainer.policy.ema import Ema

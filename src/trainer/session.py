@@ -19,8 +19,9 @@ from trainer.checkpoints.plain_state import State
 from trainer.checkpoints.saving import GraceOver, Saver
 from trainer.checkpoints.state import Progress, TrainState
 from trainer.checkpoints.warm_start import load_weights_only
+from trainer.models.loading import trained_tensors
 from trainer.models.lora import Adapters, is_adapted
-from trainer.models.model import Policy, trained_tensors
+from trainer.models.model import Policy
 from trainer.models.scalar_model import ScalarModel
 from trainer.models.tensor_layout import TensorLayout, names_in_files
 from trainer.models.weights import WeightPublisher

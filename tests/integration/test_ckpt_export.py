@@ -19,7 +19,8 @@ from tests.inference_models import reference_logprobs, write_model
 from tests.inference_zygote import free_port, shared_zygote
 from tests.training_runs import run_sft
 from trainer.checkpoints.warm_start import load_weights_only
-from trainer.models.model import build_policy, trained_tensors
+from trainer.models.loading import trained_tensors
+from trainer.models.model import build_policy
 from trainer.parallel import Parallel
 from trainer.snapshots.importing import import_weights
 from trainer.snapshots.writing import export

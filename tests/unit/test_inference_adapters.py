@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from inference.adapters import BaseWeights, read_adapter
 from inference.weights import read_architecture, read_weights
+from trainer.models.loading import trained_tensors
 from trainer.models.lora import Adapters
-from trainer.models.model import build_policy, trained_tensors
+from trainer.models.model import build_policy
 from trainer.models.tensor_layout import TensorLayout
 from trainer.models.weights import WeightPublisher
 from trainer.parallel import Parallel

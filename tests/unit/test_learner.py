@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from trainer.models.model import Policy, build_policy, trained_tensors
+from trainer.models.loading import trained_tensors
+from trainer.models.model import Policy, build_policy
 from trainer.parallel import Parallel
 from trainer.policy.advantage import dr_grpo, grpo
 from trainer.policy.learner import Learner

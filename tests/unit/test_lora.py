@@ -19,8 +19,9 @@ from tests.train_states import copied, same, train
 from trainer.checkpoints.checkpointer import load_state_with_optimizer, save_state
 from trainer.checkpoints.state import Progress, TrainState, local_part
 from trainer.checkpoints.warm_start import load_weights_only
+from trainer.models.loading import trained_tensors
 from trainer.models.lora import Adapters, base_tensors, digest_of, merged
-from trainer.models.model import Policy, build_policy, trained_tensors
+from trainer.models.model import Policy, build_policy
 from trainer.models.tensor_layout import TensorLayout
 from trainer.models.weights import WeightPublisher
 from trainer.optim import build_optimizer

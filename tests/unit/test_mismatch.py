@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trainer.models.model import Policy, build_policy, trained_tensors
+from trainer.models.loading import trained_tensors
+from trainer.models.model import Policy, build_policy
 from trainer.packing import Sample, build_micro_batch
 from trainer.parallel import Parallel
 from trainer.policy.learner import Learner

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainer.checkpoints.state import local_part
-from trainer.models.model import Policy, build_policy, reshard, trained_tensors
+from trainer.models.loading import trained_tensors
+from trainer.models.model import Policy, build_policy, reshard
 from trainer.models.structure import decoder_layers
 from trainer.packing import Sample, build_micro_batch
 from trainer.parallel import Parallel

@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from trainer.checkpoints.state import local_part
-from trainer.models.model import build_policy, trained_tensors
+from trainer.models.loading import trained_tensors
+from trainer.models.model import build_policy
 from trainer.models.scalar_model import ScalarModel, build_scalar_model, predict_values, score_samples
 from trainer.models.weights import WeightPublisher
 from trainer.packing import Sample, build_micro_batch

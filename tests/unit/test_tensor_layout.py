@@ -20,8 +20,9 @@ from tests.conftest import ModelFactory
 from trainer.checkpoints.state import local_part
 from trainer.checkpoints.warm_start import load_weights_only
 from trainer.models import hf_files
+from trainer.models.loading import initial_weights, load_model_config, trained_tensors
 from trainer.models.lora import Adapters
-from trainer.models.model import Policy, build_policy, initial_weights, load_model_config, trained_tensors
+from trainer.models.model import Policy, build_policy
 from trainer.models.tensor_layout import TensorLayout, names_in_files
 from trainer.models.weights import WeightPublisher
 from trainer.parallel import Parallel

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.conftest import ModelFactory
 from trainer.checkpoints.warm_start import load_weights_only
-from trainer.models.model import trained_tensors
+from trainer.models.loading import trained_tensors
 from trainer.parallel import Parallel
 from triad import manifest
 from triad.checkpoints import kind_of

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from trainer.checkpoints.state import local_part
 from trainer.models import hf_files
 from trainer.models.hf_files import SafetensorsWriter
-from trainer.models.model import Policy, build_policy, trained_tensors
+from trainer.models.loading import trained_tensors
+from trainer.models.model import Policy, build_policy
 from trainer.models.weights import WeightPublisher
 from trainer.parallel import Parallel
 from triad import durable, manifest

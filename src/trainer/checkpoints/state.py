@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoints.plain_state import State
-from trainer.models.model import Trained, trained_parameters, trained_tensors
+from trainer.models.loading import trained_tensors
+from trainer.models.model import Trained, trained_parameters
 
 _log = logging.getLogger("trainer")
 

@@ -27,29 +27,24 @@ from torch.distributed.fsdp import (
 )
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     PreTrainedModel,
 )
-from transformers.configuration_utils import PreTrainedConfig
 
 from trainer.models.attention import PackedIndex
 from trainer.models.head import has_plain_head, own_logits
 from trainer.models.layout import PACKED, Layout, find_layout
+from trainer.models.loading import build_hf_model, initial_weights, is_classifier, load_model_config, one_line
 from trainer.models.logprobs import Head, plain_head, token_logprobs
-from trainer.models.lora import adapter_parameters, base_tensors, initial_tensors, inject_adapters, is_adapted
+from trainer.models.lora import adapter_parameters, initial_tensors, inject_adapters, is_adapted
 from trainer.models.rotary import rotate_by_sample
 from trainer.models.structure import decoder_layers, decoder_of, last_position, takes_positions, use_attention
 from trainer.parallel import Parallel
 from triad.config.trainer import TrainedModelConfig
 from triad.errors import DataError, TriadError
-from triad.preflight import require_weights
 
 _log = logging.getLogger("trainer")
-_MOST_CHARACTERS = 300  # of another library's message
 T = TypeVar("T")
-Kind = type[AutoModelForCausalLM | AutoModelForSequenceClassification]
 
 
 class Trained(Protocol):
@@ -170,27 +165,6 @@ class Policy(DecoderModel):
         return plain_head(head.weight, bias_V=getattr(head, "bias", None), softcap=self.softcap)
 
 
-def load_model_config(name: str) -> PreTrainedConfig:
-    """Return the transformers config of a local directory or hub model.
-
-    Raises:
-        DataError: there is none, it contradicts itself, or its weights are quantised.
-    """
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except Exception as error:
-        _log.debug("the model config was not loaded", exc_info=True)
-        raise DataError(f"model.name = '{name}': no model config could be loaded. {_one_line(error)}") from error
-    if quantization := getattr(config, "quantization_config", None):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-        raise DataError(
-            f"model.name = '{name}': its weights are quantised ({getattr(method, 'value', method)}, see "
-            "quantization_config in its config.json), and only weights in float32, bfloat16 or float16 can be trained: "
-            "give the model that it was made from"
-        )
-    return config
-
-
 def build_policy(config: TrainedModelConfig, parallel: Parallel, *, seed: int, weights: bool = True) -> Policy:
     """Return the policy, in training mode, sharded over all ranks where there are several.
 
@@ -225,32 +199,6 @@ def build_policy(config: TrainedModelConfig, parallel: Parallel, *, seed: int, w
     policy = Policy(causal_lm, logits_chunk_tokens=config.logits_chunk_tokens)
     materialize(policy, config, parallel, source if weights else None)
     return policy
-
-
-def build_hf_model(kind: Kind, config: TrainedModelConfig, model_config: PreTrainedConfig) -> PreTrainedModel:
-    """Return the transformers model of a config, with the weights that torch's default device and generator make.
-
-    Some kinds of models choose their attention when they are built. `packed` is not among their choices: it comes
-    in afterwards, where the layers can take it.
-
-    Raises:
-        DataError: transformers has no such model, or it cannot be built with `model.attention`.
-    """
-    attention = "eager" if config.attention == "packed" else config.attention
-    try:
-        return kind.from_config(model_config, dtype=torch.float32, attn_implementation=attention)
-    except Exception as error:
-        _log.debug("the model was not built", exc_info=True)
-        what = "sequence classification" if kind is AutoModelForSequenceClassification else "a causal language model"
-        raise DataError(
-            f"model.name = '{config.name}': transformers cannot build {what} of type {model_config.model_type} with "
-            f"{attention} attention. {type(error).__name__}: {_one_line(error)}"
-        ) from error
-
-
-def is_classifier(model_config: PreTrainedConfig) -> bool:
-    """Return whether a directory holds a model with a head that scores sequences instead of predicting tokens."""
-    return any(name.endswith("ForSequenceClassification") for name in model_config.architectures or [])
 
 
 def materialize(
@@ -309,67 +257,8 @@ def naming_failures(model: DecoderModel, name: str, dtype: str) -> Iterator[None
         advice = " Try model.dtype = float32." if dtype != "float32" else ""
         raise DataError(
             f"model.name = '{name}': transformers' forward pass of {type(model.hf_model).__name__} fails with this "
-            f"config.json in {dtype}. {type(error).__name__}: {_one_line(error)}.{advice}"
+            f"config.json in {dtype}. {type(error).__name__}: {one_line(error)}.{advice}"
         ) from error
-
-
-def initial_weights(
-    config: TrainedModelConfig,
-    model_config: PreTrainedConfig,
-    seed: int,
-    *,
-    kind: Kind = AutoModelForCausalLM,
-) -> dict[str, Tensor]:
-    """Return the weights that a model starts with by name, as its directory or the seed gives them.
-
-    Args:
-        kind: which of the models with this config.
-
-    Raises:
-        DataError: the directory has no weights, or not all of them.
-    """
-    if config.init == "random":
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            fresh = build_hf_model(kind, config, model_config)
-        return trained_tensors(fresh)
-    require_weights(config.name)
-    try:
-        answer = kind.from_pretrained(
-            config.name,
-            config=model_config,
-            dtype=torch.float32,
-            attn_implementation="eager",  # which every model has; nothing is computed
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, with its name
-        )
-        loaded, findings = cast(tuple[PreTrainedModel, dict[str, Any]], answer)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        _log.debug("the weights were not loaded", exc_info=True)
-        raise DataError(
-            f"model.name = '{config.name}': the weights could not be loaded. {type(error).__name__}: {_one_line(error)}"
-        ) from error
-    if mismatched := sorted(findings["mismatched_keys"]):
-        tensor, in_files, wanted = mismatched[0]
-        raise DataError(
-            f"model.name = '{config.name}': the weights could not be loaded. '{tensor}' has shape {list(in_files)} in "
-            f"its files and {list(wanted)} by its config.json ({len(mismatched)} such tensors)"
-        )
-    if missing := sorted(findings["missing_keys"]):  # transformers itself fills these with random numbers
-        raise DataError(f"model.name = '{config.name}': the weights lack {len(missing)} tensors, such as {missing[0]}")
-    return trained_tensors(loaded)
-
-
-def trained_tensors(hf_model: nn.Module) -> dict[str, Tensor]:
-    """Return what checkpoints hold of a model: parameters and persistent buffers by name, tied ones once.
-
-    Of tied names the first wins. Of a model with adapters it is the adapters alone.
-    """
-    if is_adapted(hf_model):
-        return {name: factor.detach() for name, factor in adapter_parameters(hf_model).items()}
-    return base_tensors(hf_model)
 
 
 def trained_parameters(hf_model: nn.Module) -> dict[str, nn.Parameter]:
@@ -437,8 +326,3 @@ def _reset_buffers(hf_model: PreTrainedModel) -> None:
     for name, buffer in buffers.items():
         if name in persistent and buffer.isnan().any():
             buffer.fill_(1.0)
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."

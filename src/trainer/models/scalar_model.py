@@ -18,15 +18,8 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelFor
 from transformers.configuration_utils import PreTrainedConfig
 
 from trainer.models.attention import PackedIndex
-from trainer.models.model import (
-    DecoderModel,
-    build_hf_model,
-    initial_weights,
-    is_classifier,
-    load_model_config,
-    materialize,
-    trained_tensors,
-)
+from trainer.models.loading import build_hf_model, initial_weights, is_classifier, load_model_config, trained_tensors
+from trainer.models.model import DecoderModel, materialize
 from trainer.packing import MicroBatch, Sample, build_micro_batch
 from trainer.parallel import Parallel
 from triad.config.trainer import TrainedModelConfig

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from trainer.models.model import Policy, reshard, trained_tensors
+from trainer.models.loading import trained_tensors
+from trainer.models.model import Policy, reshard
 from trainer.optim import clip_gradients, update_parameters
 from trainer.packing import MicroBatch, Sample
 from trainer.policy import experience

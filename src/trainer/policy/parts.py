@@ -9,7 +9,8 @@ import torch
 
 from trainer.checkpoints.commit import Attachment
 from trainer.checkpoints.plain_state import State
-from trainer.models.model import Policy, build_policy, trained_tensors
+from trainer.models.loading import trained_tensors
+from trainer.models.model import Policy, build_policy
 from trainer.parallel import Parallel
 from trainer.policy.critic import Critic
 from trainer.policy.ema import Ema

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from trainer.data import load_tokenizer
-from trainer.models.model import is_classifier, load_model_config, reshard
+from trainer.models.loading import is_classifier, load_model_config
+from trainer.models.model import reshard
 from trainer.models.scalar_model import build_scalar_model, score_samples
 from trainer.packing import Sample, plan_rows
 from trainer.parallel import Parallel

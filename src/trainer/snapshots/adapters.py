@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from trainer.models.hf_files import SafetensorsWriter
+from trainer.models.loading import initial_weights, load_model_config
 from trainer.models.lora import digest_of, merged, save_factors
-from trainer.models.model import initial_weights, load_model_config
 from trainer.models.tensor_layout import TensorLayout, names_in_files
 from trainer.snapshots.models import meta_model
 from trainer.snapshots.reading import TensorReader

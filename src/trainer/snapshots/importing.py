@@ -12,7 +12,7 @@ import torch
 
 from trainer.checkpoints.warm_start import load_weights_only
 from trainer.models.hf_files import SafetensorsWriter
-from trainer.models.model import trained_tensors
+from trainer.models.loading import trained_tensors
 from trainer.models.tensor_layout import TensorLayout, names_in_files
 from trainer.snapshots.models import describe_model, meta_model
 from trainer.snapshots.writing import commit, new_directory

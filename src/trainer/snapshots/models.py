@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from trainer.models.model import is_classifier, load_model_config, trained_tensors
+from trainer.models.loading import is_classifier, load_model_config, trained_tensors
 from triad.errors import CheckpointError
 
 
