@@ -135,6 +135,7 @@ def start_session(
         run_dir, policy, tokenizer, parallel, dtype=config.model.dtype, layout=layout, adapters=adapters
     )
     uploads = _Uploads(run_dir, ckpt, older_weights) if ckpt and ckpt.dir and parallel.is_main else None
+    metrics = MetricsWriter(run_dir.metrics) if parallel.is_main else None
     checkpointer = Checkpointer(
         run_dir.checkpoints,
         TrainState(policy, optimizer, progress, further),
@@ -145,6 +146,7 @@ def start_session(
         seed=config.seed,
         identity=_identity(config, run_dir, publisher, layout, data_fingerprint),
         on_commit=uploads.submit if uploads else None,
+        before_commit=metrics.flush if metrics else lambda: None,
         may_remove=uploads.may_remove if uploads else _is_unhurried,
         collective_timeout_s=config.parallel.collective_timeout_s,
         updated_by=[optimizer, *optimizers],
@@ -165,7 +167,6 @@ def start_session(
         committed=progress.step,
         uploader=uploads.uploader if uploads else None,
     )
-    metrics = MetricsWriter(run_dir.metrics) if parallel.is_main else None
     return Session(parallel, run_dir, policy, optimizer, progress, checkpointer, saver, publisher, metrics)
 
 

@@ -45,6 +45,8 @@ class Kind(StrEnum):
     """adapter_config.json with adapter_model.safetensors, ours or of peft."""
     TENSORS = "weights file"
     """One .safetensors, .bin or .pt file."""
+    AMBIGUOUS = "directory of two kinds at once"
+    """Weights files beside the index of sharded tensors: which of them are meant is a guess."""
     UNKNOWN = "nothing known"
     """None of these."""
 
@@ -55,13 +57,12 @@ def kind_of(path: Path) -> Kind:
         return Kind.TENSORS if path.suffix in (".safetensors", ".bin", ".pt") else Kind.UNKNOWN
     if not path.is_dir():
         return Kind.UNKNOWN
-    if (path / TRAINER_DIR / ".metadata").exists():
-        return Kind.CHECKPOINT
-    if (path / ".metadata").exists():
-        return Kind.DCP
+    has_weights = any(any(path.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
+    for index, kind in ((path / TRAINER_DIR / ".metadata", Kind.CHECKPOINT), (path / ".metadata", Kind.DCP)):
+        if index.exists():
+            return Kind.AMBIGUOUS if has_weights else kind
     if holds_adapter(path):
         return Kind.ADAPTER
-    has_weights = any(any(path.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
     if has_weights and (path / "config.json").exists():
         return Kind.WEIGHTS if (path / MANIFEST_NAME).exists() else Kind.HUGGING_FACE
     if (path / MANIFEST_NAME).exists():
@@ -154,6 +155,8 @@ def verify_checkpoint(directory: Path, *, how: Verification, step: int | None = 
 def describe_found(path: Path) -> str:
     """Say in a few words what lies at `path`, for errors; for runs and directories of checkpoints, which steps."""
     kind = kind_of(path)
+    if kind is Kind.AMBIGUOUS:
+        return f"a {kind} (.metadata beside *.safetensors or *.bin): move away what is not meant"
     if kind is not Kind.UNKNOWN:
         return f"a {kind}"
     if not path.exists():
@@ -176,7 +179,7 @@ def require_weights(path: Path) -> Kind:
         CheckpointError: none: says what was found, what is needed and what to give.
     """
     kind = kind_of(path)
-    if kind is not Kind.UNKNOWN:
+    if kind not in (Kind.UNKNOWN, Kind.AMBIGUOUS):
         return kind
     raise CheckpointError(
         f"no weights can be taken from {path} (ckpt.weights_only): it is {describe_found(path)}. Needed: a checkpoint "

@@ -88,7 +88,7 @@ class Tail:
                 self._offset += len(line)
                 try:
                     yield json.loads(line)
-                except json.JSONDecodeError:  # a full disk took the first part of a line only
+                except ValueError:  # a full disk took the first part of a line only, or a bit has flipped
                     continue
 
 

@@ -47,8 +47,16 @@ def make_directory(path: Path) -> None:
 
 
 def fsync_tree(path: Path) -> None:
-    """Flush every file and directory below `path` (and `path` itself) to the disk."""
-    for directory, _, files in os.walk(path):
+    """Flush every file and directory below `path` (and `path` itself) to the disk.
+
+    Raises:
+        OSError: one of them could not be flushed, or not even listed.
+    """
+
+    def fail(error: OSError) -> None:  # os.walk itself passes over what it cannot list
+        raise error
+
+    for directory, _, files in os.walk(path, onerror=fail):
         for name in files:
             fsync_file(Path(directory) / name)
         fsync_directory(Path(directory))

@@ -12,7 +12,7 @@ import stat
 import time
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 import msgspec
@@ -136,7 +136,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     """Return the manifest in `data`.
 
     Raises:
-        CheckpointError: naming `where` it lies: damaged, or of another format.
+        CheckpointError: naming `where` it lies: damaged, of another format, or about files outside of its directory.
     """
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
@@ -154,6 +154,9 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     digest = xxhash.xxh3_128_hexdigest(zeroed)
     if digest != manifest.checksum:
         raise CheckpointError(f"{where} is damaged: its own checksum is {digest}, it says {manifest.checksum}")
+    for name in manifest.files:
+        if "\0" in name or name in ("", ".") or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise CheckpointError(f"{where} names a file outside of its directory: {name!r}")
     return manifest
 
 

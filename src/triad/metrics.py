@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from triad import durable
+from triad.errors import DataError
 
 
 class MetricsWriter:
@@ -26,9 +27,13 @@ class MetricsWriter:
         plain = {name: _plain(value) for name, value in metrics.items()}
         durable.write_all(self._descriptor, (json.dumps({"step": step, **plain}) + "\n").encode())
 
+    def flush(self) -> None:
+        """Flush to the disk: before a checkpoint counts, the lines up to its step are there. For any thread."""
+        os.fsync(self._descriptor)
+
     def close(self) -> None:
         """Flush to the disk and close."""
-        os.fsync(self._descriptor)
+        self.flush()
         os.close(self._descriptor)
 
 
@@ -39,5 +44,18 @@ def _plain(value: float) -> float | int | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return every complete line of a `metrics.jsonl`."""
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    """Return every complete line of a `metrics.jsonl`.
+
+    Raises:
+        DataError: naming the line that is none of ours.
+    """
+    metrics: list[dict[str, float]] = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        if line.endswith(b"\n"):
+            try:
+                metrics.append(json.loads(line))
+            except ValueError as error:
+                raise DataError(
+                    f"{path}, line {number}, is damaged: {error}. Remove the line, or resume: that sets it aside."
+                ) from None
+    return metrics

@@ -262,12 +262,12 @@ class RunDir:
         if self.weights_of(step).exists():
             durable.remove_directory(self.weights_of(step))
         if self.metrics.exists():
-            lines = self.metrics.read_text().splitlines(keepends=True)
+            lines = self.metrics.read_bytes().splitlines(keepends=True)
             kept = [line for line in lines if _step_of(line) <= step]
             if len(kept) < len(lines):
                 aside = self._free_name(self.metrics, attempt)
-                aside.write_text("".join(line for line in lines if _step_of(line) > step))
-                durable.write_file(self.metrics, "".join(kept).encode())
+                aside.write_bytes(b"".join(line for line in lines if _step_of(line) > step))
+                durable.write_file(self.metrics, b"".join(kept))
                 moved.append(aside)
         return moved
 
@@ -288,11 +288,11 @@ class RunDir:
         return aside
 
 
-def _step_of(line: str) -> float:
-    """Step of one line of metrics.jsonl; a torn line counts as the last of all."""
+def _step_of(line: bytes) -> float:
+    """Step of one line of metrics.jsonl; a torn or damaged line counts as the last of all."""
     try:
-        return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError, TypeError):
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
         return float("inf")
 
 

@@ -147,3 +147,23 @@ def test_a_new_directory_is_flushed_into_each_of_its_parents(tmp_path: Path, mon
     assert flushed == [tmp_path, tmp_path / "a"]
     durable.make_directory(tmp_path / "a" / "b")
     assert len(flushed) == 2
+
+
+def test_a_directory_whose_files_cannot_be_listed_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, what was in it was never flushed, and it got its name all the same."""
+    temporary = tmp_path / ".tmp-step_1"
+    (temporary / "sub").mkdir(parents=True)
+    (temporary / "sub/file").write_bytes(b"content")
+    scandir = os.scandir
+
+    def fail(path: str | Path) -> object:
+        if Path(path).name == "sub":
+            raise OSError(5, "Input/output error", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        durable.publish_directory(temporary, tmp_path / "step_1")
+    assert not (tmp_path / "step_1").exists()

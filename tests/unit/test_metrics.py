@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from triad.console import Console, Tail, step_line
+from triad.errors import DataError
 from triad.events import EVENTS_ENV, PROCESS_ENV, report
 from triad.metrics import MetricsWriter, read_metrics
+from triad.run_dir import RunDir
 
 
 def test_every_step_is_one_json_line(tmp_path: Path) -> None:
@@ -93,3 +95,14 @@ def test_the_console_shows_phases_and_only_the_new_steps(tmp_path: Path, capsys:
     assert "inference" in shown and "loading vllm (usually" in shown
     assert "step 4/6" not in shown and shown.index("step 5/6") < shown.index("step 6/6")
     assert console.last_step == 6
+
+
+def test_a_damaged_line_is_named_and_a_resume_sets_it_aside(run_dir: RunDir) -> None:
+    """Before, each resume of the run ended in a traceback."""
+    whole, damaged = b'{"step": 1, "loss": 1.0}\n', b'{"step": 2, "l\xefss": 1.0}\n'
+    run_dir.metrics.write_bytes(whole + damaged)
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2, is damaged: .*Remove the line"):
+        read_metrics(run_dir.metrics)
+    assert [line["step"] for line in Tail(run_dir.metrics, from_end=False)] == [1]
+    (aside,) = run_dir.set_aside_after(5, 1)
+    assert aside.read_bytes() == damaged and run_dir.metrics.read_bytes() == whole

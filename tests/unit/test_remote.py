@@ -178,7 +178,7 @@ def test_a_manifest_cannot_name_files_outside(here: RunDir, remote: RemoteCheckp
     listing = manifest.read_manifest(place / "step_3")
     listing.files["../../../evil"] = listing.files["orchestrator/empty"]
     manifest.write_manifest(place / "step_3", listing)
-    with pytest.raises(CheckpointError, match=r"names a file outside of its directory: \.\./\.\./\.\./evil"):
+    with pytest.raises(CheckpointError, match=r"names a file outside of its directory: '\.\./\.\./\.\./evil'"):
         remote.download(3, here.checkpoint(4))
 
 

@@ -17,6 +17,7 @@ from triad.checkpoints import Retention
 from triad.config import SftConfig
 from triad.errors import NOT_SAVED
 from triad.heartbeat import HEARTBEAT_ENV
+from triad.metrics import MetricsWriter
 from triad.resume import Attempt
 from triad.run_dir import RunDir
 
@@ -91,3 +92,28 @@ def test_what_is_to_follow_a_commit_follows_before_anything_is_removed(
         for step in (1, 2):
             checkpointer.save(step)
     assert happened == ["+ step_1", "+ step_2", "- step_1"]
+
+
+def test_what_a_step_needs_is_flushed_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, metrics were flushed when the run ended, and the generators of other ranks were never."""
+    happened: list[str] = []
+    fsync, publish = os.fsync, durable.publish_directory
+
+    def noted(descriptor: int) -> None:
+        happened.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def published(temporary: Path, final: Path) -> None:
+        happened.append("published")
+        publish(temporary, final)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(durable, "publish_directory", published)
+    metrics = MetricsWriter(tmp_path / "metrics.jsonl")
+    metrics.write(1, {"loss": 0.5})
+    state = {"counter": {"step": 1}}
+    with Checkpointer(tmp_path / "checkpoints", state, save_async=False, before_commit=metrics.flush) as checkpointer:
+        checkpointer.save(1)
+    before = happened[: happened.index("published")]
+    assert "metrics.jsonl" in before and "random_rank_0.json" in before, before
+    metrics.close()

@@ -61,6 +61,7 @@ class Checkpointer:
         seed: generators of ranks that a checkpoint does not know are derived from it.
         identity: what the manifest says about the run.
         on_commit: called on rank 0 with the directory of every committed step, from the writing thread.
+        before_commit: called on rank 0, from the writing thread, before a step gets its name; may fail the save.
         may_remove: asked on rank 0, from the writing thread, before retention removes a step: whether it may now.
         collective_timeout_s: a collective of a save that takes longer fails; unset: torch's default.
         updated_by: the optimizers, where nothing changes the state's tensors but their steps and what
@@ -80,6 +81,7 @@ class Checkpointer:
         seed: int = 0,
         identity: Identity | None = None,
         on_commit: Callable[[Path], None] | None = None,
+        before_commit: Callable[[], None] = lambda: None,
         may_remove: Callable[[int], bool] = lambda _: True,
         collective_timeout_s: float | None = None,
         updated_by: Sequence[torch.optim.Optimizer] = (),
@@ -100,6 +102,7 @@ class Checkpointer:
             identity or Identity(),
             on_commit,
             may_remove,
+            before_commit,
         )
         self._staged = threading.Event()
         self._staged.set()

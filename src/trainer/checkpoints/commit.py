@@ -104,7 +104,9 @@ class Commit:
         identity: Identity,
         on_commit: Callable[[Path], None] | None = None,
         may_remove: Callable[[int], bool] = lambda _: True,
+        before_commit: Callable[[], None] = lambda: None,
     ) -> None:
+        self._before_commit = before_commit
         self._directory = directory
         self._ranks = ranks
         self._writer = ShardWriter(ranks)
@@ -133,7 +135,7 @@ class Commit:
             trainer_dir = temporary / TRAINER_DIR
             shards = self._writer.write(tensors, trainer_dir)
             random_path = trainer_dir / f"random_rank_{self._ranks.rank}.json"
-            self._ranks.together(lambda: random_path.write_bytes(snapshot.random_state))
+            self._ranks.together(lambda: _write_through(random_path, snapshot.random_state))
             size = self._ranks.on_main(lambda: self._publish(snapshot, tensors, shards, temporary, final))
         except Exception as error:
             if self._ranks.is_main:
@@ -184,6 +186,7 @@ class Commit:
             libraries=manifest.library_versions(),
         )
         manifest.write_manifest(temporary, listing)
+        self._before_commit()
         durable.publish_directory(temporary, final)
         return sum(entry.size_bytes for entry in listing.files.values())
 
@@ -219,6 +222,12 @@ def _make_empty(temporary: Path, final: Path) -> None:
     if temporary.exists():
         shutil.rmtree(temporary)
     (temporary / TRAINER_DIR).mkdir(parents=True)
+
+
+def _write_through(path: Path, data: bytes) -> None:
+    """Write and flush a file: rank 0 cannot flush what lies in the cache of another machine."""
+    path.write_bytes(data)
+    durable.fsync_file(path)
 
 
 def _describe_files(directory: Path, shards: dict[str, FileEntry]) -> dict[str, FileEntry]:

@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as torch_dcp
 import torch.utils.serialization.config as serialization_config
 import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoints.collective import Ranks
+from trainer.checkpoints.index import IndexReader
 from triad.errors import CheckpointError, is_storage_failure
 from triad.manifest import FileEntry
 
@@ -227,14 +228,12 @@ def _describe(tensor: Tensor) -> tuple[Any, ...]:
 def saved_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
     """Return shape and dtype of every tensor in a torch.distributed.checkpoint directory.
 
-    `.metadata` is a pickle: read it from directories that you trust or whose manifest was verified.
-
     Raises:
         CheckpointError: the index cannot be read, or holds something that is not a tensor.
     """
     try:
         with _without_garbage_collection():
-            saved = FileSystemReader(directory).read_metadata().state_dict_metadata
+            saved = IndexReader(directory).read_metadata().state_dict_metadata
     except Exception as error:
         raise CheckpointError(f"{directory / '.metadata'} cannot be read: {error}") from error
     others = sorted(name for name, entry in saved.items() if not isinstance(entry, TensorStorageMetadata))
@@ -259,7 +258,7 @@ def read_tensors(tensors: Mapping[str, Tensor], directory: Path) -> None:
         with torch.no_grad(), warnings.catch_warnings():
             # Of a single process it is no news that it is one.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            torch_dcp.load(dict(tensors), storage_reader=FileSystemReader(directory))
+            torch_dcp.load(dict(tensors), storage_reader=IndexReader(directory))
     except CheckpointException as error:  # a BaseException: `except Exception` would miss it
         reasons = "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items())
         causes = [failure for failure, _ in error.failures.values()]

@@ -26,13 +26,13 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer.checkpoints.collective import rank_and_world_size
 from trainer.checkpoints.dcp import read_tensors, some
+from trainer.checkpoints.index import IndexReader
 from triad import manifest
 from triad.adapter import adapted_matrices
 from triad.checkpoints import TRAINER_DIR, Kind, require_weights, verify_checkpoint
@@ -99,9 +99,8 @@ def load_weights_only(
     Other dtypes are cast, and the log says so. Where input and output embeddings are one tensor, the
     file may have either name, or both with equal values.
 
-    The index of a torch.distributed.checkpoint directory is a pickle, and torch unpickles it: load such
-    a directory of somebody else only if you would run their code. Checkpoints and published weights are
-    verified first; .bin and .pt files are read without running code.
+    Checkpoints and published weights are verified first. Nothing runs code of the source: the index of a
+    torch.distributed.checkpoint directory may name parts of an index alone, .bin and .pt files tensors.
 
     Args:
         tensors: the live tensors of a model by their Hugging Face names; plain, or sharded over all ranks.
@@ -264,7 +263,7 @@ class _DcpSource:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         try:
-            saved = FileSystemReader(directory).read_metadata().state_dict_metadata
+            saved = IndexReader(directory).read_metadata().state_dict_metadata
         except Exception as error:  # noqa: BLE001 - unpickling fails in every way there is
             raise CheckpointError(f"{directory / '.metadata'} cannot be read: {error}") from None
         self.found = {

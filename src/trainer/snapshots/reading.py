@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from trainer.checkpoints.index import IndexReader
 from triad.ckpt.requests import Compare, Comparison, Describe, Description, Difference, Group
 from triad.errors import CheckpointError
 
@@ -17,13 +18,13 @@ from triad.errors import CheckpointError
 class TensorReader:
     """Reads single tensors of a directory without a process group; the index is read once.
 
-    The index is a pickle: verify a directory's manifest first, or trust where it comes from.
+    The index is read without running code, whosever it is.
     """
 
     def __init__(self, directory: Path) -> None:
         """Raises: CheckpointError: there is no index, or it cannot be read."""
         self._directory = directory
-        self._reader = FileSystemReader(directory)
+        self._reader = IndexReader(directory)
         try:
             self._metadata: Metadata = self._reader.read_metadata()
         except Exception as error:

@@ -1,0 +1,54 @@
+"""The index of a torch.distributed.checkpoint directory, `.metadata`, read without running code.
+
+It is a pickle, and torch unpickles whatever it names. Here only what an index is made of can be named, so a
+directory of somebody else's cannot call anything.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_ALLOWED = {
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    _METADATA: {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},  # of Python 3.13
+}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str, /) -> Any:
+        if name not in _ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of an index of tensors")
+        return super().find_class(module, name)
+
+
+class IndexReader(FileSystemReader):
+    """Reads a torch.distributed.checkpoint directory whose index may be anybody's."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the index.
+
+        Raises:
+            pickle.UnpicklingError: it names what an index has no use for; nothing of it was called.
+        """
+        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+            index = _IndexUnpickler(file).load()
+        if not isinstance(index, Metadata):
+            raise pickle.UnpicklingError(f"it holds a {type(index).__name__}, not an index of tensors")
+        if getattr(index, "storage_meta", None) is None:
+            index.storage_meta = StorageMeta()
+        index.storage_meta.load_id = self.load_id
+        return index
