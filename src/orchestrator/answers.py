@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.environment import Completion
 from orchestrator.protocol import Choice, GenerateRequest, GenerateResponse
 from orchestrator.transport import Unavailable
-from triad.errors import ConfigError, DataError, InferenceError
+from triad.errors import ConfigError, InferenceError
+from triad.sampled import problem_of_ids, problem_of_logprobs, vocab_size_in
 
-# Above 0 by no more than the rounding of a log-softmax in float32.
-_HIGHEST_LOGPROB = 1e-4
 # No token this unlikely is ever sampled: the smallest positive float32 is exp(-103.3).
 _LOWEST_SAMPLED_LOGPROB = -1000.0
 _FINISH_REASONS = ("stop", "length")
@@ -40,19 +37,7 @@ def load_vocab_size(name: str) -> int:
             path = Path(hf_hub_download(name, "config.json"))
         except (HFValidationError, OSError) as error:
             raise ConfigError(f"model.name: '{name}' is no directory and no model on the hub: {error}") from None
-    try:
-        config = json.loads(path.read_bytes())
-        sizes = [section["vocab_size"] for section in (config, *_sections(config)) if "vocab_size" in section]
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
-    if not sizes or not isinstance(sizes[0], int):
-        raise DataError(f"{path} has no vocab_size: it cannot be told which token ids the model has")
-    return sizes[0]
-
-
-def _sections(config: dict[str, object]) -> list[dict[str, object]]:
-    """Return the sections of models that are made of several, the one for text first."""
-    return [section for key in ("text_config", "llm_config") if isinstance(section := config.get(key), dict)]
+    return vocab_size_in(path)
 
 
 def largest_answer(request: GenerateRequest) -> int:
@@ -113,7 +98,7 @@ def problem_of(
     """
     return (
         _problem_of_counts(completion, max_tokens)
-        or _problem_of_ids(completion.token_ids, vocab_size)
+        or problem_of_ids(completion.token_ids, vocab_size)
         or problem_of_logprobs("logprobs", completion.logprobs, least=_LOWEST_SAMPLED_LOGPROB)
         or _problem_of_spans(completion)
         or _problem_of_end(completion, max_tokens, stop_token_ids)
@@ -128,27 +113,6 @@ def _problem_of_counts(completion: Completion, max_tokens: int) -> str | None:
         f"it has {count} token ids with {len(completion.logprobs)} logprobs; expected equally many, from 1 to "
         f"max_tokens = {max_tokens}"
     )
-
-
-def _problem_of_ids(token_ids: Sequence[int], vocab_size: int | None) -> str | None:
-    if token_ids and min(token_ids) < 0:
-        return f"token_ids holds {min(token_ids)}, allowed are 0 and above"
-    if vocab_size is not None and token_ids and max(token_ids) >= vocab_size:
-        return f"token_ids holds {max(token_ids)}, the model has {vocab_size} tokens"
-    return None
-
-
-def problem_of_logprobs(field: str, logprobs: Sequence[float], *, least: float = -math.inf) -> str | None:
-    """Return which of the log-probabilities cannot be one, or None."""
-    if not logprobs or (
-        math.isfinite(sum(logprobs)) and least <= min(logprobs) and max(logprobs) <= _HIGHEST_LOGPROB
-    ):  # without a step of the interpreter for each
-        return None
-    for logprob in logprobs:
-        if not math.isfinite(logprob) or not least <= logprob <= _HIGHEST_LOGPROB:
-            lower = "finite numbers" if least == -math.inf else f"numbers from {least:g}"
-            return f"{field} holds {logprob:g}, allowed are {lower} up to 0"
-    return None
 
 
 def _problem_of_spans(choice: Completion) -> str | None:

@@ -29,13 +29,14 @@ from triad.config.orchestrator import OrchestratorConfig
 from triad.config.reward_training import RewardTrainingConfig
 from triad.config.rl_trainer import TrainerConfig
 from triad.config.trainer import SftConfig, TrainingCommand
-from triad.errors import CheckpointError, ConfigError, RunDirError
+from triad.errors import CheckpointError, ConfigError, DataError, RunDirError
 from triad.fetch import fetch, set_aside_after
 from triad.fork import Fork, bring_in, find_fork
-from triad.journal import STATE_NAME
-from triad.manifest import Verification, verify
+from triad.journal import STATE_NAME, read_batch
+from triad.manifest import Verification
 from triad.object_store import StorageError
 from triad.run_dir import RunDir, resolve_resume_step
+from triad.sampled import problem_of_batch, vocab_size_in
 from triad.warm_start import check_warm_start
 
 S = TypeVar("S")
@@ -316,17 +317,28 @@ def _last_batch(
         return None
     if attempt.resume_step is None and _warm_start(before) != _warm_start(trainer):
         return None
-    last = step
-    while (batch := run_dir.batch(last + 1)).exists():
+    last, vocab_size = step, _vocab_size(trainer)
+    while run_dir.batch(last + 1).exists():
         try:
-            listing = verify(batch, step=last + 1)
+            batch = read_batch(run_dir, last + 1)
         except CheckpointError as error:
             print(f"WARNING: batch {last + 1} is made again: {error}")
             break
-        if not same_weights and listing.policy_version > step:
+        if (problem := problem_of_batch(batch, vocab_size)) is not None:
+            print(f"WARNING: batch {last + 1} is made again, for nobody can have sampled it: {problem}")
+            break
+        if not same_weights and batch.policy_version > step:
             break
         last += 1
     return last
+
+
+def _vocab_size(config: TrainingCommand) -> int | None:
+    """Return how many token ids the model has; None where that takes more than a look at a local file."""
+    try:
+        return vocab_size_in(Path(config.model.name) / "config.json")
+    except DataError:
+        return None
 
 
 def _warm_start(config: TrainingCommand) -> Path | None:

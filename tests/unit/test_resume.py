@@ -6,17 +6,19 @@ The launcher knows checkpoints by their manifests and files, so files with any c
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from triad import cli, durable, fork, manifest
+from triad.arrays import Logprobs, LossMask, TokenIds
 from triad.checkpoints import Kind
 from triad.config import RlConfig, SftConfig, TrainerConfig
 from triad.config.algorithm import KlConfig
@@ -25,6 +27,7 @@ from triad.config.load import to_toml
 from triad.config.orchestrator import OrchestratorConfig
 from triad.config.rl import hand_down_shared
 from triad.errors import CheckpointError, ConfigError, RunDirError
+from triad.messages import Batch, Rollout, VersionSpan, encode_batch
 from triad.object_store import StorageError
 from triad.resume import Attempt, prepare, with_resume, write_config
 from triad.run_dir import RunDir
@@ -86,10 +89,11 @@ def add_weights(run: RunDir, version: int) -> Path:
     return directory
 
 
-def add_batch(run: RunDir, step: int, *, version: int) -> Path:
+def add_batch(run: RunDir, step: int, *, version: int, rollouts: Sequence[Rollout] = ()) -> Path:
     directory = run.batch(step)
     directory.mkdir(parents=True)
-    (directory / "batch.msgpack").write_text(f"batch {step}")
+    batch = Batch(step=step, policy_version=version, weights_digest="", temperature=1.0, rollouts=list(rollouts))
+    (directory / "batch.msgpack").write_bytes(encode_batch(batch))
     files = manifest.describe_files(directory)
     listing = manifest.Manifest(kind="batch", step=step, policy_version=version, files=files)
     manifest.write_manifest(directory, listing)
@@ -525,6 +529,32 @@ def replayed(run: RunDir, resume_step: Any = "latest", **changes: Any) -> list[i
 def test_an_unchanged_run_trains_its_journal_again(killed: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert replayed(killed) == [7, 8, 9] and killed.generations(10).exists()
     assert "batches 7 to 9 are in the journal: they are trained again" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("token_id", "logprob", "said"),
+    [(10**6, -1.0, "token_ids holds 1000000, the model has"), (5, math.inf, "logprobs holds inf")],
+)
+def test_a_batch_that_nobody_can_have_sampled_is_made_again(
+    killed: RunDir, token_id: int, logprob: float, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A version that checked less may have journaled it, and a trainer that reads it dies at every start."""
+    rollout = Rollout(
+        environment="a",
+        task_id=0,
+        sample_index=0,
+        token_ids=TokenIds([1, token_id]),
+        loss_mask=LossMask([0, 1]),
+        logprobs=Logprobs([0.0, logprob]),
+        versions=[VersionSpan(6, 1, 2)],
+        reward=0.0,
+        truncated=False,
+        metrics={},
+    )
+    shutil.rmtree(killed.batch(8))
+    add_batch(killed, 8, version=6, rollouts=[rollout])
+    assert replayed(killed) == [7]
+    assert f"batch 8 is made again, for nobody can have sampled it: a, task 0: {said}" in capsys.readouterr().out
 
 
 def test_batches_that_were_trained_and_kept_are_not_trained_again(
