@@ -192,8 +192,8 @@ def read_files(
         header_bytes = int.from_bytes(content[:8], "little")
         if header_bytes > architecture.most_header_bytes:
             raise DataError(
-                f"{path} has a header of {header_bytes} bytes, allowed are {architecture.most_header_bytes} for "
-                f"{len(architecture.shapes)} tensors"
+                f"{path} is not a whole safetensors file of this model: a header of {header_bytes} bytes, allowed are "
+                f"{architecture.most_header_bytes} for {len(architecture.shapes)} tensors"
             )
         try:
             loaded = safetensors.torch.load(content)
