@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import os
 import re
 import shutil
 import time
@@ -90,7 +91,13 @@ def test_logprobs_follow_every_update(client: Client) -> None:
         digest = weights_digest(client.models / name)
         assert response.json()["version"] == client.version
         assert response.json()["digest"] == digest
-        served = {"version": client.version, "digest": digest, "model": str(client.models / "a"), "owner": None}
+        served = {
+            "version": client.version,
+            "digest": digest,
+            "model": str(client.models / "a"),
+            "owner": None,
+            "uid": os.getuid(),
+        }
         assert client.weights() == served | {"boot_id": client.boot_id}
         choices = client.generate()
         _assert_logprobs(client.models / name, choices)
@@ -244,7 +251,7 @@ def test_without_weights_the_server_is_healthy_and_waits(tmp_path: Path) -> None
     client = Client(_start(tmp_path, tmp_path, load="dummy"), tmp_path)
     try:
         assert client.http.get("/health").json()["weights"] is None
-        served = {"version": None, "digest": None, "model": str(tmp_path / "a"), "owner": None}
+        served = {"version": None, "digest": None, "model": str(tmp_path / "a"), "owner": None, "uid": os.getuid()}
         assert client.weights() == served | {"boot_id": client.boot_id}
         for path, body in (
             ("/inference/v1/generate", {"token_ids": PROMPT, "seeds": [1], "max_tokens": 1}),
