@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -17,6 +16,8 @@ from orchestrator.transport import Transport, Unavailable, decode
 from orchestrator.weights import PublishedWeights
 from triad.errors import ConfigError, InferenceError
 from triad.owner import Owner
+from triad.printable import printable
+from triad.same_model import same_model
 
 _log = logging.getLogger("orchestrator")
 
@@ -100,10 +101,10 @@ class Engine:
         """
         await self.wait_for_health()
         served = await self.insist(self.served)
-        if not _same_model(served.model, model):
+        if not same_model(served.model, model):
             raise InferenceError(
-                f"{self.url} serves the model {served.model!r:.200}, this run needs '{model}'. Start the server with "
-                f"--model.name {model}, or name the right server in {self._key}.urls."
+                f"{self.url} serves the model '{printable(served.model)}', this run needs '{model}'. Start the server "
+                f"with --model.name {model}, or name the right server in {self._key}.urls."
             )
         try:
             cards = msgspec.json.decode(await self._transport.get(self.url, "/v1/models"), type=ModelList).data
@@ -152,11 +153,3 @@ class Engine:
     async def release(self, owner: Owner) -> None:
         """Give the server back, if it is this run's; see `Transport` for errors."""
         await self._transport.post_as_admin(self.url, "/release", msgspec.json.encode(owner), is_probe=True)
-
-
-def _same_model(served: str, wanted: str) -> bool:
-    if served == wanted:
-        return True
-    if "\0" in served:
-        return False
-    return Path(served).exists() and Path(wanted).exists() and Path(served).resolve() == Path(wanted).resolve()

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException
-from pathlib import Path
 
 import msgspec
 
@@ -27,7 +26,9 @@ from triad.config.rl import RlConfig
 from triad.errors import InferenceError
 from triad.owner import Owner, directory_name, owner_of
 from triad.ports import Reservation, reserve, reserve_first_free
+from triad.printable import printable
 from triad.run_dir import RunDir
+from triad.same_model import same_model
 
 _TIMEOUT_S = 10.0
 # How often the launcher claims what it has claimed: an orchestrator does so too, but may not have started, or be dead.
@@ -35,7 +36,9 @@ _SIGN_OF_LIFE_S = 20.0
 # What a launcher that was killed leaves behind ends within moments; a busy machine takes longer.
 _ENDING_S = 30.0
 _LOOK_AGAIN_S = 0.05
-_FAILURES = (OSError, ValueError, HTTPException)
+_FAILURES = (OSError, ValueError, HTTPException, RecursionError)
+# Whoever answers at a port may do so without an end.
+_MOST_BYTES = 1 << 20
 # Proxies of the environment are for the internet, not for the engines of a run.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -63,7 +66,7 @@ class _NotOurs(Exception):
     """
 
     def __init__(self, reason: object, *, may_be_ending: bool = False) -> None:
-        super().__init__(str(reason))
+        super().__init__(printable(reason))
         self.may_be_ending = may_be_ending
 
 
@@ -256,9 +259,10 @@ class _Choice:
         if not anyones and served.uid != os.getuid():
             raise _Taken(f"the inference server at {address} is another user's (uid {served.uid})")
         wanted = self._config.inference.model.name
-        if not _same_model(served.model, wanted):
+        if not same_model(served.model, wanted):
             raise _Taken(
-                f"the inference server at {address} serves the model '{served.model}', this run trains '{wanted}'"
+                f"the inference server at {address} serves the model '{printable(served.model)}', this run "
+                f"trains '{wanted}'"
             )
         self._claim(address, served)
         return served.model
@@ -280,7 +284,7 @@ class _Choice:
         """
         owner = served.owner
         if owner is not None and owner.run_id != self._me.run_id and owner.directory != self._me.directory:
-            raise _Taken(f"the inference server at {url} belongs to the run in {owner.directory}")
+            raise _Taken(f"the inference server at {url} belongs to the run in {printable(owner.directory)}")
         if owner is not None and owner.lease_s is None and not self._run_dir.is_under_way():
             # Its launcher has ended, so it is about to.
             raise _Taken(f"the inference server at {url} is of the last start of this run", may_be_ending=True)
@@ -318,7 +322,7 @@ def _look(url: str) -> _Served | None:
     """
     try:
         with _opener.open(f"{url}/weights", timeout=_TIMEOUT_S) as answer:
-            return msgspec.json.decode(answer.read(), type=_Served)
+            return msgspec.json.decode(answer.read(_MOST_BYTES), type=_Served)
     except urllib.error.HTTPError as error:
         error.close()
         raise _NotOurs(f"HTTP {error.code}") from None
@@ -335,10 +339,6 @@ def _post(url: str, route: str, owner: Owner, token: str | None) -> None:
     body = json.dumps({"run_id": owner.run_id, "directory": owner.directory}).encode()
     with _opener.open(urllib.request.Request(f"{url}{route}", body, headers), timeout=_TIMEOUT_S):
         return
-
-
-def _same_model(served: str, wanted: str) -> bool:
-    return served == wanted or (Path(served).exists() and Path(wanted).exists() and Path(served).samefile(wanted))
 
 
 def _refusal(reason: str) -> InferenceError:

@@ -198,6 +198,17 @@ def test_a_run_that_was_killed_and_is_started_again_waits_for_what_it_has_left_a
     assert "Waiting" not in told()
 
 
+def test_what_a_stranger_at_the_port_says_is_one_harmless_line(tmp_path: Path) -> None:
+    engine = FakeEngine(model="\x1b[2J\nerror: forged " + "x" * 5000)
+    with serving(engine), ExitStack() as stack:
+        line = Launcher(tmp_path, int(engine.url.rsplit(":", 1)[1])).choose(stack).line
+    assert "serves the model '" in line and line.isprintable() and len(line) < 1000
+    engine = FakeEngine(model="x" * (1 << 21))
+    with serving(engine), ExitStack() as stack:
+        line = Launcher(tmp_path, int(engine.url.rsplit(":", 1)[1])).choose(stack).line
+    assert "is not an inference server of triad" in line, "what has no end is not read to it"
+
+
 def test_a_server_with_another_model_is_left_alone(tmp_path: Path) -> None:
     engine = FakeEngine(model="another/model")
     with serving(engine), ExitStack() as stack:
