@@ -82,9 +82,13 @@ def bomb(count: int) -> Response:
     [
         (endless, r"was answered with more than \d+ bytes, the most that a right answer can have"),
         (bomb, "content encoding 'gzip', which was not asked for"),
+        (lambda count: Response(b'{"choices": "\xff"}'), "gave an answer that is no GenerateResponse: .*utf-8"),
+        (lambda count: Response(b'{"x": ' + b"[" * 50_000), "gave an answer that is no GenerateResponse"),
+        (lambda count: Response(b"\xff\xfe", status_code=400), "was answered 400: "),
     ],
+    ids=["endless", "bomb", "no text", "deep", "no text in an error"],
 )
-def test_an_answer_without_an_end_is_not_read(tmp_path: Path, answer: Intercept, said: str) -> None:
+def test_an_answer_without_an_end_or_a_meaning_is_one_error(tmp_path: Path, answer: Intercept, said: str) -> None:
     with pytest.raises(InferenceError, match=said):
         run(tmp_path, answer)
 
