@@ -1,4 +1,4 @@
-"""A real `rl` run with every part that a trainer can have: it dies several times, and ends in the same bits."""
+"""A real `rl` run with every part of a trainer: it dies, its machine is lost, and it ends in the same bits."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import tomli_w
 from tests.integration.conftest import UsedServer
 from tests.rl_runs import EVERYTHING, RlRun, assert_same, complete, exact_metrics, outcome, succeeded
 from tests.training_runs import write_data
+from triad.metrics import read_metrics
+from triad.remote import RemoteCheckpoints
 
 _STEPS = 8
 _RUN = ("--max-steps", str(_STEPS), "--ckpt.interval", "2", "--trainer.parallel.threads", "1")
@@ -27,6 +29,7 @@ def test_with_every_part_a_run_that_dies_and_is_started_again_ends_in_the_same_b
     settings.write_text(tomli_w.dumps(EVERYTHING | {"pretraining": pretraining}))
     flags = ("--trainer", "@", str(settings), *rl_server.flags, *_RUN)
     straight = succeeded(tmp_path / "straight", *flags).run_dir
+    flags = (*flags, "--ckpt.keep", "1", "--ckpt.dir", f"file://{tmp_path}/store")
     with RlRun(tmp_path / "killed", *flags) as run:
         run.wait_for_step(2)
         (orchestrator,) = run.find("orchestrator.main")
@@ -37,12 +40,18 @@ def test_with_every_part_a_run_that_dies_and_is_started_again_ends_in_the_same_b
         rank.kill()
         run.wait_for_output("trainer ended with exit code 137: starting it again")
         run.wait_for_step(6)
+        run.wait_for(RemoteCheckpoints(f"file://{tmp_path}/store").steps, "an upload")
         run.interrupt(signal.SIGKILL)
         assert complete(run).exit_code == -signal.SIGKILL
-    killed = succeeded(tmp_path / "killed", *flags, "--ckpt.resume-step", "auto").run_dir
+    # The machine is lost: an empty one goes on from what was uploaded.
+    before = read_metrics((tmp_path / "killed").rename(tmp_path / "lost") / "metrics.jsonl")
+    resumed = succeeded(tmp_path / "killed", *flags, "--ckpt.resume-step", "auto")
+    assert "copied the checkpoint of step" in resumed.output and "copied the weights of version" in resumed.output
+    killed, steps = resumed.run_dir, range(1, _STEPS + 1)
     assert_same(outcome(killed, _STEPS), outcome(straight, _STEPS))
-    steps = range(1, _STEPS + 1)
-    assert exact_metrics(killed, steps) == exact_metrics(straight, steps)
+    first = int(read_metrics(killed.metrics)[0]["step"])
+    assert 2 < first <= len(before) + 1
+    assert exact_metrics(killed, steps[first - 1 :]) == exact_metrics(straight, steps[first - 1 :])
 
     lines, state = exact_metrics(straight, steps), outcome(straight, _STEPS).trainer_state
     assert {"kl", "reward_moments", "ema", "reference"} <= json.loads(state["progress.json"]).keys()

@@ -60,7 +60,7 @@ def _by_sample(
     """
     lengths_BL = _sample_lengths(position_ids)
     first = torch.zeros_like(position_ids[:1, :1])
-    made: tuple[Tensor, ...] = ()
+    made: list[Tensor] = []
     is_tuple = True
     for longest in _classes(module, lengths_BL):
         forward(x, first, *args, **kwargs)  # one token: forgets what longer samples before set
@@ -68,8 +68,8 @@ def _by_sample(
         is_tuple = isinstance(found, tuple)
         parts = found if is_tuple else (found,)
         chosen_BL1 = (lengths_BL <= longest)[..., None]
-        made = tuple(torch.where(chosen_BL1, *pair) for pair in zip(parts, made, strict=True)) if made else parts
-    return made if is_tuple else made[0]
+        made = [torch.where(chosen_BL1, *pair) for pair in zip(parts, made, strict=True)] if made else list(parts)
+    return tuple(made) if is_tuple else made[0]
 
 
 def _sample_lengths(position_ids_BL: Tensor) -> Tensor:
