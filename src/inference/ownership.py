@@ -9,12 +9,12 @@ together.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import msgspec
 
 from inference.errors import RequestError
+from triad.clock import awake_s
 from triad.owner import Owner
 
 
@@ -38,12 +38,10 @@ class Ownership:
     Args:
         lease_s: how long a silent run owns the server.
         reserved: the run that the server was started for; None: it is for whoever comes.
-        clock: seconds, monotonic.
+        clock: seconds; a server that was frozen has not been able to hear anybody.
     """
 
-    def __init__(
-        self, lease_s: float, *, reserved: Owner | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, lease_s: float, *, reserved: Owner | None = None, clock: Callable[[], float] = awake_s) -> None:
         self._lease_s = lease_s
         self._reserved = reserved
         self._clock = clock

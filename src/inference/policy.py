@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from pathlib import Path
@@ -15,14 +16,17 @@ from inference.errors import RequestError
 from inference.meter import Meter
 from inference.ownership import Ownership
 from inference.worker import StageResult
+from triad.heartbeat import does
 from triad.owner import Owner
 
 _log = logging.getLogger("inference")
 
 OTHER_WEIGHTS = "other_weights"
-UNREADABLE = "unreadable"
 """Code of an answer to a request that is for other weights than those that serve."""
+UNREADABLE = "unreadable"
+"""Code of an answer to an update whose weights the storage did not give."""
 _LABEL_SEPARATOR = ":"
+_STAGE_POLL_S = 0.25
 
 
 class UpdateResponse(msgspec.Struct):
@@ -44,10 +48,13 @@ class Policy:
         paused: `/pause` was asked for, and no `/resume` yet.
     """
 
-    def __init__(self, engine: AsyncLLM, meter: Meter, ownership: Ownership) -> None:
+    def __init__(
+        self, engine: AsyncLLM, meter: Meter, ownership: Ownership, *, update_timeout_s: float = math.inf
+    ) -> None:
         self._engine = engine
         self._meter = meter
         self._ownership = ownership
+        self._update_timeout_s = update_timeout_s if math.isfinite(update_timeout_s) else None
         self._lock = asyncio.Lock()
         self.version: int | None = None
         self.digest: str | None = None
@@ -100,33 +107,47 @@ class Policy:
         async with self._lock:
             self._ownership.claim(owner)
             started = time.perf_counter()
-            staged: list[StageResult] = await self._engine.collective_rpc(
-                "stage_weights", args=(str(directory), version)
-            )
-            for result in staged:
-                if result["unreadable"] is not None:
-                    raise RequestError(
-                        507,
-                        f"version {self.version} keeps serving, as the storage failed: {result['unreadable']}",
-                        code=UNREADABLE,
-                    )
-            for result in staged:
-                if result["refused"] is not None:
-                    raise RequestError(
-                        409, f"weights refused, version {self.version} keeps serving: {result['refused']}"
-                    )
-            # Not AsyncLLM.pause_generation: it sleeps 20 ms after the engine has confirmed.
-            await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
-            self.num_updates += 1
-            digests: list[str | None] = await self._engine.collective_rpc("apply_weights")
-            await self._adopt(version, _agreed(digests))
-            if not self.paused:
-                await self._engine.resume_generation()
+            does(f"taking policy version {version}", bound_s=self._update_timeout_s, answers=False)
+            try:
+                await self._stage(directory, version)
+                # Not AsyncLLM.pause_generation: it sleeps 20 ms after the engine has confirmed.
+                await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+                self.num_updates += 1
+                digests: list[str | None] = await self._engine.collective_rpc("apply_weights")
+                await self._adopt(version, _agreed(digests))
+                if not self.paused:
+                    await self._engine.resume_generation()
+            finally:
+                does("serving")
             seconds = time.perf_counter() - started
         self._meter.weight_update(seconds)
         _log.info("serving policy version %d from %s after %.0f ms", version, directory, seconds * 1e3)
         assert self.digest is not None
         return UpdateResponse(version=version, digest=self.digest, seconds=seconds)
+
+    async def _stage(self, directory: Path, version: int) -> None:
+        """Have every worker read and check the weights, while the engine goes on.
+
+        Raises:
+            RequestError: 409, one refuses them; 507, it could not read them.
+        """
+        staged: list[StageResult | None] = await self._engine.collective_rpc(
+            "stage_weights", args=(str(directory), version)
+        )
+        while any(result is None for result in staged):
+            await asyncio.sleep(_STAGE_POLL_S)
+            staged = await self._engine.collective_rpc("staged_weights")
+        results = [result for result in staged if result is not None]
+        for result in results:
+            if result["unreadable"] is not None:
+                raise RequestError(
+                    507,
+                    f"version {self.version} keeps serving, as the storage failed: {result['unreadable']}",
+                    code=UNREADABLE,
+                )
+        for result in results:
+            if result["refused"] is not None:
+                raise RequestError(409, f"weights refused, version {self.version} keeps serving: {result['refused']}")
 
     async def _adopt(self, version: int, digest: str) -> None:
         await self._engine.update_weight_version(f"{version}{_LABEL_SEPARATOR}{digest}")

@@ -17,7 +17,7 @@ import re
 import signal
 import socket
 from argparse import Namespace
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 import uvicorn
@@ -38,6 +38,7 @@ from triad.config import InferenceConfig
 from triad.errors import ConfigError, InferenceError
 from triad.events import report
 from triad.owner import Owner
+from triad.process import is_ignored
 
 ENGINE_DIED_EXIT_CODE = 75
 # How vLLM names engine processes that a signal ended.
@@ -71,17 +72,25 @@ def serve(config: InferenceConfig, preflight: Preflight, *, owner: Owner | None 
     """
     args = parse_arguments(vllm_arguments(config, preflight.model_dir, preflight.tokenizer_dir))
     # Until the loop runs there is nothing to wind down; the engine ends with this process.
-    for number in (signal.SIGTERM, signal.SIGINT):
+    # SIGTERM is the launcher's way to end us, and never ignored.
+    signals = [signal.SIGTERM] if is_ignored(signal.SIGINT) else [signal.SIGTERM, signal.SIGINT]
+    for number in signals:
         signal.signal(number, lambda *_: os._exit(0))
     report("loading model", model=config.model.name)
     try:
-        return uvloop.run(_serve(config, args, preflight, owner))
+        return uvloop.run(_serve(config, args, preflight, owner, signals))
     except EngineDeadError:  # between its start and the first request
         _log.error("the engine died while it started (its log is above)")
         return ENGINE_DIED_EXIT_CODE
 
 
-async def _serve(config: InferenceConfig, args: Namespace, preflight: Preflight, owner: Owner | None) -> int:
+async def _serve(
+    config: InferenceConfig,
+    args: Namespace,
+    preflight: Preflight,
+    owner: Owner | None,
+    signals: Sequence[signal.Signals],
+) -> int:
     async with contextlib.AsyncExitStack() as stack:
         try:
             engine = await stack.enter_async_context(running_engine(args))
@@ -94,7 +103,7 @@ async def _serve(config: InferenceConfig, args: Namespace, preflight: Preflight,
         meter.watch(engine.engine_core)
         meter.register(REGISTRY)
         ownership = Ownership(config.server.lease_s, reserved=owner)
-        policy = Policy(engine, meter, ownership)
+        policy = Policy(engine, meter, ownership, update_timeout_s=config.server.update_timeout_s)
         if config.model.load == "auto":
             await _while_alive(engine, policy.adopt_initial())
         await _prove(engine)
@@ -126,14 +135,14 @@ async def _serve(config: InferenceConfig, args: Namespace, preflight: Preflight,
             )
         )
         vllm_app.state.server = server
-        return await _run(server, engine, sock=preflight.sock)
+        return await _run(server, engine, sock=preflight.sock, signals=signals)
 
 
-async def _run(server: _Server, engine: AsyncLLM, *, sock: socket.socket) -> int:
-    """Serve until a signal comes or the engine dies."""
+async def _run(server: _Server, engine: AsyncLLM, *, sock: socket.socket, signals: Sequence[signal.Signals]) -> int:
+    """Serve until one of `signals` comes or the engine dies."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in signals:
         loop.add_signal_handler(number, stopping.set)
     host, port = sock.getsockname()[:2]
     try:

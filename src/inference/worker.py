@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
@@ -31,6 +33,8 @@ from triad.process import die_with_parent
 
 LOAD_FORMAT = "triad"
 SWAP_FAILED_EXIT_CODE = 70
+# What takes no longer to read may hold up the engine: it costs no second question.
+_STAGE_AT_ONCE_S = 0.2
 
 # Below vLLM's own, which marks every line as the engine's: `triad.engine_log` finds the reason of a death by that.
 _log = logging.getLogger("vllm.inference.worker")
@@ -117,21 +121,44 @@ class PolicyWorker:
     _architecture: Architecture | None = None
     _base: BaseWeights | None = None
     _staged: CheckedWeights | None = None
+    _staging: Future[StageResult] | None = None
 
     def loaded_digest(self) -> str | None:
         """Digest of the weights that were loaded at the start; None with dummy weights."""
         return _loaded_digest
 
-    def stage_weights(self, directory: str, version: int) -> StageResult:
-        """Read and check the weights, or adapter, in `directory` beside the model, which goes on unchanged."""
+    def stage_weights(self, directory: str, version: int) -> StageResult | None:
+        """Read and check the weights, or adapter, in `directory` beside the model, which goes on unchanged.
+
+        Large ones are read in a thread, so that the engine goes on meanwhile: then the result is None, and that of
+        `staged_weights` sooner or later.
+        """
+        if self._staging is not None:
+            self._staging.exception()  # of an update that was given up
+        self._staging = Future()
+        thread = threading.Thread(target=self._stage, args=(Path(directory), version, self._staging), daemon=True)
+        thread.start()
+        thread.join(_STAGE_AT_ONCE_S)
+        return self.staged_weights()
+
+    def staged_weights(self) -> StageResult | None:
+        """Return what became of `stage_weights`; None while it goes on."""
+        assert self._staging is not None
+        return self._staging.result() if self._staging.done() else None
+
+    def _stage(self, directory: Path, version: int, told: Future[StageResult]) -> None:
         self._staged = None
         try:
-            self._staged = self._read(Path(directory), version)
+            self._staged = self._read(directory, version)
         except (DataError, ReadError, OSError) as error:
             if is_storage_failure(error):
-                return StageResult(digest=None, refused=None, unreadable=str(error))
-            return StageResult(digest=None, refused=str(error), unreadable=None)
-        return StageResult(digest=self._staged.digest, refused=None, unreadable=None)
+                told.set_result(StageResult(digest=None, refused=None, unreadable=str(error)))
+            else:
+                told.set_result(StageResult(digest=None, refused=str(error), unreadable=None))
+        except BaseException as error:  # noqa: BLE001 - told to who asks
+            told.set_exception(error)
+        else:
+            told.set_result(StageResult(digest=self._staged.digest, refused=None, unreadable=None))
 
     def _read(self, directory: Path, version: int) -> CheckedWeights:
         model_dir, dtype = Path(self.model_config.model), _engine_dtype(self.model_config)

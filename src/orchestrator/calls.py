@@ -11,7 +11,6 @@ import asyncio
 import inspect
 import site
 import sysconfig
-import time
 import traceback
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -21,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 from orchestrator.environment import SessionFull
+from triad.clock import awake_s
 from triad.errors import EnvironmentFailure, TriadError
 from triad.printable import printable
 
@@ -59,12 +59,12 @@ class Call:
         self._deadline = deadline
         self._num_sampling = 0
         self._own_s = 0.0
-        self._since = time.monotonic()
+        self._since = awake_s()
 
     @property
     def silent_s(self) -> float:
         """Seconds since it last heard from the engine, or began; 0 while the engine works."""
-        return 0.0 if self._num_sampling else time.monotonic() - self._since
+        return 0.0 if self._num_sampling else awake_s() - self._since
 
     @property
     def own_s(self) -> float:
@@ -75,7 +75,7 @@ class Call:
     def sampling(self) -> Iterator[None]:
         """While the engine samples for it, its clock stands still."""
         if self._num_sampling == 0:
-            self._own_s += time.monotonic() - self._since
+            self._own_s += awake_s() - self._since
             self._move_deadline(None)
         self._num_sampling += 1
         try:
@@ -83,7 +83,7 @@ class Call:
         finally:
             self._num_sampling -= 1
             if self._num_sampling == 0:
-                self._since = time.monotonic()
+                self._since = awake_s()
                 if self.timeout_s is not None:
                     loop = asyncio.get_running_loop()
                     self._move_deadline(loop.time() + max(0.0, self.timeout_s - self._own_s))

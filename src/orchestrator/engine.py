@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -15,6 +14,7 @@ from orchestrator.protocol import ModelList, PushedWeights, ServedWeights
 from orchestrator.transport import Transport, Unavailable, decode
 from orchestrator.weights import PublishedWeights
 from triad.errors import ConfigError, InferenceError
+from triad.heartbeat import Wait
 from triad.owner import Owner
 from triad.printable import printable
 from triad.same_model import same_model
@@ -77,14 +77,14 @@ class Engine:
         Raises:
             InferenceError: it did not within `ready_timeout_s`.
         """
-        deadline = time.monotonic() + self._ready_timeout_s
+        wait = Wait(self._ready_timeout_s)
         backoff_s = FIRST_BACKOFF_S
         while True:
             try:
                 await self._transport.get(self.url, "/health")
                 return
             except Unavailable as failure:
-                if time.monotonic() + backoff_s > deadline:
+                if wait.is_over():
                     raise InferenceError(
                         f"the inference server {self.url} did not become ready within {self._ready_timeout_s:g} s "
                         f"({self._key}.ready_timeout_s): {failure}. Is it running at this address?"

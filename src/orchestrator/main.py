@@ -24,15 +24,16 @@ from orchestrator.phase import phase
 from orchestrator.production import Production
 from orchestrator.publisher import Publisher
 from orchestrator.scheduler import StrictSchedule, find_start
-from orchestrator.silence import watching_calls
+from orchestrator.silence import beating, watching_calls
 from orchestrator.teacher import Teacher, connect_teacher
 from triad import events
 from triad.chat.files import load_tokenizer
+from triad.clock import awake_s
 from triad.config.orchestrator import OrchestratorConfig
 from triad.descriptors import allow_connections
 from triad.errors import ConfigError, EnvironmentFailure
 from triad.heartbeat import start_heartbeat
-from triad.process import die_with_launcher, run_reporting_errors, set_up_logging
+from triad.process import die_with_launcher, is_ignored, run_reporting_errors, set_up_logging
 from triad.run_dir import RunDir
 
 
@@ -62,6 +63,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
         return
 
     async with (
+        beating(bound_s=config.hang_timeout_s),
         connect_teacher(config, start.state) as teacher,
         _connect_policy(config, teacher) as client,
         Publisher(run_dir) as publisher,
@@ -137,6 +139,14 @@ def _resume_step(config: OrchestratorConfig) -> int | None:
     return step
 
 
+class PatientLoop(asyncio.SelectorEventLoop):
+    """An event loop whose deadlines stand still while the process is frozen: nobody could have met them."""
+
+    def time(self) -> float:
+        """Return the time that `call_later` and `asyncio.timeout` go by."""
+        return awake_s()
+
+
 async def run_until_stopped(config: OrchestratorConfig) -> None:
     """Run `orchestrate`; SIGTERM and SIGINT end it early and cleanly."""
     work = asyncio.ensure_future(orchestrate(config))
@@ -149,7 +159,8 @@ async def run_until_stopped(config: OrchestratorConfig) -> None:
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+        if number == signal.SIGTERM or not is_ignored(number):  # the launcher's way to end us is never ignored
+            loop.add_signal_handler(number, stop)
     try:
         await work
     except asyncio.CancelledError:
@@ -169,7 +180,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(config: OrchestratorConfig) -> None:
     try:
-        asyncio.run(run_until_stopped(config))
+        with asyncio.Runner(loop_factory=PatientLoop) as runner:
+            runner.run(run_until_stopped(config))
     except (SystemExit, KeyboardInterrupt) as error:
         # What is raised in a call of an environment is caught there. Its own tasks and callbacks end the event loop.
         raise EnvironmentFailure(

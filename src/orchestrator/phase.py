@@ -1,4 +1,4 @@
-"""Names the phase and the policy version in what the engines and the trainer do not do in time."""
+"""Names the phase and the policy version in what the engines and the trainer do not do in time, and in heartbeats."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from triad.errors import InferenceError
+from triad.heartbeat import moved
 
 
 @contextmanager
@@ -16,6 +17,7 @@ def phase(name: str, *, version: int | None = None) -> Iterator[None]:
         name: of the phase, such as `waiting for weights`.
         version: the policy version that it is about; None while there is none.
     """
+    moved(doing=name)
     try:
         yield
     except InferenceError as error:

@@ -8,6 +8,7 @@ from orchestrator.client import InferenceClient
 from orchestrator.environment import Completion
 from orchestrator.generations import GenerationLog
 from orchestrator.protocol import GenerateRequest
+from triad.heartbeat import moved
 
 # Engine, most tokens, prompt: sessions that agree on these can share a request.
 _Key = tuple[int, int, tuple[int, ...]]
@@ -84,6 +85,7 @@ class Sampler:
                 weights_digest=self._weights_digest,
             )
             choices = await self._client.generate(request, engine=engine)
+            moved()
             self._log.append(token_ids, max_tokens=max_tokens, seeds=seeds, completions=choices)
         except BaseException as error:
             for future in waiting.values():

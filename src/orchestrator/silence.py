@@ -3,7 +3,7 @@
 A thread looks every second. A call that awaits something else than the engine is named after `silent_s` seconds, and
 again whenever its silence has doubled. A call that blocks the event loop stops everybody's work, cannot be cancelled
 from outside, and hides from every deadline of asyncio: it is named in the same way, and when its `timeout_s` is over
-the process ends.
+the process ends, to be started again. The event loop beats for the launcher, which ends what else blocks it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import asyncio
 import os
 import sys
 import threading
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
 
 from orchestrator.calls import RUNNING, Call, place_of_frame, place_of_task
-from triad.errors import EnvironmentFailure
+from triad.clock import awake_s
+from triad.errors import STUCK, EnvironmentFailure
 from triad.events import report
+from triad.heartbeat import does, moved
 
 SILENT_S = 30.0
 _MOST_PERIOD_S = 1.0
@@ -36,6 +37,24 @@ def watching_calls(*, silent_s: float = SILENT_S) -> Iterator[None]:
         yield
     finally:
         watch.end()
+
+
+@asynccontextmanager
+async def beating(*, bound_s: float) -> AsyncIterator[None]:
+    """Have the event loop of this task beat each second; blocked for longer than `bound_s` it counts as stuck."""
+
+    async def beat() -> None:
+        while True:
+            await asyncio.sleep(_MOST_PERIOD_S)
+            moved(works=False)
+
+    does("its first steps", bound_s=bound_s)
+    beats = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        beats.cancel()
+        does("its end")
 
 
 class _Watch(threading.Thread):
@@ -74,7 +93,7 @@ class _Watch(threading.Thread):
         if self._answered.is_set():
             self._blocking = None
             self._answered.clear()
-            self._asked_at = time.monotonic()
+            self._asked_at = awake_s()
             try:
                 self._loop.call_soon_threadsafe(self._answered.set)
             except RuntimeError:  # the loop is closed
@@ -85,7 +104,7 @@ class _Watch(threading.Thread):
         if call is None or innermost is None or self._blocking not in (None, call):
             return None
         self._blocking = call
-        return call, innermost, time.monotonic() - self._asked_at
+        return call, innermost, awake_s() - self._asked_at
 
     def _tell(self, calls: Iterable[tuple[Call, float]], how: str, at: str | None = None) -> None:
         """Name the longest silence of every method of every environment, when it is time to."""
@@ -115,7 +134,7 @@ class _Watch(threading.Thread):
         # Nothing else can end this process in order: its main thread is where the environment is stuck.
         sys.stderr.write(f"error: {failure}\n")
         sys.stderr.flush()
-        os._exit(failure.exit_code)
+        os._exit(STUCK)
 
 
 def _call_in(frame: FrameType | None) -> Call | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
 import ssl
 import time
+from collections.abc import Coroutine
 from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
@@ -18,8 +20,11 @@ from triad.admin_token import read_admin_token
 from triad.arrays import decode_packed
 from triad.config.orchestrator import ClientConfig, ServersConfig
 from triad.errors import STORAGE_FAILED, InferenceError
+from triad.heartbeat import moved
 from triad.owner import OWNER_HEADER
 from triad.printable import printable
+
+_log = logging.getLogger("orchestrator")
 
 # A probe of a busy engine may take long; vLLM's own deadline for one is 20 s.
 PROBE_TIMEOUT_S = 30.0
@@ -111,22 +116,23 @@ class Transport:
 
         Raises:
             Unavailable: there was no connection, it broke, or the server failed, says that it is not ready or too
-                busy, or that it serves other weights; or it left a probe without an answer.
-            InferenceError: the server refused, took longer than `timeout_s`, or answers without an end; with the
-                exit code of a failed storage where it could not read the weights.
+                busy, or that it serves other weights; or it left a probe without an answer, or is not well after
+                `timeout_s`.
+            InferenceError: the server refused, or answers without an end; with the exit code of a failed storage
+                where it could not read the weights.
         """
         if self.run_id is not None:
             headers = {OWNER_HEADER: self.run_id, **(headers or {})}
         try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S if timeout_s is None else timeout_s):
-                pool = next(self._next_pool)
-                async with pool.stream(method, url + route, content=body, headers=headers) as answer:
-                    content = await _read(answer, most_bytes, what=f"{method} {url}{route}")
-        except TimeoutError:
-            reason = f"the inference server gave no answer to {method} {url}{route} within"
+            asking = self._ask(method, url + route, content=body, headers=headers, most_bytes=most_bytes)
             if timeout_s is None:
-                raise Unavailable(f"{reason} {PROBE_TIMEOUT_S:g} s") from None
-            raise InferenceError(f"{reason} {timeout_s:g} s ({self._key}.timeout_s)") from None
+                answer, content = await asyncio.wait_for(asking, PROBE_TIMEOUT_S)
+            else:
+                answer, content = await self._patiently(asking, f"{method} {url}{route}", url, timeout_s)
+        except TimeoutError:
+            raise Unavailable(
+                f"the inference server gave no answer to {method} {url}{route} within {PROBE_TIMEOUT_S:g} s"
+            ) from None
         except httpx.TransportError as error:
             raise Unavailable(f"{method} {route}: {type(error).__name__} {error}".rstrip()) from None
         if answer.is_success:
@@ -144,6 +150,38 @@ class Transport:
         if _code(content) == UNREADABLE:
             refused.exit_code = STORAGE_FAILED
         raise refused
+
+    async def _ask(
+        self, method: str, url: str, *, content: bytes | None, headers: dict[str, str] | None, most_bytes: int
+    ) -> tuple[httpx.Response, bytes]:
+        async with next(self._next_pool).stream(method, url, content=content, headers=headers) as answer:
+            return answer, await _read(answer, most_bytes, what=f"{method} {url}")
+
+    async def _patiently(
+        self, asking: Coroutine[None, None, tuple[httpx.Response, bytes]], what: str, url: str, timeout_s: float
+    ) -> tuple[httpx.Response, bytes]:
+        """Return the answer, however long it takes, as long as the server at `url` is well every `timeout_s` seconds.
+
+        Raises:
+            Unavailable: it is not.
+        """
+        task = asyncio.ensure_future(asking)
+        waited_s = 0.0
+        try:
+            while not (await asyncio.wait({task}, timeout=timeout_s))[0]:
+                waited_s += timeout_s
+                try:
+                    await self.get(url, "/health")
+                except (Unavailable, InferenceError) as error:
+                    raise Unavailable(
+                        f"the inference server gave no answer to {what} within {waited_s:g} s ({self._key}.timeout_s), "
+                        f"and is not well: {error}"
+                    ) from None
+                _log.warning("%s takes longer than %g s; the server is well: waiting on", what, waited_s)
+                moved()  # whoever waits for us shall do so, too
+            return task.result()
+        finally:
+            task.cancel()
 
 
 def decode(data: bytes, kind: type[_T], *, url: str) -> _T:

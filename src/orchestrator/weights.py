@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,8 @@ from pathlib import Path
 import msgspec
 
 from triad.canary import CANARY_NAME, Canary
-from triad.errors import CheckpointError, InferenceError
+from triad.errors import CheckpointError, WaitedInVain
+from triad.heartbeat import Wait
 from triad.journal import POLL_S
 from triad.manifest import MANIFEST_NAME, read_manifest
 from triad.run_dir import RunDir
@@ -86,14 +86,14 @@ async def wait_for_weights(
     Args:
         run_dir: where it appears.
         version: policy version.
-        timeout_s: give up after this long.
+        timeout_s: give up after so long in which nobody got anything done.
         check: called at each round; may raise.
 
     Raises:
-        InferenceError: it did not come in time.
+        WaitedInVain: it did not come in time.
         CheckpointError: it came, and is not what it should be.
     """
-    deadline = time.monotonic() + timeout_s
+    wait = Wait(timeout_s)
     path = run_dir.weights_of(version)
     while True:
         if path.exists():
@@ -104,8 +104,8 @@ async def wait_for_weights(
                 if path.exists():
                     raise
         check()
-        if time.monotonic() > deadline:
-            raise InferenceError(
+        if wait.is_over():
+            raise WaitedInVain(
                 f"the trainer published no {path} within {timeout_s:g} s (weights_timeout_s). Is it running? "
                 "Its log says what it is doing."
             )

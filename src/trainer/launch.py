@@ -24,7 +24,7 @@ from trainer.stop import SIGNALS, STOP_REQUEST
 from triad.config import DpoConfig, RewardTrainingConfig, SftConfig, TrainerConfig
 from triad.errors import RankLost, TriadError, is_storage_failure
 from triad.events import report
-from triad.heartbeat import start_heartbeat
+from triad.heartbeat import does, start_heartbeat
 from triad.import_path import protect_children
 from triad.process import (
     available_cores,
@@ -57,6 +57,8 @@ def _worker(program: str, config_path: str, parent: int) -> None:
     config = config_type.model_validate(tomli.loads(Path(config_path).read_text()))
     if config.ckpt is not None:
         STOP_REQUEST.listen()
+    if isinstance(config, TrainerConfig):
+        does("its start", bound_s=config.startup_timeout_s)
     module = importlib.import_module(module_name)
     try:
         run_reporting_errors(lambda: _run_rank(module, config))

@@ -29,8 +29,9 @@ from trainer.step import Stopwatch, step_metrics
 from trainer.stop import STOP_REQUEST
 from triad.config import TrainerConfig
 from triad.config.rl_trainer import JournalConfig
-from triad.errors import InferenceError
+from triad.errors import WaitedInVain
 from triad.events import report
+from triad.heartbeat import does
 from triad.journal import read_batch, wait_for
 from triad.metrics import read_metrics
 from triad.run_dir import RunDir
@@ -86,13 +87,17 @@ def _train(
     alerts = Alerts(config.alerts, history=read_metrics(run_dir.metrics) if parallel.is_main else ())
     stopwatch = Stopwatch()
     metrics: dict[str, float] = {}
+    first = progress.step + 1
 
     while progress.step < config.max_steps:
         step = progress.step + 1
+        does(f"its wait for batch {step}")
         with stopwatch.phase("wait_for_batch"):
             _wait_for_batch(run_dir, step, config)
         if saver.is_asked_to_stop():
             saver.stop(progress.step, metrics, ledger.attachments() | parts.attachments())
+        is_first = step == first
+        does(f"step {step}", bound_s=max(config.hang_timeout_s, config.startup_timeout_s * is_first))
         batch = read_batch(run_dir, step)
         ledger.accept(batch)
         # Rank 0 alone looks: others might find the weights pruned meanwhile, and then take another way.
@@ -101,6 +106,7 @@ def _train(
         num_tokens = sum(len(rollout.token_ids) for rollout in batch.rollouts)
         progress.advance(samples=len(batch.rollouts), tokens=num_tokens)
 
+        does(f"publishing and saving step {step}", bound_s=config.save_timeout_s)
         with stopwatch.phase("publish_weights"):
             publish(step)
         metrics = batch.metrics | learned | step_metrics(session, stopwatch, num_tokens=num_tokens)
@@ -112,6 +118,7 @@ def _train(
         kept = _prune_batches(session, config.journal) if committed else kept
         session.publisher.prune(_needed_weights([*kept, *saver.unsettled(), step], config.async_level))
 
+    does("finishing", bound_s=config.save_timeout_s)
     saver.wait()
     kept = _prune_batches(session, config.journal)
     session.publisher.prune(_needed_weights([*kept, progress.step], config.async_level))
@@ -152,7 +159,7 @@ def _wait_for_batch(run_dir: RunDir, step: int, config: TrainerConfig) -> None:
     """Wait for the batch of `step`, or for a signal. Every rank waits for itself: no collective can time out."""
     came = wait_for(run_dir.batch(step), timeout_s=config.batch_timeout_s, unless=STOP_REQUEST.signal_number)
     if not came and not STOP_REQUEST.signal_number():
-        raise InferenceError(
+        raise WaitedInVain(
             f"waiting for batches, policy version {step - 1}: the orchestrator published no batch {step} within "
             f"{config.batch_timeout_s:g} s. "
             "See the orchestrator's log, or raise trainer.batch_timeout_s."

@@ -17,10 +17,12 @@ from trainer.packing import MicroBatch
 from trainer.parallel import Parallel
 from trainer.session import Session
 from triad.errors import TrainingError
+from triad.heartbeat import moved
 
 
 def predict(policy: Policy, micro: MicroBatch, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return (log-probabilities, entropies) of the micro-batch's targets, each of shape (N,), in nats."""
+    moved()
     return policy(
         micro.input_ids_BL,
         micro.position_ids_BL,
@@ -41,10 +43,12 @@ class Stopwatch:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of the block to `time/<name>`."""
+        moved()
         begin = time.perf_counter()
         try:
             yield
         finally:
+            moved()
             key = f"time/{name}"
             self._seconds[key] = self._seconds.get(key, 0.0) + time.perf_counter() - begin
 

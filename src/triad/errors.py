@@ -11,6 +11,7 @@
     ├── TrainingError           the numbers went wrong (NaN loss)                  exit 3
     ├── RankLost                another rank of the trainer ended                  exit 1
     ├── Stopped                 a signal asked to stop; the step is saved          exit 128 + signal
+    ├── WaitedInVain            another process of the run made nothing in time    exit 6
     ├── SaveError               a checkpoint could not be written                  exit 3
     └── ProcessDied             a child process ended before its time              exit 1, or the 2, 3 or 5 of the child
 
@@ -20,7 +21,8 @@ ask for then did not land.
 Every message says what failed, the value received, what is allowed and what to do.
 Exit code 2 means: fix the input; nothing was trained, and nothing was started either unless the fault lies in the
 data or on a hub, which only the trainer reads. 3 means: it was running. 5 (`STORAGE_FAILED`),
-whatever the class: it was running and could not write or read its files.
+whatever the class: it was running and could not write or read its files. 6 (`STUCK`): it came no further;
+`rl` starts such a process again.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from collections.abc import Iterable
 
 NOT_SAVED = 4
 STORAGE_FAILED = 5
+STUCK = 6
 _STORAGE_ERRNOS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS),
     *(errno.ESTALE, errno.EREMOTEIO),  # of network filesystems
@@ -96,6 +99,12 @@ class InferenceError(TriadError):
 
 class TrainingError(TriadError):
     """Training cannot go on: the numbers went wrong."""
+
+
+class WaitedInVain(InferenceError):
+    """Another process of the run did not do its part in time, though nobody was healing it."""
+
+    exit_code = STUCK
 
 
 class SaveError(TriadError):

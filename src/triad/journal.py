@@ -16,6 +16,7 @@ import xxhash
 
 from triad import durable
 from triad.errors import CheckpointError, ReadError
+from triad.heartbeat import Wait
 from triad.manifest import FileEntry, Manifest, verify, write_manifest
 from triad.messages import Batch, Dropped, decode_batch, encode_batch
 from triad.run_dir import RunDir
@@ -158,17 +159,17 @@ def wait_for(
     check: Callable[[], None] | None = None,
     unless: Callable[[], object] | None = None,
 ) -> bool:
-    """Wait until `path` exists; return whether it came within `timeout_s` seconds.
+    """Wait until `path` exists; return whether it came before nothing else happened for `timeout_s` seconds.
 
     A run directory may lie on a shared filesystem, where no notification crosses machines, so
     this asks every few milliseconds. `check` is called at each round and may raise; the wait
     ends early when `unless` returns something true.
     """
-    deadline = time.monotonic() + timeout_s
+    wait = Wait(timeout_s)
     while not path.exists():
         if check is not None:
             check()
-        if time.monotonic() > deadline or (unless is not None and unless()):
+        if wait.is_over() or (unless is not None and unless()):
             return False
         time.sleep(POLL_S)
     return True

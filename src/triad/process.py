@@ -69,20 +69,28 @@ def heavy_imports() -> Iterator[None]:
         gc.enable()
 
 
+def is_ignored(number: signal.Signals) -> bool:
+    """Whether a parent had this process ignore the signal, as `nohup` does: then it stays ignored."""
+    return signal.getsignal(number) is signal.SIG_IGN
+
+
 class _LossyFile(io.FileIO):
-    """Drops what a full disk cannot take."""
+    """Drops what a full disk cannot take, and what nobody reads any more."""
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            if not is_storage_failure(error):
+            if not is_storage_failure(error) and not isinstance(error, BrokenPipeError):
                 raise
             return memoryview(data).nbytes
 
 
 def make_output_lossy() -> None:
-    """Let stdout and stderr drop what their disk cannot take: no process ends, or changes its exit code, by that."""
+    """Let stdout and stderr drop what their disk cannot take, and what nobody reads any more (`| tee log` that died).
+
+    No process ends, or changes its exit code, by that.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         buffer = getattr(stream, "buffer", None)

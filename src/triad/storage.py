@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import time
 from pathlib import Path
 
+from triad.clock import awake_s
 from triad.run_dir import RunDir
 
 _FIRST_DELAY_S = 1.0
@@ -31,7 +31,7 @@ class Patience:
         The time begins anew when a step was trained for the first time since the last failure: room for
         something is found again and again, so waiting helps.
         """
-        now = time.monotonic()
+        now = awake_s()
         if step > self._step:
             self._since_s, self._step, self._failures = now, step, 0
         left_s = self._since_s + self.timeout_s - now

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from triad.process import LAUNCHER_ENV
+from triad.process import LAUNCHER_ENV, is_ignored
 
 REFRESH_S = 0.1
 STOP_TIMEOUT_S = 10.0
@@ -75,7 +75,8 @@ class Supervisor:
     def __enter__(self) -> Supervisor:
         signal.set_wakeup_fd(self._sender.fileno())
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            signal.signal(number, self._note_signal)
+            if not is_ignored(number):
+                signal.signal(number, self._note_signal)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         return self
 

@@ -23,10 +23,9 @@ from triad import durable
 from triad.config.trainer import TrainingCommand
 from triad.console import Console
 from triad.engine_log import engine_failure
-from triad.errors import NOT_SAVED, STORAGE_FAILED, ProcessDied, ReadError, TriadError, is_storage_failure
+from triad.errors import NOT_SAVED, STORAGE_FAILED, STUCK, ProcessDied, ReadError, TriadError, is_storage_failure
 from triad.events import EVENTS_ENV, PROCESS_ENV
-from triad.heartbeat import HEARTBEAT_ENV, PROBE_PERIOD_S, Vitals
-from triad.process import make_output_lossy
+from triad.heartbeat import HEALING_NAME, HEARTBEAT_ENV, PROBE_PERIOD_S, Vitals, place_of_beats
 from triad.restarts import Restarts
 from triad.resume import Attempt
 from triad.run_dir import RunDir
@@ -82,18 +81,15 @@ def watch(plan: Plan, healing: Healing | None = None) -> int:
     Raises:
         ProcessDied: one of them ended before its time and was not to be started again.
     """
-    make_output_lossy()
     run_dir = plan.attempt.run_dir
     timeout_s = healing.heartbeat_timeout_s if healing else math.inf
-    vitals = {
-        name: Vitals(
-            run_dir.heartbeat(name), plan.health_urls.get(name), probe_period_s=min(PROBE_PERIOD_S, timeout_s / 4)
-        )
-        for name in plan.commands
-    }
-    with Supervisor() as supervisor:
+    period_s = min(PROBE_PERIOD_S, timeout_s / 4)
+    with place_of_beats(run_dir.path) as beats, Supervisor() as supervisor:
+        vitals = {
+            name: Vitals(beats / name, plan.health_urls.get(name), probe_period_s=period_s) for name in plan.commands
+        }
         while True:
-            outcome = _Watcher(plan, supervisor, healing, vitals).run()
+            outcome = _Watcher(plan, supervisor, healing, vitals, beats).run()
             if isinstance(outcome, int):
                 return outcome
             plan = outcome
@@ -102,7 +98,9 @@ def watch(plan: Plan, healing: Healing | None = None) -> int:
 class _Watcher:
     """Watches one attempt."""
 
-    def __init__(self, plan: Plan, supervisor: Supervisor, healing: Healing | None, vitals: dict[str, Vitals]) -> None:
+    def __init__(
+        self, plan: Plan, supervisor: Supervisor, healing: Healing | None, vitals: dict[str, Vitals], beats: Path
+    ) -> None:
         self._plan = plan
         self._supervisor = supervisor
         self._healing = healing
@@ -111,6 +109,9 @@ class _Watcher:
         self._run_dir = plan.attempt.run_dir
         self._logs = self._run_dir.logs(plan.attempt.number)
         self._vitals = vitals
+        self._beats = beats
+        self._killed: set[int] = set()
+        self._stuck: dict[int, str] = {}
         self._console = Console(
             metrics=self._run_dir.metrics,
             events=self._logs / "events.jsonl",
@@ -140,13 +141,14 @@ class _Watcher:
     def _start(self) -> None:
         """Start what does not run yet; an inference server outlives an attempt."""
         self._logs.mkdir(parents=True, exist_ok=True)
+        self._tell_of_healing()
         for name, argv in self._plan.commands.items():
             if any(child.name == name and child.process.poll() is None for child in self._supervisor.children):
                 continue
             environment = {
                 EVENTS_ENV: str(self._logs / "events.jsonl"),
                 PROCESS_ENV: name,
-                HEARTBEAT_ENV: str(self._run_dir.heartbeat(name)),
+                HEARTBEAT_ENV: str(self._beats / name),
             }
             self._vitals[name].forget()
             self._supervisor.start(
@@ -171,6 +173,7 @@ class _Watcher:
         if child.name == "orchestrator":
             clear_unpublished(self._run_dir)
         self._vitals[child.name].forget()
+        self._tell_of_healing()
         child.environment[EVENTS_ENV] = str(self._logs / "events.jsonl")  # it may be of an earlier attempt
         self._supervisor.restart(child)
 
@@ -179,10 +182,29 @@ class _Watcher:
         if self._healing is None:
             return
         for child in self._supervisor.children:
-            silent_s = self._vitals[child.name].silent_s()
-            if silent_s > self._healing.heartbeat_timeout_s and child.process.poll() is None:
+            vitals = self._vitals[child.name]
+            silent_s = vitals.silent_s()
+            if child.process.poll() is not None or child.process.pid in self._killed:
+                continue
+            if silent_s > self._healing.heartbeat_timeout_s:
                 self._console.say(f"{child.name} has shown no sign of life for {silent_s:.0f} s: killing it")
-                self._supervisor.kill(child)
+            elif (stuck := vitals.stuck()) is not None:
+                who = f"{child.name} ({stuck.part})" if stuck.part else child.name
+                self._stuck[child.process.pid] = f"{who} came no further in {stuck.doing}"
+                self._console.say(f"{who} has come no further for {stuck.seconds:.0f} s in {stuck.doing}: killing it")
+            else:
+                continue
+            self._killed.add(child.process.pid)  # once: where its storage hangs, it takes its time to end
+            self._supervisor.kill(child)
+
+    def _refresh_waiting(self) -> None:
+        """Show what goes on while something is waited for, which nobody else shall mind."""
+        self._console.refresh()
+        self._tell_of_healing()
+
+    def _tell_of_healing(self) -> None:
+        """Make those who wait for another process go on waiting, see `heartbeat.Wait`."""
+        (self._beats / HEALING_NAME).touch()
 
     def _bring_back(self, child: Child) -> Child | Plan | int | None:
         """Start a dead child again, after the delay that its death asks for; return what became of the run then.
@@ -236,7 +258,7 @@ class _Watcher:
             f"waiting for storage: {reason}. {path} has {free_bytes:,} bytes free: make room or mend it, and the run "
             f"goes on by itself (next try in {delay_s:g} s)"
         )
-        return self._supervisor.pause(delay_s, self._console.refresh)
+        return self._supervisor.pause(delay_s, self._refresh_waiting)
 
     def _wait_to_restart(self, child: Child) -> int | None:
         """Wait out the delay before `child` is started again; return the number of a signal that came meanwhile.
@@ -245,15 +267,26 @@ class _Watcher:
             ProcessDied: it is not to be started again.
         """
         failure = _engine_failure(child)
-        comes_again = self._restarts.comes_again(child.name, failure, step=self._console.last_step)
-        delay = None if comes_again else self._restarts.delay_s(child.name, child.process.returncode)
+        step = self._console.last_step
+        comes_again = self._restarts.comes_again(child.name, failure, step=step)
+        is_stuck = child.process.pid in self._stuck or child.process.returncode == STUCK
+        code = child.process.returncode if not self._died_starting_again(child) else 1
+        delay = None if comes_again else self._restarts.delay_s(child.name, code, stuck_at=step if is_stuck else None)
         if delay is None:
             self._supervisor.stop()
             raise self._death(child)
         used, limit = self._restarts.used(child.name), self._restarts.limit
         reason = f" ({failure.splitlines()[0]})" if failure else ""
         self._console.say(f"{child.name} {_how_it_ended(child)}{reason}: starting it again (restart {used} of {limit})")
-        return self._supervisor.pause(delay, self._console.refresh)
+        return self._supervisor.pause(delay, self._refresh_waiting)
+
+    def _died_starting_again(self, child: Child) -> bool:
+        """Whether it is a server that once was well and could not start again: of the memory or the port of the dead.
+
+        That it tells an error, which an earlier one would have told as well, does not mean that it comes again.
+        """
+        vitals = self._vitals[child.name]
+        return child.is_service and vitals.was_well and not vitals.is_well
 
     def _death(self, child: Child) -> ProcessDied:
         reason = error_message(child.log)
@@ -264,14 +297,16 @@ class _Watcher:
             error = ProcessDied(f"{child.name}: {said}\n       {indented}\n       log: {child.log}")
         elif reason is not None:
             error = ProcessDied(f"{child.name}: {reason}\n       log: {child.log}")
+        elif child.process.pid in self._stuck:
+            error = ProcessDied(f"{self._stuck[child.process.pid]}\n       log: {child.log}")
         else:
             tail = last_lines(child.log)
             error = ProcessDied(f"{child.name} {_how_it_ended(child)}; the last lines of {child.log}:\n{tail}")
         used = self._restarts.used(child.name)
         if used:
-            error.args = (f"{error}\n       it was started again {used} times in {self._restarts.window_s:g} s",)
+            error.args = (f"{error}\n       it was started again {used} times{self._restarts.over(child.name)}",)
         code = child.process.returncode
-        error.exit_code = code if code in (2, 3, STORAGE_FAILED) else 1
+        error.exit_code = 3 if code == STUCK else code if code in (2, 3, STORAGE_FAILED) else 1
         return error
 
     def _signal_taken_by(self, child: Child) -> int | None:

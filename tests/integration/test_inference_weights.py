@@ -268,3 +268,23 @@ def test_without_weights_the_server_is_healthy_and_waits(tmp_path: Path) -> None
     finally:
         client.http.close()
         assert client.server.terminate() == 0
+
+
+def test_the_engine_goes_on_while_weights_are_read(client: Client, tmp_path: Path) -> None:
+    """However long that takes: here until somebody writes what the server reads."""
+    client.push(client.models / "a")
+    slow = tmp_path / "slow"
+    shutil.copytree(client.models / "b", slow)
+    listing = Manifest(kind="weights", step=0, policy_version=client.version + 1, files=describe_files(slow))
+    write_manifest(slow, listing)
+    whole = (slow / "manifest.json").read_bytes()
+    (slow / "manifest.json").unlink()
+    os.mkfifo(slow / "manifest.json")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        pushed = pool.submit(client.push, slow)
+        with open(slow / "manifest.json", "wb") as pipe:  # it is being read now
+            assert client.http.get("/health").json()["status"] == "ok"
+            _assert_logprobs(client.models / "a", client.generate())
+            pipe.write(whole)
+        assert pushed.result().status_code == 200, pushed.result().text
+    _assert_logprobs(client.models / "b", client.generate())

@@ -8,6 +8,7 @@ difference between two runs shows in every later batch.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import socket
@@ -52,7 +53,8 @@ def sample(prompt: list[int], seed: int, *, digest: str, max_tokens: int) -> tup
 class FakeEngine:
     """One inference server. Set the `lie_` and `fail_` fields, `alter` or `on_generate`, to misbehave.
 
-    `on_generate` is called behind the check of the request, as if something happened while it is answered.
+    `on_generate` is called behind the check of the request, as if something happened while it is answered. What it
+    awaits keeps nobody else waiting.
     `intercept` gets the number of each generation request, and may answer it in place of the engine.
     """
 
@@ -77,7 +79,7 @@ class FakeEngine:
     forget_weights: bool = False
     requests: list[dict[str, Any]] = field(default_factory=list)
     pushed: list[int] = field(default_factory=list)
-    on_generate: Callable[[int], None] | None = None
+    on_generate: Callable[[int], object] | None = None
     alter: Callable[[dict[str, Any]], None] | None = None
     intercept: Callable[[int], Response | None] | None = None
     arrived: list[float] = field(default_factory=list)
@@ -154,7 +156,9 @@ class FakeEngine:
                 return JSONResponse({"error": "the request is for other weights", "code": "other_weights"}, 409)
             self.requests.append(body)
             if self.on_generate is not None:
-                self.on_generate(len(self.requests))
+                happening = self.on_generate(len(self.requests))
+                if inspect.isawaitable(happening):
+                    await happening
             return Response(json.dumps(self._answer(body)), media_type="application/json")
 
         return app

@@ -76,7 +76,7 @@ def test_a_process_that_never_beats_is_silent_after_a_time_for_its_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr("triad.heartbeat.awake_s", lambda: now)
     vitals = Vitals(tmp_path / "heartbeats" / "orchestrator")
     now += 30
     assert vitals.silent_s() == 0

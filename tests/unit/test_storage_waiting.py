@@ -6,7 +6,6 @@ import errno
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -148,7 +147,7 @@ def test_a_torn_line_is_passed_over(tmp_path: Path) -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Return a function that lets seconds pass."""
     now = 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr("triad.storage.awake_s", lambda: now)
 
     def pass_s(seconds: float) -> None:
         nonlocal now

@@ -18,7 +18,8 @@ _INDEX = re.compile(r"\[\d+\]")
 
 FREE = frozenset({
     "output_dir", "dry_run", "clean", "ckpt", "max_steps",
-    "parallel", "val_interval", "batch_timeout_s", "alerts", "journal", "mismatch_limit", "sampler_dtype",
+    "parallel", "val_interval", "alerts", "journal", "mismatch_limit", "sampler_dtype",
+    "batch_timeout_s", "hang_timeout_s", "startup_timeout_s", "save_timeout_s",
     "client", "weights_timeout_s", "environments[].timeout_s",
     "teacher.urls", "teacher.timeout_s", "teacher.ready_timeout_s", "teacher.max_concurrency",
     "server", "engine.threads", "engine.max_num_seqs", "engine.kv_cache_bytes", "engine.gpu_memory_utilization",

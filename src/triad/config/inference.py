@@ -39,6 +39,9 @@ class ServerConfig(Section):
     health_timeout_s: float = Field(default=20.0, gt=0)
     """An engine that answers a probe later than this is reported as failing by `/health`."""
 
+    update_timeout_s: float = Field(default=1800.0, gt=0)
+    """An engine that needs longer than this to take new weights counts as hung; meanwhile nobody asks it how it is."""
+
     lease_s: float = Field(default=90.0, gt=0)
     """A run that pushes weights owns the server until it ends, or is silent for this long: then another may
     push its own. The server that `rl` starts itself stays its own."""

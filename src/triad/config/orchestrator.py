@@ -95,7 +95,7 @@ class ServersConfig(Section):
     """Base URL of every engine; requests are spread over them."""
 
     timeout_s: float = Field(default=600.0, gt=0)
-    """Deadline of one generation request."""
+    """A request that has no answer after this long is waited for on, as long as its server is well."""
 
     ready_timeout_s: float = Field(default=900.0, gt=0)
     """How long to wait for the servers to answer at the start."""
@@ -171,7 +171,11 @@ class OrchestratorConfig(Command):
     """A teacher for distillation; unset: none."""
 
     weights_timeout_s: float = Field(default=1800.0, gt=0)
-    """Give up when the trainer publishes no weights for this long."""
+    """Give up when the trainer publishes no weights, and nobody gets anything else done, for this long."""
+
+    hang_timeout_s: float = Field(default=900.0, gt=0)
+    """An event loop that something blocks for this long counts as hung. What an environment does within its `timeout_s`
+    is ended by that, if it is shorter."""
 
     ckpt: CkptConfig | None = None
     """Only `resume_step`, and `verify` while it is looked up, matter here: the trainer commits the checkpoints."""

@@ -95,7 +95,16 @@ class TrainerConfig(TrainingCommand):
     """Batch N is made by the weights of step N - 1 - async_level; weights are kept that long."""
 
     batch_timeout_s: float = Field(default=1800.0, gt=0)
-    """Give up when the orchestrator publishes no batch for this long."""
+    """Give up when the orchestrator publishes no batch, and nobody gets anything else done, for this long."""
+
+    hang_timeout_s: float = Field(default=1200.0, gt=0)
+    """A rank that comes no further within a step for this long, from one micro-batch to the next, counts as hung."""
+
+    startup_timeout_s: float = Field(default=7200.0, gt=0)
+    """The same until the end of the first step: loading, and compiling where that is on."""
+
+    save_timeout_s: float = Field(default=7200.0, gt=0)
+    """The same while weights are published and checkpoints saved."""
 
     @property
     def numerics(self) -> DType:

@@ -57,7 +57,7 @@ class ParallelConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA where there is one."""
 
-    collective_timeout_s: float = Field(default=600.0, gt=0)
+    collective_timeout_s: float = Field(default=1800.0, gt=0)
     """A collective that takes longer than this fails, and names itself."""
 
 

@@ -1,0 +1,42 @@
+"""A real run whose trainer comes no further in a loss of the user's own: named, killed, started again, the same end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import UsedServer
+from tests.rl_runs import RlRun, assert_same, complete, outcome
+
+_LOSS = """
+import os
+import time
+from pathlib import Path
+
+def loss(data):
+    once = Path(os.environ["STUCK_ONCE"])
+    if not once.exists() and (once.parent / "run" / "weights" / "step_3").exists():
+        once.touch()
+        time.sleep(3600)
+    return -(data.weights_N * data.advantages_N * data.logprobs_N).sum(), {}
+"""
+
+
+@pytest.mark.slow
+def test_a_loss_that_never_returns_costs_a_restart(rl_server: UsedServer, tmp_path: Path) -> None:
+    (tmp_path / "stuck_loss.py").write_text(_LOSS)
+    once = tmp_path / "once"
+    environment = {"PYTHONPATH": str(tmp_path), "STUCK_ONCE": str(once)}
+    flags = (*rl_server.flags, "--max-steps", "6", "--ckpt.interval", "2", "--trainer.hang-timeout-s", "15")
+    flags = (*flags, "--trainer.loss.type", "stuck_loss:loss")
+    with RlRun(tmp_path / "straight", *flags, environment=environment) as run:
+        straight = complete(run)
+    assert straight.exit_code == 0, straight.output
+    with RlRun(tmp_path / "run", *flags, environment=environment) as run:
+        run.wait_for_match(r"trainer \(rank 0\) has come no further for \d+ s in step \d: killing it")
+        healed = complete(run)
+    assert once.exists()
+    assert healed.exit_code == 0, healed.output
+    assert not healed.survivors
+    assert_same(outcome(healed.run_dir, 6), outcome(straight.run_dir, 6))
