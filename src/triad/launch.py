@@ -26,7 +26,7 @@ from triad.resume import Attempt, prepare, with_resume, write_config
 from triad.run_dir import RunDir, resolve_resume_step
 from triad.servers import address_of, chosen_servers, picks_its_port
 from triad.storage import Patience
-from triad.watch import Healing, Plan, watch
+from triad.watch import Healing, Plan, clear_unpublished, watch
 
 
 def launch_training(program: str, config: TrainingCommand) -> int:
@@ -87,6 +87,9 @@ def launch_orchestrator(config: OrchestratorConfig) -> int:
     """Become the orchestrator of a run whose trainer is started elsewhere."""
     check_orchestrator(config)
     run_dir = RunDir(config.output_dir)
+    if not config.dry_run:
+        run_dir.lock_orchestrator(over_exec=True)
+        clear_unpublished(run_dir)
     ckpt = config.ckpt or CkptConfig()
     if ckpt.resume_dir is not None:
         raise ConfigError(

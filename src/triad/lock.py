@@ -62,19 +62,23 @@ class Holder:
         return f"process {self.pid}" + ("" if self.host == socket.gethostname() else f" on {self.host}")
 
 
-def take(path: Path) -> Holder | None:
+def take(path: Path, *, over_exec: bool = False) -> Holder | None:
     """Take the lock `path` for as long as this process and the children that it forks live.
 
     A lock whose holder was killed is waited for while what it started ends.
+
+    Args:
+        over_exec: keep it when this process becomes another program.
 
     Returns:
         None, or who has it
 
     Raises:
-        OSError: the file cannot be opened or locked.
-        RunDirError: the processes of a holder that was killed do not end.
+        OSError: the file cannot be opened.
+        RunDirError: it lies where nothing can be locked, or the processes of a holder that was killed do not end.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    os.set_inheritable(descriptor, over_exec)
     deadline = time.monotonic() + _DYING_S
     while True:
         try:
@@ -92,6 +96,9 @@ def take(path: Path) -> Holder | None:
                     f"within {_DYING_S:g} s. Find it with `fuser {path}`, and stop it."
                 ) from None
             time.sleep(_LOOK_AGAIN_S)
+        except OSError as error:
+            os.close(descriptor)
+            raise _without_locks(path, error) from error
     # Never closed: the lock lasts as long as the process, whatever becomes of the objects in it.
     Holder.me().write(descriptor)
     return None
@@ -108,10 +115,20 @@ def is_held(path: Path) -> bool:
     except BlockingIOError:
         holder = Holder.read(descriptor)
         return holder is None or not holder.is_dead
+    except OSError as error:
+        raise _without_locks(path, error) from error
     else:
         return False
     finally:
         os.close(descriptor)
+
+
+def _without_locks(path: Path, error: OSError) -> RunDirError:
+    return RunDirError(
+        f"{path} cannot be locked: {error.strerror}. Two runs could write into one directory unnoticed, so it takes a "
+        "filesystem with flock: mount Lustre with -o flock and NFS with its lock service, or choose a directory "
+        "elsewhere with --output-dir."
+    )
 
 
 def _boot_id() -> str:

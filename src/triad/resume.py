@@ -6,7 +6,7 @@ Nothing in the run directory is touched before everything that can be refused ha
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -101,6 +101,8 @@ def prepare(
     _refuse_contradictions(ckpt, clean=clean)
     if not dry_run and not again:  # then this process holds the lock
         run_dir.lock()
+        if orchestrator is not None:
+            run_dir.lock_orchestrator()
     async_level = trainer.async_level if isinstance(trainer, TrainerConfig) else 0
     # A store that is away must not keep a run from going on that has all it needs here.
     asks_store = ckpt.dir is not None and not dry_run and not (again and _newest_is_whole(run_dir, ckpt.verify))
@@ -114,14 +116,18 @@ def prepare(
             check_warm_start(ckpt.weights_only, trainer.model, how=ckpt.verify)
     _check_fits(attempt, trainer)
     if not dry_run:
+        lives = orchestrator is None and run_dir.has_orchestrator()  # one that was started by hand, as this trainer
         try:
+            last_batch = None if clean else _last_batch(attempt, ckpt, trainer, orchestrator)
+            if lives:
+                _refuse_to_leave_it_behind(attempt, last_batch, clean=clean)
             if clean:
                 run_dir.remove_run()
             run_dir.require_writable()
             if again:
                 # They will be published again, bit for bit: many deaths must not fill the disk with copies.
                 run_dir.remove_weights_after(attempt.resume_step or 0)
-            _settle(attempt, how=ckpt.verify, last_batch=_last_batch(attempt, ckpt, trainer, orchestrator))
+            _settle(attempt, how=ckpt.verify, last_batch=last_batch, of_batches=not lives)
         except OSError as error:
             raise RunDirError(
                 f"{run_dir.path} could not be prepared: {error}. No committed checkpoint is lost: mend the storage "
@@ -131,6 +137,19 @@ def prepare(
             url, step = ckpt.dir, attempt.resume_step or 0
             _with_store(lambda: set_aside_after(url, step), again=again)
     return attempt
+
+
+def _refuse_to_leave_it_behind(attempt: Attempt, last_batch: int | None, *, clean: bool) -> None:
+    """Refuse to set batches aside that a living orchestrator has made: it would never make them again."""
+    run_dir, step = attempt.run_dir, attempt.resume_step or 0
+    kept = step if last_batch is None else last_batch
+    superseded = [batch for batch in run_dir.published_batches() if batch > kept]
+    if superseded or attempt.fork is not None or (clean and run_dir.holds_run()):
+        raise RunDirError(
+            f"an orchestrator runs in {run_dir.path} and goes on behind the batches that it has made, and this start "
+            f"supersedes {f'batch {superseded[0]} and what follows' if superseded else 'what is there'}. Stop it, then "
+            "start the trainer and after it the orchestrator, with the same step."
+        )
 
 
 def _with_store(action: Callable[[], S], *, again: bool) -> S | None:
@@ -296,22 +315,28 @@ def _last_batch(
     up to the resumed step still hold; those of later versions do not, because these weights come
     out differently now. That damaged checkpoints were skipped changes nothing about it.
 
+    A trainer that is started by hand knows no orchestrator's settings: the one that made the batches makes the next
+    ones, too, or whoever started another one did not clear them.
+
     Who asks for an older step by number while there are later ones wants to do them again (with
     another environment, say, whose code is no setting): then nothing of the journal is kept.
     """
     run_dir, step = attempt.run_dir, attempt.resume_step or 0
-    if orchestrator is None or attempt.fork is not None:
+    if attempt.fork is not None or not isinstance(trainer, TrainerConfig):
         return None
     steps = _steps_there(run_dir)
     if ckpt.resume_step not in ("latest", "auto", -1) and steps and steps[-1] > step:
         return None
-    previous = _last_started(run_dir, attempt.number)
-    if previous is None:
+    names = ("trainer", "orchestrator") if orchestrator is not None else ("trainer",)
+    previous = _last_started(run_dir, attempt.number, names)
+    if previous is None and orchestrator is not None:
         return None
     try:
-        if not makes_same_batches(read_toml(OrchestratorConfig, previous / "orchestrator.toml"), orchestrator):
-            return None
-        before = read_toml(TrainerConfig, previous / "trainer.toml")
+        if orchestrator is not None and previous is not None:
+            before = read_toml(OrchestratorConfig, previous / "orchestrator.toml")
+            if not makes_same_batches(before, orchestrator):
+                return None
+        before = read_toml(TrainerConfig, previous / "trainer.toml") if previous is not None else trainer
         same_weights = fingerprint(before) == fingerprint(trainer)
     except ConfigError:  # it was written by another version
         return None
@@ -347,22 +372,22 @@ def _warm_start(config: TrainingCommand) -> Path | None:
     return path and path.resolve()
 
 
-def _last_started(run_dir: RunDir, number: int) -> Path | None:
+def _last_started(run_dir: RunDir, number: int, names: Sequence[str]) -> Path | None:
     """Return the configurations of the newest attempt before `number` that may have started a process.
 
     A launcher that was killed before it had written them all has started nothing, so changed nothing.
     """
     for earlier in range(number - 1, 0, -1):
         directory = run_dir.configs(earlier)
-        if all((directory / f"{name}.toml").exists() for name in ("trainer", "orchestrator")):
+        if all((directory / f"{name}.toml").exists() for name in names):
             return directory
     return None
 
 
-def _settle(attempt: Attempt, *, how: Verification, last_batch: int | None) -> None:
+def _settle(attempt: Attempt, *, how: Verification, last_batch: int | None, of_batches: bool) -> None:
     """Bring the directory into the state that the attempt starts from, and say what that changed."""
     run_dir, number = attempt.run_dir, attempt.number
-    for path in run_dir.clear_leftovers():
+    for path in run_dir.clear_leftovers(of_batches=of_batches):
         print(f"removed {path.relative_to(run_dir.path)}: it was never committed")
     if attempt.fork is not None or not run_dir.holds_run():
         run_dir.create(forked_from=attempt.fork.origin if attempt.fork else None)

@@ -1,7 +1,8 @@
 """The run directory: every path of a run, and which process may touch it.
 
 run.json                 run id, creation time, and the checkpoint of another run that it began with
-run.lock                 held by the launcher while the run is going
+run.lock                 held by the launcher while the run is going, or by a trainer started by hand
+orchestrator.lock        held by the launcher of `rl`, or by an orchestrator started by hand
 configs/attempt_K/       the resolved TOML of every process
 checkpoints/step_N/      trainer/, orchestrator/, manifest.json (written last: the commit)
 rollouts/step_N/         the batch that step N trains on, and the orchestrator's state after it
@@ -9,7 +10,6 @@ rollouts/generations_N.log  finished generations of batch N while it is being ma
 weights/step_N/          what inference serves (Hugging Face layout)
 metrics.jsonl            one JSON object per step
 reference_logprobs.npz   what the reference of a preference run says about each pair
-heartbeats/              touched by every process every second
 logs/attempt_K/          one log per process, and events.jsonl (phases)
 discarded/attempt_K/     what a resume from an older step superseded, and damaged checkpoints
 """
@@ -89,10 +89,6 @@ class RunDir:
         """Directory of the logs of one attempt."""
         return self.path / "logs" / f"attempt_{attempt}"
 
-    def heartbeat(self, process: str) -> Path:
-        """What a process touches to show that it lives; its parts add to the name."""
-        return self.path / "heartbeats" / process
-
     def discarded(self, attempt: int) -> Path:
         """Where attempt `attempt` put what it superseded."""
         return self.path / "discarded" / f"attempt_{attempt}"
@@ -146,18 +142,41 @@ class RunDir:
         Raises:
             RunDirError: another process holds it, or it cannot be written.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            holder = lock.take(self.path / "run.lock")
-        except OSError as error:
-            raise RunDirError(
-                f"{self.path} cannot be a run directory: {error}. Choose another with --output-dir."
-            ) from None
+        holder = self._take("run.lock")
         if holder is not None:
             raise RunDirError(
                 f"{self.path} is in use by another run ({holder}). Wait for it, stop it, or choose another directory "
                 "with --output-dir."
             )
+
+    def lock_orchestrator(self, *, over_exec: bool = False) -> None:
+        """Be the one that makes batches here, by this process or what it starts.
+
+        Args:
+            over_exec: this process becomes the orchestrator.
+
+        Raises:
+            RunDirError: another one makes them.
+        """
+        holder = self._take("orchestrator.lock", over_exec=over_exec)
+        if holder is not None:
+            raise RunDirError(
+                f"{self.path} has an orchestrator already ({holder}): an `rl`, or one that was started by hand. Two "
+                "would write each batch over the other's: stop it, or choose another directory with --output-dir."
+            )
+
+    def _take(self, name: str, *, over_exec: bool = False) -> lock.Holder | None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            return lock.take(self.path / name, over_exec=over_exec)
+        except OSError as error:
+            raise RunDirError(
+                f"{self.path} cannot be a run directory: {error}. Choose another with --output-dir."
+            ) from None
+
+    def has_orchestrator(self) -> bool:
+        """Whether an orchestrator lives here."""
+        return lock.is_held(self.path / "orchestrator.lock")
 
     def is_under_way(self) -> bool:
         """Whether a launcher that lives holds the directory."""
@@ -206,7 +225,6 @@ class RunDir:
             REFERENCE_NAME,
             "configs",
             "logs",
-            "heartbeats",
             "discarded",
         ):
             path = self.path / name
@@ -227,9 +245,13 @@ class RunDir:
             if old <= step:
                 durable.remove_directory(self.batch(old))
 
-    def clear_leftovers(self) -> list[Path]:
-        """Remove the temporary names that interrupted writers left, and return what was removed."""
-        parents = (self.path, self.checkpoints, self.rollouts, self.weights)
+    def clear_leftovers(self, *, of_batches: bool = True) -> list[Path]:
+        """Remove the temporary names that interrupted writers left, and return what was removed.
+
+        Args:
+            of_batches: also where batches are made; False: their writer lives.
+        """
+        parents = [self.path, self.checkpoints, self.weights, *([self.rollouts] if of_batches else [])]
         return [path for parent in parents for path in durable.clear_leftovers(parent)]
 
     def set_aside_damaged(self, attempt: int) -> list[tuple[Path, str]]:

@@ -64,6 +64,7 @@ def start(config: SftConfig, *, clean: bool = False, dry_run: bool = False) -> A
 def release_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lock of a directory lasts as long as the process; here many launches share one."""
     monkeypatch.setattr(RunDir, "lock", lambda _: None)
+    monkeypatch.setattr(RunDir, "lock_orchestrator", lambda _, over_exec=False: None)
 
 
 def add_checkpoint(run: RunDir, step: int, *, files: dict[str, str] | None = None) -> Path:
