@@ -128,6 +128,8 @@ def prepare(
                 # They will be published again, bit for bit: many deaths must not fill the disk with copies.
                 run_dir.remove_weights_after(attempt.resume_step or 0)
             _settle(attempt, how=ckpt.verify, last_batch=last_batch, of_batches=not lives)
+            if trainer.keep_attempts != "all":
+                _forget_attempts(attempt, trainer.keep_attempts)
         except OSError as error:
             raise RunDirError(
                 f"{run_dir.path} could not be prepared: {error}. No committed checkpoint is lost: mend the storage "
@@ -137,6 +139,15 @@ def prepare(
             url, step = ckpt.dir, attempt.resume_step or 0
             _with_store(lambda: set_aside_after(url, step), again=again)
     return attempt
+
+
+def _forget_attempts(attempt: Attempt, keep: int) -> None:
+    """Remove what the oldest attempts left, but for the settings that the next one compares its own with."""
+    started = _last_started(attempt.run_dir, attempt.number, ("trainer", "orchestrator"))
+    last = attempt.number - keep
+    if started is not None:
+        last = min(last, int(started.name.removeprefix("attempt_")) - 1)
+    attempt.run_dir.remove_old_attempts(last)
 
 
 def _refuse_to_leave_it_behind(attempt: Attempt, last_batch: int | None, *, clean: bool) -> None:

@@ -239,6 +239,13 @@ class RunDir:
             if version > step:
                 durable.remove_directory(self.weights_of(version))
 
+    def remove_old_attempts(self, last: int) -> None:
+        """Remove logs, settings and what was set aside of the attempts up to `last`."""
+        for parent in (self.path / "logs", self.path / "configs", self.path / "discarded"):
+            for number in _numbered(parent, _ATTEMPT):
+                if number <= last:
+                    shutil.rmtree(parent / f"attempt_{number}")
+
     def prune_batches(self, step: int) -> None:
         """Remove the batches up to and including `step`, which no checkpoint needs any more."""
         for old in self.published_batches():

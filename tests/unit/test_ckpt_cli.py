@@ -294,3 +294,16 @@ def test_sizes_and_ages_are_short() -> None:
         "0 B", "999 B", "1 kB", "12.3 MB", "2.4 GB", "5 TB", "500.0 TB",
     ]  # fmt: skip
     assert [age(value) for value in (-5, 59, 300, 8000, 400_000)] == ["0 s", "59 s", "5 min", "2 h", "5 d"]
+
+
+def test_ls_says_what_the_run_occupies(ckpt: Ckpt, run_dir: RunDir) -> None:
+    (run_dir.path / "discarded").mkdir()
+    shutil.copyfile(run_dir.metrics, run_dir.path / "discarded" / "old")
+    (run_dir.path / "discarded" / "linked").hardlink_to(run_dir.path / "discarded" / "old")
+    _, document = listed(ckpt, run_dir)
+    occupied = document["occupied_bytes"]
+    assert occupied["checkpoints"] == sum(step["size_bytes"] for step in document["steps"])
+    assert occupied["discarded"] == run_dir.metrics.stat().st_size, "what is linked counts once"
+    assert {"weights", "logs", "configs", "metrics.jsonl"} <= occupied.keys()
+    _, out, _ = ckpt("ls", "--output-dir", run_dir.path)
+    assert out.splitlines()[-1].startswith("occupied: ") and "checkpoints" in out.splitlines()[-1]

@@ -706,3 +706,33 @@ def test_a_trainer_alone_brings_the_weights_that_its_async_level_needs(other: Ru
     config = TrainerConfig(output_dir=new.path, ckpt=CkptConfig(resume_dir=other.checkpoint(5)))
     prepare(config, clean=False, dry_run=False)
     assert new.published_weights() == [4]
+
+
+def test_old_attempts_leave_nothing_behind(new: RunDir) -> None:
+    new.create()
+    add_checkpoint(new, 3)
+    for number in range(1, 8):
+        for directory in (new.configs(number), new.logs(number), new.discarded(number)):
+            directory.mkdir(parents=True)
+            (directory / "something").touch()
+    add_batch(new, 3, version=1)
+    config = SftConfig(output_dir=new.path, keep_attempts=3, ckpt=CkptConfig(resume_step="latest"))
+    assert start(config).number == 8
+    left = {parent: sorted(path.name for path in (new.path / parent).iterdir()) for parent in ("logs", "configs")}
+    assert left == {"logs": ["attempt_6", "attempt_7"], "configs": ["attempt_6", "attempt_7"]}
+    assert not new.discarded(5).exists() and new.discarded(6).exists()
+    (new.configs(8)).mkdir()
+    start(config.model_copy(update={"keep_attempts": "all"}))
+    assert new.logs(6).exists()
+
+
+def test_the_settings_that_a_start_compares_its_own_with_stay(new: RunDir) -> None:
+    """The launchers of the attempts since may all have been killed before they started anything."""
+    new.create()
+    add_checkpoint(new, 3)
+    for number in range(1, 8):
+        new.configs(number).mkdir(parents=True)
+    for name in ("trainer", "orchestrator"):
+        (new.configs(2) / f"{name}.toml").touch()
+    start(SftConfig(output_dir=new.path, keep_attempts=1, ckpt=CkptConfig(resume_step="latest")))
+    assert not new.configs(1).exists() and new.configs(2).exists()

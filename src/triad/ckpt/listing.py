@@ -9,7 +9,7 @@ import msgspec
 
 from triad import manifest
 from triad.checkpoints import Entry, kind_of
-from triad.ckpt.places import Places, is_temporary, size_of
+from triad.ckpt.places import Places, is_temporary, occupied, size_of
 from triad.ckpt.report import Grid, Report, age, number, size
 from triad.errors import CheckpointError, ReadError
 from triad.manifest import Manifest
@@ -54,12 +54,14 @@ def ls(places: Places, *, metric: str | None) -> Report:
     bad = ("damaged", "unreadable")
     problems = [f"step {line.step} is {line.status}: {line.reason}" for line in steps if line.status in bad]
     problems += [f"export {line.name} is {line.status}: {line.reason}" for line in exports if line.status in bad]
+    sizes = occupied(places.output_dir)
     document = {
         "checkpoints": str(places.checkpoints),
         "metric": name or None,
         "best": best,
         "steps": msgspec.to_builtins(steps),
         "exports": msgspec.to_builtins(exports),
+        "occupied_bytes": sizes,
         "problems": problems,
     }
     parts: list[Grid | str] = [f"no checkpoints in {places.checkpoints}"]
@@ -69,6 +71,9 @@ def ls(places: Places, *, metric: str | None) -> Report:
         parts.append("torn: a save that goes on right now, or that was cut off; it counts for nothing")
     if exports:
         parts += ["", _export_grid(exports)]
+    parts.append(
+        f"occupied: {size(sum(sizes.values()))}: " + ", ".join(f"{name} {size(sizes[name])}" for name in sizes)
+    )
     return Report(document, parts, problems)
 
 

@@ -122,13 +122,33 @@ def is_temporary(path: Path) -> bool:
     return path.name.startswith(TEMPORARY_PREFIX)
 
 
-def size_of(directory: Path) -> int:
-    """Return the size of all files in a directory, in bytes; they may go away while they are looked at."""
+def occupied(output_dir: Path) -> dict[str, int]:
+    """Return the bytes that each thing in a run directory occupies, the largest first; what is linked counts once."""
+    seen: set[tuple[int, int]] = set()
+    sizes: dict[str, int] = {}
+    for path in sorted(output_dir.iterdir()):
+        size = size_of(path, seen) if path.is_dir() else path.stat().st_size
+        if size:
+            sizes[path.name] = size
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+
+
+def size_of(directory: Path, seen: set[tuple[int, int]] | None = None) -> int:
+    """Return the size of all files in a directory, in bytes; they may go away while they are looked at.
+
+    Args:
+        seen: files that are left out; those of this directory are added.
+    """
     total = 0
     for parent, _, names in os.walk(directory):
         for name in names:
             try:
-                total += (Path(parent) / name).stat().st_size
+                status = (Path(parent) / name).stat()
             except FileNotFoundError:
                 continue
+            if seen is not None:
+                if (status.st_dev, status.st_ino) in seen:
+                    continue
+                seen.add((status.st_dev, status.st_ino))
+            total += status.st_size
     return total

@@ -17,7 +17,7 @@ from triad.config.trainer import TrainingCommand
 _INDEX = re.compile(r"\[\d+\]")
 
 FREE = frozenset({
-    "output_dir", "dry_run", "clean", "ckpt", "max_steps",
+    "output_dir", "dry_run", "clean", "keep_attempts", "ckpt", "max_steps",
     "parallel", "val_interval", "alerts", "journal", "mismatch_limit", "sampler_dtype",
     "batch_timeout_s", "hang_timeout_s", "startup_timeout_s", "save_timeout_s",
     "client", "weights_timeout_s", "environments[].timeout_s",

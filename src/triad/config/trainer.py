@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -112,6 +112,9 @@ class TrainingCommand(Command):
 
     clean: bool = False
     """Remove a run that the output directory already holds, then start afresh."""
+
+    keep_attempts: Annotated[int, Field(ge=1)] | Literal["all"] = 20
+    """Keep logs, settings, and what was set aside, of this many of the newest starts and restarts, or of `all`."""
 
     model: TrainedModelConfig = TrainedModelConfig()
     """The model to train."""
