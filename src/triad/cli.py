@@ -25,9 +25,7 @@ def _run(program: str, choose: Callable[[], tuple[type[Command], Callable[..., i
     def run() -> int:
         command, launch = choose()
         from triad.config.load import parse_command_line
-        from triad.process import make_output_lossy
 
-        make_output_lossy()
         return launch(parse_command_line(command, sys.argv[1:], program=program))
 
     _exit(run)

@@ -26,6 +26,7 @@ from triad.engine_log import engine_failure
 from triad.errors import NOT_SAVED, STORAGE_FAILED, STUCK, ProcessDied, ReadError, TriadError, is_storage_failure
 from triad.events import EVENTS_ENV, PROCESS_ENV
 from triad.heartbeat import HEALING_NAME, HEARTBEAT_ENV, PROBE_PERIOD_S, Vitals, place_of_beats
+from triad.process import make_output_lossy
 from triad.restarts import Restarts
 from triad.resume import Attempt
 from triad.run_dir import RunDir
@@ -81,6 +82,7 @@ def watch(plan: Plan, healing: Healing | None = None) -> int:
     Raises:
         ProcessDied: one of them ended before its time and was not to be started again.
     """
+    make_output_lossy()
     run_dir = plan.attempt.run_dir
     timeout_s = healing.heartbeat_timeout_s if healing else math.inf
     period_s = min(PROBE_PERIOD_S, timeout_s / 4)

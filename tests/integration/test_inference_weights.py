@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+import fcntl
 import json
 import os
 import re
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -271,20 +274,25 @@ def test_without_weights_the_server_is_healthy_and_waits(tmp_path: Path) -> None
 
 
 def test_the_engine_goes_on_while_weights_are_read(client: Client, tmp_path: Path) -> None:
-    """However long that takes: here until somebody writes what the server reads."""
+    """However long that takes: here the kernel lets nobody open one of the files, until we let go of it."""
     client.push(client.models / "a")
     slow = tmp_path / "slow"
     shutil.copytree(client.models / "b", slow)
-    listing = Manifest(kind="weights", step=0, policy_version=client.version + 1, files=describe_files(slow))
-    write_manifest(slow, listing)
-    whole = (slow / "manifest.json").read_bytes()
-    (slow / "manifest.json").unlink()
-    os.mkfifo(slow / "manifest.json")
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        pushed = pool.submit(client.push, slow)
-        with open(slow / "manifest.json", "wb") as pipe:  # it is being read now
-            assert client.http.get("/health").json()["status"] == "ok"
+    version = client.version + 1
+    write_manifest(slow, Manifest(kind="weights", step=version, policy_version=version, files=describe_files(slow)))
+    is_wanted = threading.Event()
+    before = signal.signal(signal.SIGIO, lambda *_: is_wanted.set())
+    try:
+        with open(slow / "manifest.json", "r+b") as held, concurrent.futures.ThreadPoolExecutor() as pool:
+            fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            pushed = pool.submit(client.push, slow)
+            while not is_wanted.is_set():
+                assert not pushed.done()
+                time.sleep(0.01)
             _assert_logprobs(client.models / "a", client.generate())
-            pipe.write(whole)
-        assert pushed.result().status_code == 200, pushed.result().text
+            assert not pushed.done()
+            fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            assert pushed.result().status_code == 200, pushed.result().text
+    finally:
+        signal.signal(signal.SIGIO, before)
     _assert_logprobs(client.models / "b", client.generate())
