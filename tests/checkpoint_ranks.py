@@ -155,6 +155,35 @@ class Scenarios:
         checkpointer.close()
         return {"told": told, "left": left, "then": names_in(place)}
 
+    def one_rank_cannot_copy(self) -> dict[str, Any]:
+        """Rank 1 has no memory for the copy that is written behind the training."""
+        objects = make_objects(0, self.mesh)
+        train(objects)
+        place = self.directory / "copies"
+        optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
+        checkpointer = Checkpointer(place, objects, updated_by=optimizers, on_failure="warn")
+
+        def fails(*_: object) -> None:
+            raise MemoryError("no room for a copy")
+
+        with pytest.MonkeyPatch.context() as patch:
+            if self.rank == 1:
+                patch.setattr(checkpointer._stager, "stage", fails)
+            checkpointer.save(1)
+            checkpointer.wait()
+        train(objects)
+        checkpointer.save(2)
+        checkpointer.close()
+        return {"left": names_in(place)}
+
+    def ranks_lose_step(self) -> dict[str, Any]:
+        """Each saves what it takes for the step; that cannot come right again, whatever `on_failure` says."""
+        objects = make_objects(0, self.mesh)
+        place = self.directory / "steps"
+        checkpointer = Checkpointer(place, objects, save_async=False, on_failure="warn")
+        told = message_of(lambda: checkpointer.save(5 + self.rank))
+        return {"told": told, "left": names_in(place)}
+
     def both_skip(self) -> dict[str, Any]:
         """Rank 0 is still busy after the commit, rank 1 is not: they must decide alike."""
         released = threading.Event()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 
@@ -17,6 +19,8 @@ from triad.errors import RunDirError
 _DYING_S = 30.0
 _LOOK_AGAIN_S = 0.05  # no call waits for a lock of a file with a limit of time
 _MOST_BYTES = 512
+# Some network filesystems lock no directories; then nobody notices a second writer.
+_NO_LOCKS = {errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,55 @@ def _without_locks(path: Path, error: OSError) -> RunDirError:
         "filesystem with flock: mount Lustre with -o flock and NFS with its lock service, or choose a directory "
         "elsewhere with --output-dir."
     )
+
+
+class DirectoryLock:
+    """A lock on a directory itself, without a file of its own, for who writes into it.
+
+    All locks of one process on a directory are one.
+    """
+
+    _held: ClassVar[dict[Path, tuple[int, int]]] = {}
+
+    def __init__(self, path: Path) -> None:
+        """Take it; wait for a holder that is about to end.
+
+        Raises:
+            RunDirError: another process has it.
+        """
+        self._path = path.resolve()
+        descriptor, holders = self._held.get(self._path, (-1, 0))
+        if not holders:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            deadline = time.monotonic() + _DYING_S
+            while is_directory_locked(descriptor, take=True):
+                if time.monotonic() > deadline:
+                    os.close(descriptor)
+                    raise RunDirError(f"another process saves into {path}. Stop it, or choose another directory.")
+                time.sleep(_LOOK_AGAIN_S)
+        self._held[self._path] = (descriptor, holders + 1)
+
+    def release(self) -> None:
+        """Give it back."""
+        descriptor, holders = self._held.pop(self._path)
+        if holders > 1:
+            self._held[self._path] = (descriptor, holders - 1)
+        else:
+            os.close(descriptor)
+
+
+def is_directory_locked(descriptor: int, *, take: bool = False) -> bool:
+    """Whether another open file has the lock on the directory of `descriptor`; if not, this one may take it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not take:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return False
 
 
 def _boot_id() -> str:

@@ -33,7 +33,7 @@ from triad.manifest import Verification, read_manifest
 
 REFERENCE_NAME = "reference_logprobs.npz"
 _STEP = re.compile(r"step_(\d+)$")
-_OF_STEP = re.compile(r"(step_\d+|generations_\d+\.log)$")
+_OF_STEP = re.compile(r"((ema_)?step_\d+|generations_\d+\.log)$")
 _ATTEMPT = re.compile(r"attempt_(\d+)$")
 
 

@@ -55,6 +55,17 @@ def test_one_rank_fails(seen: list[dict[str, Any]]) -> None:
         assert rank["left"] == [] and rank["then"] == ["step_2"]
 
 
+def test_one_rank_cannot_copy(seen: list[dict[str, Any]]) -> None:
+    """Before, the other rank went on into the collectives of that save, and the next save's met them there."""
+    assert [one["left"] for one in seen] == [["step_2"], ["step_2"]]
+
+
+def test_ranks_lose_step(seen: list[dict[str, Any]]) -> None:
+    """Before, the shards of both went into directories of their own, and every later save failed."""
+    for one in seen:
+        assert one["told"].startswith("RankLost: the ranks save different steps (5, 6)") and one["left"] == []
+
+
 def test_both_skip(seen: list[dict[str, Any]]) -> None:
     for rank in seen:
         assert rank == {"answers": [False, True], "left": ["step_1", "step_3"]}

@@ -119,7 +119,7 @@ def test_a_copy_that_fails_fails_the_save_and_holds_no_step_back(
         patch.setattr(Stager, "stage", out_of_memory)
         checkpointer.save(1)
         train(state, 1)
-    with pytest.raises(MemoryError):
+    with pytest.raises(SaveError, match="MemoryError: no room for a copy"):
         checkpointer.close()
     assert run_dir.committed_steps() == []
 

@@ -30,7 +30,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from trainer.checkpoints.collective import Ranks, rank_and_world_size
+from trainer.checkpoints.collective import Ranks, describe, rank_and_world_size
 from trainer.checkpoints.commit import Attachment, Commit, Identity, Snapshot, read_values
 from trainer.checkpoints.dcp import check_same_tensors, read_tensors, saved_tensors
 from trainer.checkpoints.plain_state import ObjectsState, State, as_state
@@ -38,7 +38,7 @@ from trainer.checkpoints.staging import Stager
 from trainer.checkpoints.state import RandomState, restore_random_state, seed_everything
 from triad import manifest
 from triad.checkpoints import TRAINER_DIR, Kind, Retention, describe_found, kind_of, list_entries
-from triad.errors import CheckpointError
+from triad.errors import CheckpointError, RankLost, SaveError
 from triad.manifest import Verification
 
 _log = logging.getLogger("trainer")
@@ -109,6 +109,7 @@ class Checkpointer:
         self._hooks = [optimizer.register_step_pre_hook(self._before_update) for optimizer in updated_by]
         self._thread: threading.Thread | None = None
         self._in_flight: int | None = None
+        self._settling = threading.Lock()
         self._failure: Exception | None = None
         self._unmended: Exception | None = None  # of the newest save, for as long as no later one commits
         self._committed: list[int] = []
@@ -165,7 +166,9 @@ class Checkpointer:
             else:
                 tensors = self._stager.stage(tensors)
             self._thread = threading.Thread(
-                target=self._write, args=(lambda: self._stage_and_commit(snapshot, tensors), step), daemon=True
+                target=self._write,
+                args=(lambda: self._commit.write(snapshot, tensors, stage=self._stage), step),
+                daemon=True,
             )
             self._in_flight = step
             self._thread.start()
@@ -174,13 +177,14 @@ class Checkpointer:
             self._settle()
         return True
 
-    def _stage_and_commit(self, snapshot: Snapshot, tensors: dict[str, Tensor]) -> None:
-        if not self._staged.is_set():
-            try:
-                tensors = self._stager.stage(tensors)
-            finally:
-                self._staged.set()
-        self._commit.write(snapshot, tensors)
+    def _stage(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Copy what the training may change as soon as this returns, unless it was copied already."""
+        if self._staged.is_set():
+            return tensors
+        try:
+            return self._stager.stage(tensors)
+        finally:
+            self._staged.set()
 
     def _before_update(self, *_: object) -> None:
         self._staged.wait()
@@ -188,11 +192,19 @@ class Checkpointer:
     def _write(self, action: Callable[[], None], step: int) -> None:
         try:
             action()
-        except Exception as error:  # noqa: BLE001 - kept for the next call, which raises it
-            self._failure = self._unmended = error
+        except BaseException as error:  # noqa: BLE001 - kept for the next call, which raises it
+            failure = error
+            if not isinstance(error, Exception):  # such as torch's CheckpointException
+                failure = SaveError(f"the checkpoint of step {step} could not be saved: {describe(error)}")
+                failure.__cause__ = error
+            with self._settling:
+                self._failure = self._unmended = failure
         else:
-            self._unmended = None
-            self._committed.append(step)
+            with self._settling:
+                self._unmended = None
+                self._committed.append(step)
+        finally:
+            self._staged.set()
 
     def _is_busy(self) -> bool:
         """Whether this rank is still writing the save before."""
@@ -205,7 +217,8 @@ class Checkpointer:
             SaveError: a save failed since the last call, and `on_failure` is `stop`.
         """
         self._settle()
-        committed, self._committed = self._committed, []
+        with self._settling:
+            committed, self._committed = self._committed, []
         return committed
 
     def _settle(self) -> None:
@@ -213,9 +226,10 @@ class Checkpointer:
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
             self._in_flight = None
-        failure, self._failure = self._failure, None
+        with self._settling:
+            failure, self._failure = self._failure, None
         if failure is not None:
-            if self._on_failure == "stop":
+            if self._on_failure == "stop" or isinstance(failure, RankLost):
                 raise failure
             _log.error("%s", failure)
 

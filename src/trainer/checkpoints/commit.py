@@ -32,6 +32,7 @@ from triad import durable, manifest
 from triad.checkpoints import TRAINER_DIR, Retention, list_entries
 from triad.errors import CheckpointError, RankLost, SaveError
 from triad.events import report
+from triad.lock import DirectoryLock
 from triad.manifest import FileEntry, Fingerprints, Manifest
 
 _log = logging.getLogger("trainer")
@@ -115,13 +116,32 @@ class Commit:
         self._on_commit = on_commit
         self._may_remove = may_remove
         self._protected: set[int] = set()
+        self._lock: DirectoryLock | None = None
 
     def protect(self, step: int) -> None:
         """Never remove the checkpoint of `step`: the run was resumed from it."""
         self._protected.add(step)
 
-    def write(self, snapshot: Snapshot, tensors: Mapping[str, Tensor], *, name: str | None = None) -> None:
+    def _settle_in(self) -> None:
+        """Before the first save, take the directory for this process, and clear what a dead one left in it."""
+        if self._lock is None:
+            durable.make_directory(self._directory)
+            self._lock = DirectoryLock(self._directory)
+            for path in durable.clear_leftovers(self._directory):
+                _log.info("removed %s: it was never committed", path)
+
+    def write(
+        self,
+        snapshot: Snapshot,
+        tensors: Mapping[str, Tensor],
+        *,
+        name: str | None = None,
+        stage: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda live: live,
+    ) -> None:
         """Write `tensors` and `snapshot` as one committed directory, `step_N` unless `name` says otherwise.
+
+        Args:
+            stage: makes the copy that is written. What fails in it on one rank fails the save on all.
 
         Raises:
             SaveError: on every rank; nothing of the save is left.
@@ -131,16 +151,20 @@ class Commit:
         temporary = final.with_name(f"{durable.TEMPORARY_PREFIX}{final.name}")
         started = time.perf_counter()
         try:
+            staged = self._ranks.together(lambda: stage(tensors))
+            self._check_same_step(snapshot.step)
+            if name is None:
+                self._ranks.on_main(self._settle_in)
             self._ranks.on_main(lambda: _make_empty(temporary, final))
             trainer_dir = temporary / TRAINER_DIR
-            shards = self._writer.write(tensors, trainer_dir)
+            shards = self._writer.write(staged, trainer_dir)
             random_path = trainer_dir / f"random_rank_{self._ranks.rank}.json"
             self._ranks.together(lambda: _write_through(random_path, snapshot.random_state))
             size = self._ranks.on_main(lambda: self._publish(snapshot, tensors, shards, temporary, final))
-        except Exception as error:
+        except BaseException as error:
             if self._ranks.is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
-            if isinstance(error, RankLost):
+            if isinstance(error, RankLost) or not isinstance(error, Exception):
                 raise
             raise SaveError(
                 f"the checkpoint of step {snapshot.step} could not be saved in {self._directory}: {describe(error)}. "
@@ -150,6 +174,19 @@ class Commit:
             seconds = time.perf_counter() - started
             report("saved checkpoint", step=snapshot.step, bytes=size, seconds=round(seconds, 3))
             self._after_commit(final)
+
+    def _check_same_step(self, step: int) -> None:
+        """Refuse to mix the shards of two saves: ranks that lost step with each other never find it again.
+
+        Raises:
+            RankLost: on every rank, with the steps.
+        """
+        steps = self._ranks.all_gather(step)
+        if set(steps) != {step}:
+            raise RankLost(
+                f"the ranks save different steps ({', '.join(map(str, steps))}): a save failed on one of them alone. "
+                "Start again from the last checkpoint."
+            )
 
     def _publish(
         self,
@@ -211,8 +248,11 @@ class Commit:
             _log.error("%s is saved, but older ones could not be removed: %s", final, describe(error))
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Leave the process group and the directory."""
         self._ranks.close()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
 
 def _make_empty(temporary: Path, final: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -15,7 +14,8 @@ from triad.ckpt.inspecting import verified
 from triad.ckpt.places import Places, is_temporary, size_of
 from triad.ckpt.report import Grid, Report, size, working
 from triad.ckpt.requests import DTypeName, Export, Import, Request, Written, ask
-from triad.errors import CheckpointError, ConfigError, ReadError
+from triad.errors import CheckpointError, ConfigError, ReadError, RunDirError
+from triad.lock import is_directory_locked
 
 
 def export(
@@ -102,6 +102,8 @@ def prune(
     places.check()
     if not dry_run:
         places.run_dir.lock()
+        if places.checkpoints.is_dir() and _is_being_written(places.checkpoints):
+            raise RunDirError(f"a training loop saves into {places.checkpoints}. Wait for it or stop it, then prune.")
     entries = places.entries()
     retention = Retention(keep, keep_interval, BestMetric.parse(keep_best) if keep_best else None)
     superseded, problems = _superseded(entries, retention)
@@ -137,15 +139,12 @@ def _why(entry: Entry) -> str:
 
 
 def _is_being_written(path: Path) -> bool:
-    """Whether the process that writes an export lives: it holds a lock on the directory."""
+    """Whether a process that writes into a directory lives: it holds a lock on it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return is_directory_locked(descriptor)
     finally:
         os.close(descriptor)
-    return False
 
 
 def _remove(entry: Entry) -> None:

@@ -1,0 +1,65 @@
+"""A directory of checkpoints has one writer: its saves are not pruned, and a second one is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train_states import held_writes
+from trainer.checkpoints.checkpointer import Checkpointer
+from triad import lock
+from triad.errors import SaveError
+
+HOLD = """
+import sys
+from pathlib import Path
+from triad.lock import DirectoryLock
+DirectoryLock(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def make(directory: Path) -> Checkpointer:
+    return Checkpointer(directory, {"model": torch.nn.Linear(2, 2)})
+
+
+def test_a_save_in_progress_is_not_pruned(
+    tmp_path: Path, run_command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, `ckpt prune` took it for what a dead process had left, and removed it."""
+    with make(tmp_path) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.wait()
+        with held_writes(monkeypatch) as held:
+            checkpointer.save(2)
+            assert held.begun.wait(60)
+            code, _, err = run_command("ckpt", "prune", "--output-dir", tmp_path)
+            assert code == 2 and f"a training loop saves into {tmp_path}" in err
+    assert sorted(path.name for path in tmp_path.glob("*step*")) == ["step_1", "step_2"]
+
+
+def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, both wrote into one temporary directory, and what came out was found when it was loaded."""
+    (tmp_path / ".tmp-step_9/trainer").mkdir(parents=True)
+    monkeypatch.setattr(lock, "_DYING_S", 0.1)
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        refused = make(tmp_path)
+        refused.save(1)
+        with pytest.raises(SaveError, match=f"another process saves into {tmp_path}"):
+            refused.close()
+        assert (tmp_path / ".tmp-step_9").exists(), "it is the other's"
+        other.communicate("")
+    with make(tmp_path) as checkpointer, make(tmp_path) as loading:
+        checkpointer.save(1)
+        checkpointer.wait()
+        assert loading.load() == 1
+        loading.save(2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_2"], "leftovers are cleared"
