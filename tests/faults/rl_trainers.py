@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.faults import faulty_calls
+from tests.faults import faulty_calls, power_cut
 from tests.faults.forking import ForkingHelper, serve
 
 _IMPORTED = (
@@ -27,29 +27,34 @@ _IMPORTED = (
 class Trainers(ForkingHelper):
     """Runs trainers one after the other. Use as a context manager."""
 
-    def run(self, config: dict[str, Any], *, trains: bool = True, **fault: Any) -> int:
+    def run(self, config: dict[str, Any], *, trains: bool = True, recording: Path | None = None, **fault: Any) -> int:
         """Run one to its end; return its exit code, negative for a signal.
 
         Args:
             config: of the trainer and the orchestrator, by these names, as plain values.
             trains: False: stop when the run directory is prepared.
+            recording: where to write what power cuts could have left; see `power_cut`.
             fault: options of `faulty_calls.install`, which counts from the first call of the trainer; its
                 trail is the output directory with the suffix `.trail`, its log the one with `.log`.
         """
         log = Path(config["trainer"]["output_dir"]).with_suffix(".log")
-        return self._ask({**config, "trains": trains, "fault": fault}, log=log)
+        record_as = str(recording) if recording else None
+        return self._ask({**config, "trains": trains, "recording": record_as, "fault": fault}, log=log)
 
 
 def _child(request: dict[str, Any]) -> NoReturn:
-    code = 1
+    code, output = 1, Path(request["trainer"]["output_dir"])
+    save = power_cut.record(output) if request["recording"] else None
     try:
-        _train(request, Path(request["trainer"]["output_dir"]))
+        _train(request, output)
         code = 0
     except SystemExit as end:
         code = int(end.code or 0)
     except BaseException:  # noqa: BLE001 - this is the end of the process
         traceback.print_exc()
     finally:
+        if save is not None:
+            save(Path(request["recording"]))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -69,9 +74,10 @@ def _train(request: dict[str, Any], output: Path) -> None:
     write_config(attempt, "orchestrator", orchestrator, dry_run=False)
     if not request["trains"]:
         return
-    trail = output.with_suffix(".trail")
-    trail.unlink(missing_ok=True)
-    faulty_calls.install(str(output), str(trail), **request["fault"])
+    if not request["recording"]:
+        trail = output.with_suffix(".trail")
+        trail.unlink(missing_ok=True)
+        faulty_calls.install(str(output), str(trail), **request["fault"])
     # A page of memory that its ranks share, and not the helper's, which all runs would share.
     trainer.launch.STOP_REQUEST.__init__()
     if config.parallel.num_ranks > 1:

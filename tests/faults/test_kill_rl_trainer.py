@@ -19,60 +19,18 @@ import pytest
 
 from tests.conftest import ModelFactory
 from tests.faults.faulty_calls import Call, Instant, read_trail
-from tests.faults.orchestrator_runs import Orchestrators
+from tests.faults.journaled_runs import STEPS, Runs, make_journal
 from tests.faults.rl_trainers import Trainers
 from tests.rl_runs import EVERYTHING, Outcome, assert_same, exact_metrics, outcome
-from tests.unit.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
 from triad.manifest import verify
 from triad.run_dir import RunDir
 
-_STEPS = 4
 _MOST_TRIALS = 48
 
 
 @pytest.fixture(scope="module")
 def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Batches 1 to 4 of a run, made by the real orchestrator."""
-    folder, engine = tmp_path_factory.mktemp("journal") / "run", FakeEngine()
-    folder.mkdir()
-    with serving(engine), FakeTrainer(RunDir(folder), start=0, max_steps=_STEPS), Orchestrators() as orchestrators:
-        code = orchestrators.run(make_config(folder, engine, max_steps=_STEPS))
-    assert code == 0, folder.with_suffix(".log").read_text()
-    return folder / "rollouts"
-
-
-class Runs:
-    """Runs of one trainer on one journal."""
-
-    def __init__(self, trainers: Trainers, model: Path, journal: Path, folder: Path) -> None:
-        self._trainers, self._model, self._journal, self._folder = trainers, model, journal, folder
-
-    def new(self, name: str, **settings: Any) -> dict[str, Any]:
-        """Return the configuration of a run that was started once and has all batches in its journal.
-
-        Args:
-            settings: of the trainer.
-        """
-        output = self._folder / name
-        engine = FakeEngine(url="http://127.0.0.1:9")
-        orchestrator = make_config(output, engine, max_steps=_STEPS).model_dump(mode="json", exclude_none=True)
-        trainer = {
-            "output_dir": str(output),
-            "max_steps": _STEPS,
-            "model": {"name": str(self._model)},
-            "optim": {"lr": 1e-3},
-            "parallel": {"threads": 1},
-            "ckpt": {"interval": 1, "keep": 2, "resume_step": "auto"},
-            "journal": {"keep": 0},  # so that batches are removed, and the trainer is killed at that as well
-            **settings,
-        }
-        config = {"trainer": trainer, "orchestrator": orchestrator}
-        assert self._trainers.run(config, trains=False) == 0, self.log(name)
-        shutil.copytree(self._journal, output / "rollouts", dirs_exist_ok=True)
-        return config
-
-    def log(self, name: str) -> str:
-        return (self._folder / name).with_suffix(".log").read_text()
+    return make_journal(tmp_path_factory.mktemp("journal") / "run")
 
 
 def _instants(calls: list[Call]) -> list[tuple[int, Instant]]:
@@ -110,8 +68,8 @@ class Straight:
         calls = read_trail(run_dir.path.with_suffix(".trail"))
         renamed = {call.target.split("/")[0] for call in calls if call.name == "rename"}
         assert {"weights", "checkpoints", "rollouts"} <= renamed, renamed  # published, committed, pruned
-        lines = exact_metrics(run_dir, range(1, _STEPS + 1))
-        return cls(trainers, runs, folder, settings, calls, outcome(run_dir, _STEPS), lines)
+        lines = exact_metrics(run_dir, range(1, STEPS + 1))
+        return cls(trainers, runs, folder, settings, calls, outcome(run_dir, STEPS), lines)
 
     def survives(self, name: str, **fault: Any) -> bool:
         """Let a run die of `fault`, start it again and compare its end; return whether it did die."""
@@ -122,8 +80,8 @@ class Straight:
         for version in run_dir.published_weights():
             verify(run_dir.weights_of(version))
         assert self.trainers.run(config) == 0, f"{name}\n{self.runs.log(name)}"
-        assert_same(outcome(run_dir, _STEPS), self.expected)
-        assert exact_metrics(run_dir, range(1, _STEPS + 1)) == self.lines, name
+        assert_same(outcome(run_dir, STEPS), self.expected)
+        assert exact_metrics(run_dir, range(1, STEPS + 1)) == self.lines, name
         shutil.rmtree(run_dir.path)
         return code != 0
 
@@ -166,9 +124,9 @@ def test_every_part_is_in_the_checkpoint_and_has_moved(everything: Straight) -> 
     assert everything.expected.weights["ema/model.safetensors"] != everything.expected.weights["model.safetensors"]
     weight = "model.layers.0.mlp.up_proj.weight"
     assert len({tensors[f"{part}{weight}"] for part in ("model.", "critic.model.", "ema.")}) == 3
-    assert values["kl"]["num_updates"] == _STEPS and values["kl"]["coef"] != EVERYTHING["kl"]["coef"]
-    assert values["reward_moments"]["count"] == _STEPS * 12  # replayed rollouts are not counted again
-    assert values["ema"]["num_updates"] == _STEPS and values["reference"]["digest"]
+    assert values["kl"]["num_updates"] == STEPS and values["kl"]["coef"] != EVERYTHING["kl"]["coef"]
+    assert values["reward_moments"]["count"] == STEPS * 12  # replayed rollouts are not counted again
+    assert values["ema"]["num_updates"] == STEPS and values["reference"]["digest"]
     assert len(everything.expected.trainer_state["replay.msgpack"]) > 1000
     assert [line["replay/groups"] for line in everything.lines] == [0, 2, 2, 2]
 

@@ -1,0 +1,123 @@
+"""The power goes at any moment: whatever part of the unflushed writes is lost, what has a final name is whole, and the
+next start goes on to the same end."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ModelFactory
+from tests.faults.journaled_runs import STEPS, Runs, make_journal
+from tests.faults.orchestrator_runs import Orchestrators
+from tests.faults.power_cut import SURVIVALS, Instant, Recording, Survival
+from tests.faults.rl_trainers import Trainers
+from tests.faults.run_states import whole_steps
+from tests.rl_runs import assert_same, exact_metrics, outcome
+from tests.unit.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
+from triad import journal
+from triad.manifest import verify
+from triad.record_log import read_records
+from triad.run_dir import RunDir
+
+_RESTARTS = 2  # of every way of losing things
+_MOST_CRASHES = 250
+
+
+def _crashes(recording: Recording, generator: random.Random) -> list[tuple[Instant, Survival]]:
+    """Ways of losing what was not flushed, before calls, in the order of time; if they are many, some of them."""
+    ways: tuple[Survival, ...] = (*SURVIVALS, "torn")
+    crashes = [(instant, survival) for instant in recording.instants for survival in ways]
+    chosen = sorted(generator.sample(range(len(crashes)), min(_MOST_CRASHES, len(crashes))))
+    return [crashes[number] for number in chosen]
+
+
+def _again(crashes: list[tuple[Instant, Survival]], generator: random.Random) -> set[int]:
+    """Of which crashes the run is started again: some of every way of losing things."""
+    chosen: set[int] = set()
+    for wanted in SURVIVALS:
+        numbers = [number for number, (_, survival) in enumerate(crashes) if survival == wanted]
+        chosen.update(generator.sample(numbers, _RESTARTS))
+    return chosen
+
+
+def _assert_whole(run_dir: RunDir, where: str) -> None:
+    """Everything that others find by its final name is there with every byte."""
+    try:
+        whole_steps(run_dir.checkpoints)
+        for version in run_dir.published_weights():
+            verify(run_dir.weights_of(version), how="full")
+        for step in run_dir.published_batches():
+            journal.read_batch(run_dir, step)
+            journal.read_accepted(run_dir.batch(step) / journal.STATE_NAME, step=step)
+        for path in run_dir.rollouts.glob("generations_*.log"):
+            read_records(path)
+    except Exception as error:
+        raise AssertionError(f"{where}: {error}") from error
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_what_the_trainer_leaves_in_a_power_cut_is_whole_and_ends_in_the_same_bits(
+    tiny_model: ModelFactory, tmp_path: Path
+) -> None:
+    with Trainers() as trainers:
+        runs = Runs(trainers, tiny_model(), make_journal(tmp_path / "journal"), tmp_path)
+        straight, recorded_as = RunDir(tmp_path / "straight"), tmp_path / "recording"
+        config = runs.new("straight")
+        assert trainers.run(config, recording=recorded_as) == 0, runs.log("straight")
+        expected, lines = outcome(straight, STEPS), exact_metrics(straight, range(1, STEPS + 1))
+
+        recording, generator = Recording.load(recorded_as), random.Random(0)
+        crashes = _crashes(recording, generator)
+        again = _again(crashes, generator)
+        for number, (instant, survival) in enumerate(crashes):
+            where = f"before {instant.call}, {survival}, crash {number}"
+            run_dir = RunDir(tmp_path / f"crash_{number}")
+            recording.crash(instant, survival, run_dir.path, generator)
+            _assert_whole(run_dir, where)
+            if number in again:
+                assert trainers.run(runs.config_of(run_dir.path)) == 0, f"{where}\n{runs.log(run_dir.path.name)}"
+                assert_same(outcome(run_dir, STEPS), expected)
+                assert exact_metrics(run_dir, range(1, STEPS + 1)) == lines, where
+            shutil.rmtree(run_dir.path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_what_the_orchestrator_leaves_in_a_power_cut_is_whole_and_ends_in_the_same_journal(tmp_path: Path) -> None:
+    engine, steps, recorded_as = FakeEngine(), 3, tmp_path / "recording"
+    with serving(engine), Orchestrators() as orchestrators:
+
+        def run(run_dir: RunDir, recording: Path | None = None) -> list[bytes]:
+            """Run with a trainer of its own; return what the journal says, without what depends on the clock."""
+            config = make_config(run_dir.path, engine, max_steps=steps)
+            with FakeTrainer(run_dir, start=0, max_steps=steps):
+                code = orchestrators.run(config, recording=recording)
+            assert code == 0, run_dir.path.with_suffix(".log").read_text()
+            return [(run_dir.batch(step) / journal.STATE_NAME).read_bytes() for step in range(1, steps + 1)]
+
+        straight = RunDir(tmp_path / "straight")
+        straight.create()
+        expected = run(straight, recorded_as)
+        recording, generator = Recording.load(recorded_as), random.Random(0)
+        crashes = _crashes(recording, generator)
+        again = _again(crashes, generator)
+        safe: set[int] = set()
+        for number, (instant, survival) in enumerate(crashes):
+            run_dir = RunDir(tmp_path / f"crash_{number}")
+            recording.crash(instant, survival, run_dir.path, generator)
+            # Answers that were safe once stay so, in their log or in their batch.
+            found = {step for step in range(1, steps + 1) if run_dir.weights_of(step).exists()}
+            found.update(run_dir.published_batches())
+            assert safe <= found, f"before {instant.call}, {survival}: of batches {safe - found} nothing is left"
+            if survival == "synced":
+                safe |= found
+            # The stand-in for the trainer is in another process, which nobody recorded.
+            shutil.rmtree(run_dir.weights, ignore_errors=True)
+            _assert_whole(run_dir, f"before {instant.call}, {survival}, crash {number}")
+            if number in again:
+                assert run(run_dir) == expected, f"{instant.call}, {survival}"
+            shutil.rmtree(run_dir.path)
