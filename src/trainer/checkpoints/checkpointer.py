@@ -193,8 +193,9 @@ class Checkpointer:
         try:
             action()
         except BaseException as error:  # noqa: BLE001 - kept for the next call, which raises it
-            failure = error
-            if not isinstance(error, Exception):  # such as torch's CheckpointException
+            if isinstance(error, Exception):
+                failure = error
+            else:  # such as torch's CheckpointException
                 failure = SaveError(f"the checkpoint of step {step} could not be saved: {describe(error)}")
                 failure.__cause__ = error
             with self._settling:

@@ -48,7 +48,7 @@ class IndexReader(FileSystemReader):
             index = _IndexUnpickler(file).load()
         if not isinstance(index, Metadata):
             raise pickle.UnpicklingError(f"it holds a {type(index).__name__}, not an index of tensors")
-        if getattr(index, "storage_meta", None) is None:
-            index.storage_meta = StorageMeta()
-        index.storage_meta.load_id = self.load_id
+        about = getattr(index, "storage_meta", None) or StorageMeta()
+        about.load_id = self.load_id
+        index.storage_meta = about
         return index
