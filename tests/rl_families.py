@@ -99,6 +99,10 @@ def for_engines(family: Family) -> Family:
         fields |= {"block_dim": _HIDDEN, "conv_dim": _HIDDEN, "conv_dim_out": _HIDDEN}
     if family.kind in ("falcon", "zamba2"):  # they compute it
         fields.pop("head_dim")
+    if family.kind == "codegen":  # its heads are in four groups
+        fields = {key: size for key, size in fields.items() if key not in ("n_head", "num_attention_heads")}
+    if family.kind == "deepseek_v3":  # the only ones that vLLM has on CPU
+        fields |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
     fields = family.fields | fields
     if family.kind in _WITHOUT_SHARED_EXPERT:
         fields.pop("shared_expert_intermediate_size", None)

@@ -19,6 +19,7 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 
+from triad.draws import keep_uploads_apart
 from triad.errors import CheckpointError, ConfigError, is_storage_failure
 
 TRIES = 4
@@ -109,6 +110,7 @@ class ObjectStore:
             options |= _S3_OPTIONS
         elif protocol in ("file", "local"):
             options["auto_mkdir"] = True
+        keep_uploads_apart()
         try:
             self._fs, root = url_to_fs(url, **options)
         except ImportError as error:

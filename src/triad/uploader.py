@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from triad.checkpoints import Retention
+from triad.draws import UPLOAD_THREAD
 from triad.errors import CheckpointError, is_storage_failure
 from triad.object_store import StorageError
 from triad.remote import RemoteCheckpoints
@@ -70,7 +71,7 @@ class Uploader:
         self._is_closed = False
         self._is_given_up = False
         self._is_cleared = False
-        self._thread = threading.Thread(target=self._work, name="upload", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=UPLOAD_THREAD, daemon=True)
         self._thread.start()
 
     def submit(self, directory: Path, step: int, *, weights: Sequence[Path] = ()) -> None:

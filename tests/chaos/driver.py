@@ -116,7 +116,7 @@ class Chaos:
         self._output_dir = output_dir if disk is None else disk.path
         self._disk = disk
         self._store = store
-        self._aside = output_dir.with_name(f"{output_dir.name}-left")
+        self._aside = output_dir.with_name(f"{output_dir.name}-machines")
         self._left: list[RunDir] = []
         self._killed_when_thawed = 0
         self._hits = hits

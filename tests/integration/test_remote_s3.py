@@ -396,6 +396,24 @@ def test_a_download_killed_half_way_leaves_a_temporary_only(
     assert contents(empty.checkpoints) == contents(here.checkpoints)
 
 
+def test_uploads_that_are_tried_again_leave_the_generator_of_the_process_alone(server: S3Server, here: RunDir) -> None:
+    """Its state is in checkpoints; the libraries draw from it for their pauses."""
+    write_checkpoint(here, 1)
+    left = iter(range(8))
+    server.spoil = lambda method, path: "500" if method == "PUT" and next(left, None) is not None else None
+    program = (
+        "import random, sys; from pathlib import Path\n"
+        "from triad.remote import RemoteCheckpoints; from triad.uploader import Uploader\n"
+        "random.seed(1); before = random.getstate()\n"
+        "uploader = Uploader(RemoteCheckpoints(sys.argv[1])); uploader.submit(Path(sys.argv[2]), 1)\n"
+        "uploader.close(120); print(random.getstate() == before)"
+    )
+    words = [sys.executable, "-c", program, URL, str(here.checkpoint(1))]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+    assert next(left, None) is None, "nothing had to be tried again"
+
+
 def test_a_process_ends_at_once_with_a_store_that_hangs(server: S3Server, here: RunDir) -> None:
     """The thread is a daemon and so is the driver's loop: nothing waits for the network at exit."""
     write_checkpoint(here, 1)

@@ -18,7 +18,7 @@ HIGHEST_MISMATCH_KL = 1e-6
 RESULTS = read_results()
 # Its experts lie otherwise in files, and have other names; the rest is slow.
 DAILY = ("mixtral",)
-RECURRENT = ("falcon_h1", "granitemoehybrid", "nemotron_h")
+RECURRENT = ("falcon_h1", "granitemoehybrid", "lfm2", "nemotron_h")
 
 
 def _without_numbers(text: str) -> str:
