@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,13 +22,16 @@ _apart = threading.local()
 
 
 def keep_uploads_apart() -> None:
-    """Let what draws from `random` in a thread of uploads draw from a generator of that thread.
-
-    Call it before the libraries of a store are imported: a function that they took from `random` stays what it was.
-    """
-    if not hasattr(random.random, "__wrapped__"):
-        for name in _METHODS:
-            setattr(random, name, _divided(name, getattr(random, name)))
+    """Let what draws from `random` in a thread of uploads draw from a generator of that thread."""
+    if hasattr(random.random, "__wrapped__"):
+        return
+    taken = random.random
+    for name in _METHODS:
+        setattr(random, name, _divided(name, getattr(random, name)))
+    botocore = sys.modules.get("botocore.retries.standard")
+    if botocore is not None:  # some library imported it already, and it keeps the function as a default argument
+        init = botocore.ExponentialBackoff.__init__
+        init.__defaults__ = tuple(random.random if value == taken else value for value in init.__defaults__)
 
 
 def _divided(name: str, real: Callable[..., Any]) -> Callable[..., Any]:

@@ -402,6 +402,7 @@ def test_uploads_that_are_tried_again_leave_the_generator_of_the_process_alone(s
     left = iter(range(8))
     server.spoil = lambda method, path: "500" if method == "PUT" and next(left, None) is not None else None
     program = (
+        "import botocore.retries.standard  # as peft does\n"
         "import random, sys; from pathlib import Path\n"
         "from triad.remote import RemoteCheckpoints; from triad.uploader import Uploader\n"
         "random.seed(1); before = random.getstate()\n"
