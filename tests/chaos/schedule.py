@@ -77,11 +77,11 @@ def draw(
     blows: list[tuple[str, Kind]] = [
         *((victim, "SIGKILL") for victim in killed),
         *((victim, "SIGSTOP") for victim in stopped),
-        *[(DISK, "full")] * full_disks,
-        *[(RUN, "freeze")] * freezes,
-        *[(STORE, "away")] * outages,
-        *[(MACHINE, "evict")] * evictions,
-        *[(DISK, "EIO")] * read_errors,
+        *((DISK, "full") for _ in range(full_disks)),
+        *((RUN, "freeze") for _ in range(freezes)),
+        *((STORE, "away") for _ in range(outages)),
+        *((MACHINE, "evict") for _ in range(evictions)),
+        *((DISK, "EIO") for _ in range(read_errors)),
     ]
     rng.shuffle(blows)
     hits = []

@@ -29,7 +29,9 @@ _MOST_CRASHES = 250
 def _crashes(recording: Recording, generator: random.Random) -> list[tuple[Instant, Survival]]:
     """Ways of losing what was not flushed, before calls, in the order of time; if they are many, some of them."""
     ways: tuple[Survival, ...] = (*SURVIVALS, "torn")
-    crashes = [(instant, survival) for instant in recording.instants for survival in ways]
+    crashes: list[tuple[Instant, Survival]] = [
+        (instant, survival) for instant in recording.instants for survival in ways
+    ]
     chosen = sorted(generator.sample(range(len(crashes)), min(_MOST_CRASHES, len(crashes))))
     return [crashes[number] for number in chosen]
 
