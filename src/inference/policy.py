@@ -107,9 +107,10 @@ class Policy:
         async with self._lock:
             self._ownership.claim(owner)
             started = time.perf_counter()
-            does(f"taking policy version {version}", bound_s=self._update_timeout_s, answers=False)
+            does(f"reading policy version {version}", bound_s=self._update_timeout_s)
             try:
                 await self._stage(directory, version)
+                does(f"taking policy version {version}", bound_s=self._update_timeout_s, answers=False)
                 # Not AsyncLLM.pause_generation: it sleeps 20 ms after the engine has confirmed.
                 await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
                 self.num_updates += 1

@@ -27,7 +27,10 @@ _RESUME = ("--ckpt.resume-step", "auto")
 _RESTARTS = ("--max-restarts", "1000", "--restart-window-s", "3")
 # Importing torch holds the interpreter, on a busy machine for longer than one would think.
 _HEARTBEAT_S = 15.0
-_HEARTBEAT = ("--heartbeat-timeout-s", f"{_HEARTBEAT_S:g}")
+_HEARTBEAT = (
+    *("--heartbeat-timeout-s", f"{_HEARTBEAT_S:g}"),
+    *("--inference.server.update-timeout-s", f"{2 * _HEARTBEAT_S:g}"),
+)
 # Longer than a process may be silent, if it alone is.
 _FROZEN_S = 1.5 * _HEARTBEAT_S
 _AWAY_S = 20.0
