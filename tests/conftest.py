@@ -53,6 +53,9 @@ def pytest_configure() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["HF_DATASETS_CACHE"] = f"{_cache}/datasets"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:  # in the background of a shell; commands would ignore it as well
+            signal.signal(number, handler)
     _keep_bytecode()
 
 
