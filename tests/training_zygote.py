@@ -220,10 +220,11 @@ def _launch(argv: list[str], until: Until) -> None:
     """What `triad.launch.launch_training` does, but for the processes between it and the ranks."""
     import trainer.launch
     from triad import cli
+    from triad.attempt import with_resume, write_config
     from triad.config import SftConfig
     from triad.config.load import parse_command_line
     from triad.preflight import check_training
-    from triad.resume import prepare, with_resume, write_config
+    from triad.resume import prepare
 
     paths: list[Path] = []
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 from orchestrator.transport import Unavailable
+from triad.clock import awake_s
 from triad.errors import InferenceError
 
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 5.0
-# As often a server is asked again however long that took: a frozen machine must not use up all of the patience.
+# As often a server is asked again however long that took.
 _ATTEMPTS = 5
 # A server that asks for a longer pause is asked earlier, and may say it again.
 _LONGEST_PAUSE_S = 60.0
@@ -41,8 +41,8 @@ class Patience:
         """
         self._attempts += 1
         if self._attempts == 1:
-            self._since = time.monotonic()
-        failing_s = time.monotonic() - self._since
+            self._since = awake_s()
+        failing_s = awake_s() - self._since
         if self._attempts >= _ATTEMPTS and failing_s >= min(self._limit_s, failure.patience_s):
             raise InferenceError(
                 f"{self._url} was lost {self._attempts} times in a row within {failing_s:.0f} s ({self._key}): "

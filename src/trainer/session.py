@@ -114,21 +114,12 @@ def start_session(
     run_dir = RunDir(config.output_dir)
     ckpt = config.ckpt
     resume_step = ckpt.resume_step if ckpt else None
-    weights_only = ckpt.weights_only if ckpt else None
-    report("loading model")
-    has_other_weights = resume_step is not None or weights_only is not None
-    policy = build(config.model, parallel, seed=config.seed, weights=not has_other_weights)
-    layout = TensorLayout(policy.hf_model, names_in_files(config.model.name))
-    if weights_only is not None:
-        report("loading weights", path=str(weights_only))
-        tensors = trained_tensors(policy.hf_model)
-        load_weights_only(tensors, weights_only, how="size", layout=layout)  # the launcher read every byte
+    policy, layout = _build_model(config, parallel, build)
     optimizer = build_optimizer(policy.hf_model, config.optim)
     further, optimizers = parts(policy) if parts else ({}, ())
     adapters = None
     if is_adapted(policy.hf_model):
         adapters = Adapters(policy.hf_model, layout, base_name=config.model.name)
-    if adapters is not None:
         further = {**further, "base": adapters}
     progress = Progress()
     publisher = WeightPublisher(
@@ -168,6 +159,21 @@ def start_session(
         uploader=uploads.uploader if uploads else None,
     )
     return Session(parallel, run_dir, policy, optimizer, progress, checkpointer, saver, publisher, metrics)
+
+
+def _build_model(config: TrainingCommand, parallel: Parallel, build: Build[M]) -> tuple[M, TensorLayout]:
+    """Return the model, with the weights that a fresh run begins with, and how they lie in files."""
+    resume_step = config.ckpt.resume_step if config.ckpt else None
+    weights_only = config.ckpt.weights_only if config.ckpt else None
+    report("loading model")
+    has_other_weights = resume_step is not None or weights_only is not None
+    policy = build(config.model, parallel, seed=config.seed, weights=not has_other_weights)
+    layout = TensorLayout(policy.hf_model, names_in_files(config.model.name))
+    if weights_only is not None:
+        report("loading weights", path=str(weights_only))
+        tensors = trained_tensors(policy.hf_model)
+        load_weights_only(tensors, weights_only, how="size", layout=layout)  # the launcher read every byte
+    return policy, layout
 
 
 def _is_unhurried(_: int) -> bool:

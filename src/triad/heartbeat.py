@@ -87,9 +87,17 @@ class Heartbeat:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 beside.write_bytes(msgspec.json.encode(self.beat))
                 beside.replace(self.path)
-            except OSError as error:  # a storage that fails for a moment must not make a living process look dead
-                _log.warning("no heartbeat: %s", error)
+            except OSError as error:
+                self._touch(error)
             self._ended.wait(PERIOD_S)
+
+    def _touch(self, failure: OSError) -> None:
+        """Say at least that this process lives: a full /dev/shm, which others fill, must not make it look dead."""
+        assert self.path is not None
+        try:
+            self.path.touch()
+        except OSError:
+            _log.warning("no heartbeat: %s", failure)
 
     def end(self) -> None:
         """Be no part of what is watched any more: the others may live on for a while."""
@@ -187,7 +195,8 @@ def place_of_beats(run_dir: Path) -> Iterator[Path]:
     What a launcher that was killed left is taken over by the next one, which holds the lock of the run.
     """
     home = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-    digest = hashlib.sha256(str(run_dir).encode()).hexdigest()[:16]
+    status = run_dir.stat()  # containers may share the memory, and have directories of the same name
+    digest = hashlib.sha256(f"{status.st_dev} {status.st_ino} {run_dir}".encode()).hexdigest()[:16]
     place = home / f"triad-{os.getuid()}-{digest}"
     try:
         place.mkdir(mode=0o700, exist_ok=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
+from triad.attempt import Attempt, with_resume, write_config
 from triad.config.base import CkptConfig
 from triad.config.inference import InferenceConfig
 from triad.config.orchestrator import OrchestratorConfig
@@ -22,7 +23,7 @@ from triad.ports import reserve
 from triad.preflight import check_inference, check_orchestrator, check_rl, check_training
 from triad.process import available_cores
 from triad.restarts import Restarts
-from triad.resume import Attempt, prepare, with_resume, write_config
+from triad.resume import prepare
 from triad.run_dir import RunDir, resolve_resume_step
 from triad.servers import address_of, chosen_servers, picks_its_port
 from triad.storage import Patience

@@ -5,68 +5,30 @@ Nothing in the run directory is touched before everything that can be refused ha
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from triad import durable
+from triad.attempt import CONFIG_NAME, Attempt, last_started
 from triad.checkpoints import MODEL_DIR, ORCHESTRATOR_DIR, TRAINER_DIR, verify_checkpoint
-from triad.config.base import CkptConfig, Command
+from triad.config.base import CkptConfig
 from triad.config.dpo import DpoConfig
-from triad.config.drift import (
-    compare_settings,
-    describe_stretch,
-    read_settings,
-    refuse_other_model,
-    refuse_other_tensors,
-    settings_of,
-)
-from triad.config.fingerprint import fingerprint, makes_same_batches
-from triad.config.load import read_toml, to_toml
+from triad.config.drift import read_settings, refuse_other_model, refuse_other_tensors
 from triad.config.orchestrator import OrchestratorConfig
 from triad.config.reward_training import RewardTrainingConfig
 from triad.config.rl_trainer import TrainerConfig
 from triad.config.trainer import SftConfig, TrainingCommand
-from triad.errors import CheckpointError, ConfigError, DataError, RunDirError
+from triad.errors import CheckpointError, ConfigError, RunDirError
 from triad.fetch import fetch, set_aside_after
-from triad.fork import Fork, bring_in, find_fork
-from triad.journal import STATE_NAME, read_batch
+from triad.fork import bring_in, find_fork
+from triad.journal import STATE_NAME
+from triad.kept_batches import last_kept_batch, refuse_to_leave_behind
 from triad.manifest import Verification
 from triad.object_store import StorageError
 from triad.run_dir import RunDir, resolve_resume_step
-from triad.sampled import problem_of_batch, vocab_size_in
 from triad.warm_start import check_warm_start
 
 S = TypeVar("S")
-T = TypeVar("T", bound=TrainingCommand | OrchestratorConfig)
-CONFIG_NAME = "config.toml"
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One start of a run.
-
-    Attributes:
-        number: 1 for the first start in this directory.
-        resume_step: the committed step to go on from; None for a fresh start.
-        checkpoint: directory of that step, in this run or in the one that is forked.
-        fork: the checkpoint of another run that this run begins with.
-    """
-
-    run_dir: RunDir
-    number: int
-    resume_step: int | None
-    checkpoint: Path | None = None
-    fork: Fork | None = None
-
-    @property
-    def start(self) -> str:
-        """How the attempt starts, in a few words."""
-        if self.resume_step is None:
-            return "afresh"
-        return f"from step {self.resume_step}" + (f" of {self.checkpoint}" if self.fork else "")
 
 
 def prepare(
@@ -105,10 +67,10 @@ def prepare(
             run_dir.lock_orchestrator()
     async_level = trainer.async_level if isinstance(trainer, TrainerConfig) else 0
     # A store that is away must not keep a run from going on that has all it needs here.
-    asks_store = ckpt.dir is not None and not dry_run and not (again and _newest_is_whole(run_dir, ckpt.verify))
+    store = None if dry_run or (again and _newest_is_whole(run_dir, ckpt.verify)) else ckpt.dir
     if ckpt.dir is not None and dry_run:
         print(f"a dry run does not look for checkpoints at {ckpt.dir}")
-    attempt = _decide(run_dir, ckpt, clean=clean, asks_store=asks_store, async_level=async_level, again=again)
+    attempt = _decide(run_dir, ckpt, clean=clean, store=store, async_level=async_level, again=again)
     if attempt.resume_step is None:
         _refuse_own_weights(run_dir, trainer.model.name, ckpt.weights_only)
         if ckpt.weights_only is not None:
@@ -118,9 +80,9 @@ def prepare(
     if not dry_run:
         lives = orchestrator is None and run_dir.has_orchestrator()  # one that was started by hand, as this trainer
         try:
-            last_batch = None if clean else _last_batch(attempt, ckpt, trainer, orchestrator)
+            last_batch = None if clean else last_kept_batch(attempt, ckpt, trainer, orchestrator)
             if lives:
-                _refuse_to_leave_it_behind(attempt, last_batch, clean=clean)
+                refuse_to_leave_behind(attempt, last_batch, clean=clean)
             if clean:
                 run_dir.remove_run()
             run_dir.require_writable()
@@ -135,32 +97,18 @@ def prepare(
                 f"{run_dir.path} could not be prepared: {error}. No committed checkpoint is lost: mend the storage "
                 "or the permissions, then start again."
             ) from error
-        if ckpt.dir is not None and asks_store and attempt.fork is None:
-            url, step = ckpt.dir, attempt.resume_step or 0
-            _with_store(lambda: set_aside_after(url, step), again=again)
+        if store is not None and attempt.fork is None:
+            _with_store(lambda: set_aside_after(store, attempt.resume_step or 0), again=again)
     return attempt
 
 
 def _forget_attempts(attempt: Attempt, keep: int) -> None:
     """Remove what the oldest attempts left, but for the settings that the next one compares its own with."""
-    started = _last_started(attempt.run_dir, attempt.number, ("trainer", "orchestrator"))
+    started = last_started(attempt.run_dir, attempt.number, ("trainer", "orchestrator"))
     last = attempt.number - keep
     if started is not None:
         last = min(last, int(started.name.removeprefix("attempt_")) - 1)
     attempt.run_dir.remove_old_attempts(last)
-
-
-def _refuse_to_leave_it_behind(attempt: Attempt, last_batch: int | None, *, clean: bool) -> None:
-    """Refuse to set batches aside that a living orchestrator has made: it would never make them again."""
-    run_dir, step = attempt.run_dir, attempt.resume_step or 0
-    kept = step if last_batch is None else last_batch
-    superseded = [batch for batch in run_dir.published_batches() if batch > kept]
-    if superseded or attempt.fork is not None or (clean and run_dir.holds_run()):
-        raise RunDirError(
-            f"an orchestrator runs in {run_dir.path} and goes on behind the batches that it has made, and this start "
-            f"supersedes {f'batch {superseded[0]} and what follows' if superseded else 'what is there'}. Stop it, then "
-            "start the trainer and after it the orchestrator, with the same step."
-        )
 
 
 def _with_store(action: Callable[[], S], *, again: bool) -> S | None:
@@ -228,7 +176,7 @@ def _newest_is_whole(run_dir: RunDir, how: Verification) -> bool:
 
 
 def _decide(
-    run_dir: RunDir, ckpt: CkptConfig, *, clean: bool, asks_store: bool, async_level: int, again: bool
+    run_dir: RunDir, ckpt: CkptConfig, *, clean: bool, store: str | None, async_level: int, again: bool
 ) -> Attempt:
     """Find the step to start from, verified. This run's own checkpoints come first."""
     wanted, source = ckpt.resume_step, ckpt.resume_dir
@@ -238,10 +186,9 @@ def _decide(
         if source is None or run_dir.forked_from() != str(source.resolve()):
             raise RunDirError(_holds_run(run_dir, source))
         wanted = "auto"
-    if ckpt.dir is not None and asks_store:
-        url = ckpt.dir
+    if store is not None:
         brought = _with_store(
-            lambda: fetch(url, run_dir, wanted, how=ckpt.verify, older_weights=async_level), again=again
+            lambda: fetch(store, run_dir, wanted, how=ckpt.verify, older_weights=async_level), again=again
         )
         is_there |= brought is not None
     step = resolve_resume_step(run_dir, wanted, how=ckpt.verify) if is_there or wanted != "auto" else None
@@ -259,7 +206,7 @@ def _decide(
 
 
 def _holds_run(run_dir: RunDir, source: Path | None) -> str:
-    steps = _steps_there(run_dir)
+    steps = run_dir.steps_there()
     resume = f"resume it with --ckpt.resume-step latest (step {steps[-1]})" if steps else "it has no checkpoint"
     what = "a run" if source is None else f"a run that was not forked from {source}"
     return (
@@ -268,18 +215,13 @@ def _holds_run(run_dir: RunDir, source: Path | None) -> str:
     )
 
 
-def _steps_there(run_dir: RunDir) -> list[int]:
-    """Return the steps with a checkpoint, but for damaged ones; one that cannot be read now is there as well."""
-    return [entry.step for entry in run_dir.entries() if entry.status != "damaged"]
-
-
 def _check_fits(attempt: Attempt, trainer: TrainingCommand) -> None:
     """Refuse a checkpoint that the trainer cannot go on from."""
     step, directory = attempt.resume_step, attempt.checkpoint
     if step is None or directory is None:
         return
     if step > trainer.max_steps:
-        steps = [] if attempt.fork else _steps_there(attempt.run_dir)
+        steps = [] if attempt.fork else attempt.run_dir.steps_there()
         earlier = [str(other) for other in steps if other <= trainer.max_steps]
         others = f", or resume from one of: {', '.join(earlier)}" if earlier else ""
         raise ConfigError(
@@ -314,87 +256,6 @@ def _made_by(directory: Path) -> tuple[str, str]:
     return "sft", "no state of an orchestrator and no preference loss"
 
 
-def _last_batch(
-    attempt: Attempt, ckpt: CkptConfig, trainer: TrainingCommand, orchestrator: OrchestratorConfig | None
-) -> int | None:
-    """Return the last journaled batch that this attempt would make itself, bit for bit; None if none can be known.
-
-    A batch depends on the orchestrator's settings, on the weights that sample it and, through the
-    orchestrator's state, on all batches before. So the journal holds from the resumed step as far
-    as its batches are contiguous and whole, provided that what makes batches has not changed since
-    the last attempt. If only the trainer's settings changed, batches that were sampled by versions
-    up to the resumed step still hold; those of later versions do not, because these weights come
-    out differently now. That damaged checkpoints were skipped changes nothing about it.
-
-    A trainer that is started by hand knows no orchestrator's settings: the one that made the batches makes the next
-    ones, too, or whoever started another one did not clear them.
-
-    Who asks for an older step by number while there are later ones wants to do them again (with
-    another environment, say, whose code is no setting): then nothing of the journal is kept.
-    """
-    run_dir, step = attempt.run_dir, attempt.resume_step or 0
-    if attempt.fork is not None or not isinstance(trainer, TrainerConfig):
-        return None
-    steps = _steps_there(run_dir)
-    if ckpt.resume_step not in ("latest", "auto", -1) and steps and steps[-1] > step:
-        return None
-    names = ("trainer", "orchestrator") if orchestrator is not None else ("trainer",)
-    previous = _last_started(run_dir, attempt.number, names)
-    if previous is None and orchestrator is not None:
-        return None
-    try:
-        if orchestrator is not None and previous is not None:
-            before = read_toml(OrchestratorConfig, previous / "orchestrator.toml")
-            if not makes_same_batches(before, orchestrator):
-                return None
-        before = read_toml(TrainerConfig, previous / "trainer.toml") if previous is not None else trainer
-        same_weights = fingerprint(before) == fingerprint(trainer)
-    except ConfigError:  # it was written by another version
-        return None
-    if attempt.resume_step is None and _warm_start(before) != _warm_start(trainer):
-        return None
-    last, vocab_size = step, _vocab_size(trainer)
-    while run_dir.batch(last + 1).exists():
-        try:
-            batch = read_batch(run_dir, last + 1)
-        except CheckpointError as error:
-            print(f"WARNING: batch {last + 1} is made again: {error}")
-            break
-        if (problem := problem_of_batch(batch, vocab_size)) is not None:
-            print(f"WARNING: batch {last + 1} is made again, for nobody can have sampled it: {problem}")
-            break
-        if not same_weights and batch.policy_version > step:
-            break
-        last += 1
-    return last
-
-
-def _vocab_size(config: TrainingCommand) -> int | None:
-    """Return how many token ids the model has; None where that takes more than a look at a local file."""
-    try:
-        return vocab_size_in(Path(config.model.name) / "config.json")
-    except DataError:
-        return None
-
-
-def _warm_start(config: TrainingCommand) -> Path | None:
-    """Return where a fresh start takes its weights from, if not from the model."""
-    path = config.ckpt.weights_only if config.ckpt else None
-    return path and path.resolve()
-
-
-def _last_started(run_dir: RunDir, number: int, names: Sequence[str]) -> Path | None:
-    """Return the configurations of the newest attempt before `number` that may have started a process.
-
-    A launcher that was killed before it had written them all has started nothing, so changed nothing.
-    """
-    for earlier in range(number - 1, 0, -1):
-        directory = run_dir.configs(earlier)
-        if all((directory / f"{name}.toml").exists() for name in names):
-            return directory
-    return None
-
-
 def _settle(attempt: Attempt, *, how: Verification, last_batch: int | None, of_batches: bool) -> None:
     """Bring the directory into the state that the attempt starts from, and say what that changed."""
     run_dir, number = attempt.run_dir, attempt.number
@@ -419,45 +280,3 @@ def _settle(attempt: Attempt, *, how: Verification, last_batch: int | None, of_b
     if number > 1 or attempt.resume_step is not None:
         verb = "starting" if attempt.resume_step is None else "resuming"
         print(f"{verb} {attempt.start} in {run_dir.path} (attempt {number})")
-
-
-def with_resume(config: T, resume_step: int | None) -> T:
-    """Return `config` with the resolved step in place of `latest`, `auto` or another run's checkpoint."""
-    config = config.model_copy(deep=True)
-    if config.ckpt is not None:
-        config.ckpt.resume_step = resume_step
-        config.ckpt.resume_dir = None
-        if resume_step is not None:
-            config.ckpt.weights_only = None
-    return config
-
-
-def write_config(attempt: Attempt, name: str, config: Command, *, dry_run: bool) -> Path:
-    """Write the resolved configuration of one process, say what differs from before, and return its path."""
-    if dry_run and attempt.run_dir.path == Path(os.devnull):
-        return attempt.run_dir.path
-    directory = attempt.run_dir.path / "configs" / "dry_run" if dry_run else attempt.run_dir.configs(attempt.number)
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{name}.toml"
-    durable.write_file(path, to_toml(config).encode())  # whole, or not at all
-    if attempt.resume_step is not None and name != "rl":
-        _say_what_differs(attempt, name, config)
-    return path
-
-
-def _say_what_differs(attempt: Attempt, name: str, config: Command) -> None:
-    """Print how `config` differs from what the checkpoint was made with, or else from the last attempt."""
-    before, since = attempt.run_dir.configs(attempt.number - 1) / f"{name}.toml", "the last attempt"
-    if isinstance(config, TrainingCommand) and attempt.checkpoint is not None:
-        saved = attempt.checkpoint / TRAINER_DIR / CONFIG_NAME
-        if saved.exists():
-            before, since = saved, f"the checkpoint of step {attempt.resume_step}"
-    if not before.exists():
-        return
-    old, new = read_settings(before), settings_of(config)
-    for line in compare_settings(old, new).describe(name, since):
-        print(line)
-    if isinstance(config, TrainingCommand):
-        stretched = describe_stretch(old, config, step=attempt.resume_step or 0)
-        if stretched is not None:
-            print(stretched)

@@ -124,6 +124,10 @@ class RunDir:
                 read_manifest(entry.path)  # raises, or it can be read by now
         return [entry.step for entry in entries if entry.status in ("committed", "unreadable")]
 
+    def steps_there(self) -> list[int]:
+        """Steps with a checkpoint, but for damaged ones, ascending; one that cannot be read now is there as well."""
+        return [entry.step for entry in self.entries() if entry.status != "damaged"]
+
     def published_batches(self) -> list[int]:
         """Steps whose batch is published, ascending."""
         return _numbered(self.rollouts, _STEP)

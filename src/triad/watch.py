@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from triad import durable
+from triad.attempt import Attempt
 from triad.config.trainer import TrainingCommand
 from triad.console import Console
 from triad.engine_log import engine_failure
@@ -28,7 +29,6 @@ from triad.events import EVENTS_ENV, PROCESS_ENV
 from triad.heartbeat import HEALING_NAME, HEARTBEAT_ENV, PROBE_PERIOD_S, Vitals, place_of_beats
 from triad.process import make_output_lossy
 from triad.restarts import Restarts
-from triad.resume import Attempt
 from triad.run_dir import RunDir
 from triad.storage import Patience, fullest
 from triad.supervise import Child, Supervisor, error_message, last_lines

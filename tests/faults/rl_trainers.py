@@ -63,9 +63,10 @@ def _child(request: dict[str, Any]) -> NoReturn:
 def _train(request: dict[str, Any], output: Path) -> None:
     """What `triad.launch.launch_rl` does for the trainer, and the trainer's ranks."""
     import trainer.launch
+    from triad.attempt import with_resume, write_config
     from triad.config.orchestrator import OrchestratorConfig
     from triad.config.rl_trainer import TrainerConfig
-    from triad.resume import prepare, with_resume, write_config
+    from triad.resume import prepare
 
     config = TrainerConfig.model_validate(request["trainer"])
     orchestrator = OrchestratorConfig.model_validate(request["orchestrator"])

@@ -81,7 +81,7 @@ import math, sys
 from pathlib import Path
 from triad.config import TrainerConfig
 from triad.heartbeat import HEARTBEAT_ENV
-from triad.resume import Attempt
+from triad.attempt import Attempt
 from triad.restarts import Restarts
 from triad.run_dir import RunDir
 from triad.storage import Patience

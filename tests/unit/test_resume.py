@@ -19,6 +19,7 @@ import pytest
 
 from triad import cli, durable, fork, manifest
 from triad.arrays import Logprobs, LossMask, TokenIds
+from triad.attempt import Attempt, with_resume, write_config
 from triad.checkpoints import Kind
 from triad.config import RlConfig, SftConfig, TrainerConfig
 from triad.config.algorithm import KlConfig
@@ -29,7 +30,7 @@ from triad.config.rl import hand_down_shared
 from triad.errors import CheckpointError, ConfigError, RunDirError
 from triad.messages import Batch, Rollout, VersionSpan, encode_batch
 from triad.object_store import StorageError
-from triad.resume import Attempt, prepare, with_resume, write_config
+from triad.resume import prepare
 from triad.run_dir import RunDir
 
 Sft = Callable[..., tuple[int, str, str]]

@@ -13,12 +13,12 @@ import pytest
 from tests.checkpoint_files import write_checkpoint
 from trainer.checkpoints.checkpointer import Checkpointer
 from triad import durable, watch
+from triad.attempt import Attempt
 from triad.checkpoints import Retention
 from triad.config import SftConfig
 from triad.errors import NOT_SAVED
 from triad.heartbeat import HEARTBEAT_ENV
 from triad.metrics import MetricsWriter
-from triad.resume import Attempt
 from triad.run_dir import RunDir
 
 # Saves its step here at once, and then goes on "uploading" as its argument says.

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.inference_zygote import free_port
+from triad.attempt import Attempt
 from triad.config import TrainerConfig
 from triad.errors import STUCK, ProcessDied
 from triad.heartbeat import HEALING_NAME, HEARTBEAT_ENV, Vitals, Wait
 from triad.restarts import Restarts
-from triad.resume import Attempt
 from triad.run_dir import RunDir
 from triad.storage import Patience
 from triad.watch import Healing, Plan, watch
