@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.conftest import ModelFactory
+from tests.unit.stand_ins import Stands
 from triad import cli
 from triad.run_dir import RunDir
 
@@ -26,6 +27,12 @@ def run_dir(tmp_path: Path) -> RunDir:
     made = RunDir(tmp_path / "run")
     made.create()
     return made
+
+
+@pytest.fixture
+def stands(tmp_path: Path) -> Stands:
+    """Return what runs stand-ins for processes."""
+    return Stands(tmp_path / "run")
 
 
 @pytest.fixture

@@ -3,54 +3,17 @@
 from __future__ import annotations
 
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.inference_zygote import free_port
-from triad.attempt import Attempt
-from triad.config import TrainerConfig
+from tests.unit.stand_ins import Stands
 from triad.errors import STUCK, ProcessDied
 from triad.heartbeat import HEALING_NAME, HEARTBEAT_ENV, Vitals, Wait
 from triad.restarts import Restarts
-from triad.run_dir import RunDir
-from triad.storage import Patience
-from triad.watch import Healing, Plan, watch
 
 pytestmark = pytest.mark.usefixtures("restored_signals")
-
-
-class Stands:
-    """Stands in for the processes of a run of one step, watched by the real launcher."""
-
-    def __init__(self, path: Path) -> None:
-        self.run_dir = RunDir(path)
-        self.run_dir.path.mkdir()
-        self.run_dir.create()
-        self.run_dir.rollouts.mkdir()
-
-    def watch(self, *, health_url: str | None = None, restarts: int = 3, **programs: str) -> int:
-        """Run `programs`, texts of Python, in the run directory, with `made(name)` to make what is waited for."""
-        prelude = (
-            f"import os, sys, time; os.chdir({str(self.run_dir.path)!r}); from pathlib import Path\n"
-            "from triad.heartbeat import does, moved, start_heartbeat; start_heartbeat()\n"
-            "made = lambda name: Path(name).mkdir(parents=True)\n"
-        )
-        config = TrainerConfig.model_validate({"output_dir": str(self.run_dir.path), "max_steps": 1})
-        commands = {name: [sys.executable, "-c", prelude + code] for name, code in programs.items()}
-        health = {"inference": health_url} if health_url else {}
-        plan = Plan(Attempt(self.run_dir, 1, None), commands, config, [], health)
-        healing = Healing(
-            again=lambda: plan, restarts=Restarts(restarts, 600), patience=Patience(600), heartbeat_timeout_s=60
-        )
-        return watch(plan, healing)
-
-
-@pytest.fixture
-def stands(tmp_path: Path) -> Stands:
-    """Return what runs stand-ins."""
-    return Stands(tmp_path / "run")
 
 
 _TRAINER = """

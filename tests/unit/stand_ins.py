@@ -1,0 +1,65 @@
+"""Programs of a few lines that stand in for the processes of a run, watched by the real launcher."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from triad.attempt import Attempt
+from triad.config import TrainerConfig
+from triad.restarts import Restarts
+from triad.run_dir import RunDir
+from triad.storage import Patience
+from triad.watch import Healing, Plan, watch
+
+
+class Stands:
+    """Stands in for the processes of a run of one step.
+
+    Attributes:
+        attempts: how many attempts have begun.
+        full_disks: how often the launcher finds no room for what a new attempt begins with.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.run_dir = RunDir(path)
+        self.run_dir.path.mkdir()
+        self.run_dir.create()
+        self.run_dir.rollouts.mkdir()
+        self.attempts = 1
+        self.full_disks = 0
+
+    def watch(
+        self, *, health_url: str | None = None, restarts: int = 3, heals: bool = True, ckpt: Any = None, **programs: str
+    ) -> int:
+        """Run `programs`, texts of Python, in the run directory, with `made(name)` to make what is waited for.
+
+        Args:
+            heals: False: watch as `sft` and parts started by hand are watched.
+            ckpt: settings of checkpoints.
+        """
+        prelude = (
+            f"import os, sys, time; os.chdir({str(self.run_dir.path)!r}); from pathlib import Path\n"
+            "from triad.heartbeat import does, moved, start_heartbeat; start_heartbeat()\n"
+            "made = lambda name: Path(name).mkdir(parents=True)\n"
+        )
+        settings = {"output_dir": str(self.run_dir.path), "max_steps": 1, "ckpt": ckpt}
+        config = TrainerConfig.model_validate(settings)
+        commands = {name: [sys.executable, "-c", prelude + code] for name, code in programs.items()}
+        health = {"inference": health_url} if health_url else {}
+
+        def plan() -> Plan:
+            return Plan(Attempt(self.run_dir, self.attempts, None), commands, config, [], health)
+
+        def again() -> Plan:
+            if self.full_disks:
+                self.full_disks -= 1
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.run_dir.path))
+            self.attempts += 1
+            return plan()
+
+        healing = Healing(again=again, restarts=Restarts(restarts, 600), patience=Patience(600), heartbeat_timeout_s=60)
+        return watch(plan(), healing if heals else None)
