@@ -65,6 +65,7 @@ class FakeEngine:
     max_model_len: int = 2048
     token: str | None = None
     refuse: str | None = None
+    cannot_read: bool = False
     lease_s: float | None = 90.0
     lie_uid: int = 0
     lie_version: int = 0
@@ -127,6 +128,8 @@ class FakeEngine:
                 return refusal
             if self.refuse:
                 raise HTTPException(409, self.refuse)
+            if self.cannot_read:
+                return JSONResponse({"error": "the storage failed", "code": "unreadable"}, 507)
             self.owner = body["owner"]["run_id"]
             self.pushed.append(body["version"])
             self.version = body["version"] + self.lie_version

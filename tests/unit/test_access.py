@@ -118,6 +118,7 @@ def test_bodies_have_a_bound() -> None:
         assert ask("POST", path, content=b"x" * (MOST + 1), headers=headers).status_code == 413
         assert ask("POST", path, content=pieces(10), headers=headers).json() == {"bytes": MOST}
         assert ask("POST", path, content=pieces(11), headers=headers).status_code == 413
+    assert largest_body(2048) == 4 * 2**20 + 64 * 2048
     ids = 8 * 1_000_000  # as JSON, of a model for a million tokens
     assert ids < largest_body(1_000_000) < 100_000_000
 

@@ -15,6 +15,7 @@ from orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
 
 from orchestrator import patience
 from orchestrator.main import orchestrate
+from orchestrator.transport import FAILING_PATIENCE_S, Unavailable
 from triad.config.orchestrator import ClientConfig
 from triad.errors import InferenceError
 from triad.run_dir import RunDir
@@ -32,7 +33,7 @@ def run(directory: Path, intercept: Intercept, *, ready_timeout_s: float = 60) -
     return engine
 
 
-@pytest.mark.parametrize("status", [429, 500, 502, 503])
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
 def test_a_busy_server_is_asked_again_with_growing_pauses(
     tmp_path: Path, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,6 +57,42 @@ def test_the_pause_that_a_server_asks_for_is_kept_up_to_a_limit(
     engine = run(tmp_path, busy)
     first, second, third = (later - earlier for earlier, later in zip(engine.arrived, engine.arrived[1:], strict=False))
     assert first >= 1.0 and second >= 1.5 and third >= 0.4
+
+
+@pytest.mark.parametrize(
+    ("failure", "pauses", "over_s"),
+    [
+        (Unavailable("busy"), [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5], 900),
+        (Unavailable("busy", retry_after_s=7), [7] * 9, 900),
+        (Unavailable("busy", retry_after_s=3600), [60] * 9, 900),
+        (Unavailable("fails", patience_s=FAILING_PATIENCE_S), [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5], 120),
+    ],
+    ids=["busy", "asks for a pause", "asks for a long one", "500"],
+)
+def test_the_pauses_and_their_end_are_those_of_the_documentation(
+    monkeypatch: pytest.MonkeyPatch, failure: Unavailable, pauses: list[float], over_s: float
+) -> None:
+    now, slept = 1000.0, list[float]()
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        slept.append(seconds)
+
+    monkeypatch.setattr(patience.asyncio, "sleep", sleep)
+    monkeypatch.setattr(patience, "awake_s", lambda: now)
+    limit_s = ClientConfig().ready_timeout_s
+    assert limit_s == 900
+
+    async def fail() -> None:
+        asked = patience.Patience("http://host", limit_s, key="client.ready_timeout_s")
+        while True:
+            await asked.pause(failure)
+
+    with pytest.raises(InferenceError, match="was lost"):
+        asyncio.run(fail())
+    assert slept[:9] == pauses
+    assert over_s <= now - 1000 <= over_s + 60
 
 
 def test_a_server_that_only_fails_ends_the_run_after_its_time(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,9 +27,9 @@ from orchestrator_fakes import (
 from orchestrator.environment import Environment, Message, Score, Session, Task, TaskSeed
 from orchestrator.main import orchestrate
 from orchestrator.state import OrchestratorState, read_state
-from triad import journal
+from triad import heartbeat, journal
 from triad.config.orchestrator import OrchestratorConfig
-from triad.errors import CheckpointError, EnvironmentFailure, InferenceError
+from triad.errors import STORAGE_FAILED, CheckpointError, EnvironmentFailure, InferenceError, is_storage_failure
 from triad.messages import Batch
 from triad.run_dir import RunDir
 
@@ -48,6 +49,20 @@ class TwoTurns(Environment):
 
     async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
         return [Score(float(len(session.completion)), {"turns": len(session.texts)}) for session in sessions]
+
+
+class Clock(TwoTurns):
+    """Makes its tasks of the time."""
+
+    def make_task(self, seed: TaskSeed) -> Task:
+        return Task(prompt=[Message("user", f"task {seed.index} at {time.monotonic_ns()}")])
+
+
+class Bounds(TwoTurns):
+    """Says what bounds the event loop that it runs in."""
+
+    async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
+        return [Score(0.0, {"bound_s": heartbeat._own.beat.bound_s or 0.0}) for _ in sessions]
 
 
 class Raises(TwoTurns):
@@ -146,6 +161,25 @@ def test_batches_after_the_checkpoint_are_not_made_again(tmp_path: Path, engine:
     assert read_rollouts(straight, range(1, 9)) == read_rollouts(resumed, range(1, 9))
 
 
+def test_batches_of_an_environment_that_asks_a_clock_are_others_each_time(tmp_path: Path, engine: FakeEngine) -> None:
+    settings = {"max_steps": 1, "environments": [{"id": f"{__name__}:Clock"}]}
+    with serving(engine):
+        for name in ("one", "two"):
+            run(make_config(tmp_path / name, engine, **settings))
+    one, two = (read_rollouts(RunDir(tmp_path / name), range(1, 2)) for name in ("one", "two"))
+    assert one != two
+
+
+def test_the_event_loop_may_be_blocked_for_as_long_as_is_set(tmp_path: Path, engine: FakeEngine) -> None:
+    environments = [{"id": f"{__name__}:Bounds"}]
+    with serving(engine):
+        run(make_config(tmp_path / "set", engine, max_steps=1, environments=environments, hang_timeout_s=77))
+        run(make_config(tmp_path / "unset", engine, max_steps=1, environments=environments))
+    for name, bound_s in (("set", 77.0), ("unset", 900.0)):
+        (rollout, *_) = journal.read_batch(RunDir(tmp_path / name), 1).rollouts
+        assert rollout.metrics["bound_s"] == bound_s
+
+
 def test_without_the_older_weights_the_resumed_version_is_used_and_said(
     tmp_path: Path, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -215,6 +249,14 @@ def test_an_engine_that_serves_something_else_is_refused(tmp_path: Path, lie: di
     with serving(engine), pytest.raises(InferenceError, match=said):
         run(make_config(tmp_path, engine, max_steps=1))
     assert RunDir(tmp_path).published_batches() == []
+
+
+def test_weights_that_an_engine_cannot_read_are_a_failure_of_the_storage(tmp_path: Path) -> None:
+    """Which is waited for; the engine serves what it served."""
+    engine = FakeEngine(cannot_read=True)
+    with serving(engine), pytest.raises(InferenceError, match="answered 507: the storage failed") as caught:
+        run(make_config(tmp_path, engine, max_steps=1))
+    assert caught.value.exit_code == STORAGE_FAILED and is_storage_failure(caught.value)
 
 
 @pytest.mark.parametrize("forget", [False, True])

@@ -614,6 +614,18 @@ def test_a_run_that_is_under_way_goes_on_without_its_store_and_one_that_begins_d
     assert attempt.resume_step == 4 and warning in capsys.readouterr().out
 
 
+def test_without_checkpoints_a_trainer_that_died_trains_all_batches_of_the_journal_again(
+    new: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = hand_down_shared(RlConfig(output_dir=new.path, max_steps=100))
+    start_rl(config)
+    for step in range(1, 6):
+        add_batch(new, step, version=max(0, step - 2))
+    attempt = prepare(config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator, again=True)
+    assert attempt.resume_step is None and new.published_batches() == [1, 2, 3, 4, 5]
+    assert "batches 1 to 5 are in the journal: they are trained again" in capsys.readouterr().out
+
+
 def test_a_fresh_start_with_other_weights_makes_the_batches_again(killed: RunDir, other: RunDir) -> None:
     """No checkpoint was committed yet; batches 1 and 2 were sampled by the weights of the model."""
     for step in (4, 6):

@@ -122,8 +122,9 @@ def test_a_server_that_another_run_took_over_ends_the_run_with_its_name(tmp_path
             engine.owner, engine.directory, engine.digest = "another run", "node:/elsewhere", "of another run"
 
     engine.on_generate = take_over
-    with serving(engine), pytest.raises(InferenceError, match="owned by the run in node:/elsewhere"):
+    with serving(engine), pytest.raises(InferenceError, match="owned by the run in node:/elsewhere") as ended:
         run(make_config(tmp_path, engine, max_steps=STEPS))
+    assert ended.value.exit_code == 3
     assert RunDir(tmp_path).published_batches() == [1]
 
 

@@ -163,7 +163,7 @@ def started_again(directory: Path, port: int, stack: ExitStack, left: ExitStack,
     thread = threading.Thread(target=lambda: found.append(explicit(directory, port).choose(stack)))
     thread.start()
     said = ""
-    while "the last start of this run may have left it" not in said and thread.is_alive():
+    while "Waiting for up to 30 s: the last start of this run may have left it" not in said and thread.is_alive():
         said += told()
         time.sleep(0.01)
     left.close()
@@ -172,7 +172,7 @@ def started_again(directory: Path, port: int, stack: ExitStack, left: ExitStack,
 
 
 def test_a_run_that_was_killed_and_is_started_again_waits_for_what_it_has_left_at_its_port(
-    tmp_path: Path, first_port: int, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, first_port: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def told() -> str:
         return capsys.readouterr().out
@@ -190,6 +190,12 @@ def test_a_run_that_was_killed_and_is_started_again_waits_for_what_it_has_left_a
         loading = left.enter_context(socket.socket())
         loading.bind((HOST, first_port))
         assert started_again(tmp_path, first_port, stack, left, told).starts_own
+    monkeypatch.setattr("triad.servers._ENDING_S", 0.2)
+    with socket.socket() as stays, ExitStack() as stack:
+        stays.bind((HOST, first_port))
+        with pytest.raises(InferenceError, match=f":{first_port} is in use"):
+            explicit(tmp_path, first_port).choose(stack)
+    assert "Waiting for up to 0.2 s" in told()
     RunDir(tmp_path).lock()  # from here on it is under way
     with socket.socket() as loading, ExitStack() as stack:
         loading.bind((HOST, first_port))

@@ -202,6 +202,32 @@ def test_a_child_dies_with_its_launcher(ends: Ends) -> None:
     assert ends(child)
 
 
+def test_what_a_child_started_outlives_a_launcher_that_is_killed(tmp_path: Path, ends: Ends) -> None:
+    """As a sandbox that an environment starts: only who has asked the kernel dies with the launcher."""
+    code = (
+        "import subprocess; from triad.process import die_with_launcher as die; die()\n"
+        "print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+    )
+    launch = (
+        "import sys; from pathlib import Path; from triad.supervise import Supervisor\n"
+        f"Supervisor().__enter__().start('child', {python(code)!r}, Path(sys.argv[1]), environment={{}})\n"
+        "sys.stdin.read()"
+    )
+    log = tmp_path / "child.log"
+    launcher = subprocess.Popen([sys.executable, "-c", launch, str(log)], stdin=subprocess.PIPE)
+    while not log.exists() or len(words := log.read_text().split()) < 2:
+        assert launcher.poll() is None
+        time.sleep(0.01)
+    grandchild = int(words[1])
+    child = int(Path(f"/proc/{grandchild}/stat").read_text().split()[3])
+    launcher.kill()
+    launcher.communicate()
+    assert ends(child)
+    assert not ends(grandchild, within_s=0)
+    os.kill(grandchild, signal.SIGKILL)
+    assert ends(grandchild)
+
+
 def test_the_error_of_a_log_is_its_last_error_block(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     assert error_message(log) is None and last_lines(log) == ""

@@ -74,6 +74,7 @@ def test_a_teacher_judges_every_sampled_token(tmp_path: Path, policy: FakeEngine
     assert [rollout.token_ids for rollout in plain] == [rollout.token_ids for rollout in judged]
     assert all(rollout.reference_logprobs is None for rollout in plain)
     assert teacher.pushed == [] and all(request["max_tokens"] == 1 for request in teacher.requests)
+    assert teacher.owner is None and teacher.released == [], "other runs may learn from it, too"
     assert read_state(RunDir(tmp_path / "judged").batch(1) / journal.STATE_NAME, step=1).teacher_digest == "fixed"
 
 

@@ -22,11 +22,12 @@ from triad.supervise import Supervisor
 
 
 @pytest.mark.usefixtures("restored_signals")
-def test_signals_that_a_parent_had_ignored_stay_ignored(tmp_path: Path) -> None:
-    """As under `nohup`: the terminal's end is not the run's."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_signals_that_a_parent_had_ignored_stay_ignored(tmp_path: Path, number: signal.Signals) -> None:
+    """As under `nohup`, where the terminal's end is not the run's, and in the background, where Ctrl-C is not."""
+    signal.signal(number, signal.SIG_IGN)
     with Supervisor() as supervisor:
-        code = "import os, signal; os.kill(os.getppid(), signal.SIGHUP); os.kill(os.getpid(), signal.SIGHUP)"
+        code = f"import os; os.kill(os.getppid(), {number:d}); os.kill(os.getpid(), {number:d})"
         supervisor.start("child", [sys.executable, "-c", code], tmp_path / "log", environment={})
         assert supervisor.run(lambda: None) is None, "neither the launcher nor its child takes note"
 
