@@ -52,10 +52,10 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path, m
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         refused = make(tmp_path)
-        refused.save(1)
+        refused.save(9)
         with pytest.raises(SaveError, match=f"another process saves into {tmp_path}"):
             refused.close()
-        assert (tmp_path / ".tmp-step_9").exists(), "it is the other's"
+        assert (tmp_path / ".tmp-step_9/trainer").exists(), "it is the other's, who writes the same step"
         other.communicate("")
     with make(tmp_path) as checkpointer, make(tmp_path) as loading:
         checkpointer.save(1)

@@ -122,13 +122,23 @@ class Commit:
         """Never remove the checkpoint of `step`: the run was resumed from it."""
         self._protected.add(step)
 
-    def _settle_in(self) -> None:
-        """Before the first save, take the directory for this process, and clear what a dead one left in it."""
-        if self._lock is None:
+    def _settle_in(self, final: Path, *, alone: bool) -> None:
+        """Before the first save, take the directory for this process, and clear what a dead one left in it.
+
+        Args:
+            alone: whether nobody else may write beside `final`.
+
+        Raises:
+            SaveError: `final` exists.
+            RunDirError: another process has the directory; nothing in it was touched.
+        """
+        if alone and self._lock is None:
             durable.make_directory(self._directory)
             self._lock = DirectoryLock(self._directory)
             for path in durable.clear_leftovers(self._directory):
                 _log.info("removed %s: it was never committed", path)
+        if final.exists():
+            raise SaveError(f"{final} exists already, and checkpoints are never written over")
 
     def write(
         self,
@@ -150,19 +160,20 @@ class Commit:
         final = self._directory / (name or f"step_{snapshot.step}")
         temporary = final.with_name(f"{durable.TEMPORARY_PREFIX}{final.name}")
         started = time.perf_counter()
+        is_ours = False
         try:
             staged = self._ranks.together(lambda: stage(tensors))
             self._check_same_step(snapshot.step)
-            if name is None:
-                self._ranks.on_main(self._settle_in)
-            self._ranks.on_main(lambda: _make_empty(temporary, final))
+            self._ranks.on_main(lambda: self._settle_in(final, alone=name is None))
+            is_ours = True
+            self._ranks.on_main(lambda: _make_empty(temporary))
             trainer_dir = temporary / TRAINER_DIR
             shards = self._writer.write(staged, trainer_dir)
             random_path = trainer_dir / f"random_rank_{self._ranks.rank}.json"
             self._ranks.together(lambda: _write_through(random_path, snapshot.random_state))
             size = self._ranks.on_main(lambda: self._publish(snapshot, tensors, shards, temporary, final))
         except BaseException as error:
-            if self._ranks.is_main:
+            if self._ranks.is_main and is_ours:
                 shutil.rmtree(temporary, ignore_errors=True)
             if isinstance(error, RankLost) or not isinstance(error, Exception):
                 raise
@@ -255,10 +266,8 @@ class Commit:
             self._lock = None
 
 
-def _make_empty(temporary: Path, final: Path) -> None:
-    if final.exists():
-        raise SaveError(f"{final} exists already, and checkpoints are never written over")
-    durable.make_directory(final.parent)
+def _make_empty(temporary: Path) -> None:
+    durable.make_directory(temporary.parent)
     if temporary.exists():
         shutil.rmtree(temporary)
     (temporary / TRAINER_DIR).mkdir(parents=True)
