@@ -29,6 +29,7 @@ from trainer.packing import Sample, build_micro_batch
 from trainer.parallel import Parallel
 from triad.config.trainer import TrainedModelConfig
 from triad.errors import DataError
+from triad.heartbeat import start_heartbeat
 from triad.run_dir import RunDir
 
 Models = Callable[..., Path]
@@ -99,6 +100,14 @@ def test_a_sample_is_scored_at_its_last_token_as_transformers_does(
         padded[row, : LENGTHS[index]] = torch.as_tensor(samples()[index].token_ids, dtype=torch.long)
     expected_S = theirs(padded, attention_mask=(padded != 0).long()).logits[:, 0]
     torch.testing.assert_close(scores_S, expected_S, rtol=1e-5, atol=1e-6)
+
+
+def test_each_pass_is_a_sign_of_life(tiny_model: Models, parallel: Parallel) -> None:
+    """Before, a critic or a reward model that took long over many rows was killed for being stuck."""
+    heartbeat, model = start_heartbeat(), build(tiny_model("llama", tied=False), parallel)
+    for _ in range(3):
+        score_samples(model, samples(), [0, 1, 2], pack=True, device=CPU)
+    assert heartbeat.beat.moves == 3
 
 
 def test_no_samples_give_no_scores_and_gradients_of_zero(

@@ -24,6 +24,7 @@ from trainer.packing import MicroBatch, Sample, build_micro_batch
 from trainer.parallel import Parallel
 from triad.config.trainer import TrainedModelConfig
 from triad.errors import DataError
+from triad.heartbeat import moved
 
 _HEAD = "score.weight"
 
@@ -125,6 +126,7 @@ def predict_values(model: ScalarModel, micro: MicroBatch, index_N: Tensor | None
 
     Without, the value of each target is that of the state before it: read at the token that predicts it.
     """
+    moved()
     index_N = micro.predict_index_N if index_N is None else index_N
     return model(micro.input_ids_BL, micro.position_ids_BL, index_N, packed_index=micro.packed_index)
 
