@@ -5,7 +5,7 @@ through transformers' own forward with eager attention, the plainest there is, a
 same modules. Then the first sample's tokens are changed, and the second must not notice; what it may notice
 is no more than what it does of changes in a sample behind it, which no causal model lets it see.
 
-No random number is drawn, no gradient is left, and compiled code is not run (it would be compiled for these
+The random generators stay as they are, no gradient is left, and compiled code is not run (it would be compiled for these
 shapes). Collective; all ranks compute the same.
 
 Shape legend: L tokens of a sample, N predicted tokens of both, V vocabulary, H hidden size.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -110,6 +110,31 @@ def check_model(model: Policy | ScalarModel, parallel: Parallel, *, name: str, p
         }
     )
     _refuse(model, found, bounds, name=name, packed=packed)
+
+
+@torch.no_grad()
+def is_random_in_training(policy: Policy, parallel: Parallel) -> bool:
+    """Whether what the policy computes in training depends on random numbers. Collective.
+
+    That is dropout, and in some models routers that draw experts by lot. Two passes with other random numbers show
+    it, whatever the model's code calls it. Only of adapters, which have no effect yet, the modules are looked at.
+    """
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in policy.modules()):
+        return True
+    samples = _samples(policy.hf_model.config)
+    packed = policy.layout.arrangement(pack=True) == "packed"
+    micro = build_micro_batch([samples[0], samples[2]], [0, 1], pack=packed, device=parallel.device)
+
+    def drawn(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return _own(policy, micro)
+
+    with _undisturbed(policy, parallel.device):
+        policy.train()
+        first, again, other = drawn(0), drawn(0), drawn(1)
+    # Kernels that add up in any order differ in two equal passes as well.
+    found = parallel.max({"noise": _mean(first, other), "rounding": _mean(first, again)})
+    return found["noise"] > 2 * found["rounding"]
 
 
 def _refuse(model: Policy | ScalarModel, found: dict[str, float], bounds: _Bounds, *, name: str, packed: bool) -> None:

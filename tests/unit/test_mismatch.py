@@ -100,7 +100,7 @@ def test_the_models_own_rollouts_are_trained(
 ) -> None:
     caplog.set_level("INFO")
     metrics = learn(off_by=0.0, **settings)
-    assert ("is trained with dropout, which the engine does not have" in caplog.text) == ("model" in settings)
+    assert ("is trained with dropout, or something else that is random" in caplog.text) == ("model" in settings)
     assert metrics["grad_norm"] > 0
     if settings in ({}, SEVERAL):
         assert metrics["mismatch_kl/age_0"] < 1e-9

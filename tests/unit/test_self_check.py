@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from trainer.models.model import Policy, build_policy
 from trainer.models.scalar_model import build_scalar_model
 from trainer.models.structure import use_attention
 from trainer.parallel import Parallel
-from trainer.self_check import check_model
+from trainer.self_check import check_model, is_random_in_training
 from triad.config.base import DType
 from triad.config.trainer import TrainedModelConfig
 from triad.errors import DataError
@@ -26,10 +27,13 @@ Build = Callable[..., Policy]
 
 @pytest.fixture
 def build(parallel: Parallel, tmp_path: Path) -> Build:
-    """Return a maker of policies of a family: `build("gemma2", dtype="bfloat16", seed=1)`."""
+    """Return a maker of policies of a family: `build("gemma2", {"hidden_size": 8}, dtype="bfloat16", seed=1)`."""
 
-    def make(name: str, *, seed: int = 1, dtype: DType = "float32", **config: Any) -> Policy:
+    def make(
+        name: str, fields: Mapping[str, Any] = {}, *, seed: int = 1, dtype: DType = "float32", **config: Any
+    ) -> Policy:
         family = next(family for family in FAMILIES if family.name == name)
+        family = replace(family, fields=family.fields | fields)
         directory = write_model(family, tmp_path / f"{name}_{seed}", seed=seed)
         settings = TrainedModelConfig.model_validate({"name": str(directory), "dtype": dtype, **config})
         return build_policy(settings, parallel, seed=0)
@@ -125,3 +129,32 @@ def test_models_that_score_are_compared_by_their_hidden_states(
     monkeypatch.setattr(attention, "_causal", hotter)
     with pytest.raises(DataError, match="of the largest hidden state away"):
         check_model(model, parallel, name="critic", pack=True, dtype="float32")
+
+
+_BIOGPT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "lora", "is_random"),
+    [
+        ("llama", {}, None, False),
+        ("llama", {"attention_dropout": 0.1}, None, True),
+        ("llama", {}, {"dropout": 0.1}, True),
+        ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "summary_first_dropout": 0.5}, None, False),
+        ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.1}, None, True),
+        ("biogpt", _BIOGPT, None, False),  # it draws numbers, and does nothing with them
+        ("biogpt", _BIOGPT | {"hidden_dropout_prob": 0.1}, None, True),
+        ("biogpt", _BIOGPT | {"activation_dropout": 0.1}, None, True),
+        ("starcoder2", {"residual_dropout": 0.1}, None, True),
+        ("mixtral", {"router_jitter_noise": 0.1}, None, True),
+        ("phimoe", {"router_jitter_noise": 2.0}, None, True),  # it draws experts that score alike by lot
+    ],
+)
+def test_what_is_random_in_training_is_found_whatever_it_is_called(
+    name: str, fields: dict[str, Any], lora: dict[str, Any] | None, is_random: bool, build: Build, parallel: Parallel
+) -> None:
+    """Before, dropout that is no module of its own was seen by one name alone, and such runs ended as mismatches."""
+    policy = build(name, fields, lora=lora)
+    before = torch.get_rng_state()
+    assert is_random_in_training(policy, parallel) == is_random
+    assert torch.equal(torch.get_rng_state(), before) and policy.training

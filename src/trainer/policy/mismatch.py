@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from torch import nn
 
 from trainer.loss import k3
 from trainer.models.model import Policy
@@ -23,6 +22,7 @@ from trainer.parallel import Parallel
 from trainer.policy.metrics import PolicyStatistics
 from trainer.policy.minibatches import Minibatch, plan_epochs
 from trainer.policy.rollouts import AGE, OLD_LOGPROB, SAMPLER_LOGPROB
+from trainer.self_check import is_random_in_training
 from triad.config import TrainerConfig
 from triad.config.algorithm import UpdatesConfig
 from triad.errors import TrainingError
@@ -42,7 +42,7 @@ def mismatch_limit(config: TrainerConfig) -> float:
 class MismatchCheck:
     """Compares fresh rollouts of each step, by the log-probabilities that its first update computes anyway.
 
-    With dropout those are noise. Then a pass of its own, without dropout, compares the first fresh rollouts of
+    With dropout those are noise, as with whatever else is random in training. Then a pass of its own, without dropout, compares the first fresh rollouts of
     the attempt, and no others.
     """
 
@@ -51,12 +51,12 @@ class MismatchCheck:
         self._kind = type(policy.hf_model).__name__
         self._arrangement: Arrangement = policy.layout.arrangement(pack=True)
         self._parallel = parallel
-        self._has_dropout = has_dropout(policy.hf_model)
-        if self._has_dropout and parallel.is_main:
+        self._is_random = is_random_in_training(policy, parallel)
+        if self._is_random and parallel.is_main:
             report(
-                f"WARNING: {self._kind} is trained with dropout, which the engine does not have: ratios, mismatch_kl "
-                "and ppo_kl are noisy. Unless you mean it, set the dropout of the model's config.json (names with "
-                "`pdrop` or `dropout`) or of model.lora to 0"
+                f"WARNING: {self._kind} is trained with dropout, or something else that is random, which the engine "
+                "does not have: ratios, mismatch_kl and ppo_kl are noisy. Unless you mean it, set what is random in "
+                "the model's config.json (names with `drop`, `pdrop` or `jitter`) or the dropout of model.lora to 0"
             )
         self._is_done = False
         self._is_comparable = False
@@ -82,7 +82,7 @@ class MismatchCheck:
         """
         # A teacher's rollouts have no versions.
         self._is_comparable = not is_foreign and all(rollout.versions for rollout in rollouts)
-        if self._is_done or not (self._is_comparable and self._has_dropout):
+        if self._is_done or not (self._is_comparable and self._is_random):
             return
         copies = [
             Sample(one.token_ids, one.loss_mask, {SAMPLER_LOGPROB: one.per_token[SAMPLER_LOGPROB]})
@@ -117,7 +117,7 @@ class MismatchCheck:
         Raises:
             TrainingError: the engine computes another model.
         """
-        if not self._is_comparable or self._has_dropout:
+        if not self._is_comparable or self._is_random:
             return
         if (mismatch_kl := statistics.fresh_mismatch(self._parallel)) is not None:
             self._refuse_above_limit(step, mismatch_kl)
@@ -125,12 +125,6 @@ class MismatchCheck:
     def _refuse_above_limit(self, step: int, mismatch_kl: float) -> None:
         if not mismatch_kl <= mismatch_limit(self._config):
             raise _other_model(step, mismatch_kl, self._config, kind=self._kind)
-
-
-def has_dropout(hf_model: nn.Module) -> bool:
-    """Return whether a forward pass in training mode draws random numbers."""
-    of_modules = any(isinstance(module, nn.Dropout) and module.p > 0 for module in hf_model.modules())
-    return of_modules or bool(getattr(getattr(hf_model, "config", None), "attention_dropout", 0.0))
 
 
 def _other_model(step: int, mismatch_kl: float, config: TrainerConfig, *, kind: str) -> TrainingError:
