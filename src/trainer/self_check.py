@@ -5,8 +5,8 @@ through transformers' own forward with eager attention, the plainest there is, a
 same modules. Then the first sample's tokens are changed, and the second must not notice; what it may notice
 is no more than what it does of changes in a sample behind it, which no causal model lets it see.
 
-The random generators stay as they are, no gradient is left, and compiled code is not run (it would be compiled for these
-shapes). Collective; all ranks compute the same.
+Random generators stay as they are, no gradient is left, and compiled code is not run (it would be compiled for
+these shapes). Collective; all ranks compute the same.
 
 Shape legend: L tokens of a sample, N predicted tokens of both, V vocabulary, H hidden size.
 """

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,6 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 from inference.adapters import BaseWeights, read_adapter
 from inference.weights import read_architecture, read_weights
 from tests.conftest import ModelFactory
+from trainer.checkpoints.checkpointer import Checkpointer
+from trainer.checkpoints.commit import Identity
 from trainer.checkpoints.state import local_part
 from trainer.checkpoints.warm_start import load_weights_only
 from trainer.models import hf_files
@@ -26,7 +29,11 @@ from trainer.models.model import Policy, build_policy
 from trainer.models.tensor_layout import TensorLayout, names_in_files
 from trainer.models.weights import WeightPublisher
 from trainer.parallel import Parallel
+from trainer.snapshots.importing import import_weights
+from trainer.snapshots.writing import export
 from triad.adapter import read_base
+from triad.checkpoints import NAMES_NAME
+from triad.ckpt.requests import Export, Import
 from triad.config.trainer import TrainedModelConfig
 from triad.errors import CheckpointError, DataError
 from triad.run_dir import RunDir
@@ -237,6 +244,24 @@ def test_an_adapted_matrix_that_files_call_otherwise_is_found(tiny_model: ModelF
     weights = initial_weights(config, load_model_config(str(model)), seed=0)
     written = dict(layout.to_files(weights.items()))
     assert written.keys() == tensors_of(model).keys()
+
+
+def test_a_checkpoint_is_imported_with_the_names_that_it_is_exported_with(
+    tiny_model: ModelFactory, tmp_path: Path
+) -> None:
+    """Before, an import gave the tensors of a checkpoint the names that `save_pretrained` has for them."""
+    model = without_prefix(tiny_model("llama", tied=False), "model.", tmp_path / "original")
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    layout = TensorLayout(loaded, names_in_files(str(model)))
+    files = {f"model/{path.name}": path.read_bytes() for path in model.iterdir() if path.suffix != ".safetensors"}
+    identity = Identity(files=files | {f"model/{NAMES_NAME}": msgspec.json.encode(layout.names)})
+    with Checkpointer(tmp_path / "checkpoints", {"model": loaded}, identity=identity) as checkpointer:
+        checkpointer.save(1)
+    exported, imported = tmp_path / "exported", tmp_path / "imported"
+    export(Export(step_directory=str(tmp_path / "checkpoints/step_1"), target=str(exported)))
+    import_weights(Import(source=str(tmp_path / "checkpoints/step_1"), target=str(imported)))
+    assert tensors_of(exported).keys() == tensors_of(model).keys()
+    assert tensors_of(imported).keys() == tensors_of(model).keys()
 
 
 def test_experts_are_not_whole_matrices_of_files(tiny_model: ModelFactory) -> None:

@@ -30,6 +30,7 @@ from transformers.core_model_loading import (
 from transformers.utils.hub import cached_file
 
 from trainer.models.lora import base_tensors
+from triad.checkpoints import NAMES_NAME
 from triad.errors import DataError
 from triad.weights_digest import weights_files
 
@@ -44,11 +45,15 @@ class _Index(msgspec.Struct):
 def names_in_files(name: str) -> list[str] | None:
     """Return the names of the tensors of a local directory or hub model; None where it has no weights.
 
+    The `model` directory of a checkpoint has none, and says which names those of the run have that differ from memory.
+
     Raises:
         DataError: its files cannot be read.
     """
     directory = Path(name)
     try:
+        if (listed := directory / NAMES_NAME).is_file():
+            return msgspec.json.decode(listed.read_bytes(), type=list[str])
         if directory.is_dir() and not (directory / _INDEX_NAME).is_file():
             single_file = directory / _SINGLE_NAME
             files = [single_file] if single_file.is_file() else weights_files(directory)

@@ -42,8 +42,8 @@ def mismatch_limit(config: TrainerConfig) -> float:
 class MismatchCheck:
     """Compares fresh rollouts of each step, by the log-probabilities that its first update computes anyway.
 
-    With dropout those are noise, as with whatever else is random in training. Then a pass of its own, without dropout, compares the first fresh rollouts of
-    the attempt, and no others.
+    With dropout, or what else is random in training, those are noise. Then a pass of its own, without it, compares the
+    first fresh rollouts of the attempt, and no others.
     """
 
     def __init__(self, config: TrainerConfig, policy: Policy, parallel: Parallel) -> None:

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import tomli
 import torch
 from torch import Tensor
@@ -65,16 +64,13 @@ def export(request: Export) -> Written:
 
 def _layout_of(step: Path, model: str | None) -> TensorLayout | None:
     """Return the layout of files: that of `model`, else what the checkpoint says; None: as in memory."""
-    names_file = step / MODEL_DIR / NAMES_NAME
-    if model is None and not names_file.exists():
+    if model is None and not (step / MODEL_DIR / NAMES_NAME).exists():
         return None
     from trainer.models.tensor_layout import TensorLayout, names_in_files  # transformers: seconds
     from trainer.snapshots.models import meta_model
 
-    if model is not None:
-        return TensorLayout(meta_model(model), names_in_files(model))
-    names = msgspec.json.decode(names_file.read_bytes(), type=list[str])
-    return TensorLayout(meta_model(str(step / MODEL_DIR)), names)
+    described = model or str(step / MODEL_DIR)
+    return TensorLayout(meta_model(described), names_in_files(described))
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
