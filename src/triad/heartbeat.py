@@ -18,7 +18,6 @@ import os
 import shutil
 import tempfile
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -40,10 +39,10 @@ PERIOD_S = 1.0
 PROBE_PERIOD_S = 5.0
 HEALING_NAME = "healing"
 """Touched by the launcher while it waits for something, or starts something again."""
-_HEALTH_TIMEOUT_S = 30.0
 # A process imports before its first beat, for seconds on a busy machine.
 _FIRST_BEAT_S = 30.0
 _MEMORY = Path("/dev/shm")
+_BEAT_BYTES = 1024
 
 
 class Beat(msgspec.Struct, frozen=True):
@@ -81,23 +80,24 @@ class Heartbeat:
 
     def _beat(self) -> None:
         assert self.path is not None
-        beside = self.path.with_name(f".{self.path.name}")
         while not self._ended.is_set():
             try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                beside.write_bytes(msgspec.json.encode(self.beat))
-                beside.replace(self.path)
+                self._write(self.path)
             except OSError as error:
-                self._touch(error)
+                _log.warning("no heartbeat: %s", error)
             self._ended.wait(PERIOD_S)
 
-    def _touch(self, failure: OSError) -> None:
-        """Say at least that this process lives: a full /dev/shm, which others fill, must not make it look dead."""
-        assert self.path is not None
+    def _write(self, path: Path) -> None:
+        """Write over the beat before, which needs no room: others may fill the memory."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = msgspec.json.encode(self.beat).ljust(_BEAT_BYTES)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
         try:
-            self.path.touch()
-        except OSError:
-            _log.warning("no heartbeat: %s", failure)
+            os.utime(descriptor)  # a sign of life, even where not one byte fits
+            os.pwrite(descriptor, data, 0)
+            os.ftruncate(descriptor, len(data))
+        finally:
+            os.close(descriptor)
 
     def end(self) -> None:
         """Be no part of what is watched any more: the others may live on for a while."""
@@ -167,7 +167,7 @@ class Wait:
     def _signs(self) -> dict[str, object]:
         """Return what changes when somebody else gets something done; empty where no launcher watches."""
         prefix = os.environ.get(HEARTBEAT_ENV)
-        if prefix is None:
+        if not prefix:
             return {}
         folder, own = Path(prefix).parent, Path(prefix).name
         signs: dict[str, object] = {}
@@ -184,7 +184,7 @@ class Wait:
 def _read(path: Path) -> Beat:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Beat)
-    except msgspec.DecodeError:  # only touched
+    except msgspec.DecodeError:  # empty, or half of it is of the beat before: the next look sees it whole
         return Beat()
 
 
@@ -233,6 +233,19 @@ class Stuck:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Health:
+    """Where a process answers whether it is well.
+
+    Attributes:
+        url: of the route.
+        timeout_s: for how long one answer is waited for.
+    """
+
+    url: str
+    timeout_s: float = 30.0
+
+
 class Vitals:
     """Signs of life of one process: its heartbeats, and the answers of its health route where it has one.
 
@@ -244,12 +257,12 @@ class Vitals:
     """
 
     def __init__(
-        self, heartbeat: Path, health_url: str | None = None, *, probe_period_s: float = PROBE_PERIOD_S
+        self, heartbeat: Path, health: Health | None = None, *, probe_period_s: float = PROBE_PERIOD_S
     ) -> None:
         self.prefix = heartbeat
         self._begin = awake_s()
         self._parts: dict[Path, _Part] = {}
-        self._health = HealthProbe(health_url, probe_period_s) if health_url else None
+        self._health = HealthProbe(health, probe_period_s) if health else None
 
     @property
     def was_well(self) -> bool:
@@ -305,6 +318,11 @@ class Vitals:
         for path in self._parts.keys() - there:
             self._parts[path].heard = self._parts[path].moved = now  # it has ended, or is about to beat again
 
+    def end(self) -> None:
+        """Ask no more."""
+        if self._health:
+            self._health.end()
+
     def forget(self) -> None:
         """Start again, for a process that takes the place of another."""
         for path in self.prefix.parent.glob(f"{self.prefix.name}*"):
@@ -318,12 +336,17 @@ class Vitals:
 class HealthProbe:
     """Asks a health route again and again, in a thread, and remembers when it last answered well."""
 
-    def __init__(self, url: str, period_s: float) -> None:
-        self._url = url
+    def __init__(self, health: Health, period_s: float) -> None:
+        self._health = health
         self._period_s = period_s
         self._last_good: float | None = None
         self.was_good = False
+        self._ended = threading.Event()
         threading.Thread(target=self._ask, name="health", daemon=True).start()
+
+    def end(self) -> None:
+        """Ask no more; an answer that is being waited for is waited for."""
+        self._ended.set()
 
     def silent_s(self) -> float:
         """Return the seconds since the last good answer; 0 before the first."""
@@ -344,15 +367,15 @@ class HealthProbe:
         self._last_good = None
 
     def _ask(self) -> None:
-        while True:
+        while not self._ended.is_set():
             asked = awake_s()
             try:
-                with _opener.open(self._url, timeout=_HEALTH_TIMEOUT_S):
+                with _opener.open(self._health.url, timeout=self._health.timeout_s):
                     self._last_good = asked
                     self.was_good = True
             except (OSError, http.client.HTTPException) as error:
                 if isinstance(error, urllib.error.HTTPError):
                     error.close()
-                time.sleep(PERIOD_S)  # nobody there, or not well: its silence is what counts
+                self._ended.wait(PERIOD_S)  # nobody there, or not well: its silence is what counts
             else:
-                time.sleep(self._period_s)
+                self._ended.wait(self._period_s)

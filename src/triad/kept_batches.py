@@ -7,6 +7,7 @@ from pathlib import Path
 from triad.attempt import Attempt, last_started
 from triad.config.base import CkptConfig
 from triad.config.fingerprint import fingerprint, makes_same_batches
+from triad.config.inference import InferenceConfig
 from triad.config.load import read_toml
 from triad.config.orchestrator import OrchestratorConfig
 from triad.config.rl_trainer import TrainerConfig
@@ -17,11 +18,15 @@ from triad.sampled import problem_of_batch, vocab_size_in
 
 
 def last_kept_batch(
-    attempt: Attempt, ckpt: CkptConfig, trainer: TrainingCommand, orchestrator: OrchestratorConfig | None
+    attempt: Attempt,
+    ckpt: CkptConfig,
+    trainer: TrainingCommand,
+    orchestrator: OrchestratorConfig | None,
+    inference: InferenceConfig | None,
 ) -> int | None:
     """Return the last journaled batch that this attempt would make itself, bit for bit; None if none can be known.
 
-    A batch depends on the orchestrator's settings, on the weights that sample it and, through the
+    A batch depends on the settings of orchestrator and engine, on the weights that sample it and, through the
     orchestrator's state, on all batches before. So the journal holds from the resumed step as far
     as its batches are contiguous and whole, provided that what makes batches has not changed since
     the last attempt. If only the trainer's settings changed, batches that were sampled by versions
@@ -40,7 +45,8 @@ def last_kept_batch(
     steps = run_dir.steps_there()
     if ckpt.resume_step not in ("latest", "auto", -1) and steps and steps[-1] > step:
         return None
-    names = ("trainer", "orchestrator") if orchestrator is not None else ("trainer",)
+    sections = {"trainer": trainer, "orchestrator": orchestrator, "inference": inference}
+    names = [name for name, section in sections.items() if section is not None]
     previous = last_started(run_dir, attempt.number, names)
     if previous is None and orchestrator is not None:
         return None
@@ -48,6 +54,10 @@ def last_kept_batch(
         if orchestrator is not None and previous is not None:
             before = read_toml(OrchestratorConfig, previous / "orchestrator.toml")
             if not makes_same_batches(before, orchestrator):
+                return None
+        if inference is not None and previous is not None:
+            before = read_toml(InferenceConfig, previous / "inference.toml")
+            if not makes_same_batches(before, inference):
                 return None
         before = read_toml(TrainerConfig, previous / "trainer.toml") if previous is not None else trainer
         same_weights = fingerprint(before) == fingerprint(trainer)

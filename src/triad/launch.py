@@ -18,6 +18,7 @@ from triad.config.rl_trainer import TrainerConfig
 from triad.config.trainer import TrainingCommand
 from triad.errors import ConfigError
 from triad.events import PROCESS_ENV
+from triad.heartbeat import Health
 from triad.import_path import module_command
 from triad.ports import reserve
 from triad.preflight import check_inference, check_orchestrator, check_rl, check_training
@@ -25,9 +26,12 @@ from triad.process import available_cores
 from triad.restarts import Restarts
 from triad.resume import prepare
 from triad.run_dir import RunDir, resolve_resume_step
-from triad.servers import address_of, chosen_servers, picks_its_port
+from triad.servers import chosen_servers, picks_its_port
 from triad.storage import Patience
 from triad.watch import Healing, Plan, clear_unpublished, watch
+
+# Between the answer that a server gives in time and its arrival here, on a busy machine.
+_ANSWERING_S = 10.0
 
 
 def launch_training(program: str, config: TrainingCommand) -> int:
@@ -64,7 +68,12 @@ def _plan_rl(config: RlConfig, *, starts_inference: bool, again: bool = False) -
     """Decide where the run starts, or goes on after its trainer died, and write every process's configuration."""
     clean = config.clean and not again
     attempt = prepare(
-        config.trainer, clean=clean, dry_run=config.dry_run, orchestrator=config.orchestrator, again=again
+        config.trainer,
+        clean=clean,
+        dry_run=config.dry_run,
+        orchestrator=config.orchestrator,
+        inference=config.inference if starts_inference else None,
+        again=again,
     )
     trainer = with_resume(config.trainer, attempt.resume_step)
     orchestrator = with_resume(config.orchestrator, attempt.resume_step)
@@ -80,8 +89,9 @@ def _plan_rl(config: RlConfig, *, starts_inference: bool, again: bool = False) -
     if starts_inference:
         server = module_command("inference.main", str(paths["inference"]), str(attempt.run_dir.path))
         commands = {"inference": server, **commands}
-    health = {"inference": f"{address_of(inference)}/health"} if starts_inference else {}
-    return Plan(attempt, commands, trainer, list(paths.values()), health)
+    # The server itself says when its engine takes too long.
+    health = Health(f"{inference.server.url}/health", inference.server.health_timeout_s + _ANSWERING_S)
+    return Plan(attempt, commands, trainer, list(paths.values()), {"inference": health} if starts_inference else {})
 
 
 def launch_orchestrator(config: OrchestratorConfig) -> int:
@@ -113,16 +123,16 @@ def launch_inference(config: InferenceConfig) -> int:
     attempt = Attempt(RunDir(config.output_dir), 0, None)
     path = write_config(attempt, "inference", config, dry_run=config.dry_run)
     if config.dry_run:
-        print(f"resolved configuration: {path}\nwould serve {config.model.name} at {address_of(config)}")
+        print(f"resolved configuration: {path}\nwould serve {config.model.name} at {config.server.url}")
         return 0
     reservation = reserve(config.server.host, config.server.port)
     if reservation is None:
         raise ConfigError(
-            f"{address_of(config)} is in use, by another server or a run. Stop it, or choose another port with "
+            f"{config.server.url} is in use, by another server or a run. Stop it, or choose another port with "
             "--server.port."
         )
     reservation.keep_over_exec()
-    print(f"loading vLLM to serve {config.model.name} at {address_of(config)}; usually 15-60 s on CPU", flush=True)
+    print(f"loading vLLM to serve {config.model.name} at {config.server.url}; usually 15-60 s on CPU", flush=True)
     return _become(module_command("inference.main", str(path)), "inference")
 
 

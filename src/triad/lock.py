@@ -28,17 +28,17 @@ class Holder:
     """A process that holds a lock, as it wrote itself into the file.
 
     Attributes:
-        boot_id: of the kernel: process ids mean nothing to another one.
+        pid_space: in which its process id means anything: of this boot of a kernel, and of a container.
     """
 
     pid: int
     host: str
-    boot_id: str
+    pid_space: str
 
     @classmethod
     def me(cls) -> Holder:
         """Return this process."""
-        return cls(os.getpid(), socket.gethostname(), _boot_id())
+        return cls(os.getpid(), socket.gethostname(), _pid_space())
 
     @classmethod
     def read(cls, descriptor: int) -> Holder | None:
@@ -49,12 +49,12 @@ class Holder:
     def write(self, descriptor: int) -> None:
         """Write it into an open file, in place of whoever was there."""
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{self.pid} {self.host} {self.boot_id}\n".encode(), 0)
+        os.pwrite(descriptor, f"{self.pid} {self.host} {self.pid_space}\n".encode(), 0)
 
     @property
     def is_dead(self) -> bool:
         """Whether it has certainly ended, so that only its children can be what still holds the lock."""
-        if self.boot_id != _boot_id():
+        if self.pid_space != _pid_space():
             return False
         try:
             return psutil.Process(self.pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
@@ -106,6 +106,18 @@ def take(path: Path, *, over_exec: bool = False) -> Holder | None:
     # Never closed: the lock lasts as long as the process, whatever becomes of the objects in it.
     Holder.me().write(descriptor)
     return None
+
+
+def is_own(path: Path) -> bool:
+    """Whether this process has taken the lock `path`."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return Holder.read(descriptor) == Holder.me()
+    finally:
+        os.close(descriptor)
 
 
 def is_held(path: Path) -> bool:
@@ -184,8 +196,9 @@ def is_directory_locked(descriptor: int, *, take: bool = False) -> bool:
     return False
 
 
-def _boot_id() -> str:
+def _pid_space() -> str:
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot_id}/{Path('/proc/self/ns/pid').readlink()}"
     except FileNotFoundError:  # not Linux
         return f"{psutil.boot_time():.0f}"

@@ -259,6 +259,7 @@ class ObjectStore:
         loop = self._fs.loop
         assert loop is not None
         progress = options.get("callback") or _Progress()
+        progress.moved_s = time.monotonic()  # the tries before may have ended long ago, for nothing moved
         coroutine = getattr(self._fs, f"_{method}")(*arguments, **options)
         future = asyncio.run_coroutine_threadsafe(coroutine, loop)
         self._running = future

@@ -14,6 +14,7 @@ from triad.checkpoints import MODEL_DIR, ORCHESTRATOR_DIR, TRAINER_DIR, verify_c
 from triad.config.base import CkptConfig
 from triad.config.dpo import DpoConfig
 from triad.config.drift import read_settings, refuse_other_model, refuse_other_tensors
+from triad.config.inference import InferenceConfig
 from triad.config.orchestrator import OrchestratorConfig
 from triad.config.reward_training import RewardTrainingConfig
 from triad.config.rl_trainer import TrainerConfig
@@ -37,6 +38,7 @@ def prepare(
     clean: bool,
     dry_run: bool,
     orchestrator: OrchestratorConfig | None = None,
+    inference: InferenceConfig | None = None,
     again: bool = False,
 ) -> Attempt:
     """Take the run directory, decide where to start, and set aside what that supersedes.
@@ -46,6 +48,7 @@ def prepare(
         clean: remove the run that is there.
         dry_run: decide and check everything, touch nothing.
         orchestrator: for RL runs: what makes the batches; decides whether journaled ones still hold.
+        inference: of the engine that the run starts itself; it decides about them, too.
         again: go on with the run that this process has started before: from its newest checkpoint, or
             its beginning, whatever the configuration says about resuming.
 
@@ -80,7 +83,7 @@ def prepare(
     if not dry_run:
         lives = orchestrator is None and run_dir.has_orchestrator()  # one that was started by hand, as this trainer
         try:
-            last_batch = None if clean else last_kept_batch(attempt, ckpt, trainer, orchestrator)
+            last_batch = None if clean else last_kept_batch(attempt, ckpt, trainer, orchestrator, inference)
             if lives:
                 refuse_to_leave_behind(attempt, last_batch, clean=clean)
             if clean:

@@ -182,6 +182,10 @@ class RunDir:
         """Whether an orchestrator lives here."""
         return lock.is_held(self.path / "orchestrator.lock")
 
+    def is_own(self) -> bool:
+        """Whether this process holds the directory."""
+        return lock.is_own(self.path / "run.lock")
+
     def is_under_way(self) -> bool:
         """Whether a launcher that lives holds the directory."""
         return lock.is_held(self.path / "run.lock")

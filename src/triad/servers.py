@@ -21,7 +21,6 @@ from http.client import HTTPException
 import msgspec
 
 from triad.admin_token import read_admin_token
-from triad.config.inference import InferenceConfig
 from triad.config.rl import RlConfig
 from triad.errors import InferenceError
 from triad.owner import Owner, directory_name, owner_of
@@ -95,11 +94,6 @@ class Servers:
     line: str
 
 
-def address_of(config: InferenceConfig) -> str:
-    """Return the URL of the server that `config` describes."""
-    return config.server.url
-
-
 def picks_its_port(config: RlConfig) -> bool:
     """Whether the user, who wrote `config`, left it to the run which port its server has."""
     return (
@@ -150,7 +144,7 @@ class _Choice:
         config = self._config
         if config.orchestrator.is_sampled_by_teacher:
             return Servers(False, "the teacher samples: the policy needs no inference server")
-        address, urls = address_of(config.inference), config.orchestrator.client.urls
+        address, urls = config.inference.server.url, config.orchestrator.client.urls
         begin = told = time.monotonic()
         while True:
             try:
@@ -182,7 +176,7 @@ class _Choice:
             _Taken: the address is not for this run.
         """
         config = self._config
-        address, urls = address_of(config.inference), config.orchestrator.client.urls
+        address, urls = config.inference.server.url, config.orchestrator.client.urls
         for url in urls:
             if url.rstrip("/") in self._teachers:
                 raise _Taken(f"{url} is where the teacher is served (orchestrator.teacher.urls)")
@@ -205,7 +199,9 @@ class _Choice:
         self._is_over.set()
         if self._claimed:
             self._living.join()
-        for url in self._to_give_back:
+        # One that was this run's before is not given back by a launcher that found the run under way, and ends. One
+        # whose run it was gives back all: its last sign of life may have come after the orchestrator gave it back.
+        for url in self._claimed if self._run_dir.is_own() else self._to_give_back:
             try:
                 _post(url, "/release", self._me, self._token())
             except _FAILURES as error:
@@ -233,7 +229,7 @@ class _Choice:
             self._reservation.release()
             self._reservation = reserve_first_free(server.host, server.port + 1)
             server.port = self._reservation.port
-        self._config.orchestrator.client.urls = [address_of(self._config.inference)]
+        self._config.orchestrator.client.urls = [self._config.inference.server.url]
         if server.port == wanted:
             return Servers(True, "")
         return Servers(True, f"port {wanted} is not free ({why}): the inference server of this run gets {server.port}")
@@ -304,8 +300,6 @@ class _Choice:
         if url not in self._claimed:
             self._claimed.append(url)
         if owner is None:
-            # One that was this run's already is not given back by a launcher, which may yet find that the run goes on
-            # under another one and end: the orchestrator gives it back, or the lease.
             self._to_give_back.append(url)
         if not self._living.is_alive():
             self._living.start()

@@ -26,7 +26,7 @@ from triad.console import Console
 from triad.engine_log import engine_failure
 from triad.errors import NOT_SAVED, STORAGE_FAILED, STUCK, ProcessDied, ReadError, TriadError, is_storage_failure
 from triad.events import EVENTS_ENV, PROCESS_ENV
-from triad.heartbeat import HEALING_NAME, HEARTBEAT_ENV, PROBE_PERIOD_S, Vitals, place_of_beats
+from triad.heartbeat import HEALING_NAME, HEARTBEAT_ENV, PROBE_PERIOD_S, Health, Vitals, place_of_beats
 from triad.process import make_output_lossy
 from triad.restarts import Restarts
 from triad.run_dir import RunDir
@@ -46,14 +46,14 @@ class Plan:
         commands: argv of every process, by name, in the order of starting.
         trainer: configuration of the trainer.
         paths: the resolved configurations.
-        health_urls: what to ask for the health of a process, by name.
+        health: what to ask for the health of a process, by name.
     """
 
     attempt: Attempt
     commands: dict[str, list[str]]
     trainer: TrainingCommand
     paths: list[Path]
-    health_urls: dict[str, str] = field(default_factory=dict)
+    health: dict[str, Health] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,16 @@ def watch(plan: Plan, healing: Healing | None = None) -> int:
     timeout_s = healing.heartbeat_timeout_s if healing else math.inf
     period_s = min(PROBE_PERIOD_S, timeout_s / 4)
     with place_of_beats(run_dir.path) as beats, Supervisor() as supervisor:
-        vitals = {
-            name: Vitals(beats / name, plan.health_urls.get(name), probe_period_s=period_s) for name in plan.commands
-        }
-        while True:
-            outcome = _Watcher(plan, supervisor, healing, vitals, beats).run()
-            if isinstance(outcome, int):
-                return outcome
-            plan = outcome
+        vitals = {name: Vitals(beats / name, plan.health.get(name), probe_period_s=period_s) for name in plan.commands}
+        try:
+            while True:
+                outcome = _Watcher(plan, supervisor, healing, vitals, beats).run()
+                if isinstance(outcome, int):
+                    return outcome
+                plan = outcome
+        finally:
+            for one in vitals.values():
+                one.end()
 
 
 class _Watcher:
@@ -150,7 +152,8 @@ class _Watcher:
             environment = {
                 EVENTS_ENV: str(self._logs / "events.jsonl"),
                 PROCESS_ENV: name,
-                HEARTBEAT_ENV: str(self._beats / name),
+                # Nobody looks at them where nothing heals. A run within a run must not beat for the outer one.
+                HEARTBEAT_ENV: str(self._beats / name) if self._healing is not None else "",
             }
             self._vitals[name].forget()
             self._supervisor.start(

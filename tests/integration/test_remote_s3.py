@@ -345,6 +345,28 @@ def test_a_server_that_never_answers_runs_into_the_deadline(
     release.set()
 
 
+def test_a_transfer_that_hung_once_is_tried_again(
+    server: S3Server, remote: RemoteCheckpoints, here: RunDir, empty: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the try after it was given up at once, for what had not moved in the first."""
+    remote.upload(write_checkpoint(here, 3), 3)
+    monkeypatch.setattr(object_store, "STALLED_S", 2.0)
+    monkeypatch.setattr(object_store, "TRIES", 2)
+    release, tries = threading.Event(), []
+
+    def spoil(method: str, path: str) -> str | None:
+        if method == "GET" and "progress" in path:
+            tries.append(path)
+            if len(tries) == 1:
+                release.wait(60)
+        return None
+
+    server.spoil = spoil
+    remote.download(3, empty.checkpoint(3))
+    release.set()
+    assert len(tries) == 2 and manifest.verify(empty.checkpoint(3)).step == 3
+
+
 def test_closing_gives_up_a_transfer_that_hangs(server: S3Server, here: RunDir) -> None:
     entered, release = threading.Event(), threading.Event()
 

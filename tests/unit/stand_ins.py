@@ -10,6 +10,7 @@ from typing import Any
 
 from triad.attempt import Attempt
 from triad.config import TrainerConfig
+from triad.heartbeat import Health
 from triad.restarts import Restarts
 from triad.run_dir import RunDir
 from triad.storage import Patience
@@ -49,7 +50,7 @@ class Stands:
         settings = {"output_dir": str(self.run_dir.path), "max_steps": 1, "ckpt": ckpt}
         config = TrainerConfig.model_validate(settings)
         commands = {name: [sys.executable, "-c", prelude + code] for name, code in programs.items()}
-        health = {"inference": health_url} if health_url else {}
+        health = {"inference": Health(health_url)} if health_url else {}
 
         def plan() -> Plan:
             return Plan(Attempt(self.run_dir, self.attempts, None), commands, config, [], health)

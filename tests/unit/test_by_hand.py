@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from triad import journal, manifest
+from triad import journal, lock, manifest
 from triad.config import TrainerConfig
 from triad.config.load import to_toml
 from triad.config.orchestrator import OrchestratorConfig
@@ -153,3 +153,14 @@ def test_a_filesystem_without_locks_is_refused(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(RunDirError, match="cannot be locked: .* flock: mount Lustre with -o flock") as refused:
         RunDir(tmp_path).lock()
     assert refused.value.exit_code == 2
+
+
+def test_a_holder_of_another_container_is_never_taken_for_dead() -> None:
+    """Its process id means another process here, or none."""
+    me = lock.Holder.me()
+    nobody = 2**22 + 1  # beyond what a kernel gives
+    assert not me.is_dead and lock.Holder(nobody, me.host, me.pid_space).is_dead
+    boot_id, container = me.pid_space.split("/")
+    assert container == os.readlink("/proc/self/ns/pid")
+    assert not lock.Holder(nobody, me.host, f"{boot_id}/pid:[1]").is_dead
+    assert not lock.Holder(nobody, me.host, f"another boot/{container}").is_dead

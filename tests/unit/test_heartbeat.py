@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from triad.heartbeat import HEARTBEAT_ENV, PERIOD_S, Vitals, place_of_beats, start_heartbeat
+from triad.heartbeat import HEARTBEAT_ENV, PERIOD_S, Health, Vitals, does, place_of_beats, start_heartbeat
 
 _BEAT = "import sys, time; from triad.heartbeat import start_heartbeat; start_heartbeat(sys.argv[1]); time.sleep(60)"
 
@@ -132,7 +133,7 @@ def test_a_full_memory_makes_no_living_process_look_dead(tmp_path: Path, monkeyp
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(os, "pwrite", full)
     monkeypatch.setenv(HEARTBEAT_ENV, str(tmp_path / "trainer"))
     beat = start_heartbeat()
     vitals = Vitals(tmp_path / "trainer")
@@ -159,6 +160,9 @@ class _Route(BaseHTTPRequestHandler):
     status = 200
 
     def do_GET(self) -> None:
+        self.answer()
+
+    def answer(self) -> None:
         self.send_response(type(self).status)
         self.end_headers()
 
@@ -179,7 +183,7 @@ def health_url() -> Iterator[str]:
 
 
 def test_an_engine_that_beats_but_is_not_well_is_silent(tmp_path: Path, health_url: str) -> None:
-    vitals = Vitals(tmp_path / "inference", health_url, probe_period_s=0.05)
+    vitals = Vitals(tmp_path / "inference", Health(health_url), probe_period_s=0.05)
     _until(lambda: vitals.silent_s() > 0)
     _watch(vitals, 1)
     _until(lambda: vitals.silent_s() < 0.5)
@@ -189,3 +193,35 @@ def test_an_engine_that_beats_but_is_not_well_is_silent(tmp_path: Path, health_u
     assert vitals.silent_s() == 0  # the next one may take its time to start
     _Route.status = 200
     _until(lambda: 0 < vitals.silent_s() < 0.5)
+    vitals.end()
+
+
+def test_an_answer_is_waited_for_as_long_as_the_server_may_take(
+    tmp_path: Path, health_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(route: BaseHTTPRequestHandler) -> None:
+        time.sleep(0.5)
+        _Route.answer(route)
+
+    monkeypatch.setattr(_Route, "do_GET", slow)
+    hasty = Vitals(tmp_path / "hasty", Health(health_url, timeout_s=0.05), probe_period_s=0.05)
+    patient = Vitals(tmp_path / "patient", Health(health_url, timeout_s=300), probe_period_s=0.05)
+    _until(lambda: patient.is_well)
+    assert not hasty.is_well
+    for vitals in (hasty, patient):
+        vitals.end()
+
+
+def test_a_beat_is_written_over_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place, so that it needs no room; a longer one before leaves nothing behind."""
+    monkeypatch.setenv(HEARTBEAT_ENV, str(tmp_path / "trainer"))
+    beat = start_heartbeat()
+    assert beat.path is not None
+    _until(beat.path.exists)
+    inode = beat.path.stat().st_ino
+    for doing in ("x" * 3000, "y"):
+        does(doing)
+        _until(lambda doing=doing: b'"' + doing.encode() + b'"' in beat.path.read_bytes())
+        json.loads(beat.path.read_bytes())
+    assert beat.path.stat().st_ino == inode and beat.path.stat().st_size == 1024
+    beat.end()

@@ -12,7 +12,8 @@ import torch
 
 from tests.train_states import held_writes
 from trainer.checkpoints.checkpointer import Checkpointer
-from triad import lock
+from triad import durable, lock
+from triad.checkpoints import Entry
 from triad.errors import SaveError
 
 HOLD = """
@@ -42,6 +43,27 @@ def test_a_save_in_progress_is_not_pruned(
             code, _, err = run_command("ckpt", "prune", "--output-dir", tmp_path)
             assert code == 2 and f"a training loop saves into {tmp_path}" in err
     assert sorted(path.name for path in tmp_path.glob("*step*")) == ["step_1", "step_2"]
+
+
+def test_nobody_begins_to_save_while_prune_removes(
+    tmp_path: Path, run_command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step)
+            checkpointer.wait()
+    begun = []
+
+    def remove(entry: Entry) -> None:
+        another = [sys.executable, "-c", f"from triad import lock\nlock._DYING_S = 0.1\n{HOLD}", str(tmp_path)]
+        begun.append(subprocess.run(another, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False))
+        durable.remove_directory(entry.path)
+
+    monkeypatch.setattr("triad.ckpt.change._remove", remove)
+    code, _, err = run_command("ckpt", "prune", "--output-dir", tmp_path, "--keep", "1")
+    assert code == 0, err
+    assert "another process saves into" in begun[0].stderr and not begun[0].stdout
+    assert [path.name for path in tmp_path.glob("*step*")] == ["step_2"]
 
 
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -471,8 +471,11 @@ def rl(run: RunDir, *, async_level: int = 1, **ckpt: Any) -> RlConfig:
 
 def start_rl(config: RlConfig) -> Attempt:
     """As `launch_rl` does: prepare, then write the configuration of both."""
-    attempt = prepare(config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator)
-    for name, section in (("trainer", config.trainer), ("orchestrator", config.orchestrator)):
+    sections = {"trainer": config.trainer, "orchestrator": config.orchestrator, "inference": config.inference}
+    attempt = prepare(
+        config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator, inference=config.inference
+    )
+    for name, section in sections.items():
         write_config(attempt, name, section, dry_run=False)
     return attempt
 
@@ -662,6 +665,12 @@ def test_asking_for_the_newest_by_number_keeps_the_journal(killed: RunDir) -> No
 def test_what_makes_other_batches_makes_them_all_again(killed: RunDir) -> None:
     assert replayed(killed, orchestrator__group_size=4) == []
     assert not killed.generations(10).exists()
+
+
+def test_what_an_engine_computes_otherwise_makes_the_batches_again(killed: RunDir) -> None:
+    moved = {"inference__server__port": 8017, "inference__engine__max_num_seqs": 3}
+    assert replayed(killed, **moved) == [7, 8, 9]
+    assert replayed(killed, inference__model__dtype="bfloat16") == []
 
 
 def test_what_changes_the_weights_keeps_batches_of_older_versions_only(killed: RunDir) -> None:

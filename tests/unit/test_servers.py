@@ -294,6 +294,18 @@ def test_a_launcher_claims_its_server_as_long_as_it_lives(tmp_path: Path, monkey
         assert engine.owner is None
 
 
+def test_a_launcher_whose_run_it_was_gives_back_what_was_claimed_before(tmp_path: Path) -> None:
+    """A sign of life that came after the orchestrator gave it back would hold the server for a lease more."""
+    engine = FakeEngine(directory=directory_name(RunDir(tmp_path)), owner="the run before")
+    with serving(engine):
+        for is_own in (False, True):
+            with ExitStack() as stack:
+                Launcher(tmp_path, int(engine.url.rsplit(":", 1)[1])).choose(stack)
+                if is_own:
+                    RunDir(tmp_path).lock()
+            assert (engine.owner is None) is is_own
+
+
 def test_the_server_of_the_teacher_is_not_taken_for_the_policy(tmp_path: Path, first_port: int) -> None:
     engine = FakeEngine()
     with serving(engine), ExitStack() as stack:

@@ -10,7 +10,7 @@ import pytest
 from tests.inference_zygote import free_port
 from tests.unit.stand_ins import Stands
 from triad.errors import STUCK, ProcessDied
-from triad.heartbeat import HEALING_NAME, HEARTBEAT_ENV, Vitals, Wait
+from triad.heartbeat import HEALING_NAME, HEARTBEAT_ENV, Health, Vitals, Wait
 from triad.restarts import Restarts
 
 pytestmark = pytest.mark.usefixtures("restored_signals")
@@ -139,7 +139,7 @@ def test_an_update_of_weights_is_no_silence(tmp_path: Path) -> None:
     """The engine answers nobody meanwhile: what bounds it is the time for an update."""
     beats = tmp_path / "inference"
     beats.write_text('{"moves": 1, "doing": "taking policy version 3", "bound_s": 600, "answers": false}')
-    vitals = Vitals(beats, "http://127.0.0.1:9/health", probe_period_s=60)
+    vitals = Vitals(beats, Health("http://127.0.0.1:9/health"), probe_period_s=60)
     assert vitals._health is not None
     vitals._health._last_good = -1000.0
     assert vitals.silent_s() < 100

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from triad.config import InferenceConfig
-from triad.heartbeat import HealthProbe
-from triad.servers import _look, address_of
+from triad.heartbeat import Health, HealthProbe
+from triad.servers import _look
 from triad.supervise import Supervisor
 
 
@@ -89,9 +89,9 @@ def test_proxies_never_meet_the_servers_of_a_run(monkeypatch: pytest.MonkeyPatch
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
             monkeypatch.setenv(name, f"http://127.0.0.1:{proxy}")
         config = InferenceConfig.model_validate({"server": {"port": port}})
-        served = _look(address_of(config))
+        served = _look(config.server.url)
         assert served is not None and served.model == "m"
-        probe = HealthProbe(f"{address_of(config)}/health", 0.05)
+        probe = HealthProbe(Health(f"{config.server.url}/health"), 0.05)
         deadline = time.monotonic() + 60
         while not probe.silent_s():  # 0 before the first good answer
             assert time.monotonic() < deadline, "no answer reached the probe"

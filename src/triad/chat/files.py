@@ -55,7 +55,7 @@ def _local_files(directory: Path) -> dict[str, Path]:
 
 
 def _hub_files(name: str) -> dict[str, Path]:
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 
     found = {}
@@ -66,6 +66,13 @@ def _hub_files(name: str) -> dict[str, Path]:
             if file == "tokenizer.json":
                 raise ConfigError(
                     f"model.tokenizer: '{name}' is no directory, and the hub is silent: {error}"
+                ) from None
+            # A template that is missing for a broken connection would change what the model is trained on.
+            is_known_missing = try_to_load_from_cache(name, file) is not None
+            if not (is_known_missing or constants.HF_HUB_OFFLINE):
+                raise ConfigError(
+                    f"model.tokenizer: whether '{name}' has {file} is not known, as the hub is silent: {error}. Try "
+                    "again, or set HF_HUB_OFFLINE=1 to go by what is in the cache."
                 ) from None
         except EntryNotFoundError:
             continue

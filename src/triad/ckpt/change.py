@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -100,12 +102,28 @@ def prune(
     if keep is None and (keep_interval is not None or keep_best is not None):
         raise ConfigError("--keep-interval and --keep-best keep steps besides the newest: say how many with --keep.")
     places.check()
-    if not dry_run:
-        places.run_dir.lock()
-        if places.checkpoints.is_dir() and _is_being_written(places.checkpoints):
-            raise RunDirError(f"a training loop saves into {places.checkpoints}. Wait for it or stop it, then prune.")
-    entries = places.entries()
     retention = Retention(keep, keep_interval, BestMetric.parse(keep_best) if keep_best else None)
+    with contextlib.nullcontext() if dry_run else _sole_writer(places):
+        return _prune(places, retention, dry_run=dry_run)
+
+
+@contextlib.contextmanager
+def _sole_writer(places: Places) -> Iterator[None]:
+    places.run_dir.lock()
+    if not places.checkpoints.is_dir():
+        yield
+        return
+    descriptor = os.open(places.checkpoints, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if is_directory_locked(descriptor, take=True):
+            raise RunDirError(f"a training loop saves into {places.checkpoints}. Wait for it or stop it, then prune.")
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _prune(places: Places, retention: Retention, *, dry_run: bool) -> Report:
+    entries = places.entries()
     superseded, problems = _superseded(entries, retention)
     doomed = [entry for entry in entries if entry.status == "torn" or entry.step in superseded]
     torn_exports = [path for path in places.export_directories() if is_temporary(path) and not _is_being_written(path)]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import xxhash
 
 from triad.config.base import Command
+from triad.config.inference import InferenceConfig
 from triad.config.orchestrator import OrchestratorConfig
 from triad.config.rl_trainer import TrainerConfig
 from triad.config.schedule import schedule_end
 from triad.config.trainer import TrainingCommand
 
+C = TypeVar("C", OrchestratorConfig, InferenceConfig)
 _INDEX = re.compile(r"\[\d+\]")
 
 FREE = frozenset({
@@ -41,8 +43,8 @@ def fingerprint(config: TrainingCommand) -> str:
     return xxhash.xxh3_128(msgspec.json.encode(settings, order="sorted")).hexdigest()
 
 
-def makes_same_batches(before: OrchestratorConfig, after: OrchestratorConfig) -> bool:
-    """Return whether two orchestrators make the same batches when the same weights sample them."""
+def makes_same_batches(before: C, after: C) -> bool:
+    """Return whether two orchestrators, or two engines, make the same batches when the same weights sample them."""
     return _computing(before) == _computing(after)
 
 
