@@ -19,9 +19,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from orchestrator.environment import SessionFull
+from orchestrator.scores import PromptTooLong
 from triad.clock import awake_s
-from triad.errors import EnvironmentFailure, TriadError
+from triad.errors import EnvironmentFailure
 from triad.printable import printable
 
 _MOST_FRAMES = 30
@@ -128,7 +128,7 @@ async def calling(
                 yield
             finally:
                 RUNNING.discard(call)
-    except (TriadError, SessionFull, GeneratorExit):
+    except (EnvironmentFailure, PromptTooLong, GeneratorExit):
         raise
     except BaseException as error:
         if isinstance(error, TimeoutError) and deadline.expired():

@@ -30,6 +30,7 @@ from triad.chat.template import ChatMessage
 from triad.chat.tokenizer import Tokenizer
 from triad.errors import DataError
 from triad.messages import VersionSpan
+from triad.printable import shown
 
 __all__ = ["Completion", "Environment", "Message", "Score", "Session", "SessionFull", "Task", "TaskSeed"]
 
@@ -84,7 +85,7 @@ def as_text(value: Any) -> str:
         ValueError: it has half a surrogate pair.
     """
     if not isinstance(value, str):
-        raise TypeError(f"expected text, got {value!r:.80} ({type(value).__name__})")
+        raise TypeError(f"expected text, got {shown(value)} ({type(value).__name__})")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -99,7 +100,7 @@ def as_messages(messages: Any) -> list[Message | ChatMessage]:
         TypeError, ValueError: they are no list of messages; says which one is not, and why.
     """
     if isinstance(messages, str | Mapping | Message) or not isinstance(messages, Sequence):
-        raise TypeError(f"expected text or a list of messages, got {messages!r:.80} ({type(messages).__name__})")
+        raise TypeError(f"expected text or a list of messages, got {shown(messages)} ({type(messages).__name__})")
     return [_as_message(message, number) for number, message in enumerate(messages, start=1)]
 
 
@@ -120,7 +121,7 @@ def _as_message(message: Any, number: int) -> Message | ChatMessage:
     except DataError as error:
         raise TypeError(f"message {number}: {str(error).removeprefix('message 1: ')}") from None
     except (TypeError, ValueError) as error:  # msgspec's errors are ValueErrors
-        raise TypeError(f"message {number} is {message!r:.80}: {error}") from None
+        raise TypeError(f"message {number} is {shown(message)}: {error}") from None
     return message
 
 
@@ -167,6 +168,8 @@ class Session:
         self.texts: list[str] = []
         self.truncated = False
         self._is_turn_open = True  # nothing was said in the policy's turn
+        self._is_sampling = False
+        self._is_over = False
         self._tokenizer = tokenizer
         self._sample_turn = sample_turn
         self._seq_len = seq_len
@@ -187,11 +190,16 @@ class Session:
 
         Raises:
             SessionFull: there is no room for a single token.
+            RuntimeError: this session is being sampled already.
         """
+        self._require_idle("sample()")
         if self.room < 1:
-            raise SessionFull
-        # A copy: the session may grow while others' requests share these ids.
-        turn = await self._sample_turn(self.token_ids.tolist(), len(self.texts), min(self._max_tokens, self.room))
+            raise SessionFull(f"there is no room for another token in the {self._seq_len} of the session (seq_len)")
+        self._is_sampling = True
+        try:
+            turn = await self._sample_turn(self.token_ids.tolist(), len(self.texts), min(self._max_tokens, self.room))
+        finally:
+            self._is_sampling = False
         self._is_turn_open = False
         start = len(self.token_ids)
         self.token_ids += turn.token_ids
@@ -207,8 +215,10 @@ class Session:
 
         Raises:
             SessionFull: they leave no room for a sampled token.
-            RuntimeError: nothing was sampled since the prompt, or since messages were appended.
+            RuntimeError: nothing was sampled since the prompt, or since messages were appended; or the session is
+                being sampled.
         """
+        self._require_idle("append_messages()")
         if self._is_turn_open:
             raise RuntimeError(
                 "append_messages() before the policy said anything would close an empty turn: append all messages "
@@ -224,18 +234,44 @@ class Session:
 
         Raises:
             SessionFull: it leaves no room for a sampled token.
+            RuntimeError: the session is being sampled.
         """
+        self._require_idle("append_text()")
         self._require_room(len(as_text(text)))
         self._append(self._tokenizer.encode_after(text))
         self._is_turn_open = False
 
+    @property
+    def is_sampling(self) -> bool:
+        """Whether a `sample()` goes on."""
+        return self._is_sampling
+
+    def end(self) -> None:
+        """Let nothing more be sampled or appended: the rollout is taken as it stands."""
+        self._is_over = True
+
+    def _require_idle(self, wanted: str) -> None:
+        if self._is_over:
+            raise RuntimeError(f"{wanted} after score() has returned: what a rollout is made of must be awaited before")
+        if self._is_sampling:
+            raise RuntimeError(
+                f"{wanted} while a sample() of the same session goes on would mix their turns: await one after the "
+                "other, and gather over sessions only"
+            )
+
     def _require_room(self, characters: int) -> None:
         if self._tokenizer.is_too_long(characters, room=self.room):
-            raise SessionFull
+            raise SessionFull(
+                f"{characters} more characters leave no room for a sampled token in the {self._seq_len} of the session "
+                "(seq_len)"
+            )
 
     def _append(self, token_ids: Sequence[int]) -> None:
         if len(token_ids) >= self.room:
-            raise SessionFull
+            raise SessionFull(
+                f"{len(token_ids)} more tokens leave no room for a sampled one in the {self._seq_len} of the session "
+                "(seq_len)"
+            )
         self.token_ids += TokenIds(token_ids)
         self.loss_mask += LossMask(bytes(len(token_ids)))
         self.logprobs += Logprobs([0.0] * len(token_ids))

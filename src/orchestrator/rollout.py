@@ -16,7 +16,7 @@ from orchestrator.seeds import TaskSeed, request_seed
 from orchestrator.selection import Outcome
 from triad.chat.tokenizer import Tokenizer
 from triad.config.orchestrator import EnvironmentConfig, OrchestratorConfig
-from triad.errors import DataError, EnvironmentFailure, TriadError
+from triad.errors import EnvironmentFailure, TriadError
 from triad.messages import Dropped, DropReason, Rollout, VersionSpan
 
 _log = logging.getLogger("orchestrator")
@@ -48,24 +48,29 @@ async def run_group(
     Raises:
         EnvironmentFailure: the environment raised, broke its contract or took too long, and `on_error` is `stop`.
         PromptTooLong: the prompt leaves no room within `seq_len`, and `on_error` is `stop`.
-        InferenceError: an engine failed.
+        InferenceError, RunDirError: an engine or the log of generations failed, whether or not the environment let
+            that pass.
     """
     sessions: list[Session] = []
     try:
         async with _calling(problem, "make_task"):
             task = await result_of(problem.environment.make_task(problem.seed))
-        prompt_ids = _prompt_ids(task, problem, tokenizer=tokenizer, seq_len=config.seq_len)
+            prompt_ids = _prompt_ids(task, problem, tokenizer=tokenizer, seq_len=config.seq_len)
         sessions += [
             _new_session(prompt_ids, index, problem, step, config=config, tokenizer=tokenizer, sampler=sampler)
             for index in range(config.group_size)
         ]
-        await _play_all(sessions, task, problem)
+        await _play_all(sessions, task, problem, sampler=sampler)
         async with _calling(problem, "score"):
-            found = await result_of(problem.environment.score(task, sessions))
-        for session in sessions:
-            require_sound(session, what=_named(problem))
-        scores = checked_scores(found, config.group_size, what=_named(problem))
+            found = await result_of(problem.environment.score(task, tuple(sessions)))
+            for session in sessions:
+                _require_ended(session, problem, "score")
+                session.end()
+                require_sound(session, what=_named(problem))
+            scores = checked_scores(found, config.group_size, what=_named(problem))
+        sampler.check()
     except (EnvironmentFailure, PromptTooLong) as failure:
+        sampler.check()
         if problem.settings.on_error == "stop":
             if failure.__cause__ is not None:
                 _log.error("%s\n%s", failure, traceback_of(failure.__cause__))
@@ -142,13 +147,15 @@ def _new_session(
     )
 
 
-async def _play_all(sessions: Sequence[Session], task: Task, problem: Problem) -> None:
+async def _play_all(sessions: Sequence[Session], task: Task, problem: Problem, *, sampler: Sampler) -> None:
     """Play the sessions of a group; a failure is raised at once if it ends the run, else when all have ended."""
 
     async def play(session: Session) -> EnvironmentFailure | None:
         try:
             await _play(session, task, problem)
+            sampler.check()
         except EnvironmentFailure as failure:
+            sampler.check()
             if problem.settings.on_error == "stop":
                 raise
             return failure
@@ -165,12 +172,18 @@ async def _play(session: Session, task: Task, problem: Problem) -> None:
             await result_of(problem.environment.run(session, task))
         except SessionFull:
             session.truncated = True
-        except DataError as error:  # messages that the chat template refuses, such as of a role that it does not know
-            raise EnvironmentFailure(f"{_named(problem)}: run(): {error}") from error
+    _require_ended(session, problem, "run")
     if not session.texts:
         raise EnvironmentFailure(
             f"{_named(problem)}: run() ended without a sampled turn; write `await session.sample()` in "
             "an `async def run`"
+        )
+
+
+def _require_ended(session: Session, problem: Problem, method: str) -> None:
+    if session.is_sampling:
+        raise EnvironmentFailure(
+            f"{_named(problem)}: {method}() ended while a session.sample() went on: await every one that it starts"
         )
 
 

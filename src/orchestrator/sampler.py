@@ -20,6 +20,9 @@ class Sampler:
     Sessions of a group begin with the same prompt. Those that ask in the same turn of the event loop
     become one request with one seed each, which the engine prefills once. Which sessions share a
     request changes nothing in what is sampled, since every sample has its own seed.
+
+    A failure ends the batch, whatever the environment that it was raised in made of it: it is kept, and `check`
+    raises it.
     """
 
     def __init__(
@@ -38,14 +41,24 @@ class Sampler:
         self._stop_token_ids = stop_token_ids
         self._gathering: dict[_Key, dict[int, asyncio.Future[Completion]]] = {}
         self._requests: set[asyncio.Task[None]] = set()
+        self._failure: Exception | None = None
         self.num_reused = 0
+
+    def check(self) -> None:
+        """Raise what engine or log have failed with, if they have."""
+        if self._failure is not None:
+            raise self._failure
 
     async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int, engine: int) -> Completion:
         """Return one continuation of `token_ids`.
 
         Raises:
             InferenceError: the engine refused or failed, or serves other weights again and again.
+            RunDirError: what it sampled cannot be kept.
         """
+        if self._failure is not None:
+            await asyncio.sleep(0)  # an environment that asks again and again shall block nobody
+            self.check()
         found = self._log.find(token_ids, max_tokens=max_tokens, seed=seed)
         if found is not None:
             self.num_reused += 1
@@ -88,6 +101,8 @@ class Sampler:
             moved()
             self._log.append(token_ids, max_tokens=max_tokens, seeds=seeds, completions=choices)
         except BaseException as error:
+            if isinstance(error, Exception) and self._failure is None:
+                self._failure = error
             for future in waiting.values():
                 if future.done():
                     continue

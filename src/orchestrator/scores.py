@@ -8,13 +8,18 @@ from typing import Any
 
 from orchestrator.answers import problem_of_logprobs
 from orchestrator.environment import Score, Session, Task, as_messages, as_text, num_characters
+from triad.arrays import Logprobs, LossMask, TokenIds
 from triad.chat.tokenizer import Tokenizer
 from triad.errors import DataError, EnvironmentFailure
+from triad.printable import shown
 
 _MOST_METRICS = 1000
 _LONGEST_NAME = 200
 _LARGEST = 1e30
 """Sums and squares of such numbers are still finite."""
+
+
+_GROWTH = "Sessions grow by sample(), append_messages() and append_text() alone"
 
 
 class PromptTooLong(DataError):
@@ -83,7 +88,7 @@ def _number(value: Any, name: str, what: str) -> float:
     is_scalar = hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0
     try:
         number = float(value) if is_scalar else math.nan
-    except (ArithmeticError, TypeError, ValueError, RuntimeError):
+    except Exception:  # noqa: BLE001 - of whichever class of others it is; what it is gets refused below
         number = math.nan
     if not abs(number) <= _LARGEST:
         raise EnvironmentFailure(
@@ -93,12 +98,7 @@ def _number(value: Any, name: str, what: str) -> float:
 
 
 def _shown(value: Any) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # an int of thousands of digits
-        text = "a number"
-    text = text if len(text) <= 80 else f"{text[:80]} …"
-    return f"{text.encode('utf-8', 'backslashreplace').decode()} ({type(value).__name__})"
+    return f"{shown(value)} ({type(value).__name__})"
 
 
 def require_sound(session: Session, *, what: str) -> None:
@@ -107,6 +107,13 @@ def require_sound(session: Session, *, what: str) -> None:
     Raises:
         EnvironmentFailure: says which field.
     """
+    kinds = {
+        "token_ids": TokenIds, "loss_mask": LossMask, "logprobs": Logprobs, "versions": list, "texts": list,
+        "truncated": bool,
+    }  # fmt: skip
+    for name, kind in kinds.items():
+        if not isinstance(found := getattr(session, name, None), kind):
+            raise EnvironmentFailure(f"{what}: run() or score() replaced session.{name} by {_shown(found)}. {_GROWTH}")
     count, mask = len(session.token_ids), session.loss_mask.tobytes()
     lengths = [span.end - span.start for span in session.versions if 0 <= span.start < span.end <= count]
     sampled = [mask.count(1, span.start, span.end) for span in session.versions]
@@ -118,6 +125,5 @@ def require_sound(session: Session, *, what: str) -> None:
     }
     if changed := [name for name, is_wrong in problems.items() if is_wrong]:
         raise EnvironmentFailure(
-            f"{what}: run() or score() changed session.{changed[0]} to what was never sampled. Sessions grow by "
-            "sample(), append_messages() and append_text() alone"
+            f"{what}: run() or score() changed session.{changed[0]} to what was never sampled. {_GROWTH}"
         )

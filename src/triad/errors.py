@@ -32,6 +32,8 @@ import errno
 import re
 from collections.abc import Iterable
 
+from triad.printable import text_of
+
 NOT_SAVED = 4
 STORAGE_FAILED = 5
 STUCK = 6
@@ -137,7 +139,7 @@ def is_storage_failure(error: BaseException | None) -> bool:
         if isinstance(error, OSError):
             number = error.errno
         else:  # safetensors and tokenizers put the number into the message
-            match = _RUST_ERRNO.search(str(error))
+            match = _RUST_ERRNO.search(text_of(error))
             number = int(match[1]) if match else None
         if number in numbers or (isinstance(error, TriadError) and error.exit_code == STORAGE_FAILED):
             return True

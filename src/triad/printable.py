@@ -3,6 +3,25 @@
 from __future__ import annotations
 
 MOST_CHARACTERS = 500
+_MOST_SHOWN = 80
+
+
+def text_of(value: object) -> str:
+    """Return `str(value)`, or that there is none: classes of others may raise in it."""
+    try:
+        return str(value)
+    except Exception as error:  # noqa: BLE001 - whatever it is
+        return f"(its __str__ raised {type(error).__name__})"
+
+
+def shown(value: object) -> str:
+    """Return `repr(value)` cut, or that there is none: classes of others may raise in it."""
+    try:
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001 - also of an int of thousands of digits
+        text = f"(its __repr__ raised {type(error).__name__})"
+    text = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} …"
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def printable(text: object) -> str:
@@ -10,7 +29,7 @@ def printable(text: object) -> str:
 
     A line break becomes `\n`: a log has one line for one message, and nobody else writes lines into it.
     """
-    text = str(text)
+    text = text_of(text)
     kept = "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode()
         for character in text[:MOST_CHARACTERS]

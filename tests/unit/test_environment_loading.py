@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,6 +16,9 @@ from orchestrator.environments.reverse_text import ReverseText
 from triad.config.orchestrator import EnvironmentConfig
 from triad.errors import ConfigError, DataError, EnvironmentFailure, TriadError
 
+if TYPE_CHECKING:
+    from decimal import Decimal
+
 
 class NeedsWord(Environment):
     """Takes one argument that it cannot do without."""
@@ -24,6 +27,17 @@ class NeedsWord(Environment):
         if word == "bad":
             raise RuntimeError("no such word")
         self.word = word * times
+
+
+class Opaque:
+    """Pydantic knows nothing of it."""
+
+
+class ForCheckers(Environment):
+    """Has annotations that are there for type checkers alone."""
+
+    def __init__(self, word: Decimal, frames: Opaque, times: int = 1) -> None:
+        self.word, self.frames, self.times = word, frames, times
 
 
 def load(name: str, **args: Any) -> Environment:
@@ -58,6 +72,11 @@ def test_what_does_not_load_says_why(name: str, args: dict[str, Any], kind: type
 def test_own_environments_load_with_converted_arguments() -> None:
     environment = load(f"{__name__}:NeedsWord", word="ab", times="2")
     assert isinstance(environment, sys.modules[__name__].NeedsWord) and environment.word == "abab"
+
+
+def test_annotations_that_are_for_checkers_alone_are_not_held_against_arguments() -> None:
+    environment = load(f"{__name__}:ForCheckers", word="ab", times="2", frames=[1])
+    assert vars(environment) == {"word": "ab", "frames": [1], "times": 2}
 
 
 def test_reverse_text_tasks_depend_on_the_seed_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import re
 import subprocess
@@ -16,16 +17,18 @@ import numpy as np
 import pytest
 import tomli_w
 import torch
+from fastapi.responses import JSONResponse
 from orchestrator_fakes import FakeEngine, FakeTrainer, make_config, publish_weights, serving
 
-from orchestrator.environment import Environment, Score, Session, Task, TaskSeed
+from orchestrator.environment import Environment, Score, Session, SessionFull, Task, TaskSeed
 from orchestrator.main import orchestrate
 from orchestrator.scores import PromptTooLong
 from orchestrator.silence import watching_calls
 from triad import journal
 from triad.config.orchestrator import EnvironmentConfig, OrchestratorConfig
-from triad.errors import STUCK, EnvironmentFailure
+from triad.errors import STUCK, DataError, EnvironmentFailure, InferenceError, RunDirError, is_storage_failure
 from triad.messages import Batch
+from triad.record_log import RecordLog
 from triad.run_dir import RunDir
 
 
@@ -135,6 +138,102 @@ class Forges(Plain):
                 session.versions.clear()
             case "lengths":
                 session.logprobs.append(-1.0)
+
+
+class Replaces(Plain):
+    """Gives the field of the session that `what` names another value."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    async def run(self, session: Session, task: Task) -> None:
+        await session.sample()
+        setattr(session, self.what, None if self.what == "truncated" else list(getattr(session, self.what).tolist()))
+
+
+class Overlaps(Plain):
+    """Does something else with a session while it is sampled."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.left: list[asyncio.Task[str]] = []
+
+    async def run(self, session: Session, task: Task) -> None:
+        match self.what:
+            case "gather":
+                await asyncio.gather(session.sample(), session.sample())
+            case "leave":
+                self.left.append(asyncio.create_task(session.sample()))
+                await asyncio.sleep(0)
+            case _:
+                await asyncio.gather(session.sample(), self.append(session))
+
+    async def append(self, session: Session) -> None:
+        session.append_text("b") if self.what == "text" else session.append_messages([{"role": "user", "content": "b"}])
+
+
+class Mute:
+    """Shows nothing of itself."""
+
+    def __repr__(self) -> str:
+        raise KeyError("repr")
+
+    def __float__(self) -> float:
+        raise KeyError("float")
+
+
+class MuteError(Exception):
+    """Says nothing of itself."""
+
+    def __str__(self) -> str:
+        raise KeyError("str")
+
+
+class RaisesWhere(Plain):
+    """Raises what `what` names in the method that `where` names."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.where = what.split(" in ")
+
+    def _raise(self) -> None:
+        errors = {"full": SessionFull("full"), "data": DataError("bad row"), "mute": MuteError()}
+        raise errors[self.what]
+
+    def make_task(self, seed: TaskSeed) -> Task:
+        if self.where == "make_task":
+            self._raise()
+        return super().make_task(seed)
+
+    def score(self, task: Task, sessions: Sequence[Session]) -> Any:
+        self._raise()
+
+
+class Mutes(Plain):
+    """Hands over what cannot be shown, as what `what` names."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def make_task(self, seed: TaskSeed) -> Any:
+        mute: Any = Mute()
+        tasks = {"task": mute, "prompt": Task(prompt=mute), "message": Task(prompt=[mute])}
+        return tasks.get(self.what) or super().make_task(seed)
+
+    def score(self, task: Task, sessions: Sequence[Session]) -> Any:
+        mute: Any = Mute()
+        return mute if self.what == "scores" else [Score(mute) for _ in sessions]
+
+
+class Swallows(Plain):
+    """Takes whatever the engine fails with for a bad answer."""
+
+    async def run(self, session: Session, task: Task) -> None:
+        await session.sample()
+        try:
+            session.append_messages([{"role": "user", "content": "again"}])
+            await session.sample()
+        except Exception:  # noqa: BLE001 - the mistake
+            session.append_text(" ")
 
 
 class Long(Plain):
@@ -258,7 +357,24 @@ def test_draws_differ_and_a_task_made_again_is_the_same() -> None:
         (Tasks, "number", r"expected text or a list of messages, got 7 \(int\)"),
         (Tasks, "strings", r"message 1 is 'hello': expected Message\(role, content\) or a dict"),
         (Tasks, "dict", r"make_task\(\) must return a Task, got \{'prompt': 'x'\}"),
-        (Goes, "f", r"run\(\): .*`tool_calls`, which the chat template .* not write"),
+        (Goes, "f", r"run\(\) raised DataError: .*`tool_calls`, which the chat template .* not write"),
+        (Replaces, "token_ids", r"run\(\) or score\(\) replaced session.token_ids by \[.* \(list\). Sessions grow"),
+        (Replaces, "loss_mask", r"replaced session.loss_mask by \["),
+        (Replaces, "truncated", r"replaced session.truncated by None"),
+        (Overlaps, "gather", r"run\(\) raised RuntimeError: sample\(\) while a sample\(\) of the same session goes on"),
+        (Overlaps, "text", r"RuntimeError: append_text\(\) while a sample\(\)"),
+        (Overlaps, "messages", r"RuntimeError: append_messages\(\) while a sample\(\)"),
+        (Overlaps, "leave", r"run\(\) ended while a session.sample\(\) went on: await every one"),
+        (RaisesWhere, "full in make_task", rf"make_task\(\) raised SessionFull: full \({re.escape(__file__)}:\d+\)"),
+        (RaisesWhere, "full in score", r"score\(\) raised SessionFull: full"),
+        (RaisesWhere, "data in make_task", r"make_task\(\) raised DataError: bad row"),
+        (RaisesWhere, "data in score", rf"score\(\) raised DataError: bad row \({re.escape(__file__)}:\d+\)"),
+        (RaisesWhere, "mute in score", r"score\(\) raised MuteError: \(its __str__ raised KeyError\)"),
+        (Mutes, "task", r"make_task\(\) must return a Task, got \(its __repr__ raised KeyError\) \(Mute\)"),
+        (Mutes, "prompt", r"expected text or a list of messages, got \(its __repr__ raised KeyError\) \(Mute\)"),
+        (Mutes, "message", r"message 1 is \(its __repr__ raised KeyError\): expected Message"),
+        (Mutes, "scores", r"score\(\) must return a list of 4 Score objects, got \(its __repr__ raised"),
+        (Mutes, "reward", r"score\(\) gave reward = \(its __repr__ raised KeyError\) \(Mute\), expected a finite"),
         (Raises, "exit", rf"run\(\) raised SystemExit: 0 \({re.escape(__file__)}:\d+\)"),
         (Raises, "cancelled", r"run\(\) raised CancelledError"),
         (Raises, "interrupt", r"run\(\) raised KeyboardInterrupt"),
@@ -267,11 +383,40 @@ def test_draws_differ_and_a_task_made_again_is_the_same() -> None:
 )
 def test_a_mistake_is_one_line(tmp_path: Path, kind: type[Environment], what: str, said: str) -> None:
     """Where the run ends by it, and where the group is dropped: what was raised is shown in both."""
-    on_error = "drop" if kind in (Raises, Goes) or what in ("surrogate", "huge") else "stop"
+    on_error = "drop" if kind in (Raises, Goes, RaisesWhere, Overlaps) or what in ("surrogate", "huge") else "stop"
     with pytest.raises(EnvironmentFailure, match=said) as caught:
         run(tmp_path, kind, args={"what": what}, on_error=on_error)
     first = r"environment 'mine' failed on task \d" if on_error == "stop" else "all 3 groups were dropped"
     assert re.search(first, str(caught.value)) and len(str(caught.value)) < 1200
+
+
+@pytest.mark.parametrize("on_error", ["stop", "drop"])
+def test_an_engine_that_fails_ends_the_run_though_the_environment_takes_it_for_an_answer(
+    tmp_path: Path, on_error: str
+) -> None:
+    engine = FakeEngine(intercept=lambda count: JSONResponse({"error": "out of order"}, 400) if count > 3 else None)
+    with serving(engine), FakeTrainer(RunDir(tmp_path), start=0, max_steps=1):
+        config = make_config(tmp_path, engine, environments=section(Swallows, on_error=on_error), max_steps=1)
+        with pytest.raises(InferenceError, match="was answered 400: out of order"):
+            asyncio.run(orchestrate(config))
+    assert RunDir(tmp_path).published_batches() == []
+
+
+def test_a_full_disk_is_one_though_the_environment_takes_it_for_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, kept = RecordLog.append, []
+
+    def fill_up(log: RecordLog, payload: bytes) -> None:
+        if len(kept) > 3:  # a header, and the first turns of three groups
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(log, payload)
+        kept.append(payload)
+
+    monkeypatch.setattr(RecordLog, "append", fill_up)
+    with pytest.raises(RunDirError, match="finished generations of batch 1 cannot be kept .* No space left") as caught:
+        run(tmp_path, Swallows)
+    assert is_storage_failure(caught.value)
 
 
 @pytest.mark.parametrize("where", ["prompt", "messages"])

@@ -152,6 +152,17 @@ def test_equal_to_transformers(tmp_path: Path) -> None:
         assert ours.decode(ours.prompt(chat)) == theirs.decode(ours.prompt(chat), skip_special_tokens=True)
 
 
+def test_an_ended_session_grows_no_more(tokenizer: Tokenizer) -> None:
+    session, _ = scripted_session(tokenizer, [5, 6], [[7, 3], [8, 3]])
+    asyncio.run(session.sample())
+    session.end()
+    with pytest.raises(RuntimeError, match=r"sample\(\) after score\(\) has returned"):
+        asyncio.run(session.sample())
+    with pytest.raises(RuntimeError, match=r"append_text\(\) after score\(\)"):
+        session.append_text("a")
+    assert session.token_ids.tolist() == [5, 6, 7, 3]
+
+
 def test_messages_close_no_turn_in_which_nothing_was_said(tokenizer: Tokenizer) -> None:
     session, _ = scripted_session(tokenizer, tokenizer.prompt([Message("user", "ab")]), [[END], [END]])
     with pytest.raises(RuntimeError, match="close an empty turn"):

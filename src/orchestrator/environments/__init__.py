@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import pydantic
@@ -102,13 +103,29 @@ def _checked_args(cls: type[Environment], args: dict[str, Any], key: str) -> dic
     missing = [name for name, item in parameters.items() if item.default is item.empty and name not in args]
     if missing:
         raise ConfigError(f"{key}.args: {cls.__name__} needs {', '.join(missing)}. Allowed: {allowed}.")
-    hints = get_type_hints(cls.__init__)
-    return {name: _converted(value, hints.get(name, Any), f"{key}.args.{name}") for name, value in args.items()}
+    return {name: _converted(value, _annotation(cls, name), f"{key}.args.{name}") for name, value in args.items()}
+
+
+def _annotation(cls: type[Environment], name: str) -> Any:
+    """Return the annotation of an argument of the constructor; `Any` where it names what is only there for checkers."""
+    constructor = cls.__init__
+    annotations = getattr(constructor, "__annotations__", {})
+    if name not in annotations:
+        return Any
+    one = SimpleNamespace(__annotations__={name: annotations[name]})
+    try:
+        return get_type_hints(one, globalns=getattr(constructor, "__globals__", {}))[name]
+    except Exception:  # noqa: BLE001 - code of the user's that was never run before, such as under `if TYPE_CHECKING`
+        return Any
 
 
 def _converted(value: Any, annotation: Any, key: str) -> Any:
     try:
-        return pydantic.TypeAdapter(annotation).validate_python(value)
+        adapter = pydantic.TypeAdapter(annotation)
+    except pydantic.PydanticUserError:  # a class that pydantic does not know: the constructor takes it as it is
+        return value
+    try:
+        return adapter.validate_python(value)
     except pydantic.ValidationError as error:
         reasons = "; ".join(entry["msg"] for entry in error.errors())
         raise ConfigError(f"{key}: {reasons}; got {value!r}") from None
