@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 
 from tests.train_states import MakeState, copied, draw, same, train
 from trainer.checkpoints import commit
 from trainer.checkpoints.checkpointer import Checkpointer
 from trainer.checkpoints.commit import Identity
+from trainer.checkpoints.index import IndexReader
 from trainer.checkpoints.state import (
     TrainState,
     capture_random_state,
@@ -191,6 +193,21 @@ def test_latest_falls_back_past_damage_and_says_so(
             with pytest.raises(CheckpointError, match="every checkpoint is damaged"):
                 checkpointer.load(choice)
     assert state.progress.step == 2
+
+
+def test_loading_reads_the_index_once(make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of hundreds of ranks it is read for seconds."""
+    state, read, paths = make_state(steps=1), IndexReader._read_index, []
+    save(run_dir, state)
+
+    def noting(reader: IndexReader, path: Path) -> Metadata:
+        paths.append(path)
+        return read(reader, path)
+
+    monkeypatch.setattr(IndexReader, "_read_index", noting)
+    with Checkpointer(run_dir.checkpoints, make_state()) as checkpointer:
+        checkpointer.load()
+    assert paths == [run_dir.checkpoint(1) / TRAINER_DIR / ".metadata"]
 
 
 def test_auto_starts_afresh_where_latest_is_refused(make_state: MakeState, run_dir: RunDir) -> None:

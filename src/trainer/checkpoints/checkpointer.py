@@ -33,6 +33,7 @@ from torch import Tensor
 from trainer.checkpoints.collective import Ranks, describe, rank_and_world_size
 from trainer.checkpoints.commit import Attachment, Commit, Identity, Snapshot, read_values
 from trainer.checkpoints.dcp import check_same_tensors, read_tensors, saved_tensors
+from trainer.checkpoints.index import IndexReader
 from trainer.checkpoints.plain_state import ObjectsState, State, as_state
 from trainer.checkpoints.staging import Stager
 from trainer.checkpoints.state import RandomState, restore_random_state, seed_everything
@@ -343,11 +344,12 @@ def load_state_with_optimizer(
         )
     listing = manifest.verify(path, how=verify)
     whole = as_state(state)
-    saved = saved_tensors(path / TRAINER_DIR)
+    index = IndexReader(path / TRAINER_DIR)
+    saved = saved_tensors(index)
     tensors = whole.targets(saved) if isinstance(whole, ObjectsState) else whole.tensors()
     check_same_tensors(tensors, saved, path)
     whole.restore(read_values(path / TRAINER_DIR))  # before a tensor is touched: it may refuse
-    read_tensors(tensors, path / TRAINER_DIR)
+    read_tensors(tensors, index)
     _restore_random(path / TRAINER_DIR, listing, seed)  # last: loading may draw numbers
     return listing.step
 

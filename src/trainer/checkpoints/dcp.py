@@ -8,7 +8,6 @@ write is kept; the plan is made once, because every save of a run has the same.
 
 from __future__ import annotations
 
-import gc
 import io
 import os
 import warnings
@@ -30,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoints.collective import Ranks
-from trainer.checkpoints.index import IndexReader
+from trainer.checkpoints.index import IndexReader, without_garbage_collection
 from triad.errors import CheckpointError, is_storage_failure
 from triad.manifest import FileEntry
 
@@ -175,11 +174,11 @@ class ShardWriter:
             return
         self._results, self._all_results = None, []
         local = self._ranks.together(lambda: files.prepare_local_plan(planner.create_local_plan()))
-        with _without_garbage_collection():
+        with without_garbage_collection():
             plans = self._ranks.gather(local)
 
         def make_global() -> list[SavePlan]:
-            with _without_garbage_collection():
+            with without_garbage_collection():
                 made, self._metadata = planner.create_global_plan(plans)
                 return files.prepare_global_plan(made)
 
@@ -203,21 +202,6 @@ class ShardWriter:
         return written
 
 
-@contextmanager
-def _without_garbage_collection() -> Generator[None, None, None]:
-    """Making millions of small objects, the collector would look for cycles among them again and again.
-
-    Plans of hundreds of ranks are received five times as fast, and their index is read seven times as fast.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 def _describe(tensor: Tensor) -> tuple[Any, ...]:
     """What the plan depends on."""
     if isinstance(tensor, DTensor):
@@ -225,45 +209,34 @@ def _describe(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.shape, tensor.dtype)
 
 
-def saved_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
+def saved_tensors(index: IndexReader) -> dict[str, TensorStorageMetadata]:
     """Return shape and dtype of every tensor in a torch.distributed.checkpoint directory.
 
     Raises:
         CheckpointError: the index cannot be read, or holds something that is not a tensor.
     """
     try:
-        with _without_garbage_collection():
-            saved = IndexReader(directory).read_metadata().state_dict_metadata
+        saved = index.read_metadata().state_dict_metadata
     except Exception as error:
-        raise CheckpointError(f"{directory / '.metadata'} cannot be read: {error}") from error
+        raise CheckpointError(f"{index.directory / '.metadata'} cannot be read: {error}") from error
     others = sorted(name for name, entry in saved.items() if not isinstance(entry, TensorStorageMetadata))
     if others:
-        raise CheckpointError(f"{directory} holds objects that are not tensors: {some(others)}")
+        raise CheckpointError(f"{index.directory} holds objects that are not tensors: {some(others)}")
     return cast(dict[str, TensorStorageMetadata], saved)
 
 
-def load_tensors(tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """Fill `tensors` in place from a torch.distributed.checkpoint directory written by any number of ranks. Collective.
-
-    Raises:
-        CheckpointError: names, shapes or dtypes differ; torch itself ignores surplus tensors and casts silently.
-    """
-    check_same_tensors(tensors, saved_tensors(directory), directory)
-    read_tensors(tensors, directory)
-
-
-def read_tensors(tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """Fill `tensors` in place, whatever else the directory holds. Collective."""
+def read_tensors(tensors: Mapping[str, Tensor], index: IndexReader) -> None:
+    """Fill `tensors` in place, whatever else the directory of `index` holds. Collective."""
     try:
         with torch.no_grad(), warnings.catch_warnings():
             # Of a single process it is no news that it is one.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            torch_dcp.load(dict(tensors), storage_reader=IndexReader(directory))
+            torch_dcp.load(dict(tensors), storage_reader=index)
     except CheckpointException as error:  # a BaseException: `except Exception` would miss it
         reasons = "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items())
         causes = [failure for failure, _ in error.failures.values()]
         # That of a storage, if there is one, decides what becomes of the run.
-        raise CheckpointError(f"loading {directory} failed: {reasons}") from max(causes, key=is_storage_failure)
+        raise CheckpointError(f"loading {index.directory} failed: {reasons}") from max(causes, key=is_storage_failure)
 
 
 def check_same_tensors(

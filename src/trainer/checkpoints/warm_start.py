@@ -261,9 +261,9 @@ class _DcpSource:
     """A torch.distributed.checkpoint directory. Objects that are no tensors are never unpickled."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self._index = IndexReader(directory)
         try:
-            saved = IndexReader(directory).read_metadata().state_dict_metadata
+            saved = self._index.read_metadata().state_dict_metadata
         except Exception as error:  # noqa: BLE001 - unpickling fails in every way there is
             raise CheckpointError(f"{directory / '.metadata'} cannot be read: {error}") from None
         self.found = {
@@ -288,7 +288,7 @@ class _DcpSource:
 
     def _read(self, tensors: Mapping[str, Tensor]) -> None:
         if tensors:
-            read_tensors(tensors, self._directory)
+            read_tensors(tensors, self._index)
 
 
 class _SafetensorsSource:
