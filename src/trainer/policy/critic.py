@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from trainer.checkpoints.state import ModelState
@@ -34,7 +36,7 @@ class Critic:
         self.state = ModelState(self.model, self.optimizer)
         self._sums: dict[str, float] = {}
 
-    def measure(self, minibatches: list[Minibatch]) -> None:
+    def measure(self, minibatches: Sequence[Minibatch]) -> None:
         """Give every sample the values before its targets, as `per_token[VALUE]`. Collective."""
         self.model.eval()
         annotate(

@@ -75,8 +75,9 @@ class Learner:
         old = parts.replay.sample(step, config.replay.groups) if parts.replay and config.replay else []
         groups = fresh + old
         samples = to_samples([rollout for group in groups for rollout in group], trained_version=step - 1)
+        epochs = self._epochs(step, samples)
         with stopwatch.phase("experience"):
-            metrics = self._judge(step, batch.temperature, groups, samples, num_fresh=len(fresh))
+            metrics = self._judge(batch.temperature, groups, samples, epochs[0], num_fresh=len(fresh))
         self._mismatch.begin(
             step,
             batch.rollouts,
@@ -84,7 +85,7 @@ class Learner:
             lambda found: self._annotate(OLD_LOGPROB, self._policy, batch.temperature, found),
             is_foreign=is_foreign,
         )
-        metrics |= self._update(step, batch.temperature, samples, stopwatch)
+        metrics |= self._update(step, batch.temperature, samples, epochs, stopwatch)
         metrics |= self._steer_kl(samples[: len(batch.rollouts)])
         if parts.ema is not None:
             parts.ema.update(trained_tensors(self._policy.hf_model))
@@ -106,11 +107,18 @@ class Learner:
         )
 
     def _judge(
-        self, step: int, temperature: float, groups: list[list[Rollout]], samples: list[Sample], *, num_fresh: int
+        self,
+        temperature: float,
+        groups: list[list[Rollout]],
+        samples: list[Sample],
+        minibatches: Sequence[Minibatch],
+        *,
+        num_fresh: int,
     ) -> dict[str, float]:
         """Give every sample what its update needs, the advantages last; return metrics.
 
         Args:
+            minibatches: all `samples`.
             num_fresh: groups of this batch; those after them are replayed.
         """
         config, parts = self._config, self._parts
@@ -118,7 +126,7 @@ class Learner:
         if config.rewards.truncated == "mask":
             for sample, rollout in zip(samples, (one for group in groups for one in group), strict=True):
                 sample.loss_mask[:] &= not rollout.truncated
-        self._measure(step, temperature, samples)
+        self._measure(temperature, minibatches)
         penalty = None
         if config.kl is not None and parts.kl is not None:
             metrics["kl_coef"] = parts.kl.coef
@@ -179,10 +187,8 @@ class Learner:
         for_kl = config.kl is not None and (config.kl.target is not None or config.kl.place == "reward")
         return several or for_kl or config.critic is not None or config.advantage == "distillation"
 
-    def _measure(self, step: int, temperature: float, samples: list[Sample]) -> None:
+    def _measure(self, temperature: float, minibatches: Sequence[Minibatch]) -> None:
         """Give every sample the numbers that no gradient is needed for. Collective."""
-        minibatches = self._epochs(step, samples)[0]
-
         if self._needs_old_logprobs:
             self._annotate(OLD_LOGPROB, self._policy, temperature, minibatches)
         if self._parts.reference is not None:
@@ -202,7 +208,14 @@ class Learner:
         reshard(policy)
         policy.train(was_training)
 
-    def _update(self, step: int, temperature: float, samples: list[Sample], stopwatch: Stopwatch) -> dict[str, float]:
+    def _update(
+        self,
+        step: int,
+        temperature: float,
+        samples: list[Sample],
+        epochs: Sequence[Sequence[Minibatch]],
+        stopwatch: Stopwatch,
+    ) -> dict[str, float]:
         """Take all updates of the step; return their metrics."""
         config, parts, session = self._config, self._parts, self._session
         # Every rank sees all samples, so all agree on the names of the metrics.
@@ -212,7 +225,6 @@ class Learner:
         )
         lr = learning_rate(step, config.optim, config.max_steps)
         value_lr = learning_rate(step, config.critic.optim, config.max_steps) if config.critic is not None else 0.0
-        epochs = self._epochs(step, samples)
         done = (step - 1) * config.updates.epochs * config.updates.minibatches
         grad_norms, pretraining_losses = [], []
         for minibatch in (minibatch for epoch in epochs for minibatch in epoch):
