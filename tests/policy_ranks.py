@@ -1,4 +1,4 @@
-"""Two real ranks that measure and count what one does: `python -m tests.policy_ranks MODEL DIRECTORY`.
+"""Two real ranks that measure and count what one does: `python -m tests.policy_ranks MODEL DATA DIRECTORY`.
 
 Each rank writes what it computed into `DIRECTORY/rank_R.pt`.
 """
@@ -10,18 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from tests.two_ranks import run_on_two_ranks
+from trainer import tokenizing
+from trainer.data import load_tokenizer
 from trainer.models.model import build_policy, reshard
 from trainer.packing import Sample
 from trainer.parallel import Parallel
 from trainer.policy.losses import PolicyLossInput
 from trainer.policy.metrics import PolicyStatistics
 from trainer.policy.minibatches import annotate, plan_epochs
+from trainer.policy.pretraining import PretrainingMix
+from trainer.row_files import Rows
 from trainer.step import predict
-from triad.config.algorithm import UpdatesConfig
+from triad.config.algorithm import PretrainingConfig, UpdatesConfig
 from triad.config.trainer import TrainedModelConfig
 
 AGES = (0, 1, 4)
@@ -82,9 +87,28 @@ def measured(model_dir: Path, parallel: Parallel) -> list[np.ndarray]:
     return [sample.per_token["logprob"] for sample in samples]
 
 
-def compute(model_dir: Path, parallel: Parallel) -> dict[str, Any]:
+def tokenised(model_dir: Path, data: Path, parallel: Parallel) -> tuple[str, list[int]]:
+    """Return the fingerprint of the pretraining samples, and which chunks this rank has encoded. Collective."""
+    encoded, encode = list[int](), tokenizing._encode_chunk
+
+    def noting(rows: Rows, encode_row: tokenizing.Encode, index: int, name: str) -> tokenizing.Chunk:
+        encoded.append(index)
+        return encode(rows, encode_row, index, name)
+
+    config = PretrainingConfig.model_validate({"data": {"name": str(data)}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizing, "_CHUNK_ROWS", 20)
+        patch.setattr(tokenizing, "_FEW_ROWS", 20)
+        patch.setattr(tokenizing, "available_cores", lambda: 1)
+        patch.setattr(tokenizing, "_encode_chunk", noting)
+        mix = PretrainingMix(config, load_tokenizer(str(model_dir)), parallel, seed=0)
+    return mix.fingerprint, encoded
+
+
+def compute(model_dir: Path, data: Path, parallel: Parallel) -> dict[str, Any]:
     """Return what this rank sees. Collective."""
     return {
+        "tokenised": tokenised(model_dir, data, parallel),
         "statistics": statistics_of(parallel),
         "measured": [torch.tensor(one) for one in measured(model_dir, parallel)],
     }
@@ -92,10 +116,10 @@ def compute(model_dir: Path, parallel: Parallel) -> dict[str, Any]:
 
 def main() -> None:
     """Write what each rank saw as `rank_R.pt`."""
-    model_dir, directory = Path(sys.argv[1]), Path(sys.argv[2])
+    model_dir, data, directory = map(Path, sys.argv[1:])
 
     def work(parallel: Parallel) -> None:
-        torch.save(compute(model_dir, parallel), directory / f"rank_{parallel.rank}.pt")
+        torch.save(compute(model_dir, data, parallel), directory / f"rank_{parallel.rank}.pt")
 
     run_on_two_ranks(work, directory)
 

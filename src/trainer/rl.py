@@ -43,7 +43,9 @@ def run(config: TrainerConfig) -> None:
     seed_everything(config.seed, step=0, rank=parallel.rank)
     tokenizer = load_tokenizer(config.model.tokenizer_name)
     check_same_tokens(tokenizer, config.model.tokenizer_name)
-    pretraining = PretrainingMix(config.pretraining, tokenizer, seed=config.seed) if config.pretraining else None
+    pretraining = None
+    if config.pretraining is not None:
+        pretraining = PretrainingMix(config.pretraining, tokenizer, parallel, seed=config.seed)
     parts = RlParts(config, parallel)
     with start_session(
         config,

@@ -69,14 +69,14 @@ def test_a_step_without_trained_tokens_has_metrics_too(parallel: Parallel) -> No
 
 @pytest.fixture(scope="module")
 def one_and_two(
-    tiny_model: Callable[..., Path], parallel: Parallel, tmp_path_factory: pytest.TempPathFactory
+    tiny_model: Callable[..., Path], sft_data: Path, parallel: Parallel, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What one rank computes, and what each of two does."""
     directory, model_dir = tmp_path_factory.mktemp("ranks"), tiny_model()
-    command = [sys.executable, "-m", "tests.policy_ranks", str(model_dir), str(directory)]
+    command = [sys.executable, "-m", "tests.policy_ranks", str(model_dir), str(sft_data), str(directory)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
-    return compute(model_dir, parallel), [torch.load(directory / f"rank_{rank}.pt") for rank in (0, 1)]
+    return compute(model_dir, sft_data, parallel), [torch.load(directory / f"rank_{rank}.pt") for rank in (0, 1)]
 
 
 def test_two_ranks_have_the_metrics_of_one_by_the_same_names(
@@ -97,3 +97,13 @@ def test_two_ranks_measure_the_bits_that_one_measures(
     for rank in two:
         assert all(torch.equal(a, b) for a, b in zip(rank["measured"], one["measured"], strict=True))
     assert sum(int((part != 0).sum()) for part in one["measured"]) == 7 + 0 + 10 + 4 + 1
+
+
+def test_two_ranks_share_the_tokenising_of_the_samples_beside_the_rollouts(
+    one_and_two: tuple[dict[str, Any], list[dict[str, Any]]],
+) -> None:
+    """Before, each rank tokenised all of them."""
+    one, two = one_and_two
+    fingerprint, chunks = one["tokenised"]
+    assert chunks == [0, 1, 2]
+    assert [rank["tokenised"] for rank in two] == [(fingerprint, [0, 2]), (fingerprint, [1])]

@@ -19,9 +19,12 @@ class PretrainingMix:
         fingerprint: of the samples.
     """
 
-    def __init__(self, config: PretrainingConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> None:
+    def __init__(
+        self, config: PretrainingConfig, tokenizer: PreTrainedTokenizerBase, parallel: Parallel, *, seed: int
+    ) -> None:
+        """Tokenise them, each rank its share. Collective."""
         self._config = config
-        self._samples, _ = load_samples(config.data, tokenizer, seed=seed)
+        self._samples, _ = load_samples(config.data, tokenizer, seed=seed, parallel=parallel)
         self._order = SampleOrder(len(self._samples), seed=seed, shuffle=config.data.shuffle)
         self.fingerprint = fingerprint_samples(self._samples)
 
