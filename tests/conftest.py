@@ -11,7 +11,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ import pytest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from tests.training_runs import SftRun
+    from tests.training_runs import Runs, SftRun
     from trainer.parallel import Parallel
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -152,47 +151,41 @@ def sft_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def sft_runs(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model: ModelFactory, sft_data: Path
-) -> Iterator[dict[str, Future[SftRun]]]:
-    """Return runs of the real `sft` command by name; they go on in the background, two at a time."""
-    from tests.training_runs import run_sft
+def sft_runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: ModelFactory, sft_data: Path) -> Runs:
+    """Return runs of the real `sft` command by name."""
+    from tests.training_runs import Runs, run_sft
 
     home = tmp_path_factory.mktemp("runs")
     plain, dropout = tiny_model(weights=False), tiny_model(weights=False, attention_dropout=0.3)
-    pool = ThreadPoolExecutor(max_workers=2)
+    runs = Runs()
 
-    def run(name: str, model: Path, *flags: str, after: Future[SftRun] | None = None) -> SftRun:
-        """Run in a directory of its own, or in a copy of that of the run before."""
-        output = home / name
-        if after is not None:
-            before = after.result()
-            assert before.code == 0, before.output
-            shutil.copytree(before.run_dir.path, output)
-        return run_sft(output, model, sft_data, *flags)
+    def define(name: str, model: Path, *flags: str, after: str | None = None) -> None:
+        """Define a run in a directory of its own, or in a copy of that of the run before."""
+
+        def make() -> SftRun:
+            if after is not None:
+                shutil.copytree(runs.succeeded(after).run_dir.path, home / name)
+            return run_sft(home / name, model, sft_data, *flags)
+
+        runs.define(name, make)
 
     exact = ("--data.validation-fraction", "0.1", "--val-interval", "3", "--max-steps")
     two = ("--parallel.num-ranks", "2", "--max-steps")
-    runs = {
-        "two_straight": pool.submit(run, "two_straight", dropout, *two, "10", "--ckpt.interval", "5"),
-        "half": pool.submit(run, "half", dropout, *exact, "5", "--ckpt"),
-        "packed": pool.submit(run, "packed", plain, "--max-steps", "4"),
-        "straight": pool.submit(run, "straight", dropout, *exact, "10"),
-        "broken_numbers": pool.submit(run, "broken", plain, "--optim.lr", "1e30", "--ckpt.interval", "1"),
-        "too_long": pool.submit(run, "too_long", plain, "--data.seq-len", "6"),
-        "packed_on_two": pool.submit(run, "packed_on_two", plain, *two, "4"),
-    }
+    define("two_straight", dropout, *two, "10", "--ckpt.interval", "5")
+    define("half", dropout, *exact, "5", "--ckpt")
+    define("packed", plain, "--max-steps", "4")
+    define("straight", dropout, *exact, "10")
+    define("broken_numbers", plain, "--optim.lr", "1e30", "--ckpt.interval", "1")
+    define("too_long", plain, "--data.seq-len", "6")
+    define("packed_on_two", plain, *two, "4")
     for name, size in (("one_by_one", "1"), ("eight_at_once", "8")):
-        unpacked = ("--no-data.pack", "--data.micro-batch-size", size, "--max-steps", "4")
-        runs[name] = pool.submit(run, name, plain, *unpacked)
-    resumed = (*exact, "10", "--ckpt.resume-step", "5")
-    runs["resumed"] = pool.submit(run, "resumed", dropout, *resumed, after=runs["half"])
+        define(name, plain, "--no-data.pack", "--data.micro-batch-size", size, "--max-steps", "4")
+    define("resumed", dropout, *exact, "10", "--ckpt.resume-step", "5", after="half")
     two_resumed = (*two, "10", "--ckpt.interval", "5", "--ckpt.resume-step", "5")
-    runs["two_resumed"] = pool.submit(run, "two_resumed", dropout, *two_resumed, after=runs["two_straight"])
+    define("two_resumed", dropout, *two_resumed, after="two_straight")
     loaded = ("--max-steps", "10", "--ckpt.resume-step", "latest")
-    runs["two_loaded_by_one"] = pool.submit(run, "two_by_one", dropout, *loaded, after=runs["two_straight"])
-    yield runs
-    pool.shutdown(cancel_futures=True)
+    define("two_loaded_by_one", dropout, *loaded, after="two_straight")
+    return runs
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Self
@@ -63,6 +64,29 @@ def run_sft(output: Path, model: Path, data: Path, *flags: str) -> SftRun:
     command = sft_command(output, model, data, *flags)
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=DEADLINE_S)
     return SftRun(done.returncode, done.stdout, RunDir(output))
+
+
+class Runs:
+    """Runs by name; each is made when it is first asked for, so that nobody pays for what no test looks at."""
+
+    def __init__(self) -> None:
+        self._makers: dict[str, Callable[[], SftRun]] = {}
+        self._made: dict[str, SftRun] = {}
+
+    def define(self, name: str, make: Callable[[], SftRun]) -> None:
+        """Say how to make the run of that name."""
+        self._makers[name] = make
+
+    def __getitem__(self, name: str) -> SftRun:
+        if name not in self._made:
+            self._made[name] = self._makers[name]()
+        return self._made[name]
+
+    def succeeded(self, name: str) -> SftRun:
+        """Return a run that must have ended well."""
+        run = self[name]
+        assert run.code == 0, run.output
+        return run
 
 
 class LiveRun:

@@ -7,8 +7,7 @@ import math
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from safetensors.torch import load_file
 from tests.conftest import ROOT
 from tests.integration.conftest import UsedServer
 from tests.rl_runs import MODEL, RlRun, assert_same, complete, exact_metrics, outcome, succeeded
-from tests.training_runs import SftRun, run_sft
+from tests.training_runs import Runs, SftRun, run_sft
 from trainer.snapshots.reading import TensorReader
 from triad import manifest
 from triad.adapter import ADAPTER_DIR, ADAPTER_NAME
@@ -33,43 +32,32 @@ DROPOUT = ("--model.lora.dropout", "0.3")
 # Trainer against sampler, float32 on both sides.
 LOG_RATIO_TOLERANCE = 1e-4
 
-Runs = dict[str, "Future[SftRun]"]
-
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path], sft_data: Path) -> Iterator[Runs]:
-    """Runs of `sft` by name; they go on in the background, two at a time."""
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path], sft_data: Path) -> Runs:
+    """Runs of `sft` by name."""
     home, model = tmp_path_factory.mktemp("lora"), tiny_model()
     common = ("--model.init", "pretrained", "--optim.lr", "1e-2", "--ckpt.interval", str(HALF), *LORA)
-    pool = ThreadPoolExecutor(max_workers=2)
+    runs = Runs()
 
-    def run(name: str, *flags: str, after: Future[SftRun] | None = None) -> SftRun:
-        if after is not None:
-            before = after.result()
-            assert before.code == 0, before.output
-            shutil.copytree(before.run_dir.path, home / name)
-        return run_sft(home / name, model, sft_data, *common, *flags)
+    def define(name: str, *flags: str, after: str | None = None) -> None:
+        def make() -> SftRun:
+            if after is not None:
+                shutil.copytree(runs.succeeded(after).run_dir.path, home / name)
+            return run_sft(home / name, model, sft_data, *common, *flags)
+
+        runs.define(name, make)
 
     two, whole = ("--parallel.num-ranks", "2"), ("--max-steps", str(STEPS))
     again = (*whole, "--ckpt.resume-step", str(HALF))
-    made = {
-        "two": pool.submit(run, "two", *two, *DROPOUT, *whole),
-        "one": pool.submit(run, "one", *DROPOUT, *whole),
-        "plain": pool.submit(run, "plain", *whole),
-        "two_plain": pool.submit(run, "two_plain", *two, *whole),
-    }
-    made["one_resumed"] = pool.submit(run, "one_resumed", *DROPOUT, *again, after=made["one"])
-    made["two_resumed"] = pool.submit(run, "two_resumed", *two, *DROPOUT, *again, after=made["two"])
-    loaded = (*whole, *DROPOUT, "--ckpt.resume-step", "latest")
-    made["two_loaded_by_one"] = pool.submit(run, "two_by_one", *loaded, after=made["two"])
-    yield made
-    pool.shutdown(cancel_futures=True)
-
-
-def finished(run: Future[SftRun]) -> SftRun:
-    done = run.result()
-    assert done.code == 0, done.output
-    return done
+    define("two", *two, *DROPOUT, *whole)
+    define("one", *DROPOUT, *whole)
+    define("plain", *whole)
+    define("two_plain", *two, *whole)
+    define("one_resumed", *DROPOUT, *again, after="one")
+    define("two_resumed", *two, *DROPOUT, *again, after="two")
+    define("two_loaded_by_one", *whole, *DROPOUT, "--ckpt.resume-step", "latest", after="two")
+    return runs
 
 
 def published(run: SftRun) -> dict[str, bytes]:
@@ -81,19 +69,19 @@ def published(run: SftRun) -> dict[str, bytes]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", ["one", "two"])
 def test_a_resumed_run_equals_the_straight_one_bit_for_bit(runs: Runs, ranks: str) -> None:
-    straight, resumed = finished(runs[ranks]), finished(runs[f"{ranks}_resumed"])
+    straight, resumed = runs.succeeded(ranks), runs.succeeded(f"{ranks}_resumed")
     assert f"resuming from step {HALF}" in resumed.output
     assert published(straight) == published(resumed)
     assert set(published(straight)) == {"model.safetensors", f"{ADAPTER_DIR}/{ADAPTER_NAME}"}
     for name in ("loss", "grad_norm", "step"):
         assert straight.column(name) == resumed.column(name) != [], name
     # Dropout draws numbers: a generator that is not restored would show above.
-    assert straight.column("loss")[-1] != pytest.approx(finished(runs["plain"]).column("loss")[-1], rel=1e-5)
+    assert straight.column("loss")[-1] != pytest.approx(runs.succeeded("plain").column("loss")[-1], rel=1e-5)
 
 
 @pytest.mark.slow
 def test_two_ranks_start_and_train_as_one(runs: Runs) -> None:
-    one, two = finished(runs["plain"]), finished(runs["two_plain"])
+    one, two = runs.succeeded("plain"), runs.succeeded("two_plain")
     assert two.column("loss") == pytest.approx(one.column("loss"), rel=1e-5)
     assert two.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=1e-4)
     assert one.column("loss")[-1] < one.column("loss")[0]
@@ -101,12 +89,12 @@ def test_two_ranks_start_and_train_as_one(runs: Runs) -> None:
 
 @pytest.mark.slow
 def test_one_rank_loads_what_two_have_saved(runs: Runs) -> None:
-    two, one = finished(runs["two"]), finished(runs["two_loaded_by_one"])
+    two, one = runs.succeeded("two"), runs.succeeded("two_loaded_by_one")
     assert published(one) == published(two)
 
 
 def test_checkpoints_hold_adapters_and_the_base_stays_as_it_was(runs: Runs, tiny_model: Callable[..., Path]) -> None:
-    run = finished(runs["one"])
+    run = runs.succeeded("one")
     saved = TensorReader(run.run_dir.checkpoint(STEPS) / TRAINER_DIR).saved
     assert saved and all(".lora_" in name for name in saved)
     base, trained = (load_file(place / "model.safetensors") for place in (tiny_model(), run.run_dir.weights_of(STEPS)))
@@ -120,7 +108,7 @@ def test_checkpoints_hold_adapters_and_the_base_stays_as_it_was(runs: Runs, tiny
 def test_another_base_or_other_adapters_are_refused(
     runs: Runs, tiny_model: Callable[..., Path], sft_data: Path, tmp_path: Path
 ) -> None:
-    first = finished(runs["one"]).run_dir
+    first = runs.succeeded("one").run_dir
     resume = ("--model.init", "pretrained", "--max-steps", "9", "--ckpt.resume-step", str(STEPS))
     for model, flags, code, message in (
         (tiny_model(seed=1), LORA, 2, "adapters were trained on other weights"),
@@ -137,7 +125,7 @@ def test_another_base_or_other_adapters_are_refused(
 def test_an_export_is_the_adapter_or_the_merged_model(
     runs: Runs, tiny_model: Callable[..., Path], command: Callable[[str], str], tmp_path: Path
 ) -> None:
-    run_dir = finished(runs["one"]).run_dir
+    run_dir = runs.succeeded("one").run_dir
     weights = run_dir.weights_of(STEPS)
 
     def export(name: str, *flags: object) -> subprocess.CompletedProcess[str]:

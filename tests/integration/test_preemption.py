@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -63,20 +63,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Models, sft_data:
     return Runs(tmp_path_factory.mktemp("preempted"), tiny_model(weights=False, attention_dropout=0.3), sft_data)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ThreadPoolExecutor]:
-    made = ThreadPoolExecutor(max_workers=2)
-    yield made
-    made.shutdown(cancel_futures=True)
-
-
 TWO = ("--parallel.num-ranks", "2")
 
 
 @pytest.fixture(scope="module")
-def straight(runs: Runs, pool: ThreadPoolExecutor) -> dict[int, Future[SftRun]]:
+def straight(runs: Runs) -> Callable[[int], SftRun]:
     """The runs that nobody interrupts, by number of ranks; they save nothing."""
-    return {1: pool.submit(runs.whole, "straight"), 2: pool.submit(runs.whole, "straight_on_two", *TWO)}
+    return functools.cache(lambda ranks: runs.whole(f"straight_on_{ranks}", *(TWO if ranks == 2 else ())))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +81,7 @@ def straight(runs: Runs, pool: ThreadPoolExecutor) -> dict[int, Future[SftRun]]:
     ],
 )
 def test_a_signal_saves_the_current_step_and_a_resume_goes_on_bit_for_bit(
-    ranks: int, number: int, runs: Runs, straight: dict[int, Future[SftRun]]
+    ranks: int, number: int, runs: Runs, straight: Callable[[int], SftRun]
 ) -> None:
     name, flags = f"{number}_on_{ranks}", TWO if ranks == 2 else ()
     code, output, step = runs.interrupted(name, number, *flags)
@@ -97,7 +90,7 @@ def test_a_signal_saves_the_current_step_and_a_resume_goes_on_bit_for_bit(
     assert f"stopped at step {step} of {MAX_STEPS}, which is saved" in output and "NOT saved" not in output
     assert 5 <= step < int(MAX_STEPS), "it did not wait for the end"
     resumed = runs.whole(name, *flags, "--ckpt.resume-step", "latest")
-    reference = straight[ranks].result()
+    reference = straight(ranks)
     assert f"resuming from step {step}" in resumed.output
     assert resumed.weights(int(MAX_STEPS)) == reference.weights(int(MAX_STEPS))
     for column in ("step", "loss", "samples"):

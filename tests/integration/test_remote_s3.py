@@ -9,14 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint_files import contents, write_checkpoint, write_weights
 from tests.s3_server import BUCKET, GONE, S3Server
-from tests.training_runs import SftRun
+from tests.training_runs import Runs
 from triad import manifest, object_store
 from triad.checkpoints import Retention
 from triad.errors import CheckpointError
@@ -96,10 +95,8 @@ def test_the_manifest_goes_last_and_a_resume_on_an_empty_machine_gets_all(
     assert contents(empty.weights) == contents(here.weights)
 
 
-def test_a_real_checkpoint_comes_back_byte_for_byte(
-    server: S3Server, empty: RunDir, sft_runs: dict[str, Future[SftRun]]
-) -> None:
-    run = sft_runs["half"].result()
+def test_a_real_checkpoint_comes_back_byte_for_byte(server: S3Server, empty: RunDir, sft_runs: Runs) -> None:
+    run = sft_runs["half"]
     assert run.code == 0, run.output
     RemoteCheckpoints(URL).upload(run.run_dir.checkpoint(5), 5)
     assert fetch(URL, empty, "latest") == 5

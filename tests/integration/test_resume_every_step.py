@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
-from tests.training_runs import SftRun, run_sft
+from tests.training_runs import Runs, run_sft
 from trainer.data import SampleOrder
 from triad import manifest
 
 pytestmark = pytest.mark.slow
 
-Runs = dict[str, "Future[SftRun]"]
 Models = Callable[..., Path]
 
 NUM_SAMPLES = 60
@@ -23,18 +21,12 @@ BATCH_SIZE = 8
 TWO_EPOCHS = 15
 
 
-def finished(run: Future[SftRun]) -> SftRun:
-    done = run.result()
-    assert done.code == 0, done.output
-    return done
-
-
 def test_a_process_for_every_step_gives_the_run_of_one(
     sft_runs: Runs, tiny_model: Models, sft_data: Path, tmp_path: Path
 ) -> None:
     """Steps 6 to 10, one start each, after a run of five; with dropout, packing, accumulation and shuffling."""
-    straight = finished(sft_runs["straight"])
-    run = finished(sft_runs["half"])
+    straight = sft_runs.succeeded("straight")
+    run = sft_runs.succeeded("half")
     shutil.copytree(run.run_dir.path, tmp_path / "run")
     model = tiny_model(weights=False, attention_dropout=0.3)
     exact = ("--data.validation-fraction", "0.1", "--val-interval", "3")
@@ -52,7 +44,7 @@ def test_a_process_for_every_step_gives_the_run_of_one(
 def test_two_one_and_two_ranks_train_every_sample_once_per_epoch(
     sft_runs: Runs, tiny_model: Models, sft_data: Path, tmp_path: Path
 ) -> None:
-    run = finished(sft_runs["two_straight"])
+    run = sft_runs.succeeded("two_straight")
     shutil.copytree(run.run_dir.path, tmp_path / "run")
     model = tiny_model(weights=False, attention_dropout=0.3)
     for ranks, start, last in ((1, 10, 12), (2, 12, TWO_EPOCHS)):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,68 +11,60 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import ModelFactory
-from tests.training_runs import SftRun, run_sft
+from tests.training_runs import Runs, SftRun, run_sft
 from triad import manifest
 from triad.config.schedule import learning_rate
 from triad.config.trainer import OptimConfig
 
-Runs = dict[str, "Future[SftRun]"]
 PEAK = 1e-3
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: ModelFactory, sft_data: Path) -> Iterator[Runs]:
-    """Runs by name; all but the first begin with what that one left, when it has ended."""
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: ModelFactory, sft_data: Path) -> Runs:
+    """Runs by name; all but the first begin with what that one left."""
     home = tmp_path_factory.mktemp("elsewhere")
     model = tiny_model(weights=False, attention_dropout=0.3)
     schedule = ("--optim.schedule", "cosine", "--optim.warmup-steps", "1")
     other = home / "other"
-    pool = ThreadPoolExecutor(max_workers=2)
-    first = pool.submit(run_sft, other, model, sft_data, *schedule, "--max-steps", "6", "--ckpt.interval", "3")
+    runs = Runs()
 
-    def after(name: str, *flags: str) -> SftRun:
-        assert first.result().code == 0, first.result().output
-        return run_sft(home / name, model, sft_data, *flags)
+    def straight() -> SftRun:
+        return run_sft(other, model, sft_data, *schedule, "--max-steps", "6", "--ckpt.interval", "3")
+
+    def define(name: str, *flags: str) -> None:
+        def make() -> SftRun:
+            runs.succeeded("straight")
+            return run_sft(home / name, model, sft_data, *flags)
+
+        runs.define(name, make)
 
     def from_bin() -> SftRun:
-        assert first.result().code == 0, first.result().output
+        weights = runs.succeeded("straight").run_dir.weights_of(6)
         (home / "bin").mkdir()
-        weights = first.result().run_dir.weights_of(6)
         torch.save(load_file(weights / "model.safetensors"), home / "bin" / "pytorch_model.bin")
         shutil.copy(weights / "config.json", home / "bin")
-        return after("warm_bin", "--ckpt.weights-only", str(home / "bin"), "--max-steps", "2")
+        return run_sft(home / "warm_bin", model, sft_data, *warm, str(home / "bin"))
 
     fork = ("--ckpt.resume-dir", str(other / "checkpoints" / "step_3"), *schedule)
     last = str(other / "checkpoints" / "step_6")
     published = str(other / "weights" / "step_6")
     warm = ("--max-steps", "2", "--ckpt.weights-only")
     two = ("--max-steps", "1", "--optim.lr", "1e-30", "--parallel.num-ranks", "2", "--ckpt.weights-only")
-    made = {
-        "straight": first,
-        "forked": pool.submit(after, "forked", *fork, "--max-steps", "6"),
-        "stretched": pool.submit(after, "stretched", *fork, "--max-steps", "9"),
-        "fixed_end": pool.submit(after, "fixed_end", *fork, "--max-steps", "9", "--optim.schedule-steps", "6"),
-        "by_name": pool.submit(
-            after, "by_name", "--model.name", published, "--model.init", "pretrained", "--max-steps", "2"
-        ),
-        "warm_checkpoint": pool.submit(after, "warm_checkpoint", *warm, last),
-        "warm_weights": pool.submit(after, "warm_weights", *warm, published),
-        "warm_bin": pool.submit(from_bin),
-        "warm_on_two": pool.submit(after, "warm_on_two", *two, published),
-        "warm_on_two_from_shards": pool.submit(after, "warm_shards_on_two", *two, last),
-    }
-    yield made
-    pool.shutdown(cancel_futures=True)
-
-
-def finished(run: Future[SftRun]) -> SftRun:
-    done = run.result()
-    assert done.code == 0, done.output
-    return done
+    runs.define("straight", straight)
+    define("forked", *fork, "--max-steps", "6")
+    define("stretched", *fork, "--max-steps", "9")
+    define("fixed_end", *fork, "--max-steps", "9", "--optim.schedule-steps", "6")
+    define("by_name", "--model.name", published, "--model.init", "pretrained", "--max-steps", "2")
+    define("warm_checkpoint", *warm, last)
+    define("warm_weights", *warm, published)
+    runs.define("warm_bin", from_bin)
+    define("warm_on_two", *two, published)
+    define("warm_on_two_from_shards", *two, last)
+    return runs
 
 
 def test_a_fork_goes_on_as_the_other_run_did_bit_for_bit(runs: Runs) -> None:
-    straight, forked = finished(runs["straight"]), finished(runs["forked"])
+    straight, forked = runs.succeeded("straight"), runs.succeeded("forked")
     assert f"forked {straight.run_dir.checkpoint(3)}" in forked.output and "resuming from step 3" in forked.output
     assert forked.column("step") == [4, 5, 6]
     for name in ("loss", "grad_norm", "lr", "samples", "tokens"):
@@ -83,7 +73,7 @@ def test_a_fork_goes_on_as_the_other_run_did_bit_for_bit(runs: Runs) -> None:
 
 
 def test_a_fork_has_the_checkpoint_for_itself_and_says_where_it_is_from(runs: Runs) -> None:
-    straight, forked = finished(runs["straight"]), finished(runs["forked"])
+    straight, forked = runs.succeeded("straight"), runs.succeeded("forked")
     source = straight.run_dir.checkpoint(3)
     identity = json.loads((forked.run_dir.path / "run.json").read_text())
     assert identity["forked_from"] == {"run_id": straight.run_dir.run_id(), "step": 3, "path": str(source)}
@@ -93,7 +83,7 @@ def test_a_fork_has_the_checkpoint_for_itself_and_says_where_it_is_from(runs: Ru
 
 
 def test_more_steps_stretch_the_schedule_and_the_command_says_so(runs: Runs) -> None:
-    run = finished(runs["stretched"])
+    run = runs.succeeded("stretched")
     cosine = OptimConfig(lr=PEAK, schedule="cosine", warmup_steps=1)
     assert run.column("lr") == pytest.approx([learning_rate(step, cosine, 9) for step in range(4, 10)], rel=1e-7)
     assert "the cosine schedule now ends at step 9 instead of 6: the learning rate of step 4 is" in run.output
@@ -101,7 +91,7 @@ def test_more_steps_stretch_the_schedule_and_the_command_says_so(runs: Runs) -> 
 
 
 def test_a_schedule_with_its_own_end_goes_on_as_it_was(runs: Runs) -> None:
-    straight, run = finished(runs["straight"]), finished(runs["fixed_end"])
+    straight, run = runs.succeeded("straight"), runs.succeeded("fixed_end")
     assert run.column("lr") == [*straight.column("lr")[3:], 0.0, 0.0, 0.0]
     assert run.column("loss")[:3] == straight.column("loss")[3:]
     assert run.weights(9) == straight.weights(6), "at a rate of zero nothing is trained"
@@ -111,7 +101,7 @@ def test_a_schedule_with_its_own_end_goes_on_as_it_was(runs: Runs) -> None:
 @pytest.mark.parametrize("name", ["warm_checkpoint", "warm_weights", "warm_bin"])
 def test_a_warm_start_takes_the_weights_and_nothing_else(runs: Runs, name: str) -> None:
     """It is the run that loads the published weights by the name of the model, from its first step on."""
-    by_name, warm = finished(runs["by_name"]), finished(runs[name])
+    by_name, warm = runs.succeeded("by_name"), runs.succeeded(name)
     assert "resuming" not in warm.output
     assert warm.column("step") == [1, 2] and warm.column("samples") == [8, 16]
     assert warm.column("loss") == by_name.column("loss")
@@ -123,7 +113,7 @@ def test_a_warm_start_takes_the_weights_and_nothing_else(runs: Runs, name: str) 
 @pytest.mark.slow
 def test_two_ranks_each_read_their_own_part(runs: Runs, name: str) -> None:
     """At this learning rate a step moves nothing, so the run publishes what it loaded."""
-    straight, two = finished(runs["straight"]), finished(runs[name])
+    straight, two = runs.succeeded("straight"), runs.succeeded(name)
     loaded, expected = (
         load_file(run.run_dir.weights_of(step) / "model.safetensors") for run, step in ((two, 1), (straight, 6))
     )

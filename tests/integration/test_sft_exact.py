@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.training_runs import SftRun, sft_command
+from tests.training_runs import Runs, sft_command
 from triad import manifest
 from triad.config import SftConfig
 from triad.config.load import read_toml
 
-Runs = dict[str, "Future[SftRun]"]
 RELATIVE = 1e-5
-
-
-def finished(run: Future[SftRun]) -> SftRun:
-    done = run.result()
-    assert done.code == 0, done.output
-    return done
 
 
 def test_ten_steps_are_five_and_five_more_bit_for_bit(sft_runs: Runs) -> None:
     """With dropout, shuffling, packing, accumulation and validation on; the straight run never saves."""
-    straight, resumed = finished(sft_runs["straight"]), finished(sft_runs["resumed"])
+    straight, resumed = sft_runs.succeeded("straight"), sft_runs.succeeded("resumed")
     assert straight.weights(10) == resumed.weights(10)
     for name in ("loss", "grad_norm", "lr", "samples", "tokens"):
         assert straight.column(name) == resumed.column(name) != [], name
@@ -42,12 +34,12 @@ def test_ten_steps_are_five_and_five_more_bit_for_bit(sft_runs: Runs) -> None:
 
 def test_the_dropout_of_the_exact_run_matters(sft_runs: Runs) -> None:
     """Otherwise the test above could not notice a generator that is not restored."""
-    straight, without = finished(sft_runs["straight"]), finished(sft_runs["packed"])
+    straight, without = sft_runs.succeeded("straight"), sft_runs.succeeded("packed")
     assert straight.column("loss")[0] != pytest.approx(without.column("loss")[0], rel=RELATIVE)
 
 
 def test_without_ckpt_nothing_is_saved_and_with_it_the_final_step(sft_runs: Runs) -> None:
-    straight, resumed = finished(sft_runs["straight"]), finished(sft_runs["resumed"])
+    straight, resumed = sft_runs.succeeded("straight"), sft_runs.succeeded("resumed")
     assert straight.run_dir.committed_steps() == []
     assert resumed.run_dir.committed_steps() == [5, 10]
     for step in (5, 10):
@@ -56,7 +48,7 @@ def test_without_ckpt_nothing_is_saved_and_with_it_the_final_step(sft_runs: Runs
 
 
 def test_the_run_ends_with_weights_that_transformers_loads(sft_runs: Runs) -> None:
-    run = finished(sft_runs["straight"])
+    run = sft_runs.succeeded("straight")
     directory = run.run_dir.weights_of(10)
     assert run.run_dir.published_weights() == [10] and str(directory) in run.output
     model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
@@ -66,7 +58,7 @@ def test_the_run_ends_with_weights_that_transformers_loads(sft_runs: Runs) -> No
 
 
 def test_every_attempt_leaves_its_config_and_logs(sft_runs: Runs) -> None:
-    run_dir = finished(sft_runs["resumed"]).run_dir
+    run_dir = sft_runs.succeeded("resumed").run_dir
     first, second = (read_toml(SftConfig, run_dir.configs(attempt) / "sft.toml") for attempt in (1, 2))
     assert (first.max_steps, second.max_steps) == (5, 10)
     assert second.ckpt is not None and second.ckpt.resume_step == 5
@@ -76,10 +68,10 @@ def test_every_attempt_leaves_its_config_and_logs(sft_runs: Runs) -> None:
 
 
 def test_packed_equals_unpacked_and_one_by_eight_equals_eight_by_one(sft_runs: Runs) -> None:
-    packed = finished(sft_runs["packed"])
+    packed = sft_runs.succeeded("packed")
     assert packed.column("loss")[-1] < packed.column("loss")[0]
     for name in ("one_by_one", "eight_at_once"):
-        other = finished(sft_runs[name])
+        other = sft_runs.succeeded(name)
         assert other.column("loss") == pytest.approx(packed.column("loss"), rel=RELATIVE), name
         assert other.column("grad_norm") == pytest.approx(packed.column("grad_norm"), rel=1e-4), name
         assert other.column("tokens") == packed.column("tokens")
@@ -88,7 +80,7 @@ def test_packed_equals_unpacked_and_one_by_eight_equals_eight_by_one(sft_runs: R
 def test_a_directory_with_a_run_is_refused_and_stays_as_it_is(
     sft_runs: Runs, tiny_model: Callable[..., Path], sft_data: Path
 ) -> None:
-    run_dir = finished(sft_runs["resumed"]).run_dir
+    run_dir = sft_runs.succeeded("resumed").run_dir
     before = sorted(run_dir.path.rglob("*"))
     command = sft_command(run_dir.path, tiny_model(weights=False), sft_data)
     done = subprocess.run(command, capture_output=True, text=True)
@@ -101,7 +93,7 @@ def test_a_directory_with_a_run_is_refused_and_stays_as_it_is(
 
 
 def test_numbers_that_break_stop_the_run_and_nothing_of_the_step_is_kept(sft_runs: Runs) -> None:
-    run = sft_runs["broken_numbers"].result()
+    run = sft_runs["broken_numbers"]
     assert run.code == 3
     assert "error: trainer: step 2: loss is" in run.output and "optim.lr" in run.output
     assert "Traceback" not in run.output
@@ -110,7 +102,7 @@ def test_numbers_that_break_stop_the_run_and_nothing_of_the_step_is_kept(sft_run
 
 
 def test_a_sample_that_is_too_long_ends_the_run_with_its_place(sft_runs: Runs, sft_data: Path) -> None:
-    run = sft_runs["too_long"].result()
+    run = sft_runs["too_long"]
     assert run.code == 2
     assert f"{sft_data}, row " in run.output and "data.seq_len is 6" in run.output
     assert "Traceback" not in run.output and "log: " in run.output

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
 import pytest
 
-from tests.training_runs import SftRun
+from tests.training_runs import Runs
 from triad import manifest
-
-Runs = dict[str, "Future[SftRun]"]
-
-
-def finished(run: Future[SftRun]) -> SftRun:
-    done = run.result()
-    assert done.code == 0, done.output
-    return done
 
 
 def test_two_ranks_give_the_losses_of_one(sft_runs: Runs) -> None:
-    one, two = finished(sft_runs["packed"]), finished(sft_runs["packed_on_two"])
+    one, two = sft_runs.succeeded("packed"), sft_runs.succeeded("packed_on_two")
     assert two.column("loss") == pytest.approx(one.column("loss"), rel=1e-5)
     assert two.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=1e-4)
     assert two.column("tokens") == one.column("tokens")
 
 
 def test_two_ranks_resume_bit_for_bit(sft_runs: Runs) -> None:
-    straight, resumed = finished(sft_runs["two_straight"]), finished(sft_runs["two_resumed"])
+    straight, resumed = sft_runs.succeeded("two_straight"), sft_runs.succeeded("two_resumed")
     assert "resuming from step 5" in resumed.output
     assert straight.weights(10) == resumed.weights(10)
     assert straight.column("loss") == resumed.column("loss") and len(straight.column("loss")) == 10
@@ -41,7 +31,7 @@ def test_two_ranks_resume_bit_for_bit(sft_runs: Runs) -> None:
 
 def test_what_a_resume_from_an_older_step_supersedes_is_set_aside(sft_runs: Runs) -> None:
     """The resumed run went back to step 5 in a copy of the finished run."""
-    resumed = finished(sft_runs["two_resumed"])
+    resumed = sft_runs.succeeded("two_resumed")
     aside = resumed.run_dir.discarded(2)
     assert manifest.verify(aside / "checkpoints" / "step_10").step == 10
     assert len((aside / "metrics.jsonl").read_text().splitlines()) == 5
@@ -51,6 +41,6 @@ def test_what_a_resume_from_an_older_step_supersedes_is_set_aside(sft_runs: Runs
 
 def test_one_rank_loads_what_two_have_saved_bit_for_bit(sft_runs: Runs) -> None:
     """It has no steps left, so it publishes exactly what it loaded."""
-    two, one = finished(sft_runs["two_straight"]), finished(sft_runs["two_loaded_by_one"])
+    two, one = sft_runs.succeeded("two_straight"), sft_runs.succeeded("two_loaded_by_one")
     assert "resuming from step 10" in one.output
     assert one.weights(10) == two.weights(10)
