@@ -159,28 +159,28 @@ def sft_runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: ModelFactory,
     plain, dropout = tiny_model(weights=False), tiny_model(weights=False, attention_dropout=0.3)
     runs = Runs()
 
-    def define(name: str, model: Path, *flags: str, after: str | None = None) -> None:
+    def define(name: str, model: Path, *flags: str, after: str | None = None, starts_python: bool = False) -> None:
         """Define a run in a directory of its own, or in a copy of that of the run before."""
 
         def make() -> SftRun:
             if after is not None:
                 shutil.copytree(runs.succeeded(after).run_dir.path, home / name)
-            return run_sft(home / name, model, sft_data, *flags)
+            return run_sft(home / name, model, sft_data, *flags, starts_python=starts_python)
 
         runs.define(name, make)
 
     exact = ("--data.validation-fraction", "0.1", "--val-interval", "3", "--max-steps")
     two = ("--parallel.num-ranks", "2", "--max-steps")
     define("two_straight", dropout, *two, "10", "--ckpt.interval", "5")
-    define("half", dropout, *exact, "5", "--ckpt")
+    define("half", dropout, *exact, "5", "--ckpt", starts_python=True)
     define("packed", plain, "--max-steps", "4")
-    define("straight", dropout, *exact, "10")
+    define("straight", dropout, *exact, "10", starts_python=True)
     define("broken_numbers", plain, "--optim.lr", "1e30", "--ckpt.interval", "1")
     define("too_long", plain, "--data.seq-len", "6")
     define("packed_on_two", plain, *two, "4")
     for name, size in (("one_by_one", "1"), ("eight_at_once", "8")):
         define(name, plain, "--no-data.pack", "--data.micro-batch-size", size, "--max-steps", "4")
-    define("resumed", dropout, *exact, "10", "--ckpt.resume-step", "5", after="half")
+    define("resumed", dropout, *exact, "10", "--ckpt.resume-step", "5", after="half", starts_python=True)
     two_resumed = (*two, "10", "--ckpt.interval", "5", "--ckpt.resume-step", "5")
     define("two_resumed", dropout, *two_resumed, after="two_straight")
     loaded = ("--max-steps", "10", "--ckpt.resume-step", "latest")

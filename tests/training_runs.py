@@ -59,9 +59,26 @@ def sft_command(output: Path, model: Path, data: Path, *flags: str) -> list[str]
     return [SFT, *(word for key, value in settings.items() for word in (f"--{key}", str(value))), *flags]
 
 
-def run_sft(output: Path, model: Path, data: Path, *flags: str) -> SftRun:
-    """Run `sft` to its end."""
-    command = sft_command(output, model, data, *flags)
+def run_sft(output: Path, model: Path, data: Path, *flags: str, starts_python: bool = False) -> SftRun:
+    """Run `sft` to its end, as `run_command` does."""
+    return run_command(sft_command(output, model, data, *flags), output, starts_python=starts_python)
+
+
+def run_command(command: list[str], output: Path, *, starts_python: bool = False) -> SftRun:
+    """Run a command that trains to its end.
+
+    Args:
+        command: the path of the command, and its flags.
+        output: the directory of its run.
+        starts_python: start the processes as a user does, which imports torch; otherwise they are forked from one
+            that has done so, see `forked_commands`.
+    """
+    if not starts_python:
+        from tests.training_zygote import shared_zygote
+
+        run = shared_zygote().command(Path(command[0]).name, output, command[1:], environment=os.environ)
+        assert run.code is not None
+        return SftRun(run.code, run.log, RunDir(output))
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=DEADLINE_S)
     return SftRun(done.returncode, done.stdout, RunDir(output))
 

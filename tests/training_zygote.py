@@ -26,10 +26,12 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from tests.forked_commands import run_command
 from tests.training_runs import sft_command
 from triad.process import die_with_parent
 
@@ -44,7 +46,9 @@ _IMPORTED = (
     "pandas",
     "torch.distributed.elastic.multiprocessing.api",
     "torch.distributed.launcher.api",
+    "trainer.dpo",
     "trainer.launch",
+    "trainer.reward_model",
     "trainer.sft",
     "transformers.models.qwen3.modeling_qwen3",
     "triad.launch",
@@ -117,15 +121,27 @@ class Zygote:
             until: stop when the run directory is prepared, or go on and train.
             ranks: more than one are started by the trainer's own launcher.
         """
-        log = log or output.with_name(f"{output.name}.log")
         argv = sft_command(output, model, data, "--parallel.num-ranks", str(ranks), *flags)[1:]
+        return self._fork(output, log, {"argv": argv, "fault": fault, "until": until})
+
+    def command(self, program: str, output: Path, argv: list[str], *, environment: Mapping[str, str]) -> Run:
+        """Run a command to its end, launcher and all, see `forked_commands`.
+
+        Args:
+            program: its name, such as `dpo`.
+            output: the directory of the run, which `argv` names as well.
+        """
+        log = output.with_name(f"{output.name}.out")
+        return self._fork(output, log, {"argv": argv, "program": program, "env": dict(environment)}).wait()
+
+    def _fork(self, output: Path, log: Path | None, request: dict[str, Any]) -> Run:
+        log = log or output.with_name(f"{output.name}.log")
         run = Run(output, log, log.stat().st_size if log.exists() else 0)
         with self._lock:
             number = len(self._runs)
             self._runs[number] = run
-            request = {"id": number, "argv": argv, "log": str(log), "fault": fault, "until": until}
             assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.write(json.dumps({"id": number, "log": str(log), **request}) + "\n")
             self._process.stdin.flush()
         run.pid = run.answers.get(timeout=IMPORT_TIMEOUT_S)
         return run
@@ -202,6 +218,10 @@ def _run(request: dict[str, Any]) -> NoReturn:
     os.dup2(log, 2)
     code = 1
     try:
+        if "program" in request:
+            os.environ.clear()
+            os.environ.update(request["env"])
+            run_command(request["program"], request["argv"])
         exec(request["fault"], {})
         _launch(request["argv"], request["until"])
     except SystemExit as end:

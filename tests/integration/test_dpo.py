@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import ROOT
-from tests.training_runs import DEADLINE_S, LiveRun, SftRun, run_sft
+from tests.training_runs import LiveRun, SftRun, run_command, run_sft
 from triad import manifest
 from triad.run_dir import REFERENCE_NAME, RunDir
 
@@ -31,14 +30,7 @@ def run(command: Callable[[str], str]) -> Callable[..., SftRun]:
     """Return a function that runs `dpo` to its end: `run(output, model, *flags)`."""
 
     def to_end(output: Path, model: Path, *flags: str) -> SftRun:
-        done = subprocess.run(
-            dpo_command(command("dpo"), output, model, *flags),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=DEADLINE_S,
-        )
-        return SftRun(done.returncode, done.stdout, RunDir(output))
+        return run_command(dpo_command(command("dpo"), output, model, *flags), output)
 
     return to_end
 

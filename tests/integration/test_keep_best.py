@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
-from tests.training_runs import DEADLINE_S, SftRun
-from triad.run_dir import RunDir
+from tests.training_runs import SftRun, run_command
 
 PAIRS = ROOT / "examples" / "reverse_text" / "preferences.jsonl"
 
@@ -23,9 +21,9 @@ def train(program: str, output: Path, model: Path, data: Path, *flags: str) -> S
         "parallel.threads": 1, "max-steps": 4, "ckpt.interval": 1,
     }  # fmt: skip
     words = [program, *(word for key, value in settings.items() for word in (f"--{key}", str(value))), *flags]
-    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=DEADLINE_S)
-    assert done.returncode == 0, done.stdout
-    return SftRun(done.returncode, done.stdout, RunDir(output))
+    run = run_command(words, output)
+    assert run.code == 0, run.output
+    return run
 
 
 @pytest.mark.parametrize("program", ["sft", "dpo"])

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.conftest import ROOT
-from tests.training_runs import DEADLINE_S, SftRun, run_sft
+from tests.training_runs import SftRun, run_command, run_sft
 from triad.run_dir import RunDir
 
 EXAMPLE = ROOT / "examples" / "reverse_text"
@@ -38,14 +38,7 @@ def run(command: Callable[[str], str]) -> Callable[..., SftRun]:
     """Return a function that runs a command to its end: `run(output, model, *flags, program="reward-model")`."""
 
     def to_end(output: Path, model: Path, *flags: str, program: str = "reward-model") -> SftRun:
-        done = subprocess.run(
-            reward_model_command(command(program), output, model, *flags),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=DEADLINE_S,
-        )
-        return SftRun(done.returncode, done.stdout, RunDir(output))
+        return run_command(reward_model_command(command(program), output, model, *flags), output)
 
     return to_end
 
