@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
 
@@ -64,6 +64,7 @@ class InferenceClient:
         self._run_dir = run_dir
         self._owner: Owner | None = None
         self._living: asyncio.Task[None] | None = None
+        self._is_released = asyncio.Event()
         self._key = key
         self.vocab_size = vocab_size
         self._transport = Transport(config, key=key)
@@ -139,12 +140,18 @@ class InferenceClient:
         """Give the servers back, also those that an attempt before this one claimed; they serve on."""
         if self._run_dir is None or not self._run_dir.holds_run():
             return
-        await self._fall_silent()
-        for engine in self._engines:
+        owner = self._owner or owner_of(self._run_dir)
+        self._is_released.set()
+        if self._living is not None:  # a claim that is under way would own the server again
+            await self._living
+
+        async def release(engine: Engine) -> None:
             try:
-                await engine.release(self._owner or owner_of(self._run_dir))
+                await engine.release(owner)
             except (InferenceError, Unavailable) as error:
                 _log.warning("%s was not given back, so other runs cannot use it yet: %s", engine.url, error)
+
+        await run_all(release(engine) for engine in self._engines)
 
     async def _give_signs_of_life(self, owner: Owner) -> None:
         """Claim every server again every few seconds: one that was restarted has forgotten who its owner is."""
@@ -155,9 +162,10 @@ class InferenceClient:
             except (InferenceError, Unavailable) as error:
                 _log.debug("%s did not hear a sign of life: %s", engine.url, error)
 
-        while True:
+        while not self._is_released.is_set():
             await asyncio.gather(*(tell(engine) for engine in self._engines))
-            await asyncio.sleep(_SIGN_OF_LIFE_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._is_released.wait(), _SIGN_OF_LIFE_S)
 
     async def _fall_silent(self) -> None:
         if self._living is not None:

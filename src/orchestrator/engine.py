@@ -132,9 +132,12 @@ class Engine:
         """
         served = await self.served()
         if (served.version, served.digest) != (weights.version, weights.digest):
+            boot_id = served.boot_id
             body = msgspec.json.encode(PushedWeights(str(weights.path), weights.version, owner))
             await self._transport.post_as_admin(self.url, "/update_weights", body)
             served = await self.served()
+            if served.boot_id != boot_id:
+                raise Unavailable(f"the server was restarted while it was given policy version {weights.version}")
         if served.version != weights.version:
             raise InferenceError(
                 f"{self.url} was given policy version {weights.version} and reports version {served.version}. "

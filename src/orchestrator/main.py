@@ -127,8 +127,7 @@ async def _connect_policy(config: OrchestratorConfig, teacher: Teacher | None) -
 async def _give_back(config: OrchestratorConfig) -> None:
     """Give the servers back that an attempt claimed which died between its last batch and its end."""
     if not config.is_sampled_by_teacher:
-        vocab_size = load_vocab_size(config.model.name)
-        async with InferenceClient(config.client, run_dir=RunDir(config.output_dir), vocab_size=vocab_size) as client:
+        async with InferenceClient(config.client, run_dir=RunDir(config.output_dir)) as client:
             await client.release()
 
 

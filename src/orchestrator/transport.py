@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import math
+import socket
 import ssl
 import time
 from collections.abc import Coroutine
@@ -33,6 +34,15 @@ _CONNECT_TIMEOUT_S = 5.0
 _KEEPALIVE_S = 4.0
 # httpx polls every connection of a pool at every request, so many small pools cost less than one large.
 _POOL_CONNECTIONS = 16
+# A machine that is cut off says no goodbye: the kernel asks it after 30 s of silence, and gives up after 60 more.
+_PROBES = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, name), value)
+        for name, value in {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}.items()
+        if hasattr(socket, name)
+    ),
+]
 _BUSY = (429, 502, 503, 504)
 # A server that fails itself may be asked again as well, but not for as long as one that is only busy.
 FAILING_PATIENCE_S = 120.0
@@ -199,13 +209,18 @@ def decode(data: bytes, kind: type[_T], *, url: str) -> _T:
 
 
 def _new_pool(verify: ssl.SSLContext | bool) -> httpx.AsyncClient:
-    return httpx.AsyncClient(
-        timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
+    transport = httpx.AsyncHTTPTransport(
+        verify=verify,
         limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_S),
+        # Proxies of the environment are for the internet, not for the engines of a run.
+        trust_env=False,
+        socket_options=_PROBES,
+    )
+    return httpx.AsyncClient(
+        transport=transport,
+        timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
         # No compression: the length of what comes would say nothing about the memory that it needs.
         headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
-        verify=verify,
-        # Proxies of the environment are for the internet, not for the engines of a run.
         trust_env=False,
     )
 

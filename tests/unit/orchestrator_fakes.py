@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,7 +54,7 @@ class FakeEngine:
     """One inference server. Set the `lie_` and `fail_` fields, `alter` or `on_generate`, to misbehave.
 
     `on_generate` is called behind the check of the request, as if something happened while it is answered. What it
-    awaits keeps nobody else waiting.
+    awaits keeps nobody else waiting. `on_claim` is awaited in front of a claim, `on_update` called behind a push.
     `intercept` gets the number of each generation request, and may answer it in place of the engine.
     """
 
@@ -81,6 +81,8 @@ class FakeEngine:
     requests: list[dict[str, Any]] = field(default_factory=list)
     pushed: list[int] = field(default_factory=list)
     on_generate: Callable[[int], object] | None = None
+    on_claim: Callable[[], Awaitable[object]] | None = None
+    on_update: Callable[[], object] | None = None
     alter: Callable[[dict[str, Any]], None] | None = None
     intercept: Callable[[int], Response | None] | None = None
     arrived: list[float] = field(default_factory=list)
@@ -116,6 +118,8 @@ class FakeEngine:
         @app.post("/claim")
         async def claim(request: Request) -> Any:
             body = await request.json()
+            if self.on_claim is not None:
+                await self.on_claim()
             if self.directory != body["directory"] and (refusal := refused(request, body["run_id"])):
                 return refusal
             self.owner, self.directory = body["run_id"], body["directory"]
@@ -134,6 +138,8 @@ class FakeEngine:
             self.pushed.append(body["version"])
             self.version = body["version"] + self.lie_version
             self.digest = self.lie_digest or weights_digest(Path(body["path"]))
+            if self.on_update is not None:
+                self.on_update()
             return {"version": self.version, "digest": self.digest, "seconds": 0.0}
 
         @app.post("/release")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from orchestrator_fakes import FakeEngine, FakeTrainer, make_config, read_rollou
 
 from orchestrator.client import InferenceClient
 from orchestrator.main import orchestrate
-from orchestrator.transport import Transport, Unavailable
+from orchestrator.transport import Transport, Unavailable, _new_pool
 from orchestrator.weights import describe_weights
 from triad import journal
 from triad.config.orchestrator import ClientConfig, OrchestratorConfig
@@ -89,6 +90,20 @@ def test_what_others_sampled_is_sampled_again(
         assert read_manifest(run_dir.batch(step)).weights_digest == batch.weights_digest
 
 
+def test_a_server_that_is_restarted_before_its_weights_are_read_back_gets_them_again(tmp_path: Path) -> None:
+    expected = rollouts_of(tmp_path / "alone", FakeEngine())
+    engine = FakeEngine()
+    disturbances = [restarted]
+
+    def disturb() -> None:
+        if engine.version == 1 and disturbances:
+            disturbances.pop()(engine)
+
+    engine.on_update = disturb
+    assert rollouts_of(tmp_path / "disturbed", engine) == expected
+    assert engine.pushed == [0, 1, 1, 2, 3, 4] and not disturbances
+
+
 def test_weights_that_change_while_a_request_is_answered_are_noticed(tmp_path: Path) -> None:
     expected = rollouts_of(tmp_path / "alone", FakeEngine())
     engine = FakeEngine()
@@ -158,6 +173,49 @@ def test_a_restarted_server_hears_who_owns_it(tmp_path: Path, monkeypatch: pytes
 
     with serving(engine):
         asyncio.run(disturb())
+
+
+def test_a_sign_of_life_that_is_under_way_takes_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.client._SIGN_OF_LIFE_S", 0.01)
+    engine = FakeEngine(version=0, digest="any")
+    run_dir = RunDir(tmp_path)
+    run_dir.create()
+    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    async def take_long() -> None:
+        begun.set()
+        await asyncio.to_thread(go_on.wait, 30)
+        asyncio.get_running_loop().call_soon(ended.set)
+
+    async def give_back() -> None:
+        async with InferenceClient(make_config(tmp_path, engine).client, run_dir=run_dir) as client:
+            await client.wait_until_ready(model=engine.model, seq_len=8)
+            engine.on_claim = take_long
+            assert await asyncio.to_thread(begun.wait, 30)
+            releasing = asyncio.create_task(client.release())
+            await asyncio.wait([releasing], timeout=0.5)
+            go_on.set()
+            await releasing
+            assert await asyncio.to_thread(ended.wait, 30)
+
+    with serving(engine):
+        asyncio.run(give_back())
+    assert len(engine.released) == 1 and engine.owner is None
+
+
+def test_a_machine_that_is_cut_off_is_asked_for_by_the_kernel() -> None:
+    """Nothing of it would ever arrive: no end of the connection, and no answer."""
+    asked = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE), (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)]
+    asked += [(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL), (socket.IPPROTO_TCP, socket.TCP_KEEPCNT)]
+
+    async def options_of(url: str) -> list[int]:
+        async with _new_pool(verify=False) as pool, pool.stream("GET", f"{url}/health") as answer:
+            connection = answer.extensions["network_stream"].get_extra_info("socket")
+            return [connection.getsockopt(*option) for option in asked]
+
+    engine = FakeEngine()
+    with serving(engine):
+        assert asyncio.run(options_of(engine.url)) == [1, 30, 10, 6]
 
 
 def test_a_frozen_server_is_waited_for_by_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
