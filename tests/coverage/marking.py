@@ -50,7 +50,7 @@ class Marking:
     def code(self) -> CodeType:
         """Return the code of the module with its marks."""
         tree = ast.parse(self.source, self.path)
-        self._excused = _excused_lines(tree, self.source)
+        self._excused = excused_lines(tree, self.source)
         head = _head_of(tree.body)
         body = self._block(tree.body[head:])
         tree.body = [*tree.body[:head], *(ast.parse(_IMPORT).body if self.points else []), *body]
@@ -123,7 +123,7 @@ def _computes_nothing(statement: ast.stmt) -> bool:
     return is_for_types or isinstance(statement, ast.Global | ast.Nonlocal)
 
 
-def _excused_lines(tree: ast.Module, source: str) -> set[int]:
+def excused_lines(tree: ast.Module, source: str) -> set[int]:
     """Return the lines of every statement whose first lines, up to its block, carry a reason."""
     reasons = {
         token.start[0]

@@ -1,0 +1,71 @@
+"""Which tests may notice a change of a module: those that import it come first."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# Whole runs, by the package that they show most of.
+_WHOLE_RUNS = {
+    "trainer": ["integration/test_sft_exact.py", "integration/test_dpo.py", "faults/test_kill_rl_trainer.py"],
+    "triad": ["integration/test_sft_stop.py", "integration/test_rl_exact.py", "integration/test_rl_heals.py"],
+    "orchestrator": ["integration/test_rl_exact.py", "integration/test_rl_dropped.py"],
+    "inference": ["integration/test_inference_weights.py", "integration/test_inference_generate.py"],
+}
+_MOST_FILES = 12
+
+
+def rounds_of(module: str) -> list[list[str]]:
+    """Return files of tests for a module such as `trainer/data.py`, in rounds; those that take less time first."""
+    name = _dotted(Path(module))
+    near = _tests_that_import({name})
+    far = _tests_that_import({other for other, imported in _imports_of_src().items() if name in imported})
+    rounds = [
+        [test for test in near if "unit/" in test],
+        [test for test in far if "unit/" in test][:_MOST_FILES],
+        [test for test in near if "unit/" not in test],
+        [f"tests/{test}" for test in _WHOLE_RUNS[module.split("/")[0]]],
+    ]
+    seen: set[str] = set()
+    chosen = []
+    for tests in rounds:
+        chosen.append([test for test in tests if test not in seen])
+        seen.update(tests)
+    return [tests for tests in chosen if tests]
+
+
+def _tests_that_import(modules: set[str]) -> list[str]:
+    """Return the files of tests that import one of `modules`, those that import least besides first."""
+    found = {test: imported for test, imported in _imports_of_tests().items() if imported & modules}
+    return sorted(found, key=lambda test: len(found[test]))
+
+
+@functools.cache
+def _imports_of_src() -> dict[str, set[str]]:
+    src = ROOT / "src"
+    return {_dotted(path.relative_to(src)): _imports(path) for path in sorted(src.rglob("*.py"))}
+
+
+@functools.cache
+def _imports_of_tests() -> dict[str, set[str]]:
+    tests = sorted((ROOT / "tests").rglob("test_*.py"))
+    return {str(path.relative_to(ROOT)): _imports(path) for path in tests if "gpu" not in path.parts}
+
+
+def _imports(path: Path) -> set[str]:
+    """Return what a file imports, and whatever it takes from that, which may be modules too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def _dotted(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
