@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.conftest import ModelFactory
 from tests.unit.stand_ins import Stands
@@ -17,6 +18,12 @@ from triad.run_dir import RunDir
 if TYPE_CHECKING:
     from tests.train_states import MakeState
     from trainer.parallel import Parallel
+
+# A busy machine takes longer for anything; and no example of ours is spoilt by what another left in a fixture.
+settings.register_profile(
+    "triad", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+settings.load_profile("triad")
 
 Command = Callable[..., tuple[int, str, str]]
 

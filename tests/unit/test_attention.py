@@ -19,7 +19,7 @@ lengths_of_rows = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
 
 @given(lengths=lengths_of_rows)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_the_index_takes_tokens_out_and_puts_them_back(lengths: list[int]) -> None:
     index = PackedIndex.from_lengths(lengths, device=CPU)
     row_T = torch.arange(sum(lengths)) + 100
@@ -47,7 +47,7 @@ def by_hand(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: i
 @given(
     lengths=lengths_of_rows, heads=st.sampled_from([(4, 4), (4, 2), (4, 1)]), window=st.sampled_from([None, 1, 3, 50])
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_packed_samples_attend_as_if_alone(lengths: list[int], heads: tuple[int, int], window: int | None) -> None:
     generator = torch.Generator().manual_seed(sum(lengths))
     total, (num_q, num_kv) = sum(lengths), heads

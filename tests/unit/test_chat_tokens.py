@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.chat_templates import KINDS, ODD, SPECIAL, TEMPLATES, make_tokenizer
@@ -38,7 +38,7 @@ def chats(draw: st.DrawFn) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("template", TEMPLATES)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(messages=chats(), adds_bos=st.booleans(), train_on=st.sampled_from(["all", "last"]))
 def test_a_chat_has_the_tokens_of_transformers_or_is_refused(
     kind: str, template: str, messages: list[dict[str, str]], adds_bos: bool, train_on: Any

@@ -124,7 +124,7 @@ some_sft = st.fixed_dictionaries(
 
 
 @given(values=some_sft)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_sft_config_survives_toml(values: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "round_trip.toml"
     config = SftConfig(**values)
@@ -140,7 +140,7 @@ def test_any_sft_config_survives_toml(values: dict[str, Any], tmp_path_factory: 
     ),
     name=text,
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_environment_arguments_survive_toml(
     args: dict[str, Any], name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

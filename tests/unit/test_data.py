@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -90,7 +90,6 @@ def test_a_last_user_turn_has_nothing_to_train(tokenizer: Tokenizer) -> None:
     assert whole_text(sample, tokenizer).endswith("ba<|end|>"), "what follows the last answer is left out"
 
 
-@settings(deadline=None)
 @given(prompt=st.text("abc ", max_size=6), completion=st.text("xyz", min_size=1, max_size=6))
 def test_the_prompt_has_the_tokens_that_it_has_at_inference(prompt: str, completion: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "examples/reverse_text/base")
@@ -240,7 +239,6 @@ def test_validation_samples_are_held_out_by_the_seed(tokenizer: Tokenizer, tmp_p
     assert split(0) == (training, held_out) and split(1)[1] != held_out
 
 
-@settings(deadline=None)
 @given(n=st.integers(1, 40), size=st.integers(1, 50), seed=st.integers(0, 99), shuffle=st.booleans())
 def test_every_epoch_has_every_sample_once_for_any_batch_size(n: int, size: int, seed: int, shuffle: bool) -> None:
     order = SampleOrder(n, seed=seed, shuffle=shuffle)
@@ -253,7 +251,6 @@ def test_every_epoch_has_every_sample_once_for_any_batch_size(n: int, size: int,
         assert taken[: 2 * n] == [*range(n), *range(n)]
 
 
-@settings(deadline=None)
 @given(n=st.integers(1, 40), start=st.integers(0, 200), size=st.integers(1, 30), seed=st.integers(0, 9))
 def test_the_position_is_the_whole_state(n: int, start: int, size: int, seed: int) -> None:
     straight = SampleOrder(n, seed=seed, shuffle=True)

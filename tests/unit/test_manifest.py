@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triad import durable
@@ -60,7 +60,7 @@ def test_an_intact_directory_verifies_and_lists_every_file(committed: Path) -> N
 
 
 @given(name=st.sampled_from([name for name, content in FILES.items() if content]), data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 def test_a_flipped_bit_anywhere_names_the_file(name: str, data: st.DataObject, tmp_path: Path) -> None:
     directory = tmp_path / "flipped"
     shutil.rmtree(directory, ignore_errors=True)
@@ -72,7 +72,7 @@ def test_a_flipped_bit_anywhere_names_the_file(name: str, data: st.DataObject, t
 
 
 @given(name=st.sampled_from(sorted(FILES)), data=st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 def test_a_file_of_another_size_is_named(name: str, data: st.DataObject, tmp_path: Path) -> None:
     directory = tmp_path / "resized"
     shutil.rmtree(directory, ignore_errors=True)
@@ -109,7 +109,7 @@ def test_a_directory_in_place_of_a_file_is_found(committed: Path) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 def test_a_damaged_manifest_never_verifies_as_something_else(data: st.DataObject, tmp_path: Path) -> None:
     """A flipped bit in the manifest is refused, or changes nothing about which files are right."""
     directory = tmp_path / "manifest"
@@ -165,7 +165,7 @@ def test_the_manifest_is_written_last_and_does_not_list_itself(
 
 
 @given(content=st.binary(max_size=300))
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30)
 def test_the_digest_is_xxh3_128_of_the_content(content: bytes, tmp_path: Path) -> None:
     import xxhash
 

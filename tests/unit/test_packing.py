@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -102,7 +102,6 @@ def test_an_unpacked_micro_batch_by_hand() -> None:
 
 
 @given(data=st.data(), pack=st.booleans())
-@settings(deadline=None)
 def test_the_token_before_predicts_each_target(data: st.DataObject, pack: bool) -> None:
     samples = [
         sample(
