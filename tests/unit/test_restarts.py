@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from triad import restarts as restarts_module
 from triad.restarts import Restarts
 from triad.run_dir import RunDir
 from triad.watch import clear_unpublished
@@ -44,7 +45,7 @@ def test_nothing_is_started_again_with_an_allowance_of_0() -> None:
 
 def test_what_lies_before_the_window_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(restarts_module, "time", SimpleNamespace(monotonic=lambda: now))
     restarts = Restarts(1, 60)
     assert restarts.delay_s("trainer", 1) == 0.2
     now += 59
