@@ -15,9 +15,10 @@ import psutil
 import pytest
 
 from orchestrator.main import PatientLoop
+from tests.processes import HANG_S
 from triad import journal
 from triad.clock import FROZEN_S, awake_s
-from triad.heartbeat import Vitals
+from triad.heartbeat import PERIOD_S, Vitals
 
 
 @pytest.fixture
@@ -75,10 +76,12 @@ def test_deadlines_stand_still(tmp_path: Path, leap: Callable[[float], None]) ->
         assert runner.run(answer()) == "answered"
 
 
-_TIMEOUT_S = 6.0
+_TIMEOUT_S = 120.0
 _RUN = f"""
-import math, sys
+import sys, time
 from pathlib import Path
+real, an_hour_later = time.monotonic, Path(sys.argv[1]) / "an_hour_later"
+time.monotonic = lambda: real() + 3600 * an_hour_later.exists()
 from triad.config import TrainerConfig
 from triad.heartbeat import HEARTBEAT_ENV
 from triad.attempt import Attempt
@@ -124,14 +127,15 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
     while not all(log.exists() and "works" in log.read_text() for log in logs):
         assert launcher.poll() is None
         time.sleep(0.05)
+    time.sleep(PERIOD_S / 2)  # the launcher has heard the first beats, and there is no other yet
     everybody = [launcher, *launcher.children(recursive=True)]
     for process in everybody:
         os.kill(process.pid, signal.SIGSTOP)
-    time.sleep(_TIMEOUT_S + 2)
+    (run / "an_hour_later").touch()
     for process in everybody:
         os.kill(process.pid, signal.SIGCONT)
         time.sleep(0.3)  # the launcher looks, and hears of nobody
     (run / "go_on").touch()
-    output, _ = launcher.communicate(timeout=60)
+    output, _ = launcher.communicate(timeout=HANG_S)
     assert launcher.returncode == 0, output.decode()
     assert b"no sign of life" not in output

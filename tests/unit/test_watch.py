@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.inference_zygote import free_port
+from tests.processes import HANG_S
 from tests.unit.stand_ins import Stands
 from triad.errors import NOT_SAVED, STORAGE_FAILED, ProcessDied
 
@@ -108,9 +109,9 @@ def test_an_engine_that_dies_twice_of_the_same_at_the_same_step_ends_the_run(sta
     assert starts(stands, "inference") == 2, "of 3 restarts that are left"
 
 
-_WAITS_IN_VAIN = """
+_WAITS_IN_VAIN_ONCE = f"""
 from triad.journal import wait_for
-if not wait_for(Path("rollouts/step_1"), timeout_s=2): sys.exit(6)
+if not wait_for(Path("rollouts/step_1"), timeout_s=2 if start == 1 else {HANG_S}): sys.exit(6)
 made("weights/step_1")
 """
 
@@ -118,7 +119,9 @@ made("weights/step_1")
 def test_what_has_no_bound_of_its_own_is_bounded_by_who_waits_for_it(stands: Stands) -> None:
     """As an environment whose constructor never returns: it beats, and says no bound."""
     constructor = f"if start == 1: time.sleep(600)\n{_MAKES_A_BATCH}"
-    code = stands.watch(trainer=counted("trainer", _WAITS_IN_VAIN), orchestrator=counted("orchestrator", constructor))
+    code = stands.watch(
+        trainer=counted("trainer", _WAITS_IN_VAIN_ONCE), orchestrator=counted("orchestrator", constructor)
+    )
     assert code == 0
     assert (starts(stands, "trainer"), starts(stands, "orchestrator")) == (2, 2)
 
