@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -47,6 +48,7 @@ _TINY = {
 def pytest_configure() -> None:
     """Before torch or datasets are imported: threads, and a cache that is not the user's."""
     global _cache
+    gc.disable()  # until all is collected: as `triad.process.heavy_imports` does it, for modules of tests as well
     _cache = tempfile.mkdtemp(prefix="triad-tests-")
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -72,6 +74,27 @@ def _keep_bytecode() -> None:
 def pytest_unconfigure() -> None:
     """Remove the cache."""
     shutil.rmtree(_cache, ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files of tests into the order in which workers take them."""
+    from tests import order
+
+    order.sort(items)
+
+
+def pytest_collection_finish() -> None:
+    """From here on garbage is looked for, but not among the million objects that the imports have made."""
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Callable[..., None]) -> object:
+    """Let workers take files from both ends of that order."""
+    from tests import order
+
+    return order.scheduler(config, log) if config.option.dist == "loadfile" else None
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import gc
 import importlib
 import json
 import os
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from triad.config import InferenceConfig
-from triad.process import die_with_parent
+from triad.process import die_with_parent, heavy_imports
 
 IMPORT_TIMEOUT_S = 180.0
 READY_TIMEOUT_S = 90.0
@@ -204,13 +203,12 @@ def shared_zygote() -> Zygote:
 
 def _main() -> NoReturn:
     die_with_parent()
-    _import_everything()
+    with heavy_imports():
+        _import_everything()
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    gc.collect()
-    gc.freeze()
     _say({"ready": True})
     import select
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from tests.conftest import ROOT
-from triad.process import die_with_parent
+from triad.process import die_with_parent, heavy_imports
 
 
 class ForkingHelper:
@@ -51,8 +51,9 @@ class ForkingHelper:
 def serve(modules: Sequence[str], child: Callable[[dict[str, Any]], NoReturn]) -> None:
     """Be the helper: import `modules`, then run `child` in a process of its own for every request."""
     die_with_parent()
-    for name in modules:
-        importlib.import_module(name)
+    with heavy_imports():
+        for name in modules:
+            importlib.import_module(name)
     for line in sys.stdin:
         request = json.loads(line)
         pid = os.fork()
