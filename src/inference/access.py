@@ -23,10 +23,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 ADMIN = frozenset({"/update_weights", "/claim", "/release", "/pause", "/resume"})
 # Routes of vLLM that compute something and change nothing; what else it has for POST is its own administration.
-_OPEN = re.compile(
-    r"/(v[12]/(?!(load|unload)_lora_adapter$).+|inference/v1/generate|tokenize|detokenize|invocations|ping|pooling"
-    r"|classify|score|rerank|embed|generative_scoring)"
+_ASKING_THE_MODEL = re.compile(
+    r"/(v[12]/(?!(load|unload)_lora_adapter$).+|invocations|pooling|classify|score|rerank|embed|generative_scoring)"
 )
+_OPEN = re.compile(rf"{_ASKING_THE_MODEL.pattern}|/(inference/v1/generate|tokenize|detokenize|ping)")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 # Beside the tokens of the longest request: seeds, tools, a grammar, several prompts.
 _BODY_BYTES = 4 << 20
@@ -36,6 +36,11 @@ _BYTES_PER_TOKEN = 64
 def largest_body(max_len: int) -> int:
     """Return how many bytes a request to a model for `max_len` tokens may have."""
     return _BODY_BYTES + _BYTES_PER_TOKEN * max_len
+
+
+def asks_the_model(method: str, path: str) -> bool:
+    """Whether a request is for a route of vLLM whose answer depends on the weights."""
+    return method == "POST" and _ASKING_THE_MODEL.fullmatch(path) is not None
 
 
 def is_loopback(host: str) -> bool:
@@ -91,10 +96,7 @@ class Gate:
             return 404, f"this server has no route {method} {path:.200}"
         if _is_from_a_page(headers):
             return 403, "pages of browsers may not use this route"
-        if (
-            _has_body(headers)
-            and headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json"
-        ):
+        if _has_body(headers) and not _is_json(headers.get("content-type", "")):
             return 415, "this route takes JSON: send it with the header 'Content-Type: application/json'"
         given = headers.get("authorization", "").encode("latin-1")
         if self._expected is not None and not hmac.compare_digest(given, self._expected):

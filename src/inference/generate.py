@@ -20,20 +20,14 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from inference.bodies import GenerateRequest
 from inference.errors import RequestError
-from inference.policy import OTHER_WEIGHTS, Policy, read_label
-from triad.messages import VersionSpan
+from inference.policy import Policy, read_label
+from triad.serving import OTHER_WEIGHTS, SampledSpan
 
 # What vLLM samples at as asked: it raises lower temperatures in silence, and refuses higher ones.
 _MIN_TEMPERATURE = 0.01
 _MAX_TEMPERATURE = 2.0
 
 _request_ids = itertools.count()
-
-
-class SampledSpan(VersionSpan, frozen=True):
-    """Tokens [start, end) of a choice were sampled by the weights of `version` with this digest."""
-
-    digest: str
 
 
 class Choice(msgspec.Struct):

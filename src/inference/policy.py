@@ -18,13 +18,10 @@ from inference.ownership import Ownership
 from inference.worker import StageResult
 from triad.heartbeat import does
 from triad.owner import Owner
+from triad.serving import OTHER_WEIGHTS, UNREADABLE
 
 _log = logging.getLogger("inference")
 
-OTHER_WEIGHTS = "other_weights"
-"""Code of an answer to a request that is for other weights than those that serve."""
-UNREADABLE = "unreadable"
-"""Code of an answer to an update whose weights the storage did not give."""
 _LABEL_SEPARATOR = ":"
 _STAGE_POLL_S = 0.25
 

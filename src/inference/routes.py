@@ -34,7 +34,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from inference.access import Gate, largest_body
+from inference.access import Gate, asks_the_model, largest_body
 from inference.bodies import UpdateRequest, decode_body, decode_request
 from inference.engine import generate_one_token
 from inference.errors import RequestError
@@ -234,7 +234,7 @@ class PolicyVersionMiddleware:
                     headers.append((VERSION_HEADER.encode(), _shown(before, self._policy.version).encode()))
             await send(message)
 
-        if scope["method"] == "POST" and scope["path"].startswith("/v1/"):
+        if asks_the_model(scope["method"], scope["path"]):  # our own route looks for itself
             if before is None:
                 await _error(503, "no weights yet: the server waits for its first POST /update_weights")(
                     scope, receive, stamped

@@ -115,8 +115,9 @@ def read_architecture(model_dir: Path) -> Architecture:
 def _meta_model(model_dir: Path) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    # Without the dtype of the config, which transformers would make that of all threads: an engine may go on meanwhile.
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=None)
 
 
 def _shapes_in_files(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:

@@ -46,9 +46,8 @@ _loaded_digest: str | None = None
 
 
 class StageResult(TypedDict):
-    """Answer of `stage_weights`: a digest, why the weights are refused, or why they could not be read."""
+    """Answer of `stage_weights`: why the weights are refused, or could not be read; both None where they are staged."""
 
-    digest: str | None
     refused: str | None
     unreadable: str | None
 
@@ -152,13 +151,13 @@ class PolicyWorker:
             self._staged = self._read(directory, version)
         except (DataError, ReadError, OSError) as error:
             if is_storage_failure(error):
-                told.set_result(StageResult(digest=None, refused=None, unreadable=str(error)))
+                told.set_result(StageResult(refused=None, unreadable=str(error)))
             else:
-                told.set_result(StageResult(digest=None, refused=str(error), unreadable=None))
+                told.set_result(StageResult(refused=str(error), unreadable=None))
         except BaseException as error:  # noqa: BLE001 - told to who asks
             told.set_exception(error)
         else:
-            told.set_result(StageResult(digest=self._staged.digest, refused=None, unreadable=None))
+            told.set_result(StageResult(refused=None, unreadable=None))
 
     def _read(self, directory: Path, version: int) -> CheckedWeights:
         model_dir, dtype = Path(self.model_config.model), _engine_dtype(self.model_config)

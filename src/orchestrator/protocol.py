@@ -5,14 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from orchestrator.environment import Completion
-from triad.messages import VersionSpan
 from triad.owner import Owner
-
-OTHER_WEIGHTS = "other_weights"
-"""Code of the answer 409 to a request that is for other weights than those that the server serves."""
-
-UNREADABLE = "unreadable"
-"""Code of the answer 507 to a push of weights that the storage does not give: they may be right."""
+from triad.serving import SampledSpan
 
 
 class GenerateRequest(msgspec.Struct):
@@ -29,12 +23,6 @@ class GenerateRequest(msgspec.Struct):
     stop_token_ids: list[int]
     weights_digest: str
     prompt_logprobs: bool = False
-
-
-class SampledSpan(VersionSpan, frozen=True):
-    """Tokens [start, end) of a choice were sampled by the weights of `version` with this digest."""
-
-    digest: str
 
 
 class Choice(Completion):

@@ -101,9 +101,10 @@ class _Watch(threading.Thread):
             return None
         innermost = sys._current_frames().get(self._thread_id)
         call = _call_in(innermost)
-        if call is None or innermost is None or self._blocking not in (None, call):
+        if call is not self._blocking:  # another one in the same turn of the loop: the time before was not its
+            self._blocking, self._asked_at = call, awake_s()
+        if call is None or innermost is None:
             return None
-        self._blocking = call
         return call, innermost, awake_s() - self._asked_at
 
     def _tell(self, calls: Iterable[tuple[Call, float]], how: str, at: str | None = None) -> None:

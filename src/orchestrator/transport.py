@@ -16,7 +16,7 @@ from typing import TypeVar
 import httpx
 import msgspec
 
-from orchestrator.protocol import OTHER_WEIGHTS, UNREADABLE, Refusal
+from orchestrator.protocol import Refusal
 from triad.admin_token import read_admin_token
 from triad.arrays import decode_packed
 from triad.config.orchestrator import ClientConfig, ServersConfig
@@ -24,6 +24,7 @@ from triad.errors import STORAGE_FAILED, InferenceError
 from triad.heartbeat import moved
 from triad.owner import OWNER_HEADER
 from triad.printable import printable
+from triad.serving import OTHER_WEIGHTS, UNREADABLE
 
 _log = logging.getLogger("orchestrator")
 

@@ -259,6 +259,7 @@ def test_without_weights_the_server_is_healthy_and_waits(tmp_path: Path) -> None
         for path, body in (
             ("/inference/v1/generate", {"token_ids": PROMPT, "seeds": [1], "max_tokens": 1}),
             ("/v1/completions", {"prompt": "abc"}),
+            ("/invocations", {"prompt": "abc"}),
         ):
             response = client.http.post(path, json=body)
             assert (response.status_code, response.headers["x-policy-version"]) == (503, "none")

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from inference.access import ADMIN, Gate, largest_body
+from inference.access import ADMIN, Gate, asks_the_model, largest_body
 from inference.bodies import UpdateRequest, decode_body, decode_request
 from inference.errors import RequestError
 from triad.descriptors import allow_connections
@@ -54,6 +54,17 @@ def test_a_form_of_another_site_replaces_no_weights() -> None:
         kind = {"Content-Type": "application/json; charset=utf-8"}
         assert ask("POST", path, content=content, headers=kind).json() == {"bytes": len(content)}
     assert ask("POST", "/pause").status_code == 200, "nothing to take for something else"
+
+
+def test_what_the_weights_decide_is_told_from_what_they_do_not() -> None:
+    """Before the first weights the former is refused: the model holds whatever the engine began with."""
+    asking = ["/v1/completions", "/v1/chat/completions", "/v2/embed", "/invocations", "/score", "/generative_scoring"]
+    assert all(asks_the_model("POST", path) for path in asking)
+    others = ["/tokenize", "/detokenize", "/ping", "/inference/v1/generate", "/update_weights", "/v1/load_lora_adapter"]
+    assert not any(asks_the_model("POST", path) for path in others)
+    assert not asks_the_model("GET", "/v1/models")
+    for path in (*asking, *others[:4]):
+        assert ask("POST", path).status_code == 200, path
 
 
 @pytest.mark.parametrize(

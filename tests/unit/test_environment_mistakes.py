@@ -265,6 +265,21 @@ class Goes(Plain):
         session.append_messages([{"role": "user", "content": "x", "tool_calls": [{"function": {"name": self.what}}]}])
 
 
+class BlocksInTurn(Plain):
+    """Two calls block in one turn of the event loop: the second one for ever."""
+
+    num_calls = 0
+
+    async def run(self, session: Session, task: Task) -> None:
+        await session.sample()
+        self.num_calls += 1
+        match self.num_calls:
+            case 1:
+                time.sleep(1.5)
+            case 2:
+                os.read(os.pipe()[0], 2)
+
+
 class Exits(Plain):
     """Ends the process from a task of its own."""
 
@@ -486,17 +501,21 @@ def test_a_call_that_waits_is_named_with_its_place(tmp_path: Path, caplog: pytes
     assert re.search(expected, caplog.text), caplog.text
 
 
-def test_a_call_that_blocks_is_named_and_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "method", "line"),
+    [(Blocks, "score", "os.read(os.pipe()[0], 1)"), (BlocksInTurn, "run", "os.read(os.pipe()[0], 2)")],
+)
+def test_a_call_that_blocks_is_named_and_ended(tmp_path: Path, kind: type[Environment], method: str, line: str) -> None:
     """Nothing else runs in that process: no deadline of asyncio can end it."""
     engine = FakeEngine()
     prelude = "import orchestrator.silence as silence; silence._BENEFIT_OF_DOUBT_S = 0; silence.SILENT_S = 1"
     prelude += "\nsilence.watching_calls.__wrapped__.__kwdefaults__['silent_s'] = 1"
     publish_weights(RunDir(tmp_path), 0, b"zero")
     with serving(engine):
-        config = make_config(tmp_path, engine, environments=section(Blocks, timeout_s=2), max_steps=1)
+        config = make_config(tmp_path, engine, environments=section(kind, timeout_s=2), max_steps=1)
         ended = process(config, prelude)
     assert ended.returncode == STUCK, "which is started again"
-    at = line_of("os.read(os.pipe()")
-    assert re.search(rf"environment 'mine', task \d blocks all others for \d s in score\(\) at {at}", ended.stderr)
-    said = rf"error: environment 'mine' failed on task \d .*score\(\) has blocked .* 2 s \(timeout_s\), at {at}"
+    at = line_of(line)
+    assert re.search(rf"environment 'mine', task \d blocks all others for \d s in {method}\(\) at {at}", ended.stderr)
+    said = rf"error: environment 'mine' failed on task \d .*{method}\(\) has blocked .* 2 s \(timeout_s\), at {at}"
     assert re.search(said, ended.stderr), ended.stderr

@@ -87,6 +87,24 @@ def test_a_config_alone_tells_the_same_architecture_as_weights(tmp_path: Path, t
     assert ("lm_head.weight" in full.shapes) is not tied
 
 
+def test_a_model_without_memory_leaves_the_dtype_of_other_threads_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine goes on while an update is read, and its tensors get the default dtype of the process."""
+    directory = write_model(tmp_path, seed=0, tied=True, weights=False)
+    config = json.loads((directory / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (directory / "config.json").write_text(json.dumps(config))
+    set_dtype, seen = torch.set_default_dtype, []
+
+    def note(dtype: torch.dtype) -> None:
+        seen.append(dtype)
+        set_dtype(dtype)
+
+    monkeypatch.setattr(torch, "set_default_dtype", note)
+    assert read_architecture(directory).shapes
+    assert set(seen) <= {torch.get_default_dtype()}
+
+
 def _refused(directory: Path, message: str) -> None:
     with pytest.raises(DataError, match=message):
         read_weights(directory, ARCHITECTURE, dtype=torch.float32)
