@@ -131,7 +131,8 @@ class Zygote:
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).resolve())], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        threading.Thread(target=self._read_answers, daemon=True).start()
+        self._reader = threading.Thread(target=self._read_answers, daemon=True)
+        self._reader.start()
 
     def start(
         self,
@@ -169,6 +170,10 @@ class Zygote:
         """End the zygote and every server that it forked."""
         self._process.kill()
         self._process.wait()
+        self._reader.join()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            stream.close()
 
     def _wait_for(self, condition: Any, timeout_s: float) -> None:
         if not self._changed.wait_for(lambda: condition() or self._gone, timeout_s) or self._gone:

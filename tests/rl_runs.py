@@ -18,6 +18,7 @@ import psutil
 
 from tests.conftest import ROOT
 from tests.processes import command_line
+from tests.training_zygote import shared_zygote
 from triad.metrics import read_metrics
 from triad.run_dir import RunDir
 
@@ -134,18 +135,25 @@ class RlRun:
 
     def survivors(self, timeout_s: float = GONE_TIMEOUT_S) -> list[psutil.Process]:
         """What is left of this run after `timeout_s`: processes seen as its children, or that name its directory."""
-        processes = self._seen | {process for process in psutil.process_iter() if self._names_run(process)}
-        processes.discard(self._launcher)
-        deadline = time.monotonic() + timeout_s
-        while (left := [process for process in processes if _is_alive(process)]) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-        return left
+        return survivors(self.run_dir, self._seen - {self._launcher}, timeout_s=timeout_s)
 
-    def _names_run(self, process: psutil.Process) -> bool:
-        try:
-            return any(word.startswith(f"{self.run_dir.path}{os.sep}") for word in command_line(process))
-        except psutil.Error:
-            return False
+
+def survivors(
+    run_dir: RunDir, processes: set[psutil.Process], *, timeout_s: float = GONE_TIMEOUT_S
+) -> list[psutil.Process]:
+    """What is left after `timeout_s` of `processes`, and of those that name the directory of a run."""
+    processes = processes | {process for process in psutil.process_iter() if _names(run_dir, process)}
+    deadline = time.monotonic() + timeout_s
+    while (left := [process for process in processes if _is_alive(process)]) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return left
+
+
+def _names(run_dir: RunDir, process: psutil.Process) -> bool:
+    try:
+        return any(word.startswith(f"{run_dir.path}{os.sep}") for word in command_line(process))
+    except psutil.Error:
+        return False
 
 
 def _is_alive(process: psutil.Process) -> bool:
@@ -172,12 +180,16 @@ def complete(run: RlRun, timeout_s: float = END_TIMEOUT_S) -> CompletedRun:
 
 
 def succeeded(output_dir: Path, *flags: str, timeout_s: float = END_TIMEOUT_S) -> CompletedRun:
-    """Run `rl` to its end, which must be a success that leaves no process behind."""
-    with RlRun(output_dir, *flags) as run:
-        completed = complete(run, timeout_s)
-    assert completed.exit_code == 0, completed.output
-    assert not completed.survivors, completed.output
-    return completed
+    """Run `rl` to its end, which must be a success that leaves no process behind.
+
+    Nothing disturbs it, so its trainer and orchestrator are forked, see `forked_commands`.
+    """
+    argv = ["@", CONFIG, "--output-dir", str(output_dir), *flags]
+    run = shared_zygote().command("rl", output_dir, argv, environment=os.environ, timeout_s=timeout_s)
+    assert run.code == 0, run.log
+    left = survivors(RunDir(output_dir), set())
+    assert not left, run.log
+    return CompletedRun(RunDir(output_dir), run.code, run.log, left)
 
 
 def last_step(run_dir: RunDir) -> int:

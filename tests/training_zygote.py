@@ -45,9 +45,11 @@ _IMPORTED = (
     "pandas",
     "torch.distributed.elastic.multiprocessing.api",
     "torch.distributed.launcher.api",
+    "orchestrator.main",
     "trainer.dpo",
     "trainer.launch",
     "trainer.reward_model",
+    "trainer.rl",
     "trainer.sft",
     "transformers.models.qwen3.modeling_qwen3",
     "triad.launch",
@@ -123,7 +125,15 @@ class Zygote:
         argv = sft_command(output, model, data, "--parallel.num-ranks", str(ranks), *flags)[1:]
         return self._fork(output, log, {"argv": argv, "fault": fault, "until": until})
 
-    def command(self, program: str, output: Path, argv: list[str], *, environment: Mapping[str, str]) -> Run:
+    def command(
+        self,
+        program: str,
+        output: Path,
+        argv: list[str],
+        *,
+        environment: Mapping[str, str],
+        timeout_s: float = RUN_TIMEOUT_S,
+    ) -> Run:
         """Run a command to its end, launcher and all, see `forked_commands`.
 
         Args:
@@ -131,7 +141,7 @@ class Zygote:
             output: the directory of the run, which `argv` names as well.
         """
         log = output.with_name(f"{output.name}.out")
-        return self._fork(output, log, {"argv": argv, "program": program, "env": dict(environment)}).wait()
+        return self._fork(output, log, {"argv": argv, "program": program, "env": dict(environment)}).wait(timeout_s)
 
     def _fork(self, output: Path, log: Path | None, request: dict[str, Any]) -> Run:
         log = log or output.with_name(f"{output.name}.log")
