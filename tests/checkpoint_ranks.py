@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.processes import HANG_S
 from tests.train_states import copied, held_writes, same
 from tests.two_ranks import run_on_two_ranks
 from trainer.checkpoints import dcp
@@ -192,7 +193,7 @@ class Scenarios:
 
         def linger(path: Path) -> None:
             if path.name == "step_1":
-                released.wait(30)
+                released.wait(HANG_S)
 
         checkpointer = Checkpointer(place, objects, when_busy="skip", on_commit=linger)
         checkpointer.save(1)

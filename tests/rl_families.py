@@ -26,6 +26,7 @@ from transformers import AutoTokenizer
 from tests.families import FAMILIES, Family, write_model
 from tests.families_page import IN_RL
 from tests.inference_zygote import free_port, shared_zygote
+from tests.processes import HANG_S
 from trainer.loss import k3
 from trainer.models.model import build_policy
 from trainer.models.tensor_layout import TensorLayout, names_in_files
@@ -161,7 +162,7 @@ def _sampled(model: Path, published: Path, directory: Path) -> list[tuple[list[i
     server = shared_zygote().start(config, log)
     try:
         server.wait_ready()
-        answer = httpx.post(f"{server.url}/update_weights", json={"path": str(published), "version": 1}, timeout=60)
+        answer = httpx.post(f"{server.url}/update_weights", json={"path": str(published), "version": 1}, timeout=HANG_S)
         if answer.status_code != 200:
             raise Refused(_one_line(engine_failure(log) or answer.json()["error"], directory))
         generator = np.random.default_rng(1)
@@ -169,7 +170,7 @@ def _sampled(model: Path, published: Path, directory: Path) -> list[tuple[list[i
         for number in range(_PROMPTS):
             prompt = generator.integers(5, 30, 3 + 5 * number).tolist()
             body = {"token_ids": prompt, "seeds": list(range(_SAMPLES)), "max_tokens": _TOKENS}
-            answer = httpx.post(f"{server.url}/inference/v1/generate", json=body, timeout=60)
+            answer = httpx.post(f"{server.url}/inference/v1/generate", json=body, timeout=HANG_S)
             if answer.status_code != 200:
                 raise Refused(_one_line(engine_failure(log) or answer.text, directory))
             choices = answer.json()["choices"]

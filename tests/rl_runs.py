@@ -17,7 +17,7 @@ from typing import Any, Self
 import psutil
 
 from tests.conftest import ROOT
-from tests.processes import command_line
+from tests.processes import HANG_S, command_line
 from tests.training_zygote import shared_zygote
 from triad.metrics import read_metrics
 from triad.run_dir import RunDir
@@ -38,10 +38,7 @@ EVERYTHING: dict[str, Any] = {
     "ema": {"decay": 0.9},
     "replay": {"groups": 2, "capacity": 5, "max_age": 2},
 }
-STEP_TIMEOUT_S = 90.0
 END_TIMEOUT_S = 120.0
-# Between the end of a launcher and that of everything it started.
-GONE_TIMEOUT_S = 5.0
 
 
 class RlRun:
@@ -115,10 +112,10 @@ class RlRun:
 
     def wait_for(self, condition: Callable[[], object], what: str) -> None:
         """Return as soon as `condition` returns something true; `what` names it in the error."""
-        deadline = time.monotonic() + STEP_TIMEOUT_S
+        deadline = time.monotonic() + HANG_S
         while not condition():
             assert self._launcher.poll() is None, f"the run ended before {what}:\n{self.output}"
-            assert time.monotonic() < deadline, f"{what} did not come within {STEP_TIMEOUT_S} s:\n{self.output}"
+            assert time.monotonic() < deadline, f"{what} did not come within {HANG_S} s:\n{self.output}"
             time.sleep(POLL_S)
 
     def interrupt(self, number: int) -> None:
@@ -133,14 +130,12 @@ class RlRun:
         except psutil.TimeoutExpired:
             raise AssertionError(f"the run did not end within {timeout_s} s:\n{self.output}") from None
 
-    def survivors(self, timeout_s: float = GONE_TIMEOUT_S) -> list[psutil.Process]:
+    def survivors(self, timeout_s: float = HANG_S) -> list[psutil.Process]:
         """What is left of this run after `timeout_s`: processes seen as its children, or that name its directory."""
         return survivors(self.run_dir, self._seen - {self._launcher}, timeout_s=timeout_s)
 
 
-def survivors(
-    run_dir: RunDir, processes: set[psutil.Process], *, timeout_s: float = GONE_TIMEOUT_S
-) -> list[psutil.Process]:
+def survivors(run_dir: RunDir, processes: set[psutil.Process], *, timeout_s: float = HANG_S) -> list[psutil.Process]:
     """What is left after `timeout_s` of `processes`, and of those that name the directory of a run."""
     processes = processes | {process for process in psutil.process_iter() if _names(run_dir, process)}
     deadline = time.monotonic() + timeout_s

@@ -75,6 +75,11 @@ class HeldWrites:
         self.begun = threading.Event()
         self._released = threading.Event()
 
+    @property
+    def is_released(self) -> bool:
+        """Whether they may write."""
+        return self._released.is_set()
+
     def release(self) -> None:
         """Let them write."""
         self._released.set()

@@ -23,6 +23,7 @@ import pytest
 from tests.conftest import ModelFactory
 from tests.faults.faulty_calls import Call, Instant, read_trail
 from tests.faults.run_states import FLAGS, KEEP, LAST, differing, end_state, whole_steps
+from tests.processes import HANG_S
 from tests.training_runs import LiveSft
 from tests.training_zygote import Run, shared_zygote
 from triad.run_dir import RunDir
@@ -209,7 +210,7 @@ def test_a_rank_that_is_killed_during_saves_ends_the_run_which_goes_on_bit_for_b
             wait_for_saving(run_dir.checkpoints, rank_0)
             time.sleep(generator.uniform(0, 0.02))  # any instant of the save will do
             os.kill(rank_1.pid, signal.SIGKILL)
-            assert run.wait(within_s=30) == 1
+            assert run.wait(within_s=HANG_S) == 1
             assert "killed by signal 9" in run.output and "log: " in run.output, run.output
             assert not psutil.pid_exists(rank_0.pid) or psutil.Process(rank_0.pid).status() == psutil.STATUS_ZOMBIE
         assert max(whole_steps(run_dir.checkpoints), default=0) >= before

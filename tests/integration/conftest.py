@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tests.inference_zygote import ServerHandle, free_port, shared_zygote
+from tests.processes import HANG_S
 from tests.rl_runs import MODEL, SMALL_BATCH, CompletedRun, succeeded
 from triad.config import InferenceConfig
 
@@ -36,7 +37,7 @@ class UsedServer:
     def push(self, path: Path, *, version: int) -> None:
         """Give the server weights, as an earlier run would have left them."""
         body = {"path": str(path), "version": version}
-        httpx.post(f"{self.handle.url}/update_weights", json=body, timeout=30).raise_for_status()
+        httpx.post(f"{self.handle.url}/update_weights", json=body, timeout=HANG_S).raise_for_status()
 
     def generated_tokens(self) -> int:
         """How many tokens it has sampled since its start."""

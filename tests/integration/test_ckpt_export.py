@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.inference_models import reference_logprobs, write_model
 from tests.inference_zygote import free_port, shared_zygote
+from tests.processes import HANG_S
 from tests.training_runs import run_sft
 from trainer.checkpoints.warm_start import load_weights_only
 from trainer.models.loading import trained_tensors
@@ -118,7 +119,7 @@ def test_vllm_serves_an_export(masters: Path, tmp_path: Path) -> None:
     server.wait_ready()
     prompt = [5, 17, 40, 41, 9, 66]
     body = {"token_ids": prompt, "seeds": [1], "max_tokens": 16}
-    answer = httpx.post(f"{server.url}/inference/v1/generate", json=body, timeout=60).raise_for_status().json()
+    answer = httpx.post(f"{server.url}/inference/v1/generate", json=body, timeout=HANG_S).raise_for_status().json()
     choice = answer["choices"][0]
     assert choice["logprobs"] == pytest.approx(reference_logprobs(masters, prompt, choice["token_ids"]), abs=1e-3)
     assert server.terminate() == 0

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from tests.conftest import ROOT
+from tests.processes import HANG_S
 from tests.training_runs import LiveRun, SftRun, run_command, run_sft
 from triad import manifest
 from triad.run_dir import REFERENCE_NAME, RunDir
 
 PAIRS = ROOT / "examples" / "reverse_text" / "preferences.jsonl"
 COLUMNS = ("step", "loss", "grad_norm", "lr", "rewards/chosen", "rewards/accuracies", "logps/rejected", "samples")
-END_S = 30.0
 TWO = ("--parallel.num-ranks", "2")
 LENGTH = ("--max-steps", "8", "--data.validation-fraction", "0.1", "--val-interval", "3")
 EXACT = (*LENGTH, "--ckpt.interval", "2")
@@ -90,7 +90,7 @@ def test_a_killed_run_ends_in_the_same_bits(
     with LiveRun(dpo_command(command("dpo"), output, dropout, *EXACT, *flags), output) as killed:
         killed.wait_for("saved checkpoint  step 4")
         os.killpg(killed.process.pid, signal.SIGKILL)
-        assert killed.wait(within_s=END_S) == -signal.SIGKILL and killed.run_dir.published_weights() == []
+        assert killed.wait(within_s=HANG_S) == -signal.SIGKILL and killed.run_dir.published_weights() == []
     (output / REFERENCE_NAME).unlink()  # the checkpoint has it: that counts
     resumed = succeeded(run(output, dropout, *EXACT, *flags, "--ckpt.resume-step", "4"))
     assert "resuming from step 4" in resumed.output and "computing reference" not in resumed.output
@@ -111,7 +111,7 @@ def test_a_signal_saves_the_current_step_and_a_resume_goes_on_bit_for_bit(
     with LiveRun(dpo_command(command("dpo"), output, dropout, *only_last), output) as stopped:
         stopped.wait_for("step 1/8")
         stopped.process.send_signal(signal.SIGTERM)
-        assert stopped.wait(within_s=END_S) == 128 + signal.SIGTERM, stopped.output
+        assert stopped.wait(within_s=HANG_S) == 128 + signal.SIGTERM, stopped.output
         (step,) = stopped.run_dir.committed_steps()
     assert 1 <= step < 8 and f"stopped at step {step} of 8, which is saved" in stopped.output
     resumed = succeeded(run(output, dropout, *only_last, "--ckpt.resume-step", "latest"))

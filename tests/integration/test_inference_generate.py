@@ -14,6 +14,7 @@ import pytest
 
 from tests.inference_models import reference_logprobs, write_model
 from tests.inference_zygote import ServerHandle, free_port, shared_zygote
+from tests.processes import HANG_S
 from triad.config import InferenceConfig
 
 MAX_LEN = 256
@@ -37,7 +38,7 @@ def _start(model: Path, log_path: Path) -> ServerHandle:
 @pytest.fixture(scope="module")
 def http(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     server = _start(model, tmp_path_factory.mktemp("log") / "inference.log")
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=HANG_S) as client:
         yield client
     assert server.terminate() == 0
 
@@ -67,7 +68,7 @@ def test_seeds_fix_tokens_and_logprobs_alone_in_batches_and_across_restarts(
     assert alone[1] == alone[4]
 
     async def crowd() -> list[httpx.Response]:
-        async with httpx.AsyncClient(base_url=http.base_url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=http.base_url, timeout=HANG_S) as client:
             others = [{"token_ids": [9 + i, 20, 30], "seeds": [i, 100 + i], "max_tokens": 30} for i in range(24)]
             wanted = {"token_ids": PROMPT, "seeds": seeds, "max_tokens": 20}
             bodies = [*others[:12], wanted, *others[12:]]
@@ -75,7 +76,7 @@ def test_seeds_fix_tokens_and_logprobs_alone_in_batches_and_across_restarts(
 
     in_a_crowd = asyncio.run(crowd())[12].json()["choices"]
     other = _start(model, tmp_path / "inference.log")
-    with httpx.Client(base_url=other.url, timeout=60) as client:
+    with httpx.Client(base_url=other.url, timeout=HANG_S) as client:
         restarted = _choices(client, seeds=seeds)
     assert other.terminate() == 0
     for choices in (in_a_crowd, restarted):
@@ -200,14 +201,14 @@ def test_paused_requests_wait_and_are_then_the_same(http: httpx.Client) -> None:
             assert http.get("/health").json() == {"status": "ok", "weights": 0, "paused": True, "reason": None}
         finally:
             assert http.post("/resume").json() == {"paused": False}
-        assert future.result(timeout=30) == expected
+        assert future.result(timeout=HANG_S) == expected
 
 
 def test_a_client_that_goes_away_is_not_generated_for(http: httpx.Client) -> None:
     body = {"token_ids": PROMPT, "seeds": list(range(32)), "max_tokens": 250}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{http.base_url}/inference/v1/generate", json=body, timeout=0.15)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + HANG_S
     while _metric(http, "triad_requests_in_flight"):
         assert time.monotonic() < deadline
     before = _metric(http, "triad_generated_tokens_total")

@@ -12,6 +12,7 @@ import pytest
 
 from tests.inference_models import write_model
 from tests.inference_zygote import ServerHandle, free_port, shared_zygote
+from tests.processes import HANG_S
 from triad.config import InferenceConfig
 from triad.run_dir import RunDir
 from triad.weights_digest import weights_digest
@@ -41,7 +42,7 @@ def start(models: Path, directory: Path, *, port: int, owner: Path | None = None
 @pytest.fixture(scope="module")
 def http(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     server = start(models, tmp_path_factory.mktemp("server"), port=free_port())
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=HANG_S) as client:
         yield client
     assert server.terminate() == 0
 
@@ -61,7 +62,7 @@ def owner(http: httpx.Client) -> str | None:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -120,7 +121,7 @@ def test_a_server_of_one_run_is_refused_to_others_also_after_a_restart(models: P
     boots = set()
     for _ in range(2):
         server = start(models, tmp_path, port=free_port(), owner=run_dir.path)
-        with httpx.Client(base_url=server.url, timeout=60) as http:
+        with httpx.Client(base_url=server.url, timeout=HANG_S) as http:
             boots.add(http.get("/weights").json()["boot_id"])
             refused = push(http, models / "b", 1, OTHER)
             assert refused.status_code == 409 and "was started for that run alone" in refused.json()["error"]

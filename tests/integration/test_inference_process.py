@@ -20,7 +20,7 @@ import tomli_w
 from tests.conftest import ModelFactory
 from tests.inference_models import write_model
 from tests.inference_zygote import ServerHandle, free_port, shared_zygote
-from tests.processes import command_line
+from tests.processes import HANG_S, command_line
 from triad.config import InferenceConfig
 from triad.engine_log import engine_failure
 from triad.supervise import error_message
@@ -50,7 +50,7 @@ def _engine(server: ServerHandle) -> psutil.Process:
 def _assert_ends(process: psutil.Process) -> None:
     """Fail unless `process` ends within seconds; orphans are reaped by init, so gone means gone."""
     try:
-        process.wait(60)
+        process.wait(HANG_S)
     except psutil.TimeoutExpired:
         process.kill()
         pytest.fail(f"{process} outlived its server")
@@ -64,7 +64,7 @@ def _run_cold(directory: Path, config: dict[str, Any]) -> subprocess.CompletedPr
         [sys.executable, "-m", "inference.main", str(path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         env=environment,
         check=False,
     )
@@ -165,7 +165,7 @@ def test_sigterm_ends_the_server_cleanly_and_fast(model: Path, tmp_path: Path) -
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_during_start_up_ends_the_server_cleanly(model: Path, tmp_path: Path, number: int) -> None:
     server = _start(model, tmp_path)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + HANG_S
     while "loading model" not in server.log():
         assert time.monotonic() < deadline
     process = psutil.Process(server.pid)
@@ -200,7 +200,7 @@ os.register_at_fork(after_in_child=wait_for_its_death)
 def test_an_engine_that_was_just_forked_does_not_outlive_its_server(model: Path, tmp_path: Path) -> None:
     """It could not yet ask the kernel to end it too, and would wait minutes for a server's answer."""
     server = _start(model, tmp_path, sabotage=_SLOW_TO_FORK)
-    process, deadline = psutil.Process(server.pid), time.monotonic() + 30
+    process, deadline = psutil.Process(server.pid), time.monotonic() + HANG_S
     while not (children := process.children(recursive=True)):
         assert time.monotonic() < deadline
     assert server.kill() == -signal.SIGKILL
@@ -212,13 +212,13 @@ def test_the_death_of_the_engine_ends_the_server_with_its_own_code(model: Path, 
     server = _start(model, tmp_path)
     server.wait_ready()
     _engine(server).kill()
-    assert server.wait(60) == 75
+    assert server.wait(HANG_S) == 75
     assert "the engine died (EngineCore ended with signal SIGKILL)" in server.log()
 
 
 def _starting_engine(server: ServerHandle, cpu_s: float) -> psutil.Process:
     """Return the engine's process once its start has taken `cpu_s` seconds of a core; all of it takes about 0.6."""
-    process, deadline = psutil.Process(server.pid), time.monotonic() + 30
+    process, deadline = psutil.Process(server.pid), time.monotonic() + HANG_S
     while not (engines := [one for one in process.children() if "EngineCore" in "".join(command_line(one))]):
         assert time.monotonic() < deadline
     while sum(engines[0].cpu_times()[:2]) < cpu_s:
@@ -296,11 +296,11 @@ def test_a_failed_swap_ends_the_server(model: Path, tmp_path: Path) -> None:
     server = _start(model, tmp_path, sabotage=sabotage)
     server.wait_ready()
     try:
-        response = httpx.post(f"{server.url}/update_weights", json={"path": str(model), "version": 1}, timeout=30)
+        response = httpx.post(f"{server.url}/update_weights", json={"path": str(model), "version": 1}, timeout=HANG_S)
         assert response.status_code >= 500
     except httpx.TransportError:
         pass
-    assert server.wait(60) == 75
+    assert server.wait(HANG_S) == 75
     assert "half-written" in server.log() and "EngineCore ended with exit code 70" in server.log()
     assert engine_failure(server.log_path) == "ZeroDivisionError: division by zero"
 
@@ -318,7 +318,7 @@ def test_health_fails_when_the_engine_hangs(model: Path, tmp_path: Path) -> None
     engine = _engine(server)
     engine.suspend()
     try:
-        response = httpx.get(f"{server.url}/health", timeout=30)
+        response = httpx.get(f"{server.url}/health", timeout=HANG_S)
         assert response.status_code == 503
         assert "no answer to a probe within 0.5 s" in response.json()["reason"]
     finally:

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.inference_models import reference_logprobs, write_model
 from tests.inference_zygote import ServerHandle, free_port, shared_zygote
+from tests.processes import HANG_S
 from triad.config import InferenceConfig
 from triad.manifest import Manifest, describe_files, write_manifest
 from triad.weights_digest import weights_digest
@@ -36,7 +37,7 @@ class Client:
     def __init__(self, server: ServerHandle, models: Path) -> None:
         self.server = server
         self.models = models
-        self.http = httpx.Client(base_url=server.url, timeout=60)
+        self.http = httpx.Client(base_url=server.url, timeout=HANG_S)
         self.version = 0
         self.boot_id = self.http.get("/weights").json()["boot_id"]
 
@@ -208,7 +209,7 @@ def test_good_manifest_and_repeated_output_layer_are_accepted(client: Client, tm
 
 
 def _wait_for_tokens(client: Client, count: float) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + HANG_S
     start = client.metric("triad_generated_tokens_total")
     while client.metric("triad_generated_tokens_total") < start + count:
         assert time.monotonic() < deadline, "the engine makes no progress"

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.processes import HANG_S
 from triad import manifest
 from triad.checkpoints import list_entries
 
 MAX_STEPS = 40
-DEADLINE_S = 60
 
 
 def example() -> str:
@@ -43,7 +43,7 @@ def run(script: Path, directory: Path, *, kill_after: int | None = None) -> list
                 process.kill()
                 break
         errors = process.stderr.read()
-        code = process.wait(DEADLINE_S)
+        code = process.wait(HANG_S)
     assert code == (0 if kill_after is None else -9), errors
     return lines
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT
+from tests.processes import HANG_S
 from tests.training_runs import LiveSft, SftRun, run_sft
 from triad import manifest
 from triad.errors import NOT_SAVED
@@ -23,7 +24,6 @@ from triad.run_dir import RunDir
 from triad.supervise import ECHO_S
 
 MAX_STEPS = "120"
-END_S = 30.0
 
 Models = Callable[..., Path]
 
@@ -52,7 +52,7 @@ class Runs:
         with self.live(name, *flags) as run:
             run.wait_for("step   5/")
             run.process.send_signal(number)
-            code = run.wait(within_s=END_S)
+            code = run.wait(within_s=HANG_S)
             (step,) = run.run_dir.committed_steps()
             assert not any(psutil.pid_exists(pid) for pid in run.descendants), run.output
             return code, run.output, step
@@ -101,7 +101,7 @@ def test_a_signal_during_the_start_ends_before_the_first_step(runs: Runs) -> Non
     with runs.live("start") as run:
         run.wait_for("importing torch")
         run.process.send_signal(signal.SIGUSR1)
-        assert run.wait(within_s=END_S) == 128 + signal.SIGUSR1
+        assert run.wait(within_s=HANG_S) == 128 + signal.SIGUSR1
         assert "stopped at step 0" in run.output and "before anything was trained" in run.output
         assert run.run_dir.committed_steps() == []
 
@@ -111,7 +111,7 @@ def test_a_signal_to_one_rank_saves_on_all(runs: Runs) -> None:
     with runs.live("direct", *TWO) as run:
         run.wait_for("step   5/")
         run.ranks()[1].send_signal(signal.SIGUSR1)
-        code = run.wait(within_s=END_S)
+        code = run.wait(within_s=HANG_S)
         (step,) = run.run_dir.committed_steps()
         assert manifest.verify(run.run_dir.checkpoint(step)).world_size == 2
         assert code == 128 + signal.SIGUSR1 and f"stopped at step {step} of" in run.output
@@ -128,7 +128,7 @@ def test_a_grace_that_is_too_short_is_told_by_the_exit_code(runs: Runs, large_mo
     with runs.live("short", "--ckpt.grace-s", "0.02", model=large_model) as run:
         run.wait_for("step   1/")
         run.process.send_signal(signal.SIGTERM)
-        assert run.wait(within_s=END_S) == NOT_SAVED
+        assert run.wait(within_s=HANG_S) == NOT_SAVED
         assert "was NOT saved" in run.output and "there is no checkpoint" in run.output
         assert run.run_dir.committed_steps() == []
 
@@ -142,7 +142,7 @@ def test_a_second_signal_does_not_wait_for_the_grace(runs: Runs, ends: Callable[
         run.wait_for("for at most 600 s")
         time.sleep(ECHO_S)  # sooner it would be the same signal
         run.process.send_signal(signal.SIGTERM)
-        assert run.wait(within_s=END_S) == NOT_SAVED
+        assert run.wait(within_s=HANG_S) == NOT_SAVED
         assert "was NOT saved" in run.output and all(ends(pid) for pid in run.descendants)
 
 
@@ -194,7 +194,7 @@ def test_a_trainer_that_waits_for_a_batch_saves_at_once(
                 break
         process.send_signal(signal.SIGTERM)
         output += process.stdout.read()
-        assert process.wait(END_S) == 128 + signal.SIGTERM, output
+        assert process.wait(HANG_S) == 128 + signal.SIGTERM, output
     finally:
         process.kill()
         process.wait()

@@ -17,7 +17,7 @@ from tests.processes import command_line
 from tests.rl_runs import SMALL_BATCH, CompletedRun, RlRun, assert_same, complete, exact_metrics, outcome
 
 _STEPS = ("--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2")
-_HEARTBEAT_S = 6
+_HEARTBEAT_S = 20
 
 
 def _orchestrator(run: RlRun) -> psutil.Process:

@@ -10,6 +10,7 @@ import httpx
 
 from tests.documented_metrics import undocumented
 from tests.inference_zygote import free_port
+from tests.processes import HANG_S
 from tests.rl_runs import RlRun, complete
 from triad.metrics import read_metrics
 
@@ -19,7 +20,7 @@ REWARD_RISE = 0.08
 
 def _listens(port: int) -> bool:
     try:
-        httpx.get(f"http://127.0.0.1:{port}/weights", timeout=5)
+        httpx.get(f"http://127.0.0.1:{port}/weights", timeout=HANG_S)
     except httpx.TransportError:
         return False
     return True

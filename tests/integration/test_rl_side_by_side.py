@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.processes import HANG_S
 from tests.rl_runs import MODEL, SMALL_BATCH, RlRun, assert_same, complete, outcome, succeeded
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -119,6 +120,6 @@ def _answers(run: RlRun) -> bool:
     """Whether the run's own server answers, with whatever it loaded itself."""
     urls = [word for line in run.output.splitlines() for word in line.split() if word.startswith("http://127.0.0.1:")]
     try:
-        return httpx.get(f"{urls[0]}/weights", timeout=60).status_code == 200
+        return httpx.get(f"{urls[0]}/weights", timeout=HANG_S).status_code == 200
     except httpx.TransportError:
         return False

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import HANG_S
 from tests.training_runs import LiveSft
 from triad import manifest
-from triad.supervise import STOP_TIMEOUT_S
 
 Start = Callable[..., LiveSft]
 Ends = Callable[..., bool]
@@ -27,7 +27,7 @@ def test_sigterm_stops_all_ranks_and_what_was_committed_is_whole(start: Start, e
         run.wait_for("step       3/")
         assert len(run.ranks()) == 2
         run.process.send_signal(signal.SIGTERM)
-        assert run.wait(within_s=STOP_TIMEOUT_S) == 128 + signal.SIGTERM
+        assert run.wait(within_s=HANG_S) == 128 + signal.SIGTERM
         assert all(ends(pid) for pid in run.descendants)
         assert "SIGTERM: saving the current step" in run.output and "stopped at step" in run.output
         steps = run.run_dir.committed_steps()
@@ -40,7 +40,7 @@ def test_ctrl_c_during_the_imports_stops_at_once(start: Start, ends: Ends) -> No
     with start() as run:
         run.wait_for("importing torch")
         os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: to the group of the launcher
-        assert run.wait(within_s=60) == 128 + signal.SIGINT
+        assert run.wait(within_s=HANG_S) == 128 + signal.SIGINT
         assert run.descendants and all(ends(pid) for pid in run.descendants)
         assert "Traceback" not in run.output
 
@@ -50,14 +50,14 @@ def test_a_killed_launcher_takes_everything_with_it(start: Start, ends: Ends) ->
         run.wait_for("step       1/")
         assert len(run.ranks()) == 2
         run.process.kill()
-        assert all(ends(pid, within_s=60) for pid in run.descendants)
+        assert all(ends(pid, within_s=HANG_S) for pid in run.descendants)
 
 
 def test_a_killed_rank_ends_the_run_and_is_named(start: Start, ends: Ends) -> None:
     with start("--parallel.num-ranks", "2") as run:
         run.wait_for("step       1/")
         run.ranks()[1].kill()
-        assert run.wait(within_s=30) == 1
+        assert run.wait(within_s=HANG_S) == 1
         assert "killed by signal 9" in run.output and "log: " in run.output
         assert "finished step" not in run.output
         assert all(ends(pid) for pid in run.descendants)
@@ -67,6 +67,6 @@ def test_a_trainer_that_is_told_to_stop_by_others_has_not_finished(start: Start,
     with start() as run:
         run.wait_for("step       1/")
         os.kill(run.descendants[0], signal.SIGTERM)
-        assert run.wait(within_s=30) == 1
+        assert run.wait(within_s=HANG_S) == 1
         assert "finished step" not in run.output and "error: trainer" in run.output
         assert all(ends(pid) for pid in run.descendants)

@@ -24,6 +24,7 @@ from orchestrator.environment import Environment, Score, Session, SessionFull, T
 from orchestrator.main import orchestrate
 from orchestrator.scores import PromptTooLong
 from orchestrator.silence import watching_calls
+from tests.processes import HANG_S
 from triad import journal
 from triad.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from triad.errors import STUCK, DataError, EnvironmentFailure, InferenceError, RunDirError, is_storage_failure
@@ -470,7 +471,7 @@ def process(config: OrchestratorConfig, prelude: str = "") -> subprocess.Complet
     path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
     code = f"{prelude}\nfrom orchestrator.main import main\nmain([{str(path)!r}])"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=HANG_S)
 
 
 def test_a_task_of_its_own_cannot_end_the_process_in_silence(tmp_path: Path) -> None:
@@ -516,6 +517,6 @@ def test_a_call_that_blocks_is_named_and_ended(tmp_path: Path, kind: type[Enviro
         ended = process(config, prelude)
     assert ended.returncode == STUCK, "which is started again"
     at = line_of(line)
-    assert re.search(rf"environment 'mine', task \d blocks all others for \d s in {method}\(\) at {at}", ended.stderr)
+    assert re.search(rf"environment 'mine', task \d blocks all others for \d+ s in {method}\(\) at {at}", ended.stderr)
     said = rf"error: environment 'mine' failed on task \d .*{method}\(\) has blocked .* 2 s \(timeout_s\), at {at}"
     assert re.search(said, ended.stderr), ended.stderr

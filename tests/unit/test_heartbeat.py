@@ -16,12 +16,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import HANG_S
 from triad.heartbeat import HEARTBEAT_ENV, PERIOD_S, Health, Vitals, does, place_of_beats, start_heartbeat
 
-_BEAT = "import sys, time; from triad.heartbeat import start_heartbeat; start_heartbeat(sys.argv[1]); time.sleep(60)"
+_BEAT = "import sys, time; from triad.heartbeat import start_heartbeat; start_heartbeat(sys.argv[1]); time.sleep(600)"
 
 
-def _until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def _until(condition: Callable[[], bool], timeout_s: float = HANG_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import ROOT
+from tests.processes import HANG_S
 from triad import durable, journal
 from triad.arrays import Logprobs, LossMask, TokenIds
 from triad.errors import CheckpointError
@@ -53,7 +54,7 @@ def test_a_batch_comes_out_as_it_went_in(tmp_path: Path) -> None:
     reward=st.floats(allow_nan=False),
     metrics=st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False), max_size=3),
 )
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50)
 def test_numbers_survive_bit_for_bit(
     logprobs: list[float], reward: float, metrics: dict[str, float], tmp_path: Path
 ) -> None:
@@ -132,9 +133,9 @@ def test_a_batch_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 def test_waiting_ends_when_the_batch_appears(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     looked = threading.Event()
-    writer = threading.Thread(target=lambda: looked.wait(20) and publish_batch(run_dir, make_batch(), b"{}"))
+    writer = threading.Thread(target=lambda: looked.wait(HANG_S) and publish_batch(run_dir, make_batch(), b"{}"))
     writer.start()
-    assert wait_for(run_dir.batch(3), timeout_s=20, check=looked.set)
+    assert wait_for(run_dir.batch(3), timeout_s=HANG_S, check=looked.set)
     writer.join()
     assert read_batch(run_dir, 3) == make_batch(), "what appears is complete"
 
@@ -146,7 +147,7 @@ def test_waiting_gives_up_and_passes_on_what_the_check_raises(tmp_path: Path) ->
         raise KeyError("the orchestrator died")
 
     with pytest.raises(KeyError):
-        wait_for(tmp_path / "never", timeout_s=20, check=check)
+        wait_for(tmp_path / "never", timeout_s=HANG_S, check=check)
 
 
 def test_a_batch_of_the_format_before_is_refused_by_its_number(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.processes import HANG_S
 from tests.train_states import held_writes
 from trainer.checkpoints.checkpointer import Checkpointer
 from triad import durable, lock
@@ -39,7 +40,7 @@ def test_a_save_in_progress_is_not_pruned(
         checkpointer.wait()
         with held_writes(monkeypatch) as held:
             checkpointer.save(2)
-            assert held.begun.wait(60)
+            assert held.begun.wait(HANG_S)
             code, _, err = run_command("ckpt", "prune", "--output-dir", tmp_path)
             assert code == 2 and f"a training loop saves into {tmp_path}" in err
     assert sorted(path.name for path in tmp_path.glob("*step*")) == ["step_1", "step_2"]

@@ -27,6 +27,7 @@ from orchestrator_fakes import (
 from orchestrator.environment import Environment, Message, Score, Session, Task, TaskSeed
 from orchestrator.main import orchestrate
 from orchestrator.state import OrchestratorState, read_state
+from tests.processes import HANG_S
 from triad import heartbeat, journal
 from triad.config.orchestrator import OrchestratorConfig
 from triad.errors import STORAGE_FAILED, CheckpointError, EnvironmentFailure, InferenceError, is_storage_failure
@@ -306,7 +307,7 @@ def test_a_batch_is_published_while_the_next_is_generated(
     publish = journal.publish_batch
 
     def slow_publish(run_dir: RunDir, batch: Batch, state: bytes) -> Path:
-        assert next_has_begun.wait(timeout=60), "generation waits for publishing"
+        assert next_has_begun.wait(timeout=HANG_S), "generation waits for publishing"
         return publish(run_dir, batch, state)
 
     monkeypatch.setattr(journal, "publish_batch", slow_publish)

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.environment import Completion
 from orchestrator.generations import GenerationLog
 from tests.conftest import ROOT
+from tests.processes import HANG_S
 from triad import durable, record_log
 from triad.arrays import Logprobs, TokenIds
 from triad.errors import RunDirError
@@ -27,7 +28,6 @@ from triad.record_log import MARKER, RecordLog, read_records
 from triad.run_dir import RunDir
 
 PAYLOADS = [bytes([number]) * (50 * number + 1) for number in range(6)]
-TIMEOUT_S = 20
 
 
 def write(path: Path, payloads: list[bytes], *, valid_bytes: int = 0) -> None:
@@ -75,7 +75,7 @@ def test_zeros_that_a_filesystem_leaves_at_the_end_are_a_torn_end(tmp_path: Path
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 def test_damage_costs_only_the_record_that_it_hit(data: st.DataObject, tmp_path: Path) -> None:
     path = tmp_path / "one.log"
     payloads = [MARKER + payload for payload in PAYLOADS]  # what looks like a record inside of one is none
@@ -101,13 +101,13 @@ def test_one_sync_covers_all_that_came_meanwhile_and_nobody_waits(
     def slow_disk(descriptor: int) -> None:
         syncs.append(os.fstat(descriptor).st_size)
         begun.set()
-        assert go_on.wait(TIMEOUT_S)
+        assert go_on.wait(HANG_S)
         sync(descriptor)
 
     monkeypatch.setattr(record_log.os, "fdatasync", slow_disk)
     log = RecordLog(tmp_path / "one.log", valid_bytes=0)
     log.append(b"first")
-    assert begun.wait(TIMEOUT_S)
+    assert begun.wait(HANG_S)
     for number in range(1000):
         log.append(b"%d" % number)
     assert len(read_records(log.path)[0]) == 1001 and log.durable_bytes == 0

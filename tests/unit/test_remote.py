@@ -15,6 +15,7 @@ import pytest
 from fsspec.exceptions import FSTimeoutError
 
 from tests.checkpoint_files import contents, write_checkpoint, write_weights
+from tests.processes import HANG_S
 from triad.checkpoints import BestMetric, Retention
 from triad.config import SftConfig
 from triad.errors import CheckpointError, ConfigError, RunDirError
@@ -362,7 +363,7 @@ class _Slow(RemoteCheckpoints):
 
     def upload(self, directory: Path, step: int, **options: object) -> bool:
         self.entered.set()
-        assert self.allowed.wait(30)
+        assert self.allowed.wait(HANG_S)
         return super().upload(directory, step)
 
 
@@ -391,10 +392,10 @@ class TestUploader:
         uploader = Uploader(remote)
         uploader.submit(write_checkpoint(here, 1), 1)
         uploader.submit(write_checkpoint(here, 2), 2)
-        assert remote.entered.wait(60) and not uploader.release(1)
+        assert remote.entered.wait(HANG_S) and not uploader.release(1)
         assert not uploader.wait(timeout_s=0.01)
         remote.allowed.set()
-        assert uploader.wait(timeout_s=60) and uploader.release(1) and uploader.release(2)
+        assert uploader.wait(timeout_s=HANG_S) and uploader.release(1) and uploader.release(2)
         uploader.close()
 
     def test_a_step_that_retention_was_given_is_not_begun(self, here: RunDir, place: Path) -> None:
@@ -403,9 +404,9 @@ class TestUploader:
         uploader = Uploader(remote)
         for step in (1, 2, 3):
             uploader.submit(write_checkpoint(here, step), step)
-        assert remote.entered.wait(60) and uploader.release(2)
+        assert remote.entered.wait(HANG_S) and uploader.release(2)
         remote.allowed.set()
-        assert uploader.wait(timeout_s=60)
+        assert uploader.wait(timeout_s=HANG_S)
         uploader.close()
         assert remote.steps() == [1, 3]
 
@@ -417,10 +418,10 @@ class TestUploader:
         uploader = Uploader(remote)
         for step in (1, 2):
             uploader.submit(write_checkpoint(here, step), step)
-        assert away.asked.wait(60)
+        assert away.asked.wait(HANG_S)
         uploader.poll()
         away.is_over.set()
-        assert uploader.wait(timeout_s=60)
+        assert uploader.wait(timeout_s=HANG_S)
         uploader.close()
         assert remote.steps() == [1, 2]
 
@@ -431,7 +432,7 @@ class TestUploader:
         uploader = Uploader(remote)
         for step in (1, 2):
             uploader.submit(write_checkpoint(here, step), step)
-        assert away.asked.wait(60) and not uploader.wait(timeout_s=0.01)
+        assert away.asked.wait(HANG_S) and not uploader.wait(timeout_s=0.01)
         with pytest.raises(CheckpointError, match=r"step 1, 2 was given up after .* \(.*no route.*whole in"):
             uploader.close(timeout_s=0.05)
         assert not uploader._thread.is_alive()
@@ -443,15 +444,15 @@ class TestUploader:
         uploader = Uploader(remote)
         uploader.submit(write_checkpoint(here, 1), 1)
         with pytest.raises(StorageError, match="not yours"):
-            uploader.wait(timeout_s=60)
+            uploader.wait(timeout_s=HANG_S)
         away.is_over.set()
         uploader.submit(write_checkpoint(here, 2), 2)
-        assert uploader.wait(timeout_s=60)
+        assert uploader.wait(timeout_s=HANG_S)
         away.is_over.clear()
         uploader.submit(write_checkpoint(here, 3), 3)
         assert not uploader.wait(timeout_s=0.01), "credentials that were good may be renewed"
         away.is_over.set()
-        assert uploader.wait(timeout_s=60)
+        assert uploader.wait(timeout_s=HANG_S)
         uploader.close()
         assert remote.steps() == [2, 3]
 
@@ -464,7 +465,7 @@ class TestUploader:
         uploader = Uploader(remote)
         for step in (1, 2, 3):
             uploader.submit(write_checkpoint(here, step), step)
-        assert remote.entered.wait(30)
+        assert remote.entered.wait(HANG_S)
         durable.remove_directory(here.checkpoint(2))
         with caplog.at_level(logging.WARNING):
             remote.allowed.set()
@@ -479,7 +480,7 @@ class TestUploader:
         flip(write_checkpoint(here, 1) / "trainer/__0.distcp")
         uploader.submit(here.checkpoint(1), 1)
         with pytest.raises(CheckpointError, match="is damaged"):
-            uploader.wait(timeout_s=30)
+            uploader.wait(timeout_s=HANG_S)
         uploader.poll()
         uploader.submit(write_checkpoint(here, 2), 2)
         uploader.close()
@@ -511,11 +512,11 @@ class TestUploader:
         uploader = Uploader(remote)
         for step in (1, 2):
             uploader.submit(write_checkpoint(here, step), step)
-        assert remote.entered.wait(30)
+        assert remote.entered.wait(HANG_S)
         with pytest.raises(CheckpointError, match=f"uploading step 1, 2 was given up.*whole in {here.checkpoints}"):
             uploader.close(timeout_s=0.01)
         remote.allowed.set()
-        uploader._thread.join(30)
+        uploader._thread.join(HANG_S)
         assert RemoteCheckpoints(remote.url).steps() == []
 
     def test_leftovers_are_cleared_after_the_first_upload(

@@ -12,6 +12,7 @@ from typing import Literal
 
 import pytest
 
+from tests.processes import HANG_S
 from triad import durable, manifest
 from triad.errors import CheckpointError, RunDirError
 from triad.run_dir import RunDir, resolve_resume_step
@@ -71,7 +72,7 @@ def test_children_of_the_holder_do_not_keep_the_lock(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as holder:
         assert holder.stdout is not None and int(holder.stdout.readline()) > 0
-        assert holder.wait(20) == 0
+        assert holder.wait(HANG_S) == 0
         RunDir(tmp_path).lock()
 
 
@@ -87,13 +88,13 @@ def test_the_lock_of_a_killed_holder_is_waited_for_while_its_ranks_end(tmp_path:
     )
     assert holder.stdin is not None and holder.stdout is not None and holder.stdout.readline() == "held\n"
     holder.kill()
-    holder.wait(20)
+    holder.wait(HANG_S)
     with ThreadPoolExecutor() as pool:
         taken = pool.submit(RunDir(tmp_path).lock)
         with pytest.raises(TimeoutError):
             taken.result(timeout=0.3)
         holder.stdin.close()  # now its child ends
-        taken.result(timeout=20)
+        taken.result(timeout=HANG_S)
     holder.stdout.close()
 
 

@@ -33,7 +33,7 @@ def build(parallel: Parallel, tmp_path: Path) -> Build:
         name: str, fields: Mapping[str, Any] = {}, *, seed: int = 1, dtype: DType = "float32", **config: Any
     ) -> Policy:
         family = next(family for family in FAMILIES if family.name == name)
-        family = replace(family, fields=family.fields | fields)
+        family = replace(family, fields=family.fields | dict(fields))
         directory = write_model(family, tmp_path / f"{name}_{seed}", seed=seed)
         settings = TrainedModelConfig.model_validate({"name": str(directory), "dtype": dtype, **config})
         return build_policy(settings, parallel, seed=0)
