@@ -143,6 +143,12 @@ class Zygote:
         log = output.with_name(f"{output.name}.out")
         return self._fork(output, log, {"argv": argv, "program": program, "env": dict(environment)}).wait(timeout_s)
 
+    def program(self, module: str, directory: Path, *argv: Path) -> None:
+        """Run a program of two ranks, `python -m tests.… ARGV DIRECTORY`, which must end well."""
+        words = [*map(str, argv), str(directory)]
+        run = self._fork(directory, None, {"argv": words, "module": module}).wait()
+        assert run.code == 0, run.log
+
     def _fork(self, output: Path, log: Path | None, request: dict[str, Any]) -> Run:
         log = log or output.with_name(f"{output.name}.log")
         run = Run(output, log, log.stat().st_size if log.exists() else 0)
@@ -232,6 +238,10 @@ def _run(request: dict[str, Any]) -> NoReturn:
             os.environ.clear()
             os.environ.update(request["env"])
             run_command(request["program"], request["argv"])
+        if "module" in request:
+            sys.argv = [request["module"], *request["argv"]]
+            importlib.import_module(request["module"]).main()
+            raise AssertionError("the program ends by os._exit")
         exec(request["fault"], {})
         _launch(request["argv"], request["until"])
     except SystemExit as end:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +10,9 @@ import pytest
 import torch
 
 from tests.checkpoint_ranks import make_objects, train, whole
-from tests.conftest import ROOT
+from tests.training_zygote import shared_zygote
 from trainer.checkpoints.checkpointer import load_state_with_optimizer, save_state
 from triad import manifest
-
-DEADLINE_S = 150
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +22,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     objects = make_objects(0)
     train(objects, 3)
     save_state(made / "one", objects, step=3)
-    command = [sys.executable, "-m", "tests.checkpoint_ranks", str(made)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == 0, done.stderr
+    shared_zygote().program("tests.checkpoint_ranks", made)
     return made
 
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.conftest import ROOT
 from tests.families import FAMILIES, random_samples, reference_outcome, write_model
 from tests.family_ranks import LENGTHS, compute
+from tests.training_zygote import shared_zygote
 from trainer.parallel import Parallel
-
-DEADLINE_S = 150
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "falcon"])
@@ -22,9 +18,7 @@ def test_two_ranks_compute_what_plain_transformers_does(name: str, parallel: Par
     """Falcon-H1 has recurrent layers and scales its logits; Falcon chooses its attention when it is built."""
     family = next(family for family in FAMILIES if family.name == name)
     model_dir = write_model(family, tmp_path / "model", seed=2)
-    command = [sys.executable, "-m", "tests.family_ranks", str(model_dir), str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == 0, done.stderr
+    shared_zygote().program("tests.family_ranks", tmp_path, model_dir)
     one = compute(model_dir, parallel)
     plain = reference_outcome(model_dir, random_samples(LENGTHS, seed=1))
     assert float(one["loss"]) == pytest.approx(plain.loss, abs=1e-5)

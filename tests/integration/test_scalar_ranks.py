@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +11,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from tests.conftest import ROOT
 from tests.scalar_ranks import compute
+from tests.training_zygote import shared_zygote
 from trainer.parallel import Parallel
-
-DEADLINE_S = 150
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +26,7 @@ def one_and_two(
     shutil.copytree(model_dir, reward_model)
     config = AutoConfig.from_pretrained(model_dir, num_labels=1)
     AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(reward_model)
-    command = [sys.executable, "-m", "tests.scalar_ranks", str(model_dir), str(reward_model), str(directory)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == 0, done.stderr
+    shared_zygote().program("tests.scalar_ranks", directory, model_dir, reward_model)
     return compute(model_dir, reward_model, parallel), [torch.load(directory / f"rank_{rank}.pt") for rank in (0, 1)]
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import ROOT
 from tests.policy_ranks import AGES, LOSSES, TOKENS, compute, loss_input, statistics_of
+from tests.training_zygote import shared_zygote
 from trainer.parallel import Parallel
 from trainer.policy.metrics import PolicyStatistics
-
-DEADLINE_S = 150
 
 
 def k3(log_ratio: float) -> float:
@@ -73,9 +69,7 @@ def one_and_two(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What one rank computes, and what each of two does."""
     directory, model_dir = tmp_path_factory.mktemp("ranks"), tiny_model()
-    command = [sys.executable, "-m", "tests.policy_ranks", str(model_dir), str(sft_data), str(directory)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == 0, done.stderr
+    shared_zygote().program("tests.policy_ranks", directory, model_dir, sft_data)
     return compute(model_dir, sft_data, parallel), [torch.load(directory / f"rank_{rank}.pt") for rank in (0, 1)]
 
 
