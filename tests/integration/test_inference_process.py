@@ -9,10 +9,12 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import psutil
 import pytest
 import tomli_w
@@ -23,6 +25,7 @@ from tests.inference_zygote import ServerHandle, free_port, shared_zygote
 from tests.processes import HANG_S, command_line
 from triad.config import InferenceConfig
 from triad.engine_log import engine_failure
+from triad.heartbeat import HEARTBEAT_ENV, Beat
 from triad.supervise import error_message
 
 REQUEST = {"token_ids": [5, 6, 7], "seeds": [1], "max_tokens": 4}
@@ -303,6 +306,32 @@ def test_a_failed_swap_ends_the_server(model: Path, tmp_path: Path) -> None:
     assert server.wait(HANG_S) == 75
     assert "half-written" in server.log() and "EngineCore ended with exit code 70" in server.log()
     assert engine_failure(server.log_path) == "ZeroDivisionError: division by zero"
+
+
+def test_an_engine_that_takes_weights_says_for_how_long_it_may_not_answer(model: Path, tmp_path: Path) -> None:
+    held = tmp_path / "held"
+    os.mkfifo(held)
+    sabotage = (
+        "import inference.worker as w; finish = w.finalize_layerwise_reload\n"
+        f"w.finalize_layerwise_reload = lambda *args: (open({str(held)!r}).read(), finish(*args))[1]"
+    )
+    beats = tmp_path / "beats"
+    server = _start(
+        model, tmp_path, server={"update_timeout_s": 77}, sabotage=sabotage, env={HEARTBEAT_ENV: str(beats)}
+    )
+    server.wait_ready()
+    update = {"path": str(model), "version": 1}
+    with ThreadPoolExecutor() as pool:
+        pushed = pool.submit(httpx.post, f"{server.url}/update_weights", json=update, timeout=60)
+        while (beat := msgspec.json.decode(beats.read_bytes(), type=Beat)).answers:
+            assert not pushed.done()
+            time.sleep(0.01)
+        assert (beat.doing, beat.bound_s) == ("taking policy version 1", 77.0)
+        held.write_text("go on")
+        assert pushed.result().status_code == 200
+    while not msgspec.json.decode(beats.read_bytes(), type=Beat).answers:
+        time.sleep(0.01)
+    assert server.terminate() == 0
 
 
 def test_health_fails_when_the_engine_hangs(model: Path, tmp_path: Path) -> None:

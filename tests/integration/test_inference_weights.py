@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,6 +25,7 @@ from tests.inference_models import reference_logprobs, write_model
 from tests.inference_zygote import ServerHandle, free_port, shared_zygote
 from tests.processes import HANG_S
 from triad.config import InferenceConfig
+from triad.heartbeat import HEARTBEAT_ENV, Beat
 from triad.manifest import Manifest, describe_files, write_manifest
 from triad.weights_digest import weights_digest
 
@@ -63,9 +65,16 @@ def _start(models: Path, directory: Path, **model: Any) -> ServerHandle:
     config = InferenceConfig.model_validate(
         {"model": {"name": str(models / "a"), "max_len": 512} | model, "server": {"port": free_port()}}
     )
-    server = shared_zygote().start(config, directory / "inference.log")
+    server = shared_zygote().start(config, directory / "inference.log", env={HEARTBEAT_ENV: str(directory / "beat")})
     server.wait_ready()
     return server
+
+
+def _wait_for_beat(path: Path, doing: str) -> Beat:
+    """Return the first beat that says so."""
+    while (beat := msgspec.json.decode(path.read_bytes(), type=Beat)).doing != doing:
+        time.sleep(0.01)
+    return beat
 
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
@@ -197,6 +206,19 @@ def test_bad_directory_is_refused_and_changes_nothing(client: Client, damage: st
     assert client.generate() == before
 
 
+def test_weights_that_cannot_be_read_change_nothing_and_are_told_apart(client: Client, tmp_path: Path) -> None:
+    """The kernel answers with an I/O error for address 0 of a process."""
+    before, weights = client.generate(), client.weights()
+    directory = tmp_path / "weights"
+    shutil.copytree(client.models / "c", directory)
+    (directory / "manifest.json").symlink_to("/proc/self/mem")
+    response = client.http.post("/update_weights", json={"path": str(directory), "version": 1000})
+    assert (response.status_code, response.json()["code"]) == (507, "unreadable")
+    assert "Input/output error" in response.json()["error"]
+    assert client.weights() == weights
+    assert client.generate() == before
+
+
 def test_good_manifest_and_repeated_output_layer_are_accepted(client: Client, tmp_path: Path) -> None:
     directory = tmp_path / "weights"
     shutil.copytree(client.models / "b", directory)
@@ -292,6 +314,8 @@ def test_the_engine_goes_on_while_weights_are_read(client: Client, tmp_path: Pat
                 assert not pushed.done()
                 time.sleep(0.01)
             _assert_logprobs(client.models / "a", client.generate())
+            beat = _wait_for_beat(client.models / "beat", f"reading policy version {version}")
+            assert (beat.bound_s, beat.answers) == (1800.0, True)
             assert not pushed.done()
             fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_UNLCK)
             assert pushed.result().status_code == 200, pushed.result().text

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.disk import SmallDisk
+from tests.inference_zygote import free_port
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.rl_runs import CompletedRun, RlRun, assert_same, complete, exact_metrics, outcome
 from triad.errors import STORAGE_FAILED
@@ -67,3 +68,13 @@ def test_a_disk_that_stays_full_ends_the_run_with_what_was_committed(rl_server: 
     assert "No space left on device" in report and "was waited for in vain for 2 s" in report, report
     assert ended.output.count("\nerror: ") == 1 and "Traceback" not in ended.output, ended.output
     assert ended.run_dir.committed_steps()[-1] >= 4
+
+
+def test_a_start_by_hand_on_a_full_disk_is_refused(disk: SmallDisk) -> None:
+    """Nothing runs yet that would be lost."""
+    disk.fill()
+    with RlRun(disk.path, "--inference.server.port", str(free_port()), "--max-steps", "1") as run:
+        refused = complete(run)
+    assert refused.exit_code == 2, refused.output
+    assert "No space left on device" in refused.output and "Traceback" not in refused.output
+    assert "waiting for storage" not in refused.output and not refused.run_dir.holds_run()

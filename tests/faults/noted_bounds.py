@@ -1,0 +1,24 @@
+"""A loss that is imported before a trainer trains, and from then on prints what bounds the trainer's work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import trainer.rl
+from triad import heartbeat
+
+_does = trainer.rl.does
+
+
+def _noted(doing: str, *, bound_s: float | None = None) -> None:
+    print(f"bound: {doing}: {bound_s}", flush=True)
+    _does(doing, bound_s=bound_s)
+
+
+print(f"bound: {heartbeat._own.beat.doing}: {heartbeat._own.beat.bound_s}", flush=True)
+trainer.rl.does = _noted
+
+
+def loss(data: Any) -> Any:
+    """Return the loss of plain policy gradients."""
+    return -(data.weights_N * data.advantages_N * data.logprobs_N).sum(), {}
