@@ -50,15 +50,19 @@ def run_dir(tmp_path: Path) -> RunDir:
     run_dir.create()
     for step in range(1, 6):
         journal.publish_batch(run_dir, _batch(step), b"{}")
-    checkpoint = run_dir.checkpoint(2)
+    _commit(run_dir, 2)
+    return run_dir
+
+
+def _commit(run_dir: RunDir, step: int) -> None:
+    checkpoint = run_dir.checkpoint(step)
     (checkpoint / "trainer").mkdir(parents=True)
     (checkpoint / "trainer" / "x").write_bytes(b"x")
     (checkpoint / "orchestrator").mkdir()
     (checkpoint / "orchestrator" / journal.STATE_NAME).write_bytes(b"{}")
     files = manifest.describe_files(checkpoint)
-    listing = manifest.Manifest(kind="checkpoint", step=2, policy_version=2, run_id=run_dir.run_id(), files=files)
+    listing = manifest.Manifest(kind="checkpoint", step=step, policy_version=step, run_id=run_dir.run_id(), files=files)
     manifest.write_manifest(checkpoint, listing)
-    return run_dir
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +128,16 @@ def test_a_trainer_that_makes_other_weights_is_refused_beside_a_living_orchestra
     assert run_dir.published_batches() == [1, 2, 3, 4, 5]
     _start(other)
     assert run_dir.published_batches() == [1, 2, 3, 4]
+
+
+def test_a_trainer_that_goes_back_is_refused_beside_a_living_orchestrator(run_dir: RunDir) -> None:
+    _commit(run_dir, 1)
+    older = _config(run_dir, ckpt={"resume_step": 1})
+    with _living_orchestrator(run_dir), pytest.raises(RunDirError, match="an orchestrator runs in .* batch 2 and what"):
+        _start(older)
+    assert run_dir.published_batches() == [1, 2, 3, 4, 5] and run_dir.committed_steps() == [1, 2]
+    _start(older)
+    assert run_dir.published_batches() == [1] and run_dir.committed_steps() == [1]
 
 
 def test_a_trainer_does_not_clear_the_run_of_a_living_orchestrator(run_dir: RunDir) -> None:
