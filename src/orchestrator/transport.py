@@ -46,7 +46,7 @@ _PROBES = [
 ]
 _BUSY = (429, 502, 503, 504)
 # A server that fails itself may be asked again as well, but not for as long as one that is only busy.
-FAILING_PATIENCE_S = 120.0
+_FAILING_PATIENCE_S = 120.0
 # Of an answer to anything but a generation, and of any error.
 _MOST_BYTES = 1 << 20
 
@@ -152,7 +152,7 @@ class Transport:
         if answer.status_code in _BUSY:
             raise Unavailable(reason, retry_after_s=_retry_after_s(answer))
         if answer.status_code == 500:
-            raise Unavailable(reason, retry_after_s=_retry_after_s(answer), patience_s=FAILING_PATIENCE_S)
+            raise Unavailable(reason, retry_after_s=_retry_after_s(answer), patience_s=_FAILING_PATIENCE_S)
         if _code(content) == OTHER_WEIGHTS:
             raise Unavailable(reason, patience_s=0.0)
         if answer.status_code in (401, 403) and isinstance(self._config, ClientConfig):

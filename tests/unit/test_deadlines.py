@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from orchestrator.main import orchestrate
@@ -20,8 +21,14 @@ from tests.faults.rl_trainers import Trainers
 from tests.inference_zygote import free_port
 from tests.unit.orchestrator_fakes import FakeEngine, make_config, publish_weights, serving
 from trainer import rl
+from trainer.models.model import build_policy
+from trainer.packing import Sample, build_micro_batch
+from trainer.parallel import Parallel
+from trainer.step import Stopwatch, predict
 from triad.config import TrainerConfig
+from triad.config.trainer import TrainedModelConfig
 from triad.errors import STUCK, InferenceError
+from triad.heartbeat import start_heartbeat
 from triad.run_dir import RunDir
 
 
@@ -100,6 +107,19 @@ def test_the_bounds_of_the_work_of_a_trainer(tiny_model: ModelFactory, tmp_path:
         for step, first_s in zip(range(1, STEPS + 1), (22.0, 11.0, 11.0, 11.0), strict=True)
     ]
     assert noted == ["its start: 22.0", *itertools.chain(*steps), "finishing: 33.0"]
+
+
+def test_each_pass_and_phase_of_a_trainer_is_a_sign_of_life(tiny_model: ModelFactory, parallel: Parallel) -> None:
+    policy = build_policy(TrainedModelConfig(name=str(tiny_model())), parallel, seed=0)
+    sample = Sample(np.arange(5, 13, dtype=np.int32), np.arange(8) >= 3)
+    micro = build_micro_batch([sample], [0], pack=policy.layout.packs, device=parallel.device)
+    heartbeat = start_heartbeat()
+    for _ in range(3):
+        predict(policy, micro)
+    assert heartbeat.beat.moves == 3
+    with Stopwatch().phase("optimizer"):
+        assert heartbeat.beat.moves == 4
+    assert heartbeat.beat.moves == 5
 
 
 _RANKS = """

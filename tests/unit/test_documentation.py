@@ -13,12 +13,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests import guarantees
 from tests.conftest import BASE, ROOT
 from tests.documentation import LANGUAGES, PAGES, Block, Command, anchors, blocks, commands, links, prose, shows
 from tests.documented_runs import Checkout, settings_file
 from tests.integration.test_documented_commands import STARTED
-from triad import errors
+from triad import errors, heartbeat, record_log, servers, storage
+from triad.config import InferenceConfig, RlConfig
 from triad.config.fingerprint import FREE
+from triad.config.orchestrator import EnvironmentConfig
 
 RunCommand = Callable[..., tuple[int, str, str]]
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
@@ -231,6 +234,82 @@ def test_messages_to_look_up_are_those_of_the_code() -> None:
     parts = [part.strip(" '") for message in messages for part in message.split("...") if part.strip(" '")]
     assert len(messages) >= 10
     assert not [part for part in parts if part not in said]
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *sorted((ROOT / "docs" / "decisions").glob("*.md"))], ids=lambda page: page.name
+)
+def test_tests_that_a_page_names_exist(page: Path) -> None:
+    assert not [name for name in guarantees.named_tests(page.read_text()) if not guarantees.exists(name)]
+
+
+def test_every_claim_of_the_guarantees_names_a_test() -> None:
+    page = guarantees.PAGE.read_text()
+    notes, claims = guarantees.footnotes(page), list(guarantees.claims(page))
+    assert len(claims) > 100
+    assert not [one for one in claims if not guarantees.tests_of(one, notes) and not guarantees.is_not_tried(one)]
+    assert notes.keys() == guarantees.notes_used(page), "footnotes without a claim, or claims without a footnote"
+    assert all("::" in test for tests in notes.values() for test in tests) and all(notes.values())
+
+
+def test_claims_without_a_test_are_noticed() -> None:
+    page = """# Title
+
+It lives.[^lives] It `is. It` well[^lives]. It is a claim! It was not tried on
+the moon.
+
+Rows:
+
+| what | test |
+|---|---|
+| one | `test_x.py` |
+| two | none |
+
+- **Bold.** With a note.[^other]
+- Without one
+
+## Measured
+
+Nothing.
+
+[^lives]: `test_x.py::test_lives`,
+    `test_y.py::test_lives_on`
+"""
+    notes = guarantees.footnotes(page)
+    assert notes == {"lives": ["test_x.py::test_lives", "test_y.py::test_lives_on"]}
+    claims = [one for one in guarantees.claims(page) if not guarantees.is_not_tried(one)]
+    without = [one for one in claims if not guarantees.tests_of(one, notes)]
+    assert without == ["It is a claim!", "| two | none |", "- **Bold.** With a note[^other].", "- Without one"]
+    assert guarantees.notes_used(page) == {"lives", "other"}
+
+
+def test_defaults_that_the_guarantees_name_are_those_of_the_settings() -> None:
+    named = list(guarantees.defaults(guarantees.PAGE.read_text()))
+    assert len(named) >= 15
+    for path, value in named:
+        found: list[object] = []
+        for config in (RlConfig(), InferenceConfig(), EnvironmentConfig()):
+            for part in path.split("."):
+                config = getattr(config, part, None)
+            found.append(config)
+        assert value in found, f"{path}: {found}"
+
+
+def test_constants_that_the_guarantees_name_are_those_of_the_code() -> None:
+    from orchestrator import patience, silence, transport
+
+    page = " ".join(guarantees.PAGE.read_text().split())
+    for text in (
+        f"again after {patience.FIRST_BACKOFF_S:g} s, then twice as long each time up to {patience.LAST_BACKOFF_S:g} s",
+        f"`Retry-After` says ({patience._LONGEST_PAUSE_S:g} s at most)",
+        f"for {['no', 'one', 'two'][round(transport._FAILING_PATIENCE_S / 60)]} minutes with 500",
+        f"silent from {heartbeat._FIRST_BEAT_S:g} s after its start",
+        f"named after {silence.SILENT_S:g} s with environment",
+        f"after {storage._FIRST_DELAY_S:g} s, then 2, 4, ... up to {storage._LAST_DELAY_S:g} s",
+        f"waits up to {servers._ENDING_S:g} s for what a killed launcher",
+        f"The answers of the last {1000 * record_log._BETWEEN_SYNCS_S:g} ms",
+    ):
+        assert text in page, text
 
 
 def test_the_comparison_with_a_page_notices_what_differs() -> None:

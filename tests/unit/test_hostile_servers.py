@@ -15,7 +15,7 @@ from orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
 
 from orchestrator import patience
 from orchestrator.main import orchestrate
-from orchestrator.transport import FAILING_PATIENCE_S, Unavailable
+from orchestrator.transport import _FAILING_PATIENCE_S, Unavailable
 from triad.config.orchestrator import ClientConfig
 from triad.errors import InferenceError
 from triad.run_dir import RunDir
@@ -65,7 +65,7 @@ def test_the_pause_that_a_server_asks_for_is_kept_up_to_a_limit(
         (Unavailable("busy"), [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5], 900),
         (Unavailable("busy", retry_after_s=7), [7] * 9, 900),
         (Unavailable("busy", retry_after_s=3600), [60] * 9, 900),
-        (Unavailable("fails", patience_s=FAILING_PATIENCE_S), [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5], 120),
+        (Unavailable("fails", patience_s=_FAILING_PATIENCE_S), [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5], 120),
     ],
     ids=["busy", "asks for a pause", "asks for a long one", "500"],
 )
