@@ -306,6 +306,7 @@ def test_constants_that_the_guarantees_name_are_those_of_the_code() -> None:
         f"silent from {heartbeat._FIRST_BEAT_S:g} s after its start",
         f"named after {silence.SILENT_S:g} s with environment",
         f"after {storage._FIRST_DELAY_S:g} s, then 2, 4, ... up to {storage._LAST_DELAY_S:g} s",
+        f"takes the server at port {InferenceConfig().server.port} if it is nobody's",
         f"waits up to {servers._ENDING_S:g} s for what a killed launcher",
         f"The answers of the last {1000 * record_log._BETWEEN_SYNCS_S:g} ms",
     ):
