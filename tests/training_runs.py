@@ -1,4 +1,4 @@
-"""Runs of the real `sft` command on tiny models, for the integration tests."""
+"""Runs of the real `sft`, `dpo` and `reward-model` commands on tiny models, for the integration tests."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from triad.run_dir import RunDir
 
 SFT = str(Path(sys.executable).with_name("sft"))
 DEADLINE_S = 120
+PAIRS = Path(__file__).resolve().parents[1] / "examples" / "reverse_text" / "preferences.jsonl"
 
 
 def write_data(path: Path, *, count: int = 60) -> Path:
@@ -57,6 +58,34 @@ def sft_command(output: Path, model: Path, data: Path, *flags: str) -> list[str]
         "data.micro-batch-size": 2, "data.seq-len": 32, "optim.lr": 1e-3, "parallel.threads": 1, "seed": 3,
     }  # fmt: skip
     return [SFT, *(word for key, value in settings.items() for word in (f"--{key}", str(value))), *flags]
+
+
+def pairs_command(program: str, output: Path, model: Path, *flags: str) -> list[str]:
+    """Return a command line of `dpo` or `reward-model` on the pairs of the example, `flags` last."""
+    settings = {
+        "output-dir": output, "model.name": model, "data.name": PAIRS, "data.batch-size": 8,
+        "data.micro-batch-size": 2, "data.seq-len": 40, "optim.lr": 1e-3, "parallel.threads": 1, "seed": 3,
+    }  # fmt: skip
+    command = str(Path(sys.executable).with_name(program))
+    return [command, *(word for key, value in settings.items() for word in (f"--{key}", str(value))), *flags]
+
+
+def run_pairs(output: Path, model: Path, *flags: str, program: str) -> SftRun:
+    """Run `dpo` or `reward-model` to its end."""
+    return run_command(pairs_command(program, output, model, *flags), output)
+
+
+def succeeded(run: SftRun) -> SftRun:
+    """Return a run that must have ended well."""
+    assert run.code == 0, run.output
+    return run
+
+
+def refused(run: SftRun, *words: str) -> None:
+    """Check that a run ended by one message with `words`."""
+    assert run.code == 2 and "Traceback" not in run.output, run.output
+    for word in words:
+        assert word in run.output, run.output
 
 
 def run_sft(output: Path, model: Path, data: Path, *flags: str, starts_python: bool = False) -> SftRun:
@@ -101,9 +130,7 @@ class Runs:
 
     def succeeded(self, name: str) -> SftRun:
         """Return a run that must have ended well."""
-        run = self[name]
-        assert run.code == 0, run.output
-        return run
+        return succeeded(self[name])
 
 
 class LiveRun:

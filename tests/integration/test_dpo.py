@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,10 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.processes import HANG_S
-from tests.training_runs import LiveRun, SftRun, run_command, run_sft
+from tests.training_runs import PAIRS, LiveRun, SftRun, pairs_command, refused, run_pairs, run_sft, succeeded
 from triad import manifest
 from triad.run_dir import REFERENCE_NAME, RunDir
 
-PAIRS = ROOT / "examples" / "reverse_text" / "preferences.jsonl"
 COLUMNS = ("step", "loss", "grad_norm", "lr", "rewards/chosen", "rewards/accuracies", "logps/rejected", "samples")
 TWO = ("--parallel.num-ranks", "2")
 LENGTH = ("--max-steps", "8", "--data.validation-fraction", "0.1", "--val-interval", "3")
@@ -26,26 +26,9 @@ EXACT = (*LENGTH, "--ckpt.interval", "2")
 
 
 @pytest.fixture(scope="module")
-def run(command: Callable[[str], str]) -> Callable[..., SftRun]:
-    """Return a function that runs `dpo` to its end: `run(output, model, *flags)`."""
-
-    def to_end(output: Path, model: Path, *flags: str) -> SftRun:
-        return run_command(dpo_command(command("dpo"), output, model, *flags), output)
-
-    return to_end
-
-
-def dpo_command(program: str, output: Path, model: Path, *flags: str) -> list[str]:
-    settings = {
-        "output-dir": output, "model.name": model, "data.name": PAIRS, "data.batch-size": 8,
-        "data.micro-batch-size": 2, "data.seq-len": 40, "optim.lr": 1e-3, "parallel.threads": 1, "seed": 3,
-    }  # fmt: skip
-    return [program, *(word for key, value in settings.items() for word in (f"--{key}", str(value))), *flags]
-
-
-def succeeded(run: SftRun) -> SftRun:
-    assert run.code == 0, run.output
-    return run
+def run() -> Callable[..., SftRun]:
+    """Return a function that runs a command to its end: `run(output, model, *flags, program='dpo')`."""
+    return partial(run_pairs, program="dpo")
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +63,13 @@ def same_run(resumed: SftRun, straight: SftRun) -> bool:
 
 def test_a_killed_run_ends_in_the_same_bits(
     run: Callable[..., SftRun],
-    command: Callable[[str], str],
     ranks: tuple[tuple[str, ...], SftRun],
     dropout: Path,
     tmp_path: Path,
 ) -> None:
     """With dropout, shuffling, packing, accumulation and validation on."""
     output, (flags, straight) = tmp_path / "killed", ranks
-    with LiveRun(dpo_command(command("dpo"), output, dropout, *EXACT, *flags), output) as killed:
+    with LiveRun(pairs_command("dpo", output, dropout, *EXACT, *flags), output) as killed:
         killed.wait_for("saved checkpoint  step 4")
         os.killpg(killed.process.pid, signal.SIGKILL)
         assert killed.wait(within_s=HANG_S) == -signal.SIGKILL and killed.run_dir.published_weights() == []
@@ -100,7 +82,6 @@ def test_a_killed_run_ends_in_the_same_bits(
 @pytest.mark.slow
 def test_a_signal_saves_the_current_step_and_a_resume_goes_on_bit_for_bit(
     run: Callable[..., SftRun],
-    command: Callable[[str], str],
     ranks: tuple[tuple[str, ...], SftRun],
     dropout: Path,
     tmp_path: Path,
@@ -108,7 +89,7 @@ def test_a_signal_saves_the_current_step_and_a_resume_goes_on_bit_for_bit(
     """SIGTERM, as from a scheduler that wants the machine back; without it only the last step would be saved."""
     output, (flags, straight) = tmp_path / "stopped", ranks
     only_last = (*LENGTH, "--ckpt", *flags)
-    with LiveRun(dpo_command(command("dpo"), output, dropout, *only_last), output) as stopped:
+    with LiveRun(pairs_command("dpo", output, dropout, *only_last), output) as stopped:
         stopped.wait_for("step 1/8")
         stopped.process.send_signal(signal.SIGTERM)
         assert stopped.wait(within_s=HANG_S) == 128 + signal.SIGTERM, stopped.output
@@ -141,14 +122,19 @@ def test_a_fork_takes_the_reference_along(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "columns"),
+    [("dpo", COLUMNS), ("reward-model", (*COLUMNS[:6], "rewards/std", "samples"))],
+    ids=["dpo", "reward-model"],
+)
 def test_two_ranks_train_what_one_does(
-    run: Callable[..., SftRun], tiny_model: Callable[..., Path], tmp_path: Path
+    run: Callable[..., SftRun], tiny_model: Callable[..., Path], tmp_path: Path, program: str, columns: tuple[str, ...]
 ) -> None:
     flags = ("--max-steps", "3")
-    one = succeeded(run(tmp_path / "one", tiny_model(), *flags))
-    two = succeeded(run(tmp_path / "two", tiny_model(), *flags, "--parallel.num-ranks", "2"))
-    for name in COLUMNS:
-        assert two.column(name) == pytest.approx(one.column(name), rel=1e-3, abs=1e-5), name
+    one = succeeded(run(tmp_path / "one", tiny_model(), *flags, program=program))
+    two = succeeded(run(tmp_path / "two", tiny_model(), *flags, *TWO, program=program))
+    for name in columns:
+        assert two.column(name) == pytest.approx(one.column(name), rel=1e-3, abs=1e-5) != [], name
 
 
 @pytest.mark.parametrize(
@@ -165,12 +151,6 @@ def test_every_loss_learns_to_prefer_the_chosen_side(run: Callable[..., SftRun],
     if kind == "dpo":  # the policy is its own reference
         assert losses[0] == pytest.approx(np.log(2), rel=1e-5) and margins[0] == pytest.approx(0, abs=1e-5)
     assert (learnt.run_dir.path / REFERENCE_NAME).exists() == (kind in ("dpo", "ipo"))
-
-
-def refused(done: SftRun, *words: str) -> None:
-    assert done.code == 2 and "Traceback" not in done.output, done.output
-    for word in words:
-        assert word in done.output, done.output
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,43 +16,19 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.conftest import ROOT
-from tests.training_runs import SftRun, run_command, run_sft
+from tests.training_runs import PAIRS, SftRun, pairs_command, refused, run_pairs, run_sft, succeeded
 from triad.run_dir import RunDir
 
 EXAMPLE = ROOT / "examples" / "reverse_text"
-PAIRS = EXAMPLE / "preferences.jsonl"
 COLUMNS = ("step", "loss", "grad_norm", "lr", "rewards/chosen", "rewards/accuracies", "rewards/std", "samples")
 EXACT = ("--max-steps", "8", "--ckpt.interval", "2", "--data.validation-fraction", "0.1", "--val-interval", "3",
          "--loss.center-coef", "0.01")  # fmt: skip
 
 
-def reward_model_command(program: str, output: Path, model: Path, *flags: str) -> list[str]:
-    settings = {
-        "output-dir": output, "model.name": model, "data.name": PAIRS, "data.batch-size": 8,
-        "data.micro-batch-size": 2, "data.seq-len": 40, "optim.lr": 1e-3, "parallel.threads": 1, "seed": 3,
-    }  # fmt: skip
-    return [program, *(word for key, value in settings.items() for word in (f"--{key}", str(value))), *flags]
-
-
 @pytest.fixture(scope="module")
-def run(command: Callable[[str], str]) -> Callable[..., SftRun]:
-    """Return a function that runs a command to its end: `run(output, model, *flags, program="reward-model")`."""
-
-    def to_end(output: Path, model: Path, *flags: str, program: str = "reward-model") -> SftRun:
-        return run_command(reward_model_command(command(program), output, model, *flags), output)
-
-    return to_end
-
-
-def succeeded(run: SftRun) -> SftRun:
-    assert run.code == 0, run.output
-    return run
-
-
-def refused(done: SftRun, *words: str) -> None:
-    assert done.code == 2 and "Traceback" not in done.output, done.output
-    for word in words:
-        assert word in done.output, done.output
+def run() -> Callable[..., SftRun]:
+    """Return a function that runs a command to its end: `run(output, model, *flags, program='reward-model')`."""
+    return partial(run_pairs, program="reward-model")
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +43,11 @@ def straight(run: Callable[..., SftRun], dropout: Path, tmp_path_factory: pytest
 
 @pytest.mark.slow
 def test_a_killed_run_ends_in_the_same_bits(
-    run: Callable[..., SftRun], command: Callable[[str], str], straight: SftRun, dropout: Path, tmp_path: Path
+    run: Callable[..., SftRun], straight: SftRun, dropout: Path, tmp_path: Path
 ) -> None:
     """With dropout, shuffling, packing, accumulation and validation on."""
     output = tmp_path / "killed"
-    arguments = reward_model_command(command("reward-model"), output, dropout, *EXACT)
+    arguments = pairs_command("reward-model", output, dropout, *EXACT)
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -113,16 +90,6 @@ def test_it_learns_to_score_the_chosen_side_higher_and_transformers_scores_alike
 
 
 @pytest.mark.slow
-def test_two_ranks_train_what_one_does(
-    run: Callable[..., SftRun], tiny_model: Callable[..., Path], tmp_path: Path
-) -> None:
-    one = succeeded(run(tmp_path / "one", tiny_model(), "--max-steps", "3"))
-    two = succeeded(run(tmp_path / "two", tiny_model(), "--max-steps", "3", "--parallel.num-ranks", "2"))
-    for name in COLUMNS:
-        assert two.column(name) == pytest.approx(one.column(name), rel=1e-3, abs=1e-5), name
-
-
-@pytest.mark.slow
 def test_a_reward_model_is_trained_further_from_what_was_published(
     run: Callable[..., SftRun], straight: SftRun, tmp_path: Path
 ) -> None:
@@ -156,7 +123,7 @@ def test_other_programs_do_not_go_on_from_a_reward_model(
 
 
 def test_a_dry_run_starts_nothing_and_bad_input_is_named(
-    run: Callable[..., SftRun], command: Callable[[str], str], tiny_model: Callable[..., Path], tmp_path: Path
+    run: Callable[..., SftRun], tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     model, output = tiny_model(), tmp_path / "dry"
     dry = succeeded(run(output, model, "--dry-run"))
