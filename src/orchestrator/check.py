@@ -1,7 +1,8 @@
 """Check the environments of a configuration without playing one: `python -m orchestrator.check < config.json`.
 
-The launcher runs it before it starts anything. Built-in environments are constructed, as that is cheap; of a
-user's own the module is imported and the arguments are held against the constructor's parameters.
+The launcher runs it before it starts anything. Built-in environments are constructed: `jsonl` reads its file, here and
+in the orchestrator again, so that a wrong row is told before anything is started. Of a user's own the module is
+imported and the arguments are held against the constructor's parameters.
 """
 
 from __future__ import annotations

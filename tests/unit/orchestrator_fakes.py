@@ -64,6 +64,7 @@ class FakeEngine:
     url: str = ""
     max_model_len: int = 2048
     token: str | None = None
+    claims: int = 0
     refuse: str | None = None
     cannot_read: bool = False
     lease_s: float | None = 90.0
@@ -118,6 +119,7 @@ class FakeEngine:
         @app.post("/claim")
         async def claim(request: Request) -> Any:
             body = await request.json()
+            self.claims += 1
             if self.on_claim is not None:
                 await self.on_claim()
             if self.directory != body["directory"] and (refusal := refused(request, body["run_id"])):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,29 @@ def test_a_restarted_server_hears_who_owns_it(tmp_path: Path, monkeypatch: pytes
 
     with serving(engine):
         asyncio.run(disturb())
+
+
+def test_signs_of_life_come_from_the_event_loop_that_environments_run_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.client._SIGN_OF_LIFE_S", 0.01)
+    engine = FakeEngine(version=0, digest="any")
+    run_dir = RunDir(tmp_path)
+    run_dir.create()
+
+    async def block() -> None:
+        async with InferenceClient(make_config(tmp_path, engine).client, run_dir=run_dir) as client:
+            await client.wait_until_ready(model=engine.model, seq_len=8)
+            while engine.claims < 3:
+                await asyncio.sleep(0.01)
+            before = engine.claims
+            time.sleep(0.5)
+            assert engine.claims <= before + 1, "one was under way"
+            while engine.claims < before + 3:
+                await asyncio.sleep(0.01)
+
+    with serving(engine):
+        asyncio.run(block())
 
 
 def test_a_sign_of_life_that_is_under_way_takes_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
