@@ -3,6 +3,7 @@
     asked to (SIGTERM, SIGINT)    exit code 0
     the engine died               exit code 75, with the reason in the log (also while it starts)
     the engine did not start      exit code 3 (InferenceError), also where it fails at its very first token
+    its model cannot be read      exit code 5, the run waits for the storage
 
 What is wrong with the configuration ends it earlier, with exit code 2.
 """
@@ -18,6 +19,7 @@ import signal
 import socket
 from argparse import Namespace
 from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import uvicorn
@@ -35,8 +37,9 @@ from inference.policy import Policy
 from inference.preflight import Preflight
 from inference.routes import Routes, build_application
 from triad.config import InferenceConfig
-from triad.errors import ConfigError, InferenceError
+from triad.errors import ConfigError, InferenceError, ReadError, is_storage_failure
 from triad.events import report
+from triad.manifest import file_digest
 from triad.owner import Owner
 from triad.process import is_ignored
 
@@ -95,6 +98,7 @@ async def _serve(
         try:
             engine = await stack.enter_async_context(running_engine(args))
         except (RuntimeError, ValueError) as error:
+            await asyncio.to_thread(_require_readable, preflight.model_dir)
             if _KILLED.search(str(error)):  # by a signal, as while it serves: another start may well do
                 _log.error("the engine died while it started: %s", error)
                 return ENGINE_DIED_EXIT_CODE
@@ -209,6 +213,21 @@ async def _prove(engine: AsyncLLM) -> None:
         raise InferenceError(
             "the engine cannot run this model: it failed at its first token (its log is above)"
         ) from error
+
+
+def _require_readable(model_dir: Path) -> None:
+    """Read the model once through: an engine that fails, or dies by SIGBUS, does not say that its files are at fault.
+
+    Raises:
+        ReadError: the storage is, so that it is waited for.
+    """
+    for path in sorted(model_dir.iterdir()):
+        try:
+            if path.is_file():
+                file_digest(path)
+        except OSError as error:
+            if is_storage_failure(error):
+                raise ReadError.of(path, error) from error
 
 
 def _reason(error: Exception) -> str:

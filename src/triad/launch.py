@@ -18,7 +18,6 @@ from triad.config.rl_trainer import TrainerConfig
 from triad.config.trainer import TrainingCommand
 from triad.errors import ConfigError
 from triad.events import PROCESS_ENV
-from triad.heartbeat import Health
 from triad.import_path import module_command
 from triad.ports import reserve
 from triad.preflight import check_inference, check_orchestrator, check_rl, check_training
@@ -28,6 +27,7 @@ from triad.resume import prepare
 from triad.run_dir import RunDir, resolve_resume_step
 from triad.servers import chosen_servers, picks_its_port
 from triad.storage import Patience
+from triad.vitals import Health
 from triad.watch import Healing, Plan, clear_unpublished, watch
 
 # Between the answer that a server gives in time and its arrival here, on a busy machine.

@@ -16,8 +16,8 @@ from triad.errors import CheckpointError, is_storage_failure
 from triad.object_store import StorageError
 from triad.remote import RemoteCheckpoints
 
-CLOSE_S = 600.0
-"""How long the end of a run waits for uploads, unless told otherwise."""
+CLOSE_S = 4200.0
+"""How long the end of a run waits for uploads, unless told otherwise: a store may be away for an hour."""
 _GIVE_UP_S = 10.0
 _FIRST_PAUSE_S = 5.0
 _LONGEST_PAUSE_S = 300.0
@@ -130,6 +130,11 @@ class Uploader:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+            waiting = ", ".join(str(job.step) for job in (self._current, *self._jobs) if job)
+        if waiting:
+            _log.info(
+                "waiting for the upload of step %s to %s, for at most %.0f s", waiting, self._remote.url, timeout_s
+            )
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             with self._changed:

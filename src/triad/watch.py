@@ -26,12 +26,14 @@ from triad.console import Console
 from triad.engine_log import engine_failure
 from triad.errors import NOT_SAVED, STORAGE_FAILED, STUCK, ProcessDied, ReadError, TriadError, is_storage_failure
 from triad.events import EVENTS_ENV, PROCESS_ENV
-from triad.heartbeat import HEALING_NAME, HEARTBEAT_ENV, PROBE_PERIOD_S, Health, Vitals, place_of_beats
+from triad.heartbeat import HEALING_NAME, HEARTBEAT_ENV
 from triad.process import make_output_lossy
 from triad.restarts import Restarts
 from triad.run_dir import RunDir
+from triad.stacks import show_stacks
 from triad.storage import Patience, fullest
 from triad.supervise import Child, Supervisor, error_message, last_lines
+from triad.vitals import PROBE_PERIOD_S, Health, Vitals, place_of_beats
 
 _TELLING_S = 10.0
 """What a trainer whose time of grace is over gets to give up and say so."""
@@ -199,6 +201,7 @@ class _Watcher:
                 self._console.say(f"{who} has come no further for {stuck.seconds:.0f} s in {stuck.doing}: killing it")
             else:
                 continue
+            show_stacks(vitals.pids(), of=child.process.pid, log=child.log)
             self._killed.add(child.process.pid)  # once: where its storage hangs, it takes its time to end
             self._supervisor.kill(child)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -207,6 +208,24 @@ def test_an_engine_that_was_just_forked_does_not_outlive_its_server(model: Path,
     assert server.kill() == -signal.SIGKILL
     for child in children:
         _assert_ends(child)
+
+
+def test_a_model_that_cannot_be_read_is_the_fault_of_the_storage(model: Path, tmp_path: Path) -> None:
+    """Reading /proc/self/mem is an I/O error. vLLM says in many ways that its process did not come up."""
+    copied = shutil.copytree(model, tmp_path / "model")
+    weights = copied / "model.safetensors"
+    breaks = (
+        f"import os, inference.server as s; weights = {str(weights)!r}\n"
+        "def engine(_):\n"
+        "    os.remove(weights); os.symlink('/proc/self/mem', weights)\n"
+        "    raise RuntimeError('Engine core initialization failed.')\n"
+        "s.running_engine = engine"
+    )
+    server = _start(copied, tmp_path, sabotage=breaks)
+    assert server.wait(300) == 5, server.log()
+    assert f"error: {weights} cannot be read: Input/output error" in server.log()
+    as_it_starts = _start(copied, tmp_path)  # it is looked at before the engine starts
+    assert as_it_starts.wait(300) == 5 and "Input/output error" in as_it_starts.log()
 
 
 def test_the_death_of_the_engine_ends_the_server_with_its_own_code(model: Path, tmp_path: Path) -> None:

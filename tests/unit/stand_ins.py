@@ -10,10 +10,10 @@ from typing import Any
 
 from triad.attempt import Attempt
 from triad.config import TrainerConfig
-from triad.heartbeat import Health
 from triad.restarts import Restarts
 from triad.run_dir import RunDir
 from triad.storage import Patience
+from triad.vitals import Health
 from triad.watch import Healing, Plan, watch
 
 

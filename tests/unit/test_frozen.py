@@ -18,7 +18,8 @@ from orchestrator.main import PatientLoop
 from tests.processes import HANG_S
 from triad import journal
 from triad.clock import FROZEN_S, awake_s
-from triad.heartbeat import PERIOD_S, Vitals
+from triad.heartbeat import PERIOD_S
+from triad.vitals import Vitals
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from tests.processes import HANG_S
-from triad.heartbeat import HEARTBEAT_ENV, PERIOD_S, Health, Vitals, does, place_of_beats, start_heartbeat
+from triad.heartbeat import HEARTBEAT_ENV, PERIOD_S, does, start_heartbeat
+from triad.vitals import Health, Vitals, place_of_beats
 
 _BEAT = "import sys, time; from triad.heartbeat import start_heartbeat; start_heartbeat(sys.argv[1]); time.sleep(600)"
 
@@ -85,7 +86,7 @@ def test_a_process_that_never_beats_is_silent_after_a_time_for_its_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("triad.heartbeat.awake_s", lambda: now)
+    monkeypatch.setattr("triad.vitals.awake_s", lambda: now)
     vitals = Vitals(tmp_path / "heartbeats" / "orchestrator")
     now += 30
     assert vitals.silent_s() == 0

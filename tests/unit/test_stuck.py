@@ -12,8 +12,9 @@ from tests.inference_zygote import free_port
 from tests.processes import HANG_S
 from tests.unit.stand_ins import Stands
 from triad.errors import STUCK, ProcessDied
-from triad.heartbeat import HEALING_NAME, HEARTBEAT_ENV, Health, Vitals, Wait
+from triad.heartbeat import HEALING_NAME, HEARTBEAT_ENV, Wait
 from triad.restarts import Restarts
+from triad.vitals import Health, Vitals
 
 pytestmark = pytest.mark.usefixtures("restored_signals")
 
@@ -65,6 +66,8 @@ def test_an_event_loop_that_is_blocked_is_killed_and_started_again(
     assert stands.watch(trainer=_TRAINER, orchestrator=_BLOCKED_ONCE) == 0
     said = r"orchestrator has come no further for \d+ s in its first steps: killing it"
     assert re.search(said, capfd.readouterr().out)
+    stacks = (stands.run_dir.logs(1) / "orchestrator.log").read_text()
+    assert "most recent call first" in stacks and "in main" in stacks, "where it was is in its log"
 
 
 def test_what_is_stuck_at_the_same_step_again_and_again_ends_the_run(stands: Stands) -> None:
@@ -126,7 +129,7 @@ def test_a_server_that_was_well_and_cannot_start_again_is_given_another_try(
 def test_the_rank_that_stands_still_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both beat, and one of them moves on."""
     now = 1000.0
-    monkeypatch.setattr("triad.heartbeat.awake_s", lambda: now)
+    monkeypatch.setattr("triad.vitals.awake_s", lambda: now)
     vitals = Vitals(tmp_path / "trainer")
     for second in range(12):
         now += 1

@@ -17,9 +17,9 @@ import pytest
 
 from tests.processes import HANG_S
 from triad.config import InferenceConfig
-from triad.heartbeat import Health, HealthProbe
 from triad.servers import _look
 from triad.supervise import Supervisor
+from triad.vitals import Health, HealthProbe
 
 
 @pytest.mark.usefixtures("restored_signals")
