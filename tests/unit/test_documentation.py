@@ -18,7 +18,7 @@ from tests.conftest import BASE, ROOT
 from tests.documentation import LANGUAGES, PAGES, Block, Command, anchors, blocks, commands, links, prose, shows
 from tests.documented_runs import Checkout, settings_file
 from tests.integration.test_documented_commands import STARTED
-from triad import errors, heartbeat, record_log, servers, storage
+from triad import errors, record_log, servers, storage, vitals
 from triad.config import InferenceConfig, RlConfig
 from triad.config.fingerprint import FREE
 from triad.config.orchestrator import EnvironmentConfig
@@ -303,7 +303,7 @@ def test_constants_that_the_guarantees_name_are_those_of_the_code() -> None:
         f"again after {patience.FIRST_BACKOFF_S:g} s, then twice as long each time up to {patience.LAST_BACKOFF_S:g} s",
         f"`Retry-After` says ({patience._LONGEST_PAUSE_S:g} s at most)",
         f"for {['no', 'one', 'two'][round(transport._FAILING_PATIENCE_S / 60)]} minutes with 500",
-        f"silent from {heartbeat._FIRST_BEAT_S:g} s after its start",
+        f"silent from {vitals._FIRST_BEAT_S:g} s after its start",
         f"named after {silence.SILENT_S:g} s with environment",
         f"after {storage._FIRST_DELAY_S:g} s, then 2, 4, ... up to {storage._LAST_DELAY_S:g} s",
         f"takes the server at port {InferenceConfig().server.port} if it is nobody's",

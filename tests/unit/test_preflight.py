@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.inference_zygote import free_port
 from triad import cli
 
 Launch = Callable[..., str]
@@ -62,7 +63,7 @@ def environment(identity: str, **args: object) -> tuple[str, str]:
     return "--orchestrator.environments", json.dumps([{"id": identity, "args": args}])
 
 
-QUICK_START = ("rl", "@", "configs/reverse_text/rl.toml", "--inference.server.port", "9")  # nobody answers there
+QUICK_START = ("rl", "@", "configs/reverse_text/rl.toml", "--inference.server.port", str(free_port()))
 
 
 def test_environments_and_their_arguments(refused: Launch) -> None:
