@@ -88,7 +88,7 @@ class BatchMaker:
         try:
             while missing := self._num_missing(outcomes):
                 problems = self._choose_problems(state, missing, first=len(outcomes))
-                outcomes += await run_all(in_turn(problem) for problem in problems)
+                outcomes += await sampler.guard(run_all(in_turn(problem) for problem in problems))
         finally:
             await sampler.close()
         selection = select(outcomes, num_groups=self._config.problems_per_step)

@@ -48,8 +48,7 @@ async def run_group(
     Raises:
         EnvironmentFailure: the environment raised, broke its contract or took too long, and `on_error` is `stop`.
         PromptTooLong: the prompt leaves no room within `seq_len`, and `on_error` is `stop`.
-        InferenceError, RunDirError: an engine or the log of generations failed, whether or not the environment let
-            that pass.
+        InferenceError, RunDirError: an engine or the log of generations failed, and the environment let that pass.
     """
     sessions: list[Session] = []
     try:
@@ -60,7 +59,7 @@ async def run_group(
             _new_session(prompt_ids, index, problem, step, config=config, tokenizer=tokenizer, sampler=sampler)
             for index in range(config.group_size)
         ]
-        await _play_all(sessions, task, problem, sampler=sampler)
+        await _play_all(sessions, task, problem)
         async with _calling(problem, "score"):
             found = await result_of(problem.environment.score(task, tuple(sessions)))
             for session in sessions:
@@ -68,7 +67,6 @@ async def run_group(
                 session.end()
                 require_sound(session, what=_named(problem))
             scores = checked_scores(found, config.group_size, what=_named(problem))
-        sampler.check()
     except (EnvironmentFailure, PromptTooLong) as failure:
         sampler.check()
         if problem.settings.on_error == "stop":
@@ -147,15 +145,13 @@ def _new_session(
     )
 
 
-async def _play_all(sessions: Sequence[Session], task: Task, problem: Problem, *, sampler: Sampler) -> None:
+async def _play_all(sessions: Sequence[Session], task: Task, problem: Problem) -> None:
     """Play the sessions of a group; a failure is raised at once if it ends the run, else when all have ended."""
 
     async def play(session: Session) -> EnvironmentFailure | None:
         try:
             await _play(session, task, problem)
-            sampler.check()
         except EnvironmentFailure as failure:
-            sampler.check()
             if problem.settings.on_error == "stop":
                 raise
             return failure

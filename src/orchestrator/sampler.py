@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from orchestrator.client import InferenceClient
 from orchestrator.environment import Completion
@@ -13,6 +15,8 @@ from triad.heartbeat import moved
 # Engine, most tokens, prompt: sessions that agree on these can share a request.
 _Key = tuple[int, int, tuple[int, ...]]
 
+_T = TypeVar("_T")
+
 
 class Sampler:
     """Samples turns for the sessions of one batch, all by the same weights, those with `weights_digest`.
@@ -21,8 +25,7 @@ class Sampler:
     become one request with one seed each, which the engine prefills once. Which sessions share a
     request changes nothing in what is sampled, since every sample has its own seed.
 
-    A failure ends the batch, whatever the environment that it was raised in made of it: it is kept, and `check`
-    raises it.
+    A failure ends the batch, whatever the environment that it was raised in makes of it: see `guard`.
     """
 
     def __init__(
@@ -42,12 +45,29 @@ class Sampler:
         self._gathering: dict[_Key, dict[int, asyncio.Future[Completion]]] = {}
         self._requests: set[asyncio.Task[None]] = set()
         self._failure: Exception | None = None
+        self._has_failed = asyncio.Event()
         self.num_reused = 0
 
     def check(self) -> None:
         """Raise what engine or log have failed with, if they have."""
         if self._failure is not None:
             raise self._failure
+
+    async def guard(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Return the result of `work`, which samples here; cancelled as soon as engine or log have failed.
+
+        Raises:
+            InferenceError, RunDirError: what they failed with; or whatever `work` raises.
+        """
+        working, failing = asyncio.ensure_future(work), asyncio.ensure_future(self._has_failed.wait())
+        try:
+            await asyncio.wait((working, failing), return_when=asyncio.FIRST_COMPLETED)
+            self.check()
+            return working.result()
+        finally:
+            for one in (working, failing):
+                one.cancel()
+            await asyncio.gather(working, failing, return_exceptions=True)
 
     async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int, engine: int) -> Completion:
         """Return one continuation of `token_ids`.
@@ -103,6 +123,7 @@ class Sampler:
         except BaseException as error:
             if isinstance(error, Exception) and self._failure is None:
                 self._failure = error
+                self._has_failed.set()
             for future in waiting.values():
                 if future.done():
                     continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import os
 import re
 import subprocess
@@ -237,6 +238,17 @@ class Swallows(Plain):
             session.append_text(" ")
 
 
+class Persists(Plain):
+    """Asks again and again, whatever the engine fails with."""
+
+    async def run(self, session: Session, task: Task) -> None:
+        while not session.texts:
+            try:
+                await session.sample()
+            except Exception:  # noqa: BLE001 - the mistake
+                await asyncio.sleep(0.01)
+
+
 class Long(Plain):
     """Appends 50 MB, or asks with it."""
 
@@ -407,14 +419,17 @@ def test_a_mistake_is_one_line(tmp_path: Path, kind: type[Environment], what: st
 
 
 @pytest.mark.parametrize("on_error", ["stop", "drop"])
+@pytest.mark.parametrize(("kind", "answers"), [(Swallows, 3), (Persists, 0)])
 def test_an_engine_that_fails_ends_the_run_though_the_environment_takes_it_for_an_answer(
-    tmp_path: Path, on_error: str
+    tmp_path: Path, kind: type[Environment], answers: int, on_error: str
 ) -> None:
-    engine = FakeEngine(intercept=lambda count: JSONResponse({"error": "out of order"}, 400) if count > 3 else None)
+    refusal = {"error": "out of order"}
+    engine = FakeEngine(intercept=lambda count: JSONResponse(refusal, 400) if count > answers else None)
     with serving(engine), FakeTrainer(RunDir(tmp_path), start=0, max_steps=1):
-        config = make_config(tmp_path, engine, environments=section(Swallows, on_error=on_error), max_steps=1)
+        settings = section(kind, on_error=on_error, timeout_s=math.inf)
+        config = make_config(tmp_path, engine, environments=settings, max_steps=1)
         with pytest.raises(InferenceError, match="was answered 400: out of order"):
-            asyncio.run(orchestrate(config))
+            asyncio.run(asyncio.wait_for(orchestrate(config), 60))
     assert RunDir(tmp_path).published_batches() == []
 
 
