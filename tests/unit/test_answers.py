@@ -67,6 +67,10 @@ def outer_version(answer: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("alter", "said"),
     [
+        (lambda answer: answer["choices"].pop(), r"answered 4 seeds with the choices \[1, 2, 3\]"),
+        (lambda answer: answer["choices"].append(answer["choices"][0]), r"the choices \[0, 1, 2, 3, 3\]"),
+        (whole("logprobs", lambda one: one["logprobs"][:-1]), r"token ids with \d+ logprobs"),
+        (whole("token_ids", lambda one: []), "it has 0 token ids"),
         (one("logprobs", 3.5), "logprobs holds 3.5, allowed are numbers from -1000 up to 0"),
         (one("logprobs", 1e39), "(logprobs holds inf|not Logprobs)"),
         (one("logprobs", True), "logprobs holds 1, allowed"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -15,8 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.transport import Transport
 from tests.processes import HANG_S
 from triad.config import InferenceConfig
+from triad.config.orchestrator import ClientConfig
 from triad.servers import _look
 from triad.supervise import Supervisor
 from triad.vitals import Health, HealthProbe
@@ -83,6 +86,14 @@ def _serving(kind: type[BaseHTTPRequestHandler]) -> Iterator[int]:
     server.server_close()
 
 
+async def _ask_as_orchestrator(url: str) -> bytes:
+    transport = Transport(ClientConfig(urls=[url]), key="client")
+    try:
+        return await transport.get(url, "/weights")
+    finally:
+        await transport.close()
+
+
 def test_proxies_never_meet_the_servers_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
@@ -92,6 +103,7 @@ def test_proxies_never_meet_the_servers_of_a_run(monkeypatch: pytest.MonkeyPatch
         config = InferenceConfig.model_validate({"server": {"port": port}})
         served = _look(config.server.url)
         assert served is not None and served.model == "m"
+        assert b'"model": "m"' in asyncio.run(_ask_as_orchestrator(config.server.url))
         probe = HealthProbe(Health(f"{config.server.url}/health"), 0.05)
         deadline = time.monotonic() + HANG_S
         while not probe.silent_s():  # 0 before the first good answer
