@@ -30,9 +30,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from tests.faults.forking import import_trainer
 from tests.forked_commands import run_command
 from tests.training_runs import sft_command
-from triad.process import die_with_parent, heavy_imports
+from triad.process import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[1]
 IMPORT_TIMEOUT_S = 180.0
@@ -191,11 +192,7 @@ def shared_zygote() -> Zygote:
 
 def _main() -> NoReturn:
     die_with_parent()
-    with heavy_imports():
-        for name in _IMPORTED:
-            importlib.import_module(name)
-        # Made once, and kept: a quarter of the time of a short run.
-        importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("qwen3")
+    import_trainer(_IMPORTED)
     running: dict[int, tuple[int, int]] = {}  # pidfd -> (request, pid)
     buffer = b""
     while True:

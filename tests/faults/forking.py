@@ -48,12 +48,19 @@ class ForkingHelper:
         return int(self._process.stdout.readline())
 
 
-def serve(modules: Sequence[str], child: Callable[[dict[str, Any]], NoReturn]) -> None:
-    """Be the helper: import `modules`, then run `child` in a process of its own for every request."""
-    die_with_parent()
+def import_trainer(modules: Sequence[str]) -> None:
+    """Import `modules`, and make what every trainer would make anew: a quarter of the time of a short run."""
     with heavy_imports():
         for name in modules:
             importlib.import_module(name)
+        if mapping := sys.modules.get("transformers.conversion_mapping"):
+            mapping.get_checkpoint_conversion_mapping("qwen3")  # kept in a cache
+
+
+def serve(modules: Sequence[str], child: Callable[[dict[str, Any]], NoReturn]) -> None:
+    """Be the helper: import `modules`, then run `child` in a process of its own for every request."""
+    die_with_parent()
+    import_trainer(modules)
     for line in sys.stdin:
         request = json.loads(line)
         pid = os.fork()
