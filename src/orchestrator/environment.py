@@ -167,6 +167,9 @@ class Session:
         self.versions: list[VersionSpan] = []
         self.texts: list[str] = []
         self.truncated = False
+        # What an environment cannot reach by accident.
+        self._kept = {"token_ids": self.token_ids[:], "loss_mask": self.loss_mask[:], "logprobs": self.logprobs[:]}
+        self._kept_versions: list[VersionSpan] = []
         self._is_turn_open = True  # nothing was said in the policy's turn
         self._is_sampling = False
         self._is_over = False
@@ -202,10 +205,10 @@ class Session:
             self._is_sampling = False
         self._is_turn_open = False
         start = len(self.token_ids)
-        self.token_ids += turn.token_ids
-        self.loss_mask += LossMask(b"\1" * len(turn.token_ids))
-        self.logprobs += turn.logprobs
-        self.versions += [VersionSpan(span.version, start + span.start, start + span.end) for span in turn.versions]
+        self._grow(turn.token_ids, LossMask(b"\1" * len(turn.token_ids)), turn.logprobs)
+        versions = [VersionSpan(span.version, start + span.start, start + span.end) for span in turn.versions]
+        self.versions += versions
+        self._kept_versions += versions
         self.truncated = self.truncated or turn.finish_reason == "length"
         self.texts.append(self._tokenizer.decode(turn.token_ids))
         return self.texts[-1]
@@ -246,6 +249,11 @@ class Session:
         """Whether a `sample()` goes on."""
         return self._is_sampling
 
+    def changed(self) -> list[str]:
+        """Return the names of attributes that are not what was sampled and appended: an environment changed them."""
+        found = [name for name, kept in self._kept.items() if getattr(self, name).tobytes() != kept.tobytes()]
+        return found + ["versions"] * (self.versions != self._kept_versions)
+
     def end(self) -> None:
         """Let nothing more be sampled or appended: the rollout is taken as it stands."""
         self._is_over = True
@@ -272,9 +280,12 @@ class Session:
                 f"{len(token_ids)} more tokens leave no room for a sampled one in the {self._seq_len} of the session "
                 "(seq_len)"
             )
-        self.token_ids += TokenIds(token_ids)
-        self.loss_mask += LossMask(bytes(len(token_ids)))
-        self.logprobs += Logprobs([0.0] * len(token_ids))
+        self._grow(TokenIds(token_ids), LossMask(bytes(len(token_ids))), Logprobs([0.0] * len(token_ids)))
+
+    def _grow(self, token_ids: TokenIds, loss_mask: LossMask, logprobs: Logprobs) -> None:
+        for name, more in {"token_ids": token_ids, "loss_mask": loss_mask, "logprobs": logprobs}.items():
+            getattr(self, name).extend(more)
+            self._kept[name].extend(more)
 
 
 class Environment:

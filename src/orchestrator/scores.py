@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.answers import problem_of_logprobs
 from orchestrator.environment import Score, Session, Task, as_messages, as_text, num_characters
 from triad.arrays import Logprobs, LossMask, TokenIds
 from triad.chat.tokenizer import Tokenizer
@@ -114,16 +113,7 @@ def require_sound(session: Session, *, what: str) -> None:
     for name, kind in kinds.items():
         if not isinstance(found := getattr(session, name, None), kind):
             raise EnvironmentFailure(f"{what}: run() or score() replaced session.{name} by {_shown(found)}. {_GROWTH}")
-    count, mask = len(session.token_ids), session.loss_mask.tobytes()
-    lengths = [span.end - span.start for span in session.versions if 0 <= span.start < span.end <= count]
-    sampled = [mask.count(1, span.start, span.end) for span in session.versions]
-    problems = {
-        "token_ids": count and min(session.token_ids) < 0,
-        "loss_mask": len(mask) != count or mask.count(0) + mask.count(1) != count,
-        "logprobs": len(session.logprobs) != count or problem_of_logprobs("logprobs", session.logprobs) is not None,
-        "versions": lengths != sampled or sum(sampled) != mask.count(1),
-    }
-    if changed := [name for name, is_wrong in problems.items() if is_wrong]:
+    if changed := session.changed():
         raise EnvironmentFailure(
             f"{what}: run() or score() changed session.{changed[0]} to what was never sampled. {_GROWTH}"
         )

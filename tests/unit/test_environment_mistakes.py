@@ -140,6 +140,8 @@ class Forges(Plain):
                 session.versions.clear()
             case "lengths":
                 session.logprobs.append(-1.0)
+            case "what_could_be":  # another token of the vocabulary, with a log-probability that it could have
+                session.token_ids[-1] = 5 if session.token_ids[-1] != 5 else 6
 
 
 class Replaces(Plain):
@@ -371,6 +373,7 @@ def test_draws_differ_and_a_task_made_again_is_the_same() -> None:
         (Forges, "loss_mask", "changed session.loss_mask"),
         (Forges, "versions", "changed session.versions"),
         (Forges, "lengths", "changed session.logprobs"),
+        (Forges, "what_could_be", "changed session.token_ids"),
         (Scored, "nothing", r"score\(\) must return a list of 4 Score objects, got None"),
         (Scored, "numbers", r"score\(\) must return Score objects, got 1.0 \(float\)"),
         (Tasks, "key", "the prompt of its task: message 1 is .*`contents`"),
