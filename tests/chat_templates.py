@@ -189,7 +189,14 @@ TEMPLATES = {
 ODD = {
     "writes None": "{% for message in messages %}{{ '<|' + message.role + '|>' }}{{ message.content }}"
     "{% for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+    "documents": "{% for document in documents or [] %}{{ document.title ~ ': ' ~ document.text ~ '\n' }}{% endfor %}"
+    + _CHATML,
+    # As DeepSeek's and Mistral's, which read arguments as text.
+    "calls as text": """{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}{{- message.content or '' }}\
+{%- for call in message.tool_calls or [] %}{%- set function = call.function or call %}\
+{{- '<call>' + function.name + ' ' + function.arguments + '</call>' }}{%- endfor %}{{- '<|im_end|>\n' }}{%- endfor %}\
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}""",
 }
 SPECIAL = [
     "<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",

@@ -67,6 +67,12 @@ def test_bytes_of_half_an_item_are_refused() -> None:
         Logprobs(b"\0\0\0")
 
 
+def test_what_is_not_packed_is_refused_and_not_written_as_the_bytes_it_has() -> None:
+    assert msgspec.msgpack.encode(Logprobs([0.5]), enc_hook=encode_packed)[-4:] == struct.pack("<f", 0.5)
+    with pytest.raises(NotImplementedError, match="a ndarray cannot be encoded"):
+        msgspec.msgpack.encode(np.array([0.5]), enc_hook=encode_packed)
+
+
 def test_numpy_reads_them_without_a_copy() -> None:
     ids = TokenIds([1, 2, 3])
     assert np.shares_memory(np.asarray(ids, dtype=np.int32), np.frombuffer(ids, np.int32))

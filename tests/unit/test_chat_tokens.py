@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -194,9 +195,60 @@ def test_what_a_template_would_silently_leave_out_is_refused_or_told() -> None:
         trained("byte-level", "chatml", Chat(THOUGHT, documents=[{"title": "t", "text": "fox"}]))
     with pytest.raises(DataError, match="does not read. Did you mean 'enable_thinking'"):
         trained("byte-level", "qwen 3", Chat(THOUGHT, options={"enable_thinkng": False}))
+    with pytest.raises(DataError, match="must not hold `tools`: it has a column of its own"):
+        trained("byte-level", "qwen 3", Chat(THOUGHT, options={"tools": TOOLS}))
     _, ours = tokenizers_of("byte-level", "chatml", False)
     remarks = encode_chat(Chat(chat("a", "b", weight=0)), ours).remarks
     assert remarks == ("messages have `weight`, which the chat template does not read",)
+
+
+def test_documents_are_taken_where_the_template_writes_them_whole() -> None:
+    theirs, ours = tokenizers_of("byte-level", "documents", False)
+    documents = [{"title": "The fox", "text": "It is quick."}]
+    encoded = encode_chat(Chat(chat("a", "It is 12."), documents=documents), ours)
+    assert encoded.ids == theirs.apply_chat_template(chat("a", "It is 12."), documents=documents, return_dict=False)
+    assert "The fox: It is quick." in ours.decode(encoded.ids)
+    for left_out in ({"title": "The fox", "text": "t", "body": "It is 13."}, {"body": 3}, "fox"):
+        with pytest.raises(DataError, match="`documents`, which the chat template .* does not write whole"):
+            encode_chat(Chat(chat("a", "It"), documents=[left_out]), ours)
+
+
+def test_calls_are_given_to_a_template_in_the_form_that_it_reads() -> None:
+    """With or without `function` around the function, its arguments as an object or as text."""
+    _, ours = tokenizers_of("byte-level", "calls as text", False)
+    as_text = '{"city": "東京"}'
+    function = {"name": "weather", "arguments": {"city": "東京"}}
+    for asked in (call({"city": "東京"}), call(as_text), function, function | {"arguments": as_text}):
+        encoded = encode_chat(Chat(chat("a", "", tool_calls=[asked])), ours)
+        said = ours.decode([token for token, is_trained in zip(encoded.ids, encoded.mask, strict=True) if is_trained])
+        assert said == f"<call>weather {as_text}</call>\n", asked
+
+
+def test_marks_that_are_not_to_be_told_apart_or_not_there_are_refused() -> None:
+    rows = [*chat("a", "b"), *chat("c", "d")]
+    changes = "{% if message.role == 'user' and loop.last %}!{% endif %}"
+    for template, reason in (
+        (TEMPLATES["marked"].replace("{% for message in messages %}", "{% for message in messages %}" + changes),
+         "renders the prompt in another way before the answer than alone"),
+        (TEMPLATES["marked"].replace("== 'assistant'", "== 'model'"), "marks nothing in this chat with {% generation"),
+        (TEMPLATES["marked"] + "{{ raise_exception('No.') }}",
+         r"refuses a chat of \[user, assistant, user, assistant\]: No"),
+    ):  # fmt: skip
+        ours = chat_tokenizer(make_tokenizer("byte-level", template, adds_bos=False))
+        with pytest.raises(DataError, match=reason):
+            encode_chat(Chat(rows, first_trained=3), ours, train_on="template")
+
+
+def test_a_turn_that_is_opened_in_another_way_once_others_follow_is_refused() -> None:
+    template = (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+        "{% if message.role == 'assistant' and not loop.last %}{{ '<think>' }}{% endif %}"
+        "{{ message.content + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% endif %}"
+    )
+    ours = chat_tokenizer(make_tokenizer("byte-level", template, adds_bos=False))
+    with pytest.raises(DataError, match="message 2: the chat template changes earlier turns once others follow"):
+        encode_chat(Chat([*chat("a", "It is 12."), *chat("b", "The fox.")]), ours)
 
 
 def test_variables_of_the_template_come_from_the_row() -> None:
@@ -287,6 +339,31 @@ def test_what_a_template_would_leave_out_of_a_session_is_refused_or_told(caplog:
         ours.prompt([*chat("a", "b", tool_calls=[call({})]), *chat("c", "")[:1]])
     ours.prompt([{"role": "system", "content": "The fox."}, *chat("a", "")[:1]])
     assert "leaves out what messages of role `system` say" in caplog.text
+
+
+def test_a_template_that_adds_nothing_cannot_continue_a_chat() -> None:
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    ours = chat_tokenizer(make_tokenizer("byte-level", template, adds_bos=True))
+    with pytest.raises(DataError, match="adds nothing after an assistant's turn.*use append_text"):
+        ours.continuation([{"role": "user", "content": ""}], last_token_id=1)
+
+
+def test_a_template_that_writes_the_date_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    template = "Of {{ strftime_now('%Y') }}. {% for message in messages %}{{ message.content }}{% endfor %}"
+    ours = chat_tokenizer(make_tokenizer("byte-level", template, adds_bos=False))
+    for _ in range(2):
+        assert re.fullmatch(r"Of 20\d\d\. a", ours.render([{"role": "user", "content": "a"}], open_turn=False))
+    assert caplog.text.count("writes today's date into the prompts") == 1
+
+
+def test_a_tokenizer_without_a_template_or_the_one_that_is_needed() -> None:
+    backend = make_tokenizer("byte-level", "", adds_bos=False).backend_tokenizer
+    plain = Tokenizer(backend, name="plain", templates=None, special={})
+    assert (plain.stop_token_ids, encode_text("a", plain).ids) == ([], plain.encode("a")), "no token ends a text"
+    several = Tokenizer(backend, name="several", templates={"rag": "{{ messages }}", "tool_use": "a"}, special={})
+    assert several.template(TOOLS).source == "a"
+    with pytest.raises(ConfigError, match=r"several chat templates and none is named `default`: rag, tool_use\. Name"):
+        several.template()
 
 
 def test_turns_without_an_end_are_told() -> None:

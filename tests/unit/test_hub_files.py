@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+import pytest
+
+from triad.chat.files import load_tokenizer
+from triad.errors import ConfigError, DataError
 
 LOAD = """
 import sys
@@ -88,3 +94,29 @@ def test_a_template_that_nobody_knows_of_is_not_taken_for_missing(
     assert load("http://127.0.0.1:9", tmp_path / "cache").returncode == 1
     offline = load("http://127.0.0.1:9", tmp_path / "cache", HF_HUB_OFFLINE="1")
     assert (offline.returncode, offline.stdout) == (0, "['default']\n"), offline.stderr
+    unknown = load("http://127.0.0.1:9", tmp_path / "empty", HF_HUB_OFFLINE="1")
+    assert unknown.returncode == 1 and "'someone/model' is no directory, and the hub is silent" in unknown.stderr
+
+
+def test_a_name_that_can_be_no_model_is_refused_as_such() -> None:
+    with pytest.raises(ConfigError, match="model.tokenizer: 'no/such/directory' is no directory and no model on the"):
+        load_tokenizer("no/such/directory")
+
+
+def test_files_of_a_tokenizer_that_are_damaged_or_missing(tiny_model: Callable[..., Path]) -> None:
+    directory = tiny_model()
+    config = directory / "tokenizer_config.json"
+    named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": named}))
+    tokenizer = load_tokenizer(str(directory))
+    assert [tokenizer.template(tools).source for tools in (None, [{}])] == ["a", "b"]
+    config.write_text("{")
+    with pytest.raises(DataError, match=r"tokenizer_config\.json is not JSON"):
+        load_tokenizer(str(directory))
+    (directory / "tokenizer.json").write_text("{")
+    with pytest.raises(DataError, match=r"tokenizer\.json cannot be read"):
+        load_tokenizer(str(directory))
+    (directory / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json\. Write one with"):
+        load_tokenizer(str(directory))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from tests.unit.test_data import load, refused, trained_text, whole_text, write
+from tests.chat_templates import make_tokenizer
+from tests.unit.test_data import load, refused, tokenize_row, trained_text, whole_text, write
 from trainer.data import fingerprint_samples
 from trainer.pairs.preferences import load_pairs
 from trainer.tokenizing import cores_of_this_rank
@@ -28,6 +30,17 @@ CHAT = "<|user|>ab<|end|><|assistant|>ba<|end|>"
         ({"conversations": [USER, HELLO]}, CHAT, "ba<|end|>"),
         ({"instruction": "ab", "output": "ba"}, CHAT, "ba<|end|>"),
         ({"instruction": "ab", "input": "", "output": "ba", "history": []}, CHAT, "ba<|end|>"),
+        (
+            {"instruction": "a", "input": "c", "output": "b", "history": [["ab", "ba"]], "system": "s"},
+            f"<|system|>s<|end|>{CHAT}<|user|>a\nc<|end|><|assistant|>b<|end|>",
+            "ba<|end|>b<|end|>",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "ba"}], "system": "s"},
+            f"<|system|>s<|end|>{CHAT}",
+            "ba<|end|>",
+        ),
+        ({"messages": [USER, HELLO], "chat_template_kwargs": {"unset": None}}, CHAT, "ba<|end|>"),
         ({"text": "abc"}, "abc<|end|>", "abc<|end|>"),
         ({"text": "abc<|end|>"}, "abc<|end|>", "abc<|end|>"),
         ({"prompt": "ab", "completion": "c<|end|>"}, "abc<|end|>", "c<|end|>"),
@@ -72,6 +85,18 @@ def test_files_that_hold_the_same_rows(tokenizer: Tokenizer, tmp_path: Path) -> 
         ({"text": 3}, "`text` must be text"),
         ({"text": "ab\ud800"}, "half of a surrogate pair, behind 'ab'"),
         ({"prompt": [USER], "completion": [USER, HELLO]}, "would come twice"),
+        ({"conversations": {"from": "human"}}, "`conversations` must be a list, got {'from'"),
+        (
+            {"conversations": [{"from": "function_call", "value": "{"}]},
+            "message 1: the value of a function_call is not",
+        ),
+        ({"instruction": "x", "output": "y", "history": [["x"]]}, "`history` must be a list of [instruction, output]"),
+        ({"messages": [USER, HELLO], "documents": {"text": "x"}}, "`documents` must be a list of objects, got {'te"),
+        ({"messages": [USER, HELLO], "chat_template_kwargs": "x"}, "`chat_template_kwargs` must be an object, got 'x'"),
+        ({"messages": [USER, {"role": "assistant", "content": 3}]}, "message 2: `content` must be text or a list of"),
+        ({"messages": [USER, {**HELLO, "tool_calls": {"name": "f"}}]}, "message 2: `tool_calls` must be a list, got {"),
+        ({"messages": [USER, HELLO], "tools": {"name": "f"}}, "`tools` must be a list of JSON objects, got {'name'"),
+        ({"messages": [USER, HELLO], "tools": ["3"]}, "`tools` must be a list of JSON objects, got ['3']"),
         ({"prompt": [USER], "completion": "ba"}, "both text or both lists of messages"),
         ({"messages": [USER, HELLO], "tools": "{"}, "`tools` is not JSON"),
         ({"messages": [USER, HELLO], "tools": [{"name": "f"}]}, "`tools`, which the chat template"),
@@ -81,6 +106,46 @@ def test_files_that_hold_the_same_rows(tokenizer: Tokenizer, tmp_path: Path) -> 
 def test_rows_that_cannot_be_used(row: dict[str, Any], said: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     message = refused(write(tmp_path / "a.jsonl", [row]), tokenizer)
     assert "a.jsonl, row 1: " in message and said in message
+
+
+def test_calls_of_share_gpt_are_those_of_messages() -> None:
+    template = (
+        "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+        "{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    theirs = make_tokenizer("byte-level", template, adds_bos=False)
+    calls = [{"name": "weather", "arguments": {"city": "東京"}}, {"name": "time", "arguments": {}}]
+    tool_calls = [{"type": "function", "function": function} for function in calls]
+    expected = tokenize_row(
+        {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": tool_calls}]}, theirs
+    ).token_ids.tolist()
+    for value in (calls, json.dumps(calls)):
+        turns = [{"from": "human", "value": "ab"}, {"from": "function_call", "value": value}]
+        assert tokenize_row({"conversations": turns}, theirs).token_ids.tolist() == expected
+    one = [{"from": "human", "value": "ab"}, {"from": "function_call", "value": json.dumps(calls[0])}]
+    text = theirs.decode(tokenize_row({"conversations": one}, theirs).token_ids.tolist())
+    assert text.endswith('<|assistant|>{"name": "weather", "arguments": {"city": "東京"}}<|end|>')
+
+
+def test_alpaca_without_a_chat_template_has_the_prompt_of_stanford_alpaca(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    plain = copy.copy(tokenizer)
+    plain.chat_template = None
+    begin = "Below is an instruction that describes a task"
+    end = "Write a response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n"
+    for more, prompt in (
+        ({}, f"{begin}. {end}### Response:"),
+        (
+            {"input": "1+2"},
+            f"{begin}, paired with an input that provides further context. {end}### Input:\n1+2\n\n### Response:",
+        ),
+    ):
+        sample = tokenize_row({"instruction": "Add.", "output": "3", **more}, plain)
+        assert plain.decode(sample.token_ids[~sample.loss_mask]) == prompt
+        assert trained_text(sample, plain) == "3<|end|>"
+    for name, value in (("system", "s"), ("history", [["ab", "ba"]])):
+        path = write(tmp_path / "a.jsonl", [{"instruction": "Add.", "output": "3", name: value}])
+        assert f"row 1: `{name}` needs a chat template" in refused(path, plain)
 
 
 def test_a_broken_line_is_named_by_its_number_in_the_file(tokenizer: Tokenizer, tmp_path: Path) -> None:

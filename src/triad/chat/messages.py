@@ -37,20 +37,16 @@ def as_dict(message: Message | ChatMessage) -> dict[str, Any]:
     return dict(message)
 
 
-def check_messages(value: object) -> list[dict[str, Any]]:
+def check_messages(messages: Sequence[object]) -> list[dict[str, Any]]:
     """Return the messages of a chat, without keys that are null.
 
     Raises:
         DataError: one of them is no message; says which, counted from one.
     """
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise DataError(f"expected a list of messages, got {_shown(value)}")
-    return [_checked(message, number) for number, message in enumerate(value, start=1)]
+    return [_checked(message, number) for number, message in enumerate(messages, start=1)]
 
 
 def _checked(value: object, number: int) -> dict[str, Any]:
-    if isinstance(value, Message):
-        return as_dict(value)
     if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
         raise DataError(f"message {number}: a message needs `role` and `content`, got {_shown(value)}")
     message = {key: entry for key, entry in value.items() if entry is not None or key == "content"}

@@ -259,14 +259,10 @@ def _encoded(backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
     try:
         return backend.encode(text, add_special_tokens=False)
     except TypeError:  # what tokenizers says of text that is not Unicode
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"the text has {text[error.start]!a}, half of a surrogate pair, behind "
-                f"{text[max(0, error.start - 20) : error.start]!a}"
-            ) from None
-        raise
+        place = next(place for place, character in enumerate(text) if "\ud800" <= character <= "\udfff")
+        raise DataError(
+            f"the text has {text[place]!a}, half of a surrogate pair, behind {text[max(0, place - 20) : place]!a}"
+        ) from None
 
 
 @lru_cache
