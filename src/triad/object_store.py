@@ -136,10 +136,7 @@ class ObjectStore:
     def sizes(self, directory: str) -> dict[str, int]:
         """Return the size in bytes of every file below `directory`, by name relative to it."""
         path = self._path(directory)
-        try:
-            found = self._call(f"listing {directory}", "find", path, detail=True)
-        except FileNotFoundError:
-            return {}
+        found = self._call(f"listing {directory}", "find", path, detail=True)
         return {str(name).removeprefix(f"{path}/"): int(info["size"]) for name, info in found.items()}
 
     def read(self, name: str) -> bytes | None:
@@ -167,6 +164,8 @@ class ObjectStore:
         try:
             self._call(operation, "put_file", str(path), self._path(name), local=path, callback=_Progress())
         except FileNotFoundError as error:
+            if not path.exists():
+                raise
             raise self._failure(operation, error) from error
 
     def get(self, name: str, path: Path) -> bool:

@@ -8,7 +8,6 @@ server that is still loading listens nowhere yet, so nothing else could tell tha
 from __future__ import annotations
 
 import socket
-import sys
 
 from triad.errors import ConfigError
 
@@ -19,31 +18,27 @@ NUM_CANDIDATES = 100
 class Reservation:
     """A port that is this process's, and that of the server that it starts or becomes, until `release` or its end."""
 
-    def __init__(self, port: int, holder: socket.socket | None) -> None:
+    def __init__(self, port: int, holder: socket.socket) -> None:
         self.port = port
         self._holder = holder
 
     def keep_over_exec(self) -> None:
         """Let the program that takes the place of this one keep the port."""
-        if self._holder is not None:
-            self._holder.set_inheritable(True)
+        self._holder.set_inheritable(True)
 
     def release(self) -> None:
         """Let go of the port."""
-        if self._holder is not None:
-            self._holder.close()
+        self._holder.close()
 
 
 def reserve(host: str, port: int) -> Reservation | None:
     """Reserve `port`; return None where a launcher or a server has it, or any program listens at it on `host`."""
-    holder = None
-    if sys.platform.startswith("linux"):
-        holder = socket.socket(socket.AF_UNIX)
-        try:
-            holder.bind(f"\0triad-port-{port}".encode())
-        except OSError:
-            holder.close()
-            return None
+    holder = socket.socket(socket.AF_UNIX)
+    try:
+        holder.bind(f"\0triad-port-{port}".encode())
+    except OSError:
+        holder.close()
+        return None
     reservation = Reservation(port, holder)
     if not _can_bind(host, port):
         reservation.release()

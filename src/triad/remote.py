@@ -190,13 +190,13 @@ class RemoteCheckpoints:
 
         Their files stay until the same step is uploaded again, with the manifest as `discarded.json`.
         """
-        later = [number for number in self.steps() if number > step]
-        for number in reversed(later):
-            data = self._store.read(f"step_{number}/{MANIFEST_NAME}")
-            if data is not None:
+        later = []
+        for number in reversed(self._numbers("")):
+            if number > step and (data := self._store.read(f"step_{number}/{MANIFEST_NAME}")) is not None:
                 self._store.write(f"step_{number}/{DISCARDED_NAME}", data)
                 self._remove(f"step_{number}/{MANIFEST_NAME}")
-        return later
+                later.append(number)
+        return sorted(later)
 
     def apply_retention(
         self, retention: Retention, *, protected: Collection[int] = (), older_weights: int = 0

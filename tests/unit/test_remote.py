@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import random
+import shutil
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import botocore.exceptions
+import msgspec
 import pytest
 from fsspec.exceptions import FSTimeoutError
 
 from tests.checkpoint_files import contents, write_checkpoint, write_weights
 from tests.processes import HANG_S
+from triad import manifest
 from triad.checkpoints import BestMetric, Retention
 from triad.config import SftConfig
-from triad.errors import CheckpointError, ConfigError, RunDirError
+from triad.errors import CheckpointError, ConfigError, ReadError, RunDirError
 from triad.fetch import fetch, set_aside_after
 from triad.object_store import ObjectStore, StorageError, is_transient
 from triad.remote import RemoteCheckpoints
@@ -192,6 +199,79 @@ def test_retention_goes_by_the_metrics_of_the_manifests(here: RunDir, remote: Re
     assert remote.steps() == [1, 3, 4, 5]
 
 
+def test_retention_removes_nothing_of_a_store_that_fails(
+    here: RunDir, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        remote.upload(write_checkpoint(here, step), step)
+    _fail_once(monkeypatch, "cat_file", "step_2/manifest.json", nth=2)
+    with pytest.raises(StorageError, match="not yours"):
+        remote.apply_retention(Retention(keep=1))
+    assert remote.steps() == [1, 2]
+
+
+def test_weights_are_copied_again_where_others_or_nothing_whole_lies_there(
+    here: RunDir, remote: RemoteCheckpoints, place: Path
+) -> None:
+    checkpoint, weights = write_checkpoint(here, 2), write_weights(here, 1)
+    remote.upload(checkpoint, 2, weights=[weights])
+    there = place / "weights/step_1"
+    listing = manifest.read_manifest(weights)
+    for content, is_kept in (
+        (manifest.encode_manifest(msgspec.structs.replace(listing, run_id="fork")), True),  # the same files
+        (b"{", False),
+    ):
+        (there / "manifest.json").write_bytes(content)
+        remote.upload(checkpoint, 2, weights=[weights])
+        assert ((there / "manifest.json").read_bytes() == content) is is_kept
+    assert contents(there) == contents(weights)
+    (weights / "manifest.json").unlink()
+    with pytest.raises(ReadError, match=r"weights/step_1/manifest\.json cannot be read: No such file"):
+        remote.upload(checkpoint, 2, weights=[weights])
+
+
+def test_a_store_that_keeps_what_was_removed_is_not_trusted(
+    here: RunDir, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote.upload(write_checkpoint(here, 1), 1)
+    remote.remove(7)  # which is not there
+    monkeypatch.setattr(remote._store._fs, "rm_file", lambda path: None)
+    with pytest.raises(StorageError, match=r"step_1/manifest\.json is still there after it was removed"):
+        remote.remove(1)
+
+
+def test_a_key_that_may_not_give_up_unfinished_uploads_clears_the_rest(
+    place: Path, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (place / "step_7").mkdir(parents=True)
+    (place / "step_7/torn").touch()
+    monkeypatch.setattr(remote._store._fs, "list_multipart_uploads", None, raising=False)
+    _fail_once(monkeypatch, "call_s3", "list_multipart_uploads")
+    assert remote.clear_leftovers() == ["step_7/torn"]
+    assert "parts of unfinished uploads may be left" in caplog.text and "not yours" in caplog.text
+
+
+def test_what_of_a_transfer_is_the_fault_of_this_machine(
+    tmp_path: Path, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, file = remote._store, tmp_path / "file"
+    with pytest.raises(FileNotFoundError):
+        store.put(file, "name")
+    file.write_bytes(b"x")
+    store.put(file, "name")
+    with pytest.raises(IsADirectoryError):
+        store.get("name", tmp_path)
+    _fail_once(monkeypatch, "get_file", "name", error=ValueError("driver"))
+    with pytest.raises(StorageError, match="reading name failed: ValueError: driver"):
+        store.get("name", tmp_path / "copy")
+    _fail_once(monkeypatch, "put_file", "name", error=FileNotFoundError("404"))
+    with pytest.raises(StorageError, match="writing name failed: FileNotFoundError: 404"):
+        store.put(file, "name")
+    _fail_once(monkeypatch, "pipe_file", "name", error=FileNotFoundError("404"))
+    with pytest.raises(StorageError, match="writing name failed: FileNotFoundError: 404"):
+        store.write("name", b"x")
+
+
 def test_weights_go_when_no_kept_step_needs_them(here: RunDir, remote: RemoteCheckpoints, place: Path) -> None:
     for step in (2, 4, 6):
         weights = [write_weights(here, version) for version in (step - 2, step - 1)]
@@ -351,6 +431,60 @@ class TestFetch:
         said: list[str] = []
         assert fetch(url, empty, 3, older_weights=2, say=said.append) == 3
         assert empty.published_weights() == [2] and "going on without the weights of version 1" in "".join(said)
+
+    @pytest.mark.parametrize(
+        ("method", "name", "nth", "wanted"),
+        [
+            ("cat_file", "step_3/manifest.json", 2, "latest"),  # whose run it is
+            ("get_file", "step_3/trainer/.metadata", 1, "latest"),
+            ("get_file", "step_3/trainer/.metadata", 1, 3),
+            ("get_file", "weights/step_1/model.safetensors", 1, 3),
+        ],
+    )
+    def test_a_store_that_fails_is_not_taken_for_damage(
+        self, url: str, empty: RunDir, monkeypatch: pytest.MonkeyPatch, method: str, name: str, nth: int, wanted: Any
+    ) -> None:
+        """Else the run would go on from an older step, or without weights, for a broken connection."""
+        empty.create(forked_from={"run_id": "run", "step": 0, "path": "/elsewhere"})
+        _fail_once(monkeypatch, method, name, nth=nth)
+        said: list[str] = []
+        with pytest.raises(StorageError, match=f"reading {name} failed: PermissionError: not yours") as caught:
+            fetch(url, empty, wanted, older_weights=2, say=said.append)
+        assert "Choose another step" not in str(caught.value) and "WARNING" not in "".join(said)
+
+    def test_damaged_manifests_say_nothing_of_whose_run_it_is(self, url: str, place: Path, empty: RunDir) -> None:
+        empty.create()
+        (place / "step_3/manifest.json").write_text("{")
+        with pytest.raises(RunDirError, match=f"of run run, .* holds run {empty.run_id()}"):
+            fetch(url, empty, "latest")
+        for step in (1, 2):
+            (place / f"step_{step}/manifest.json").write_text("{")
+        with pytest.raises(CheckpointError, match="every checkpoint at .* is damaged"):
+            fetch(url, empty, "latest", say=lambda text: None)
+
+    def test_weights_that_are_here_or_nowhere_are_passed_over(self, url: str, place: Path, empty: RunDir) -> None:
+        own = contents(write_weights(empty, 2, content="own"))
+        shutil.rmtree(place / "weights/step_1")
+        said: list[str] = []
+        assert fetch(url, empty, 3, older_weights=3, say=said.append) == 3
+        assert empty.published_weights() == [0, 2] and contents(empty.weights_of(2)) == own
+        assert sum("copied the weights" in line for line in said) == 1
+
+
+def _fail_once(
+    monkeypatch: pytest.MonkeyPatch, method: str, name: str, *, nth: int = 1, error: Exception | None = None
+) -> None:
+    """Let the nth call of a method of stores that is about `name` fail."""
+    once, found = ObjectStore._once, []
+
+    def fail(self: ObjectStore, called: str, *arguments: Any, **options: Any) -> Any:
+        if called == method and any(str(argument).endswith(name) for argument in arguments):
+            found.append(called)
+            if len(found) == nth:
+                raise error or PermissionError("not yours")
+        return once(self, called, *arguments, **options)
+
+    monkeypatch.setattr(ObjectStore, "_once", fail)
 
 
 class _Slow(RemoteCheckpoints):
@@ -566,3 +700,27 @@ def test_an_aborted_store_fails_at_once(remote: RemoteCheckpoints) -> None:
     remote.abort()
     with pytest.raises(StorageError, match="was given up, as the run ends"):
         remote.steps()
+
+
+def test_a_call_that_is_cancelled_fails_and_one_that_begins_as_the_run_ends_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("triad.object_store.STALLED_S", 5.0)
+    store = ObjectStore("s3://bucket/prefix")
+
+    async def cancelled(*_: object) -> bytes:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(store._fs, "_cat_file", cancelled)
+    with pytest.raises(StorageError, match="reading name failed: CancelledError"):
+        store.read("name")
+
+    def begin(*_: object) -> Coroutine[None, None, bool]:
+        store.abort()
+        return asyncio.Event().wait()
+
+    monkeypatch.setattr(store._fs, "_cat_file", begin)
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="reading name was given up, as the run ends"):
+        store.read("name")
+    assert time.monotonic() - began < 5.0

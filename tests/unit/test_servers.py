@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from fastapi import HTTPException
 from orchestrator_fakes import MODEL, FakeEngine, serving
 
 from triad.config import RlConfig
@@ -114,6 +116,19 @@ def test_a_killed_launcher_leaves_no_port_behind(first_port: int) -> None:
     program += "; input()"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"True\n"
+        assert reserve(HOST, first_port) is None
+        process.kill()
+    again = reserve(HOST, first_port)
+    assert again is not None
+    again.release()
+
+
+def test_a_port_goes_over_to_the_program_that_takes_the_place_of_its_holder(first_port: int) -> None:
+    server = [sys.executable, "-c", "print('serving', flush=True); input()"]
+    program = f"import os; from triad.ports import reserve; held = reserve('{HOST}', {first_port})"
+    program += f"; held.keep_over_exec(); os.execv({server[0]!r}, {server!r})"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"serving\n"
         assert reserve(HOST, first_port) is None
         process.kill()
     again = reserve(HOST, first_port)
@@ -284,6 +299,12 @@ def test_a_launcher_claims_its_server_as_long_as_it_lives(tmp_path: Path, monkey
     engine = FakeEngine()
     with serving(engine), ExitStack() as stack:
         Launcher(tmp_path, int(engine.url.rsplit(":", 1)[1])).choose(stack)
+
+        async def refuse_for_a_while() -> None:
+            if engine.claims < 5:
+                raise HTTPException(503, "loading")
+
+        engine.on_claim = refuse_for_a_while
         engine.owner = None  # restarted
         while engine.owner is None:
             time.sleep(0.01)
@@ -304,6 +325,96 @@ def test_a_launcher_whose_run_it_was_gives_back_what_was_claimed_before(tmp_path
                 if is_own:
                     RunDir(tmp_path).lock()
             assert (engine.owner is None) is is_own
+
+
+def test_a_server_that_cannot_be_given_back_is_told_and_one_that_has_ended_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("ended", "replaced"):
+        with ExitStack() as stack:
+            engine = FakeEngine()
+            with serving(engine):
+                port = int(engine.url.rsplit(":", 1)[1])
+                Launcher(tmp_path / name, port).choose(stack)
+            if name == "replaced":
+                with HTTPServer((HOST, port), BaseHTTPRequestHandler) as stranger:
+                    thread = threading.Thread(target=stranger.handle_request)
+                    thread.start()
+                    stack.close()
+                    thread.join()
+        told = capsys.readouterr().out
+        assert ("was not given back, so other runs cannot use it yet: HTTP Error 501" in told) is (name == "replaced")
+
+
+def test_a_server_that_refuses_the_claim_or_does_not_answer_it_is_not_taken(tmp_path: Path) -> None:
+    async def taken_just_now() -> None:
+        engine.owner = "another"
+
+    async def loading() -> None:
+        raise HTTPException(503, "loading")
+
+    engine = FakeEngine()
+    with serving(engine), ExitStack() as stack:
+        port = int(engine.url.rsplit(":", 1)[1])
+        engine.token = "secret"
+        with pytest.raises(InferenceError, match=r"asks for its admin token \(TRIAD_ADMIN_TOKEN\)"):
+            explicit(tmp_path, port).choose(stack)
+        engine.token = None
+        for on_claim, why in ((loading, "says HTTP Error 503"), (taken_just_now, "was taken by another run just now")):
+            engine.on_claim = on_claim
+            with pytest.raises(InferenceError, match=f"{engine.url} {why}"):
+                explicit(tmp_path, port).choose(stack)
+
+    class Ending(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({"model": MODEL, "uid": os.getuid(), "owner": None}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            self.close_connection = True
+
+    with HTTPServer((HOST, 0), Ending) as server, ExitStack() as stack:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        with pytest.raises(InferenceError, match=r"gave no answer \(Remote end closed connection"):
+            explicit(tmp_path, server.server_port).choose(stack)
+        server.shutdown()
+        thread.join()
+
+
+def test_a_server_that_was_claimed_before_the_wait_for_another_is_given_back_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    RunDir(tmp_path).create()
+    free, ending = FakeEngine(), FakeEngine(owner="mine", directory=directory_name(RunDir(tmp_path)), lease_s=None)
+    with serving(free, ending), ExitStack() as stack:
+        launcher = Launcher(tmp_path, 1, "--orchestrator.client.urls", f'["{free.url}", "{ending.url}"]')
+        thread = threading.Thread(target=lambda: launcher.choose(stack))
+        thread.start()
+        said = ""
+        while "Waiting for up to 30 s" not in said:
+            said += capsys.readouterr().out
+            time.sleep(0.01)
+        ending.owner = None
+        thread.join()
+        assert free.claims >= 2 and free.owner == ending.owner == RunDir(tmp_path).run_id()
+        RunDir(tmp_path).lock()  # it is this run's, so all is given back
+        stack.close()
+        assert free.released == ending.released == [RunDir(tmp_path).run_id()]
+
+
+def test_where_the_teacher_samples_no_server_is_chosen(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    with serving(engine), ExitStack() as stack:
+        port = int(engine.url.rsplit(":", 1)[1])
+        flags = ("--orchestrator.teacher.model", MODEL, "--orchestrator.teacher.urls", '["http://127.0.0.1:9"]')
+        flags += ("--orchestrator.teacher.mode", "samples", "--trainer.loss.type", "sft")
+        servers = Launcher(tmp_path, port, *flags).choose(stack)
+        assert servers == Servers(False, "the teacher samples: the policy needs no inference server")
+        assert engine.owner is None
 
 
 def test_the_server_of_the_teacher_is_not_taken_for_the_policy(tmp_path: Path, first_port: int) -> None:

@@ -23,7 +23,10 @@ from trainer.models.loading import trained_tensors
 from trainer.parallel import Parallel
 from triad import manifest
 from triad.checkpoints import kind_of
+from triad.config.lora import LoraConfig
+from triad.config.trainer import TrainedModelConfig
 from triad.errors import CheckpointError
+from triad.warm_start import check_warm_start
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -300,3 +303,32 @@ def test_what_holds_no_weights_is_named(model: Path, tmp_path: Path) -> None:
     for name, found in (("empty", "an empty directory"), ("notes.txt", "a file of no known kind"), ("no", "nothing:")):
         with pytest.raises(CheckpointError, match=f"{tmp_path / name} .*it is {found}.*Needed: a checkpoint"):
             load_weights_only(empty(model), tmp_path / name)
+
+
+def refusal(path: Path, model: Path | str, **changes: Any) -> str:
+    """Return why a launcher refuses weights before anything starts; empty where it does not."""
+    try:
+        check_warm_start(path, TrainedModelConfig(name=str(model), **changes), how="full")
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_an_adapter_is_taken_only_by_a_model_with_adapters(model: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    save_file({"base_model.model.x.lora_A.weight": torch.zeros(2, 3)}, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 4}')
+    assert "holds a LoRA adapter and no weights. Train it on with --model.lora" in refusal(adapter, model)
+    assert not refusal(adapter, model, lora=LoraConfig())
+
+
+def test_a_launcher_says_what_it_can_read_and_leaves_the_rest_to_the_trainer(model: Path, tmp_path: Path) -> None:
+    saved = as_hugging_face(model, tmp_path / "saved")
+    assert not refusal(saved, model)
+    assert not refusal(saved / "model.safetensors", "a/model on the hub")
+    (saved / "config.json").write_text("{")
+    assert f"{saved}/config.json cannot be read: " in refusal(saved, model)
+    file = tmp_path / "huge.safetensors"
+    file.write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
+    assert f"{file} cannot be read: its header says that it is {1 << 40} bytes long" in refusal(file, model)
