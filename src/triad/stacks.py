@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import faulthandler
 import signal
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 
-_SIGNAL = signal.SIGRTMIN + 3
+# macOS has no real-time signals, which nobody else uses.
+_SIGNAL = signal.SIGRTMIN + 3 if sys.platform == "linux" else signal.SIGUSR2
 _WAIT_S = 2.0
+# Stacks are written piece by piece, the main thread's last; a busy machine interrupts that.
+_QUIET_S = 0.5
+_MOST_S = 10.0
 _LOOK_AGAIN_S = 0.02
 
 
@@ -21,7 +26,7 @@ def write_stacks_on_request() -> None:
 
 
 def show_stacks(pids: Iterable[int], *, of: int, log: Path) -> None:
-    """Ask processes for their stacks; return when the log grows, or soon: one that is stopped cannot answer.
+    """Ask processes for their stacks; return when they are in the log, or soon: one that is stopped cannot answer.
 
     Args:
         pids: as they named themselves.
@@ -36,8 +41,13 @@ def show_stacks(pids: Iterable[int], *, of: int, log: Path) -> None:
                 process.send_signal(_SIGNAL)
         except psutil.Error:
             continue
-    deadline = time.monotonic() + _WAIT_S
-    while _size(log) == size and time.monotonic() < deadline:
+    begin = grown = time.monotonic()
+    last = size
+    while (now := time.monotonic()) < begin + _MOST_S:
+        if (found := _size(log)) != last:
+            last, grown = found, now
+        if now > grown + (_QUIET_S if last != size else _WAIT_S):
+            return
         time.sleep(_LOOK_AGAIN_S)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from tests.unit.stand_ins import Stands
 from triad.errors import STUCK, ProcessDied
 from triad.heartbeat import HEALING_NAME, HEARTBEAT_ENV, Wait
 from triad.restarts import Restarts
+from triad.stacks import show_stacks
 from triad.vitals import Health, Vitals
 
 pytestmark = pytest.mark.usefixtures("restored_signals")
@@ -68,6 +71,39 @@ def test_an_event_loop_that_is_blocked_is_killed_and_started_again(
     assert re.search(said, capfd.readouterr().out)
     stacks = (stands.run_dir.logs(1) / "orchestrator.log").read_text()
     assert "most recent call first" in stacks and "in main" in stacks, "where it was is in its log"
+
+
+_MANY_THREADS = """
+import sys, threading
+from triad.stacks import write_stacks_on_request
+def deep(levels): deep(levels - 1) if levels else threading.Event().wait()
+def main():
+    write_stacks_on_request()
+    for _ in range(60): threading.Thread(target=deep, args=(60,), daemon=True).start()
+    print(flush=True)
+    deep(1)
+main()
+"""
+
+
+def test_the_stacks_of_all_threads_are_waited_for(tmp_path: Path) -> None:
+    """That of the main thread, which counts, is written last."""
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen([sys.executable, "-c", _MANY_THREADS], stdout=subprocess.PIPE, stderr=output)
+    try:
+        assert process.stdout is not None and process.stdout.readline()
+        show_stacks([process.pid], of=process.pid, log=log)
+    finally:
+        process.kill()
+        process.communicate()
+    assert log.read_text().count("most recent call first") == 61 and "in main" in log.read_text()
+
+
+def test_where_there_are_no_signals_of_real_time_another_one_is_taken() -> None:
+    """On macOS."""
+    code = "import psutil, signal, sys; sys.platform = 'darwin'; del signal.SIGRTMIN; import triad.heartbeat"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_what_is_stuck_at_the_same_step_again_and_again_ends_the_run(stands: Stands) -> None:
