@@ -30,7 +30,7 @@ from __future__ import annotations
 import difflib
 import errno
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from triad.printable import text_of
 
@@ -133,18 +133,26 @@ def is_storage_failure(error: BaseException | None) -> bool:
     What a network did to a server or an environment is no failure of the storage.
     """
     numbers = _STORAGE_ERRNOS | _SHARED_ERRNOS
-    while error is not None:
-        if isinstance(error, InferenceError | EnvironmentFailure) or _library_of(error) in _NETWORK_LIBRARIES:
+    for one in causes(error):
+        if isinstance(one, InferenceError | EnvironmentFailure) or _library_of(one) in _NETWORK_LIBRARIES:
             numbers = _STORAGE_ERRNOS
-        if isinstance(error, OSError):
-            number = error.errno
+        if isinstance(one, OSError):
+            number = one.errno
         else:  # safetensors and tokenizers put the number into the message
-            match = _RUST_ERRNO.search(text_of(error))
+            match = _RUST_ERRNO.search(text_of(one))
             number = int(match[1]) if match else None
-        if number in numbers or (isinstance(error, TriadError) and error.exit_code == STORAGE_FAILED):
+        if number in numbers or (isinstance(one, TriadError) and one.exit_code == STORAGE_FAILED):
             return True
-        error = error.__cause__
     return False
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Give an error, its cause, the cause of that, and so on; `raise error from error` makes one its own."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__
 
 
 def _library_of(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 
 from triad.draws import keep_uploads_apart
-from triad.errors import CheckpointError, ConfigError, is_storage_failure
+from triad.errors import CheckpointError, ConfigError, causes, is_storage_failure
 
 TRIES = 4
 """How often a call is tried, when what stopped it may pass."""
@@ -304,9 +304,8 @@ def _is_of(local: Path, error: Exception, *, is_download: bool) -> bool:
 
 def _code(error: BaseException | None) -> str:
     """Return the S3 error code behind an error, empty for none."""
-    while error is not None:
-        response = getattr(error, "response", None)
+    for one in causes(error):
+        response = getattr(one, "response", None)
         if isinstance(response, dict):
             return str(response.get("Error", {}).get("Code", ""))
-        error = error.__cause__
     return ""

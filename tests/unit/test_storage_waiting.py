@@ -25,6 +25,7 @@ from triad.errors import (
 )
 from triad.events import EVENTS_ENV, report
 from triad.metrics import MetricsWriter
+from triad.object_store import _code
 from triad.run_dir import RunDir
 from triad.storage import Patience, fullest
 
@@ -73,6 +74,16 @@ def test_what_a_network_did_to_others_is_none(told: Exception, number: int) -> N
 def test_other_errors_are_not(error: Exception) -> None:
     assert not is_storage_failure(error)
     assert not is_storage_failure(caused(SaveError("not saved"), error))
+
+
+def test_an_error_that_is_its_own_cause_has_no_more_causes() -> None:
+    """`raise error from error` makes it so; the process that told of it never ended."""
+    error, other = ValueError("no"), ValueError("neither")
+    error.__cause__ = error
+    assert not is_storage_failure(error)
+    error.__cause__, other.__cause__ = other, error
+    assert not is_storage_failure(caused(EnvironmentFailure("it raised"), error))
+    assert _code(error) == ""
 
 
 def test_the_flag_of_a_failure_on_another_rank_counts() -> None:
