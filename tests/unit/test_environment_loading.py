@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +34,18 @@ class Opaque:
     """Pydantic knows nothing of it."""
 
 
+@dataclass
+class HalfOpaque:
+    """Has a field of a class that is not there."""
+
+    word: Decimal
+
+
 class ForCheckers(Environment):
     """Has annotations that are there for type checkers alone."""
 
-    def __init__(self, word: Decimal, frames: Opaque, times: int = 1) -> None:
-        self.word, self.frames, self.times = word, frames, times
+    def __init__(self, word: Decimal, frames: Opaque, more: HalfOpaque, times: int = 1) -> None:
+        self.word, self.frames, self.more, self.times = word, frames, more, times
 
 
 def load(name: str, **args: Any) -> Environment:
@@ -75,8 +83,8 @@ def test_own_environments_load_with_converted_arguments() -> None:
 
 
 def test_annotations_that_are_for_checkers_alone_are_not_held_against_arguments() -> None:
-    environment = load(f"{__name__}:ForCheckers", word="ab", times="2", frames=[1])
-    assert vars(environment) == {"word": "ab", "frames": [1], "times": 2}
+    environment = load(f"{__name__}:ForCheckers", word="ab", times="2", frames=[1], more={"word": 1})
+    assert vars(environment) == {"word": "ab", "frames": [1], "more": {"word": 1}, "times": 2}
 
 
 def test_reverse_text_tasks_depend_on_the_seed_alone() -> None:

@@ -121,11 +121,9 @@ def _annotation(cls: type[Environment], name: str) -> Any:
 
 def _converted(value: Any, annotation: Any, key: str) -> Any:
     try:
-        adapter = pydantic.TypeAdapter(annotation)
-    except pydantic.PydanticUserError:  # a class that pydantic does not know: the constructor takes it as it is
+        return pydantic.TypeAdapter(annotation).validate_python(value)
+    except pydantic.PydanticUserError:  # a class that it does not know, or half: the constructor takes it as it is
         return value
-    try:
-        return adapter.validate_python(value)
     except pydantic.ValidationError as error:
         reasons = "; ".join(entry["msg"] for entry in error.errors())
         raise ConfigError(f"{key}: {reasons}; got {value!r}") from None
