@@ -21,6 +21,8 @@ _LOOK_AGAIN_S = 0.05  # no call waits for a lock of a file with a limit of time
 _MOST_BYTES = 512
 # Some network filesystems lock no directories; then nobody notices a second writer.
 _NO_LOCKS = {errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+# What this process has taken, or one that it was forked from.
+_own: set[tuple[int, Path]] = set()
 
 
 @dataclass(frozen=True)
@@ -105,19 +107,13 @@ def take(path: Path, *, over_exec: bool = False) -> Holder | None:
             raise _without_locks(path, error) from error
     # Never closed: the lock lasts as long as the process, whatever becomes of the objects in it.
     Holder.me().write(descriptor)
+    _own.add((os.getpid(), path.absolute()))
     return None
 
 
 def is_own(path: Path) -> bool:
-    """Whether this process has taken the lock `path`."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        return Holder.read(descriptor) == Holder.me()
-    finally:
-        os.close(descriptor)
+    """Whether this process has taken the lock `path`; looks at no file."""
+    return (os.getpid(), path.absolute()) in _own
 
 
 def is_held(path: Path) -> bool:
@@ -200,5 +196,5 @@ def _pid_space() -> str:
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot_id}/{Path('/proc/self/ns/pid').readlink()}"
-    except FileNotFoundError:  # not Linux
+    except OSError:  # not Linux, or it is not told
         return f"{psutil.boot_time():.0f}"

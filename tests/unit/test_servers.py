@@ -417,6 +417,18 @@ def test_where_the_teacher_samples_no_server_is_chosen(tmp_path: Path) -> None:
         assert engine.owner is None
 
 
+def test_a_server_is_given_back_also_when_the_storage_is_away(tmp_path: Path) -> None:
+    """And what ended the run is told, not that."""
+    engine, directory = FakeEngine(), tmp_path / "run"
+    with serving(engine), pytest.raises(RuntimeError, match="the end of the run"), ExitStack() as stack:
+        Launcher(directory, int(engine.url.rsplit(":", 1)[1])).choose(stack)
+        RunDir(directory).lock()
+        directory.rename(tmp_path / "away")
+        directory.symlink_to(directory)  # whatever is looked for there is an error
+        raise RuntimeError("the end of the run")
+    assert engine.owner is None
+
+
 def test_the_server_of_the_teacher_is_not_taken_for_the_policy(tmp_path: Path, first_port: int) -> None:
     engine = FakeEngine()
     with serving(engine), ExitStack() as stack:
