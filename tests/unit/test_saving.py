@@ -24,7 +24,10 @@ from trainer.stop import StopRequest
 from triad import manifest
 from triad.config import CkptConfig
 from triad.errors import SaveError, Stopped
+from triad.heartbeat import does, start_heartbeat
+from triad.remote import RemoteCheckpoints
 from triad.run_dir import RunDir
+from triad.uploader import CLOSE_S, Uploader
 
 MAX_STEPS = 7
 
@@ -48,6 +51,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     for module in (saving, stop_module):  # no others: threads and torch have limits of their own
         monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=made))
     return made
+
+
+def test_the_wait_for_uploads_has_its_own_bound(tmp_path: Path, parallel: Parallel) -> None:
+    """It may take longer than `--trainer.save-timeout-s`."""
+    heartbeat = start_heartbeat()
+    does("finishing", bound_s=1.0)
+    checkpointer = Checkpointer(tmp_path / "here", {"counter": {"step": 0}})
+    uploader = Uploader(RemoteCheckpoints(f"file://{tmp_path / 'there'}"))
+    config = CkptConfig(dir=f"file://{tmp_path / 'there'}")
+    Saver(checkpointer, config, parallel, max_steps=MAX_STEPS, committed=None, uploader=uploader).close()
+    assert heartbeat.beat.doing == "its wait for uploads" and (heartbeat.beat.bound_s or 0.0) > CLOSE_S
 
 
 class Loop:

@@ -16,6 +16,7 @@ from triad.checkpoints import BestMetric
 from triad.config import CkptConfig
 from triad.errors import CheckpointError, SaveError, Stopped, nearest
 from triad.events import report
+from triad.heartbeat import does
 from triad.uploader import CLOSE_S as UPLOAD_S
 from triad.uploader import Uploader
 
@@ -186,5 +187,6 @@ class Saver:
         """Wait on all ranks until rank 0 has uploaded what it can in time; its failure is every rank's."""
         if self._uploads is None:
             return
+        does("its wait for uploads", bound_s=timeout_s + 2 * _LONGER_S)
         self._uploads.on_main(lambda: self._uploader.close(timeout_s) if self._uploader else None)
         self._uploads.close()
