@@ -94,7 +94,7 @@ def prepare(
                 run_dir.remove_weights_after(attempt.resume_step or 0)
             _settle(attempt, how=ckpt.verify, last_batch=last_batch, of_batches=not lives)
             if trainer.keep_attempts != "all":
-                _forget_attempts(attempt, trainer.keep_attempts)
+                _forget_attempts(attempt, trainer.keep_attempts, has_engine=inference is not None)
         except OSError as error:
             raise RunDirError(
                 f"{run_dir.path} could not be prepared: {error}. No committed checkpoint is lost: mend the storage "
@@ -105,9 +105,10 @@ def prepare(
     return attempt
 
 
-def _forget_attempts(attempt: Attempt, keep: int) -> None:
+def _forget_attempts(attempt: Attempt, keep: int, *, has_engine: bool) -> None:
     """Remove what the oldest attempts left, but for the settings that the next one compares its own with."""
-    started = last_started(attempt.run_dir, attempt.number, ("trainer", "orchestrator"))
+    names = ("trainer", "orchestrator", *(["inference"] if has_engine else []))
+    started = last_started(attempt.run_dir, attempt.number, names)
     last = attempt.number - keep
     if started is not None:
         last = min(last, int(started.name.removeprefix("attempt_")) - 1)

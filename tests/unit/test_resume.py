@@ -590,6 +590,16 @@ def test_a_start_that_was_killed_before_it_started_anything_costs_no_batch(
     assert replayed(killed) == [7, 8, 9] and killed.generations(10).exists()
 
 
+def test_the_settings_of_the_engine_outlive_starts_that_were_killed_before_they_wrote_their_own(killed: RunDir) -> None:
+    killed.configs(2).mkdir()
+    for name in ("trainer.toml", "orchestrator.toml"):
+        shutil.copy(killed.configs(1) / name, killed.configs(2))
+    config = rl(killed, resume_step="latest")
+    config.trainer.keep_attempts = 1
+    start_rl(config)
+    assert (killed.configs(1) / "inference.toml").exists()
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_deaths_do_not_fill_the_disk_with_weights_that_come_out_again(killed: RunDir, again: bool) -> None:
     """Only a start by hand, which may be one with other settings, keeps the later ones aside."""
