@@ -26,20 +26,26 @@ class PublishedWeights:
         version: policy version.
         path: its directory.
         digest: what an engine must report after loading it.
-        inode: of its manifest; another one means that it was published again.
+        written: which file its manifest is, and since when; another one means that it was published again.
     """
 
     version: int
     path: Path
     digest: str
-    inode: int
+    written: tuple[int, int]
 
     def was_replaced(self) -> bool:
         """Whether the directory went away or was published again since it was described."""
         try:
-            return (self.path / MANIFEST_NAME).stat().st_ino != self.inode
+            return _written(self.path) != self.written
         except FileNotFoundError:
             return True
+
+
+def _written(path: Path) -> tuple[int, int]:
+    """Return inode and time of the manifest: filesystems give the numbers of removed inodes to new ones."""
+    status = (path / MANIFEST_NAME).stat()
+    return status.st_ino, status.st_mtime_ns
 
 
 def read_canary(weights: PublishedWeights) -> Canary | None:
@@ -67,7 +73,7 @@ def describe_weights(run_dir: RunDir, version: int) -> PublishedWeights:
     """
     path = run_dir.weights_of(version)
     manifest = read_manifest(path)
-    inode = (path / MANIFEST_NAME).stat().st_ino
+    written = _written(path)
     if manifest.kind != "weights" or manifest.policy_version != version:
         raise CheckpointError(
             f"{path} holds {manifest.kind} of version {manifest.policy_version}, expected weights of version {version}"
@@ -75,7 +81,7 @@ def describe_weights(run_dir: RunDir, version: int) -> PublishedWeights:
     digest = listed_digest(manifest, path)
     if not digest:
         raise CheckpointError(f"{path} lists no *.safetensors file in its manifest")
-    return PublishedWeights(version=version, path=path, digest=digest, inode=inode)
+    return PublishedWeights(version=version, path=path, digest=digest, written=written)
 
 
 async def wait_for_weights(

@@ -100,6 +100,8 @@ def main(argv: list[str] | None = None) -> int:
         # Until there are ranks there is nothing to save: no one need wait for the imports.
         for number in SIGNALS:
             signal.signal(number, lambda received, _: os._exit(128 + received))
+    # Ranks are forked from this process: nothing in it may begin to use CUDA, not even by asking whether there is one.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     report("importing torch")
     with heavy_imports():
         importlib.import_module(module_name)

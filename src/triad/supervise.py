@@ -34,7 +34,8 @@ class Child:
 
     Attributes:
         name: `trainer`, `orchestrator` or `inference`.
-        log: file that its stdout and stderr go to.
+        log: file that its stdout and stderr go to, behind those of its predecessors.
+        log_begin: where its own begins.
         is_service: runs until stopped; ending by itself is a failure even with exit code 0.
         has_done_its_work: asked when it ended with exit code 0: whether it may.
     """
@@ -46,7 +47,13 @@ class Child:
     argv: list[str]
     environment: dict[str, str]
     has_done_its_work: Callable[[], bool] = lambda: True
+    log_begin: int = 0
     _is_finished: bool = False
+
+    @property
+    def error(self) -> str | None:
+        """The message that it told last, if any."""
+        return error_message(self.log, begin=self.log_begin)
 
     @property
     def has_failed(self) -> bool:
@@ -106,6 +113,7 @@ class Supervisor:
             for dead in [child for child in self.children if child.name == name]:
                 _end_group(dead)
                 self.children.remove(dead)
+            begin = output.tell()
             process = subprocess.Popen(
                 argv,
                 stdin=subprocess.DEVNULL,
@@ -114,7 +122,7 @@ class Supervisor:
                 env={**os.environ, **environment, LAUNCHER_ENV: str(os.getpid())},
                 start_new_session=True,
             )
-        child = Child(name, process, log, is_service, argv, environment, has_done_its_work)
+        child = Child(name, process, log, is_service, argv, environment, has_done_its_work, begin)
         self.children.append(child)
         return child
 
@@ -254,9 +262,13 @@ def last_lines(path: Path, count: int = 15) -> str:
     return "\n".join(f"    {line}" for line in lines[-count:])
 
 
-def error_message(path: Path) -> str | None:
-    """Return the message of the `error:` block that a process wrote last into its log, if any."""
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+def error_message(path: Path, *, begin: int = 0) -> str | None:
+    """Return the message of the `error:` block that a process wrote last into its log, if any.
+
+    Args:
+        begin: bytes of `path` that others wrote before.
+    """
+    lines = path.read_bytes()[begin:].decode(errors="replace").splitlines() if path.exists() else []
     for number in range(len(lines) - 1, max(-1, len(lines) - 50), -1):
         if lines[number].startswith("error: "):
             block = [lines[number].removeprefix("error: ")]

@@ -32,7 +32,7 @@ from triad.restarts import Restarts
 from triad.run_dir import RunDir
 from triad.stacks import show_stacks
 from triad.storage import Patience, fullest
-from triad.supervise import Child, Supervisor, error_message, last_lines
+from triad.supervise import Child, Supervisor, last_lines
 from triad.vitals import PROBE_PERIOD_S, Health, Vitals, place_of_beats
 
 _TELLING_S = 10.0
@@ -297,7 +297,7 @@ class _Watcher:
         return child.is_service and vitals.was_well and not vitals.is_well
 
     def _death(self, child: Child) -> ProcessDied:
-        reason = error_message(child.log)
+        reason = child.error
         failure = _engine_failure(child)
         if failure is not None:
             said = (reason or f"the engine died, the server {_how_it_ended(child)}").removesuffix(" (its log is above)")
@@ -354,12 +354,12 @@ class _Watcher:
         code = trainer.process.returncode
         was_killed = code not in (0, *(128 + asked for asked in (signal.SIGTERM, signal.SIGUSR1)))
         if is_saved and was_killed and self._plan.trainer.ckpt.dir is not None and step:
-            said = error_message(trainer.log) or f"the trainer {_how_it_ended(trainer)} before it had uploaded it"
+            said = trainer.error or f"the trainer {_how_it_ended(trainer)} before it had uploaded it"
             print(f"{stopped}; step {step} is saved here, but not at {self._plan.trainer.ckpt.dir}: {said}\n{resume}")
             return NOT_SAVED
         if not is_saved or code in (1, 2, 3, STORAGE_FAILED):
             what = f"step {step} is saved here, but" if is_saved else f"step {step} was NOT saved:"
-            print(f"{stopped}; {what} {error_message(trainer.log) or f'see {trainer.log}'}\n{resume}")
+            print(f"{stopped}; {what} {trainer.error or f'see {trainer.log}'}\n{resume}")
             return NOT_SAVED
         print(f"{stopped}, which is saved; {resume}" if step else f"{stopped}, before anything was trained")
         return 128 + number

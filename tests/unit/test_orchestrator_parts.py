@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from orchestrator.weights import PublishedWeights, describe_weights
 from triad.arrays import Logprobs, LossMask, TokenIds
 from triad.config.orchestrator import ClientConfig, EnvironmentConfig
 from triad.errors import ConfigError, InferenceError, RunDirError
+from triad.manifest import MANIFEST_NAME
 from triad.messages import Batch, Dropped, Rollout, VersionSpan
 from triad.run_dir import RunDir
 from triad.weights_digest import weights_digest
@@ -111,6 +113,20 @@ def test_the_client_returns_choices_in_the_order_of_the_seeds(tmp_path: Path, mo
     assert [choice.token_ids.tolist() for choice in choices] == [answers[0], answers[1]]
     assert all((choice.finish_reason == "stop") == (choice.token_ids[-1] == STOP_TOKEN) for choice in choices)
     assert busy_s > 0
+
+
+def test_weights_are_replaced_also_where_the_new_ones_have_the_number_of_the_old(tmp_path: Path) -> None:
+    """ext4 gives the inode of a removed file to the next one."""
+    run_dir = RunDir(tmp_path)
+    publish_weights(run_dir, 0, b"zero")
+    found = describe_weights(run_dir, 0)
+    assert not found.was_replaced()
+    manifest = found.path / MANIFEST_NAME
+    inode = manifest.stat().st_ino
+    manifest.write_bytes(manifest.read_bytes())
+    assert manifest.stat().st_ino == inode and found.was_replaced()
+    shutil.rmtree(found.path)
+    assert found.was_replaced()
 
 
 def test_weights_that_serve_already_are_not_pushed_again(tmp_path: Path) -> None:

@@ -261,3 +261,16 @@ def test_a_child_is_started_again_when_what_the_dead_one_started_has_let_go(tmp_
         again = supervisor.restart(child)
         again.process.wait()
     assert "free" in again.log.read_text(), again.log.read_text()
+
+
+def test_the_error_of_an_earlier_life_is_not_taken_for_that_of_a_later_one(tmp_path: Path) -> None:
+    with Supervisor() as supervisor:
+        code = "import os, pathlib as p, sys; first = not p.Path('x').exists(); p.Path('x').touch()\n"
+        code += "if first: print('error: no room'); sys.exit(5)\n"
+        code += "os.kill(os.getpid(), 9)"
+        program = python(f"import os; os.chdir({str(tmp_path)!r})\n{code}")
+        child = supervisor.start("a", program, tmp_path / "a.log", environment={})
+        assert child.process.wait() == 5 and child.error == "no room"
+        child = supervisor.restart(child)
+        assert child.process.wait() == -signal.SIGKILL and child.error is None
+        assert error_message(child.log) == "no room"

@@ -151,7 +151,10 @@ class ShardWriter:
             SaveError: on every rank, with the reason of the one that failed.
         """
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        files = FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, overwrite=False)
+        # Without copying ahead, for which a thread of every rank would open a context on the first GPU: all is here.
+        files = FileSystemWriter(
+            directory, single_file_per_rank=True, sync_files=True, overwrite=False, per_thread_copy_ahead=0
+        )
         files.fs = opened = _DigestFiles()
         planner.set_up_planner(dict(tensors), files.storage_meta(), self._ranks.is_main)
         files.set_up_storage_writer(self._ranks.is_main, rank=self._ranks.rank, use_collectives=True)
