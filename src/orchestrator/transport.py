@@ -35,12 +35,18 @@ _CONNECT_TIMEOUT_S = 5.0
 _KEEPALIVE_S = 4.0
 # httpx polls every connection of a pool at every request, so many small pools cost less than one large.
 _POOL_CONNECTIONS = 16
-# A machine that is cut off says no goodbye: the kernel asks it after 30 s of silence, and gives up after 60 more.
+# A machine that is cut off says no goodbye: the kernel asks it after 30 s of silence, and gives up after 60 more; and
+# as soon where it was sent something meanwhile, which the kernel would send again for a quarter of an hour.
 _PROBES = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     *(
         (socket.IPPROTO_TCP, getattr(socket, name), value)
-        for name, value in {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}.items()
+        for name, value in {
+            "TCP_KEEPIDLE": 30,
+            "TCP_KEEPINTVL": 10,
+            "TCP_KEEPCNT": 6,
+            "TCP_USER_TIMEOUT": 90_000,
+        }.items()
         if hasattr(socket, name)
     ),
 ]

@@ -231,6 +231,7 @@ def test_a_machine_that_is_cut_off_is_asked_for_by_the_kernel() -> None:
     """Nothing of it would ever arrive: no end of the connection, and no answer."""
     asked = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE), (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)]
     asked += [(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL), (socket.IPPROTO_TCP, socket.TCP_KEEPCNT)]
+    asked += [(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)]
 
     async def options_of(url: str) -> list[int]:
         async with _new_pool(verify=False) as pool, pool.stream("GET", f"{url}/health") as answer:
@@ -239,7 +240,7 @@ def test_a_machine_that_is_cut_off_is_asked_for_by_the_kernel() -> None:
 
     engine = FakeEngine()
     with serving(engine):
-        assert asyncio.run(options_of(engine.url)) == [1, 30, 10, 6]
+        assert asyncio.run(options_of(engine.url)) == [1, 30, 10, 6, 90_000]
 
 
 def test_a_frozen_server_is_waited_for_by_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
