@@ -16,7 +16,7 @@ _SIGNAL = signal.SIGRTMIN + 3 if sys.platform == "linux" else signal.SIGUSR2
 _WAIT_S = 2.0
 # Stacks are written piece by piece, the main thread's last; a busy machine interrupts that.
 _QUIET_S = 0.5
-_MOST_S = 10.0
+_MOST_S = 10.0  # of all together
 _LOOK_AGAIN_S = 0.02
 
 
@@ -26,27 +26,36 @@ def write_stacks_on_request() -> None:
 
 
 def show_stacks(pids: Iterable[int], *, of: int, log: Path) -> None:
-    """Ask processes for their stacks; return when they are in the log, or soon: one that is stopped cannot answer.
+    """Ask processes for their stacks; return when they are in the log, or soon: one may be unable to answer.
+
+    One after the other: they write into one file, piece by piece.
 
     Args:
         pids: as they named themselves.
         of: their common ancestor, or one of them. Who is no child of it is no longer what it was, and left alone.
         log: where it lands.
     """
-    size = _size(log)
+    deadline = time.monotonic() + _MOST_S
     for pid in pids:
+        size = _size(log)
         try:
             process = psutil.Process(pid)
-            if of in (pid, *(parent.pid for parent in process.parents())):
-                process.send_signal(_SIGNAL)
+            is_child = of in (pid, *(parent.pid for parent in process.parents()))
+            if not is_child or process.status() == psutil.STATUS_STOPPED:
+                continue
+            process.send_signal(_SIGNAL)
         except psutil.Error:
             continue
-    begin = grown = time.monotonic()
-    last = size
-    while (now := time.monotonic()) < begin + _MOST_S:
+        _wait_for_growth(log, size, deadline)
+
+
+def _wait_for_growth(log: Path, size: int, deadline: float) -> None:
+    """Wait until a log has grown beyond `size` and grows no more."""
+    last, changed = size, time.monotonic()
+    while (now := time.monotonic()) < deadline:
         if (found := _size(log)) != last:
-            last, grown = found, now
-        if now > grown + (_QUIET_S if last != size else _WAIT_S):
+            last, changed = found, now
+        if now > changed + (_QUIET_S if last != size else _WAIT_S):
             return
         time.sleep(_LOOK_AGAIN_S)
 

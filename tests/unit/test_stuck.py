@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -86,18 +87,26 @@ main()
 """
 
 
-def test_the_stacks_of_all_threads_are_waited_for(tmp_path: Path) -> None:
-    """That of the main thread, which counts, is written last."""
+def test_the_stacks_of_all_threads_are_waited_for_and_mixed_with_no_others(tmp_path: Path) -> None:
+    """That of the main thread, which counts, is written last; ranks share a log."""
     log = tmp_path / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen([sys.executable, "-c", _MANY_THREADS], stdout=subprocess.PIPE, stderr=output)
+    with log.open("ab") as output:
+        argv = [sys.executable, "-c", _MANY_THREADS]
+        processes = [subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=output) for _ in range(3)]
     try:
-        assert process.stdout is not None and process.stdout.readline()
-        show_stacks([process.pid], of=process.pid, log=log)
+        for process in processes:
+            assert process.stdout is not None and process.stdout.readline()
+        processes[1].send_signal(signal.SIGSTOP)
+        show_stacks([process.pid for process in processes], of=os.getpid(), log=log)
     finally:
-        process.kill()
-        process.communicate()
-    assert log.read_text().count("most recent call first") == 61 and "in main" in log.read_text()
+        for process in processes:
+            process.kill()
+            process.communicate()
+    kinds = r'(Thread|Current thread) 0x\w+.*:|  File "[^"]+", line \d+ in \S+|'
+    lines = log.read_text().splitlines()
+    assert [line for line in lines if not re.fullmatch(kinds, line)] == []
+    assert sum("most recent call first" in line for line in lines) == 2 * 61
+    assert sum("in main" in line for line in lines) == 2
 
 
 def test_where_there_are_no_signals_of_real_time_another_one_is_taken() -> None:
