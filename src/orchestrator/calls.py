@@ -66,11 +66,6 @@ class Call:
         """Seconds since it last heard from the engine, or began; 0 while the engine works."""
         return 0.0 if self._num_sampling else awake_s() - self._since
 
-    @property
-    def own_s(self) -> float:
-        """Seconds that it took so far, the engine's apart."""
-        return self._own_s + self.silent_s
-
     @contextmanager
     def sampling(self) -> Iterator[None]:
         """While the engine samples for it, its clock stands still."""

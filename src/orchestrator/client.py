@@ -268,9 +268,10 @@ class InferenceClient:
                 return
             _log.warning("%s: %s; waiting for it", engine.url, failure)
             await engine.wait_for_health()
-            if self._weights is not None:
+            if self._fixed is None:
+                assert self._weights is not None, "serve comes first"
                 await self._give(engine, self._weights)
-            elif self._fixed is not None:
+            else:
                 served = await engine.insist(engine.served)
                 if served.digest != self._fixed.digest:
                     raise InferenceError(

@@ -94,10 +94,7 @@ class _Watch(threading.Thread):
             self._blocking = None
             self._answered.clear()
             self._asked_at = awake_s()
-            try:
-                self._loop.call_soon_threadsafe(self._answered.set)
-            except RuntimeError:  # the loop is closed
-                self._answered.set()
+            self._loop.call_soon_threadsafe(self._answered.set)
             return None
         innermost = sys._current_frames().get(self._thread_id)
         call = _call_in(innermost)

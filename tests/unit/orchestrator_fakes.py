@@ -54,7 +54,8 @@ class FakeEngine:
     """One inference server. Set the `lie_` and `fail_` fields, `alter` or `on_generate`, to misbehave.
 
     `on_generate` is called behind the check of the request, as if something happened while it is answered. What it
-    awaits keeps nobody else waiting. `on_claim` is awaited in front of a claim, `on_update` called behind a push.
+    awaits keeps nobody else waiting. `on_claim` is awaited in front of a claim, `before_update` called in front of a
+    push and `on_update` behind it.
     `intercept` gets the number of each generation request, and may answer it in place of the engine.
     """
 
@@ -83,6 +84,7 @@ class FakeEngine:
     pushed: list[int] = field(default_factory=list)
     on_generate: Callable[[int], object] | None = None
     on_claim: Callable[[], Awaitable[object]] | None = None
+    before_update: Callable[[], object] | None = None
     on_update: Callable[[], object] | None = None
     alter: Callable[[dict[str, Any]], None] | None = None
     intercept: Callable[[int], Response | None] | None = None
@@ -136,6 +138,8 @@ class FakeEngine:
                 raise HTTPException(409, self.refuse)
             if self.cannot_read:
                 return JSONResponse({"error": "the storage failed", "code": "unreadable"}, 507)
+            if self.before_update is not None:
+                self.before_update()
             self.owner = body["owner"]["run_id"]
             self.pushed.append(body["version"])
             self.version = body["version"] + self.lie_version

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from orchestrator_fakes import make_config
 
+from orchestrator.check import check_environments
 from orchestrator.environment import Environment, Message, TaskSeed
 from orchestrator.environments import load_environment
 from orchestrator.environments.jsonl import Jsonl
@@ -80,6 +82,45 @@ def test_what_does_not_load_says_why(name: str, args: dict[str, Any], kind: type
 def test_own_environments_load_with_converted_arguments() -> None:
     environment = load(f"{__name__}:NeedsWord", word="ab", times="2")
     assert isinstance(environment, sys.modules[__name__].NeedsWord) and vars(environment) == {"word": "abab"}
+
+
+class Open(Environment):
+    """Takes anything."""
+
+    def __init__(self, word, **others: Any) -> None:  # type: ignore[no-untyped-def]
+        self.given = {"word": word, **others}
+
+
+class Bare(Environment):
+    """Says nothing of the type of its argument."""
+
+    def __init__(self, word) -> None:  # type: ignore[no-untyped-def]
+        self.word = word
+
+
+def test_arguments_that_nothing_is_said_of_are_given_as_they_are() -> None:
+    assert vars(load(f"{__name__}:Open", word="2", more=[1])) == {"given": {"word": "2", "more": [1]}}
+    assert vars(load(f"{__name__}:Bare", word="2")) == {"word": "2"}
+
+
+def test_what_a_module_of_the_users_lacks_is_its_own_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needs_a_library.py").write_text("import no_such_library")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(EnvironmentFailure, match="importing needs_a_library failed: No module named 'no_such_library'"):
+        load("needs_a_library:Thing")
+
+
+def test_a_check_makes_what_is_built_in_and_only_looks_for_the_rest(tmp_path: Path) -> None:
+    def check(name: str, **args: Any) -> None:
+        check_environments(
+            make_config(tmp_path, environments=[{"id": "reverse_text"}, {"id": name, "args": args}], client={})
+        )
+
+    check(f"{__name__}:NeedsWord", word="bad")
+    with pytest.raises(ConfigError, match=r"environments\[1\].id: .*no environment 'NeedsWords'"):
+        check(f"{__name__}:NeedsWords")
+    with pytest.raises(DataError, match="no.jsonl cannot be read"):
+        check("jsonl", path=str(tmp_path / "no.jsonl"))
 
 
 def test_annotations_that_are_for_checkers_alone_are_not_held_against_arguments() -> None:

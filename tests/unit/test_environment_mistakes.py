@@ -72,6 +72,8 @@ class Scored(Plain):
                 return None
             case "numbers":
                 return [1.0] * 4
+            case "few":
+                return [Score(1.0)] * 3
             case _:
                 reward, values = rewards.get(self.what, 1.0), metrics.get(self.what, {})
                 return [Score(reward, values) for _ in sessions]
@@ -91,6 +93,21 @@ class Tasks(Plain):
             "unwritten": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "weather"}}]}],
         }  # fmt: skip
         return {"prompt": "x"} if self.what == "dict" else Task(prompt=prompts[self.what])
+
+
+class Lacks(Environment):
+    """Defines what `what` names alone, and never samples."""
+
+    def __init__(self, what: str) -> None:
+        if what != "make_task":
+            self.make_task = lambda seed: Task(prompt="x")
+        if what != "run":
+            self.run = super().run
+        if what != "score":
+            self.score = lambda task, sessions: [Score(1.0)] * len(sessions)
+
+    async def run(self, session: Session, task: Task) -> None:
+        """Sample nothing."""
 
 
 class Raises(Plain):
@@ -307,6 +324,38 @@ class Exits(Plain):
         await leaving
 
 
+class Works(Plain):
+    """Samples in a task that was there before any call."""
+
+    def __init__(self) -> None:
+        self._asked: asyncio.Queue[tuple[Session, asyncio.Future[None]]] = asyncio.Queue()
+        self._worker = asyncio.create_task(self._work())
+
+    async def _work(self) -> None:
+        while True:
+            session, is_done = await self._asked.get()
+            await session.sample()
+            is_done.set_result(None)
+
+    async def run(self, session: Session, task: Task) -> None:
+        is_done = asyncio.get_running_loop().create_future()
+        self._asked.put_nowait((session, is_done))
+        await is_done
+
+
+class Reflects(Plain):
+    """Lets the policy go on with all sessions at once before it scores."""
+
+    async def run(self, session: Session, task: Task) -> None:
+        await session.sample()
+
+    async def score(self, task: Task, sessions: Sequence[Session]) -> Any:
+        for session in sessions:
+            session.append_messages([{"role": "user", "content": "sure?"}])
+        await asyncio.gather(*(session.sample() for session in sessions))
+        return [Score(float(len(session.texts))) for session in sessions]
+
+
 class Waits(Plain):
     """Waits for ever, for something else than the engine."""
 
@@ -316,6 +365,17 @@ class Waits(Plain):
 
     async def judge(self) -> None:
         await asyncio.Event().wait()
+
+
+class BlocksApart(Plain):
+    """Blocks the event loop for a while, in a task of its own."""
+
+    async def run(self, session: Session, task: Task) -> None:
+        async def block() -> None:
+            time.sleep(0.7)
+
+        await session.sample()
+        await asyncio.create_task(block())
 
 
 class Blocks(Plain):
@@ -406,6 +466,10 @@ def test_draws_differ_and_a_task_made_again_is_the_same() -> None:
         (Mutes, "message", r"message 1 is \(its __repr__ raised KeyError\): expected Message"),
         (Mutes, "scores", r"score\(\) must return a list of 4 Score objects, got \(its __repr__ raised"),
         (Mutes, "reward", r"score\(\) gave reward = \(its __repr__ raised KeyError\) \(Mute\), expected a finite"),
+        (Scored, "few", r"score\(\) returned 3 scores for 4 sessions"),
+        (Lacks, "make_task", r"NotImplementedError: Lacks needs a method make_task\(seed\)"),
+        (Lacks, "score", r"NotImplementedError: Lacks needs a method score\(task, sessions\)"),
+        (Lacks, "run", r"run\(\) ended without a sampled turn; write `await session.sample\(\)`"),
         (Raises, "exit", rf"run\(\) raised SystemExit: 0 \({re.escape(__file__)}:\d+\)"),
         (Raises, "cancelled", r"run\(\) raised CancelledError"),
         (Raises, "interrupt", r"run\(\) raised KeyboardInterrupt"),
@@ -518,6 +582,42 @@ def test_a_call_that_waits_is_named_with_its_place(tmp_path: Path, caplog: pytes
     at = line_of("Event().wait()")
     expected = rf"environment 'mine', task \d is silent for \d+ s in run\(\) at {at} \(and \d+ more like it\)"
     assert re.search(expected, caplog.text), caplog.text
+
+
+def test_a_call_is_not_named_for_what_a_task_of_its_own_blocks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+
+    async def watched() -> None:
+        engine = FakeEngine()
+        with serving(engine), FakeTrainer(RunDir(tmp_path), start=0, max_steps=1), watching_calls(silent_s=0.2):
+            environments = section(BlocksApart)
+            await orchestrate(
+                make_config(tmp_path, engine, environments=environments, max_steps=1, problems_per_step=1)
+            )
+
+    asyncio.run(watched())
+    assert RunDir(tmp_path).published_batches() == [1] and "blocks all others" not in caplog.text
+
+
+def test_sampling_in_a_task_that_was_there_before_any_call(tmp_path: Path) -> None:
+    batch = run(tmp_path, Works)
+    assert [rollout.loss_mask.num_stretches for rollout in batch.rollouts] == [1] * 12
+
+
+@pytest.mark.parametrize("timeout_s", [1.0, math.inf])
+def test_the_clock_of_a_call_stands_still_until_the_last_of_its_sessions_was_sampled(
+    tmp_path: Path, timeout_s: float
+) -> None:
+    """And an answer that has come already starts it for nobody."""
+    engine = FakeEngine(on_generate=lambda count: asyncio.sleep(1.3) if count == 5 else None)
+    with serving(engine), FakeTrainer(RunDir(tmp_path), start=0, max_steps=1):
+        environments = section(Reflects, timeout_s=timeout_s)
+        config = make_config(tmp_path, engine, environments=environments, max_steps=1, problems_per_step=1)
+        asyncio.run(orchestrate(config))
+    assert len(engine.requests) == 5
+    assert [rollout.reward for rollout in journal.read_batch(RunDir(tmp_path), 1).rollouts] == [2.0] * 4
 
 
 @pytest.mark.parametrize(

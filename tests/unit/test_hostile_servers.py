@@ -125,8 +125,9 @@ def bomb(count: int) -> Response:
         ),
         (lambda count: Response(b'{"x": ' + b"[" * 50_000), "gave an answer that is no GenerateResponse"),
         (lambda count: Response(b"\xff\xfe", status_code=400), "was answered 400: "),
+        (lambda count: Response(b'["too hot"]', status_code=400), r"was answered 400: \['too hot'\]"),
     ],
-    ids=["endless", "bomb", "no text", "deep", "no text in an error"],
+    ids=["endless", "bomb", "no text", "deep", "no text in an error", "a list"],
 )
 def test_an_answer_without_an_end_or_a_meaning_is_one_error(tmp_path: Path, answer: Intercept, said: str) -> None:
     with pytest.raises(InferenceError, match=said):

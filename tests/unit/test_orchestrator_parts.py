@@ -9,10 +9,13 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
-from orchestrator_fakes import STOP_TOKEN, FakeEngine, make_config, publish_weights, serving
+from orchestrator_fakes import STOP_TOKEN, FakeEngine, commit_checkpoint, make_config, publish_weights, serving
 
+from orchestrator import scheduler
+from orchestrator.calls import place_of, place_of_task
 from orchestrator.client import InferenceClient
 from orchestrator.concurrency import run_all
 from orchestrator.environment import Completion
@@ -21,14 +24,17 @@ from orchestrator.metrics import BatchTimes, batch_metrics, pass_at_k
 from orchestrator.mix import adopt_mix, integer_weights, next_environment
 from orchestrator.protocol import GenerateRequest
 from orchestrator.publisher import Publisher
+from orchestrator.scheduler import Start, find_start
 from orchestrator.seeds import TaskSeed, request_seed
 from orchestrator.selection import Outcome, select
 from orchestrator.state import OrchestratorState
-from orchestrator.weights import PublishedWeights, describe_weights
+from orchestrator.weights import PublishedWeights, describe_weights, wait_for_weights
+from tests.processes import HANG_S
+from triad import durable, journal, manifest
 from triad.arrays import Logprobs, LossMask, TokenIds
 from triad.config.orchestrator import ClientConfig, EnvironmentConfig
-from triad.errors import ConfigError, InferenceError, RunDirError
-from triad.manifest import MANIFEST_NAME
+from triad.errors import CheckpointError, ConfigError, InferenceError, RunDirError
+from triad.manifest import MANIFEST_NAME, Manifest
 from triad.messages import Batch, Dropped, Rollout, VersionSpan
 from triad.run_dir import RunDir
 from triad.weights_digest import weights_digest
@@ -161,6 +167,88 @@ def test_readiness_checks_model_length_and_url(tmp_path: Path) -> None:
             ConfigError, match=r"sessions of 513 tokens are more than .* serves \(model\.max_len = 512\)"
         ):
             asyncio.run(_wait(config, seq_len=513))
+        engine.max_model_len = "many"  # type: ignore[assignment]
+        asyncio.run(_wait(config, seq_len=513))  # the server itself refuses what is too long
+
+
+def test_the_place_of_an_error_that_came_through_no_code() -> None:
+    assert place_of(ValueError("never raised")) == place_of_task(None) == "an unknown place"
+
+
+def test_weights_are_described_by_their_manifest_and_known_to_be_replaced(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    publish_weights(run_dir, 0, b"zero")
+    weights = describe_weights(run_dir, 0)
+    assert not weights.was_replaced()
+    publish_weights(run_dir, 0, b"zero")
+    assert weights.was_replaced()
+    weights = describe_weights(run_dir, 0)
+    durable.remove_directory(weights.path)
+    assert weights.was_replaced()
+    weights.path.mkdir()
+    (weights.path / "config.json").write_text("{}")
+    files = manifest.describe_files(weights.path)
+    manifest.write_manifest(weights.path, Manifest(kind="weights", step=0, policy_version=0, files=files))
+    with pytest.raises(CheckpointError, match=r"step_0 lists no \*\.safetensors file in its manifest"):
+        describe_weights(run_dir, 0)
+
+
+def test_weights_that_are_taken_away_while_they_are_described_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = RunDir(tmp_path)
+    publish_weights(run_dir, 0, b"zero")
+
+    def take_away(run_dir: RunDir, version: int) -> PublishedWeights:
+        monkeypatch.undo()
+        durable.remove_directory(run_dir.weights_of(version))
+        return describe_weights(run_dir, version)
+
+    monkeypatch.setattr("orchestrator.weights.describe_weights", take_away)
+    check = lambda: publish_weights(run_dir, 0, b"one")  # noqa: E731
+    found = asyncio.run(wait_for_weights(run_dir, 0, timeout_s=HANG_S, check=check))
+    assert found == describe_weights(run_dir, 0)
+
+
+def test_a_log_of_generations_that_is_empty_or_cannot_be_opened(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    log = make_log(run_dir)
+    log.close()
+    header = log.path.read_bytes()
+    log.path.write_bytes(b"")
+    make_log(run_dir).close()
+    assert log.path.read_bytes() == header
+    log.path.unlink()
+    log.path.mkdir()
+    with pytest.raises(RunDirError, match=r"generations of batch 1 cannot be kept in .*: Is a directory"):
+        make_log(run_dir)
+
+
+def test_a_start_that_the_trainer_overtakes_goes_by_its_newest_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = RunDir(tmp_path)
+    for step in (1, 2, 3):
+        publish_weights(run_dir, step, b"weights")
+        journal.publish_batch(run_dir, make_batch(step), msgspec.json.encode(OrchestratorState(step=step)))
+    commit_checkpoint(run_dir, 1)
+    start_after = scheduler._start_after
+
+    def overtake(run_dir: RunDir, trainer_step: int, published: set[int]) -> Start:
+        monkeypatch.undo()
+        commit_checkpoint(run_dir, 3)
+        for step in (2, 3):
+            durable.remove_directory(run_dir.batch(step))
+        return start_after(run_dir, trainer_step, published)
+
+    monkeypatch.setattr(scheduler, "_start_after", overtake)
+    start = find_start(run_dir, 1)
+    assert (start.trainer_step, start.state.step) == (3, 3)
+
+
+def test_a_start_without_the_state_of_its_step_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="step_5.*is missing"):
+        find_start(RunDir(tmp_path), 5)
 
 
 def make_log(run_dir: RunDir, *, digest: str = "d", step: int = 1) -> GenerationLog:

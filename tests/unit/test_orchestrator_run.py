@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,12 +27,23 @@ from orchestrator_fakes import (
 )
 
 from orchestrator.environment import Environment, Message, Score, Session, Task, TaskSeed
+from orchestrator.environments.scoring import SCORERS
+from orchestrator.main import _read_config as read_config
 from orchestrator.main import orchestrate
 from orchestrator.state import OrchestratorState, read_state
+from orchestrator.weights import describe_weights
 from tests.processes import HANG_S
 from triad import heartbeat, journal
+from triad.chat.files import load_tokenizer
 from triad.config.orchestrator import OrchestratorConfig
-from triad.errors import STORAGE_FAILED, CheckpointError, EnvironmentFailure, InferenceError, is_storage_failure
+from triad.errors import (
+    STORAGE_FAILED,
+    CheckpointError,
+    ConfigError,
+    EnvironmentFailure,
+    InferenceError,
+    is_storage_failure,
+)
 from triad.messages import Batch
 from triad.run_dir import RunDir
 
@@ -271,6 +284,88 @@ def test_an_engine_that_comes_back_gets_its_weights_again(tmp_path: Path, engine
     )
 
 
+def test_an_answer_that_was_aborted_is_asked_for_again_and_spans_of_one_version_are_one(
+    tmp_path: Path, engine: FakeEngine
+) -> None:
+    def abort_once(answer: dict[str, Any]) -> None:
+        if len(engine.requests) == 2:
+            answer["choices"][1]["finish_reason"] = "abort"
+        for choice in answer["choices"]:
+            (span,) = choice["versions"]
+            if span["end"] > 1:
+                choice["versions"] = [span | {"end": 1}, span | {"start": 1}]
+
+    with serving(engine):
+        run(make_config(tmp_path / "straight", engine, max_steps=2))
+        engine.requests.clear()
+        engine.alter = abort_once
+        run(make_config(tmp_path / "aborted", engine, max_steps=2))
+    assert len(engine.requests) == 2 * 3 + 1
+    assert read_rollouts(RunDir(tmp_path / "straight"), range(1, 3)) == read_rollouts(
+        RunDir(tmp_path / "aborted"), range(1, 3)
+    )
+
+
+def test_weights_that_are_published_again_while_an_engine_loads_them_are_loaded_again(
+    tmp_path: Path, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = RunDir(tmp_path)
+    contents = [b"once more", b"and again", b"and for ever", b"again"]
+    publish_weights(run_dir, 0, b"zero")
+    engine.before_update = lambda: publish_weights(run_dir, 0, contents.pop())
+    engine.lie_digest = "0" * 32
+    with serving(engine):
+        with pytest.raises(InferenceError, match=r"step_0 was published again 3 times while it was loaded"):
+            asyncio.run(orchestrate(make_config(tmp_path, engine, max_steps=1)))
+        assert contents == [b"once more"] and run_dir.published_batches() == []
+        engine.before_update = lambda: publish_weights(run_dir, 0, contents.pop()) if contents else None
+        engine.lie_digest = None
+        asyncio.run(orchestrate(make_config(tmp_path, engine, max_steps=1)))
+    assert caplog.text.count("was published again while it was loaded; loading it again") == 3 + 1
+    assert journal.read_batch(run_dir, 1).weights_digest == engine.digest == describe_weights(run_dir, 0).digest
+
+
+def test_an_attempt_that_finds_all_made_gives_the_servers_back(tmp_path: Path, engine: FakeEngine) -> None:
+    with serving(engine):
+        config = make_config(tmp_path, engine, max_steps=2)
+        run(config)
+        requests = len(engine.requests)
+        engine.owner = RunDir(tmp_path).run_id()  # as where the attempt before died at its end
+        asyncio.run(orchestrate(config))
+    assert engine.owner is None and len(engine.requests) == requests
+
+
+def test_rows_of_a_file_are_scored_by_the_scorer_that_was_chosen(tmp_path: Path, engine: FakeEngine) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "say it", "answer": "abcdefghij"}\n')
+    args = {"path": str(rows), "scorer": "lcs"}
+    with serving(engine):
+        run(make_config(tmp_path / "run", engine, max_steps=1, environments=[{"id": "jsonl", "args": args}]))
+    tokenizer = load_tokenizer(engine.model)
+    rollouts = journal.read_batch(RunDir(tmp_path / "run"), 1).rollouts
+    for rollout in rollouts:
+        said = tokenizer.decode(
+            [token for token, is_said in zip(rollout.token_ids, rollout.loss_mask, strict=True) if is_said]
+        )
+        expected = SCORERS["lcs"](said, "abcdefghij")
+        assert rollout.reward == expected and rollout.metrics == {"lcs": expected}
+    assert len({rollout.reward for rollout in rollouts}) > 1
+
+
+def test_configurations_that_are_none_of_the_orchestrator(tmp_path: Path, engine: FakeEngine) -> None:
+    with pytest.raises(ConfigError, match=r"ckpt\.resume_step = latest: .*needs the number that the launcher resolved"):
+        asyncio.run(orchestrate(make_config(tmp_path, ckpt={"resume_step": "latest"}, client={})))
+    resolved = tmp_path / "resolved.toml"
+    resolved.write_text("max_steps = 0")
+    for arguments, said in (
+        ([], r"usage: python -m orchestrator\.main <resolved\.toml>"),
+        ([str(resolved)], r"resolved\.toml is no configuration of the orchestrator: .*max_steps"),
+        ([str(tmp_path / "no.toml")], r"no\.toml is no configuration of the orchestrator: .*No such file"),
+    ):
+        with pytest.raises(ConfigError, match=re.compile(said, re.DOTALL)):
+            read_config(arguments)
+
+
 def test_an_environment_that_raises_is_named(tmp_path: Path, engine: FakeEngine) -> None:
     with serving(engine):
         config = make_config(tmp_path, engine, environments=[{"id": f"{__name__}:Raises", "name": "moon"}])
@@ -340,17 +435,23 @@ def _start_process(config: OrchestratorConfig) -> subprocess.Popen[str]:
     path = config.output_dir / "resolved.toml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
-    command = [sys.executable, "-m", "orchestrator.main", str(path)]
+    command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-m", "orchestrator.main", str(path)]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
 def test_sigterm_stops_the_process_cleanly(tmp_path: Path, engine: FakeEngine) -> None:
+    """And an interrupt does not, where whoever started the process has it ignored, as `nohup` and `&` do."""
     with serving(engine), _start_process(make_config(tmp_path, engine)) as process:
         assert process.stderr is not None
         seen = ""
         while "waiting for weights" not in seen:
             seen = process.stderr.readline()
             assert seen, "the process ended before it waited for weights"
+        process.send_signal(signal.SIGINT)
+        publish_weights(RunDir(tmp_path), 0, b"zero")
+        while not engine.requests:
+            time.sleep(0.01)
+            assert process.poll() is None, "the interrupt ended it"
         process.send_signal(signal.SIGTERM)
         rest = process.stderr.read()
     assert process.returncode == 0

@@ -7,10 +7,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import HTTPException
 from orchestrator_fakes import FakeEngine, FakeTrainer, make_config, read_rollouts, serving
 
 from orchestrator.client import InferenceClient
@@ -174,6 +176,36 @@ def test_a_restarted_server_hears_who_owns_it(tmp_path: Path, monkeypatch: pytes
 
     with serving(engine):
         asyncio.run(disturb())
+
+
+def test_signs_of_life_go_on_after_one_that_failed_and_a_lost_server_is_not_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("orchestrator.client._SIGN_OF_LIFE_S", 0.01)
+    caplog.set_level("DEBUG", logger="orchestrator")
+    engine = FakeEngine(version=0, digest="any")
+    run_dir = RunDir(tmp_path)
+    run_dir.create()
+
+    async def refuse_some() -> None:
+        if engine.claims in (3, 4):
+            raise HTTPException(400, "not now")
+
+    engine.on_claim = refuse_some
+
+    async def live() -> None:
+        with ExitStack() as stack:
+            stack.enter_context(serving(engine))
+            async with InferenceClient(make_config(tmp_path, engine).client, run_dir=run_dir) as client:
+                await client.wait_until_ready(model=engine.model, seq_len=8)
+                while engine.claims < 6:
+                    await asyncio.sleep(0.01)
+                await asyncio.to_thread(stack.close)
+                await client.release()
+
+    asyncio.run(live())
+    assert caplog.text.count("did not hear a sign of life") >= 2
+    assert f"{engine.url} was not given back, so other runs cannot use it yet" in caplog.text
 
 
 def test_signs_of_life_come_from_the_event_loop_that_environments_run_on(

@@ -111,6 +111,8 @@ def test_a_teacher_samples_in_place_of_the_policy(tmp_path: Path, policy: FakeEn
     with serving(teacher):
         policy.url = "http://127.0.0.1:9"  # nobody answers there, and nobody may be asked
         run(configure(tmp_path, policy, teacher, mode="samples"))
+        asyncio.run(orchestrate(configure(tmp_path, policy, teacher, mode="samples")))  # it had made all
+        assert teacher.released == [], "nothing is given back that was never claimed"
         other = FakeTeacher(model="the/teacher", version=0, digest="other")
         with serving(other):
             run(configure(tmp_path / "other", policy, other, mode="samples"))
@@ -163,3 +165,29 @@ def test_a_teacher_that_comes_back_with_other_weights_ends_the_run(
     teacher.on_generate = replace
     with serving(policy, teacher), pytest.raises(InferenceError, match="came back with other weights: digest other"):
         run(configure(tmp_path, policy, teacher, mode=mode))
+
+
+def test_a_teacher_that_comes_back_with_the_same_weights_is_asked_again(
+    tmp_path: Path, policy: FakeEngine, teacher: FakeTeacher
+) -> None:
+    with serving(policy, teacher):
+        run(configure(tmp_path / "straight", policy, teacher, mode="logprobs"))
+        teacher.fail_requests = 1
+        run(configure(tmp_path / "lost", policy, teacher, mode="logprobs"))
+    straight, lost = (read_rollouts(RunDir(tmp_path / name), range(1, STEPS + 1)) for name in ("straight", "lost"))
+    assert straight == lost
+
+
+class ForgetfulTeacher(FakeTeacher):
+    """Judges all tokens but the last."""
+
+    def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        answer = super()._answer(body)
+        answer["choices"][0]["prompt_logprobs"].pop()
+        return answer
+
+
+def test_a_teacher_must_judge_every_token(tmp_path: Path, policy: FakeEngine) -> None:
+    teacher = ForgetfulTeacher(model="the/teacher", version=0, digest="fixed")
+    with serving(policy, teacher), pytest.raises(InferenceError, match=r"gave \d+ log-probabilities for \d+ tokens"):
+        run(configure(tmp_path, policy, teacher, mode="logprobs"))
