@@ -18,14 +18,17 @@ _MOST_LINES = 6
 _MOST_CHARACTERS = 300  # of a line: some list every parameter of the model
 
 
-def engine_failure(log: Path) -> str | None:
+def engine_failure(log: Path, *, begin: int = 0) -> str | None:
     """Return the exception that ended the engine of the last start in `log`, all its lines.
 
     None where there is none, or where the engine was killed.
 
     Of several that followed from each other it is the first.
+
+    Args:
+        begin: bytes of `log` that others wrote before.
     """
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    lines = log.read_bytes()[begin:].decode(errors="replace").splitlines() if log.exists() else []
     starts = [number for number, line in enumerate(lines) if _START in line]
     lines = lines[starts[-1] if starts else 0 :]
     own = [_ENGINE.sub("", line) for line in lines if _ENGINE.match(line)]

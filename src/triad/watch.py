@@ -371,7 +371,9 @@ class _Watcher:
 
 def _engine_failure(child: Child) -> str | None:
     """Why the engine of a dead inference server failed; None where something killed either."""
-    return engine_failure(child.log) if child.name == "inference" and child.process.returncode >= 0 else None
+    if child.name != "inference" or child.process.returncode < 0:
+        return None
+    return engine_failure(child.log, begin=child.log_begin)
 
 
 def _how_it_ended(child: Child) -> str:

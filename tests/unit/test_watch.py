@@ -54,6 +54,18 @@ def test_a_dead_trainer_takes_the_orchestrator_along_and_leaves_the_server(stand
     assert [starts(stands, name) for name in ("trainer", "orchestrator", "inference")] == [2, 2, 1]
 
 
+def test_a_server_that_dies_before_it_says_a_word_did_not_die_of_what_the_one_before_said(stands: Stands) -> None:
+    said = "00:00:01 inference INFO loading vllm\\n(EngineCore pid=1) Traceback (most recent call last):\\n"
+    said += "(EngineCore pid=1) ValueError: no"
+    inference = f"if start == 1: print('{said}', flush=True); os._exit(75)\nif start == 2: os._exit(1)\ntime.sleep(600)"
+    trainer = (
+        "while not Path('inference_starts').exists() or Path('inference_starts').stat().st_size < 3: time.sleep(0.02)"
+    )
+    trainer += "\nmade('weights/step_1')"
+    code = stands.watch(inference=counted("inference", inference), trainer=trainer, orchestrator=_MAKES_A_BATCH)
+    assert code == 0 and starts(stands, "inference") == 3
+
+
 def test_the_launcher_waits_where_it_cannot_write_itself(stands: Stands, capfd: pytest.CaptureFixture[str]) -> None:
     stands.full_disks = 2
     trainer = f"if start == 1: os.kill(os.getpid(), {signal.SIGKILL:d})\n{_UNTIL_A_BATCH}made('weights/step_1')"
