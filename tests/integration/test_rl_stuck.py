@@ -37,6 +37,7 @@ def test_a_loss_that_never_returns_costs_a_restart(rl_server: UsedServer, tmp_pa
         run.wait_for_match(r"trainer \(rank 0\) has come no further for \d+ s in step \d: killing it")
         healed = complete(run)
     assert once.exists()
+    assert 'stuck_loss.py", line 10 in loss' in (healed.run_dir.logs(1) / "trainer.log").read_text()
     assert healed.exit_code == 0, healed.output
     assert not healed.survivors
     assert_same(outcome(healed.run_dir, 6), outcome(straight.run_dir, 6))
