@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 
 from inference.access import ADMIN, Gate, asks_the_model, largest_body
 from inference.bodies import UpdateRequest, decode_body, decode_request
@@ -87,6 +88,34 @@ def test_a_server_for_this_machine_answers_to_its_names_alone(host: str, status:
     for method, path in (("GET", "/weights"), ("POST", "/v1/completions"), ("POST", "/update_weights")):
         assert ask(method, path, headers={"Host": host}).status_code == status
         assert ask(method, path, headers={"Host": host}, local=False).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("kind", "host", "comes_through"),
+    [
+        ("websocket", b"evil.example", False),
+        ("websocket", b"localhost:8000", True),
+        ("websocket", None, True),
+        ("http", None, True),  # HTTP/1.0; no browser leaves it out
+        ("lifespan", None, True),
+    ],
+)
+def test_a_connection_of_any_kind_is_judged_by_its_host(kind: str, host: bytes | None, comes_through: bool) -> None:
+    came, sent = [], []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        came.append(scope["type"])
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        raise AssertionError("nothing is read")
+
+    scope = {"type": kind, "method": "GET", "path": "/", "headers": [] if host is None else [(b"host", host)]}
+    asyncio.run(Gate(app, local=True, admin_token=None, most_body_bytes=MOST)(scope, receive, send))
+    assert came == ([kind] if comes_through else [])
+    assert sent == ([] if comes_through else [{"type": "websocket.close", "code": 1008}])
 
 
 def test_a_token_is_asked_for_wherever_one_is_set() -> None:

@@ -104,3 +104,18 @@ def test_a_model_directory_must_be_complete(tmp_path: Path) -> None:
     (tokenizer / "tokenizer.json").write_text("{}")
     found = resolve_model(_config(name=str(model), load="dummy", tokenizer=str(tokenizer)))
     assert found == (model, tokenizer)
+
+
+def test_a_model_of_the_hub_is_taken_from_the_cache_or_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--someone--model/snapshots" / ("c" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot / "tokenizer.json").write_text("{}")
+    (tmp_path / "models--someone--model/refs").mkdir()
+    (tmp_path / "models--someone--model/refs/main").write_text("c" * 40)
+    assert resolve_model(_config(name="someone/model", load="dummy")) == (snapshot, snapshot)
+    with pytest.raises(
+        DataError, match=r"'someone/other': there is no such directory, and the hub gave no such model \("
+    ):
+        resolve_model(_config(name="someone/other", load="dummy"))

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainer.checkpoints.state import local_part
+from trainer.models.layout import Layout
 from trainer.models.loading import trained_tensors
 from trainer.models.model import Policy, build_policy, reshard
 from trainer.models.structure import decoder_layers
@@ -95,6 +96,16 @@ def test_a_pretrained_policy_computes_what_transformers_computes(
     assert ours_by_name.keys() == dict(model.named_parameters()).keys()
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(ours_by_name[key], parameter.grad, rtol=1e-3, atol=1e-4, msg=key)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_rows_are_those_of_transformers_by_its_own_attention_too(
+    attention: str, tiny_model: Models, parallel: Parallel
+) -> None:
+    directory = tiny_model()
+    policy = build(directory, parallel, attention=attention).eval()
+    assert policy.layout == Layout(packs=True, attention=attention)
+    torch.testing.assert_close(logprobs(policy), reference_logprobs(reference(directory)), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)

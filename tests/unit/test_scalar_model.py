@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Callable
@@ -217,6 +218,13 @@ def test_a_reward_model_without_a_head_is_refused(
 def test_a_kind_of_model_that_cannot_score_is_named(parallel: Parallel, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "codegen", "n_embd": 32, "n_layer": 1, "n_head": 4}')
     with pytest.raises(DataError, match="no sequence classification for codegen"):
+        build(tmp_path, parallel, init="random")
+
+
+def test_a_head_of_another_name_is_no_linear_one(parallel: Parallel, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "is_decoder": True, **sizes}))
+    with pytest.raises(DataError, match="BertForSequenceClassification has no linear head named score.weight"):
         build(tmp_path, parallel, init="random")
 
 

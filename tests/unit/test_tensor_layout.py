@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +222,9 @@ def test_an_engine_merges_an_adapter_of_a_model_with_other_names_as_the_trainer_
         RunDir(tmp_path), policy, tokenizer, parallel, dtype="float32", layout=layout, adapters=adapters
     )
     merged, alone = publisher.publish(1), publisher.publish(2, for_engines=True)
+    adapters.base = msgspec.structs.replace(adapters.base, regrouped=["a.weight"])
+    with pytest.raises(DataError, match=r"files of model\.name hold 'a\.weight' in another layout"):
+        publisher.publish(3, for_engines=True)
     architecture = read_architecture(model)
     base = BaseWeights(model, architecture)
     assert read_base(alone).digest == base.digest
@@ -271,3 +274,51 @@ def test_experts_are_not_whole_matrices_of_files(tiny_model: ModelFactory) -> No
     assert layout.name_in_files("model.layers.0.mlp.experts.down_proj") is None
     assert layout.name_in_files("model.norm.weight") == "model.norm.weight"
     assert PER_EXPERT in layout.names and not layout.is_plain
+
+
+def test_names_come_from_an_index_a_file_or_the_hub(
+    tiny_model: ModelFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama", tied=False)
+    expected = names_in_files(str(model))
+    assert expected == sorted(tensors_of(model))
+    shards, hub = tmp_path / "shards", tmp_path / "hub"
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(shards, max_shard_size="20KB")
+    assert not (shards / "model.safetensors").exists() and names_in_files(str(shards)) == expected
+    for name, source in (("single", model), ("sharded", shards), ("empty", tiny_model("llama", weights=False))):
+        cached = hub / f"models--someone--{name}"
+        shutil.copytree(source, cached / "snapshots" / ("c" * 40))
+        (cached / "refs").mkdir()
+        (cached / "refs/main").write_text("c" * 40)
+    for module in ("huggingface_hub.constants", "transformers.utils.hub.constants"):
+        monkeypatch.setattr(f"{module}.HF_HUB_CACHE", str(hub))
+    found = [names_in_files(f"someone/{name}") for name in ("single", "sharded", "empty")]
+    assert found == [expected, expected, None]
+    (shards / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(DataError, match="the names of its tensors cannot be read"):
+        names_in_files(str(shards))
+
+
+class Forgetful(TensorLayout):
+    """Loads all tensors but one."""
+
+    def from_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: one for name, one in super().from_files(tensors).items() if name != "model.norm.weight"}
+
+
+class Transposing(TensorLayout):
+    """Loads one tensor in another shape."""
+
+    def from_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = super().from_files(tensors)
+        return found | {"lm_head.weight": found["lm_head.weight"].T}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Forgetful, "model.norm.weight"), (Transposing, "lm_head.weight")])
+def test_a_layout_in_which_files_do_not_come_back_is_refused(
+    kind: type[TensorLayout], name: str, tiny_model: ModelFactory
+) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_model_config(str(tiny_model("llama", tied=False))))
+    with pytest.raises(DataError, match=rf"{name} would not come back from the files \(1 such tensors\)"):
+        kind(model, None)

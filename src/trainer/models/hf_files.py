@@ -53,8 +53,7 @@ class SafetensorsWriter:
 
     def close(self) -> None:
         """Write what is left and give the files their usual names, with an index where there are several."""
-        if self._waiting:
-            self._write_waiting()
+        self._write_waiting()
         if len(self._files) == 1:
             self._files[0][0].rename(self._directory / f"{self._name}.safetensors")
             return
