@@ -55,7 +55,7 @@ def try_out(mutant: Mutant, copy: Copy) -> str | None:
         if code in (0, 5):
             continue
         log = copy.log.read_text(errors="replace")
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", log, re.MULTILINE)
+        failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", log, re.MULTILINE)
         if failed is None or copy.run([failed[1]], timeout_s=_TIMEOUT_S) != 0:
             print(f"{failed[1] if failed else tests} fails without {mutant} as well:\n{log[-4000:]}", flush=True)
             continue
