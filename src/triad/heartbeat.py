@@ -66,11 +66,16 @@ class Heartbeat:
 
     def _beat(self) -> None:
         assert self.path is not None
+        told = ""
         while not self._ended.is_set():
+            failure = ""
             try:
                 self._write(self.path)
             except OSError as error:
-                _log.warning("no heartbeat: %s", error)
+                failure = str(error)
+            if failure not in ("", told):
+                _log.warning("heartbeats are not written whole: %s", failure)
+            told = failure
             self._ended.wait(PERIOD_S)
 
     def _write(self, path: Path) -> None:

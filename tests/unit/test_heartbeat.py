@@ -131,7 +131,9 @@ def test_a_heartbeat_outlives_a_storage_that_fails(
     _until(lambda: (folder / "trainer").exists())
 
 
-def test_a_full_memory_makes_no_living_process_look_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_memory_makes_no_living_process_look_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -143,6 +145,9 @@ def test_a_full_memory_makes_no_living_process_look_dead(tmp_path: Path, monkeyp
     _watch(vitals, 2.5 * PERIOD_S)
     _until(lambda: vitals.silent_s() < PERIOD_S)
     beat.end()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"heartbeats are not written whole: {OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))}"
+    ], "once: it may take hours"
 
 
 def test_beats_of_directories_with_one_name_lie_apart(tmp_path: Path) -> None:
