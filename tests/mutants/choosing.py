@@ -22,16 +22,19 @@ def rounds_of(module: str) -> list[list[str]]:
     name = _dotted(Path(module))
     near = _tests_that_import({name})
     far = _tests_that_import({other for other, imported in _imports_of_src().items() if name in imported})
+    words = {word for word in name.rsplit(".", 1)[-1].split("_") if len(word) > 4}
+    named = [test for test in _imports_of_tests() if words & set(Path(test).stem.split("_"))]
     rounds = [
         [test for test in near if "unit/" in test],
+        [test for test in named if "unit/" in test],
         [test for test in far if "unit/" in test][:_MOST_FILES],
-        [test for test in near if "unit/" not in test],
+        [test for test in (*near, *named) if "unit/" not in test],
         [f"tests/{test}" for test in _WHOLE_RUNS[module.split("/")[0]]],
     ]
     seen: set[str] = set()
     chosen = []
     for tests in rounds:
-        chosen.append([test for test in tests if test not in seen])
+        chosen.append([test for test in dict.fromkeys(tests) if test not in seen])
         seen.update(tests)
     return [tests for tests in chosen if tests]
 

@@ -52,5 +52,6 @@ def test_tests_that_import_a_module_come_first() -> None:
     assert "tests/unit/test_restarts.py" in first and all("unit" in test for test in first)
     assert last == ["tests/integration/test_sft_stop.py", "tests/integration/test_rl_exact.py",
                     "tests/integration/test_rl_heals.py"]  # fmt: skip
+    assert "tests/unit/test_rollouts_cli.py" in rounds_of("triad/rollouts_text.py")[0], "what is called so comes next"
     assert rounds_of("trainer/policy/losses/base.py")[1], "what is imported through others is tried through them"
     assert all((ROOT / test).is_file() for tests in rounds_of("orchestrator/batch.py") for test in tests)

@@ -110,6 +110,16 @@ print("error: the checkpoint of step 1 could not be saved"); sys.exit({STORAGE_F
     assert stands.watch(trainer=trainer, orchestrator="time.sleep(600)", ckpt={}) == NOT_SAVED
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_scheduler_may_ask_the_trainer_alone(
+    stands: Stands, number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It saves and ends; that is a stop of the run and no death."""
+    trainer = f"sys.exit({128 + number})"
+    assert stands.watch(trainer=trainer, orchestrator="time.sleep(600)", ckpt={}) == 128 + number
+    assert "starting it again" not in capfd.readouterr().out
+
+
 def test_an_engine_that_dies_twice_of_the_same_at_the_same_step_ends_the_run(stands: Stands) -> None:
     dies = "print('(EngineCore pid=1) ERROR 11-22 00:12:32 [core.py:1] ' + line, flush=True)"
     lines = ("EngineCore encountered a fatal error.", "Traceback (most recent call last):", "ValueError: no such head")
