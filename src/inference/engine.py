@@ -79,7 +79,7 @@ def vllm_arguments(config: InferenceConfig, model_dir: Path, tokenizer_dir: Path
         # With a seed per request, chunked prefill ends the engine on CPU.
         arguments |= {"enable-chunked-prefill": False, "kv-cache-memory-bytes": engine.kv_cache_bytes}
     else:
-        arguments |= {"gpu-memory-utilization": engine.gpu_memory_utilization}
+        arguments |= {"gpu-memory-utilization": engine.gpu_memory_utilization}  # untested: needs a GPU
     given = {name.replace("_", "-"): value for name, value in engine.args.items()}
     if taken := sorted(given.keys() & set(_RESERVED)):
         raise ConfigError(f"engine.args.{taken[0]} cannot be set: the server sets it itself from its other settings.")

@@ -91,7 +91,7 @@ def start(config: ParallelConfig) -> Parallel:
     use_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = datetime.timedelta(seconds=config.collective_timeout_s)
-    if use_cuda:
+    if use_cuda:  # untested: needs a GPU
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         # CPU tensors (metrics of the host, checkpoint planning) go over gloo.

@@ -77,7 +77,7 @@ def throughput(parallel: Parallel, num_parameters: int, *, num_tokens: int, seco
     """Return `tokens_per_s`, `tflops` of each device, and `mfu`, their share of its peak where that is known."""
     flops_per_s = model_flops(num_parameters, num_tokens) / seconds / parallel.world_size
     metrics = {"tokens_per_s": num_tokens / seconds, "tflops": flops_per_s / 1e12}
-    if parallel.device.type == "cuda":
+    if parallel.device.type == "cuda":  # untested: needs a GPU
         name = torch.cuda.get_device_name(parallel.device)
         peak = next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
         metrics |= {"mfu": flops_per_s / peak} if peak is not None else {}
@@ -87,7 +87,7 @@ def throughput(parallel: Parallel, num_parameters: int, *, num_tokens: int, seco
 def memory_gib(parallel: Parallel) -> float:
     """Return the most memory of any rank in GiB: peak on a GPU, resident on a CPU."""
     if parallel.device.type == "cuda":
-        own = torch.cuda.max_memory_allocated() / 2**30
+        own = torch.cuda.max_memory_allocated() / 2**30  # untested: needs a GPU
     else:
         own = psutil.Process().memory_info().rss / 2**30
     return parallel.max({"memory": own})["memory"]

@@ -32,8 +32,6 @@ def die_with_launcher() -> None:
 
 def die_with_parent(sig: int = signal.SIGKILL, *, parent: int | None = None) -> None:
     """Ask the kernel (Linux) for `sig` when the parent ends, so that no orphan outlives a killed run."""
-    if not sys.platform.startswith("linux"):
-        return
     parent = parent or os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, sig)
     if os.getppid() != parent:
@@ -42,9 +40,7 @@ def die_with_parent(sig: int = signal.SIGKILL, *, parent: int | None = None) -> 
 
 def available_cores() -> int:
     """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def set_thread_environment(threads: int) -> None:

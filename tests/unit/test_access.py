@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from inference.access import ADMIN, Gate, asks_the_model, largest_body
 from inference.bodies import UpdateRequest, decode_body, decode_request
 from inference.errors import RequestError
-from triad.descriptors import allow_connections
+from triad.descriptors import allow_connections, allow_many_connections
 from triad.errors import ConfigError
 
 MOST = 1000
@@ -216,3 +216,16 @@ def test_open_files_are_counted_before_they_are_opened() -> None:
                 allow_connections(limits[1], key="client.max_concurrency")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_server_takes_as_many_open_files_as_it_may_need() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        allow_many_connections()
+        raised, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert 256 < raised <= hard
+        allow_many_connections()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (raised, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

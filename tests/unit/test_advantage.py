@@ -142,12 +142,17 @@ def test_an_advantage_of_the_user() -> None:
     assert choose_advantage(config.advantage)([[1.0, 3.0], [5.0, 4.0]]) == [[0.0, 1.0], [1.0, 0.0]]
 
 
+def fails(rewards_PG: list[list[float]]) -> list[list[float]]:
+    return [[reward / 0 for reward in rewards_G] for rewards_G in rewards_PG]
+
+
 def test_a_wrong_advantage_of_the_user_is_named() -> None:
     with pytest.raises(ConfigError, match=r"advantage = '.*:best'.*has no function 'best'"):
         choose_advantage(f"{__name__}:best")
     for function, message in (
         ("too_few", r"groups of \[1\] numbers for groups of \[2\]"),
         ("not_finite", "not finite"),
+        ("fails", "failed: ZeroDivisionError: "),
     ):
         with pytest.raises(TrainingError, match=f"{function}.*{message}"):
             choose_advantage(f"{__name__}:{function}")([[1.0, 2.0]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from triad import journal
 from triad.errors import ConfigError, DataError, InferenceError
 from triad.record_log import RecordLog, read_records
 from triad.run_dir import RunDir
+from triad.sampled import problem_of_logprobs, vocab_size_in
 
 VOCAB_SIZE = json.loads((Path(MODEL) / "config.json").read_text())["vocab_size"]
 Alter = Callable[[dict[str, Any]], None]
@@ -155,3 +157,12 @@ def test_the_size_of_the_vocabulary_comes_from_the_model(tmp_path: Path) -> None
         load_vocab_size(str(tmp_path))
     with pytest.raises(ConfigError, match="is no directory and no model on the hub"):
         load_vocab_size(str(tmp_path / "nothing" / "there"))
+
+
+def test_a_config_that_cannot_be_read_and_numbers_whose_sum_is_none(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="config.json cannot be read: .*No such file"):
+        vocab_size_in(tmp_path / "config.json")
+    assert problem_of_logprobs("logprobs", [-1e308, -1e308]) is None
+    assert (
+        problem_of_logprobs("logprobs", [-1e308, math.nan]) == "logprobs holds nan, allowed are finite numbers up to 0"
+    )

@@ -387,3 +387,23 @@ def test_tokenizers_that_transformers_builds_in_another_way_are_refused_by_rl(as
         check_same_tokens(theirs, str(tmp_path))
     theirs.save_pretrained(tmp_path / "written")  # the remedy
     check_same_tokens(load_tokenizer(str(tmp_path / "written")), str(tmp_path / "written"))
+
+
+def test_a_tokenizer_that_ends_texts_or_chats_in_another_way_is_refused_by_rl(tmp_path: Path) -> None:
+    make_tokenizer("byte-level", TEMPLATES["chatml"], adds_bos=False).save_pretrained(tmp_path)
+    theirs = load_tokenizer(str(tmp_path))
+    theirs.eos_token = "<|end|>"
+    with pytest.raises(ConfigError, match="other tokens of the token that ends a text"):
+        check_same_tokens(theirs, str(tmp_path))
+    theirs = load_tokenizer(str(tmp_path))
+    theirs.chat_template = "{{ raise_exception('No.') }}"
+    with pytest.raises(ConfigError, match="other tokens of a chat"):
+        check_same_tokens(theirs, str(tmp_path))
+
+
+def test_a_tokenizer_without_a_fast_backend_is_refused() -> None:
+    class Slow:
+        name_or_path = "a/model"
+
+    with pytest.raises(DataError, match="the tokenizer 'a/model' is a Slow, which has no tokenizer.json"):
+        chat_tokenizer(Slow())  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from triad.config import (
     DpoConfig,
@@ -210,3 +210,26 @@ def test_validating_needs_something_to_validate_on() -> None:
     with pytest.raises(ValueError, match="val_interval = 5 needs data.validation_fraction above 0"):
         SftConfig.model_validate({"val_interval": 5})
     assert SftConfig.model_validate({"val_interval": 5, "data": {"validation_fraction": 0.1}}).val_interval == 5
+
+
+@pytest.mark.parametrize(
+    ("command", "changes", "said"),
+    [
+        (SftConfig, {"ckpt": {"keep_best": "max:"}}, "keep_best = 'max:' names no metric"),
+        (SftConfig, {"ckpt": {"weights_only": "a", "resume_dir": "b"}}, "give one of them"),
+        (SftConfig, {"model": {"lora": {"target_modules": []}}}, "must name at least one layer, or be 'all-linear'"),
+        (SftConfig, {"model": {"lora": {}, "init": "random"}}, "has lora, which adapts pretrained weights, and init"),
+        (DpoConfig, {"val_interval": 3}, "val_interval = 3 needs data.validation_fraction above 0, got 0"),
+        (
+            TrainerConfig,
+            {"rewards": {"length_buffer_tokens": 9, "length_max_tokens": 8}},
+            r"length_buffer_tokens \(9\) is more than length_max_tokens \(8\)",
+        ),
+        (TrainerConfig, {"rewards": {"length_buffer_tokens": 9}}, "go together: set both or neither"),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_refused(
+    command: type[Command], changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValidationError, match=said):
+        command.model_validate(changes)

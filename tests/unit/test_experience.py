@@ -20,6 +20,7 @@ from trainer.policy.experience import (
 )
 from trainer.policy.rollouts import ADVANTAGE, OLD_LOGPROB, REFERENCE_LOGPROB, RETURN, VALUE
 from triad.config.algorithm import CriticConfig
+from triad.errors import DataError
 
 REWARDS = [[1.0, 0.25, -0.5], [2.0, 2.5, 0.0]]
 LENGTHS = (5, 4, 6, 3, 7, 4)
@@ -181,3 +182,16 @@ def test_the_metrics_of_advantages_count_trained_tokens_alone() -> None:
     nothing = make_samples()[4]
     nothing.per_token[ADVANTAGE] = np.ones(len(nothing.token_ids), dtype=np.float32)
     assert advantage_metrics([nothing]) == {}
+
+
+def test_what_a_teacher_did_not_judge_cannot_be_distilled() -> None:
+    samples = make_samples()
+    del samples[2].per_token[REFERENCE_LOGPROB]
+    with pytest.raises(DataError, match="needs the log-probabilities of a teacher, and the batch has none"):
+        distillation_advantages(samples)
+
+
+def test_one_target_alone_has_no_variance_to_be_whitened_by() -> None:
+    (sample,) = [one for one, mask in zip(make_samples(), MASKS, strict=True) if mask == "0001"]
+    critic_advantages([sample], [[1.0]], CriticConfig(whiten=True), None)
+    assert np.isfinite(sample.per_token[ADVANTAGE]).all() and sample.per_token[ADVANTAGE][3] != 0

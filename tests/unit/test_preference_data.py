@@ -18,11 +18,12 @@ from trainer.models.model import Policy, build_policy
 from trainer.packing import Arrangement
 from trainer.pairs.preferences import Pair, fingerprint_pairs, load_pairs, plan_pairs, split_pairs
 from trainer.pairs.reference import Reference, predict_pairs, reference_logprobs
+from trainer.pairs.reference import _read as read_reference
 from trainer.parallel import Parallel
 from triad.config import DpoConfig
 from triad.config.dpo import PreferenceDataConfig
 from triad.config.trainer import TrainedModelConfig
-from triad.errors import DataError
+from triad.errors import CheckpointError, DataError
 
 TEXTS = [{"prompt": "ab>", "chosen": "ba", "rejected": "ab done"}, {"prompt": "cde>", "chosen": "edc", "rejected": "c"}]
 
@@ -93,6 +94,24 @@ def test_pairs_that_teach_nothing_are_left_out(
     assert "1 pairs have the same tokens on both sides" in caplog.text
     with pytest.raises(DataError, match="no pairs to train on"):
         load_pairs(settings(tmp_path, [equal]), tokenizer)
+    long = {"prompt": "abcdefgh>", "chosen": "x", "rejected": "y"}  # cut, nothing of the answers is left
+    (pair,) = load_pairs(settings(tmp_path, [long, TEXTS[1]], seq_len=9, too_long="truncate"), tokenizer)
+    assert trained(tokenizer, pair) == ("edc", "c")
+
+
+def test_a_reference_that_is_not_there_or_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoints/step_1/reference.npz"
+    path.parent.mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"is missing: .* Resume it with --loss\.reference none"):
+        read_reference(path, "pairs")
+    path.write_bytes(b"no zip")
+    with pytest.raises(CheckpointError, match="cannot be read: .* Resume from another step"):
+        read_reference(path, "pairs")
+    with path.open("wb") as file:
+        np.savez(file, logprobs=np.ones((1, 2)), pairs=np.asarray("pairs"))
+    assert read_reference(path, "pairs").tolist() == [[1.0, 1.0]]
+    with pytest.raises(CheckpointError, match="is about other pairs than these"):
+        read_reference(path, "others")
 
 
 def test_too_long_pairs_are_refused_dropped_or_cut(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

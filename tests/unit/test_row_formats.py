@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gzip
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from trainer.data import fingerprint_samples
 from trainer.pairs.preferences import load_pairs
 from trainer.tokenizing import cores_of_this_rank
 from triad.config.dpo import PreferenceDataConfig
+from triad.errors import ProcessDied
 
 Tokenizer = PreTrainedTokenizerBase
 USER, HELLO = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}
@@ -190,3 +193,38 @@ def test_several_workers_make_the_same_samples_and_name_the_first_bad_row(
     for bad in (390, 200, 95):
         rows[bad] = {"messages": "text"}
         assert f"row {bad + 1}: " in refused(write(path, rows), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", '{"text": "a"}\n[1]\n', "row 2 is list, expected an object with columns"),
+        ("a.json", '[{"text": "a"}, 3]', "row 2 is int, expected an object with columns"),
+        ("a.json", '[{"text": "a"}, ', "is no JSON array: "),
+    ],
+)
+def test_files_of_something_else_than_objects_are_refused(
+    name: str, content: str, said: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert said in refused(tmp_path / name, tokenizer)
+
+
+def test_a_worker_that_dies_is_named(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.tokenizing._FEW_ROWS", 100)
+    monkeypatch.setattr("trainer.tokenizing._CHUNK_ROWS", 30)
+    monkeypatch.setattr("trainer.tokenizing.available_cores", lambda: 2)
+    path = write(tmp_path / "a.jsonl", [{"text": "abc"}] * 200)
+    here = os.getpid()
+
+    def is_killed() -> None:
+        assert os.getpid() != here
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def fails() -> None:
+        raise MemoryError
+
+    for end, how in ((is_killed, "was killed by signal 9"), (fails, "ended with exit code 1")):
+        monkeypatch.setattr("trainer.tokenizing._encode_chunk", lambda *_, end=end: end())
+        with pytest.raises(ProcessDied, match=f"a.jsonl: a process that tokenises rows {how}"):
+            load(path, tokenizer)

@@ -39,7 +39,7 @@ class Stager:
             staged[name] = _like(tensor, buffer)
         for name in self._buffers.keys() - tensors.keys():
             del self._buffers[name]
-        if copies_from_gpu:
+        if copies_from_gpu:  # untested: needs a GPU
             torch.cuda.current_stream().synchronize()
         return staged
 
