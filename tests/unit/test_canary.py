@@ -79,6 +79,15 @@ def test_the_trainer_measures_what_transformers_computes(parallel: Parallel) -> 
     torch.testing.assert_close(torch.tensor(canary.logprobs), expected, atol=1e-4, rtol=1e-4)
 
 
+def test_one_token_says_nothing_of_what_follows_it(parallel: Parallel) -> None:
+    policy = build_policy(TrainedModelConfig(name=str(MODEL)), parallel, seed=0)
+
+    def tokenizer(text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [5]}
+
+    assert measure_canary(policy, tokenizer, parallel, config=TrainerConfig()) is None  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("logprob", "allowed", "is_fine"),
     [(-1.5, 1e-3, True), (-1.505, 1e-3, False), (-1.6, 0.2, True), (-2.5, 0.2, False), (-2.5, None, True)],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import signal
 import subprocess
@@ -194,3 +196,22 @@ def test_names_that_the_locale_has_no_characters_for_end_nothing(tmp_path: Path,
         done = started(strange)
         assert done.returncode in (0, 2) and "Traceback" not in done.stderr
         assert done.returncode == 0 or "must be text in UTF-8" in done.stderr
+
+
+def test_an_error_of_the_system_is_one_line_and_an_interrupt_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(error: BaseException) -> tuple[object, str]:
+        def run() -> int:
+            raise error
+
+        with pytest.raises(SystemExit) as caught:
+            cli._exit(run)
+        return caught.value.code, capsys.readouterr().err
+
+    advice = "Check permissions and free space there, or choose another directory with --output-dir.\n"
+    full = OSError(errno.ENOSPC, "No space left on device", "/run")
+    assert ends(full) == (2, f"error: No space left on device: /run. {advice}")
+    assert ends(OSError("no such thing")) == (2, f"error: no such thing. {advice}")
+    monkeypatch.setattr(sys, "stdout", io.StringIO())  # as in a notebook
+    assert ends(KeyboardInterrupt()) == (128 + signal.SIGINT, "")

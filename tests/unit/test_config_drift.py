@@ -124,6 +124,12 @@ def test_no_schedule_is_stretched_elsewhere(before: SftConfig, after: SftConfig)
     assert describe_stretch(settings_of(before), after, step=10) is None
 
 
+def test_a_schedule_of_another_version_is_left_to_the_diff() -> None:
+    before = settings_of(sft(20))
+    assert describe_stretch(before | {"optim": {"schedule": "spiral"}}, sft(40), step=10) is None
+    assert describe_stretch(before, sft(40), step=10) is not None
+
+
 def test_dropping_the_fixed_end_stretches_the_schedule_too() -> None:
     told = describe_stretch(settings_of(sft(40, schedule_steps=20)), sft(40), step=10)
     assert told is not None and "ends at step 40 instead of 20" in told
@@ -180,6 +186,13 @@ def test_another_model_is_refused_with_every_key_that_shapes_it(tmp_path: Path) 
     assert "step 5 is of another model than model.name = 'my/model'" in message and "--model.name" in message
     assert "hidden_size: 32 -> 64" in message and "num_hidden_layers: 2 -> 3" in message
     assert "use_cache" not in message and caught.value.exit_code == 2
+
+
+def test_a_config_that_is_no_json_is_named(tmp_path: Path) -> None:
+    for name in ("before.json", "after.json"):
+        (tmp_path / name).write_text("{")
+    with pytest.raises(CheckpointError, match=r"before\.json or .*after\.json is not JSON"):
+        refuse_other_model(tmp_path / "before.json", tmp_path / "after.json", model_name="m", step=5)
 
 
 def test_models_that_differ_in_nothing_that_shapes_them_are_accepted(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,9 @@ def test_a_manifest_of_another_format_is_refused(committed: Path) -> None:
     path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
     message = damage(committed)
     assert "format 3" in message and "format 2" in message and not is_committed(committed)
+    path.write_text('{"format": 3, "content": "in another order"}')
+    message = damage(committed)
+    assert "format 3" in message and "format 2" in message, "what else it holds is not looked at"
 
 
 def test_the_manifest_is_written_last_and_does_not_list_itself(
@@ -185,6 +189,18 @@ def test_library_versions_are_recorded() -> None:
     versions = library_versions()
     assert {"python", "triad", "torch", "transformers", "safetensors"} == versions.keys()
     assert "not installed" not in versions.values()
+
+
+def test_a_library_that_is_there_without_being_installed_is_recorded_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As triad itself is where PYTHONPATH names a checkout."""
+
+    def version(name: str) -> str:
+        if name == "triad":
+            raise PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr("triad.manifest.version", version)
+    assert (library_versions()["triad"], library_versions()["torch"]) == ("not installed", "1.0")
 
 
 @pytest.mark.parametrize("change", [lambda p: p.unlink(), lambda p: p.write_bytes(b"x")])

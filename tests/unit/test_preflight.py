@@ -7,12 +7,15 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
 from tests.inference_zygote import free_port
-from triad import cli
+from triad import cli, preflight
+from triad.config import TrainerConfig
+from triad.errors import ConfigError, TriadError
 
 Launch = Callable[..., str]
 
@@ -85,6 +88,28 @@ def test_functions_of_the_user(refused: Launch) -> None:
     )
 
 
+def test_a_check_that_dies_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text("import os, sys; print('no licence', file=sys.stderr, flush=True); os._exit(7)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(TriadError, match=r"checking the configuration failed \(exit code 7\):\nno licence") as caught:
+        preflight._check_in_child("triad.check_functions", TrainerConfig(advantage="dies:advantage"))
+    assert caught.value.exit_code == 1
+
+
+def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"vllm"}
+
+    def distribution(name: str) -> None:
+        if name not in installed:
+            raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("triad.preflight.distribution", distribution)
+    preflight.require_vllm()
+    installed.clear()
+    with pytest.raises(ConfigError, match="needs vLLM, which is not installed: `uv sync`"):
+        preflight.require_vllm()
+
+
 def test_local_models_and_files_of_the_form_of_a_hub_id(
     refused: Launch, in_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +141,7 @@ def test_models_data_and_lengths(refused: Launch) -> None:
         *QUICK_START, "--orchestrator.seq-len", "65"
     )
     assert "data.name = 'no.jsonl'" in refused("sft", "--data.name", "no.jsonl")
+    assert "pretraining.data.name = 'no.jsonl'" in refused(*QUICK_START, "--trainer.pretraining.data.name", "no.jsonl")
     assert "low has no effect with correction.type = 'none'" in refused(
         *QUICK_START, "--trainer.loss.correction.low", "0.1"
     )

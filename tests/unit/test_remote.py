@@ -631,6 +631,19 @@ class TestUploader:
             uploader.close()
         assert "uploading step 1 failed" in caplog.text and "uploading step 2 failed" in caplog.text
 
+    def test_what_is_there_already_is_not_told_and_nothing_comes_after_the_end(
+        self, here: RunDir, remote: RemoteCheckpoints, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO)
+        uploader = Uploader(remote)
+        for _ in range(2):
+            uploader.submit(here.checkpoint(1) if remote.steps() else write_checkpoint(here, 1), 1)
+            assert uploader.wait(HANG_S)
+        uploader.close()
+        assert caplog.text.count("uploaded step 1 to") == 1
+        with pytest.raises(RuntimeError, match="the uploader is closed"):
+            uploader.submit(here.checkpoint(1), 1)
+
     def test_closing_tells_of_a_failure(self, here: RunDir, remote: RemoteCheckpoints) -> None:
         uploader = Uploader(remote)
         flip(write_checkpoint(here, 1) / "trainer/__0.distcp")

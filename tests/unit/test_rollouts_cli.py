@@ -173,6 +173,21 @@ def test_without_a_tokenizer_the_ids_are_shown_and_the_reason(rollouts: Command,
     assert document(rollouts, run_dir, "show", "3", "--problem", "0")["rollouts"][0]["turns"][0]["text"] is None
 
 
+def test_a_tokenizer_that_cannot_be_read_is_the_reason(rollouts: Command, run_dir: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    (run_dir.configs(1) / "orchestrator.toml").write_text(f'[model]\nname = "{tmp_path}"\n')
+    code, out, _ = rollouts("show", "3", "--problem", "0", "--output-dir", run_dir.path)
+    assert code == 0 and f"{tmp_path}/tokenizer.json cannot be read: " in out
+    assert "  sampled | " + " ".join(map(str, encode(ANSWER))) in out
+
+
+def test_a_batch_of_a_teacher_says_so(rollouts: Command, run_dir: RunDir) -> None:
+    batch = msgspec.structs.replace(make_batch(5), weights_digest="", teacher_digest="t" * 32)
+    publish_batch(run_dir, batch, msgspec.json.encode(state_after(5)))
+    _, out, _ = rollouts("show", "5", "--output-dir", run_dir.path)
+    assert f"batch 5, sampled by the teacher with digest {'t' * 32} at temperature 0.5" in out
+
+
 def test_what_was_set_aside_is_shown_by_its_path(rollouts: Command, run_dir: RunDir) -> None:
     run_dir.set_aside_after(3, 2)
     aside = run_dir.discarded(2) / "rollouts" / "step_4"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -158,3 +159,14 @@ def test_what_is_random_in_training_is_found_whatever_it_is_called(
     before = torch.get_rng_state()
     assert is_random_in_training(policy, parallel) == is_random
     assert torch.equal(torch.get_rng_state(), before) and policy.training
+
+
+def test_what_is_not_finite_cannot_be_compared_and_is_told(
+    build: Build, parallel: Parallel, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    policy = build("gemma2")
+    with torch.no_grad():
+        next(policy.parameters()).fill_(math.nan)
+    check(policy, parallel)
+    assert "the model was not checked: what it computes is not finite" in caplog.text

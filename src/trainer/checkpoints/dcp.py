@@ -84,7 +84,7 @@ class _DigestStream(io.RawIOBase):
 
     def _start_writeback(self) -> None:
         """Have the disk work while the rest is being written, not only in the final fsync."""
-        if self._position - self._flushed >= _WRITEBACK_BYTES and hasattr(os, "posix_fadvise"):
+        if self._position - self._flushed >= _WRITEBACK_BYTES:
             size = self._position - self._flushed
             os.posix_fadvise(self._descriptor, self._flushed, size, os.POSIX_FADV_DONTNEED)
             self._flushed = self._position
