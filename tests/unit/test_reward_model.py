@@ -6,15 +6,20 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.scalar_ranks import ragged_samples
 from trainer.checkpoints.state import seed_everything
+from trainer.packing import Sample
+from trainer.pairs.preferences import Pair
 from trainer.parallel import Parallel
 from trainer.policy.reward_model import RewardModel
+from trainer.reward_model import _with_padding
 from triad.config.trainer import TrainedModelConfig
 from triad.errors import DataError
 
@@ -70,3 +75,30 @@ def test_another_tokenizer_is_refused(directory: Path, tiny_model: Models, paral
     path.write_text(json.dumps(content))
     with pytest.raises(DataError, match="has another tokenizer .*: 2 tokens differ, such as 'a'"):
         RewardModel(str(directory), policy_config(tiny_model), parallel)
+
+
+@pytest.mark.parametrize(
+    ("of_model", "of_tokenizer", "published", "told"),
+    [
+        (7, 1, 7, ""),
+        (None, 1, 1, ""),
+        (None, None, None, "neither model nor tokenizer has a pad token"),
+        (None, 9, 9, "answers end in token 9, which is also the padding"),
+    ],
+)
+def test_the_padding_of_a_reward_model_is_told_where_it_would_mislead_transformers(
+    of_model: int | None,
+    of_tokenizer: int | None,
+    published: int | None,
+    told: str,
+    tiny_model: Models,
+    parallel: Parallel,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sides = [Sample(np.array([5, 6, end], dtype=np.int32), np.ones(3, dtype=bool)) for end in (8, 9)]
+    tokenizer = SimpleNamespace(pad_token_id=of_tokenizer)
+    build = _with_padding(tokenizer, [Pair(*sides, number=0)])  # type: ignore[arg-type]
+    config = TrainedModelConfig(name=str(tiny_model("llama", tied=False, pad_token_id=of_model)))
+    model = build(config, parallel, seed=0, weights=True)
+    assert model.hf_model.config.pad_token_id == published
+    assert told in caplog.text and (told or "padding" not in caplog.text)

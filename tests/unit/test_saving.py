@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.processes import HANG_S
 from tests.train_states import held_writes
 from trainer import stop as stop_module
 from trainer.checkpoints import saving
@@ -287,6 +288,28 @@ def test_the_grace_ends_the_wait(
         assert run_dir.committed_steps() == []
         held.release()
         loop.settle()
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "warn"])
+def test_an_upload_that_failed_for_good_stops_the_loop_or_is_logged(
+    on_failure: str, start: Callable[..., Loop], run_dir: RunDir, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = start(interval=1, on_failure=on_failure)
+    uploader = loop.saver._uploader = Uploader(RemoteCheckpoints(f"file://{tmp_path / 'there'}"))
+    loop.step()
+    loop.settle()
+    shard = next(run_dir.checkpoint(1).rglob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    uploader.submit(run_dir.checkpoint(1), 1)
+    with uploader._changed:
+        assert uploader._changed.wait_for(lambda: uploader._failure is not None, HANG_S)
+    if on_failure == "stop":
+        with pytest.raises(SaveError, match=r"\.distcp is damaged"):
+            loop.step()
+    else:
+        assert loop.step() is not None and ".distcp is damaged" in caplog.text
+    loop.settle()
+    uploader.close()
 
 
 def test_a_failed_save_stops_the_loop_at_the_next_step_or_is_logged(
