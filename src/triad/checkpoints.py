@@ -90,14 +90,14 @@ class Entry:
 
     @property
     def size_bytes(self) -> int:
-        """Size of all files that are there now; a step may be removed while it is looked at."""
+        """Size of all files that can be looked at; a step may be removed meanwhile."""
         return sum(_file_size(Path(place) / name) for place, _, names in os.walk(self.path) for name in names)
 
 
 def _file_size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except FileNotFoundError:
+    except OSError:
         return 0
 
 

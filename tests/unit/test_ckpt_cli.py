@@ -118,6 +118,8 @@ def test_a_mistake_is_one_message_and_exit_code_2(
 def test_a_step_that_is_not_there_lists_those_that_are(argv: list[str], ckpt: Ckpt, finished: Path) -> None:
     code, _, err = ckpt(*argv, "--output-dir", finished)
     assert code == 2 and "step 9 is not in" in err and "1, 2, 3, 4" in err
+    code, _, err = ckpt("show", "nowhere", "--output-dir", finished)
+    assert code == 2 and "'nowhere' is neither a step nor the directory of a checkpoint, but nothing" in err
 
 
 def test_ls_shows_steps_and_marks_the_best(ckpt: Ckpt, run_dir: RunDir) -> None:

@@ -237,6 +237,22 @@ def test_the_score_of_a_reward_model_is_weighed_against_the_rules(
             assert found[number] == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
+def test_long_answers_cost_their_groups_what_the_settings_say(start: Start, seen: list[PolicyLossInput]) -> None:
+    most, buffer = 6, 4
+    shaping = {"length_max_tokens": most, "length_buffer_tokens": buffer}
+    metrics = start(rewards=shaping, advantage="dr_grpo", row_tokens=32).learn(1)
+    rollouts = make_batch(1).rollouts
+    lengths = [sum(one.loss_mask) for one in rollouts]
+    assert min(lengths) <= most - buffer and max(lengths) > most
+    penalties = [min(0.0, max(-1.0, (most - buffer - length) / buffer)) for length in lengths]
+    rewards = [one.reward + penalty for one, penalty in zip(rollouts, penalties, strict=True)]
+    assert metrics["reward/shaped/mean"] == pytest.approx(np.mean(rewards))
+    found = {int(n): float(a) for data in seen for n, a in zip(data.sequence_N, data.advantages_N, strict=True)}
+    for first in range(0, 12, 4):
+        for number, expected in enumerate(dr_grpo(rewards[first : first + 4]), start=first):
+            assert found[number] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
 def test_a_critic_whose_loss_breaks_ends_the_step(start: Start) -> None:
     run = start(advantage="gae", critic={"optim": {"lr": 1e30}}, updates={"epochs": 2})
     with pytest.raises(

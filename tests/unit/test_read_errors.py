@@ -104,6 +104,21 @@ def test_the_commands_call_it_unreadable_and_remove_nothing(
     assert three.committed_steps() == [10, 30]
 
 
+def test_a_file_of_a_step_that_cannot_even_be_looked_at_makes_it_unreadable(
+    three: RunDir, run_command: Callable[..., tuple[int, str, str]]
+) -> None:
+    shard = three.checkpoint(10) / "trainer/__0.distcp"
+    kept = shard.rename(shard.with_name("kept"))
+    shard.symlink_to(shard)
+    (problem,) = ls(Places(three.path), metric=None).problems
+    assert problem.startswith("step 10 is unreadable: ") and "__0.distcp cannot be read: Too many levels of" in problem
+    code, out, _ = run_command("ckpt", "prune", "--keep", "1", "--output-dir", three.path)
+    assert code == 1 and "step 10 is unreadable and stays: " in out
+    shard.unlink()
+    kept.rename(shard)
+    assert three.committed_steps() == [10, 30]
+
+
 def test_batches_and_weights_that_cannot_be_read_are_not_replaced(run_dir: RunDir) -> None:
     """Before, the batch was made again, and another version of the weights sampled the next one."""
     write_weights(run_dir, 3)
@@ -127,6 +142,8 @@ def test_the_console_waits_for_lines_that_cannot_be_read(tmp_path: Path) -> None
     with unreadable(path):
         assert list(tail) == []
     assert [event["phase"] for event in tail] == ["a"]
+    with pytest.raises(IsADirectoryError):
+        list(Tail(tmp_path, from_end=False))
 
 
 @pytest.fixture

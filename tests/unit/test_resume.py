@@ -291,6 +291,11 @@ def test_sft_and_rl_do_not_go_on_from_each_others_checkpoints(other: RunDir, new
     both = add_checkpoint(other, 12, files={"orchestrator/orchestrator.json": "{}"})
     with pytest.raises(CheckpointError, match="a checkpoint of rl, and sft cannot .*--ckpt.weights-only"):
         start(config_of(new, resume_dir=both), dry_run=True)
+    for loss, program in (("center_coef = 0.0", "reward-model"), ("beta = 0.1", "dpo")):
+        settings = {"trainer/config.toml": f"[loss]\n{loss}\n"}
+        saved = add_checkpoint(other, 13 + len(program), files=settings)
+        with pytest.raises(CheckpointError, match=f"a checkpoint of {program}, and sft cannot .*--ckpt.weights-only"):
+            start(config_of(new, resume_dir=saved), dry_run=True)
 
 
 # Contradictions, and warm starts.

@@ -134,7 +134,7 @@ def occupied(output_dir: Path) -> dict[str, int]:
 
 
 def size_of(directory: Path, seen: set[tuple[int, int]] | None = None) -> int:
-    """Return the size of all files in a directory, in bytes; they may go away while they are looked at.
+    """Return the size of all files in a directory that can be looked at, in bytes; they may go away meanwhile.
 
     Args:
         seen: files that are left out; those of this directory are added.
@@ -144,7 +144,7 @@ def size_of(directory: Path, seen: set[tuple[int, int]] | None = None) -> int:
         for name in names:
             try:
                 status = (Path(parent) / name).stat()
-            except FileNotFoundError:
+            except OSError:
                 continue
             if seen is not None:
                 if (status.st_dev, status.st_ino) in seen:
