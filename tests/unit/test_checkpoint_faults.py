@@ -13,11 +13,11 @@ import pytest
 from torch.distributed.checkpoint import FileSystemWriter
 
 from tests.train_states import MakeState, train
-from trainer.checkpoints import commit, dcp
+from trainer.checkpoints import collective, commit, dcp
 from trainer.checkpoints.checkpointer import Checkpointer
 from triad import durable, manifest
 from triad.checkpoints import ORCHESTRATOR_DIR, TRAINER_DIR, Retention
-from triad.errors import SaveError
+from triad.errors import CheckpointError, RankLost, SaveError
 from triad.journal import STATE_NAME
 from triad.run_dir import RunDir
 
@@ -208,3 +208,25 @@ def test_the_disk_works_while_the_rest_of_a_shard_is_written(tmp_path: Path, mon
             stream.write(b"x" * 600)
     assert told == [(0, 1200), (1200, 1200)]
     assert (tmp_path / "shard").read_bytes() == b"x" * 3000
+
+
+def test_what_a_save_before_has_left_is_no_part_of_the_next(tmp_path: Path) -> None:
+    left = tmp_path / "step_1"
+    left.mkdir()
+    (left / "torn").touch()
+    commit._make_empty(left)
+    assert [path.name for path in left.rglob("*")] == [TRAINER_DIR]
+
+
+def test_counters_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    for content in (None, b"{"):
+        if content is not None:
+            (tmp_path / "progress.json").write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"{tmp_path}/progress.json cannot be read"):
+            commit.read_values(tmp_path)
+
+
+def test_a_collective_that_fails_says_what_that_means() -> None:
+    said = "another rank of the trainer ended or cannot be reached: Connection closed$"
+    with pytest.raises(RankLost, match=said), collective._naming_lost_ranks():
+        raise RuntimeError("Connection closed\nby peer")

@@ -20,14 +20,15 @@ from tests.faults.journaled_runs import STEPS, Runs, make_journal
 from tests.faults.rl_trainers import Trainers
 from tests.inference_zygote import free_port
 from tests.unit.orchestrator_fakes import FakeEngine, make_config, publish_weights, serving
+from trainer import parallel as ranks
 from trainer import rl
 from trainer.models.model import build_policy
 from trainer.packing import Sample, build_micro_batch
 from trainer.parallel import Parallel
 from trainer.step import Stopwatch, predict
 from triad.config import TrainerConfig
-from triad.config.trainer import TrainedModelConfig
-from triad.errors import STUCK, InferenceError
+from triad.config.trainer import ParallelConfig, TrainedModelConfig
+from triad.errors import STUCK, ConfigError, InferenceError
 from triad.heartbeat import start_heartbeat
 from triad.run_dir import RunDir
 
@@ -169,3 +170,9 @@ def test_the_clock_of_a_collective_goes_on_while_all_is_frozen(tmp_path: Path) -
             (tmp_path / "over").touch()  # both hold the pipes
             rank.kill()
         assert rank.returncode == 1 and "imed out" in rank.stderr.read()
+
+
+def test_a_gpu_that_was_asked_for_and_is_not_there_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"parallel\.device = cuda, but torch finds no GPU here"):
+        ranks.start(ParallelConfig(device="cuda"))

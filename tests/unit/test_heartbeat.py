@@ -164,6 +164,24 @@ def test_beats_of_directories_with_one_name_lie_apart(tmp_path: Path) -> None:
         assert again == other
 
 
+def test_what_somebody_else_made_in_the_place_of_beats_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, elsewhere, run = (tmp_path / name for name in ("memory", "elsewhere", "run"))
+    for directory in (memory, elsewhere, run):
+        directory.mkdir()
+    monkeypatch.setattr("triad.vitals._MEMORY", memory)
+    with place_of_beats(run) as usual:
+        assert usual.parent == memory
+    for make in (lambda: usual.symlink_to(elsewhere), usual.touch):
+        make()
+        with place_of_beats(run) as own:
+            assert own.is_dir() and own.parent != memory and own.stat().st_mode & 0o777 == 0o700
+        assert not own.exists()
+        usual.unlink()
+    assert elsewhere.is_dir()
+
+
 class _Route(BaseHTTPRequestHandler):
     status = 200
 

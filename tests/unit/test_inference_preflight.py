@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from pathlib import Path
 
 import pytest
 
 from inference.access import is_loopback
+from inference.main import _read_arguments as read_arguments
 from inference.preflight import bind, required_token, resolve_model
 from orchestrator.transport import Transport
 from triad.config import InferenceConfig
@@ -119,3 +121,15 @@ def test_a_model_of_the_hub_is_taken_from_the_cache_or_named(tmp_path: Path, mon
         DataError, match=r"'someone/other': there is no such directory, and the hub gave no such model \("
     ):
         resolve_model(_config(name="someone/other", load="dummy"))
+
+
+def test_configurations_that_are_none_of_the_inference_server(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text("max_steps = 3")
+    for arguments, said in (
+        ([], "usage: python -m inference.main .* got 0 arguments"),
+        ([str(tmp_path / "no.toml")], "cannot read .*no.toml: No such file or directory"),
+        ([str(wrong)], r"wrong\.toml: .*max_steps"),
+    ):
+        with pytest.raises(ConfigError, match=re.compile(said, re.DOTALL)):
+            read_arguments(arguments)

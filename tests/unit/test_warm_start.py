@@ -201,9 +201,22 @@ def test_a_tied_model_takes_either_name_or_both(tiny_model: ModelFactory, tmp_pa
     assert_loaded(written(tmp_path / "both.safetensors", weights | {HEAD: weights[EMBEDDING]}), model)
     head_only = {name: tensor for name, tensor in weights.items() if name != EMBEDDING}
     assert_loaded(written(tmp_path / "head.safetensors", head_only | {HEAD: weights[EMBEDDING]}), model)
-    different = written(tmp_path / "different.safetensors", weights | {HEAD: weights[EMBEDDING] + 1})
-    with pytest.raises(CheckpointError, match="lm_head.weight differs from model.embed_tokens.weight .*tie_word_emb"):
-        load_weights_only(empty(model), different)
+    values = "lm_head.weight differs from model.embed_tokens.weight .*tie_word_emb"
+    kind = "it lacks nothing and has besides lm_head.weight"
+    for other, said in (
+        (weights[EMBEDDING] + 1, values),
+        (weights[EMBEDDING].half(), values),
+        (weights[EMBEDDING][1:], kind),
+    ):
+        different = written(tmp_path / "different.safetensors", weights | {HEAD: other})
+        with pytest.raises(CheckpointError, match=said):
+            load_weights_only(empty(model), different)
+
+
+def test_numbers_of_an_unknown_kind_are_refused(model: Path, tmp_path: Path) -> None:
+    file = written(tmp_path / "odd.safetensors", weights_of(model) | {"odd": torch.ones(2, dtype=torch.uint64)})
+    with pytest.raises(CheckpointError, match=f"{file}: odd has the dtype U64, which is not known"):
+        load_weights_only(empty(model), file)
 
 
 def test_an_untied_model_does_not_take_the_weights_of_a_tied_one(tiny_model: ModelFactory) -> None:
