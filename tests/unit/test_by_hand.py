@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import HANG_S
 from triad import journal, lock, manifest
 from triad.config import TrainerConfig
 from triad.config.load import to_toml
@@ -167,6 +169,41 @@ def test_a_filesystem_without_locks_is_refused(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(RunDirError, match="cannot be locked: .* flock: mount Lustre with -o flock") as refused:
         RunDir(tmp_path).lock()
     assert refused.value.exit_code == 2
+    (tmp_path / "lock").touch()
+    with pytest.raises(RunDirError, match="cannot be locked"):
+        lock.is_held(tmp_path / "lock")
+    assert not lock.is_directory_locked(-1), "where nothing can be locked, nothing is"
+
+
+def test_a_directory_whose_lock_cannot_be_read_is_not_taken_for_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.undo()
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        lock.is_directory_locked(-1)
+
+
+def test_what_a_killed_holder_has_left_is_named_when_it_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = "import os, sys; from pathlib import Path; from triad.lock import take; take(Path(sys.argv[1]))"
+    program += "; child = os.fork(); print(child, flush=True) if child else None; os.read(0, 1)"
+    monkeypatch.undo()
+    monkeypatch.setattr(lock, "_DYING_S", 0.2)
+    path = tmp_path / "lock"
+    command = [sys.executable, "-c", program, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        left = int(holder.stdout.readline())
+        holder.kill()
+        holder.wait()
+        with pytest.raises(RunDirError, match=rf"process {holder.pid} started and that did not end .* `fuser {path}`"):
+            lock.take(path)
+        os.kill(left, signal.SIGKILL)
+    monkeypatch.setattr(lock, "_DYING_S", HANG_S)
+    assert lock.take(path) is None
 
 
 def test_a_holder_of_another_container_is_never_taken_for_dead() -> None:

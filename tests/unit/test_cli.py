@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.inference_zygote import free_port
 from triad import cli
 from triad.config import RlConfig, SftConfig
 from triad.config.load import read_toml
+from triad.ports import reserve
 from triad.run_dir import RunDir
 
 MODEL = "examples/reverse_text/base"
@@ -107,6 +109,18 @@ def test_a_dry_run_of_one_process(program: str, run: Run, tmp_path: Path) -> Non
     assert code == 0
     assert (tmp_path / "configs" / "dry_run" / f"{program}.toml").is_file()
     assert not RunDir(tmp_path).holds_run()
+
+
+def test_a_server_at_a_port_that_is_taken_is_refused_before_anything_is_loaded(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triad.launch.os.execv", None)  # this process must not become a server
+    port = free_port()
+    held = reserve("127.0.0.1", port)
+    assert held is not None
+    code, _, err = run("inference", "--model.name", MODEL, "--server.port", port, "--output-dir", tmp_path)
+    held.release()
+    assert code == 2 and f"http://127.0.0.1:{port} is in use, by another server or a run. Stop it, or choose" in err
 
 
 def test_a_dry_run_does_not_touch_the_run_that_is_there(run: Run, tmp_path: Path) -> None:

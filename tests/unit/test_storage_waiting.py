@@ -26,6 +26,7 @@ from triad.errors import (
 from triad.events import EVENTS_ENV, report
 from triad.metrics import MetricsWriter
 from triad.object_store import _code
+from triad.process import _LossyFile
 from triad.run_dir import RunDir
 from triad.storage import Patience, fullest
 
@@ -134,6 +135,17 @@ def test_output_that_its_disk_cannot_take_is_dropped_and_the_rest_is_written() -
     os.close(write)
     with open(read, encoding="utf-8") as kept:
         assert (ended.returncode, kept.read()) == (0, "kept ü\n")
+
+
+def test_output_that_is_closed_is_an_error(tmp_path: Path) -> None:
+    """Which is no full disk, and would hide whatever the process says."""
+    output = _LossyFile(tmp_path / "log", "w")
+    assert output.write(b"said") == 4
+    os.close(output.fileno())
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        output.write(b"more")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        output.close()
 
 
 def test_an_event_that_cannot_be_told_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
