@@ -8,14 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.models.hf_files import SafetensorsWriter
 from trainer.parallel import Parallel
+from trainer.snapshots.importing import import_weights
 from trainer.snapshots.reading import TensorReader, compare, describe
-from trainer.snapshots.writing import new_directory
-from triad.ckpt.requests import Compare, Describe, Group
+from trainer.snapshots.writing import export, new_directory
+from triad import manifest
+from triad.ckpt.comparing import _drift, _setting_lines, _tensor_lines
+from triad.ckpt.requests import Compare, Describe, Export, Group, Import
 from triad.errors import CheckpointError, SaveError
+from triad.manifest import Manifest
 
 
 def saved(directory: Path, tensors: dict[str, Tensor]) -> Path:
@@ -105,3 +110,30 @@ def test_a_directory_that_is_not_finished_goes_away(
         (directory / "part-0.safetensors").write_bytes(b"half")
         raise raised
     assert list((tmp_path / "exports").iterdir()) == []
+
+
+def test_what_differs_is_listed_and_what_cannot_be_compared_is_said(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    lines = _tensor_lines(compare(Compare(str(pair[0]), str(pair[1]))))
+    assert "tensors only before: model.gone" in lines and "tensors only after: model.new" in lines
+    assert "tensors of another shape or dtype: model.dtype, model.shape" in lines
+    assert _setting_lines(_drift(*pair)) == ["settings: not compared, as one of the checkpoints holds none"]
+
+
+def test_a_checkpoint_that_cannot_be_exported_as_asked_is_refused(parallel: Parallel, tmp_path: Path) -> None:
+    def refused(name: str, tensors: dict[str, Tensor], said: str, **options: str) -> None:
+        step = tmp_path / name
+        saved(step / "trainer", tensors)
+        files = manifest.describe_files(step)
+        manifest.write_manifest(step, Manifest(kind="checkpoint", step=1, policy_version=1, files=files))
+        with pytest.raises(CheckpointError, match=said):
+            export(Export(step_directory=str(step), target=str(tmp_path / "exported"), **options))
+        assert not (tmp_path / "exported").exists()
+
+    refused("step_1", {"optim.x": torch.ones(1)}, r"holds no tensors named 'model\.\*'; it has optim\.x")
+    refused("step_2", {"model.x": torch.ones(1)}, "holds whole weights, not a LoRA adapter: leave out --base", base="b")
+
+
+def test_weights_that_come_without_a_config_need_a_model(tmp_path: Path) -> None:
+    save_file({"x": torch.ones(1)}, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match=r"comes without a config\.json: say with --model"):
+        import_weights(Import(source=str(tmp_path / "x.safetensors"), target=str(tmp_path / "imported")))
