@@ -96,6 +96,20 @@ def test_a_process_that_never_beats_is_silent_after_a_time_for_its_imports(
     assert vitals.silent_s() == 0
 
 
+def test_who_takes_the_place_of_another_has_to_beat_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("triad.vitals.awake_s", lambda: now)
+    (tmp_path / "orchestrator").write_text("{}")
+    vitals = Vitals(tmp_path / "orchestrator")
+    assert vitals.silent_s() == 0
+    now += 500
+    vitals.forget()
+    now += 30
+    assert vitals.silent_s() == 0, "it imports"
+    now += 5
+    assert vitals.silent_s() == 5
+
+
 def test_a_part_that_has_ended_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HEARTBEAT_ENV, str(tmp_path / "heartbeats" / "trainer"))
     whole, rank = start_heartbeat(), start_heartbeat("_rank_0")
