@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -103,8 +104,8 @@ def test_a_name_that_can_be_no_model_is_refused_as_such() -> None:
         load_tokenizer("no/such/directory")
 
 
-def test_files_of_a_tokenizer_that_are_damaged_or_missing(tiny_model: Callable[..., Path]) -> None:
-    directory = tiny_model()
+def test_files_of_a_tokenizer_that_are_damaged_or_missing(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(tiny_model(), tmp_path / "model"))
     config = directory / "tokenizer_config.json"
     named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
     (directory / "chat_template.jinja").unlink(missing_ok=True)
