@@ -25,7 +25,7 @@ from tests.mutants.choosing import ROOT, rounds_of
 from tests.mutants.copies import Copy
 from tests.mutants.mutations import Mutation, mutations
 
-_TIMEOUT_S = 900.0
+_TIMEOUT_S = 400.0
 
 
 @dataclass(frozen=True)
