@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -130,7 +131,8 @@ def test_the_stopwatch_sums_phases_and_starts_again() -> None:
 
 
 def test_memory_and_reductions_of_one_rank(parallel: Parallel) -> None:
-    assert 0.05 < memory_gib(parallel) < 64
+    resident = psutil.Process().memory_info().rss / 1024**3
+    assert memory_gib(parallel) == pytest.approx(resident, rel=0.2)
     values = {"a": 1.5, "b": 2.0**60 + 1}
     assert parallel.sum(values) == parallel.max(values) == values
     assert parallel.is_main
