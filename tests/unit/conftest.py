@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,17 @@ settings.register_profile(
     "triad", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
 settings.load_profile("triad")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Have every test draw the same numbers, whatever ran before it in the same process."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+
 
 Command = Callable[..., tuple[int, str, str]]
 

@@ -89,7 +89,7 @@ def test_adapters_of_hybrid_models_train_as_the_merged_model_would(
     assert len(matrices) > 8
     for matrix, (a_name, b_name) in matrices.items():
         by_hand = 2.0 * expected.gradients[matrix] @ factors[a_name].detach().T
-        torch.testing.assert_close(factors[b_name].grad, by_hand, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(factors[b_name].grad, by_hand, rtol=1e-3, atol=5e-6)  # float32 sums
 
 
 def test_the_page_is_what_the_tests_found(rows: dict[str, Row]) -> None:

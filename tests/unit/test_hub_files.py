@@ -19,7 +19,8 @@ from triad.chat.files import load_tokenizer
 from triad.errors import ConfigError, DataError
 
 LOAD = """
-import sys
+import sys, time
+time.sleep = lambda _: None  # between the tries of the hub's own library
 from triad.chat.files import load_tokenizer
 from triad.errors import TriadError
 try:
