@@ -14,11 +14,11 @@ import select
 import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, BinaryIO, NoReturn
 
+from tests.processes import end_with
 from triad.import_path import module_command
 
 _FORKED = ("trainer.launch", "orchestrator.main")
@@ -89,8 +89,8 @@ class ForkedModule:
 
 def _be_module(argv: list[str], output: int, env: Mapping[str, str]) -> NoReturn:
     """The child: as after `exec`, then what `run_module` does."""
-    code = 1
-    try:
+
+    def run() -> int:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD):
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -106,15 +106,9 @@ def _be_module(argv: list[str], output: int, env: Mapping[str, str]) -> NoReturn
         logging.getLogger().handlers.clear()
         sys.argv = argv
         _take_name(argv)
-        code = _main_of(argv[0])
-    except SystemExit as end:
-        code = int(end.code or 0)
-    except BaseException:  # noqa: BLE001 - this is the end of the process
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        return _main_of(argv[0])
+
+    end_with(run)
 
 
 def _take_name(argv: list[str]) -> None:

@@ -32,6 +32,7 @@ from typing import Any, Literal, NoReturn
 
 from tests.faults.forking import import_trainer
 from tests.forked_commands import run_command
+from tests.processes import end_with
 from tests.training_runs import sft_command
 from triad.process import die_with_parent
 
@@ -229,8 +230,8 @@ def _run(request: dict[str, Any]) -> NoReturn:
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    code = 1
-    try:
+
+    def run() -> int:
         if "program" in request:
             os.environ.clear()
             os.environ.update(request["env"])
@@ -241,16 +242,9 @@ def _run(request: dict[str, Any]) -> NoReturn:
             raise AssertionError("the program ends by os._exit")
         exec(request["fault"], {})
         _launch(request["argv"], request["until"])
-    except SystemExit as end:
-        code = int(end.code or 0)
-    except BaseException:  # noqa: BLE001 - this is the end of the process
-        import traceback
+        raise AssertionError("a command ends by sys.exit")
 
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    end_with(run)
 
 
 def _launch(argv: list[str], until: Until) -> None:

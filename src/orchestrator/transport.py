@@ -39,16 +39,10 @@ _POOL_CONNECTIONS = 16
 # as soon where it was sent something meanwhile, which the kernel would send again for a quarter of an hour.
 _PROBES = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    *(
-        (socket.IPPROTO_TCP, getattr(socket, name), value)
-        for name, value in {
-            "TCP_KEEPIDLE": 30,
-            "TCP_KEEPINTVL": 10,
-            "TCP_KEEPCNT": 6,
-            "TCP_USER_TIMEOUT": 90_000,
-        }.items()
-        if hasattr(socket, name)
-    ),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 90_000),
 ]
 _BUSY = (429, 502, 503, 504)
 # A server that fails itself may be asked again as well, but not for as long as one that is only busy.

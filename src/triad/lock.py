@@ -196,5 +196,5 @@ def _pid_space() -> str:
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot_id}/{Path('/proc/self/ns/pid').readlink()}"
-    except OSError:  # not Linux, or it is not told
+    except OSError:  # a sandbox that does not tell
         return f"{psutil.boot_time():.0f}"

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import faulthandler
 import signal
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 
-# macOS has no real-time signals, which nobody else uses.
-_SIGNAL = signal.SIGRTMIN + 3 if sys.platform == "linux" else signal.SIGUSR2
+_SIGNAL = signal.SIGRTMIN + 3
 _WAIT_S = 2.0
 # Stacks are written piece by piece, the main thread's last; a busy machine interrupts that.
 _QUIET_S = 0.5

@@ -157,11 +157,17 @@ def test_a_server_is_owned_by_the_run_and_given_back_at_its_end(tmp_path: Path) 
     assert engine.released == [run_id] and engine.owner is None
 
 
-def test_a_restarted_server_hears_who_owns_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def lively(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[FakeEngine, RunDir]:
+    """Return a server, and a run whose client gives it signs of life without a pause."""
     monkeypatch.setattr("orchestrator.client._SIGN_OF_LIFE_S", 0.01)
-    engine = FakeEngine(version=0, digest="any")
     run_dir = RunDir(tmp_path)
     run_dir.create()
+    return FakeEngine(version=0, digest="any"), run_dir
+
+
+def test_a_restarted_server_hears_who_owns_it(tmp_path: Path, lively: tuple[FakeEngine, RunDir]) -> None:
+    engine, run_dir = lively
 
     async def disturb() -> None:
         async with InferenceClient(make_config(tmp_path, engine).client, run_dir=run_dir) as client:
@@ -179,13 +185,10 @@ def test_a_restarted_server_hears_who_owns_it(tmp_path: Path, monkeypatch: pytes
 
 
 def test_signs_of_life_go_on_after_one_that_failed_and_a_lost_server_is_not_given_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, lively: tuple[FakeEngine, RunDir], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("orchestrator.client._SIGN_OF_LIFE_S", 0.01)
     caplog.set_level("DEBUG", logger="orchestrator")
-    engine = FakeEngine(version=0, digest="any")
-    run_dir = RunDir(tmp_path)
-    run_dir.create()
+    engine, run_dir = lively
 
     async def refuse_some() -> None:
         if engine.claims in (3, 4):
@@ -209,12 +212,9 @@ def test_signs_of_life_go_on_after_one_that_failed_and_a_lost_server_is_not_give
 
 
 def test_signs_of_life_come_from_the_event_loop_that_environments_run_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, lively: tuple[FakeEngine, RunDir]
 ) -> None:
-    monkeypatch.setattr("orchestrator.client._SIGN_OF_LIFE_S", 0.01)
-    engine = FakeEngine(version=0, digest="any")
-    run_dir = RunDir(tmp_path)
-    run_dir.create()
+    engine, run_dir = lively
 
     async def block() -> None:
         async with InferenceClient(make_config(tmp_path, engine).client, run_dir=run_dir) as client:
@@ -231,11 +231,8 @@ def test_signs_of_life_come_from_the_event_loop_that_environments_run_on(
         asyncio.run(block())
 
 
-def test_a_sign_of_life_that_is_under_way_takes_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.client._SIGN_OF_LIFE_S", 0.01)
-    engine = FakeEngine(version=0, digest="any")
-    run_dir = RunDir(tmp_path)
-    run_dir.create()
+def test_a_sign_of_life_that_is_under_way_takes_nothing_back(tmp_path: Path, lively: tuple[FakeEngine, RunDir]) -> None:
+    engine, run_dir = lively
     begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
 
     async def take_long() -> None:

@@ -111,24 +111,24 @@ def test_launchers_of_the_same_moment_never_get_the_same_port(first_port: int) -
             reservation.release()
 
 
-def test_a_killed_launcher_leaves_no_port_behind(first_port: int) -> None:
-    program = f"from triad.ports import reserve; held = reserve('{HOST}', {first_port}); print(bool(held), flush=True)"
-    program += "; input()"
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"True\n"
-        assert reserve(HOST, first_port) is None
-        process.kill()
-    again = reserve(HOST, first_port)
-    assert again is not None
-    again.release()
+_RESERVES = f"import os; from triad.ports import reserve; held = reserve('{HOST}', PORT)"
+_SERVER = [sys.executable, "-c", "print('holds', flush=True); input()"]
 
 
-def test_a_port_goes_over_to_the_program_that_takes_the_place_of_its_holder(first_port: int) -> None:
-    server = [sys.executable, "-c", "print('serving', flush=True); input()"]
-    program = f"import os; from triad.ports import reserve; held = reserve('{HOST}', {first_port})"
-    program += f"; held.keep_over_exec(); os.execv({server[0]!r}, {server!r})"
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"serving\n"
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(f"{_RESERVES}; print('holds', flush=True); input()", id="the launcher itself"),
+        pytest.param(
+            f"{_RESERVES}; held.keep_over_exec(); os.execv({_SERVER[0]!r}, {_SERVER!r})",
+            id="the program that takes its place",
+        ),
+    ],
+)
+def test_a_port_is_held_until_its_holder_is_killed(program: str, first_port: int) -> None:
+    command = [sys.executable, "-c", program.replace("PORT", str(first_port))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"holds\n"
         assert reserve(HOST, first_port) is None
         process.kill()
     again = reserve(HOST, first_port)

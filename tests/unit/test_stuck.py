@@ -109,12 +109,6 @@ def test_the_stacks_of_all_threads_are_waited_for_and_mixed_with_no_others(tmp_p
     assert sum("in main" in line for line in lines) == 2
 
 
-def test_where_there_are_no_signals_of_real_time_another_one_is_taken() -> None:
-    """On macOS."""
-    code = "import psutil, signal, sys; sys.platform = 'darwin'; del signal.SIGRTMIN; import triad.heartbeat"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_what_is_stuck_at_the_same_step_again_and_again_ends_the_run(stands: Stands) -> None:
     """It takes longer to notice than the window in which deaths are counted."""
     stuck = "does('a loss of its own', bound_s=0.1); time.sleep(600)"
