@@ -19,6 +19,7 @@ import functools
 import importlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -34,6 +35,7 @@ from triad.process import die_with_parent, heavy_imports
 
 IMPORT_TIMEOUT_S = 180.0
 READY_TIMEOUT_S = 90.0
+_FIRST_PORT = 12_000  # behind the ones that programs are known by
 
 _IMPORTED_BY_A_SERVER = (
     "inference.server",
@@ -48,10 +50,19 @@ _IMPORTED_BY_A_SERVER = (
 
 
 def free_port() -> int:
-    """Return a TCP port that nothing listens on."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """Return a TCP port that nothing listens on, and that nothing gets by asking for any port.
+
+    What a test starts may bind it much later: the system would have given a port of its own range to somebody else.
+    """
+    first_of_any = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = secrets.randbelow(first_of_any - _FIRST_PORT) + _FIRST_PORT
+        with socket.socket() as sock:
+            try:
+                sock.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 class ServerHandle:
