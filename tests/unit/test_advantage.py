@@ -123,7 +123,7 @@ def test_advantages_reach_every_token_of_their_rollouts() -> None:
     assert given == [[-1.0] * 2, [1.0] * 2, [0.5] * 2, [-0.5] * 2]
 
 
-# The example of docs/algorithms.md.
+# The example of docs/extending.md.
 def best_of_group(rewards_PG: list[list[float]]) -> list[list[float]]:
     """1 for the best rollout of each problem, 0 for the others."""
     return [[float(reward == max(rewards_G)) for reward in rewards_G] for rewards_G in rewards_PG]
@@ -165,6 +165,7 @@ def test_an_unknown_advantage_is_refused_with_what_is_allowed() -> None:
 
 
 def test_the_documentation_shows_the_example_and_every_name() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
-    assert inspect.getsource(best_of_group) in page
+    docs = Path(__file__).parents[2] / "docs"
+    assert inspect.getsource(best_of_group) in (docs / "extending.md").read_text()
+    page = (docs / "advantages.md").read_text()
     assert all(f"\n| `{name}` |" in page for name in (*ADVANTAGES, *TOKEN_ADVANTAGES))

@@ -332,7 +332,7 @@ def test_settings_without_effect_are_refused(settings: dict[str, Any], message: 
         PolicyLossConfig.model_validate(settings)
 
 
-# The example of docs/algorithms.md.
+# The example of docs/extending.md.
 def linear_advantage_loss(data: PolicyLossInput, *, strength: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
     """REINFORCE; every sequence counts the same."""
     objective_N = strength * data.advantages_N * data.logprobs_N
@@ -366,8 +366,9 @@ def test_a_wrong_loss_of_the_user_is_named() -> None:
 
 
 def test_the_documentation_shows_the_examples_and_defaults_that_are_tested() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
-    assert inspect.getsource(linear_advantage_loss) in page
+    docs = Path(__file__).parents[2] / "docs"
+    assert inspect.getsource(linear_advantage_loss) in (docs / "extending.md").read_text()
+    page = (docs / "losses.md").read_text()
     for name, defaults in LOSSES.items():
         (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |") and line.count("|") == 6]
         clips = f"{defaults['clip_low']:g}, {defaults['clip_high']:g}" if "clip_low" in defaults else "none"

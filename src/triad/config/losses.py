@@ -46,11 +46,11 @@ LOSSES: dict[str, dict[str, Any]] = {
     "policy_gradient": {"aggregation": "token"},
     "sft": {"aggregation": "token"},
 }
-"""The defaults of each loss; docs/algorithms.md says where they are from."""
+"""The defaults of each loss; docs/losses.md says where they are from."""
 
 
 class PolicyLossConfig(Section):
-    """The policy loss by name, see docs/algorithms.md. What is unset takes the default of that loss."""
+    """The policy loss by name, see docs/losses.md. What is unset takes the default of that loss."""
 
     type: str = "grpo"
     """`grpo`, `dr_grpo`, `dapo`, `gspo`, `cispo`, `ppo`, `policy_gradient`, `sft` (no advantages: every rollout
