@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
 
+from trainer.models.logprobs import PLAIN, Predicted, Reading
 from trainer.models.model import Policy
 from trainer.packing import MicroBatch
 from trainer.parallel import Parallel
@@ -20,8 +20,8 @@ from triad.errors import TrainingError
 from triad.heartbeat import moved
 
 
-def predict(policy: Policy, micro: MicroBatch, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return (log-probabilities, entropies) of the micro-batch's targets, each of shape (N,), in nats."""
+def predict(policy: Policy, micro: MicroBatch, reading: Reading = PLAIN) -> Predicted:
+    """Return what `reading` asks for at the micro-batch's targets, each of shape (N,)."""
     moved()
     return policy(
         micro.input_ids_BL,
@@ -29,7 +29,7 @@ def predict(policy: Policy, micro: MicroBatch, *, temperature: float = 1.0) -> t
         micro.predict_index_N,
         micro.target_ids_N,
         packed_index=micro.packed_index,
-        temperature=temperature,
+        reading=reading,
     )
 
 

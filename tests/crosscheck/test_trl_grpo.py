@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.conftest import ModelFactory
+from trainer.models.logprobs import Reading
 from trainer.models.model import build_policy
 from trainer.packing import Sample, build_micro_batch
 from trainer.parallel import Parallel
@@ -230,7 +231,7 @@ def test_logprobs_and_entropies_of_a_model_are_those_of_trl(
     ]
     micro = build_micro_batch(samples, list(range(len(samples))), pack=True, device=parallel.device)
     policy = build_policy(TrainedModelConfig(name=str(model)), parallel, seed=0)
-    for ours_N, theirs_BT in zip(predict(policy, micro, temperature=0.7), by_trl[:2], strict=True):
+    for ours_N, theirs_BT in zip(predict(policy, micro, Reading(0.7)), by_trl[:2], strict=True):
         theirs_N = theirs_BT[mask_BT[:, 1:]]
         torch.testing.assert_close(ours_N.double(), theirs_N, rtol=1e-5, atol=1e-5)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from trainer.models.logprobs import Reading
 from trainer.models.model import Policy, build_policy, reshard
 from trainer.packing import MicroBatch, Sample, build_micro_batch
 from trainer.parallel import Parallel
@@ -96,7 +97,7 @@ def test_ranks_share_the_parts_and_deal_out_their_forward_passes(parallel: Paral
 
 
 def forward_of(policy: Policy) -> Callable[[MicroBatch], Tensor]:
-    return lambda micro: predict(policy, micro, temperature=0.7)[0]
+    return lambda micro: predict(policy, micro, Reading(0.7))[0]
 
 
 def test_what_is_measured_is_that_of_a_plain_forward(tiny_model: Callable[..., Path], parallel: Parallel) -> None:

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from trainer.models.loading import trained_tensors
+from trainer.models.logprobs import Reading
 from trainer.models.model import Policy, build_policy
 from trainer.packing import Sample, build_micro_batch
 from trainer.parallel import Parallel
@@ -40,7 +41,7 @@ def sampled_by(policy: Policy, parallel: Parallel, *, off_by: float) -> list[Rol
         token_ids = generator.integers(5, 100, LENGTH).astype(np.int32)
         micro = build_micro_batch([Sample(token_ids, mask)], [0], pack=policy.layout.packs, device=parallel.device)
         with torch.no_grad():
-            logprobs_N, _ = predict(policy, micro, temperature=0.7)
+            logprobs_N, _ = predict(policy, micro, Reading(0.7))
         rollout = Rollout(
             environment="e", task_id=0, sample_index=number, token_ids=token_ids.tolist(),
             loss_mask=mask.astype(int).tolist(), logprobs=Logprobs([0.0] * PROMPT + (logprobs_N + off_by).tolist()),

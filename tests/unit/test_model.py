@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from trainer.checkpoints.state import local_part
 from trainer.models.layout import Layout
 from trainer.models.loading import trained_tensors
+from trainer.models.logprobs import Reading
 from trainer.models.model import Policy, build_policy, reshard
 from trainer.models.structure import decoder_layers
 from trainer.packing import Sample, build_micro_batch
@@ -52,7 +53,7 @@ def logprobs(policy: Policy, *, temperature: float = 1.0) -> Tensor:
     micro = build_micro_batch(samples(), [0, 1, 2], pack=True, device=CPU)
     values, _ = policy(
         micro.input_ids_BL, micro.position_ids_BL, micro.predict_index_N, micro.target_ids_N,
-        packed_index=micro.packed_index, temperature=temperature,
+        packed_index=micro.packed_index, reading=Reading(temperature),
     )  # fmt: skip
     return values
 

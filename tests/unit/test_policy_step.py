@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from trainer.checkpoints.state import local_part
+from trainer.models.logprobs import Reading
 from trainer.models.model import Policy, build_policy
 from trainer.parallel import Parallel
 from trainer.policy.losses import policy_loss
@@ -78,7 +79,7 @@ def step(
     ((minibatch,),) = plan_epochs(
         samples, UpdatesConfig(), row_tokens=row_tokens, parallel=parallel, seed=0, step=4, arrangement="packed"
     )
-    loss = policy_step(policy, minibatch, policy_loss(config), parallel, statistics, temperature=TEMPERATURE)
+    loss = policy_step(policy, minibatch, policy_loss(config), parallel, statistics, reading=Reading(TEMPERATURE))
     metrics = statistics.reduce(parallel)
     assert metrics["loss"] == pytest.approx(loss)
     gradients = {n: local_part(p.grad).clone() for n, p in policy.hf_model.named_parameters() if p.grad is not None}

@@ -6,6 +6,8 @@ Shape legend: N predicted tokens, C tokens of one chunk, H hidden size, V vocabu
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,10 +31,36 @@ def plain_head(weight_VH: Tensor, *, bias_V: Tensor | None = None, softcap: floa
     return head
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What is read off the logits that predict a target.
+
+    Attributes:
+        temperature: softmax temperature, the same as the sampler's.
+    """
+
+    temperature: float = 1.0
+
+
+class Predicted(NamedTuple):
+    """What was read off the logits of each target, in nats, float32.
+
+    Attributes:
+        logprobs_N: log softmax(logits / temperature) at the target.
+        entropy_N: of that softmax, without gradient.
+    """
+
+    logprobs_N: Tensor
+    entropy_N: Tensor
+
+
+PLAIN = Reading()
+
+
 def token_logprobs(
-    hidden_NH: Tensor, head: Head, target_ids_N: Tensor, *, temperature: float = 1.0, chunk_tokens: int = 4096
-) -> tuple[Tensor, Tensor]:
-    """Return log softmax(logits / temperature) at the targets, and the entropy there, in nats.
+    hidden_NH: Tensor, head: Head, target_ids_N: Tensor, reading: Reading = PLAIN, *, chunk_tokens: int = 4096
+) -> Predicted:
+    """Return what `reading` asks for at each target.
 
     Logits exist for at most `chunk_tokens` tokens at once: with more than one chunk, each is
     computed again in the backward pass.
@@ -41,28 +69,27 @@ def token_logprobs(
         hidden_NH: hidden states that predict the targets.
         head: makes logits of them.
         target_ids_N: token ids, long.
-        temperature: softmax temperature, the same as the sampler's.
-
-    Returns:
-        (logprobs_N, entropy_N), float32. The entropy carries no gradient.
     """
     if hidden_NH.shape[0] != target_ids_N.shape[0]:
         raise ValueError(f"{hidden_NH.shape[0]} hidden states for {target_ids_N.shape[0]} targets")
 
-    def one_chunk(hidden_CH: Tensor, target_ids_C: Tensor) -> tuple[Tensor, Tensor]:
-        logits_CV = head(hidden_CH).float()
-        if temperature != 1.0:
-            logits_CV = logits_CV / temperature
-        all_logprobs_CV = torch.log_softmax(logits_CV, dim=-1)
-        with torch.no_grad():
-            entropy_C = -(all_logprobs_CV.exp() * all_logprobs_CV).sum(-1)
-        return all_logprobs_CV.gather(1, target_ids_C[:, None]).sum(-1), entropy_C
+    def one_chunk(hidden_CH: Tensor, target_ids_C: Tensor) -> Predicted:
+        return _read(head(hidden_CH).float(), target_ids_C, reading)
 
     count = hidden_NH.shape[0]
     if count <= chunk_tokens:
         return one_chunk(hidden_NH, target_ids_N)
     parts = [
-        checkpoint(one_chunk, hidden_NH[start:stop], target_ids_N[start:stop], use_reentrant=False)
+        Predicted(*checkpoint(one_chunk, hidden_NH[start:stop], target_ids_N[start:stop], use_reentrant=False))
         for start, stop in ((s, min(s + chunk_tokens, count)) for s in range(0, count, chunk_tokens))
     ]
-    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
+    return Predicted(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def _read(logits_CV: Tensor, target_ids_C: Tensor, reading: Reading) -> Predicted:
+    if reading.temperature != 1.0:
+        logits_CV = logits_CV / reading.temperature
+    all_logprobs_CV = torch.log_softmax(logits_CV, dim=-1)
+    with torch.no_grad():
+        entropy_C = -(all_logprobs_CV.exp() * all_logprobs_CV).sum(-1)
+    return Predicted(all_logprobs_CV.gather(1, target_ids_C[:, None]).sum(-1), entropy_C)

@@ -35,7 +35,7 @@ from trainer.models.attention import PackedIndex
 from trainer.models.head import has_plain_head, own_logits
 from trainer.models.layout import PACKED, Layout, find_layout
 from trainer.models.loading import build_hf_model, initial_weights, is_classifier, load_model_config, one_line
-from trainer.models.logprobs import Head, plain_head, token_logprobs
+from trainer.models.logprobs import PLAIN, Head, Predicted, Reading, plain_head, token_logprobs
 from trainer.models.lora import adapter_parameters, initial_tensors, inject_adapters, is_adapted
 from trainer.models.rotary import rotate_by_sample
 from trainer.models.structure import decoder_layers, decoder_of, last_position, takes_positions, use_attention
@@ -143,9 +143,9 @@ class Policy(DecoderModel):
         target_ids_N: Tensor,
         *,
         packed_index: PackedIndex | None = None,
-        temperature: float = 1.0,
-    ) -> tuple[Tensor, Tensor]:
-        """Return (logprobs_N, entropy_N) of the targets.
+        reading: Reading = PLAIN,
+    ) -> Predicted:
+        """Return what `reading` asks for at the targets.
 
         Args:
             predict_index_N: places in the flattened (B * L) rows whose hidden state predicts a target.
@@ -153,9 +153,7 @@ class Policy(DecoderModel):
             packed_index: layout of samples when the single row is packed.
         """
         hidden_NH = self.hidden_states(input_ids_BL, position_ids_BL, predict_index_N, packed_index=packed_index)
-        return token_logprobs(
-            hidden_NH, self._head(), target_ids_N, temperature=temperature, chunk_tokens=self.logits_chunk_tokens
-        )
+        return token_logprobs(hidden_NH, self._head(), target_ids_N, reading, chunk_tokens=self.logits_chunk_tokens)
 
     def _head(self) -> Head:
         if not self.has_plain_head:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from trainer.models.loading import trained_tensors
+from trainer.models.logprobs import Reading
 from trainer.models.model import Policy, reshard
 from trainer.optim import clip_gradients, update_parameters
 from trainer.packing import MicroBatch, Sample
@@ -76,16 +77,17 @@ class Learner:
         groups = fresh + old
         samples = to_samples([rollout for group in groups for rollout in group], trained_version=step - 1)
         epochs = self._epochs(step, samples)
+        reading = Reading(temperature=batch.temperature)
         with stopwatch.phase("experience"):
-            metrics = self._judge(batch.temperature, groups, samples, epochs[0], num_fresh=len(fresh))
+            metrics = self._judge(reading, groups, samples, epochs[0], num_fresh=len(fresh))
         self._mismatch.begin(
             step,
             batch.rollouts,
             samples,
-            lambda found: self._annotate(OLD_LOGPROB, self._policy, batch.temperature, found),
+            lambda found: self._annotate(OLD_LOGPROB, self._policy, reading, found),
             is_foreign=is_foreign,
         )
-        metrics |= self._update(step, batch.temperature, samples, epochs, stopwatch)
+        metrics |= self._update(step, reading, samples, epochs, stopwatch)
         metrics |= self._steer_kl(samples[: len(batch.rollouts)])
         if parts.ema is not None:
             parts.ema.update(trained_tensors(self._policy.hf_model))
@@ -108,7 +110,7 @@ class Learner:
 
     def _judge(
         self,
-        temperature: float,
+        reading: Reading,
         groups: list[list[Rollout]],
         samples: list[Sample],
         minibatches: Sequence[Minibatch],
@@ -126,7 +128,7 @@ class Learner:
         if config.rewards.truncated == "mask":
             for sample, rollout in zip(samples, (one for group in groups for one in group), strict=True):
                 sample.loss_mask[:] &= not rollout.truncated
-        self._measure(temperature, minibatches)
+        self._measure(reading, minibatches)
         penalty = None
         if config.kl is not None and parts.kl is not None:
             metrics["kl_coef"] = parts.kl.coef
@@ -187,22 +189,22 @@ class Learner:
         for_kl = config.kl is not None and (config.kl.target is not None or config.kl.place == "reward")
         return several or for_kl or config.critic is not None or config.advantage == "distillation"
 
-    def _measure(self, temperature: float, minibatches: Sequence[Minibatch]) -> None:
+    def _measure(self, reading: Reading, minibatches: Sequence[Minibatch]) -> None:
         """Give every sample the numbers that no gradient is needed for. Collective."""
         if self._needs_old_logprobs:
-            self._annotate(OLD_LOGPROB, self._policy, temperature, minibatches)
+            self._annotate(OLD_LOGPROB, self._policy, reading, minibatches)
         if self._parts.reference is not None:
-            self._annotate(REFERENCE_LOGPROB, self._parts.reference, temperature, minibatches)
+            self._annotate(REFERENCE_LOGPROB, self._parts.reference, reading, minibatches)
         if self._parts.critic is not None:
             self._parts.critic.measure(minibatches)
 
-    def _annotate(self, name: str, policy: Policy, temperature: float, minibatches: Sequence[Minibatch]) -> None:
+    def _annotate(self, name: str, policy: Policy, reading: Reading, minibatches: Sequence[Minibatch]) -> None:
         """Give every sample the log-probabilities of its targets under `policy`, without dropout. Collective."""
         was_training = policy.training
         policy.eval()
 
         def logprobs(micro: MicroBatch) -> Tensor:
-            return predict(policy, micro, temperature=temperature)[0]
+            return predict(policy, micro, reading).logprobs_N
 
         annotate(name, logprobs, minibatches, self._parallel, pack=policy.layout.packs)
         reshard(policy)
@@ -211,7 +213,7 @@ class Learner:
     def _update(
         self,
         step: int,
-        temperature: float,
+        reading: Reading,
         samples: list[Sample],
         epochs: Sequence[Sequence[Minibatch]],
         stopwatch: Stopwatch,
@@ -229,9 +231,7 @@ class Learner:
         grad_norms, pretraining_losses = [], []
         for minibatch in (minibatch for epoch in epochs for minibatch in epoch):
             with stopwatch.phase("forward_backward"):
-                loss = policy_step(
-                    self._policy, minibatch, self._loss, self._parallel, statistics, temperature=temperature
-                )
+                loss = policy_step(self._policy, minibatch, self._loss, self._parallel, statistics, reading=reading)
                 if self._pretraining is not None:
                     pretraining_losses.append(self._pretraining.step(self._policy, done, self._parallel))
             if not grad_norms:

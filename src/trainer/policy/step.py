@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from trainer.models.logprobs import Reading
 from trainer.models.model import Policy
 from trainer.packing import build_micro_batch
 from trainer.parallel import Parallel
@@ -24,7 +25,7 @@ def policy_step(
     parallel: Parallel,
     statistics: PolicyStatistics,
     *,
-    temperature: float,
+    reading: Reading,
 ) -> float:
     """Accumulate the gradients of one update; return its loss, of all ranks. Collective.
 
@@ -38,7 +39,7 @@ def policy_step(
     own_loss = 0.0
     for indices in minibatch.micro_batches:
         micro = build_micro_batch(samples, indices, pack=policy.layout.packs, device=parallel.device)
-        logprobs_N, entropy_N = predict(policy, micro, temperature=temperature)
+        logprobs_N, entropy_N = predict(policy, micro, reading)
         data = PolicyLossInput(
             logprobs_N=logprobs_N,
             old_logprobs_N=micro.per_token.get(OLD_LOGPROB, logprobs_N.detach()),
