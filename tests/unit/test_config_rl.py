@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from triad.config import RlConfig
-from triad.config.load import parse_command_line
+from triad.config import RlConfig, SftConfig, TrainerConfig
+from triad.config.load import parse_command_line, read_toml, to_toml
+from triad.config.reward_training import RewardTrainingConfig
 from triad.config.rl import hand_down_shared
+from triad.config.trainer import PolicyOptimConfig
 from triad.errors import ConfigError, InferenceError
 from triad.launch import launch_rl
 
@@ -39,6 +41,26 @@ def test_what_rl_is_given_goes_to_every_process() -> None:
         assert process.max_steps == 7
         assert process.async_level == 2
         assert process.ckpt is not None and process.ckpt.interval == 5
+
+
+def test_what_is_said_of_the_optimizer_leaves_the_learning_rates_of_policy_and_critic(tmp_path: Path) -> None:
+    path = tmp_path / "betas.toml"
+    path.write_text("[trainer.optim]\nbetas = [0.9, 0.99]\n[trainer.critic.optim]\nwarmup_steps = 2\n")
+    gae = ("--trainer.advantage", "gae", "--trainer.critic.clip", "0.5")
+    for flags in (
+        (),
+        ("--trainer.optim.warmup-steps", "5"),
+        ("@", str(path), *gae),
+        ("@", str(path), *gae, "--trainer.critic.optim.warmup-steps", "5", "--trainer.optim.eps", "1e-6"),
+    ):
+        trainer = rl(*flags).trainer
+        assert trainer.optim.lr == 1e-6, flags
+        assert trainer.critic is None or trainer.critic.optim.lr == 1e-5, flags
+    resolved = tmp_path / "trainer.toml"
+    resolved.write_text(to_toml(rl("--trainer.optim.warmup-steps", "5").trainer))
+    assert read_toml(TrainerConfig, resolved).optim == PolicyOptimConfig(warmup_steps=5)
+    assert rl("--trainer.optim.lr", "1e-5").trainer.optim.lr == 1e-5
+    assert (SftConfig().optim.lr, RewardTrainingConfig().optim.lr) == (1e-5, 1e-5)
 
 
 def test_rl_wins_over_its_sections() -> None:

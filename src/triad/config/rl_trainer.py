@@ -19,7 +19,7 @@ from triad.config.algorithm import (
 )
 from triad.config.base import DType, Section
 from triad.config.losses import PolicyLossConfig
-from triad.config.trainer import TrainingCommand
+from triad.config.trainer import PolicyOptimConfig, TrainingCommand
 from triad.user_functions import check_name
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "max_rl", "reinforce_pp", "reinforce_pp_baseline")
@@ -38,6 +38,9 @@ class JournalConfig(Section):
 
 class TrainerConfig(TrainingCommand):
     """The trainer of an RL run; it trains on the batches that the orchestrator journals."""
+
+    optim: PolicyOptimConfig = PolicyOptimConfig()  # pyright: ignore[reportIncompatibleVariableOverride] - only read
+    """Optimizer and learning-rate schedule of the policy."""
 
     loss: PolicyLossConfig = PolicyLossConfig()
     """Policy loss."""

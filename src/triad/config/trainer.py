@@ -104,6 +104,13 @@ class OptimConfig(Section):
             raise ValueError(f"{section}.warmup_steps ({self.warmup_steps}) must be below {name} ({end})")
 
 
+class PolicyOptimConfig(OptimConfig):
+    """AdamW, gradient clipping and the learning-rate schedule, for a policy that is improved and not taught anew."""
+
+    lr: float = Field(default=1e-6, gt=0)
+    """Peak learning rate."""
+
+
 class TrainingCommand(Command):
     """What every training program has."""
 
