@@ -425,7 +425,7 @@ def test_the_diff_to_the_checkpoint_is_shown_in_groups(other: RunDir, sft: Sft, 
     assert f"{group}changes what is computed from here on:\n  data.batch_size: 64 -> 32\n{group}free to change:" in out
     assert "  max_steps: 20 -> 40\n" in out and "  ckpt.interval: 5 -> unset\n" in out
     assert (
-        "the linear schedule now ends at step 40 instead of 20: the learning rate of step 12 is 0.35 instead of 0.2"
+        "the linear schedule now ends at step 40 instead of 20: the learning rate of step 12 is 0.3625 instead of 0.225"
         in out
     )
     assert "--optim.schedule-steps 20." in out

@@ -15,16 +15,19 @@ def schedule_end(config: OptimConfig, max_steps: int) -> int | None:
 
 
 def learning_rate(step: int, config: OptimConfig, max_steps: int) -> float:
-    """Return the learning rate of the 1-based optimizer step `step`.
+    """Return the learning rate of the 1-based optimizer step `step`; it is never 0.
 
-    Linear warm-up to `lr` over `warmup_steps`, then constant, linear or cosine down to
-    `lr * min_lr_ratio` at `schedule_steps` (unset: `max_steps`). Later steps keep that rate.
+    Linear warm-up, `lr * step / warmup_steps`; then `lr`, or from `lr` on the first step behind the warm-up down a
+    line or half a cosine, which would be at `lr * min_lr_ratio` on the step behind `schedule_steps` (unset:
+    `max_steps`). That is what transformers' schedules give after `step - 1` steps, and within the warm-up after
+    `step`: theirs begins with a step at rate 0, which trains nothing.
+    Steps behind `schedule_steps` keep the rate of that step.
     """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     end = schedule_end(config, max_steps)
     if end is None:
         return config.lr
-    progress = min(1.0, (step - config.warmup_steps) / max(1, end - config.warmup_steps))
+    progress = (min(step, end) - 1 - config.warmup_steps) / (end - config.warmup_steps)
     shape = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)

@@ -80,16 +80,17 @@ class OptimConfig(Section):
     """Clip the global gradient norm to this; `inf`: never clip."""
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after warm-up, until `schedule_steps`."""
+    """Shape of the learning rate after warm-up, until `schedule_steps`: `constant`, or a line or half a cosine that
+    begins at `lr`."""
 
     schedule_steps: int | None = Field(default=None, ge=1)
-    """Step at which the schedule ends; unset: max_steps. Later steps train at the final rate."""
+    """Last step of the schedule; unset: max_steps. Later steps keep its rate."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warm-up from 0 to `lr`."""
+    """Steps of linear warm-up: of 10, the first trains at a tenth of `lr`, the tenth at `lr`."""
 
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """The schedule ends at `lr` times this."""
+    """The schedule falls towards `lr` times this, which a step behind its last would have."""
 
     def check_warmup(self, max_steps: int, section: str) -> None:
         """Check that warm-up ends before the schedule does.
