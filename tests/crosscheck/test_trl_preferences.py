@@ -131,28 +131,51 @@ def test_the_reference_of_trl_is_the_model_that_it_starts_with(
     assert_same_loss_and_gradient(theirs, scored.losses_P.mean(), trainer.model)
 
 
-def test_ipo_is_that_of_trl_but_for_the_mean_over_tokens(
-    trl_trainers: ModuleType, model: Path, reference_S: Tensor, tmp_path: Path
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("ipo", {}),
+        ("hinge", {}),
+        ("robust", {"label_smoothing": 0.2}),
+        ("apo_zero", {}),
+        ("apo_down", {}),
+    ],
+)
+def test_the_losses_beside_dpo_are_those_of_trl(
+    kind: str, settings: dict[str, Any], trl_trainers: ModuleType, model: Path, reference_S: Tensor, tmp_path: Path
 ) -> None:
-    """DPOTrainer takes the mean log-ratio of an answer's tokens; the paper, and so ours, takes their sum."""
+    """IPO takes the mean log-ratio of an answer's tokens in both."""
     trainer = trl_trainers.preference_trainer(
-        "dpo", model, tmp_path, loss_type="ipo", beta=0.3, precompute_ref_log_probs=True
+        "dpo", model, tmp_path, loss_type=kind, beta=0.3, precompute_ref_log_probs=True, **settings
     )
     batch = answers(PAIR_LENGTHS)
     theirs = trainer._compute_loss(trainer.model, batch.for_dpo(reference_S), False)
-    sums = batch.pairs(trainer.model, reference_S)
-    means = PairLogprobs(
-        sums.chosen_P / sums.chosen_tokens_P,
-        sums.rejected_P / sums.rejected_tokens_P,
-        sums.reference_chosen_P / sums.chosen_tokens_P,
-        sums.reference_rejected_P / sums.rejected_tokens_P,
-        sums.chosen_tokens_P,
-        sums.rejected_tokens_P,
-    )
-    assert_same_loss_and_gradient(theirs, ours(means, type="ipo", beta=0.3).losses_P.mean(), trainer.model)
+    scored = ours(batch.pairs(trainer.model, reference_S), type=kind, beta=0.3, **settings)
+    assert_same_loss_and_gradient(theirs, scored.losses_P.mean(), trainer.model)
 
 
-@pytest.mark.parametrize(("kind", "trl_type"), [("ipo", "ipo"), ("dpo", "sigmoid")])
+@pytest.mark.parametrize(("kind", "trl_type"), [("dpo", "sigmoid"), ("ipo", "ipo")])
+@pytest.mark.parametrize("lengths", PAIR_LENGTHS, ids=str)
+def test_rpo_is_dpo_of_trl_with_its_likelihood(
+    kind: str,
+    trl_type: str,
+    lengths: tuple[int, int],
+    trl_trainers: ModuleType,
+    model: Path,
+    tmp_path: Path,
+) -> None:
+    """TRL's likelihood is a mean over the tokens of a micro-batch, the paper's over those of an answer: one pair."""
+    trainer = trl_trainers.preference_trainer(
+        "dpo", model, tmp_path, loss_type=[trl_type, "sft"], loss_weights=[1.0, 0.7], beta=0.3,
+        precompute_ref_log_probs=True,
+    )  # fmt: skip
+    batch, reference_S = answers([lengths]), torch.tensor([-20.0, -18.0], dtype=torch.float64)
+    theirs = trainer._compute_loss(trainer.model, batch.for_dpo(reference_S), False)
+    scored = ours(batch.pairs(trainer.model, reference_S), type=kind, beta=0.3, rpo_alpha=0.7)
+    assert_same_loss_and_gradient(theirs, scored.losses_P.mean(), trainer.model)
+
+
+@pytest.mark.parametrize(("kind", "trl_type"), [("ipo_sum", "ipo"), ("dpo", "sigmoid")])
 def test_the_formulas_of_ipo_and_smoothed_dpo_are_those_of_cpo(
     kind: str, trl_type: str, trl_trainers: ModuleType, model: Path, tmp_path: Path
 ) -> None:

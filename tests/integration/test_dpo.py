@@ -138,7 +138,7 @@ def test_two_ranks_train_what_one_does(
 
 
 @pytest.mark.parametrize(
-    "kind", ["dpo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ipo", "simpo", "orpo"))]
+    "kind", ["dpo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ipo", "apo_zero", "simpo", "orpo"))]
 )
 def test_every_loss_learns_to_prefer_the_chosen_side(run: Callable[..., SftRun], tmp_path: Path, kind: str) -> None:
     model = ROOT / "examples" / "reverse_text" / "model"
@@ -150,7 +150,7 @@ def test_every_loss_learns_to_prefer_the_chosen_side(run: Callable[..., SftRun],
     assert margins[-1] > margins[0] and losses[-1] < losses[0]
     if kind == "dpo":  # the policy is its own reference
         assert losses[0] == pytest.approx(np.log(2), rel=1e-5) and margins[0] == pytest.approx(0, abs=1e-5)
-    assert (learnt.run_dir.path / REFERENCE_NAME).exists() == (kind in ("dpo", "ipo"))
+    assert (learnt.run_dir.path / REFERENCE_NAME).exists() == (kind in ("dpo", "ipo", "apo_zero"))
 
 
 @pytest.mark.slow

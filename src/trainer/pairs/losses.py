@@ -51,9 +51,20 @@ PreferenceLoss = Callable[[PairLogprobs], PairLosses]
 
 
 def preference_loss(config: PreferenceLossConfig) -> PreferenceLoss:
-    """Return the loss that `config` names."""
-    makers = {"dpo": dpo_loss, "ipo": ipo_loss, "simpo": simpo_loss, "orpo": orpo_loss}
-    return makers[config.type](config)
+    """Return the loss of pairs that `config` names, with its likelihood term if it has one."""
+    makers: dict[str, Callable[[PreferenceLossConfig], PreferenceLoss]] = {
+        "dpo": dpo_loss,
+        "ipo": ipo_loss,
+        "ipo_sum": ipo_sum_loss,
+        "hinge": hinge_loss,
+        "robust": robust_loss,
+        "apo_zero": apo_zero_loss,
+        "apo_down": apo_down_loss,
+        "simpo": simpo_loss,
+        "orpo": orpo_loss,
+    }
+    loss = makers[config.type](config)
+    return _with_likelihood(loss, config.rpo_alpha) if config.rpo_alpha else loss
 
 
 def dpo_loss(config: PreferenceLossConfig) -> PreferenceLoss:
@@ -64,11 +75,10 @@ def dpo_loss(config: PreferenceLossConfig) -> PreferenceLoss:
     """
 
     def loss(pairs: PairLogprobs) -> PairLosses:
-        chosen_P, rejected_P = _log_ratios(pairs)
-        h_P = config.scale * (chosen_P - rejected_P)
-        smoothing = config.label_smoothing
+        chosen_P, rejected_P = _rewards(pairs, config)
+        h_P, smoothing = chosen_P - rejected_P, config.label_smoothing
         losses_P = -(1 - smoothing) * F.logsigmoid(h_P) - smoothing * F.logsigmoid(-h_P)
-        return _scored(losses_P, config.scale * chosen_P, config.scale * rejected_P)
+        return _scored(losses_P, chosen_P, rejected_P)
 
     return loss
 
@@ -76,14 +86,80 @@ def dpo_loss(config: PreferenceLossConfig) -> PreferenceLoss:
 def ipo_loss(config: PreferenceLossConfig) -> PreferenceLoss:
     """Return IPO (Azar et al. 2023, "A general theoretical paradigm to understand learning from human preferences").
 
-    Eq. 17: loss = (h - 1 / (2 beta))^2 with h as in DPO but without its beta, over whole answers: the
-    log-probabilities are sums, not means over tokens.
+    loss = (d - 1 / (2 beta))^2, d = (l_pi(y_w) - l_ref(y_w)) / |y_w| - (l_pi(y_l) - l_ref(y_l)) / |y_l|
+
+    Eq. 17 with the mean log-ratio of an answer's tokens: the form behind the paper's results, as its authors told
+    TRL (`DPOTrainer`, `loss_type = "ipo"`). `ipo_sum_loss` is the equation as printed.
     """
 
     def loss(pairs: PairLogprobs) -> PairLosses:
         chosen_P, rejected_P = _log_ratios(pairs)
-        losses_P = (chosen_P - rejected_P - 1 / (2 * config.scale)).square()
-        return _scored(losses_P, config.scale * chosen_P, config.scale * rejected_P)
+        return _squared(chosen_P / pairs.chosen_tokens_P, rejected_P / pairs.rejected_tokens_P, config.scale)
+
+    return loss
+
+
+def ipo_sum_loss(config: PreferenceLossConfig) -> PreferenceLoss:
+    """Return IPO as eq. 17 is printed: as `ipo_loss`, with log-ratios of whole answers instead of means."""
+
+    def loss(pairs: PairLogprobs) -> PairLosses:
+        return _squared(*_log_ratios(pairs), config.scale)
+
+    return loss
+
+
+def hinge_loss(config: PreferenceLossConfig) -> PreferenceLoss:
+    """Return the hinge of SLiC-HF on DPO's rewards (Zhao et al. 2023; Liu et al. 2023, "Statistical rejection sampling
+    improves preference optimization"): loss = max(0, 1 - h), h as in DPO.
+    """
+
+    def loss(pairs: PairLogprobs) -> PairLosses:
+        chosen_P, rejected_P = _rewards(pairs, config)
+        return _scored(F.relu(1 - (chosen_P - rejected_P)), chosen_P, rejected_P)
+
+    return loss
+
+
+def robust_loss(config: PreferenceLossConfig) -> PreferenceLoss:
+    """Return robust DPO (Chowdhury et al. 2024, "Provably robust DPO: aligning language models with noisy feedback").
+
+    loss = (-(1 - e) log sigmoid(h) + e log sigmoid(-h)) / (1 - 2 e), h as in DPO: its mean over labels of which the
+    share e = `label_smoothing` is wrong is DPO's over the right ones. It has no lower bound.
+    """
+
+    def loss(pairs: PairLogprobs) -> PairLosses:
+        chosen_P, rejected_P = _rewards(pairs, config)
+        h_P, smoothing = chosen_P - rejected_P, config.label_smoothing
+        losses_P = -(1 - smoothing) * F.logsigmoid(h_P) + smoothing * F.logsigmoid(-h_P)
+        return _scored(losses_P / (1 - 2 * smoothing), chosen_P, rejected_P)
+
+    return loss
+
+
+def apo_zero_loss(config: PreferenceLossConfig) -> PreferenceLoss:
+    """Return APO-zero (D'Oosterlinck et al. 2024, "Anchored preference optimization and contrastive revisions", eq. 7).
+
+    loss = 1 - sigmoid(r_w) + sigmoid(r_l), r = beta (l_pi - l_ref): chosen answers become likelier, rejected ones
+    less likely. For answers that are better than what the model writes itself. The 1, as in TRL, keeps it above 0.
+    """
+
+    def loss(pairs: PairLogprobs) -> PairLosses:
+        chosen_P, rejected_P = _rewards(pairs, config)
+        return _scored(F.sigmoid(-chosen_P) + F.sigmoid(rejected_P), chosen_P, rejected_P)
+
+    return loss
+
+
+def apo_down_loss(config: PreferenceLossConfig) -> PreferenceLoss:
+    """Return APO-down (D'Oosterlinck et al. 2024, eq. 8).
+
+    loss = sigmoid(r_w) + 1 - sigmoid(r_w - r_l): both become less likely, the rejected side more so. For answers that
+    are all worse than what the model writes itself.
+    """
+
+    def loss(pairs: PairLogprobs) -> PairLosses:
+        chosen_P, rejected_P = _rewards(pairs, config)
+        return _scored(F.sigmoid(chosen_P) + F.sigmoid(rejected_P - chosen_P), chosen_P, rejected_P)
 
     return loss
 
@@ -107,7 +183,8 @@ def orpo_loss(config: PreferenceLossConfig) -> PreferenceLoss:
     """Return ORPO (Hong et al. 2024, "ORPO: Monolithic preference optimization without reference model", eq. 6-7).
 
     loss = -m_w - beta log sigmoid(log odds(m_w) - log odds(m_l)), with m = l(y) / |y| the mean
-    log-probability of an answer's tokens and log odds(m) = m - log(1 - exp(m)).
+    log-probability of an answer's tokens and log odds(m) = m - log(1 - exp(m)). The first term is that of eq. 6, over
+    the answer of each pair; the authors' program, and TRL's, take the mean over the tokens of prompts and answers.
     """
 
     def loss(pairs: PairLogprobs) -> PairLosses:
@@ -117,6 +194,16 @@ def orpo_loss(config: PreferenceLossConfig) -> PreferenceLoss:
         return _scored(losses_P, config.scale * chosen_P, config.scale * rejected_P)
 
     return loss
+
+
+def _with_likelihood(loss: PreferenceLoss, alpha: float) -> PreferenceLoss:
+    """Return `loss` - alpha l(y_w) / |y_w| (Pang et al. 2024, "Iterative reasoning preference optimization")."""
+
+    def with_likelihood(pairs: PairLogprobs) -> PairLosses:
+        scored = loss(pairs)
+        return scored._replace(losses_P=scored.losses_P - alpha * pairs.chosen_P / pairs.chosen_tokens_P)
+
+    return with_likelihood
 
 
 def sequence_sums(values_N: Tensor, lengths: list[int]) -> Tensor:
@@ -133,6 +220,17 @@ def sequence_sums(values_N: Tensor, lengths: list[int]) -> Tensor:
 def _log_ratios(pairs: PairLogprobs) -> tuple[Tensor, Tensor]:
     """Return l_pi - l_ref of both sides. The policy comes first: the other sign would prefer the rejected side."""
     return pairs.chosen_P - pairs.reference_chosen_P, pairs.rejected_P - pairs.reference_rejected_P
+
+
+def _rewards(pairs: PairLogprobs, config: PreferenceLossConfig) -> tuple[Tensor, Tensor]:
+    """Return the implicit rewards beta (l_pi - l_ref) of both sides."""
+    chosen_P, rejected_P = _log_ratios(pairs)
+    return config.scale * chosen_P, config.scale * rejected_P
+
+
+def _squared(chosen_P: Tensor, rejected_P: Tensor, beta: float) -> PairLosses:
+    losses_P = (chosen_P - rejected_P - 1 / (2 * beta)).square()
+    return _scored(losses_P, beta * chosen_P, beta * rejected_P)
 
 
 def _means(pairs: PairLogprobs) -> tuple[Tensor, Tensor]:

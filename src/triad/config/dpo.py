@@ -7,49 +7,63 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from triad.config.base import Section
-from triad.config.trainer import SftDataConfig, TrainingCommand
+from triad.config.trainer import PolicyOptimConfig, SftDataConfig, TrainingCommand
 
-_BETA = {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0, "orpo": 0.1}
-_NEEDS_REFERENCE = ("dpo", "ipo")
+_HAS_REFERENCE = ("dpo", "ipo", "ipo_sum", "hinge", "robust", "apo_zero", "apo_down")
+_CAN_SMOOTH = ("dpo", "robust")
 
 
 class PreferenceLossConfig(Section):
     """The preference loss: which one, and its settings."""
 
-    type: Literal["dpo", "ipo", "simpo", "orpo"] = "dpo"
-    """`dpo` (Rafailov et al. 2023), `ipo` (Azar et al. 2023), `simpo` (Meng et al. 2024) or `orpo`
-    (Hong et al. 2024)."""
+    type: Literal["dpo", "ipo", "ipo_sum", "hinge", "robust", "apo_zero", "apo_down", "simpo", "orpo"] = "dpo"
+    """`dpo` (Rafailov et al. 2023), `ipo` (Azar et al. 2023, by the mean log-ratio of an answer's tokens) or `ipo_sum`
+    (by their sum), `hinge` (Zhao et al. 2023), `robust` (Chowdhury et al. 2024), `apo_zero` or `apo_down`
+    (D'Oosterlinck et al. 2024), `simpo` (Meng et al. 2024), `orpo` (Hong et al. 2024)."""
 
     beta: float | None = Field(default=None, gt=0)
-    """`dpo`, `ipo`: strength of the tie to the reference; `simpo`: scale of the reward; `orpo`:
-    weight of the odds ratio beside the likelihood. Unset: 0.1, for `simpo` 2.0."""
+    """With a reference: strength of the tie to it; `simpo`: scale of the reward; `orpo`: weight of the
+    odds ratio beside the likelihood. Unset: 0.1, for `simpo` 2.0."""
 
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """`dpo`: the share of pairs that are taken to be labelled the wrong way round."""
+    """`dpo`, `robust`: the share of pairs that are taken to be labelled the wrong way round."""
 
     margin: float | None = Field(default=None, ge=0)
     """`simpo`: how much more reward the chosen side should have. Unset: 0.5."""
 
+    rpo_alpha: float = Field(default=0.0, ge=0)
+    """Weight of the chosen answer's negative log-likelihood, a mean over its tokens, beside the loss (Pang et al. 2024,
+    who take 1); `orpo` has such a term already."""
+
     reference: Literal["precomputed", "none"] | None = None
     """`precomputed`: log-probabilities under the weights that the run starts with, computed once
-    before training; `none`: without a reference. Unset: precomputed for `dpo` and `ipo`, which can do
-    without; none for `simpo` and `orpo`, which have none."""
+    before training; `none`: without a reference. Unset: none for `simpo` and `orpo`, which have none;
+    precomputed for the others, which can do without."""
 
     @model_validator(mode="after")
     def _settle(self) -> PreferenceLossConfig:
         """Refuse what the loss does not know, and fill in what is unset."""
-        if self.label_smoothing and self.type != "dpo":
-            raise ValueError(f"label_smoothing = {self.label_smoothing} is for type = dpo, got type = {self.type}")
+        if self.label_smoothing and self.type not in _CAN_SMOOTH:
+            raise ValueError(
+                f"label_smoothing = {self.label_smoothing} is for type = dpo and robust, got type = {self.type}"
+            )
         if self.margin is not None and self.type != "simpo":
             raise ValueError(f"margin = {self.margin} is for type = simpo, got type = {self.type}")
-        if self.reference == "precomputed" and self.type not in _NEEDS_REFERENCE:
-            raise ValueError(f"reference = precomputed is for dpo and ipo; {self.type} has no reference")
+        if self.rpo_alpha and self.type == "orpo":
+            raise ValueError(
+                f"rpo_alpha = {self.rpo_alpha} is for other types than orpo, whose first term is the likelihood of the "
+                "chosen answer: leave it out"
+            )
+        if self.reference == "precomputed" and self.type not in _HAS_REFERENCE:
+            raise ValueError(
+                f"reference = precomputed is for {', '.join(_HAS_REFERENCE)}; {self.type} has no reference"
+            )
         if self.beta is None:
-            self.beta = _BETA[self.type]
+            self.beta = 2.0 if self.type == "simpo" else 0.1
         if self.margin is None and self.type == "simpo":
             self.margin = 0.5
         if self.reference is None:
-            self.reference = "precomputed" if self.type in _NEEDS_REFERENCE else "none"
+            self.reference = "precomputed" if self.type in _HAS_REFERENCE else "none"
         return self
 
     @property
@@ -94,6 +108,9 @@ class PreferenceDataConfig(SftDataConfig):
 
 class DpoConfig(TrainingCommand):
     """Preference optimisation: `uv run dpo @ configs/reverse_text/dpo.toml`."""
+
+    optim: PolicyOptimConfig = PolicyOptimConfig()  # pyright: ignore[reportIncompatibleVariableOverride] - only read
+    """Optimizer and learning-rate schedule."""
 
     data: PreferenceDataConfig = PreferenceDataConfig()
     """Pairs and batches."""
