@@ -262,6 +262,45 @@ def test_a_critic_whose_loss_breaks_ends_the_step(start: Start) -> None:
     assert "critic.optim.lr" in str(caught.value) and caught.value.exit_code == 3
 
 
+def tensors_of(run: Run) -> dict[str, Tensor]:
+    """Copies of everything that is in a checkpoint as tensors."""
+    return {name: tensor.clone() for name, tensor in run.session.checkpointer._state.tensors().items()}
+
+
+def test_until_the_critic_is_warm_the_policy_stays_as_it_is(start: Start, seen: list[PolicyLossInput]) -> None:
+    critic = {"optim": {"lr": 1e-2}, "warmup_steps": 2}
+    settings: dict[str, Any] = {"advantage": "gae", "critic": critic, "kl": {}, "ema": {}}
+    settings |= {"updates": {"epochs": 2, "minibatches": 2}}
+    run = start(**settings)
+    begin = tensors_of(run)
+    warm = [run.learn(1)]
+    run.save(1)
+    warm.append(run.learn(2))
+    assert len(seen) == 4, "the minibatches of one pass, without gradient"
+    assert not any(data.logprobs_N.requires_grad for data in seen)
+    after = tensors_of(run)
+    changed = {name.split(".")[0] for name in begin if not torch.equal(begin[name], after[name])}
+    assert changed == {"critic"}, "policy, its optimizer and its average are what they were"
+    assert all(line["lr"] == line["ppo_kl"] == line["ref_kld"] == 0 and "grad_norm" not in line for line in warm)
+    assert all(line["entropy"] > 1 and line["mismatch_kl"] > 0 and line["value_lr"] == 1e-2 for line in warm)
+    assert warm[1]["value_loss"] < warm[0]["value_loss"]
+    last = run.learn(3)
+    assert last["lr"] == 1e-3 and last["grad_norm"] > 0 and last["ppo_kl"] > 0
+    moved = tensors_of(run)
+    assert all(not torch.equal(moved[name], after[name]) for name in moved if name.startswith("optim."))
+
+    resumed = start(**settings, resume_step=1)
+    assert [resumed.learn(2), resumed.learn(3)] == [warm[1], last]
+    assert all(torch.equal(tensor, moved[name]) for name, tensor in tensors_of(resumed).items())
+
+
+def test_a_policy_that_is_never_trained_is_refused() -> None:
+    settings = {"advantage": "gae", "max_steps": 5, "critic": {"warmup_steps": 5}}
+    with pytest.raises(ValueError, match="critic.warmup_steps .5. must be below max_steps .5."):
+        TrainerConfig.model_validate(settings)
+    TrainerConfig.model_validate(settings | {"max_steps": 6})
+
+
 def test_a_resumed_run_goes_on_from_the_saved_parts(start: Start) -> None:
     parts = {"kl": REWARD_KL, "rewards": {"scale": "running"}, "replay": {}, "ema": {}}
     run = start(**parts)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from trainer.models.loading import trained_tensors
@@ -225,29 +226,43 @@ class Learner:
         statistics = PolicyStatistics(
             ages, has_reference=all(REFERENCE_LOGPROB in sample.per_token for sample in samples)
         )
-        lr = learning_rate(step, config.optim, config.max_steps)
+        critic_alone = config.critic is not None and step <= config.critic.warmup_steps
+        lr = 0.0 if critic_alone else learning_rate(step, config.optim, config.max_steps)
         value_lr = learning_rate(step, config.critic.optim, config.max_steps) if config.critic is not None else 0.0
         done = (step - 1) * config.updates.epochs * config.updates.minibatches
         grad_norms, pretraining_losses = [], []
+        if critic_alone:
+            with stopwatch.phase("forward"):
+                self._observe(step, reading, epochs[0], statistics)
         for minibatch in (minibatch for epoch in epochs for minibatch in epoch):
-            with stopwatch.phase("forward_backward"):
-                loss = policy_step(self._policy, minibatch, self._loss, self._parallel, statistics, reading=reading)
-                if self._pretraining is not None:
-                    pretraining_losses.append(self._pretraining.step(self._policy, done, self._parallel))
-            if not grad_norms:
-                self._mismatch.before_update(step, statistics)
-            with stopwatch.phase("optimizer"):
-                grad_norm = clip_gradients(self._policy, config.optim.max_grad_norm)
-                check_finite(step, loss=loss, grad_norm=grad_norm)
-                update_parameters(session.optimizer, lr=lr)
+            if not critic_alone:
+                with stopwatch.phase("forward_backward"):
+                    loss = policy_step(self._policy, minibatch, self._loss, self._parallel, statistics, reading=reading)
+                    if self._pretraining is not None:
+                        pretraining_losses.append(self._pretraining.step(self._policy, done, self._parallel))
+                if not grad_norms:
+                    self._mismatch.before_update(step, statistics)
+                with stopwatch.phase("optimizer"):
+                    grad_norms.append(clip_gradients(self._policy, config.optim.max_grad_norm))
+                    check_finite(step, loss=loss, grad_norm=grad_norms[-1])
+                    update_parameters(session.optimizer, lr=lr)
             if parts.critic is not None:
                 with stopwatch.phase("critic"):
                     parts.critic.update(minibatch, lr=value_lr)
-            grad_norms.append(grad_norm)
             done += 1
-        metrics = statistics.reduce(self._parallel) | {"grad_norm": sum(grad_norms) / len(grad_norms), "lr": lr}
-        if pretraining_losses:
-            metrics["pretraining_loss"] = sum(pretraining_losses) / len(pretraining_losses)
+        metrics = statistics.reduce(self._parallel) | {"lr": lr}
+        for name, values in (("grad_norm", grad_norms), ("pretraining_loss", pretraining_losses)):
+            metrics |= {name: sum(values) / len(values)} if values else {}
         if parts.critic is not None:
             metrics |= parts.critic.take_metrics() | {"value_lr": value_lr}
         return metrics
+
+    def _observe(
+        self, step: int, reading: Reading, minibatches: Sequence[Minibatch], statistics: PolicyStatistics
+    ) -> None:
+        """Measure the policy as an update would find it, in a step that does not train it. Collective."""
+        with torch.no_grad():
+            for minibatch in minibatches:
+                policy_step(self._policy, minibatch, self._loss, self._parallel, statistics, reading=reading)
+        reshard(self._policy)
+        self._mismatch.before_update(step, statistics)

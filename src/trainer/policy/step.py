@@ -30,7 +30,7 @@ def policy_step(
     """Accumulate the gradients of one update; return its loss, of all ranks. Collective.
 
     Where samples have no log-probabilities from before the step, the weights have not changed since:
-    the update is the only one of its step.
+    the update is the only one of its step. Under `torch.no_grad` the forward passes are made alone, for `statistics`.
     """
     samples = minibatch.samples
     num_targets = minibatch.num_targets
@@ -52,8 +52,9 @@ def policy_step(
             step_tokens=num_targets,
         )
         loss, counts = loss_function(data)
-        # FSDP averages gradients over ranks; the weights sum to one over all of them.
-        (loss * parallel.world_size).backward()
+        if torch.is_grad_enabled():
+            # FSDP averages gradients over ranks; the weights sum to one over all of them.
+            (loss * parallel.world_size).backward()
         own_loss += float(loss.detach())
         statistics.add(data, counts, entropy_N, micro.per_token[AGE])
     statistics.add_update(own_loss)

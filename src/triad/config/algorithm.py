@@ -57,6 +57,9 @@ class CriticConfig(Section):
     optim: OptimConfig = OptimConfig()
     """The critic's optimizer and learning-rate schedule."""
 
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps at the start of the run that train the critic alone: the policy samples, and stays as it is."""
+
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount per token."""
 

@@ -126,6 +126,11 @@ class TrainerConfig(TrainingCommand):
             raise ValueError(f"advantage = 'gae' and a critic go together: {missing}")
         if self.critic is not None:
             self.critic.optim.check_warmup(self.max_steps, "critic.optim")
+            if self.critic.warmup_steps >= self.max_steps:
+                raise ValueError(
+                    f"critic.warmup_steps ({self.critic.warmup_steps}) must be below max_steps ({self.max_steps}): "
+                    "until then the policy is not trained"
+                )
         if self.advantage == "distillation" and self.kl is not None:
             if self.kl.reference is None:
                 raise ValueError(
