@@ -210,6 +210,8 @@ def test_models_that_differ_in_nothing_that_shapes_them_are_accepted(tmp_path: P
         ({"advantage": "gae", "critic": {}}, {}, "critic: set -> unset"),
         ({"ema": {}}, {}, "ema: set -> unset"),
         ({"model": {"lora": {}}}, {"ema": {}}, "model.lora: set -> unset"),
+        ({"kl": {"refresh_interval": 3}}, {"kl": {}}, "kl.refresh_interval: 3 -> unset"),
+        ({}, {"kl": {"refresh_interval": 3}}, "kl.refresh_interval: unset -> 3"),
     ],
 )
 def test_tensors_that_the_checkpoint_lacks_or_has_besides_are_refused(
@@ -230,5 +232,10 @@ def test_parts_without_tensors_may_come_and_go() -> None:
     )
     refuse_other_tensors(settings_of(plain), parts, step=5)
     refuse_other_tensors(settings_of(parts), plain, step=5)
-    one, other = (TrainerConfig.model_validate({"advantage": "gae", "critic": {"lam": lam}}) for lam in (0.9, 1.0))
+    one, other = (
+        TrainerConfig.model_validate(
+            {"advantage": "gae", "critic": {"lam": lam}, "kl": {"refresh_interval": int(10 * lam)}}
+        )
+        for lam in (0.9, 1.0)
+    )
     refuse_other_tensors(settings_of(one), other, step=5)

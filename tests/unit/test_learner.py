@@ -24,7 +24,7 @@ from trainer.policy.parts import RlParts
 from trainer.session import Session, start_session
 from trainer.step import Stopwatch
 from triad.config import TrainerConfig
-from triad.errors import CheckpointError, TrainingError
+from triad.errors import CheckpointError, DataError, TrainingError
 from triad.messages import Batch, Rollout, VersionSpan
 
 GROUPS, GROUP_SIZE = 3, 4
@@ -299,6 +299,53 @@ def test_a_policy_that_is_never_trained_is_refused() -> None:
     with pytest.raises(ValueError, match="critic.warmup_steps .5. must be below max_steps .5."):
         TrainerConfig.model_validate(settings)
     TrainerConfig.model_validate(settings | {"max_steps": 6})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_after_a_refresh_the_policy_diverges_from_nothing_exactly(
+    start: Start, tiny_model: Callable[..., Path], dtype: str
+) -> None:
+    settings: dict[str, Any] = {"kl": {"refresh_interval": 2}, "model": {"name": str(tiny_model()), "dtype": dtype}}
+    run = start(**settings)
+    lines = [run.learn(1)]
+    run.save(1)
+    lines += [run.learn(step) for step in (2, 3, 4, 5)]
+    run.save(5)
+    assert [line["ref_kld"] == 0 for line in lines] == [True, False, True, False, True]
+    for step in (1, 5):
+        resumed = start(**settings, resume_step=step)
+        assert [resumed.learn(number) for number in range(step + 1, 6)] == lines[step:]
+    assert resumed.learn(6) == run.learn(6)
+
+
+def test_a_refreshed_reference_is_mixed_from_the_old_one_and_the_policy(start: Start) -> None:
+    run = start(kl={"refresh_interval": 2, "refresh_mixup": 0.25})
+    expected = {name: tensor.double().clone() for name, tensor in run.parts._state["reference"].tensors().items()}
+    for step in range(1, 5):
+        run.learn(step)
+        if step % 2 == 0:
+            policy = trained_tensors(run.session.policy.hf_model)
+            expected = {name: 0.75 * tensor + 0.25 * policy[name].double() for name, tensor in expected.items()}
+        found = run.parts._state["reference"].tensors()
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name].double(), tensor, rtol=1e-6, atol=1e-8, msg=name)
+
+
+def test_a_reference_of_another_shape_cannot_follow_the_policy(start: Start, tiny_model: Callable[..., Path]) -> None:
+    other = tiny_model(intermediate_size=48)
+    with pytest.raises(DataError, match=rf"kl.reference = '{other}' is a model of another shape .* such as .*mlp"):
+        start(kl={"reference": str(other), "refresh_interval": 2})
+
+
+def test_what_cannot_follow_the_policy_is_refused() -> None:
+    for settings, says in (
+        ({"kl": {"refresh_interval": 2}, "model": {"lora": {}}}, "kl.refresh_interval is for a policy .* whole"),
+        ({"kl": {"refresh_interval": 2, "reference": "t"}, "advantage": "distillation"}, "its own teacher"),
+        ({"kl": {"refresh_mixup": 0.5}}, "refresh_mixup = 0.5 has no effect without refresh_interval"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            TrainerConfig.model_validate(settings)
 
 
 def test_a_resumed_run_goes_on_from_the_saved_parts(start: Start) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trainer.models.loading import trained_tensors
 from trainer.models.logprobs import Reading
 from trainer.models.model import Policy, reshard
 from trainer.optim import clip_gradients, update_parameters
@@ -90,8 +89,7 @@ class Learner:
         )
         metrics |= self._update(step, reading, samples, epochs, stopwatch)
         metrics |= self._steer_kl(samples[: len(batch.rollouts)])
-        if parts.ema is not None:
-            parts.ema.update(trained_tensors(self._policy.hf_model))
+        parts.after_step(step, self._policy)
         if parts.replay is not None:
             parts.replay.add(step, fresh)
             metrics["replay/groups"] = float(len(old))

@@ -14,7 +14,7 @@ from trainer.models.model import Policy, build_policy
 from trainer.parallel import Parallel
 from trainer.policy.critic import Critic
 from trainer.policy.ema import Ema
-from trainer.policy.frozen import FrozenModel, freeze
+from trainer.policy.frozen import FollowingModel, FrozenModel, freeze
 from trainer.policy.kl import KlCoefficient
 from trainer.policy.replay import ReplayBuffer
 from trainer.policy.reward_model import RewardModel
@@ -42,6 +42,7 @@ class RlParts:
         self._state: dict[str, State] = {}
         self.kl: KlCoefficient | None = None
         self.reference: Policy | None = None
+        self.following: FollowingModel | None = None
         self.critic: Critic | None = None
         self.reward_model: RewardModel | None = None
         self.moments: RunningMoments | None = None
@@ -53,7 +54,8 @@ class RlParts:
             model = config.model.model_copy(update={"name": name, "lora": None})
             self.reference = build_policy(model, parallel, seed=config.seed)
             freeze(self.reference)
-            self._state["reference"] = FrozenModel(name, self.reference.hf_model, key="kl.reference")
+            if config.kl.refresh_interval is None:
+                self._state["reference"] = FrozenModel(name, self.reference.hf_model, key="kl.reference")
             self.kl = KlCoefficient(config.kl.coef, target=config.kl.target, horizon=config.kl.horizon)
             self._state["kl"] = self.kl
         if config.critic is not None:
@@ -76,9 +78,14 @@ class RlParts:
         Args:
             policy: with the weights that a new run begins with.
         """
+        tensors, kl = trained_tensors(policy.hf_model), self._config.kl
         if self._config.ema is not None:
-            self.ema = Ema(trained_tensors(policy.hf_model), decay=self._config.ema.decay)
-            self._state["ema"] = self.ema
+            self._state["ema"] = self.ema = Ema(tensors, decay=self._config.ema.decay)
+        if kl is not None and kl.refresh_interval is not None and self.reference is not None:
+            name, hf_model = _reference_name(self._config), self.reference.hf_model
+            self._state["reference"] = self.following = FollowingModel(
+                name, hf_model, tensors, interval=kl.refresh_interval, mixup=kl.refresh_mixup
+            )
         return self._state, [self.critic.optimizer] if self.critic is not None else []
 
     def resume(self, run_dir: RunDir, step: int) -> None:
@@ -94,6 +101,14 @@ class RlParts:
             self.replay.decode(path.read_bytes())
         else:
             report(f"WARNING: the checkpoint of step {step} holds no replay buffer: it starts afresh")
+
+    def after_step(self, step: int, policy: Policy) -> None:
+        """Take the weights that `step` has made into what follows them."""
+        tensors = trained_tensors(policy.hf_model)
+        if self.ema is not None:
+            self.ema.update(tensors)
+        if self.following is not None:
+            self.following.after_step(step, tensors)
 
     def check_models(self) -> None:
         """Compare every model beside the policy with transformers' own forward pass. Collective.

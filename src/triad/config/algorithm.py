@@ -11,11 +11,17 @@ from triad.config.trainer import OptimConfig, SftDataConfig
 
 
 class KlConfig(Section):
-    """A frozen reference model, and a penalty for the policy's divergence from it."""
+    """A reference model, and a penalty for the policy's divergence from it."""
 
     reference: str | None = None
     """Model directory or hub name of the reference (or teacher); unset: `model.name`. It must not change
     while the run lasts: its digest is in every checkpoint."""
+
+    refresh_interval: int | None = Field(default=None, ge=1)
+    """After every this many steps the reference takes over the weights of the policy; unset: it stays as it is."""
+
+    refresh_mixup: float = Field(default=1.0, gt=0, le=1)
+    """Share of the policy in the new reference, the rest being the old one."""
 
     coef: float = Field(default=0.0, ge=0)
     """Weight of the penalty; 0: `ref_kld` is measured, nothing is penalised."""
@@ -43,6 +49,8 @@ class KlConfig(Section):
                 "estimator = 'k1' with place = 'loss' has a gradient that is zero on average: take 'k2' or 'k3', or "
                 "place = 'reward'"
             )
+        if self.refresh_interval is None and self.refresh_mixup != 1.0:
+            raise ValueError(f"refresh_mixup = {self.refresh_mixup:g} has no effect without refresh_interval: set both")
         if self.target is not None and self.coef == 0:
             raise ValueError("target steers coef by multiplying it: set coef above 0 (0.2 is usual)")
         return self

@@ -157,7 +157,7 @@ def refuse_other_model(saved: Path, wanted: Path, *, model_name: str, step: int)
 
 
 def refuse_other_tensors(before: Mapping[str, Any], after: TrainingCommand, *, step: int) -> None:
-    """Refuse to go on with other tensors than those of the checkpoint of `step`: LoRA adapters, critic, average.
+    """Refuse to go on with other tensors than those of the checkpoint of `step`: adapters, critic, average, reference.
 
     Args:
         before: the resolved configuration until `step`.
@@ -175,6 +175,9 @@ def refuse_other_tensors(before: Mapping[str, Any], after: TrainingCommand, *, s
     for part in ("critic", "ema"):
         had, has = part in before, getattr(after, part, None) is not None
         changed += [f"{part}: {'set' if had else 'unset'} -> {'set' if has else 'unset'}"] if had != has else []
+    had, has = (settings.get("kl", {}).get("refresh_interval") for settings in (before, settings_of(after)))
+    if (had is None) != (has is None):
+        changed.append(f"kl.refresh_interval: {had or 'unset'} -> {has or 'unset'}")
     if changed:
         raise CheckpointError(
             f"the checkpoint of step {step} holds other tensors than this configuration has:\n"

@@ -131,7 +131,17 @@ class TrainerConfig(TrainingCommand):
                     f"critic.warmup_steps ({self.critic.warmup_steps}) must be below max_steps ({self.max_steps}): "
                     "until then the policy is not trained"
                 )
+        if self.kl is not None and self.kl.refresh_interval is not None and self.model.lora is not None:
+            raise ValueError(
+                "kl.refresh_interval is for a policy that is trained whole, and model.lora trains adapters: leave one "
+                "of them out"
+            )
         if self.advantage == "distillation" and self.kl is not None:
+            if self.kl.refresh_interval is not None:
+                raise ValueError(
+                    "kl.refresh_interval would make the policy its own teacher (advantage = 'distillation'): leave it "
+                    "out"
+                )
             if self.kl.reference is None:
                 raise ValueError(
                     "advantage = 'distillation' needs a teacher: set kl.reference; unset, it is model.name"
