@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from tests.conftest import ModelFactory
+from tests.judged import judged_groups, judged_rollout
 from trainer.models.logprobs import Reading
 from trainer.models.model import build_policy
 from trainer.packing import Sample, build_micro_batch
 from trainer.parallel import Parallel
-from trainer.policy.advantage import choose_advantage, sample_std
+from trainer.policy.advantage import choose_advantage, dr_grpo, sample_std
 from trainer.policy.kl import KlCoefficient, estimate_kl
 from trainer.policy.losses import PolicyLossInput, policy_loss
 from trainer.policy.losses.kl_term import with_kl_term
@@ -287,29 +288,33 @@ def scored_rewards(trainer: Any, rewards: list[float]) -> list[float]:
 def test_group_advantages_are_those_of_trl(name: str, trl_trainers: ModuleType, model: Path, tmp_path: Path) -> None:
     scale = "group" if name == "grpo" else "none"
     trainer = trl_trainers.grpo_trainer(model, tmp_path, scale_rewards=scale)
-    ours = choose_advantage(name)(groups_of(REWARDS))
+    ours = choose_advantage(name)(judged_groups(groups_of(REWARDS)))
     if name == "grpo":  # TRL adds 1e-4 to the standard deviation, ours adds 1e-6
         stds = [sample_std(group) for group in groups_of(REWARDS)]
         ours = [[a * (std + 1e-6) / (std + 1e-4) for a in group] for group, std in zip(ours, stds, strict=True)]
     assert flat(ours) == pytest.approx(scored_rewards(trainer, REWARDS), **SCORED)
     equal = [3.25] * len(REWARDS)
-    assert scored_rewards(trainer, equal) == flat(choose_advantage(name)(groups_of(equal)))
+    assert scored_rewards(trainer, equal) == flat(choose_advantage(name)(judged_groups(groups_of(equal))))
 
 
-def test_centred_in_the_group_and_scaled_over_the_batch_is_trl_s_batch_scale(
-    trl_trainers: ModuleType, model: Path, tmp_path: Path
-) -> None:
-    """TRL divides by the standard deviation of the rewards, `reinforce_pp_baseline` by that of the centred ones."""
-    trainer = trl_trainers.grpo_trainer(model, tmp_path, scale_rewards="batch")
-    ours = choose_advantage("reinforce_pp_baseline")(groups_of(REWARDS))
-    centred = flat(choose_advantage("dr_grpo")(groups_of(REWARDS)))
-    factor = (sample_std(centred) + 1e-6) / (sample_std(REWARDS) + 1e-4)
-    assert [factor * a for a in flat(ours)] == pytest.approx(scored_rewards(trainer, REWARDS), **SCORED)
+def test_reinforce_pp_whitens_like_trl() -> None:
+    from trl.experimental.ppo.ppo_trainer import masked_whiten  # slow to import
+
+    groups = [[judged_rollout(reward, 1 + number) for number, reward in enumerate(g)] for g in groups_of(REWARDS)]
+    rollouts = [one for group in groups for one in group]
+    mask_BT = torch.zeros(len(rollouts), GROUP_SIZE)
+    for row, one in enumerate(rollouts):
+        mask_BT[row, : one.num_tokens] = 1
+    for name, values in (("reinforce_pp", REWARDS), ("reinforce_pp_baseline", flat(map(dr_grpo, groups_of(REWARDS))))):
+        theirs_BT = masked_whiten(torch.tensor(values).double()[:, None].expand(mask_BT.shape), mask_BT)
+        ours = flat(choose_advantage(name)(groups))
+        for row, one in enumerate(rollouts):
+            assert ours[row].tolist() == pytest.approx(theirs_BT[row, : one.num_tokens].tolist(), rel=1e-5)
 
 
 def test_rloo_advantages_are_those_of_trl(trl_trainers: ModuleType, model: Path, tmp_path: Path) -> None:
     trainer = trl_trainers.rloo_trainer(model, tmp_path, beta=0.0)
-    ours = flat(choose_advantage("rloo")(groups_of(REWARDS)))
+    ours = flat(choose_advantage("rloo")(judged_groups(groups_of(REWARDS))))
     assert ours == pytest.approx(scored_rewards(trainer, REWARDS), **SCORED)
 
 
@@ -325,7 +330,7 @@ def test_rloo_subtracts_the_k1_of_the_whole_sequence_from_the_reward(
     k1_BT = estimate_kl(step.old_BT, step.reference_BT, "k1")
     sums = (k1_BT * step.mask_BT).sum(1).tolist()
     penalised = [reward - beta * kl for reward, kl in zip(REWARDS, sums, strict=True)]
-    ours = flat(choose_advantage("rloo")(groups_of(penalised)))
+    ours = flat(choose_advantage("rloo")(judged_groups(groups_of(penalised))))
     assert ours == pytest.approx(theirs, **SCORED)
 
 

@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import inspect
 import math
-import random
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from tests.judged import judged_groups, judged_rollout
 from trainer.policy.advantage import (
+    Groups,
+    JudgedRollout,
     choose_advantage,
     dr_grpo,
     grpo,
     max_rl,
     reinforce_pp,
-    reinforce_pp_baseline,
+    require_siblings,
     rloo,
     sample_std,
+    whiten,
 )
 from trainer.policy.rollouts import ADVANTAGE, assign_advantages, group_rollouts, to_samples
-from triad.config.rl_trainer import ADVANTAGES, TOKEN_ADVANTAGES, TrainerConfig
+from triad.config.rl_trainer import (
+    ADVANTAGES,
+    GROUP_ADVANTAGES,
+    SINGLE_ADVANTAGES,
+    TOKEN_ADVANTAGES,
+    TrainerConfig,
+)
 from triad.errors import ConfigError, TrainingError
 from triad.messages import Rollout
 
@@ -65,45 +76,133 @@ def test_max_rl_divides_by_the_mean() -> None:
         max_rl([1.0, -0.5])
 
 
-def test_reinforce_pp_whitens_over_the_batch() -> None:
-    # All four: mean 3, sample std sqrt(14 / 3). Less the group means 1.5 and 4.5: -.5, .5, -1.5, 1.5, std sqrt(5 / 3).
-    std, rest = math.sqrt(14 / 3) + 1e-6, math.sqrt(5 / 3) + 1e-6
-    got = reinforce_pp([[1.0, 2.0], [3.0, 6.0]])
-    assert [pytest.approx(group, rel=1e-12) for group in got] == [[-2 / std, -1 / std], [0.0, 3 / std]]
-    got = reinforce_pp_baseline([[1.0, 2.0], [3.0, 6.0]])
-    assert [pytest.approx(group, rel=1e-12) for group in got] == [[-0.5 / rest, 0.5 / rest], [-1.5 / rest, 1.5 / rest]]
+def test_reinforce_pp_counts_tokens_and_gives_each_its_rewards_to_go() -> None:
+    # Two tokens with penalties .5 and 1 before a reward of 3, and one token with reward 1: to go 1.5, 2 and 1.
+    groups = [[judged_rollout(1.5, 2, token_rewards=np.array([-0.5, 2.0]))], [judged_rollout(1.0, 1)]]
+    # Mean 1.5, sample variance (0 + .25 + .25) / 2.
+    std = math.sqrt(0.25 + 1e-8)
+    ((first,), (second,)) = reinforce_pp(groups)
+    assert [*first, *second] == pytest.approx([0.0, 0.5 / std, -0.5 / std], rel=1e-12)
 
 
-def slow(name: str, rewards: list[list[float]]) -> list[list[float]]:
-    everything = [reward for group in rewards for reward in group]
-    means = [statistics.fmean(group) for group in rewards]
-    centred = [reward - mean for group, mean in zip(rewards, means, strict=True) for reward in group]
-    result = []
-    for group, mean in zip(rewards, means, strict=True):
-        result.append([])
-        for index, reward in enumerate(group):
-            result[-1].append(
-                {
-                    "grpo": (reward - mean) / (statistics.stdev(group) + 1e-6),
-                    "dr_grpo": reward - mean,
-                    "rloo": reward - statistics.fmean(group[:index] + group[index + 1 :]),
-                    "max_rl": (reward - mean) / mean,
-                    "reinforce_pp": (reward - statistics.fmean(everything)) / (statistics.stdev(everything) + 1e-6),
-                    "reinforce_pp_baseline": (reward - mean) / (statistics.stdev(centred) + 1e-6),
-                }[name]
-            )
-    return result
+def random_groups(seed: int, *, scale: float = 1.0, sizes: tuple[int, ...] = (5, 5, 5)) -> Groups:
+    """Groups of rollouts of 0 to 6 tokens with a reward of each."""
+    generator = np.random.default_rng(seed)
+    groups = []
+    for task, size in enumerate(sizes):
+        group = []
+        for _ in range(size):
+            num_tokens, reward = int(generator.integers(0, 7)), scale * float(generator.random())
+            token_rewards = -scale * 0.1 * generator.random(num_tokens)
+            if num_tokens:
+                token_rewards[-1] += reward - token_rewards.sum()
+            group.append(judged_rollout(reward, num_tokens, task_id=task, token_rewards=token_rewards))
+        groups.append(group)
+    return groups
+
+
+def slow_whiten(values: list[list[float]]) -> list[list[float]]:
+    """Every list less the mean of all numbers, over their standard deviation, as PPO implementations do."""
+    everything = [value for own in values for value in own]
+    if len(set(everything)) < 2:
+        return [[0.0] * len(own) for own in values]
+    mean, variance = statistics.fmean(everything), statistics.variance(everything)
+    return [[(value - mean) / math.sqrt(variance + 1e-8) for value in own] for own in values]
+
+
+def slow_of_group(name: str, rewards: list[float], index: int) -> float:
+    """What one rollout of a group is given, from the formulas of the papers."""
+    if len(set(rewards)) == 1:
+        return 0.0
+    mean = sum(rewards) / len(rewards)
+    if name == "rloo":
+        others = rewards[:index] + rewards[index + 1 :]
+        return rewards[index] - sum(others) / len(others)
+    divisor = {"grpo": statistics.stdev(rewards) + 1e-6, "max_rl": mean}.get(name, 1.0)
+    return (rewards[index] - mean) / divisor
+
+
+def slow(name: str, groups: Groups) -> list[list[float]]:
+    """Every rollout's advantages, token by token."""
+    found: list[list[float]] = []
+    for group in groups:
+        rewards = [one.reward for one in group]
+        for index, one in enumerate(group):
+            if name == "reinforce_pp":
+                found.append([sum(one.token_rewards[now:].tolist()) for now in range(one.num_tokens)])
+            else:
+                found.append([slow_of_group(name, rewards, index)] * one.num_tokens)
+    return slow_whiten(found) if name.startswith("reinforce_pp") else found
+
+
+def by_token(name: str, groups: Groups) -> list[list[float]]:
+    """What the advantage gives every token."""
+    given = [value for group in choose_advantage(name)(groups) for value in group]
+    rollouts = [one for group in groups for one in group]
+    return [
+        [value] * one.num_tokens if isinstance(value, float) else list(value)
+        for value, one in zip(given, rollouts, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_every_advantage_is_the_slow_one_and_follows_the_reward(name: str) -> None:
-    generator = random.Random(0)
-    for _ in range(20):
-        rewards = [[generator.random() for _ in range(5)] for _ in range(3)]
-        got = choose_advantage(name)(rewards)
-        for group, expected, rewards_G in zip(got, slow(name, rewards), rewards, strict=True):
-            assert group == pytest.approx(expected, rel=1e-9, abs=1e-12)
-            assert group.index(max(group)) == rewards_G.index(max(rewards_G))
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_every_advantage_is_the_slow_one_over_ragged_lengths(name: str, scale: float) -> None:
+    for seed in range(20):
+        groups = random_groups(seed, scale=scale, sizes=(5, 2, 8))
+        got, expected = by_token(name, groups), slow(name, groups)
+        assert [len(own) for own in got] == [one.num_tokens for group in groups for one in group]
+        for mine, theirs in zip(got, expected, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, 1e6])
+def test_equal_rewards_and_empty_rollouts_give_exactly_zero(name: str, reward: float) -> None:
+    groups = [[judged_rollout(reward, tokens, token_rewards=np.zeros(tokens)) for tokens in (3, 0, 5)] for _ in "ab"]
+    assert not any(value for own in by_token(name, groups) for value in own)
+    empty = [[judged_rollout(reward, 0), judged_rollout(reward + 1, 0)]]
+    assert by_token(name, empty) == [[], []]
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_an_advantage_follows_the_reward(name: str) -> None:
+    rewards = [[0.3, 0.9, 0.1, 0.4], [0.2, 0.0, 0.8, 0.7]]
+    got = by_token(name, judged_groups(rewards))
+    for first, rewards_G in zip((0, 4), rewards, strict=True):
+        own = [values[-1] for values in got[first : first + 4]]
+        assert own.index(max(own)) == rewards_G.index(max(rewards_G))
+
+
+def test_rollouts_that_are_not_trained_count_in_every_baseline() -> None:
+    for name in ADVANTAGES:
+        groups = random_groups(3)
+        masked = [[replace(one, is_trained=number != 1) for number, one in enumerate(group)] for group in groups]
+        assert by_token(name, groups) == by_token(name, masked)
+
+
+def test_a_group_of_one_is_refused_where_rollouts_are_compared() -> None:
+    assert {*GROUP_ADVANTAGES, *SINGLE_ADVANTAGES} == {*ADVANTAGES, *TOKEN_ADVANTAGES}
+    groups = judged_groups([[1.0, 2.0], [3.0]])
+    for name in GROUP_ADVANTAGES:
+        with pytest.raises(TrainingError, match="task 1 of environment 'e' has a single one.*reinforce_pp, gae"):
+            require_siblings(groups, name)
+        require_siblings(groups[:1], name)
+    for name in (*SINGLE_ADVANTAGES, "own:advantage"):
+        require_siblings(groups, name)
+
+
+def test_reinforce_pp_learns_from_groups_of_one() -> None:
+    # Three tokens each: mean 2, sample variance 6 / 5.
+    ((bad,), (good,)) = reinforce_pp(judged_groups([[1.0], [3.0]]))
+    assert good.tolist() == pytest.approx([1 / math.sqrt(1.2 + 1e-8)] * 3) and bad.tolist() == (-good).tolist()
+
+
+def test_whitening_gives_mean_0_and_variance_1_over_all_tokens() -> None:
+    assert [own.tolist() for own in whiten([np.array([2.0]), np.zeros(0)])] == [[0.0], []]
+    assert whiten([]) == []
+    whitened = np.concatenate(whiten([np.array([1e6, 2e6]), np.array([5e6, -1e6, 0.0])]))
+    assert whitened.mean() == pytest.approx(0, abs=1e-12) and whitened.var(ddof=1) == pytest.approx(1)
 
 
 def rollout(task_id: int, reward: float) -> Rollout:
@@ -118,44 +217,67 @@ def test_advantages_reach_every_token_of_their_rollouts() -> None:
     samples = to_samples(rollouts, trained_version=0)
     rewards_PG = [[one.reward for one in group] for group in group_rollouts(rollouts)]
     assert rewards_PG == [[1.0, 3.0], [5.0, 4.0]]
-    assign_advantages(samples, choose_advantage("dr_grpo")(rewards_PG))
+    assign_advantages(samples, choose_advantage("dr_grpo")(judged_groups(rewards_PG)))
     given = [sample.per_token[ADVANTAGE].tolist() for sample in samples]
     assert given == [[-1.0] * 2, [1.0] * 2, [0.5] * 2, [-0.5] * 2]
+    assign_advantages(samples, [[np.array([0.25]), [-2.0]], [3.0, np.array([1.0])]])
+    given = [sample.per_token[ADVANTAGE].tolist() for sample in samples]
+    assert given == [[0.0, 0.25], [0.0, -2.0], [3.0, 3.0], [0.0, 1.0]]
 
 
 # The example of docs/extending.md.
-def best_of_group(rewards_PG: list[list[float]]) -> list[list[float]]:
-    """1 for the best rollout of each problem, 0 for the others."""
-    return [[float(reward == max(rewards_G)) for reward in rewards_G] for rewards_G in rewards_PG]
+def shortest_of_the_best(groups: list[list[JudgedRollout]]) -> list[list[float]]:
+    """1 for the shortest of the best rollouts of each problem, 0 for the others."""
+    best = [max(group, key=lambda one: (one.reward, -one.num_tokens)) for group in groups]
+    return [[float(one is chosen) for one in group] for group, chosen in zip(groups, best, strict=True)]
 
 
-def too_few(rewards_PG: list[list[float]]) -> list[list[float]]:
-    return [[0.0] for _ in rewards_PG]
+def too_few(groups: list[list[JudgedRollout]]) -> list[list[float]]:
+    return [[0.0] for _ in groups]
 
 
-def not_finite(rewards_PG: list[list[float]]) -> list[list[float]]:
-    return [[math.nan] * len(rewards_G) for rewards_G in rewards_PG]
+def not_finite(groups: list[list[JudgedRollout]]) -> list[list[float]]:
+    return [[math.nan for _ in group] for group in groups]
+
+
+def of_tokens(groups: list[list[JudgedRollout]]) -> list[list[Any]]:
+    """Alternately an array, and a list, of how early each token is."""
+    return [[np.arange(one.num_tokens) if n % 2 else list(range(one.num_tokens)) for n, one in enumerate(group)]
+            for group in groups]  # fmt: skip
+
+
+def not_by_token(groups: list[list[JudgedRollout]]) -> list[list[Any]]:
+    return [[np.zeros(len(one.token_ids)) for one in group] for group in groups]
+
+
+def ragged(groups: list[list[JudgedRollout]]) -> list[list[Any]]:
+    return [[[1.0, [2.0]] for _ in group] for group in groups]
 
 
 def test_an_advantage_of_the_user() -> None:
-    config = TrainerConfig(advantage=f"{__name__}:best_of_group")
-    assert choose_advantage(config.advantage)([[1.0, 3.0], [5.0, 4.0]]) == [[0.0, 1.0], [1.0, 0.0]]
+    config = TrainerConfig(advantage=f"{__name__}:shortest_of_the_best")
+    groups = [[judged_rollout(1.0, 2), judged_rollout(1.0, 1), judged_rollout(0.0, 1)]]
+    assert choose_advantage(config.advantage)(groups) == [[0.0, 1.0, 0.0]]
+    by_place = choose_advantage(f"{__name__}:of_tokens")(groups)
+    assert [np.asarray(value).tolist() for value in by_place[0]] == [[0.0, 1.0], [0.0], [0.0]]
 
 
-def fails(rewards_PG: list[list[float]]) -> list[list[float]]:
-    return [[reward / 0 for reward in rewards_G] for rewards_G in rewards_PG]
+def fails(groups: list[list[JudgedRollout]]) -> list[list[float]]:
+    return [[one.reward / 0 for one in group] for group in groups]
 
 
 def test_a_wrong_advantage_of_the_user_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"advantage = '.*:best'.*has no function 'best'"):
-        choose_advantage(f"{__name__}:best")
+    with pytest.raises(ConfigError, match=r"advantage = '.*:shortest'.*has no function 'shortest'"):
+        choose_advantage(f"{__name__}:shortest")
     for function, message in (
-        ("too_few", r"groups of \[1\] numbers for groups of \[2\]"),
-        ("not_finite", "not finite"),
+        ("too_few", r"groups of \[1\] values for groups of \[2\]"),
+        ("not_finite", "not finite for task 0 of environment 'e': nan"),
+        ("not_by_token", r"an array of shape \(5,\) for a rollout of task 0 of environment 'e' with 3 sampled tokens"),
+        ("ragged", "failed: ValueError: "),
         ("fails", "failed: ZeroDivisionError: "),
     ):
         with pytest.raises(TrainingError, match=f"{function}.*{message}"):
-            choose_advantage(f"{__name__}:{function}")([[1.0, 2.0]])
+            choose_advantage(f"{__name__}:{function}")(judged_groups([[1.0, 2.0]]))
 
 
 def test_an_unknown_advantage_is_refused_with_what_is_allowed() -> None:
@@ -166,6 +288,6 @@ def test_an_unknown_advantage_is_refused_with_what_is_allowed() -> None:
 
 def test_the_documentation_shows_the_example_and_every_name() -> None:
     docs = Path(__file__).parents[2] / "docs"
-    assert inspect.getsource(best_of_group) in (docs / "extending.md").read_text()
+    assert inspect.getsource(shortest_of_the_best) in (docs / "extending.md").read_text()
     page = (docs / "advantages.md").read_text()
     assert all(f"\n| `{name}` |" in page for name in (*ADVANTAGES, *TOKEN_ADVANTAGES))

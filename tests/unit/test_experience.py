@@ -9,18 +9,29 @@ import pytest
 import torch
 
 from trainer.packing import Sample
-from trainer.policy.advantage import choose_advantage, grpo
+from trainer.policy.advantage import Groups, choose_advantage, grpo
 from trainer.policy.experience import (
     Penalty,
     advantage_metrics,
     critic_advantages,
     distillation_advantages,
-    group_advantages,
+    judge_rollouts,
     kl_of_sequences,
+    whiten_advantages,
 )
-from trainer.policy.rollouts import ADVANTAGE, OLD_LOGPROB, REFERENCE_LOGPROB, RETURN, VALUE
+from trainer.policy.rollouts import (
+    ADVANTAGE,
+    OLD_LOGPROB,
+    REFERENCE_LOGPROB,
+    RETURN,
+    SAMPLER_LOGPROB,
+    VALUE,
+    assign_advantages,
+    without_truncated,
+)
 from triad.config.algorithm import CriticConfig
 from triad.errors import DataError
+from triad.messages import Rollout
 
 REWARDS = [[1.0, 0.25, -0.5], [2.0, 2.5, 0.0]]
 LENGTHS = (5, 4, 6, 3, 7, 4)
@@ -38,10 +49,36 @@ def make_samples() -> list[Sample]:
         Sample(
             np.arange(length, dtype=np.int32),
             np.array([letter == "1" for letter in mask]),
-            {OLD_LOGPROB: numbers(length), REFERENCE_LOGPROB: numbers(length), VALUE: numbers(length)},
+            {name: numbers(length) for name in (OLD_LOGPROB, REFERENCE_LOGPROB, VALUE, SAMPLER_LOGPROB)},
         )
         for length, mask in zip(LENGTHS, MASKS, strict=True)
     ]
+
+
+def make_rollouts(samples: list[Sample], *, truncated: tuple[int, ...] = ()) -> list[Rollout]:
+    """The rollouts of the samples; `truncated`: which of them are."""
+    return [
+        Rollout(
+            environment="e", task_id=number // 3, sample_index=number % 3, token_ids=sample.token_ids.tolist(),
+            loss_mask=sample.loss_mask.tolist(), logprobs=[0.0] * len(sample.token_ids), versions=[],
+            reward=0.5 * number, truncated=number in truncated, metrics={"exact": 1.0},
+        )
+        for number, sample in enumerate(samples)
+    ]  # fmt: skip
+
+
+def judge(
+    samples: list[Sample],
+    rewards: list[list[float]],
+    penalty: Penalty | None = None,
+    *,
+    truncated: tuple[int, ...] = (),
+    mask_truncated: bool = False,
+) -> Groups:
+    """Judge groups of as many samples as there are rewards."""
+    rollouts = iter(make_rollouts(samples, truncated=truncated))
+    groups = [[next(rollouts) for _ in rewards_G] for rewards_G in rewards]
+    return judge_rollouts(groups, samples, rewards, penalty, mask_truncated=mask_truncated)
 
 
 def trained_places(sample: Sample) -> list[int]:
@@ -60,7 +97,8 @@ def slow_penalties(sample: Sample, coef: float, estimator: str) -> dict[int, flo
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_a_groups_advantage_is_of_rewards_less_the_summed_penalty(estimator: str) -> None:
     samples = make_samples()
-    group_advantages(samples, REWARDS, choose_advantage("grpo"), Penalty(0.3, estimator))  # type: ignore[arg-type]
+    judged = judge(samples, REWARDS, Penalty(0.3, estimator))  # type: ignore[arg-type]
+    assign_advantages(samples, choose_advantage("grpo")(judged))
     for first, rewards in ((0, REWARDS[0]), (3, REWARDS[1])):
         own = samples[first : first + 3]
         penalised = [
@@ -76,7 +114,7 @@ def test_a_rollout_far_from_the_reference_loses_to_an_equally_rewarded_sibling()
     samples = make_samples()[:2]
     for sample, drift in zip(samples, (2.0, 0.1), strict=True):
         sample.per_token[OLD_LOGPROB] = sample.per_token[REFERENCE_LOGPROB] + np.float32(drift)
-    group_advantages(samples, [[1.0, 1.0]], choose_advantage("dr_grpo"), Penalty(0.5, "k1"))
+    assign_advantages(samples, choose_advantage("dr_grpo")(judge(samples, [[1.0, 1.0]], Penalty(0.5, "k1"))))
     far, near = (float(sample.per_token[ADVANTAGE][-1]) for sample in samples)
     assert far == pytest.approx(-0.5 * (2.0 * 4 - 0.1 * 2) / 2, rel=1e-5) and near == pytest.approx(-far)
 
@@ -84,8 +122,8 @@ def test_a_rollout_far_from_the_reference_loses_to_an_equally_rewarded_sibling()
 def test_without_a_penalty_log_probabilities_are_not_needed() -> None:
     samples = make_samples()[:3]
     for sample in samples:
-        sample.per_token.clear()
-    group_advantages(samples, [[3.0, 1.0, 2.0]], choose_advantage("dr_grpo"), None)
+        del sample.per_token[OLD_LOGPROB], sample.per_token[REFERENCE_LOGPROB]
+    assign_advantages(samples, choose_advantage("dr_grpo")(judge(samples, [[3.0, 1.0, 2.0]])))
     assert [sample.per_token[ADVANTAGE][0] for sample in samples] == [1.0, -1.0, 0.0]
 
 
@@ -100,7 +138,9 @@ def test_the_divergence_of_a_sequence_is_the_sum_over_its_trained_tokens() -> No
 @pytest.mark.parametrize("penalty", [None, Penalty(0.2, "k1")])
 def test_the_critics_advantages_are_those_of_a_double_loop(whiten: bool, penalty: Penalty | None) -> None:
     samples, gamma, lam = make_samples(), 0.9, 0.8
-    critic_advantages(samples, REWARDS, CriticConfig(gamma=gamma, lam=lam, whiten=whiten), penalty)
+    critic_advantages(samples, judge(samples, REWARDS, penalty), CriticConfig(gamma=gamma, lam=lam))
+    if whiten:
+        whiten_advantages(samples)
     advantages: list[float] = []
     for sample, reward in zip(samples, [*REWARDS[0], *REWARDS[1]], strict=True):
         places = trained_places(sample)
@@ -127,9 +167,10 @@ def test_the_critics_advantages_are_those_of_a_double_loop(whiten: bool, penalty
 
 
 def test_whitening_adds_its_epsilon_to_the_variance() -> None:
-    sample = Sample(np.arange(3, dtype=np.int32), np.array([False, True, True]), {})
+    sample = Sample(np.arange(3, dtype=np.int32), np.array([False, True, True]), {SAMPLER_LOGPROB: np.zeros(3)})
     sample.per_token[VALUE] = np.array([0.0, 2e-4, 0.0], dtype=np.float32)  # lam = 0: advantages -2e-4 and 0
-    critic_advantages([sample], [[0.0]], CriticConfig(gamma=1.0, lam=0.0), None)
+    critic_advantages([sample], judge([sample], [[0.0]]), CriticConfig(gamma=1.0, lam=0.0))
+    whiten_advantages([sample])
     scale = math.sqrt(2e-8 + 1e-8)  # the sample variance of the two is (2e-4)^2 / 2
     np.testing.assert_allclose(sample.per_token[ADVANTAGE], [0.0, -1e-4 / scale, 1e-4 / scale], rtol=1e-5)
 
@@ -193,5 +234,55 @@ def test_what_a_teacher_did_not_judge_cannot_be_distilled() -> None:
 
 def test_one_target_alone_has_no_variance_to_be_whitened_by() -> None:
     (sample,) = [one for one, mask in zip(make_samples(), MASKS, strict=True) if mask == "0001"]
-    critic_advantages([sample], [[1.0]], CriticConfig(whiten=True), None)
+    critic_advantages([sample], judge([sample], [[1.0]]), CriticConfig())
+    whiten_advantages([sample])
     assert np.isfinite(sample.per_token[ADVANTAGE]).all() and sample.per_token[ADVANTAGE][3] != 0
+
+
+def test_penalties_of_rollouts_that_are_not_trained_count_in_the_baseline() -> None:
+    """Rewards 1 and 1, divergences 4 and 1, coefficient 0.1: advantages of -0.15 and 0.15, whoever is trained."""
+    samples = make_samples()[:2]
+    for sample, kl in zip(samples, (4.0, 1.0), strict=True):
+        sample.per_token[OLD_LOGPROB] = sample.per_token[REFERENCE_LOGPROB] + np.float32(kl / sample.num_targets)
+    for truncated in ((), (1,), (0, 1)):
+        judged = judge(samples, [[1.0, 1.0]], Penalty(0.1, "k1"), truncated=truncated, mask_truncated=True)
+        assert [one.reward for one in judged[0]] == pytest.approx([0.6, 0.9], rel=1e-6)
+        assert [one.is_trained for one in judged[0]] == [number not in truncated for number in range(2)]
+        assert choose_advantage("dr_grpo")(judged)[0] == pytest.approx([-0.15, 0.15], rel=1e-6)
+    judged = judge(samples, [[1.0, 1.0]], truncated=(1,))
+    assert judged[0][1].is_trained and judged[0][1].truncated
+
+
+def test_a_judged_rollout_holds_what_it_earned_token_by_token() -> None:
+    samples = make_samples()
+    judged = [one for group in judge(samples, REWARDS, Penalty(0.2, "k3")) for one in group]
+    turns = [[(0, 4)], [(0, 2)], [(0, 2), (2, 3)], [(0, 2)], [], [(0, 1)]]
+    for number, (one, sample) in enumerate(zip(judged, samples, strict=True)):
+        places = trained_places(sample)
+        assert one.places.tolist() == places and one.num_tokens == len(places) and list(one.turns) == turns[number]
+        assert one.logprobs.tolist() == sample.per_token[SAMPLER_LOGPROB][places].tolist()
+        assert one.token_ids.tolist() == sample.token_ids.tolist() and one.task_id == number // 3
+        assert one.environment_reward == 0.5 * number and one.metrics == {"exact": 1.0}
+        expected = [-penalty for penalty in slow_penalties(sample, 0.2, "k3").values()]
+        if expected:
+            expected[-1] += REWARDS[number // 3][number % 3]
+            assert one.reward == pytest.approx(sum(expected))
+        assert one.token_rewards.tolist() == pytest.approx(expected)
+        with pytest.raises(ValueError, match="read-only"):
+            one.token_rewards[:] = 0
+        with pytest.raises(ValueError, match="read-only"):
+            one.token_ids[:] = 0
+    assert judged[4].reward == REWARDS[1][1]
+
+
+def test_a_critics_advantages_are_whitened_over_the_trained_tokens_alone() -> None:
+    samples = make_samples()
+    rollouts = make_rollouts(samples, truncated=(0, 3))
+    trained = without_truncated(samples, rollouts)
+    assert [one.num_targets for one in trained] == [0, 2, 3, 0, 0, 1]
+    assert all(one.per_token is whole.per_token for one, whole in zip(trained, samples, strict=True))
+    critic_advantages(samples, judge(samples, REWARDS), CriticConfig())
+    before = np.concatenate([one.per_token[ADVANTAGE][one.targets] for one in trained]).astype(np.float64)
+    whiten_advantages(trained)
+    after = np.concatenate([one.per_token[ADVANTAGE][one.targets] for one in trained])
+    np.testing.assert_allclose(after, (before - before.mean()) / math.sqrt(before.var(ddof=1) + 1e-8), rtol=1e-5)

@@ -165,7 +165,7 @@ def test_truncated_rollouts_can_count_for_advantages_without_being_trained(
     start: Start, seen: list[PolicyLossInput]
 ) -> None:
     truncated = (1, 2, 8, 9, 10, 11)
-    run = start(rewards={"truncated": "mask"}, replay={})
+    run = start(rewards={"truncated": "mask"}, replay={}, advantage="grpo")
     run.learn(1, truncated=truncated)
     (data,) = seen
     batch = make_batch(1)
@@ -189,7 +189,53 @@ def test_a_batch_of_truncated_rollouts_alone_changes_nothing(start: Start) -> No
     assert metrics["loss"] == metrics["grad_norm"] == 0.0
     after = trained_tensors(run.session.policy.hf_model)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    assert run.parts.kl is not None and run.parts.kl.num_updates == 0, "there was no divergence to see"
+    assert run.parts.kl is not None and run.parts.kl.num_updates == 1, "they diverge like any other"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"updates": {"epochs": 1, "minibatches": 2}}, {"advantage": "reinforce_pp"}, {"row_tokens": 16}],
+)
+def test_masking_truncated_rollouts_changes_no_advantage_of_the_others(
+    start: Start, seen: list[PolicyLossInput], settings: dict[str, Any]
+) -> None:
+    truncated = (1, 2, 8, 9, 10, 11)
+    found: dict[str, dict[tuple[int, int], list[float]]] = {}
+    divergence = {}
+    for treatment in ("keep", "mask"):
+        run = start(rewards={"truncated": treatment}, kl=REWARD_KL | {"coef": 5.0}, **settings)
+        run.learn(1)  # the policy leaves its reference
+        seen.clear()
+        metrics = run.learn(2, truncated=truncated)
+        divergence[treatment] = metrics["kl/sequence"]
+        found[treatment] = {
+            (call, number): data.advantages_N[data.sequence_N == number].tolist()
+            for call, data in enumerate(seen)
+            for number in set(data.sequence_N.tolist())
+        }
+        if "updates" not in settings:
+            assert metrics["ppo_kl"] == 0.0
+    assert len(found["mask"]) == 6 < len(found["keep"]) == 12
+    for place, advantages in found["mask"].items():
+        assert advantages == pytest.approx(found["keep"][place], rel=1e-4, abs=1e-6)
+    assert divergence["mask"] == pytest.approx(divergence["keep"], rel=1e-4) and divergence["mask"] != 0.0
+
+
+def test_a_batch_of_groups_of_one_is_refused_before_training_unless_the_advantage_compares_none(start: Start) -> None:
+    def learn_alone(**settings: Any) -> dict[str, float]:
+        batch = make_batch(1)
+        batch.rollouts = batch.rollouts[::GROUP_SIZE]
+        return start(**settings).learner.learn(batch, Stopwatch())
+
+    with pytest.raises(TrainingError, match="'dr_grpo' compares.*task 3 of environment 'e' has a single one"):
+        learn_alone()
+    for settings in (
+        {"advantage": "reinforce_pp"},
+        {"advantage": "gae", "critic": {"optim": {"lr": 1e-3}}},
+        {"loss": {"type": "sft"}},
+    ):
+        metrics = learn_alone(**settings)
+        assert math.isfinite(metrics["loss"]) and metrics["loss"] != 0.0
 
 
 def test_replayed_groups_are_trained_with_advantages_of_their_own_and_not_counted_again(

@@ -4,7 +4,7 @@
 
 All ranks see all rollouts and measurements, so all compute the same.
 
-Shape legend: P problems, G rollouts of one problem, T trained tokens of one rollout.
+Shape legend: P problems, G rollouts of one problem, T sampled tokens of one rollout.
 """
 
 from __future__ import annotations
@@ -12,18 +12,28 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
+from types import MappingProxyType
 
 import numpy as np
 import torch
 
 from trainer.packing import Sample
-from trainer.policy.advantage import BatchAdvantage
+from trainer.policy.advantage import Groups, JudgedRollout, whiten
 from trainer.policy.gae import generalized_advantages
 from trainer.policy.kl import KlEstimator, estimate_kl
-from trainer.policy.rollouts import ADVANTAGE, OLD_LOGPROB, REFERENCE_LOGPROB, RETURN, VALUE, assign_advantages
+from trainer.policy.rollouts import (
+    ADVANTAGE,
+    OLD_LOGPROB,
+    REFERENCE_LOGPROB,
+    RETURN,
+    SAMPLER_LOGPROB,
+    VALUE,
+    assign_targets,
+)
 from triad.config.algorithm import CriticConfig
 from triad.errors import DataError
+from triad.messages import Rollout
 
 
 @dataclass(frozen=True)
@@ -46,33 +56,82 @@ def kl_of_sequences(samples: Sequence[Sample]) -> list[float]:
     ]
 
 
-def group_advantages(
-    samples: Sequence[Sample], rewards_PG: Sequence[Sequence[float]], advantage: BatchAdvantage, penalty: Penalty | None
-) -> None:
-    """Give every sample its `advantage`, of its reward less the sum of its penalties."""
-    sums = iter([math.fsum(penalty.of(sample).tolist()) if penalty else 0.0 for sample in samples])
-    penalised_PG = [[reward - next(sums) for reward in rewards_G] for rewards_G in rewards_PG]
-    assign_advantages(samples, advantage(penalised_PG))
+def judge_rollouts(
+    groups: Sequence[Sequence[Rollout]],
+    samples: Sequence[Sample],
+    rewards_PG: Sequence[Sequence[float]],
+    penalty: Penalty | None,
+    *,
+    mask_truncated: bool = False,
+) -> list[list[JudgedRollout]]:
+    """Return the rollouts as advantages see them, with what each of their tokens earned.
+
+    Args:
+        samples: of the rollouts, with their whole masks: penalties of rollouts that are not trained count too.
+        rewards_PG: after shaping, before the penalty.
+        mask_truncated: whether truncated rollouts are not trained.
+    """
+    of_rollouts = iter(samples)
+    return [
+        [
+            _judged(rollout, next(of_rollouts), reward, penalty, is_trained=not (mask_truncated and rollout.truncated))
+            for rollout, reward in zip(group, rewards_G, strict=True)
+        ]
+        for group, rewards_G in zip(groups, rewards_PG, strict=True)
+    ]
 
 
-def critic_advantages(
-    samples: Sequence[Sample], rewards_PG: Sequence[Sequence[float]], config: CriticConfig, penalty: Penalty | None
-) -> None:
+def _judged(
+    rollout: Rollout, sample: Sample, reward: float, penalty: Penalty | None, *, is_trained: bool
+) -> JudgedRollout:
+    places = sample.targets
+    token_rewards_T = -penalty.of(sample) if penalty else np.zeros(len(places))
+    penalties = -math.fsum(token_rewards_T.tolist())
+    if len(places):
+        token_rewards_T[-1] += reward
+    starts = np.flatnonzero(np.diff(places, prepend=-1) > 1)
+    return JudgedRollout(
+        environment=rollout.environment,
+        task_id=rollout.task_id,
+        token_ids=_read_only(sample.token_ids),
+        places=_read_only(places),
+        turns=tuple(pairwise([*starts.tolist(), len(places)])),
+        logprobs=_read_only(sample.per_token[SAMPLER_LOGPROB][places]),
+        truncated=rollout.truncated,
+        is_trained=is_trained,
+        environment_reward=rollout.reward,
+        metrics=MappingProxyType(rollout.metrics),
+        reward=reward - penalties,
+        token_rewards=_read_only(token_rewards_T),
+    )
+
+
+def _read_only(values: np.ndarray) -> np.ndarray:
+    view = values.view()
+    view.flags.writeable = False
+    return view
+
+
+def critic_advantages(samples: Sequence[Sample], judged_PG: Groups, config: CriticConfig) -> None:
     """Give every target its advantage and return by GAE: penalties at each token, the reward at the last one.
 
     As in Ouyang et al. 2022, "Training language models to follow instructions with human feedback".
     """
-    for sample, reward in zip(samples, chain.from_iterable(rewards_PG), strict=True):
-        rewards_T = -torch.from_numpy(penalty.of(sample)) if penalty else torch.zeros(sample.num_targets).double()
-        if sample.num_targets:
-            rewards_T[-1] += reward
+    for sample, judged in zip(samples, chain.from_iterable(judged_PG), strict=True):
         advantages_T, returns_T = generalized_advantages(
-            rewards_T, _targets(sample, VALUE), gamma=config.gamma, lam=config.lam
+            torch.from_numpy(judged.token_rewards.copy()), _targets(sample, VALUE), gamma=config.gamma, lam=config.lam
         )
-        _give(sample, ADVANTAGE, advantages_T.numpy())
-        _give(sample, RETURN, returns_T.numpy())
-    if config.whiten:
-        _whiten(samples)
+        assign_targets(sample, ADVANTAGE, advantages_T.numpy())
+        assign_targets(sample, RETURN, returns_T.numpy())
+
+
+def whiten_advantages(samples: Sequence[Sample]) -> None:
+    """Bring the advantages of all targets to mean 0 and variance 1, see `whiten`; a single one stays as it is."""
+    found = [sample.per_token[ADVANTAGE][sample.targets].astype(np.float64) for sample in samples]
+    if sum(map(len, found)) < 2:
+        return
+    for sample, whitened_T in zip(samples, whiten(found), strict=True):
+        assign_targets(sample, ADVANTAGE, whitened_T)
 
 
 def distillation_advantages(samples: Sequence[Sample]) -> None:
@@ -90,7 +149,7 @@ def distillation_advantages(samples: Sequence[Sample]) -> None:
                 "advantage = 'distillation' needs the log-probabilities of a teacher, and the batch has none: set "
                 "orchestrator.teacher with mode = 'logprobs', or trainer.kl.reference"
             )
-        _give(sample, ADVANTAGE, (_targets(sample, REFERENCE_LOGPROB) - _targets(sample, OLD_LOGPROB)).numpy())
+        assign_targets(sample, ADVANTAGE, (_targets(sample, REFERENCE_LOGPROB) - _targets(sample, OLD_LOGPROB)).numpy())
 
 
 def advantage_metrics(samples: Sequence[Sample]) -> dict[str, float]:
@@ -111,21 +170,5 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
     return {f"{name}/mean": mean, f"{name}/std": math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))}
 
 
-def _whiten(samples: Sequence[Sample]) -> None:
-    """Bring the advantages of all targets to mean 0 and variance 1 (plus 1e-8, as in TRL's `masked_whiten`)."""
-    found = np.concatenate([sample.per_token[ADVANTAGE][sample.targets].astype(np.float64) for sample in samples])
-    if len(found) < 2:
-        return
-    mean, std = found.mean(), math.sqrt(found.var(ddof=1) + 1e-8)
-    for sample in samples:
-        own = sample.per_token[ADVANTAGE][sample.targets].astype(np.float64)
-        _give(sample, ADVANTAGE, (own - mean) / std)
-
-
 def _targets(sample: Sample, name: str) -> torch.Tensor:
     return torch.from_numpy(sample.per_token[name][sample.targets].astype(np.float64))
-
-
-def _give(sample: Sample, name: str, values_T: np.ndarray) -> None:
-    sample.per_token[name] = np.zeros(len(sample.token_ids), dtype=np.float32)
-    sample.per_token[name][sample.targets] = values_T

@@ -3,8 +3,6 @@
     learn: rollouts -> samples -> measure (no gradient) -> rewards and advantages -> updates -> averages, replay
 
 What the parts are: `trainer.policy.parts`. With the default settings there is nothing to measure, and one update.
-
-Shape legend: P problems, G rollouts of one problem.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from trainer.models.model import Policy, reshard
 from trainer.optim import clip_gradients, update_parameters
 from trainer.packing import MicroBatch, Sample
 from trainer.policy import experience
-from trainer.policy.advantage import choose_advantage
+from trainer.policy.advantage import choose_advantage, require_siblings
 from trainer.policy.losses import policy_loss
 from trainer.policy.losses.kl_term import with_kl_term
 from trainer.policy.metrics import PolicyStatistics
@@ -28,12 +26,21 @@ from trainer.policy.minibatches import Minibatch, annotate, plan_epochs
 from trainer.policy.mismatch import MismatchCheck
 from trainer.policy.parts import RlParts
 from trainer.policy.pretraining import PretrainingMix
-from trainer.policy.reward_shaping import shape_rewards, soft_overlong_penalty
-from trainer.policy.rollouts import AGE, OLD_LOGPROB, REFERENCE_LOGPROB, group_rollouts, to_samples
+from trainer.policy.rewards import rewards_of_batch
+from trainer.policy.rollouts import (
+    AGE,
+    OLD_LOGPROB,
+    REFERENCE_LOGPROB,
+    assign_advantages,
+    group_rollouts,
+    to_samples,
+    without_truncated,
+)
 from trainer.policy.step import policy_step
 from trainer.session import Session
 from trainer.step import Stopwatch, check_finite, predict
 from triad.config import TrainerConfig
+from triad.config.algorithm import UpdatesConfig
 from triad.config.rl_trainer import TOKEN_ADVANTAGES
 from triad.config.schedule import learning_rate
 from triad.messages import Batch, Rollout
@@ -75,19 +82,23 @@ class Learner:
         fresh = group_rollouts(batch.rollouts)
         old = parts.replay.sample(step, config.replay.groups) if parts.replay and config.replay else []
         groups = fresh + old
-        samples = to_samples([rollout for group in groups for rollout in group], trained_version=step - 1)
-        epochs = self._epochs(step, samples)
+        rollouts = [rollout for group in groups for rollout in group]
+        samples = to_samples(rollouts, trained_version=step - 1)
+        trained = without_truncated(samples, rollouts) if config.rewards.truncated == "mask" else samples
+        epochs = self._plan(step, trained, config.updates)
         reading = Reading(temperature=batch.temperature)
         with stopwatch.phase("experience"):
-            metrics = self._judge(reading, groups, samples, epochs[0], num_fresh=len(fresh))
+            left_out = [sample for sample, own in zip(samples, trained, strict=True) if own is not sample]
+            self._measure(reading, [*epochs[0], *self._plan(step, left_out, UpdatesConfig())[0]])
+            metrics = self._judge(groups, samples, trained, num_fresh=len(fresh))
         self._mismatch.begin(
             step,
             batch.rollouts,
-            samples,
+            trained,
             lambda found: self._annotate(OLD_LOGPROB, self._policy, reading, found),
             is_foreign=is_foreign,
         )
-        metrics |= self._update(step, reading, samples, epochs, stopwatch)
+        metrics |= self._update(step, reading, trained, epochs, stopwatch)
         metrics |= self._steer_kl(samples[: len(batch.rollouts)])
         parts.after_step(step, self._policy)
         if parts.replay is not None:
@@ -95,11 +106,11 @@ class Learner:
             metrics["replay/groups"] = float(len(old))
         return metrics
 
-    def _epochs(self, step: int, samples: Sequence[Sample]) -> list[list[Minibatch]]:
+    def _plan(self, step: int, samples: Sequence[Sample], updates: UpdatesConfig) -> list[list[Minibatch]]:
         config = self._config
         return plan_epochs(
             samples,
-            config.updates,
+            updates,
             row_tokens=config.row_tokens,
             arrangement=self._policy.layout.arrangement(pack=True),
             parallel=self._parallel,
@@ -108,77 +119,45 @@ class Learner:
         )
 
     def _judge(
-        self,
-        reading: Reading,
-        groups: list[list[Rollout]],
-        samples: list[Sample],
-        minibatches: Sequence[Minibatch],
-        *,
-        num_fresh: int,
+        self, groups: list[list[Rollout]], samples: list[Sample], trained: list[Sample], *, num_fresh: int
     ) -> dict[str, float]:
-        """Give every sample what its update needs, the advantages last; return metrics.
+        """Give every sample its advantages; return metrics.
 
         Args:
-            minibatches: all `samples`.
+            samples: of the rollouts, measured.
+            trained: the same, with an empty mask where a rollout is not trained.
             num_fresh: groups of this batch; those after them are replayed.
         """
         config, parts = self._config, self._parts
-        rewards_PG, metrics = self._shaped_rewards(groups, samples, num_fresh=num_fresh)
-        if config.rewards.truncated == "mask":
-            for sample, rollout in zip(samples, (one for group in groups for one in group), strict=True):
-                sample.loss_mask[:] &= not rollout.truncated
-        self._measure(reading, minibatches)
+        rewards_PG, metrics = rewards_of_batch(groups, samples, config, parts, num_fresh=num_fresh)
         penalty = None
         if config.kl is not None and parts.kl is not None:
             metrics["kl_coef"] = parts.kl.coef
             if config.kl.place == "reward" and config.kl.coef > 0:
                 assert config.kl.estimator is not None  # the config fills it in
                 penalty = experience.Penalty(parts.kl.coef, config.kl.estimator)
+        masks = config.rewards.truncated == "mask"
+        judged = experience.judge_rollouts(groups, samples, rewards_PG, penalty, mask_truncated=masks)
         if config.critic is not None:
-            experience.critic_advantages(samples, rewards_PG, config.critic, penalty)
+            experience.critic_advantages(samples, judged, config.critic)
+            if config.critic.whiten:
+                experience.whiten_advantages(trained)
         elif self._advantage is not None:
-            experience.group_advantages(samples, rewards_PG, self._advantage, penalty)
+            if config.compares_siblings:
+                require_siblings(judged, config.advantage)
+            assign_advantages(samples, self._advantage(judged))
         else:
             experience.distillation_advantages(samples)
-        return metrics | experience.advantage_metrics(samples)
+        return metrics | experience.advantage_metrics(trained)
 
     def _steer_kl(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Take the divergence of the fresh samples before this step into the coefficient of the next; return it."""
-        coefficient, trained = self._parts.kl, [sample for sample in samples if sample.num_targets]
-        if coefficient is None or not self._needs_old_logprobs or not trained:
+        coefficient, sampled = self._parts.kl, [sample for sample in samples if sample.num_targets]
+        if coefficient is None or not self._needs_old_logprobs or not sampled:
             return {}
-        sums = experience.kl_of_sequences(trained)
+        sums = experience.kl_of_sequences(sampled)
         coefficient.update(mean := math.fsum(sums) / len(sums), len(sums))
         return {"kl/sequence": mean}
-
-    def _shaped_rewards(
-        self, groups: list[list[Rollout]], samples: list[Sample], *, num_fresh: int
-    ) -> tuple[list[list[float]], dict[str, float]]:
-        """Return the rewards that advantages are computed from, (P, G), and metrics."""
-        config, metrics = self._config, dict[str, float]()
-        rewards_PG = [[rollout.reward for rollout in group] for group in groups]
-        if self._parts.reward_model is not None and config.reward_model is not None:
-            scores = self._parts.reward_model.score(samples, row_tokens=config.row_tokens)
-            metrics |= experience.spread("reward_model", scores)
-            found, weights = iter(scores), config.reward_model
-            rewards_PG = [
-                [weights.rules_weight * reward + weights.weight * next(found) for reward in rewards_G]
-                for rewards_G in rewards_PG
-            ]
-        penalties_PG = None
-        shaping = config.rewards
-        if shaping.length_max_tokens is not None and shaping.length_buffer_tokens is not None:
-            most, buffer = shaping.length_max_tokens, shaping.length_buffer_tokens
-            penalties_PG = [
-                [soft_overlong_penalty(sum(one.loss_mask), max_tokens=most, buffer_tokens=buffer) for one in group]
-                for group in groups
-            ]
-        shaped_PG = shape_rewards(
-            rewards_PG, penalties_PG=penalties_PG, clip=shaping.clip, moments=self._parts.moments, num_new=num_fresh
-        )
-        if shaped_PG != rewards_PG:
-            metrics |= experience.spread("reward/shaped", [reward for group in shaped_PG for reward in group])
-        return shaped_PG, metrics
 
     @property
     def _needs_old_logprobs(self) -> bool:

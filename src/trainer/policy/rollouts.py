@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain, groupby
 
 import numpy as np
 
 from trainer.packing import Sample
+from trainer.policy.advantage import Given
 from triad.errors import DataError
 from triad.messages import Rollout
 
@@ -37,10 +39,27 @@ def group_rollouts(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     return [list(group) for _, group in groupby(rollouts, key=lambda one: (one.environment, one.task_id))]
 
 
-def assign_advantages(samples: Sequence[Sample], advantages_PG: Sequence[Sequence[float]]) -> None:
-    """Give every token of a sample the advantage of its rollout."""
+def without_truncated(samples: Sequence[Sample], rollouts: Sequence[Rollout]) -> list[Sample]:
+    """Return the samples, with an empty mask for those of truncated rollouts; what follows the tokens is shared."""
+    return [
+        replace(sample, loss_mask=np.zeros_like(sample.loss_mask)) if rollout.truncated else sample
+        for sample, rollout in zip(samples, rollouts, strict=True)
+    ]
+
+
+def assign_advantages(samples: Sequence[Sample], advantages_PG: Sequence[Sequence[Given]]) -> None:
+    """Give every token of a sample the advantage of its rollout, or each target its own."""
     for sample, value in zip(samples, chain.from_iterable(advantages_PG), strict=True):
-        sample.per_token[ADVANTAGE] = np.full(len(sample.token_ids), value, dtype=np.float32)
+        if isinstance(value, int | float):
+            sample.per_token[ADVANTAGE] = np.full(len(sample.token_ids), value, dtype=np.float32)
+        else:
+            assign_targets(sample, ADVANTAGE, value)
+
+
+def assign_targets(sample: Sample, name: str, values_T: Sequence[float] | np.ndarray) -> None:
+    """Give every target of a sample its value as `per_token[name]`, 0 elsewhere."""
+    sample.per_token[name] = np.zeros(len(sample.token_ids), dtype=np.float32)
+    sample.per_token[name][sample.targets] = values_T
 
 
 def _to_sample(rollout: Rollout, trained_version: int) -> Sample:

@@ -112,7 +112,7 @@ class RewardConfig(Section):
     every checkpoint). Normalisation within groups or the batch is a matter of `advantage`."""
 
     truncated: Literal["keep", "mask"] = "keep"
-    """`mask`: rollouts that ended at a token limit count for advantages but are not trained on (DAPO's
+    """`mask`: rollouts that ended at a token limit count in baselines but are not trained on (DAPO's
     overlong filtering)."""
 
     @model_validator(mode="after")

@@ -23,9 +23,13 @@ from triad.config.trainer import PolicyOptimConfig, TrainingCommand
 from triad.user_functions import check_name
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "max_rl", "reinforce_pp", "reinforce_pp_baseline")
-"""Advantages that are computed from rewards alone."""
+"""Advantages that are computed from what the rollouts of a batch earned."""
+GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "max_rl", "reinforce_pp_baseline")
+"""Those that compare the rollouts of one problem with one another, and need two of them at least."""
 TOKEN_ADVANTAGES = ("gae", "distillation")
-"""Advantages that differ from token to token, and need a model."""
+"""Advantages that need a model beside the policy."""
+SINGLE_ADVANTAGES = tuple(name for name in (*ADVANTAGES, *TOKEN_ADVANTAGES) if name not in GROUP_ADVANTAGES)
+"""Those for which one rollout of a problem is enough."""
 
 
 class JournalConfig(Section):
@@ -45,10 +49,10 @@ class TrainerConfig(TrainingCommand):
     loss: PolicyLossConfig = PolicyLossConfig()
     """Policy loss."""
 
-    advantage: str = "grpo"
-    """Within the group, `grpo`: (reward - mean) / std; `dr_grpo`: reward - mean; `rloo`: reward - mean of
-    the others; `max_rl`: (reward - mean) / mean. `reinforce_pp`: (reward - mean) / std over the batch;
-    `reinforce_pp_baseline`: reward - mean of the group, over its std in the batch. `gae`: by the critic.
+    advantage: str = "dr_grpo"
+    """Within the group, `dr_grpo`: reward - mean; `grpo`: (reward - mean) / std; `rloo`: reward - mean of
+    the others; `max_rl`: (reward - mean) / mean. `reinforce_pp`: (reward - mean) / std over the tokens of the batch;
+    `reinforce_pp_baseline`: reward - mean of the group, whitened over the tokens of the batch. `gae`: by the critic.
     `distillation`: log-probability under the reference minus that under the policy. Or `module:function`."""
 
     rewards: RewardConfig = RewardConfig()
@@ -113,6 +117,11 @@ class TrainerConfig(TrainingCommand):
     def numerics(self) -> DType:
         """The coarser of the dtypes of trainer and engines."""
         return "bfloat16" if "bfloat16" in (self.model.dtype, self.sampler_dtype) else "float32"
+
+    @property
+    def compares_siblings(self) -> bool:
+        """Whether the update depends on how the rollouts of one problem compare; `loss.type = "sft"` imitates all."""
+        return self.loss.type != "sft" and self.advantage in GROUP_ADVANTAGES
 
     @field_validator("advantage")
     @classmethod

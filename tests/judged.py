@@ -1,0 +1,28 @@
+"""Rollouts as advantages see them, for tests that only care for some of what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from trainer.policy.advantage import Groups, JudgedRollout
+
+
+def judged_rollout(reward: float, num_tokens: int = 3, **fields: Any) -> JudgedRollout:
+    """A rollout of a prompt of two tokens and `num_tokens` sampled ones, the reward at the last."""
+    token_rewards = np.zeros(num_tokens)
+    token_rewards[-1:] = reward
+    values: dict[str, Any] = {
+        "environment": "e", "task_id": 0, "token_ids": np.arange(2 + num_tokens, dtype=np.int32),
+        "places": np.arange(2, 2 + num_tokens), "turns": ((0, num_tokens),) if num_tokens else (),
+        "logprobs": np.full(num_tokens, -1.0, dtype=np.float32), "truncated": False, "is_trained": True,
+        "environment_reward": reward, "metrics": {}, "reward": reward, "token_rewards": token_rewards,
+    }  # fmt: skip
+    return JudgedRollout(**values | fields)
+
+
+def judged_groups(rewards_PG: Sequence[Sequence[float]]) -> Groups:
+    """Groups of rollouts of three tokens with these rewards."""
+    return [[judged_rollout(reward, task_id=task) for reward in group] for task, group in enumerate(rewards_PG)]
