@@ -69,7 +69,6 @@ def batch_metrics(
         "rollout/turns": _mean([rollout.loss_mask.num_stretches for rollout in rollouts]),
         "rollout/reused_turns": float(num_reused),
         "groups/drawn": float(len(selection.groups) + len(selection.dropped)),
-        "groups/zero_variance": _mean([not has_signal(group) for group in groups]),
         "rollouts_per_s": len(rollouts) / times.period,
         "sampled_tokens_per_s": sum(sampled) / times.period,
         "time/batch": times.period,
@@ -78,6 +77,8 @@ def batch_metrics(
         "time/update_weights": times.update_weights,
         "engine/idle_share": min(1.0, max(0.0, 1.0 - times.busy / times.period)),
     }
+    if any(len(group) > 1 for group in groups):
+        metrics["groups/zero_variance"] = _mean([not has_signal(group) for group in groups])
     reasons = Counter(one.reason for one in selection.dropped)
     metrics |= {f"groups/dropped/{reason}": float(reasons[reason]) for reason in DROP_REASONS}
     metrics |= _staleness(rollouts, step=step)
@@ -104,7 +105,8 @@ def _environment_metrics(settings: EnvironmentConfig, groups: Sequence[Sequence[
     name = settings.label
     rollouts = [rollout for group in groups for rollout in group]
     rewards = [rollout.reward for rollout in rollouts]
-    deciles = statistics.quantiles(rewards, n=10, method="inclusive")
+    # Quantiles of a single reward are refused; those of the same one twice are that reward.
+    deciles = statistics.quantiles(rewards if len(rewards) > 1 else rewards * 2, n=10, method="inclusive")
     metrics = {
         f"reward/{name}/mean": _mean(rewards),
         f"reward/{name}/std": _std(rewards),

@@ -10,8 +10,10 @@ import pytest
 
 from triad.config import RlConfig, SftConfig, TrainerConfig
 from triad.config.load import parse_command_line, read_toml, to_toml
+from triad.config.orchestrator import OrchestratorConfig
 from triad.config.reward_training import RewardTrainingConfig
 from triad.config.rl import hand_down_shared
+from triad.config.rl_trainer import GROUP_ADVANTAGES, SINGLE_ADVANTAGES
 from triad.config.trainer import PolicyOptimConfig
 from triad.errors import ConfigError, InferenceError
 from triad.launch import launch_rl
@@ -116,6 +118,26 @@ def test_the_orchestrator_asks_where_the_server_listens_unless_told_otherwise() 
     assert anywhere.orchestrator.client.urls == ["http://127.0.0.1:9001"]
     told = rl("--inference.server.port", "9001", "--orchestrator.client.urls", "http://far:1")
     assert told.orchestrator.client.urls == ["http://far:1"]
+
+
+@pytest.mark.parametrize("name", GROUP_ADVANTAGES)
+def test_groups_of_one_are_refused_where_the_advantage_compares_rollouts(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}' compares.*group_size = 1.*group_size to 2 or more.*reinforce_pp"):
+        rl("--orchestrator.group-size", "1", "--trainer.advantage", name)
+
+
+def test_groups_of_one_are_taken_where_there_is_nothing_to_compare() -> None:
+    critic, teacher = ("--trainer.critic",), ("--trainer.kl.reference", "teacher")
+    needs = {"gae": critic, "distillation": teacher}
+    for name in (*SINGLE_ADVANTAGES, "own:advantage"):
+        config = rl("--orchestrator.group-size", "1", "--trainer.advantage", name, *needs.get(name, ()))
+        assert config.orchestrator.group_size == 1
+    assert rl("--orchestrator.group-size", "1", "--trainer.loss.type", "sft").trainer.advantage == "dr_grpo"
+
+
+def test_groups_of_one_cannot_be_chosen_by_how_their_rewards_differ() -> None:
+    with pytest.raises(ValueError, match="every group of one is: set group_size to 2 or more"):
+        OrchestratorConfig.model_validate({"group_size": 1, "dynamic_sampling": {}})
 
 
 def test_dtype_follows_the_trainer_and_a_random_model_waits_for_weights() -> None:

@@ -383,6 +383,12 @@ def test_quantiles_of_rewards_are_those_of_linear_interpolation() -> None:
     assert [metrics[f"reward/a/{name}"] for name in ("p10", "p50", "p90")] == pytest.approx(expected)
 
 
+def test_a_single_rollout_has_metrics_and_nothing_to_be_compared_with() -> None:
+    metrics = metrics_of([[make_rollout(0.5, exact=1.0)]])
+    assert [metrics[f"reward/a/{name}"] for name in ("mean", "std", "p10", "p50", "p90")] == [0.5, 0.0, 0.5, 0.5, 0.5]
+    assert metrics["a/pass@1"] == 1.0 and "groups/zero_variance" not in metrics
+
+
 def test_turns_are_stretches_of_sampled_tokens() -> None:
     rollout = make_rollout(1.0)
     rollout.token_ids, rollout.logprobs = TokenIds([1] * 7), Logprobs([0.0] * 7)

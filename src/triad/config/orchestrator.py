@@ -152,8 +152,8 @@ class OrchestratorConfig(Command):
     dynamic_sampling: DynamicSamplingConfig | None = None
     """Drop groups whose rewards are all equal, and draw further problems for them; unset: keep them."""
 
-    group_size: int = Field(default=8, ge=2)
-    """Rollouts of one problem; at least two, since advantages compare them with one another."""
+    group_size: int = Field(default=8, ge=1)
+    """Rollouts of one problem; at least two where the advantage compares them with one another."""
 
     async_level: int = Field(default=1, ge=0)
     """Batch N is made wholly by the weights of step max(0, N - 1 - async_level)."""
@@ -198,6 +198,11 @@ class OrchestratorConfig(Command):
             raise ValueError(
                 f"dynamic_sampling.max_problems_per_step = {self.max_problems_per_step} is less than "
                 f"problems_per_step = {self.problems_per_step}; it must be at least that"
+            )
+        if self.dynamic_sampling is not None and self.group_size == 1:
+            raise ValueError(
+                "dynamic_sampling drops groups whose rewards are all equal, which every group of one is: set "
+                "group_size to 2 or more, or leave dynamic_sampling off"
             )
         return self
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from triad.config.base import CkptConfig, Command, ModelConfig
 from triad.config.inference import InferenceConfig
 from triad.config.orchestrator import OrchestratorConfig
-from triad.config.rl_trainer import JournalConfig, TrainerConfig
+from triad.config.rl_trainer import SINGLE_ADVANTAGES, JournalConfig, TrainerConfig
 from triad.errors import ConfigError
 
 
@@ -76,10 +76,12 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
     equal values, was given goes to the others.
 
     Raises:
-        ConfigError: two processes were given different values and `rl` itself none; or their teachers do not fit.
+        ConfigError: two processes were given different values and `rl` itself none; or what they were given does
+            not fit together.
     """
     config = config.model_copy(deep=True)
     _check_teacher(config)
+    _check_groups(config)
     for setting, names in _SHARED.items():
         if setting == "model":
             _hand_down_model(config, names)
@@ -113,6 +115,17 @@ def _check_teacher(config: RlConfig) -> None:
         raise ConfigError(
             f"orchestrator.teacher samples (mode = 'samples'), and trainer.loss.type = '{loss}' "
             "takes the samples for the policy's own: set trainer.loss.type = 'sft'"
+        )
+
+
+def _check_groups(config: RlConfig) -> None:
+    """Refuse groups that the advantage can learn nothing from."""
+    trainer, orchestrator = config.trainer, config.orchestrator
+    if orchestrator.group_size == 1 and trainer.compares_siblings:
+        raise ConfigError(
+            f"trainer.advantage = '{trainer.advantage}' compares the rollouts of one problem, and "
+            "orchestrator.group_size = 1 gives each a single one: set group_size to 2 or more, or take an advantage "
+            f"that needs no group: {', '.join(SINGLE_ADVANTAGES)}, or one of your own"
         )
 
 
