@@ -9,6 +9,12 @@ from pathlib import Path
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 BASE = Path(__file__).resolve().parents[1] / "examples" / "reverse_text" / "base"
 # The servers under test need the cores.
@@ -52,3 +58,27 @@ def reference_logprobs(
         logits = _load(directory)(torch.tensor([prompt + completion])).logits[0]
     logprobs = torch.log_softmax(logits[len(prompt) - 1 : -1] / temperature, dim=-1)
     return logprobs.gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()
+
+
+def truncated_logprobs(
+    directory: Path,
+    prompt: list[int],
+    completion: list[int],
+    *,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    min_p: float,
+) -> list[float]:
+    """Return the log-probability of each completion token among those that the cuts leave, by transformers' own."""
+    with torch.no_grad():
+        logits = _load(directory)(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+    unused = torch.zeros(len(completion), 1, dtype=torch.long)
+    for cut in (
+        TemperatureLogitsWarper(temperature),
+        MinPLogitsWarper(min_p),
+        TopKLogitsWarper(top_k),
+        TopPLogitsWarper(top_p),
+    ):
+        logits = cut(unused, logits)
+    return torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()

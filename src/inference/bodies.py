@@ -26,7 +26,10 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
         seeds: one independent choice is sampled per seed, by a generator of its own.
         max_tokens: most tokens per choice, the stop token included.
         temperature: softmax temperature, 0.01 to 2; 0 picks the likeliest token, with
-            logprobs at temperature 1.
+            logprobs at temperature 1 and of all tokens.
+        top_p: of the likeliest tokens the fewest whose probabilities sum to this; 1: all.
+        top_k: the k likeliest tokens; 0: all.
+        min_p: tokens at least this times as likely as the likeliest; 0: all.
         stop_token_ids: a choice ends after sampling one of these; nothing else stops it.
         prompt_logprobs: also give the log-probabilities of the prompt, for checks.
         weights_digest: of the weights that the request is for: others refuse it with 409 and the code
@@ -37,6 +40,9 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
     seeds: Annotated[list[_Seed], msgspec.Meta(min_length=1, max_length=_MAX_CHOICES)]
     max_tokens: Annotated[int, msgspec.Meta(ge=1)]
     temperature: float = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     stop_token_ids: list[_TokenId] = []
     prompt_logprobs: bool = False
     weights_digest: str | None = None

@@ -31,9 +31,10 @@ _request_ids = itertools.count()
 
 
 class Choice(msgspec.Struct):
-    """One sampled continuation; `logprobs` are log_softmax(logits / temperature) of `token_ids`.
+    """One sampled continuation; `logprobs` are those of `token_ids` in the distribution that was sampled from.
 
-    `prompt_logprobs`, where asked for, are those of every prompt token but the first, at temperature 1.
+    `prompt_logprobs`, where asked for, are those of every prompt token but the first, at temperature 1 and
+    of all tokens.
     """
 
     index: int
@@ -120,6 +121,9 @@ class Generator:
         params = SamplingParams(
             seed=seed,
             temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            min_p=request.min_p,
             max_tokens=request.max_tokens,
             stop_token_ids=request.stop_token_ids,
             ignore_eos=True,

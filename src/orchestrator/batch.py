@@ -145,7 +145,7 @@ class BatchMaker:
             self._run_dir,
             step,
             weights_digest=self._sampling_digest(weights),
-            temperature=self._config.sampling.temperature,
+            sampling=self._config.sampling.distribution,
             stop_token_ids=self._tokenizer.stop_token_ids,
             teacher_digest=self._teacher.digest if self._teacher else "",
             vocab_size=self._client.vocab_size,
@@ -156,7 +156,7 @@ class BatchMaker:
             self._client,
             log,
             weights_digest=self._sampling_digest(weights),
-            temperature=self._config.sampling.temperature,
+            sampling=self._config.sampling.distribution,
             stop_token_ids=self._tokenizer.stop_token_ids,
         )
 

@@ -199,7 +199,6 @@ class InferenceClient:
         request = GenerateRequest(
             token_ids=canary.token_ids,
             seeds=[0],
-            temperature=1.0,
             max_tokens=1,
             stop_token_ids=[],
             weights_digest=weights_digest,

@@ -40,7 +40,7 @@ class Completion(msgspec.Struct):
 
     Attributes:
         token_ids: sampled ids, the stop token included.
-        logprobs: their log-probabilities at the sampling temperature.
+        logprobs: their log-probabilities in the distribution that they were sampled from.
         finish_reason: `stop`, `length` or `abort`.
         versions: which policy sampled which of them; positions count from the first sampled token.
     """

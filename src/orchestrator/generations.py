@@ -29,10 +29,11 @@ from triad.arrays import decode_packed, encode_packed
 from triad.errors import RunDirError
 from triad.record_log import RecordLog, read_records
 from triad.run_dir import RunDir
+from triad.sampling import Sampling
 
 _log = logging.getLogger("orchestrator")
 
-_FORMAT = 3
+_FORMAT = 4
 
 
 class Header(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -42,7 +43,7 @@ class Header(msgspec.Struct, frozen=True, omit_defaults=True):
         format: of the log.
         step: of the batch.
         weights_digest: of the policy.
-        temperature: of the sampler.
+        sampling: the distribution that was sampled from.
         stop_token_ids: what ends a turn.
         teacher_digest: of the teacher whose judgements the log holds.
     """
@@ -50,7 +51,7 @@ class Header(msgspec.Struct, frozen=True, omit_defaults=True):
     format: int
     step: int
     weights_digest: str
-    temperature: float
+    sampling: Sampling
     stop_token_ids: list[int]
     teacher_digest: str = ""
 
@@ -100,7 +101,7 @@ class GenerationLog:
         step: int,
         *,
         weights_digest: str,
-        temperature: float,
+        sampling: Sampling,
         stop_token_ids: list[int],
         teacher_digest: str = "",
         vocab_size: int | None = None,
@@ -108,7 +109,7 @@ class GenerationLog:
         self._vocab_size = vocab_size
         self.path = run_dir.generations(step)
         self._step = step
-        self._header = Header(_FORMAT, step, weights_digest, temperature, stop_token_ids, teacher_digest)
+        self._header = Header(_FORMAT, step, weights_digest, sampling, stop_token_ids, teacher_digest)
         self._found: dict[tuple[str, int, int], Completion] = {}
         self._encoder = msgspec.msgpack.Encoder(enc_hook=encode_packed)
         try:

@@ -18,10 +18,13 @@ class GenerateRequest(msgspec.Struct):
 
     token_ids: list[int]
     seeds: list[int]
-    temperature: float
     max_tokens: int
     stop_token_ids: list[int]
     weights_digest: str
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
     prompt_logprobs: bool = False
 
 

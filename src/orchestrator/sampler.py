@@ -11,6 +11,7 @@ from orchestrator.environment import Completion
 from orchestrator.generations import GenerationLog
 from orchestrator.protocol import GenerateRequest
 from triad.heartbeat import moved
+from triad.sampling import Sampling
 
 # Engine, most tokens, prompt: sessions that agree on these can share a request.
 _Key = tuple[int, int, tuple[int, ...]]
@@ -34,13 +35,13 @@ class Sampler:
         log: GenerationLog,
         *,
         weights_digest: str,
-        temperature: float,
+        sampling: Sampling,
         stop_token_ids: list[int],
     ) -> None:
         self._client = client
         self._log = log
         self._weights_digest = weights_digest
-        self._temperature = temperature
+        self._sampling = sampling
         self._stop_token_ids = stop_token_ids
         self._gathering: dict[_Key, dict[int, asyncio.Future[Completion]]] = {}
         self._requests: set[asyncio.Task[None]] = set()
@@ -112,10 +113,13 @@ class Sampler:
             request = GenerateRequest(
                 token_ids=token_ids,
                 seeds=seeds,
-                temperature=self._temperature,
                 max_tokens=max_tokens,
                 stop_token_ids=self._stop_token_ids,
                 weights_digest=self._weights_digest,
+                temperature=self._sampling.temperature,
+                top_p=self._sampling.top_p,
+                top_k=self._sampling.top_k,
+                min_p=self._sampling.min_p,
             )
             choices = await self._client.generate(request, engine=engine)
             moved()

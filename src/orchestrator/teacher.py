@@ -60,7 +60,6 @@ class Teacher:
         request = GenerateRequest(
             token_ids=token_ids,
             seeds=[0],
-            temperature=1.0,
             max_tokens=1,
             stop_token_ids=[],
             weights_digest=self.digest,

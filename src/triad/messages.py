@@ -11,8 +11,9 @@ from typing import Literal, get_args
 import msgspec
 
 from triad.arrays import Logprobs, LossMask, TokenIds, decode_packed, encode_packed
+from triad.sampling import Sampling
 
-BATCH_FORMAT = 3
+BATCH_FORMAT = 4
 
 DropReason = Literal["zero_signal", "environment_error", "prompt_too_long", "timeout"]
 """Why the group of a task is not trained: all its rewards are equal, its environment failed or took too
@@ -37,7 +38,7 @@ class Rollout(msgspec.Struct, kw_only=True):
         sample_index: 0 .. group_size - 1.
         token_ids: the whole session, prompt first.
         loss_mask: per token, whether the policy sampled it.
-        logprobs: per token, the sampler's log-probability at `temperature`; 0.0 where not sampled.
+        logprobs: per token, the sampler's log-probability in the distribution `sampling`; 0.0 where not sampled.
         versions: which policy sampled which tokens; empty where a teacher did.
         reward: scored reward.
         truncated: the session ended because a token limit was reached.
@@ -88,7 +89,7 @@ class Batch(msgspec.Struct, kw_only=True):
         weights_digest: `triad.weights_digest` of the weights of that version that sampled it; empty where a
             teacher did.
         teacher_digest: of the teacher that sampled or judged it; empty without one.
-        temperature: softmax temperature of the sampler.
+        sampling: the distribution that the sampler sampled from.
         rollouts: in a fixed order (problem, then sample), independent of timing.
         dropped: tasks that were drawn for this batch and are not in it, in the order of the draw.
         metrics: the orchestrator's numbers about this batch; the trainer writes them out with its own.
@@ -99,7 +100,7 @@ class Batch(msgspec.Struct, kw_only=True):
     policy_version: int
     weights_digest: str
     teacher_digest: str = ""
-    temperature: float
+    sampling: Sampling
     rollouts: list[Rollout]
     dropped: list[Dropped] = []
     metrics: dict[str, float] = {}

@@ -99,7 +99,7 @@ def _show_batch(directory: Path, batch: Batch, groups: list[list[Rollout]]) -> R
         "policy_version": batch.policy_version,
         "weights_digest": batch.weights_digest,
         "teacher_digest": batch.teacher_digest,
-        "temperature": batch.temperature,
+        "sampling": msgspec.to_builtins(batch.sampling),
         "metrics": batch.metrics,
         "dropped": msgspec.to_builtins(batch.dropped),
         "problems": [
@@ -111,7 +111,7 @@ def _show_batch(directory: Path, batch: Batch, groups: list[list[Rollout]]) -> R
         (str(index), group[0].environment, str(group[0].task_id), *_cells(line))
         for index, (group, line) in enumerate(zip(groups, lines, strict=True))
     ]
-    title = f"batch {batch.step}, sampled by {_sampler(batch)} at temperature {batch.temperature:g}"
+    title = f"batch {batch.step}, sampled by {_sampler(batch)} at {batch.sampling}"
     parts: list[Grid | str] = [title, Grid((">problem", "environment", ">task", *_COLUMNS), rows)]
     if batch.dropped:
         dropped = [

@@ -48,7 +48,8 @@ def write_rollouts(path: Path, batches: Iterable[Batch]) -> int:
 
 
 def _rows(batch: Batch) -> Iterator[dict[str, Any]]:
-    head = {"step": batch.step, "policy_version": batch.policy_version, "temperature": batch.temperature}
+    head = {"step": batch.step, "policy_version": batch.policy_version}
+    head |= msgspec.structs.asdict(batch.sampling)
     for rollout in batch.rollouts:
         yield head | msgspec.to_builtins(rollout, enc_hook=list_packed)
 
@@ -73,6 +74,9 @@ def _write_parquet(path: Path, batches: Iterable[Batch]) -> int:
             ("step", pyarrow.int64()),
             ("policy_version", pyarrow.int64()),
             ("temperature", pyarrow.float64()),
+            ("top_p", pyarrow.float64()),
+            ("top_k", pyarrow.int64()),
+            ("min_p", pyarrow.float64()),
             ("environment", pyarrow.string()),
             ("task_id", pyarrow.int64()),
             ("sample_index", pyarrow.int64()),

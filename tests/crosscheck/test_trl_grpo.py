@@ -28,6 +28,7 @@ from trainer.policy.losses.kl_term import with_kl_term
 from trainer.step import predict
 from triad.config.losses import CorrectionConfig, PolicyLossConfig
 from triad.config.trainer import TrainedModelConfig
+from triad.sampling import Sampling
 
 pytestmark = pytest.mark.trl
 
@@ -232,7 +233,7 @@ def test_logprobs_and_entropies_of_a_model_are_those_of_trl(
     ]
     micro = build_micro_batch(samples, list(range(len(samples))), pack=True, device=parallel.device)
     policy = build_policy(TrainedModelConfig(name=str(model)), parallel, seed=0)
-    for ours_N, theirs_BT in zip(predict(policy, micro, Reading(0.7)), by_trl[:2], strict=True):
+    for ours_N, theirs_BT in zip(predict(policy, micro, Reading(Sampling(0.7))), by_trl[:2], strict=True):
         theirs_N = theirs_BT[mask_BT[:, 1:]]
         torch.testing.assert_close(ours_N.double(), theirs_N, rtol=1e-5, atol=1e-5)
 

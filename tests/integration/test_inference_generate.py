@@ -12,13 +12,14 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.inference_models import reference_logprobs, write_model
+from tests.inference_models import reference_logprobs, truncated_logprobs, write_model
 from tests.inference_zygote import ServerHandle, free_port, shared_zygote
 from tests.processes import HANG_S
 from triad.config import InferenceConfig
 
 MAX_LEN = 256
 PROMPT = [5, 17, 40, 41, 9, 66]
+CUT = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.01}
 
 
 @pytest.fixture(scope="module")
@@ -59,25 +60,26 @@ def _metric(http: httpx.Client, name: str) -> float:
     return float(line.split()[1])
 
 
+@pytest.mark.parametrize("cut", [{}, CUT], ids=str)
 def test_seeds_fix_tokens_and_logprobs_alone_in_batches_and_across_restarts(
-    http: httpx.Client, model: Path, tmp_path: Path
+    http: httpx.Client, model: Path, tmp_path: Path, cut: dict[str, float]
 ) -> None:
     seeds = [3, 1, 2**40, 7, 1]
-    alone = [_choices(http, seeds=[seed])[0] for seed in seeds]
+    alone = [_choices(http, seeds=[seed], **cut)[0] for seed in seeds]
     assert len({tuple(choice["token_ids"]) for choice in alone}) == 4
     assert alone[1] == alone[4]
 
     async def crowd() -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=http.base_url, timeout=HANG_S) as client:
             others = [{"token_ids": [9 + i, 20, 30], "seeds": [i, 100 + i], "max_tokens": 30} for i in range(24)]
-            wanted = {"token_ids": PROMPT, "seeds": seeds, "max_tokens": 20}
+            wanted = {"token_ids": PROMPT, "seeds": seeds, "max_tokens": 20} | cut
             bodies = [*others[:12], wanted, *others[12:]]
             return await asyncio.gather(*(client.post("/inference/v1/generate", json=body) for body in bodies))
 
     in_a_crowd = asyncio.run(crowd())[12].json()["choices"]
     other = _start(model, tmp_path / "inference.log")
     with httpx.Client(base_url=other.url, timeout=HANG_S) as client:
-        restarted = _choices(client, seeds=seeds)
+        restarted = _choices(client, seeds=seeds, **cut)
     assert other.terminate() == 0
     for choices in (in_a_crowd, restarted):
         assert [choice["index"] for choice in choices] == [0, 1, 2, 3, 4]
@@ -91,6 +93,14 @@ def test_logprobs_are_of_the_tempered_distribution(http: httpx.Client, model: Pa
     for choice in _choices(http, seeds=[1, 2], temperature=temperature):
         expected = reference_logprobs(model, PROMPT, choice["token_ids"], temperature=temperature)
         assert choice["logprobs"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_logprobs_are_of_the_truncated_distribution(http: httpx.Client, model: Path) -> None:
+    whole = {"temperature": 1.0, "top_p": 1.0, "top_k": 128, "min_p": 0.0}
+    for cut in ({"top_p": 0.6}, {"top_k": 3}, {"min_p": 0.2}, {"temperature": 0.7}, CUT):
+        for choice in _choices(http, seeds=[1, 2, 3], **cut):
+            expected = truncated_logprobs(model, PROMPT, choice["token_ids"], **(whole | cut))  # type: ignore[arg-type]
+            assert choice["logprobs"] == pytest.approx(expected, abs=1e-4), cut
 
 
 def test_temperature_zero_takes_the_likeliest_token(http: httpx.Client, model: Path) -> None:
@@ -121,7 +131,7 @@ def test_only_the_given_tokens_stop(http: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"top_k": 5, "logit_bias": {}}, "unknown fields: logit_bias, top_k"),
+        ({"min_tokens": 5, "logit_bias": {}}, "unknown fields: logit_bias, min_tokens"),
         ({"max_tokens": MAX_LEN - len(PROMPT) + 1}, f"exceed the model's length of {MAX_LEN}"),
         ({"token_ids": []}, "token_ids"),
         ({"token_ids": [5, 128]}, "token_ids holds 128, the vocabulary has 128 tokens"),
@@ -133,6 +143,12 @@ def test_only_the_given_tokens_stop(http: httpx.Client) -> None:
         ({"temperature": -0.5}, "temperature"),
         ({"temperature": 0.001}, "temperature is 0.001"),
         ({"temperature": 2.5}, "temperature is 2.5"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.01}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_k": 2.5}, "top_k"),
+        ({"top_k": 2**40}, "top_k"),
+        ({"min_p": 1.5}, "min_p"),
         ({"stop_token_ids": [500]}, "stop_token_ids holds 500"),
     ],
 )

@@ -21,6 +21,7 @@ from triad.errors import NOT_SAVED
 from triad.journal import publish_batch
 from triad.messages import Batch, Rollout, VersionSpan
 from triad.run_dir import RunDir
+from triad.sampling import Sampling
 from triad.supervise import ECHO_S
 
 MAX_STEPS = "120"
@@ -161,7 +162,7 @@ def make_batch(step: int) -> Batch:
         )
         for index in (0, 1)
     ]
-    return Batch(step=step, policy_version=step - 1, weights_digest="d" * 32, temperature=1.0, rollouts=rollouts)
+    return Batch(step=step, policy_version=step - 1, weights_digest="d" * 32, sampling=Sampling(1.0), rollouts=rollouts)
 
 
 def state_after(step: int) -> bytes:

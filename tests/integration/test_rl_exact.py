@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.rl_runs import (
     CompletedRun,
     Outcome,
+    RlRun,
     assert_same,
+    complete,
     exact_metrics,
     journal_files,
     outcome,
@@ -24,6 +27,7 @@ from triad.journal import read_batch
 from triad.manifest import verify
 from triad.metrics import read_metrics
 from triad.run_dir import RunDir
+from triad.sampling import Sampling
 
 # Trainer against sampler, float32 on both sides.
 LOG_RATIO_TOLERANCE = 1e-4
@@ -188,3 +192,31 @@ def test_a_stop_and_resume_changes_nothing(reference: CompletedRun, rl_server: U
     assert log.count("canary differs by") == 1 and _with_canary(run_dir) == [6]
     assert_same(outcome(run_dir, 12), outcome(reference.run_dir, 12))
     assert exact_metrics(run_dir, range(1, 13)) == exact_metrics(reference.run_dir, range(1, 13))
+
+
+CUT = ("--orchestrator.sampling.temperature", "0.7", "--orchestrator.sampling.top-p", "0.9",
+       "--orchestrator.sampling.top-k", "40", "--orchestrator.sampling.min-p", "0.005")  # fmt: skip
+
+
+def test_truncated_sampling_is_trained_as_it_was_sampled_and_survives_a_kill(
+    rl_server: UsedServer, tmp_path: Path
+) -> None:
+    """Both sides cut the same tokens: else the log-probabilities of the others would differ by more than rounding."""
+    flags = (*rl_server.flags, *CUT, "--async-level", "0", "--max-steps", "5", "--ckpt.interval", "1")
+    straight = succeeded(tmp_path / "straight", *flags).run_dir
+    metrics = exact_metrics(straight, range(1, 6))
+    for line in metrics:
+        assert 0 < line["mismatch/max_log_ratio"] <= LOG_RATIO_TOLERANCE, line
+        assert line["mismatch_kl/age_0"] <= 1e-10, line
+        assert line["ppo_kl"] == 0 and line["clip_fraction"] == 0, line
+    sampled = read_batch(straight, 3).sampling
+    assert sampled == Sampling(0.7, 0.9, 40, 0.005)
+
+    with RlRun(tmp_path / "killed", *flags) as run:
+        run.wait_for_step(2)
+        run.interrupt(signal.SIGKILL)
+        run.wait()
+        run_dir = complete(run).run_dir
+    succeeded(tmp_path / "killed", *flags, "--ckpt.resume-step", "auto")
+    assert_same(outcome(run_dir, 5), outcome(straight, 5))
+    assert exact_metrics(run_dir, range(1, 6)) == metrics

@@ -23,6 +23,7 @@ from triad.errors import RunDirError
 from triad.messages import Batch, Rollout, VersionSpan
 from triad.resume import prepare
 from triad.run_dir import RunDir
+from triad.sampling import PLAIN_SAMPLING
 
 pytestmark = pytest.mark.usefixtures("in_root")
 
@@ -42,7 +43,9 @@ def _batch(step: int) -> Batch:
         )
         for index in range(2)
     ]
-    return Batch(step=step, policy_version=version, weights_digest=f"{version}", temperature=1.0, rollouts=rollouts)
+    return Batch(
+        step=step, policy_version=version, weights_digest=f"{version}", sampling=PLAIN_SAMPLING, rollouts=rollouts
+    )
 
 
 @pytest.fixture

@@ -168,7 +168,13 @@ def test_batches_are_the_same_when_nothing_that_makes_them_changed() -> None:
     for other in ({"teacher": teacher}, {"environments": [{"timeout_s": 60.0, "args": {"max_length": 9}}]}):
         assert not makes_same_batches(base, OrchestratorConfig.model_validate(other))
     assert not makes_same_batches(taught, OrchestratorConfig.model_validate({"teacher": teacher | {"model": "n"}}))
-    for other in ({"seed": 7}, {"group_size": 2}, {"sampling": {"temperature": 0.5}}, {"async_level": 0}):
+    for other in (
+        {"seed": 7},
+        {"group_size": 2},
+        {"sampling": {"temperature": 0.5}},
+        {"sampling": {"top_p": 0.9}},
+        {"async_level": 0},
+    ):
         assert not makes_same_batches(base, OrchestratorConfig.model_validate(other))
 
 

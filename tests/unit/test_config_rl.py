@@ -210,3 +210,17 @@ def test_a_distillation_needs_one_teacher_and_a_loss_for_what_it_gives() -> None
     assert "log-probabilities of a teacher" in disagreement(
         *distil, *TEACHER, "--orchestrator.sampling.temperature", "2"
     )
+    assert "sampling at temperature 1, top_p 0.9" in disagreement(
+        *distil, *TEACHER, "--orchestrator.sampling.top-p", "0.9"
+    )
+
+
+def test_a_divergence_is_not_taken_between_distributions_that_have_different_tokens() -> None:
+    cut = ("--orchestrator.sampling.top-p", "0.9", "--orchestrator.sampling.min-p", "0.05")
+    assert "cuts off tokens (temperature 1, top_p 0.9, min_p 0.05), and trainer.kl" in disagreement(
+        *cut, "--trainer.kl"
+    )
+    rl(*cut)
+    # What a teacher samples is imitated by the whole distribution.
+    rl(*cut, "--trainer.kl", *TEACHER, "--orchestrator.teacher.mode", "samples", "--trainer.loss.type", "sft")
+    assert "1 leaves one token to choose from" in disagreement("--orchestrator.sampling.top-k", "1")

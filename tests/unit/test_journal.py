@@ -21,6 +21,7 @@ from triad.journal import BATCH_NAME, STATE_NAME, publish_batch, read_batch, wai
 from triad.manifest import describe_files, read_manifest, write_manifest
 from triad.messages import Batch, Rollout, VersionSpan, decode_batch, encode_batch
 from triad.run_dir import RunDir
+from triad.sampling import Sampling
 
 
 def make_batch(step: int = 3) -> Batch:
@@ -33,7 +34,7 @@ def make_batch(step: int = 3) -> Batch:
         step=step,
         policy_version=2,
         weights_digest="d" * 32,
-        temperature=0.9,
+        sampling=Sampling(0.9),
         rollouts=[rollout],
         metrics={"reward/mean": 0.7},
     )
@@ -117,7 +118,7 @@ def test_the_batch_of_another_step_or_format_is_refused(tmp_path: Path) -> None:
     other.format = 99
     rewrite(directory, encode_batch(other))
     with pytest.raises(
-        CheckpointError, match=r"batch\.msgpack cannot be read: it has format 99; this version reads format 3"
+        CheckpointError, match=r"batch\.msgpack cannot be read: it has format 99; this version reads format 4"
     ):
         read_batch(run_dir, 3)
     rewrite(directory, b"\xc1 no msgpack")
@@ -155,7 +156,7 @@ def test_a_batch_of_the_format_before_is_refused_by_its_number(tmp_path: Path) -
     directory = publish_batch(run_dir, make_batch(), b"{}")
     rollout = {"environment": "a", "task_id": 1, "sample_index": 0, "token_ids": [1], "logprobs": [0.0]}
     rewrite(directory, msgspec.msgpack.encode({"format": 1, "step": 3, "rollouts": [rollout]}))
-    with pytest.raises(CheckpointError, match="it has format 1; this version reads format 3"):
+    with pytest.raises(CheckpointError, match="it has format 1; this version reads format 4"):
         read_batch(run_dir, 3)
 
 

@@ -24,8 +24,9 @@ from trainer.policy.parts import RlParts
 from trainer.session import Session, start_session
 from trainer.step import Stopwatch
 from triad.config import TrainerConfig
-from triad.errors import CheckpointError, DataError, TrainingError
+from triad.errors import CheckpointError, ConfigError, DataError, TrainingError
 from triad.messages import Batch, Rollout, VersionSpan
+from triad.sampling import Sampling
 
 GROUPS, GROUP_SIZE = 3, 4
 REWARD_KL = {"coef": 0.2, "place": "reward", "target": 0.5, "horizon": 50}
@@ -63,7 +64,7 @@ class Run:
         self.session.checkpointer.wait()
 
 
-def make_batch(step: int, *, truncated: tuple[int, ...] = ()) -> Batch:
+def make_batch(step: int, *, truncated: tuple[int, ...] = (), sampling: Sampling = Sampling(0.9)) -> Batch:  # noqa: B008
     """Three groups of four rollouts that depend on the step; `truncated`: which of the twelve are."""
     generator = np.random.default_rng(step)
     rollouts = []
@@ -79,7 +80,7 @@ def make_batch(step: int, *, truncated: tuple[int, ...] = ()) -> Batch:
             reward=float(generator.normal()), truncated=number in truncated,
         )  # fmt: skip
         rollouts.append(rollout)
-    return Batch(step=step, policy_version=step - 1, weights_digest="d" * 32, temperature=0.9, rollouts=rollouts)
+    return Batch(step=step, policy_version=step - 1, weights_digest="d" * 32, sampling=sampling, rollouts=rollouts)
 
 
 Start = Callable[..., Run]
@@ -256,6 +257,28 @@ def test_replayed_groups_are_trained_with_advantages_of_their_own_and_not_counte
         assert [name for name in metrics if name.startswith("mismatch_kl/age_")] == (
             ["mismatch_kl/age_0", "mismatch_kl/age_1"] if replayed else ["mismatch_kl/age_0"]
         )
+
+
+def test_log_probabilities_are_of_the_distribution_that_was_sampled_from(
+    start: Start, seen: list[PolicyLossInput]
+) -> None:
+    run = start(optim={"lr": 1e-12})
+    run.learn(1)
+    run.learn(1, sampling=Sampling(0.9, top_k=2))
+    whole, cut = (data.logprobs_N for data in seen)
+    assert (cut > whole).all() and (cut >= -50).all()
+    with pytest.raises(ConfigError, match="batch 1 was sampled at temperature 0.9, top_k 2, and trainer.kl compares"):
+        start(kl={}).learn(1, sampling=Sampling(0.9, top_k=2))
+
+
+def test_what_a_teacher_sampled_is_imitated_by_the_whole_distribution(
+    start: Start, seen: list[PolicyLossInput]
+) -> None:
+    run = start(optim={"lr": 1e-12})
+    for batch in (make_batch(1), make_batch(1, sampling=Sampling(0.9, top_k=2))):
+        batch.weights_digest = ""
+        run.learner.learn(batch, Stopwatch())
+    torch.testing.assert_close(seen[0].logprobs_N, seen[1].logprobs_N)
 
 
 def test_the_score_of_a_reward_model_is_weighed_against_the_rules(

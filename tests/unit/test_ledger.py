@@ -16,6 +16,7 @@ from triad.errors import CheckpointError, TrainingError
 from triad.journal import Accepted, Counts, EnvironmentPosition, publish_batch, read_accepted
 from triad.messages import Batch, Dropped, DropReason, Rollout
 from triad.run_dir import RunDir
+from triad.sampling import Sampling
 
 GROUP, TOKENS = 2, 5
 
@@ -32,7 +33,7 @@ def group(environment: str, task: int, samples: Sequence[int] = range(GROUP)) ->
 
 def make_batch(step: int, *tasks: tuple[str, int]) -> Batch:
     rollouts = [rollout for environment, task in tasks for rollout in group(environment, task)]
-    return Batch(step=step, policy_version=0, weights_digest="d" * 32, temperature=1.0, rollouts=rollouts)
+    return Batch(step=step, policy_version=0, weights_digest="d" * 32, sampling=Sampling(1.0), rollouts=rollouts)
 
 
 def accepted(step: int, problems: int, **next_task: int) -> Accepted:

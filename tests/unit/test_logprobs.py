@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.models.logprobs import Reading, plain_head, token_logprobs
+from triad.sampling import Sampling
 
 N, H, V = 11, 6, 17
 
@@ -43,7 +44,7 @@ def test_values_and_gradients_do_not_depend_on_the_chunks(
         hidden,
         plain_head(head, bias_V=used, softcap=softcap),
         targets,
-        Reading(temperature),
+        Reading(Sampling(temperature)),
         chunk_tokens=chunk_tokens,
     )
     expected, expected_entropy = by_hand(hidden, head, targets, used, temperature, softcap)

@@ -20,6 +20,7 @@ from trainer.policy.minibatches import Minibatch, annotate, plan_epochs
 from trainer.step import predict
 from triad.config.algorithm import UpdatesConfig
 from triad.config.trainer import TrainedModelConfig
+from triad.sampling import Sampling
 
 LENGTHS = (9, 4, 12, 6, 3, 8, 5)
 
@@ -97,7 +98,7 @@ def test_ranks_share_the_parts_and_deal_out_their_forward_passes(parallel: Paral
 
 
 def forward_of(policy: Policy) -> Callable[[MicroBatch], Tensor]:
-    return lambda micro: predict(policy, micro, Reading(0.7))[0]
+    return lambda micro: predict(policy, micro, Reading(Sampling(0.7)))[0]
 
 
 def test_what_is_measured_is_that_of_a_plain_forward(tiny_model: Callable[..., Path], parallel: Parallel) -> None:

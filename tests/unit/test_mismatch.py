@@ -27,13 +27,14 @@ from triad.config import RlConfig, TrainerConfig
 from triad.config.rl import hand_down_shared
 from triad.errors import TrainingError
 from triad.messages import Batch, Rollout, VersionSpan
+from triad.sampling import Sampling
 
 PROMPT, LENGTH = 3, 12
 Learn = Callable[..., dict[str, float]]
 
 
-def sampled_by(policy: Policy, parallel: Parallel, *, off_by: float) -> list[Rollout]:
-    """Rollouts with the very log-probabilities of `policy` at temperature 0.7, but for `off_by`."""
+def sampled_by(policy: Policy, parallel: Parallel, sampling: Sampling, *, off_by: float) -> list[Rollout]:
+    """Rollouts with the very log-probabilities of `policy`, but for `off_by`."""
     generator, rollouts = np.random.default_rng(0), []
     mask = np.arange(LENGTH) >= PROMPT
     policy.eval()
@@ -41,7 +42,7 @@ def sampled_by(policy: Policy, parallel: Parallel, *, off_by: float) -> list[Rol
         token_ids = generator.integers(5, 100, LENGTH).astype(np.int32)
         micro = build_micro_batch([Sample(token_ids, mask)], [0], pack=policy.layout.packs, device=parallel.device)
         with torch.no_grad():
-            logprobs_N, _ = predict(policy, micro, Reading(0.7))
+            logprobs_N, _ = predict(policy, micro, Reading(sampling))
         rollout = Rollout(
             environment="e", task_id=0, sample_index=number, token_ids=token_ids.tolist(),
             loss_mask=mask.astype(int).tolist(), logprobs=Logprobs([0.0] * PROMPT + (logprobs_N + off_by).tolist()),
@@ -59,18 +60,25 @@ def learn(
     """Return a maker of one step on rollouts that are `age` versions old; None: a teacher's."""
     (tmp_path / "run.json").write_text('{"run_id": "r"}')
 
-    def step(*, off_by: float, age: int | None = 0, is_foreign: bool = False, **settings: Any) -> dict[str, float]:
+    def step(
+        *,
+        off_by: float,
+        age: int | None = 0,
+        is_foreign: bool = False,
+        sampling: Sampling = Sampling(0.7),  # noqa: B008 - frozen
+        **settings: Any,
+    ) -> dict[str, float]:
         model = {"name": str(tiny_model())} | settings.pop("model", {})
         config = TrainerConfig.model_validate({"output_dir": tmp_path, "model": model} | settings)
         parts = RlParts(config, parallel)
         session = start_session(config, parallel, tokenizer, build_policy, pack=True, parts=parts.begin)
         before = {name: tensor.clone() for name, tensor in trained_tensors(session.policy.hf_model).items()}
-        rollouts = sampled_by(session.policy, parallel, off_by=off_by)
+        rollouts = sampled_by(session.policy, parallel, sampling, off_by=off_by)
         number = 3
         for rollout in rollouts if age is not None else ():
             rollout.versions = [VersionSpan(version=number - 1 - (age or 0), start=PROMPT, end=LENGTH)]
         learner = Learner(config, session, parts, None)
-        batch = Batch(step=number, policy_version=number - 1, weights_digest="d", temperature=0.7, rollouts=rollouts)
+        batch = Batch(step=number, policy_version=number - 1, weights_digest="d", sampling=sampling, rollouts=rollouts)
         try:
             return learner.learn(batch, Stopwatch(), is_foreign=is_foreign)
         except TrainingError:
@@ -126,6 +134,14 @@ def test_older_rollouts_a_teachers_and_those_that_are_allowed_raise_no_alarm(
     learn(off_by=-0.2, **accepted)
 
 
+def test_a_token_at_the_border_of_a_truncated_distribution_ends_no_run(learn: Learn) -> None:
+    truncated = Sampling(0.7, top_p=0.9, top_k=50, min_p=1e-3)
+    assert learn(off_by=0.0, sampling=truncated)["mismatch_kl/age_0"] < 1e-9
+    assert 1e-6 < learn(off_by=-0.03, sampling=truncated)["mismatch_kl/age_0"] < 1e-3
+    with pytest.raises(TrainingError, match=r"allowed are 0\.001 "):
+        learn(off_by=-0.1, sampling=truncated)
+
+
 def test_a_mismatch_that_is_no_number_is_refused(learn: Learn) -> None:
     with pytest.raises(TrainingError, match="mismatch_kl = (nan|inf)"):
         learn(off_by=-math.inf)
@@ -142,3 +158,4 @@ def test_rl_tells_the_trainer_what_its_engines_compute_in(trainer: str, engine: 
     config = hand_down_shared(RlConfig.model_validate(values)).trainer
     assert config.sampler_dtype == (engine or trainer)
     assert mismatch_limit(config) == limit
+    assert mismatch_limit(config, is_truncated=True) == max(limit, 1e-3)

@@ -27,6 +27,7 @@ from trainer.parallel import Parallel
 from trainer.step import predict
 from triad.config.trainer import TrainedModelConfig
 from triad.errors import DataError
+from triad.sampling import Sampling
 
 Models = Callable[..., Path]
 KINDS = {
@@ -53,7 +54,7 @@ def logprobs(policy: Policy, *, temperature: float = 1.0) -> Tensor:
     micro = build_micro_batch(samples(), [0, 1, 2], pack=True, device=CPU)
     values, _ = policy(
         micro.input_ids_BL, micro.position_ids_BL, micro.predict_index_N, micro.target_ids_N,
-        packed_index=micro.packed_index, reading=Reading(temperature),
+        packed_index=micro.packed_index, reading=Reading(Sampling(temperature)),
     )  # fmt: skip
     return values
 

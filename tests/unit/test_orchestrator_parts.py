@@ -37,6 +37,7 @@ from triad.errors import CheckpointError, ConfigError, InferenceError, RunDirErr
 from triad.manifest import MANIFEST_NAME, Manifest
 from triad.messages import Batch, Dropped, Rollout, VersionSpan
 from triad.run_dir import RunDir
+from triad.sampling import Sampling
 from triad.weights_digest import weights_digest
 
 
@@ -90,7 +91,6 @@ async def generate(client: InferenceClient, weights: PublishedWeights) -> list[C
     request = GenerateRequest(
         token_ids=[1, 5, 3, 2],
         seeds=[8, 9],
-        temperature=1.0,
         max_tokens=4,
         stop_token_ids=[3],
         weights_digest=weights.digest,
@@ -251,8 +251,9 @@ def test_a_start_without_the_state_of_its_step_is_refused(tmp_path: Path) -> Non
         find_start(RunDir(tmp_path), 5)
 
 
-def make_log(run_dir: RunDir, *, digest: str = "d", step: int = 1) -> GenerationLog:
-    return GenerationLog(run_dir, step, weights_digest=digest, temperature=1.0, stop_token_ids=[3])
+def make_log(run_dir: RunDir, *, digest: str = "d", step: int = 1, top_p: float = 1.0) -> GenerationLog:
+    sampling = Sampling(1.0, top_p)
+    return GenerationLog(run_dir, step, weights_digest=digest, sampling=sampling, stop_token_ids=[3])
 
 
 def test_the_log_of_generations_survives_a_torn_end_and_belongs_to_its_weights(tmp_path: Path) -> None:
@@ -276,16 +277,16 @@ def test_the_log_of_generations_survives_a_torn_end_and_belongs_to_its_weights(t
     assert again.find([1, 2], max_tokens=4, seed=11) == second
     assert again.find([1, 2], max_tokens=5, seed=11) is None and again.find([1], max_tokens=4, seed=11) is None
     again.close()
-    other = make_log(run_dir, digest="e")
-    assert other.find([1, 2], max_tokens=4, seed=10) is None
-    other.close()
+    for other in (make_log(run_dir, top_p=0.9), make_log(run_dir, digest="e")):
+        assert other.find([1, 2], max_tokens=4, seed=10) is None
+        other.close()
     make_log(run_dir, step=2).close()
     discard_generations(run_dir, up_to=1)
     assert [path.name for path in run_dir.rollouts.iterdir()] == ["generations_2.log"]
 
 
 def make_batch(step: int) -> Batch:
-    return Batch(step=step, policy_version=0, weights_digest="d" * 32, temperature=1.0, rollouts=[])
+    return Batch(step=step, policy_version=0, weights_digest="d" * 32, sampling=Sampling(1.0), rollouts=[])
 
 
 def test_batches_are_published_in_order_and_a_failure_is_told(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from triad.config.algorithm import UpdatesConfig
 from triad.config.losses import CorrectionConfig, PolicyLossConfig
 from triad.config.trainer import TrainedModelConfig
 from triad.messages import Batch, Rollout, VersionSpan
+from triad.sampling import Sampling
 
 TEMPERATURE = 0.8
 SHIFT = 0.1
@@ -66,7 +67,7 @@ def make_batch(directory: Path, *, shift: float) -> Batch:
         signs = np.where(np.arange(sampled) < sampled / 2, 1.0, -1.0)
         rollout.logprobs[prompt:] = (own.numpy() + shift * signs).tolist()
         rollouts.append(rollout)
-    return Batch(step=4, policy_version=2, weights_digest="d" * 32, temperature=TEMPERATURE, rollouts=rollouts)
+    return Batch(step=4, policy_version=2, weights_digest="d" * 32, sampling=Sampling(TEMPERATURE), rollouts=rollouts)
 
 
 def step(
@@ -79,7 +80,9 @@ def step(
     ((minibatch,),) = plan_epochs(
         samples, UpdatesConfig(), row_tokens=row_tokens, parallel=parallel, seed=0, step=4, arrangement="packed"
     )
-    loss = policy_step(policy, minibatch, policy_loss(config), parallel, statistics, reading=Reading(TEMPERATURE))
+    loss = policy_step(
+        policy, minibatch, policy_loss(config), parallel, statistics, reading=Reading(Sampling(TEMPERATURE))
+    )
     metrics = statistics.reduce(parallel)
     assert metrics["loss"] == pytest.approx(loss)
     gradients = {n: local_part(p.grad).clone() for n, p in policy.hf_model.named_parameters() if p.grad is not None}

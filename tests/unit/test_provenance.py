@@ -12,6 +12,7 @@ from trainer.policy.provenance import check_provenance
 from triad.events import EVENTS_ENV
 from triad.messages import Batch
 from triad.run_dir import RunDir
+from triad.sampling import Sampling
 from triad.weights_digest import weights_digest
 
 
@@ -25,7 +26,7 @@ def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def make_batch(digest: str, *, version: int = 3) -> Batch:
-    return Batch(step=version + 2, policy_version=version, weights_digest=digest, temperature=1.0, rollouts=[])
+    return Batch(step=version + 2, policy_version=version, weights_digest=digest, sampling=Sampling(1.0), rollouts=[])
 
 
 def test_a_batch_of_other_weights_with_the_same_number_is_told_with_both_digests(tmp_path: Path, events: Path) -> None:

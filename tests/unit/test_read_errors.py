@@ -26,6 +26,7 @@ from triad.manifest import MANIFEST_NAME, is_committed, read_manifest, verify
 from triad.messages import Batch
 from triad.remote import RemoteCheckpoints
 from triad.run_dir import RunDir, resolve_resume_step
+from triad.sampling import Sampling
 
 
 @contextmanager
@@ -127,7 +128,7 @@ def test_batches_and_weights_that_cannot_be_read_are_not_replaced(run_dir: RunDi
         schedule.version_for(5)
     assert schedule.version_for(5) == 3
     state = msgspec.structs.replace(OrchestratorState(), step=1)
-    batch = Batch(step=1, policy_version=0, weights_digest="", temperature=1.0, rollouts=[])
+    batch = Batch(step=1, policy_version=0, weights_digest="", sampling=Sampling(1.0), rollouts=[])
     directory = journal.publish_batch(run_dir, batch, state.encode())
     with unreadable(directory / MANIFEST_NAME), pytest.raises(ReadError) as caught:
         find_start(run_dir, None)

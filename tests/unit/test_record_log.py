@@ -26,6 +26,7 @@ from triad.errors import RunDirError
 from triad.messages import VersionSpan
 from triad.record_log import MARKER, RecordLog, read_records
 from triad.run_dir import RunDir
+from triad.sampling import Sampling
 
 PAYLOADS = [bytes([number]) * (50 * number + 1) for number in range(6)]
 
@@ -144,6 +145,7 @@ KILLED = """
 import sys
 from pathlib import Path
 from triad.record_log import RecordLog
+from triad.sampling import Sampling
 log = RecordLog(Path(sys.argv[1]), valid_bytes=0)
 number = 0
 while True:
@@ -173,7 +175,7 @@ def completion(number: int) -> Completion:
 
 
 def make_log(run_dir: RunDir, answers: int = 0) -> GenerationLog:
-    log = GenerationLog(run_dir, 7, weights_digest="d", temperature=1.0, stop_token_ids=[3])
+    log = GenerationLog(run_dir, 7, weights_digest="d", sampling=Sampling(1.0), stop_token_ids=[3])
     for number in range(answers):
         log.append([1, 2], max_tokens=4, seeds=[number], completions=[completion(number)])
     log.close()
@@ -210,7 +212,7 @@ def test_a_damaged_log_of_generations_is_said_and_the_rest_used(
 
 
 def test_a_full_disk_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = GenerationLog(RunDir(tmp_path), 7, weights_digest="d", temperature=1.0, stop_token_ids=[3])
+    log = GenerationLog(RunDir(tmp_path), 7, weights_digest="d", sampling=Sampling(1.0), stop_token_ids=[3])
 
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
@@ -232,7 +234,7 @@ def test_the_example_of_the_documentation_reads_a_log(tmp_path: Path) -> None:
         [sys.executable, "-c", example, str(path)], check=True, capture_output=True, text=True
     ).stdout.splitlines()
     header, *answers = map(msgspec.json.decode, printed)
-    assert (header["format"], header["step"], header["weights_digest"]) == (3, 7, "d")
+    assert (header["format"], header["step"], header["weights_digest"]) == (4, 7, "d")
     assert [answer["seeds"] for answer in answers] == [[0], [1]]
     printed_completion = answers[1]["completions"][0]
     assert printed_completion["token_ids"] == [11, 3] and printed_completion["logprobs"] == [-1.0, -0.5]

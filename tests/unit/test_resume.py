@@ -32,6 +32,7 @@ from triad.messages import Batch, Rollout, VersionSpan, encode_batch
 from triad.object_store import StorageError
 from triad.resume import prepare
 from triad.run_dir import RunDir
+from triad.sampling import Sampling
 
 Sft = Callable[..., tuple[int, str, str]]
 
@@ -94,7 +95,7 @@ def add_weights(run: RunDir, version: int) -> Path:
 def add_batch(run: RunDir, step: int, *, version: int, rollouts: Sequence[Rollout] = ()) -> Path:
     directory = run.batch(step)
     directory.mkdir(parents=True)
-    batch = Batch(step=step, policy_version=version, weights_digest="", temperature=1.0, rollouts=list(rollouts))
+    batch = Batch(step=step, policy_version=version, weights_digest="", sampling=Sampling(1.0), rollouts=list(rollouts))
     (directory / "batch.msgpack").write_bytes(encode_batch(batch))
     files = manifest.describe_files(directory)
     listing = manifest.Manifest(kind="batch", step=step, policy_version=version, files=files)

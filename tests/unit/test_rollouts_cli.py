@@ -21,6 +21,7 @@ from triad.arrays import Logprobs, LossMask, TokenIds, decode_packed
 from triad.journal import Accepted, Counts, publish_batch, read_batch
 from triad.messages import Batch, Dropped, Rollout, VersionSpan
 from triad.run_dir import RunDir
+from triad.sampling import Sampling
 
 Command = Callable[..., tuple[int, str, str]]
 PROMPT, ANSWER, FEEDBACK = "abc>", "cba<|end|>", "again>"
@@ -56,7 +57,7 @@ def make_batch(step: int) -> Batch:
         step=step,
         policy_version=step - 1,
         weights_digest="d" * 32,
-        temperature=0.5,
+        sampling=Sampling(0.5, min_p=0.25),
         rollouts=made,
         metrics={"reward/mean": 0.5},
     )
@@ -149,7 +150,7 @@ def test_show_lists_the_problems_of_a_batch(rollouts: Command, run_dir: RunDir) 
     named = [(line["problem"], line["environment"], line["task_id"], line["rollouts"]) for line in found["problems"]]
     assert named == [(0, "a", 2, 2), (1, "b", 2, 2)]
     _, out, _ = rollouts("show", "latest", "--output-dir", run_dir.path)
-    assert f"batch 4, sampled by version 3 with digest {'d' * 32} at temperature 0.5" in out
+    assert f"batch 4, sampled by version 3 with digest {'d' * 32} at temperature 0.5, min_p 0.25" in out
 
 
 def test_show_decodes_the_turns_of_a_problem(rollouts: Command, run_dir: RunDir) -> None:
@@ -185,7 +186,7 @@ def test_a_batch_of_a_teacher_says_so(rollouts: Command, run_dir: RunDir) -> Non
     batch = msgspec.structs.replace(make_batch(5), weights_digest="", teacher_digest="t" * 32)
     publish_batch(run_dir, batch, msgspec.json.encode(state_after(5)))
     _, out, _ = rollouts("show", "5", "--output-dir", run_dir.path)
-    assert f"batch 5, sampled by the teacher with digest {'t' * 32} at temperature 0.5" in out
+    assert f"batch 5, sampled by the teacher with digest {'t' * 32} at temperature 0.5, min_p 0.25" in out
 
 
 def test_what_was_set_aside_is_shown_by_its_path(rollouts: Command, run_dir: RunDir) -> None:
@@ -201,7 +202,9 @@ def test_export_to_lines_holds_every_rollout(rollouts: Command, run_dir: RunDir,
     assert (found["batches"], found["rollouts"], found["size_bytes"]) == (2, 8, target.stat().st_size)
     rows = [json.loads(line) for line in target.read_text().splitlines()]
     assert [row.pop("step") for row in rows] == [2] * 4 + [3] * 4
-    assert {row.pop("policy_version") for row in rows} == {1, 2} and {row.pop("temperature") for row in rows} == {0.5}
+    assert {row.pop("policy_version") for row in rows} == {1, 2}
+    names = ("temperature", "top_p", "top_k", "min_p")
+    assert {tuple(row.pop(name) for name in names) for row in rows} == {(0.5, 1.0, 0, 0.25)}
     assert (
         msgspec.convert(rows, list[Rollout], dec_hook=decode_packed)
         == read_batch(run_dir, 2).rollouts + read_batch(run_dir, 3).rollouts

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from trainer.models.truncation import truncate
+from triad.sampling import PLAIN_SAMPLING, Sampling
+
 Head = Callable[[Tensor], Tensor]
 """From hidden states (C, H) to logits (C, V)."""
 
@@ -36,18 +39,18 @@ class Reading:
     """What is read off the logits that predict a target.
 
     Attributes:
-        temperature: softmax temperature, the same as the sampler's.
+        sampling: the distribution that the targets were sampled from.
     """
 
-    temperature: float = 1.0
+    sampling: Sampling = PLAIN_SAMPLING
 
 
 class Predicted(NamedTuple):
     """What was read off the logits of each target, in nats, float32.
 
     Attributes:
-        logprobs_N: log softmax(logits / temperature) at the target.
-        entropy_N: of that softmax, without gradient.
+        logprobs_N: of the target, in the distribution that `Reading.sampling` says.
+        entropy_N: of that distribution, without gradient.
     """
 
     logprobs_N: Tensor
@@ -87,8 +90,11 @@ def token_logprobs(
 
 
 def _read(logits_CV: Tensor, target_ids_C: Tensor, reading: Reading) -> Predicted:
-    if reading.temperature != 1.0:
-        logits_CV = logits_CV / reading.temperature
+    sampling = reading.sampling
+    if sampling.temperature != 1.0:
+        logits_CV = logits_CV / sampling.temperature
+    if sampling.is_truncated:
+        logits_CV = truncate(logits_CV, target_ids_C, sampling)
     all_logprobs_CV = torch.log_softmax(logits_CV, dim=-1)
     with torch.no_grad():
         entropy_C = -(all_logprobs_CV.exp() * all_logprobs_CV).sum(-1)

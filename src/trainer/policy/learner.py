@@ -43,7 +43,9 @@ from triad.config import TrainerConfig
 from triad.config.algorithm import UpdatesConfig
 from triad.config.rl_trainer import TOKEN_ADVANTAGES
 from triad.config.schedule import learning_rate
+from triad.errors import ConfigError
 from triad.messages import Batch, Rollout
+from triad.sampling import Sampling
 
 
 class Learner:
@@ -86,7 +88,7 @@ class Learner:
         samples = to_samples(rollouts, trained_version=step - 1)
         trained = without_truncated(samples, rollouts) if config.rewards.truncated == "mask" else samples
         epochs = self._plan(step, trained, config.updates)
-        reading = Reading(temperature=batch.temperature)
+        reading = Reading(_learned_distribution(batch, config))
         with stopwatch.phase("experience"):
             left_out = [sample for sample, own in zip(samples, trained, strict=True) if own is not sample]
             self._measure(reading, [*epochs[0], *self._plan(step, left_out, UpdatesConfig())[0]])
@@ -97,6 +99,7 @@ class Learner:
             trained,
             lambda found: self._annotate(OLD_LOGPROB, self._policy, reading, found),
             is_foreign=is_foreign,
+            is_truncated=reading.sampling.is_truncated,
         )
         metrics |= self._update(step, reading, trained, epochs, stopwatch)
         metrics |= self._steer_kl(samples[: len(batch.rollouts)])
@@ -243,3 +246,21 @@ class Learner:
                 policy_step(self._policy, minibatch, self._loss, self._parallel, statistics, reading=reading)
         reshard(self._policy)
         self._mismatch.before_update(step, statistics)
+
+
+def _learned_distribution(batch: Batch, config: TrainerConfig) -> Sampling:
+    """Return the distribution over tokens that the step changes: what the policy samples from.
+
+    What a teacher sampled is imitated by the whole distribution: what it never samples must become unlikely.
+
+    Raises:
+        ConfigError: a divergence is asked for, of distributions that have different tokens.
+    """
+    if not batch.weights_digest:
+        return batch.sampling.whole()
+    if batch.sampling.is_truncated and config.kl is not None:
+        raise ConfigError(
+            f"batch {batch.step} was sampled at {batch.sampling}, and trainer.kl compares distributions over all "
+            "tokens: leave orchestrator.sampling.top_p, top_k and min_p at 1, 0 and 0, or leave trainer.kl out"
+        )
+    return batch.sampling

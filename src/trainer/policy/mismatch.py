@@ -32,11 +32,18 @@ from triad.messages import Rollout
 # Mean k3 per token, in nats. Measured: 1e-14 to 1e-11 in float32, 1e-4 in bfloat16; 1e-3 is usual there for large
 # models. Attention soft caps of 5 that were left out gave 7e-8 to 0.2, depending on the model.
 LIMITS = {"float32": 1e-6, "bfloat16": 0.05}
+# Of truncated distributions, in float32. A token at the border that rounding cuts on one side alone moves the
+# log-probability of the sampled token by as much as its own probability: rare, but 0.3 nats at one of 100 tokens make
+# 4e-4, and a resume would meet them again. The canary, which is not truncated, is held to the limit above.
+_TRUNCATED_LIMIT = 1e-3
 
 
-def mismatch_limit(config: TrainerConfig) -> float:
+def mismatch_limit(config: TrainerConfig, *, is_truncated: bool = False) -> float:
     """Return the largest `mismatch_kl` at age 0 that is rounding, in nats."""
-    return LIMITS[config.numerics] if config.mismatch_limit is None else config.mismatch_limit
+    if config.mismatch_limit is not None:
+        return config.mismatch_limit
+    limit = LIMITS[config.numerics]
+    return max(limit, _TRUNCATED_LIMIT) if is_truncated else limit
 
 
 class MismatchCheck:
@@ -60,6 +67,7 @@ class MismatchCheck:
             )
         self._is_done = False
         self._is_comparable = False
+        self._limit = mismatch_limit(config)
 
     def begin(
         self,
@@ -69,6 +77,7 @@ class MismatchCheck:
         measure: Callable[[Sequence[Minibatch]], None],
         *,
         is_foreign: bool = False,
+        is_truncated: bool = False,
     ) -> None:
         """Note what this step trains on; with dropout, compare. Collective.
 
@@ -76,11 +85,13 @@ class MismatchCheck:
             samples: of `rollouts`, and perhaps others behind them.
             measure: fills in `OLD_LOGPROB` without dropout.
             is_foreign: other weights than those of this step's trainer sampled the rollouts; nothing is compared.
+            is_truncated: the distributions that they were sampled from were.
 
         Raises:
             TrainingError: the engine computes another model.
         """
         # A teacher's rollouts have no versions.
+        self._limit = mismatch_limit(self._config, is_truncated=is_truncated)
         self._is_comparable = not is_foreign and all(rollout.versions for rollout in rollouts)
         if self._is_done or not (self._is_comparable and self._is_random):
             return
@@ -123,12 +134,11 @@ class MismatchCheck:
             self._refuse_above_limit(step, mismatch_kl)
 
     def _refuse_above_limit(self, step: int, mismatch_kl: float) -> None:
-        if not mismatch_kl <= mismatch_limit(self._config):
-            raise _other_model(step, mismatch_kl, self._config, kind=self._kind)
+        if not mismatch_kl <= self._limit:
+            raise _other_model(step, mismatch_kl, self._limit, self._config, kind=self._kind)
 
 
-def _other_model(step: int, mismatch_kl: float, config: TrainerConfig, *, kind: str) -> TrainingError:
-    limit = mismatch_limit(config)
+def _other_model(step: int, mismatch_kl: float, limit: float, config: TrainerConfig, *, kind: str) -> TrainingError:
     source = "trainer.mismatch_limit"
     if config.mismatch_limit is None:
         source += f", unset: for {config.numerics}"

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from triad.config.base import CkptConfig, Command, ModelConfig, Section
+from triad.sampling import PLAIN_SAMPLING, Sampling
 
 
 class EnvironmentConfig(Section):
@@ -50,13 +51,34 @@ class EnvironmentConfig(Section):
 
 
 class SamplingConfig(Section):
-    """How completions are sampled."""
+    """How completions are sampled. The trainer computes log-probabilities of the same distribution."""
 
-    temperature: float = Field(default=1.0, gt=0)
-    """Softmax temperature; the trainer uses the same."""
+    temperature: float = Field(default=1.0, ge=0.01, le=2)
+    """Softmax temperature."""
+
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the fewest likeliest tokens whose probabilities sum to this; 1: from all."""
+
+    top_k: int = Field(default=0, ge=0, lt=2**31)
+    """Sample from the k likeliest tokens; 0: from all."""
+
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Sample from tokens at least this times as likely as the likeliest; 0: from all."""
 
     max_tokens: int = Field(default=128, ge=1)
     """Most tokens sampled in one turn."""
+
+    @property
+    def distribution(self) -> Sampling:
+        """What every token is sampled from."""
+        return Sampling(self.temperature, self.top_p, self.top_k, self.min_p)
+
+    @field_validator("top_k")
+    @classmethod
+    def _leaves_a_choice(cls, top_k: int) -> int:
+        if top_k == 1:
+            raise ValueError("1 leaves one token to choose from, and nothing to learn: take 0 (all), or 2 and more")
+        return top_k
 
 
 class DynamicSamplingConfig(Section):
@@ -208,10 +230,12 @@ class OrchestratorConfig(Command):
 
     @model_validator(mode="after")
     def _comparable_with_a_teacher(self) -> OrchestratorConfig:
-        if self.teacher is not None and self.teacher.mode == "logprobs" and self.sampling.temperature != 1.0:
+        judged = self.teacher is not None and self.teacher.mode == "logprobs"
+        if judged and self.sampling.distribution != PLAIN_SAMPLING:
             raise ValueError(
-                f"sampling.temperature = {self.sampling.temperature:g}: the log-probabilities of a teacher (mode = "
-                "'logprobs') are at temperature 1, so those of the policy must be"
+                f"sampling at {self.sampling.distribution}: the log-probabilities of a teacher (mode = 'logprobs') are "
+                "at temperature 1 and of all tokens, so those of the policy must be: leave temperature, top_p, top_k "
+                "and min_p of sampling at 1, 1, 0 and 0"
             )
         return self
 

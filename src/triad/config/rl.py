@@ -82,6 +82,7 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
     config = config.model_copy(deep=True)
     _check_teacher(config)
     _check_groups(config)
+    _check_truncation(config)
     for setting, names in _SHARED.items():
         if setting == "model":
             _hand_down_model(config, names)
@@ -126,6 +127,18 @@ def _check_groups(config: RlConfig) -> None:
             f"trainer.advantage = '{trainer.advantage}' compares the rollouts of one problem, and "
             "orchestrator.group_size = 1 gives each a single one: set group_size to 2 or more, or take an advantage "
             f"that needs no group: {', '.join(SINGLE_ADVANTAGES)}, or one of your own"
+        )
+
+
+def _check_truncation(config: RlConfig) -> None:
+    """Refuse a divergence between distributions that have different tokens."""
+    sampling = config.orchestrator.sampling.distribution
+    if sampling.is_truncated and config.trainer.kl is not None and not config.orchestrator.is_sampled_by_teacher:
+        raise ConfigError(
+            f"orchestrator.sampling cuts off tokens ({sampling}), and trainer.kl compares log-probabilities with a "
+            "reference, which cuts off others: where that is a sampled token, the divergence is infinite. Set "
+            "top_p, top_k and min_p back to 1, 0 and 0 (a temperature below 1 also avoids unlikely tokens), or leave "
+            "trainer.kl out"
         )
 
 

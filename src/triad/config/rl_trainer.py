@@ -84,8 +84,8 @@ class TrainerConfig(TrainingCommand):
 
     mismatch_limit: float | None = Field(default=None, gt=0, allow_inf_nan=True)
     """Largest `mismatch_kl`, in nats a token, of rollouts by the very weights that a step trains: above it trainer and
-    engine compute different models, and the run ends before it trains on them. Unset: 1e-6 in float32, 0.05 where
-    trainer or engines are in bfloat16; `inf`: never."""
+    engine compute different models, and the run ends before it trains on them. Unset: 1e-6 in float32 (1e-3 where
+    sampling cuts tokens), 0.05 where trainer or engines are in bfloat16; `inf`: never."""
 
     sampler_dtype: DType | None = None
     """Dtype of the engines, which decides what difference counts as rounding; unset: `model.dtype`. `rl` fills in that
