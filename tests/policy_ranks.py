@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.policy_inputs import policy_input
 from tests.two_ranks import run_on_two_ranks
 from trainer import tokenizing
 from trainer.data import load_tokenizer
@@ -54,8 +55,8 @@ def loss_input(tokens: list[tuple[float, float, float, float, int]]) -> tuple[Po
     """Return the input of a loss with these tokens, and their ages."""
     columns = torch.tensor(tokens, dtype=torch.float32).reshape(-1, 5).T
     nothing_N = torch.zeros(len(tokens))
-    data = PolicyLossInput(
-        logprobs_N=columns[0], old_logprobs_N=columns[1], sampler_logprobs_N=columns[2],
+    data = policy_input(
+        columns[0], old_logprobs_N=columns[1], sampler_logprobs_N=columns[2],
         reference_logprobs_N=columns[3],
         advantages_N=nothing_N, weights_N=nothing_N, sequence_N=nothing_N.long(), step_sequences=6, step_tokens=6,
     )  # fmt: skip

@@ -38,7 +38,7 @@ def check_training(config: TrainingCommand) -> None:
 
     Raises:
         DataError: a local path is not there.
-        ConfigError: a function of the user cannot be loaded.
+        ConfigError: a function of the user cannot be loaded, or a setting is missing that `rl` would hand down.
     """
     require_model(config.model.name, key="model.name")
     ckpt = config.ckpt
@@ -57,6 +57,11 @@ def check_training(config: TrainingCommand) -> None:
             require_model(name, key=key)
     if config.pretraining is not None:
         require_data(config.pretraining.data.name, key="pretraining.data.name")
+    if config.loss.aggregation == "constant" and config.loss.constant_tokens is None:
+        raise ConfigError(
+            "loss.aggregation = 'constant' needs loss.constant_tokens: set it to orchestrator.sampling.max_tokens, "
+            "which `rl` does by itself"
+        )
     if ":" in config.loss.type or ":" in config.advantage:
         _check_in_child("triad.check_functions", config)
 

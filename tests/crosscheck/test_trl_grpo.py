@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tests.conftest import ModelFactory
 from tests.judged import judged_groups, judged_rollout
+from tests.policy_inputs import policy_input
 from trainer.models.logprobs import Reading
 from trainer.models.model import build_policy
 from trainer.packing import Sample, build_micro_batch
@@ -75,8 +76,8 @@ class Step:
         """Return the input of our losses; the log-probabilities are those that `new_BT` holds."""
         lengths_B = self.mask_BT.sum(1)
         sequence_N = torch.arange(len(lengths_B)).repeat_interleave(lengths_B)
-        return PolicyLossInput(
-            logprobs_N=self.tokens_of(self.new_BT),
+        return policy_input(
+            self.tokens_of(self.new_BT),
             old_logprobs_N=self.tokens_of(self.old_BT),
             sampler_logprobs_N=self.tokens_of(self.sampler_BT),
             advantages_N=self.advantages_B[sequence_N],
@@ -124,13 +125,14 @@ def model(tiny_model: ModelFactory) -> Path:
 # Ours, and the settings of TRL that mean the same.
 LOSSES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"type": "grpo"}, {"loss_type": "grpo"}),
+    ({"type": "grpo", "dual_clip": 1.3}, {"loss_type": "grpo", "delta": 1.3}),
     ({"type": "grpo", "clip_low": 0.1, "clip_high": 0.5}, {"loss_type": "grpo", "epsilon": 0.1, "epsilon_high": 0.5}),
     ({"type": "dr_grpo", "constant_tokens": 50}, {"loss_type": "dr_grpo", "max_completion_length": 50}),
     ({"type": "dapo"}, {"loss_type": "dapo", "epsilon_high": 0.28}),
     # The denominator of bnpo is the tokens of one micro-batch, here the whole step.
     ({"type": "dapo"}, {"loss_type": "bnpo", "epsilon_high": 0.28}),
     (
-        {"type": "gspo", "clip_low": 0.1, "clip_high": 0.2},
+        {"type": "gspo", "ratio_to": "sampler", "clip_low": 0.1, "clip_high": 0.2},
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.2},
     ),
     # TRL's bound of CISPO is the largest ratio itself, ours what it exceeds 1 by.
@@ -142,7 +144,8 @@ LOSSES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_losses_gradients_and_clip_fractions_are_those_of_trl(
     our_settings: dict[str, Any], trl_settings: dict[str, Any], trl_trainers: ModuleType, model: Path, tmp_path: Path
 ) -> None:
-    loss_function = policy_loss(PolicyLossConfig.model_validate(our_settings))
+    unbounded = {} if our_settings["type"] == "cispo" else {"dual_clip": "inf"}  # TRL bounds only with `delta`
+    loss_function = policy_loss(PolicyLossConfig.model_validate(unbounded | our_settings))
     trainer = trl_trainers.grpo_trainer(model, tmp_path, **trl_settings)
     for seed in range(5):
         step = random_step(seed)
@@ -174,7 +177,8 @@ def test_gspo_clips_the_sequences_that_trl_clips(trl_trainers: ModuleType, model
         trainer.forwards = [alone.new_BT]
         trainer._metrics["train"].clear()
         trainer._compute_loss(trainer.model, alone.for_trl())
-        _, counts = policy_loss(PolicyLossConfig(type="gspo", clip_low=0.1, clip_high=0.2))(alone.for_ours())
+        config = PolicyLossConfig(type="gspo", ratio_to="sampler", clip_low=0.1, clip_high=0.2)
+        _, counts = policy_loss(config)(alone.for_ours())
         for side in ("low", "high"):
             assert counts[f"clip_fraction/{side}"] == length * trainer._metrics["train"][f"clip_ratio/{side}_mean"][0]
 
@@ -259,7 +263,7 @@ def test_the_kl_term_is_k3_and_shares_the_denominator(
         kl_N = kl_N * step.tokens_of(step.new_BT - step.sampler_BT).exp()
         ours = beta * (step.for_ours().weights_N * kl_N).sum()
     else:
-        config, data = PolicyLossConfig(), step.for_ours()
+        config, data = PolicyLossConfig(type="grpo"), step.for_ours()
         loss = policy_loss(config)
         ours = with_kl_term(loss, config, KlCoefficient(beta), "k3")(data)[0] - loss(data)[0]
     assert_same_loss_and_gradient(theirs, ours, step.new_BT)

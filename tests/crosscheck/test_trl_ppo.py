@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from tests.conftest import ModelFactory
+from tests.policy_inputs import policy_input
 from trainer.policy.gae import generalized_advantages, value_loss
 from trainer.policy.kl import estimate_kl
-from trainer.policy.losses import PolicyLossInput, policy_loss
+from trainer.policy.losses import policy_loss
 from triad.config.losses import PolicyLossConfig
 
 if TYPE_CHECKING:
@@ -81,8 +82,8 @@ def test_the_policy_loss_is_that_of_trl(updates: list[PpoUpdate]) -> None:
         lengths_B = update.tokens_BT.sum(1)
         logprobs_N = update.new_logprobs_BT[update.tokens_BT].requires_grad_()
         old_N = update.old_logprobs_BT[update.tokens_BT]
-        data = PolicyLossInput(
-            logprobs_N=logprobs_N,
+        data = policy_input(
+            logprobs_N,
             old_logprobs_N=old_N,
             sampler_logprobs_N=old_N,
             advantages_N=update.whitened_advantages_BT[update.tokens_BT],

@@ -193,6 +193,25 @@ def test_the_file_of_an_algorithm_goes_over_that_of_the_quick_start(path: Path, 
         assert tokens in (None, config.orchestrator.sampling.max_tokens)
 
 
+def test_the_constant_of_dr_grpo_is_the_most_tokens_that_a_turn_may_have() -> None:
+    constant = ("--trainer.loss.type", "dr_grpo", "--orchestrator.sampling.max-tokens", "77")
+    assert rl(*constant).trainer.loss.constant_tokens == 77
+    assert rl(*constant, "--trainer.loss.constant-tokens", "5").trainer.loss.constant_tokens == 5
+    assert rl("--trainer.loss.type", "grpo").trainer.loss.constant_tokens is None
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--trainer.advantage", "gae", "--trainer.critic.gamma", "1"),
+        ("--trainer.advantage", "distillation", "--trainer.kl.reference", "a/b"),
+    ],
+)
+def test_gspo_is_not_given_advantages_of_single_tokens(flags: tuple[str, ...]) -> None:
+    assert "set loss.type = 'gspo_token'" in disagreement(*flags, "--trainer.loss.type", "gspo")
+    assert rl(*flags, "--trainer.loss.type", "gspo_token").trainer.loss.correction.type == "truncate"
+
+
 TEACHER = ("--orchestrator.teacher.urls", "http://127.0.0.1:9000", "--orchestrator.teacher.model", "a/teacher")
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.policy_inputs import policy_input
 from trainer.policy.kl import KlCoefficient, KlEstimator
 from trainer.policy.losses import PolicyLossInput, policy_loss
 from trainer.policy.losses.kl_term import with_kl_term
@@ -26,8 +27,8 @@ SLOPES = {"k2": lambda d: d, "k3": lambda d: 1 - math.exp(-d)}
 
 def loss_input(logprobs_N: Tensor) -> PolicyLossInput:
     fixed_N = torch.tensor(LOGPROBS, dtype=torch.float64)
-    return PolicyLossInput(
-        logprobs_N=logprobs_N, old_logprobs_N=fixed_N, sampler_logprobs_N=fixed_N,
+    return policy_input(
+        logprobs_N, old_logprobs_N=fixed_N, sampler_logprobs_N=fixed_N,
         advantages_N=torch.tensor(ADVANTAGES, dtype=torch.float64),
         weights_N=torch.tensor(WEIGHTS["sequence"], dtype=torch.float64),
         sequence_N=torch.tensor([0, 0, 1]), step_sequences=2, step_tokens=3,

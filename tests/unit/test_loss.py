@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.policy_inputs import policy_input
 from trainer.loss import cross_entropy, k3
 from trainer.packing import Sample, build_micro_batch
 from trainer.policy.losses import PolicyLossInput, policy_loss
@@ -17,13 +18,13 @@ from triad.config.losses import PolicyLossConfig
 from triad.errors import DataError
 from triad.messages import Rollout, VersionSpan
 
-CLIP = PolicyLossConfig(clip_low=0.2, clip_high=0.3)
+CLIP = PolicyLossConfig(type="grpo", clip_low=0.2, clip_high=0.3)
 
 
 def one_sequence(logprobs: Tensor, sampler: Tensor, advantages: Tensor, weights: Tensor) -> PolicyLossInput:
     """Return the input of a step with these tokens as its one sequence."""
-    return PolicyLossInput(
-        logprobs_N=logprobs,
+    return policy_input(
+        logprobs,
         old_logprobs_N=logprobs.detach(),
         sampler_logprobs_N=sampler,
         advantages_N=advantages,
@@ -102,7 +103,7 @@ def test_sign_aware_clip_counts_of_the_worked_example() -> None:
     """d = (.1, -.3, 0) and eps 0.2: one in three lies outside, and counts only when its advantage is negative."""
     sampler = torch.zeros(3)
     log_ratio = torch.tensor([0.1, -0.3, 0.0])
-    loss = policy_loss(PolicyLossConfig(clip_low=0.2, clip_high=0.2))
+    loss = policy_loss(PolicyLossConfig(type="grpo", clip_low=0.2, clip_high=0.2))
     for second, low in ((-1.0, 1), (1.0, 0)):
         advantages = torch.tensor([1.0, second, 1.0])
         _, counts = loss(one_sequence(log_ratio, sampler, advantages, torch.ones(3)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,126 +13,64 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from tests.slow_losses import as_input, configured, random_step, slow_gradient, slow_loss
 from trainer.policy.losses import PolicyLossInput, policy_loss
-from triad.config.losses import LOSSES, CorrectionConfig, PolicyLossConfig
+from triad.config.losses import LOSSES, PolicyLossConfig
 from triad.errors import ConfigError, TrainingError
 
 BUILT_IN = tuple(LOSSES)
-CORRECTIONS = [
-    CorrectionConfig(),
-    CorrectionConfig(type="truncate", high=1.2),
-    CorrectionConfig(type="mask", low=0.8, high=1.2),
-    CorrectionConfig(type="truncate", level="sequence", high=1.2),
-    CorrectionConfig(type="mask", level="sequence", low=0.6, high=1.5),
+RATIO_TO = [name for name in BUILT_IN if "ratio_to" in LOSSES[name]]
+CORRECTIONS: list[dict[str, Any]] = [
+    {"type": "none"},
+    {"type": "truncate", "high": 1.2},
+    {"type": "mask", "low": 0.8, "high": 1.2},
+    {"type": "truncate", "level": "sequence", "high": 1.2},
+    {"type": "mask", "level": "sequence", "low": 0.6, "high": 1.5},
+    {"type": "truncate", "level": "geometric", "high": 1.1, "veto": 0.7},
+    {"type": "mask", "level": "geometric", "low": 0.9, "high": 1.2},
+    {"type": "mask", "veto": 0.6},
 ]
-Sequences = list[list[dict[str, float]]]
 
 
-def clip(value: float, low: float, high: float) -> float:
-    return min(max(value, low), high)
+def named(settings: dict[str, Any]) -> str:
+    return "-".join(map(str, settings.values()))
 
 
-def factor(sequence: list[dict[str, float]], token: dict[str, float], config: CorrectionConfig) -> float:
-    over = sequence if config.level == "sequence" else [token]
-    weight = math.prod(math.exp(t["old"] - t["sampler"]) for t in over)
-    if config.type == "none":
-        return 1.0
-    if config.type == "truncate":
-        return min(weight, config.high)
-    return weight if config.low <= weight <= config.high else 0.0
-
-
-def slow_loss(sequences: Sequences, config: PolicyLossConfig, frozen: Sequences) -> float:
-    """Return the loss in loops; `frozen` holds the log-probs wherever the paper stops the gradient."""
-    base = "sampler" if config.correction.type == "none" else "old"
-    num_tokens = sum(len(sequence) for sequence in sequences)
-    total = 0.0
-    for sequence, held in zip(sequences, frozen, strict=True):
-        for token, held_token in zip(sequence, held, strict=True):
-            if config.aggregation == "sequence":
-                weight = 1 / len(sequences) / len(sequence)
-            elif config.aggregation == "token":
-                weight = 1 / num_tokens
-            else:
-                assert config.constant_tokens is not None
-                weight = 1 / len(sequences) / config.constant_tokens
-            advantage = token["advantage"]
-            if config.type == "sft":
-                objective = token["new"]
-            elif config.type == "policy_gradient":
-                objective = advantage * token["new"]
-            elif config.type == "cispo":
-                ratio = math.exp(held_token["new"] - token[base])
-                objective = clip(ratio, *config.clip_range) * advantage * token["new"]
-            else:
-                ratio = math.exp(token["new"] - token[base])
-                if config.type == "gspo":
-                    ratio = math.exp(sum(t["new"] - t[base] for t in sequence) / len(sequence))
-                objective = min(ratio * advantage, clip(ratio, *config.clip_range) * advantage)
-            total -= weight * factor(sequence, token, config.correction) * objective
-    return total
-
-
-def random_step(seed: int) -> Sequences:
-    generator = random.Random(seed)
-    sequences = []
-    for length in (1, 4, 7, 2):
-        advantage = generator.gauss(0, 1)
-        sampler = [generator.uniform(-4, -0.1) for _ in range(length)]
-        old = [logprob + generator.gauss(0, 0.3) for logprob in sampler]
-        sequences.append(
-            [
-                {"sampler": s, "old": o, "new": o + generator.gauss(0, 0.3), "advantage": advantage}
-                for s, o in zip(sampler, old, strict=True)
-            ]
-        )
-    return sequences
-
-
-def as_input(sequences: Sequences, *, dtype: torch.dtype = torch.float64) -> PolicyLossInput:
-    tokens = [token for sequence in sequences for token in sequence]
-
-    def tensor(name: str) -> Tensor:
-        return torch.tensor([token[name] for token in tokens], dtype=dtype)
-
-    shares = [1 / len(sequences) / len(sequence) for sequence in sequences for _ in sequence]
-    return PolicyLossInput(
-        logprobs_N=tensor("new").requires_grad_(),
-        old_logprobs_N=tensor("old"),
-        sampler_logprobs_N=tensor("sampler"),
-        advantages_N=tensor("advantage"),
-        weights_N=torch.tensor(shares, dtype=dtype),
-        sequence_N=torch.tensor([index for index, sequence in enumerate(sequences) for _ in sequence]),
-        step_sequences=len(sequences),
-        step_tokens=len(tokens),
-    )
-
-
-@pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda c: f"{c.type}-{c.level}")
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=named)
 @pytest.mark.parametrize("aggregation", ["sequence", "token", "constant"])
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_loss_and_gradient_are_those_of_the_slow_one(name: str, aggregation: Any, correction: CorrectionConfig) -> None:
-    clips: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3} if "clip_low" in LOSSES[name] else {}
-    config = PolicyLossConfig(type=name, aggregation=aggregation, correction=correction, **clips)
+def test_loss_and_gradient_are_those_of_the_slow_one(name: str, aggregation: str, correction: dict[str, Any]) -> None:
+    settings: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3} if "clip_low" in LOSSES[name] else {}
+    settings |= {"dual_clip": 1.4} if "dual_clip" in LOSSES[name] else {}
+    settings |= {"ratio_max": 1.3} if "ratio_max" in LOSSES[name] else {}
+    config = configured(name, aggregation=aggregation, correction=correction, **settings)
     for seed in range(3):
         sequences = random_step(seed)
         data = as_input(sequences)
         loss, _ = policy_loss(config)(data)
         assert loss.item() == pytest.approx(slow_loss(sequences, config, sequences), rel=1e-9, abs=1e-12)
         gradient = torch.autograd.grad(loss, data.logprobs_N)[0].tolist()
-        for index, place in enumerate((i, j) for i, sequence in enumerate(sequences) for j in range(len(sequence))):
-            moved = []
-            for by in (1e-6, -1e-6):
-                copy = [[dict(token) for token in sequence] for sequence in sequences]
-                copy[place[0]][place[1]]["new"] += by
-                moved.append(slow_loss(copy, config, sequences))
-            assert gradient[index] == pytest.approx((moved[0] - moved[1]) / 2e-6, rel=1e-4, abs=1e-8)
+        assert gradient == pytest.approx(slow_gradient(sequences, config), rel=1e-4, abs=1e-8)
 
 
-@pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda c: f"{c.type}-{c.level}")
+@pytest.mark.parametrize("ratio_to", ["sampler", "old"])
+@pytest.mark.parametrize("name", RATIO_TO)
+def test_policies_far_apart_have_the_loss_of_the_slow_one_and_bounded_gradients(name: str, ratio_to: str) -> None:
+    """Log-ratios up to 20 and beyond, in either direction; nothing is above e^20."""
+    config = configured(name, ratio_to=ratio_to, correction={"type": "none"})
+    for seed in range(6):
+        sequences = random_step(seed, spread=(8.0, 60.0)[seed // 3])
+        data = as_input(sequences)
+        loss, _ = policy_loss(config)(data)
+        assert loss.item() == pytest.approx(slow_loss(sequences, config, sequences), rel=1e-6, abs=1e-9)
+        (gradient_N,) = torch.autograd.grad(loss, data.logprobs_N)
+        assert gradient_N.isfinite().all() and gradient_N.abs().max() < 5 * math.exp(20)
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=named)
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_the_losses_of_micro_batches_sum_to_the_loss_of_the_step(name: str, correction: CorrectionConfig) -> None:
-    loss_function = policy_loss(PolicyLossConfig(type=name, correction=correction))
+def test_the_losses_of_micro_batches_sum_to_the_loss_of_the_step(name: str, correction: dict[str, Any]) -> None:
+    loss_function = policy_loss(configured(name, correction=correction))
     data = as_input(random_step(1))
     whole, counts = loss_function(data)
     parts, part_counts = [], dict.fromkeys(counts, 0.0)
@@ -156,7 +93,7 @@ def test_a_good_token_becomes_likelier_and_a_bad_one_less_likely(name: str) -> N
         for advantage in (1.5, -1.5):
             token = {"sampler": -1.0, "old": -1.0, "new": -1.0, "advantage": advantage}
             data = as_input([[token]])
-            loss, _ = policy_loss(PolicyLossConfig(type=name, correction=correction))(data)
+            loss, _ = policy_loss(configured(name, correction=correction))(data)
             (gradient,) = torch.autograd.grad(loss, data.logprobs_N)
             assert math.copysign(1, -gradient.item()) == math.copysign(1, advantage)
 
@@ -178,7 +115,7 @@ def test_dr_grpo_and_grpo_and_dapo_differ_in_the_denominator() -> None:
     ):
         extra: dict[str, Any] = {"constant_tokens": 10} if name == "dr_grpo" else {}
         data = as_input([[token], [token] * 3])
-        loss, _ = policy_loss(PolicyLossConfig(type=name, **extra))(data)
+        loss, _ = policy_loss(configured(name, **extra))(data)
         (gradient,) = torch.autograd.grad(loss, data.logprobs_N)
         assert gradient.tolist() == pytest.approx([-value for value in expected])
 
@@ -218,6 +155,96 @@ def test_cispo_bounds_a_tokens_weight_but_keeps_its_gradient() -> None:
     assert counts["clip_fraction/high"] == 1
 
 
+def test_dual_clip_of_the_published_example() -> None:
+    """Ratios 0.5, 1 and 10 with advantages 1, -1 and -4: losses -0.5, 1 and, instead of 40, 3 * 4."""
+    tokens = [
+        {"sampler": -1.0, "old": -1.0, "new": -1.69315, "advantage": 1.0},
+        {"sampler": -1.0, "old": -1.0, "new": -1.0, "advantage": -1.0},
+        {"sampler": -3.0, "old": -3.0, "new": -0.69741, "advantage": -4.0},
+    ]
+    for dual_clip, expected in ((3.0, 12.5 / 3), (math.inf, 40.5 / 3)):
+        data = as_input([tokens])
+        loss, counts = policy_loss(configured("ppo", dual_clip=dual_clip))(data)
+        assert loss.item() == pytest.approx(expected, rel=1e-4)
+        assert counts["clip_fraction/dual"] == (dual_clip == 3.0)
+        gradient = torch.autograd.grad(loss, data.logprobs_N)[0].tolist()
+        assert (gradient[2] == 0.0) == (dual_clip == 3.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_an_advantage_of_zero_is_zero_at_any_ratio(name: str, dtype: torch.dtype) -> None:
+    for log_ratio in (120.0, -120.0, 800.0):
+        tokens = [{"sampler": -1.0 - log_ratio, "old": -1.0 - log_ratio, "new": -1.0, "advantage": 0.0}] * 2
+        for ratio_to in ("sampler", "old") if name in RATIO_TO else (None,):
+            data = as_input([tokens, []], dtype=dtype)
+            config = configured(name, ratio_to=ratio_to, correction={"type": "none"})
+            loss, _ = policy_loss(config)(data)
+            (gradient_N,) = torch.autograd.grad(loss, data.logprobs_N)
+            assert loss.isfinite() and gradient_N.isfinite().all()
+            assert name == "sft" or (loss == 0 and (gradient_N == 0).all())
+
+
+def test_gspo_token_is_gspo_where_a_rollout_has_one_advantage() -> None:
+    for seed in (0, 2):
+        data = as_input(random_step(seed))
+        for aggregation in ("sequence", "token"):
+            losses = [
+                policy_loss(configured(name, clip_low=0.2, clip_high=0.3, aggregation=aggregation))(
+                    replace(data, selected_N=torch.ones_like(data.selected_N), sampler_logprobs_N=data.old_logprobs_N)
+                )[0]
+                for name in ("gspo", "gspo_token")
+            ]
+            torch.testing.assert_close(*losses)
+            torch.testing.assert_close(*(torch.autograd.grad(loss, data.logprobs_N)[0] for loss in losses))
+
+
+def test_dppo_masks_what_moved_too_much_probability_the_way_it_is_pushed() -> None:
+    """From 0.5 to 0.75 and back, and a rare token whose probability is multiplied by 100."""
+    rare = {"new": math.log(0.1), "sampler": math.log(0.001)}
+    up, down = ({"new": math.log(a), "sampler": math.log(b)} for a, b in ((0.75, 0.5), (0.5, 0.75)))
+    for token, advantage, weight in (
+        (up, 1.0, 0.0), (up, -1.0, 1.5), (down, 1.0, 2 / 3), (down, -1.0, 0.0), (rare, 1.0, 20.0), (rare, -1.0, 20.0),
+    ):  # fmt: skip
+        data = as_input([[{"old": -9.0, "advantage": advantage, **token}]])
+        loss, counts = policy_loss(configured("dppo"))(data)
+        assert torch.autograd.grad(loss, data.logprobs_N)[0].item() == pytest.approx(-advantage * weight)
+        assert counts["clip_fraction/high"] == (weight == 0 and advantage > 0)
+        assert counts["clip_fraction/low"] == (weight == 0 and advantage < 0)
+        assert counts["ratio/truncated"] == (weight == 20)
+
+
+def test_reinforce_weighs_older_tokens_by_their_ratio() -> None:
+    """The expected gradient over the sampler's tokens is that over the policy's own."""
+    sampler, policy = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.2, 0.3, 0.5])
+    advantages = [1.0, -2.0, 0.5]
+    token_gradients = []
+    for token in range(3):
+        one = {"sampler": math.log(sampler[token]), "old": -1.0, "new": math.log(policy[token])}
+        data = as_input([[one | {"advantage": advantages[token]}]])
+        loss, _ = policy_loss(configured("policy_gradient"))(data)
+        token_gradients.append(torch.autograd.grad(loss, data.logprobs_N)[0].item())
+    expected = [-p * a for p, a in zip(policy.tolist(), advantages, strict=True)]
+    assert [s * g for s, g in zip(sampler.tolist(), token_gradients, strict=True)] == pytest.approx(expected)
+    data = at(8.0, 30.0, advantage=1.0)
+    loss, counts = policy_loss(configured("policy_gradient"))(data)
+    assert torch.autograd.grad(loss, data.logprobs_N)[0].tolist() == pytest.approx([-4.0, -10.0])
+    assert counts["ratio/truncated"] == 1
+
+
+def test_a_veto_leaves_out_whole_rollouts() -> None:
+    weights = [[1.0, 1e-5, 1.0], [1.0, 1e-3]]
+    sequences = [
+        [{"sampler": -1.0, "old": -1.0 + math.log(w), "new": -1.0 + math.log(w), "advantage": 1.0} for w in of_one]
+        for of_one in weights
+    ]
+    data = as_input(sequences)
+    loss, counts = policy_loss(configured("dapo", correction={"type": "truncate", "veto": 1e-4}))(data)
+    gradient = torch.autograd.grad(loss, data.logprobs_N)[0] * -5
+    assert gradient.tolist() == pytest.approx([0.0, 0.0, 0.0, 1.0, 1e-3])
+    assert counts["correction/vetoed"] == 3 and counts["correction/bounded"] == 0
+
+
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_corrections_by_hand(name: str) -> None:
     """The trainer gives the tokens 4, 1 and 1/4 times the sampler's probability; nothing was updated yet."""
@@ -225,19 +252,19 @@ def test_corrections_by_hand(name: str) -> None:
         {"sampler": -3.0, "old": -3.0 + math.log(w), "new": -3.0 + math.log(w), "advantage": 1.0} for w in (4, 1, 0.25)
     ]
 
-    def gradient(correction: CorrectionConfig) -> tuple[list[float], float]:
+    def gradient(correction: dict[str, Any]) -> tuple[list[float], float]:
         data = as_input([tokens])
-        loss, counts = policy_loss(PolicyLossConfig(type=name, aggregation="sequence", correction=correction))(data)
+        loss, counts = policy_loss(configured(name, aggregation="sequence", correction=correction))(data)
         per_token = torch.autograd.grad(loss, data.logprobs_N)[0] * -3
         return per_token.tolist(), float(counts["correction/bounded"])
 
     # GSPO shares the gradient of each token's ratio among the tokens of the sequence.
     mean = name == "gspo"
-    got, bounded = gradient(CorrectionConfig(type="truncate", high=2.0))
+    got, bounded = gradient({"type": "truncate", "high": 2.0})
     assert got == pytest.approx([3.25 / 3] * 3 if mean else [2.0, 1.0, 0.25]) and bounded == 1
-    got, bounded = gradient(CorrectionConfig(type="mask", low=0.5, high=2.0))
+    got, bounded = gradient({"type": "mask", "low": 0.5, "high": 2.0})
     assert got == pytest.approx([1 / 3] * 3 if mean else [0.0, 1.0, 0.0]) and bounded == 2
-    got, bounded = gradient(CorrectionConfig(type="mask", level="sequence"))
+    got, bounded = gradient({"type": "mask", "level": "sequence"})
     assert got == pytest.approx([1.0] * 3) and bounded == 0  # 4 * 1 * 1/4 = 1
 
 
@@ -249,17 +276,17 @@ def test_a_correction_of_whole_sequences_by_hand() -> None:
     ]
     for kind, expected, num_bounded in (("truncate", [1.5, 1.5, 0.25], 2), ("mask", [0.0, 0.0, 0.25], 2)):
         low = {"low": 0.2} if kind == "mask" else {}
-        correction = CorrectionConfig.model_validate({"type": kind, "level": "sequence", "high": 1.5, **low})
+        correction = {"type": kind, "level": "sequence", "high": 1.5, **low}
         data = as_input(sequences)
-        loss, counts = policy_loss(PolicyLossConfig(aggregation="token", correction=correction))(data)
+        loss, counts = policy_loss(configured("grpo", aggregation="token", correction=correction))(data)
         gradient = torch.autograd.grad(loss, data.logprobs_N)[0] * -3
         assert gradient.tolist() == pytest.approx(expected) and counts["correction/bounded"] == num_bounded
 
 
 def test_weights_at_the_bounds_of_a_mask_are_kept() -> None:
     tokens = [{"sampler": -3.0, "old": -3.0 + w, "new": -3.0 + w, "advantage": 1.0} for w in (-1.0, 0.0, 1.0)]
-    correction = CorrectionConfig(type="mask", low=math.exp(-1.0), high=math.exp(1.0))
-    _, counts = policy_loss(PolicyLossConfig(correction=correction))(as_input([tokens]))
+    correction = {"type": "mask", "low": math.exp(-1.0), "high": math.exp(1.0)}
+    _, counts = policy_loss(configured("grpo", correction=correction))(as_input([tokens]))
     assert counts["correction/bounded"] == 0
 
 
@@ -270,51 +297,79 @@ def test_what_counts_as_clipped_is_what_has_no_gradient(name: str, advantage: fl
     for ratio in (0.25, 0.499, 0.5, 1.0, 1.5, 1.501, 4.0):
         data = as_input([[{"sampler": 0.0, "old": 0.0, "new": math.log(ratio), "advantage": advantage}]])
         assert data.logprobs_N.exp().item() == ratio
-        loss, counts = policy_loss(PolicyLossConfig(type=name, clip_low=0.5, clip_high=0.5))(data)
+        loss, counts = policy_loss(configured(name, clip_low=0.5, clip_high=0.5))(data)
         (gradient,) = torch.autograd.grad(loss, data.logprobs_N)
-        assert counts["clip_fraction/low"] + counts["clip_fraction/high"] == (gradient.item() == 0.0), ratio
+        assert sum(counts.values()) == (gradient.item() == 0.0), ratio
 
 
-@pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda c: f"{c.type}-{c.level}")
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=named)
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_weights_of_a_token_carry_no_gradient(name: str, correction: CorrectionConfig) -> None:
+def test_weights_of_a_token_carry_no_gradient(name: str, correction: dict[str, Any]) -> None:
     """Neither a correction's factor nor the ratio of CISPO: the sampler is in nothing else."""
-    if correction.type == "none" and "clip_low" in LOSSES[name] and name != "cispo":
+    config = configured(name, correction=correction)
+    if config.ratio_to == "sampler" and "dual_clip" in LOSSES[name]:
         return  # here the sampler is in the ratio that the loss differentiates
     data = as_input(random_step(0))
     sampler_N = data.sampler_logprobs_N.clone().requires_grad_()
-    loss, _ = policy_loss(PolicyLossConfig(type=name, correction=correction))(
-        replace(data, sampler_logprobs_N=sampler_N)
-    )
+    loss, _ = policy_loss(config)(replace(data, sampler_logprobs_N=sampler_N))
     assert torch.autograd.grad(loss, sampler_N, allow_unused=True) == (None,)
 
 
 def test_an_overflowing_sequence_weight_is_bounded_not_nan() -> None:
     tokens = [{"sampler": -400.0, "old": -1.0, "new": -1.0, "advantage": 1.0}] * 3
     for kind, expected in (("truncate", -2.0), ("mask", 0.0)):
-        correction = CorrectionConfig.model_validate({"type": kind, "level": "sequence"})
-        loss, _ = policy_loss(PolicyLossConfig(correction=correction))(as_input([tokens], dtype=torch.float32))
+        correction = {"type": kind, "level": "sequence"}
+        loss, _ = policy_loss(configured("grpo", correction=correction))(as_input([tokens], dtype=torch.float32))
         assert loss.item() == pytest.approx(expected)
 
 
-def test_the_default_is_grpo_of_the_quick_start_bit_for_bit() -> None:
+def test_grpo_is_that_of_the_quick_start_bit_for_bit() -> None:
     for seed in range(5):
         data = as_input(random_step(seed), dtype=torch.float32)
+        data = replace(data, selected_N=torch.ones_like(data.selected_N))
         ratio = torch.exp(data.logprobs_N - data.sampler_logprobs_N)
         clipped = ratio.clamp(1 - 0.2, 1 + 0.2)
         expected = -(data.weights_N * torch.minimum(ratio * data.advantages_N, clipped * data.advantages_N)).sum()
-        loss, _ = policy_loss(PolicyLossConfig())(data)
+        loss, _ = policy_loss(configured("grpo"))(data)
         assert torch.equal(loss, expected)
         gradients = [torch.autograd.grad(value, data.logprobs_N)[0] for value in (loss, expected)]
         assert torch.equal(*gradients)
 
 
-def test_the_config_shows_the_defaults_of_the_loss_and_reads_them_back() -> None:
-    for name in BUILT_IN:
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_config_shows_the_defaults_of_the_loss_and_reads_them_back(name: str) -> None:
+    config = PolicyLossConfig(type=name)
+    assert {key: getattr(config, key) for key in LOSSES[name]} == LOSSES[name]
+    assert PolicyLossConfig.model_validate(config.model_dump(exclude_none=True)) == config
+    own = configured(name, correction={"type": "mask", "level": "geometric"})
+    assert (own.correction.low, own.correction.high) == (0.99, 1.01)
+    assert PolicyLossConfig.model_validate(own.model_dump(exclude_none=True)) == own
+
+
+def test_the_ratio_of_gspo_is_to_the_old_policy_and_what_is_left_is_corrected() -> None:
+    for name in ("gspo", "gspo_token"):
         config = PolicyLossConfig(type=name)
-        assert {key: getattr(config, key) for key in LOSSES[name]} == LOSSES[name]
-        assert PolicyLossConfig.model_validate(config.model_dump(exclude_none=True)) == config
-    assert PolicyLossConfig(type="dapo", clip_high=0.4).clip_range == (0.8, 1.4)
+        assert (config.ratio_to, config.correction.type, config.correction.high) == ("old", "truncate", 2.0)
+        config = configured(name, ratio_to="sampler")
+        assert (config.ratio_to, config.correction.type) == ("sampler", "none")
+        config = configured(name, correction={"type": "none"})
+        assert (config.ratio_to, config.correction.type) == ("old", "none")
+    assert PolicyLossConfig(type="dapo").ratio_to == "sampler"
+    assert configured("dapo", correction={"type": "truncate"}).ratio_to == "old"
+    assert configured("dapo", ratio_to="old").correction.type == "none"
+    assert configured("dapo", clip_high=0.4).clip_range == (0.8, 1.4)
+
+
+def test_the_bounds_of_a_correction_depend_on_type_and_level() -> None:
+    for kind, level, low, high in (
+        ("truncate", "token", None, 2.0),
+        ("truncate", "sequence", None, 2.0),
+        ("mask", "token", 0.5, 5.0),
+        ("mask", "sequence", 0.0, 3.0),
+        ("mask", "geometric", 0.99, 1.01),
+    ):
+        found = configured("grpo", correction={"type": kind, "level": level}).correction
+        assert (found.low, found.high) == (low, high)
 
 
 @pytest.mark.parametrize(
@@ -323,8 +378,16 @@ def test_the_config_shows_the_defaults_of_the_loss_and_reads_them_back() -> None
         ({"type": "cipso"}, "Did you mean 'cispo'.*Allowed: grpo, dr_grpo.*module:function"),
         ({"type": "policy_gradient", "clip_low": 0.1}, "clip_low has no effect with type = 'policy_gradient'"),
         ({"constant_tokens": 5}, "no effect without aggregation = 'constant'"),
-        ({"args": {"a": 1}}, "'grpo' is built in"),
-        ({"type": "a:b", "correction": {"type": "mask"}}, "correction has no effect"),
+        ({"type": "grpo", "args": {"a": 1}}, "'grpo' is built in"),
+        ({"type": "a:b", "ratio_to": "old"}, "ratio_to has no effect with type = 'a:b'"),
+        ({"type": "sft", "ratio_to": "old"}, "ratio_to has no effect with type = 'sft'"),
+        ({"type": "cispo", "dual_clip": 3}, "dual_clip has no effect with type = 'cispo'"),
+        ({"type": "grpo", "ratio_max": 3}, "ratio_max has no effect with type = 'grpo'"),
+        ({"type": "grpo", "dual_clip": 1}, "greater than 1"),
+        ({"ratio_to": "sampler", "correction": {"type": "mask"}}, "counts the difference to the sampler twice"),
+        ({"correction": {"low": 0.1}}, "low has no effect with correction.type = 'none'"),
+        ({"correction": {"veto": 0.1}}, "veto has no effect with correction.type = 'none'"),
+        ({"type": "gspo", "correction": {"low": 0.1}}, "low has no effect with correction.type = 'truncate'"),
     ],
 )
 def test_settings_without_effect_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -333,9 +396,9 @@ def test_settings_without_effect_are_refused(settings: dict[str, Any], message: 
 
 
 # The example of docs/extending.md.
-def linear_advantage_loss(data: PolicyLossInput, *, strength: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
-    """REINFORCE; every sequence counts the same."""
-    objective_N = strength * data.advantages_N * data.logprobs_N
+def reinforce_with_entropy(data: PolicyLossInput, *, coef: float = 0.01) -> tuple[Tensor, dict[str, Tensor]]:
+    """REINFORCE, corrected as `loss.correction` says, with a bonus for entropy; every sequence counts the same."""
+    objective_N = data.correction_N * data.advantages_N * data.logprobs_N + coef * data.entropy_N
     good = (data.advantages_N > 0).sum()
     return -(data.weights_N * objective_N).sum(), {"good_tokens": good}
 
@@ -344,30 +407,38 @@ def without_counts(data: PolicyLossInput) -> Tensor:
     return data.logprobs_N.sum()
 
 
-def test_a_loss_of_the_user() -> None:
+def test_a_loss_of_the_user_has_the_correction_and_a_gradient_of_the_entropy() -> None:
     data = as_input(random_step(0))
-    name = f"{__name__}:linear_advantage_loss"
-    loss, counts = policy_loss(PolicyLossConfig(type=name, args={"strength": 2.0}))(data)
-    built_in, _ = policy_loss(PolicyLossConfig(type="policy_gradient", aggregation="sequence"))(data)
-    assert loss.item() == pytest.approx(2 * built_in.item())
+    entropy_N = torch.rand_like(data.logprobs_N).requires_grad_()
+    data = replace(data, selected_N=torch.ones_like(data.selected_N), entropy_N=entropy_N)
+    name = f"{__name__}:reinforce_with_entropy"
+    correction = {"type": "mask", "level": "sequence"}
+    settings = {"aggregation": "sequence", "correction": correction}
+    on_policy = replace(data, logprobs_N=data.old_logprobs_N.clone().requires_grad_())  # REINFORCE's ratio is 1
+    loss, counts = policy_loss(configured(name, args={"coef": 0.5}, correction=correction))(on_policy)
+    built_in, own = policy_loss(configured("policy_gradient", **settings))(on_policy)
+    assert counts["correction/bounded"] == own["correction/bounded"]
     assert counts["good_tokens"] == (data.advantages_N > 0).sum()
+    assert (loss - built_in).item() == pytest.approx(-0.5 * (data.weights_N * entropy_N).sum().item())
+    (gradient_N,) = torch.autograd.grad(loss, entropy_N)
+    assert torch.equal(gradient_N, -0.5 * data.weights_N)
 
 
 def test_a_wrong_loss_of_the_user_is_named() -> None:
     for name, args, message in (
         ("no_such_module:f", {}, "loss.type = 'no_such_module:f': there is no module 'no_such_module'"),
-        (f"{__name__}:linear_advantage", {}, "has no function.*Did you mean 'linear_advantage_loss'"),
-        (f"{__name__}:linear_advantage_loss", {"speed": 1}, "loss.args = {'speed': 1}.*unexpected keyword.*speed"),
+        (f"{__name__}:reinforce_with_entrop", {}, "has no function.*Did you mean 'reinforce_with_entropy'"),
+        (f"{__name__}:reinforce_with_entropy", {"speed": 1}, "loss.args = {'speed': 1}.*unexpected keyword.*speed"),
     ):
         with pytest.raises(ConfigError, match=message):
-            policy_loss(PolicyLossConfig(type=name, args=args))
+            policy_loss(configured(name, args=args))
     with pytest.raises(TrainingError, match="must return"):
         policy_loss(PolicyLossConfig(type=f"{__name__}:without_counts"))(as_input(random_step(0)))
 
 
 def test_the_documentation_shows_the_examples_and_defaults_that_are_tested() -> None:
     docs = Path(__file__).parents[2] / "docs"
-    assert inspect.getsource(linear_advantage_loss) in (docs / "extending.md").read_text()
+    assert inspect.getsource(reinforce_with_entropy) in (docs / "extending.md").read_text()
     page = (docs / "losses.md").read_text()
     for name, defaults in LOSSES.items():
         (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |") and line.count("|") == 6]

@@ -32,6 +32,7 @@ def test_every_metric_is_the_mean_over_the_tokens_of_all_updates(parallel: Paral
         "mine": 2 / 6,
         "clip_fraction/low": 2 / 6,
         "clip_fraction/high": 0.0,
+        "clip_fraction/dual": 0.0,
         "clip_fraction": 2 / 6,
     }
     for age in AGES:

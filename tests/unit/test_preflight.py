@@ -147,6 +147,13 @@ def test_models_data_and_lengths(refused: Launch) -> None:
     )
 
 
+def test_a_trainer_by_itself_must_be_told_what_rl_would_hand_down(refused: Launch) -> None:
+    model = ("--model.name", "examples/reverse_text/model")
+    assert "needs loss.constant_tokens: set it to orchestrator.sampling.max_tokens" in refused(
+        "trainer", *model, "--loss.type", "dr_grpo"
+    )
+
+
 def test_what_can_be_used_passes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refused: Launch, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from trainer.loss import k3
+from trainer.policy.losses.base import bounded
 from triad.errors import TrainingError
 
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -34,11 +35,14 @@ def estimate_kl(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: KlE
     - k2 has the gradient of KL(policy || reference), without bias.
     - k3 has the gradient of KL(reference || policy), the other direction, which is close only near the reference.
 
+    d counts for at most 20 nats in either direction, as in verl, and has no gradient beyond. (verl also cuts k3 at 10,
+    from where the reference holds a token 13 times likelier on: with such tokens k3 would be biased.)
+
     Args:
         logprobs_N: log-probabilities under the policy; the result is differentiable in them.
         reference_logprobs_N: those of the same tokens under the reference.
     """
-    log_ratio_N = logprobs_N - reference_logprobs_N
+    log_ratio_N = bounded(logprobs_N - reference_logprobs_N)
     if estimator == "k1":
         return log_ratio_N
     if estimator == "k2":

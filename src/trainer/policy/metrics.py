@@ -15,7 +15,8 @@ from trainer.parallel import Parallel
 from trainer.policy.losses import PolicyLossInput
 
 _QUANTILES = (0.5, 0.95, 0.99)
-_OF_TOKENS = ("entropy", "ppo_kl", "mismatch_kl", "clip_fraction/low", "clip_fraction/high")
+_CLIPPED = ("clip_fraction/low", "clip_fraction/high", "clip_fraction/dual")
+_OF_TOKENS = ("entropy", "ppo_kl", "mismatch_kl", *_CLIPPED)
 
 
 class PolicyStatistics:
@@ -90,7 +91,7 @@ class PolicyStatistics:
         for name, value in sums.items():
             age = name.removeprefix("mismatch_kl/age_")
             metrics[name] = value / (max(1.0, of_ages[int(age)]) if age != name else num_tokens)
-        metrics["clip_fraction"] = metrics["clip_fraction/low"] + metrics["clip_fraction/high"]
+        metrics["clip_fraction"] = sum(metrics[name] for name in _CLIPPED)
         metrics |= parallel.max({"mismatch/max_log_ratio": self._largest})
         if len(ratios):
             found = torch.sort(ratios).values

@@ -39,14 +39,18 @@ def policy_step(
     own_loss = 0.0
     for indices in minibatch.micro_batches:
         micro = build_micro_batch(samples, indices, pack=policy.layout.packs, device=parallel.device)
-        logprobs_N, entropy_N = predict(policy, micro, reading)
+        predicted = predict(policy, micro, reading)
+        logprobs_N = predicted.logprobs_N
         data = PolicyLossInput(
             logprobs_N=logprobs_N,
             old_logprobs_N=micro.per_token.get(OLD_LOGPROB, logprobs_N.detach()),
             sampler_logprobs_N=micro.per_token[SAMPLER_LOGPROB],
             reference_logprobs_N=micro.per_token.get(REFERENCE_LOGPROB),
             advantages_N=micro.per_token[ADVANTAGE],
+            entropy_N=predicted.entropy_N,
             weights_N=weights_S[micro.sample_index_N],
+            correction_N=torch.ones_like(logprobs_N),
+            selected_N=torch.ones_like(logprobs_N),
             sequence_N=micro.sample_index_N,
             step_sequences=len(samples),
             step_tokens=num_targets,
@@ -56,6 +60,6 @@ def policy_step(
             # FSDP averages gradients over ranks; the weights sum to one over all of them.
             (loss * parallel.world_size).backward()
         own_loss += float(loss.detach())
-        statistics.add(data, counts, entropy_N, micro.per_token[AGE])
+        statistics.add(data, counts, predicted.entropy_N.detach(), micro.per_token[AGE])
     statistics.add_update(own_loss)
     return parallel.sum({"loss": own_loss})["loss"]

@@ -9,41 +9,64 @@ from pydantic import Field, field_validator, model_validator
 from triad.config.base import Section
 from triad.user_functions import check_name
 
+_MASK_BOUNDS: dict[str, tuple[float, float]] = {
+    "token": (0.5, 5.0),
+    "sequence": (0.0, 3.0),
+    "geometric": (0.99, 1.01),
+}
+"""The default `low` and `high` of a mask by level; docs/losses.md says where they are from."""
+_TRUNCATE_HIGH = 2.0
+
 
 class CorrectionConfig(Section):
     """Bounds the importance weights between sampler and trainer where their log-probabilities disagree."""
 
-    type: Literal["none", "truncate", "mask"] = "none"
+    type: Literal["none", "truncate", "mask"] | None = None
     """`none`: the loss's ratio is trainer over sampler. `truncate` and `mask`: the ratio starts at 1 in
     each step, and trainer over sampler becomes a factor without gradient, at most `high`
-    (`truncate`: TIS) or 0 outside `low` to `high` (`mask`)."""
+    (`truncate`: TIS) or 0 outside `low` to `high` (`mask`). Unset: `truncate` for `gspo` and `gspo_token`, else
+    `none`."""
 
-    level: Literal["token", "sequence"] = "token"
-    """Weights of single tokens, or their product over the sequence."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """Weights of single tokens, their product over the sequence, or their geometric mean over it, which does not
+    depend on its length."""
 
-    low: float = Field(default=0.5, ge=0, le=1)
-    """`mask` drops what weighs less."""
+    low: float | None = Field(default=None, ge=0, le=1)
+    """`mask` drops what weighs less. Unset: 0.5 for tokens, 0 for sequences, 0.99 for the geometric mean."""
 
-    high: float = Field(default=2.0, ge=1)
-    """The largest weight: `truncate` cuts to it, `mask` drops what weighs more."""
+    high: float | None = Field(default=None, ge=1)
+    """The largest weight: `truncate` cuts to it, `mask` drops what weighs more. Unset: 2 for `truncate`; for `mask`
+    5 for tokens, 3 for sequences, 1.01 for the geometric mean."""
 
-    @model_validator(mode="after")
-    def _has_an_effect(self) -> CorrectionConfig:
-        unused = {"none": ("level", "low", "high"), "truncate": ("low",), "mask": ()}[self.type]
+    veto: float | None = Field(default=None, gt=0, lt=1)
+    """A rollout with a token that weighs less than this is left out as a whole; 1e-4 is usual. Unset: none is."""
+
+    def filled(self, default: Literal["none", "truncate"]) -> CorrectionConfig:
+        """Return it with what is unset: `default` is the type.
+
+        Raises:
+            ValueError: a setting has no effect.
+        """
+        kind = self.type or default
+        unused = {"none": ("level", "low", "high", "veto"), "truncate": ("low",), "mask": ()}[kind]
         for name in unused:
             if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} has no effect with correction.type = '{self.type}': leave it out")
-        return self
+                raise ValueError(f"{name} has no effect with correction.type = '{kind}': leave it out")
+        low, high = {"none": (None, None), "truncate": (None, _TRUNCATE_HIGH), "mask": _MASK_BOUNDS[self.level]}[kind]
+        filled = {"low": low if self.low is None else self.low, "high": high if self.high is None else self.high}
+        return self.model_copy(update={"type": kind, **filled})
 
 
 LOSSES: dict[str, dict[str, Any]] = {
-    "grpo": {"clip_low": 0.2, "clip_high": 0.2, "aggregation": "sequence"},
-    "dr_grpo": {"clip_low": 0.2, "clip_high": 0.2, "aggregation": "constant"},
-    "dapo": {"clip_low": 0.2, "clip_high": 0.28, "aggregation": "token"},
-    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence"},
-    "cispo": {"clip_low": 1.0, "clip_high": 4.0, "aggregation": "token"},
-    "ppo": {"clip_low": 0.2, "clip_high": 0.2, "aggregation": "token"},
-    "policy_gradient": {"aggregation": "token"},
+    "grpo": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "aggregation": "sequence", "ratio_to": "sampler"},
+    "dr_grpo": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "aggregation": "constant", "ratio_to": "sampler"},
+    "dapo": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "aggregation": "token", "ratio_to": "sampler"},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 3.0, "aggregation": "sequence", "ratio_to": "old"},
+    "gspo_token": {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 3.0, "aggregation": "sequence", "ratio_to": "old"},
+    "cispo": {"clip_low": 1.0, "clip_high": 4.0, "aggregation": "token", "ratio_to": "sampler"},
+    "dppo": {"clip_low": 0.2, "clip_high": 0.2, "ratio_max": 20.0, "aggregation": "token", "ratio_to": "sampler"},
+    "ppo": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "aggregation": "token", "ratio_to": "sampler"},
+    "policy_gradient": {"ratio_max": 20.0, "aggregation": "token", "ratio_to": "sampler"},
     "sft": {"aggregation": "token"},
 }
 """The defaults of each loss; docs/losses.md says where they are from."""
@@ -53,21 +76,33 @@ class PolicyLossConfig(Section):
     """The policy loss by name, see docs/losses.md. What is unset takes the default of that loss."""
 
     type: str = "grpo"
-    """`grpo`, `dr_grpo`, `dapo`, `gspo`, `cispo`, `ppo`, `policy_gradient`, `sft` (no advantages: every rollout
-    is a demonstration), or `module:function` of your own."""
+    """`grpo`, `dr_grpo`, `dapo`, `gspo`, `gspo_token`, `cispo`, `dppo`, `ppo`, `policy_gradient`, `sft` (no
+    advantages: every rollout is a demonstration), or `module:function` of your own."""
 
     clip_low: float | None = Field(default=None, ge=0, le=1)
-    """The importance ratio is clipped below at 1 - clip_low; 1: never."""
+    """The importance ratio is clipped below at 1 - clip_low; 1: never. `dppo`: what a token's probability may fall."""
 
     clip_high: float | None = Field(default=None, ge=0)
-    """The importance ratio is clipped above at 1 + clip_high."""
+    """The importance ratio is clipped above at 1 + clip_high. `dppo`: what a token's probability may rise."""
+
+    dual_clip: float | None = Field(default=None, gt=1, allow_inf_nan=True)
+    """The importance ratio of a token with negative advantage counts for at most this; `inf`: any ratio."""
+
+    ratio_max: float | None = Field(default=None, ge=1, allow_inf_nan=True)
+    """The largest weight that an importance ratio gives a token, in `policy_gradient` and `dppo`; `inf`: any ratio."""
+
+    ratio_to: Literal["sampler", "old"] | None = None
+    """What the importance ratio compares the policy with: the `sampler`, as it drew the tokens, or the trainer's
+    `old` weights, at the start of the step. Unset: `old` with a correction and for `gspo` and `gspo_token`, else
+    `sampler`."""
 
     aggregation: Literal["sequence", "token", "constant"] | None = None
     """The denominator: every rollout counts the same (`sequence`), every token (`token`), or every
     token with `constant_tokens` for each rollout, whatever its length (`constant`)."""
 
     constant_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of a rollout for `aggregation = constant`; unset: 128. The most sampled tokens is usual."""
+    """Tokens of a rollout for `aggregation = constant`; unset: `rl` takes `orchestrator.sampling.max_tokens`. Where
+    rollouts have several turns, `orchestrator.seq_len` is their bound."""
 
     correction: CorrectionConfig = CorrectionConfig()
     """Importance weights between sampler and trainer."""
@@ -83,20 +118,31 @@ class PolicyLossConfig(Section):
     @model_validator(mode="after")
     def _with_defaults(self) -> PolicyLossConfig:
         defaults = LOSSES.get(self.type, {})
-        for name in ("clip_low", "clip_high", "aggregation"):
+        self._settle_ratio(defaults)
+        for name in ("clip_low", "clip_high", "dual_clip", "ratio_max", "ratio_to", "aggregation"):
             if getattr(self, name) is None:
                 setattr(self, name, defaults.get(name))
             elif name not in defaults:
                 raise ValueError(f"{name} has no effect with type = '{self.type}': leave it out")
-        if self.aggregation == "constant":
-            self.constant_tokens = self.constant_tokens or 128
-        elif self.constant_tokens is not None:
+        if self.aggregation != "constant" and self.constant_tokens is not None:
             raise ValueError("constant_tokens has no effect without aggregation = 'constant': leave it out")
         if defaults and self.args:
             raise ValueError(f"args are for a loss of your own, and type = '{self.type}' is built in: leave them out")
-        if not defaults and self.correction != CorrectionConfig():
-            raise ValueError(f"correction has no effect with type = '{self.type}': leave it out")
         return self
+
+    def _settle_ratio(self, defaults: dict[str, Any]) -> None:
+        """Fill in the correction, and what the ratio is to if there is one."""
+        needs_one = defaults.get("ratio_to") == "old" and self.ratio_to != "sampler"
+        self.correction = self.correction.filled("truncate" if needs_one else "none")
+        if self.correction.type == "none":
+            return
+        if self.ratio_to == "sampler":
+            raise ValueError(
+                f"ratio_to = 'sampler' with correction.type = '{self.correction.type}' counts the difference to the "
+                "sampler twice: leave ratio_to out, or set correction.type = 'none'"
+            )
+        if "ratio_to" in defaults:
+            self.ratio_to = "old"
 
     @property
     def clip_range(self) -> tuple[float, float]:

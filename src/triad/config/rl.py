@@ -94,6 +94,8 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
         for name in names:
             setattr(getattr(config, name), setting, value)
     config.trainer.clean = config.clean = config.clean or config.trainer.clean
+    if config.trainer.loss.aggregation == "constant" and config.trainer.loss.constant_tokens is None:
+        config.trainer.loss.constant_tokens = config.orchestrator.sampling.max_tokens
     if "urls" not in config.orchestrator.client.model_fields_set:
         config.orchestrator.client.urls = [config.inference.server.url]
     return config

@@ -133,6 +133,11 @@ class TrainerConfig(TrainingCommand):
         if (self.advantage == "gae") != (self.critic is not None):
             missing = "set critic (a bare --critic takes the defaults)" if self.critic is None else "set advantage"
             raise ValueError(f"advantage = 'gae' and a critic go together: {missing}")
+        if self.loss.type == "gspo" and self.advantage in TOKEN_ADVANTAGES:
+            raise ValueError(
+                f"loss.type = 'gspo' gives all tokens of a rollout one gradient, which averages the advantages of "
+                f"advantage = '{self.advantage}' away: set loss.type = 'gspo_token'"
+            )
         if self.critic is not None:
             self.critic.optim.check_warmup(self.max_steps, "critic.optim")
             if self.critic.warmup_steps >= self.max_steps:

@@ -3,56 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from trainer.policy.losses.base import PolicyLoss, PolicyLossInput
-from trainer.policy.losses.clipped import clipped_loss
-from trainer.policy.losses.gspo import gspo_loss
-from trainer.policy.losses.policy_gradient import cispo_loss, likelihood_loss, policy_gradient_loss
+from trainer.policy.losses.base import Counts, Objective, PolicyLoss, PolicyLossInput, token_weights
+from trainer.policy.losses.clipped import clipped_objective, gspo_objective, gspo_token_objective
+from trainer.policy.losses.correction import correction_factors
+from trainer.policy.losses.policy_gradient import (
+    cispo_objective,
+    dppo_objective,
+    likelihood_objective,
+    policy_gradient_objective,
+)
 from triad.config.losses import PolicyLossConfig
 from triad.errors import TrainingError
 from triad.user_functions import load_loss
 
 __all__ = ["PolicyLoss", "PolicyLossInput", "policy_loss"]
 
-_BUILT_IN: dict[str, Callable[[PolicyLossConfig], PolicyLoss]] = {
-    "grpo": clipped_loss,
-    "dr_grpo": clipped_loss,
-    "dapo": clipped_loss,
-    "gspo": gspo_loss,
-    "cispo": cispo_loss,
-    "ppo": clipped_loss,
-    "policy_gradient": policy_gradient_loss,
-    "sft": likelihood_loss,
+_BUILT_IN: dict[str, Callable[[PolicyLossConfig], Objective]] = {
+    "grpo": clipped_objective,
+    "dr_grpo": clipped_objective,
+    "dapo": clipped_objective,
+    "ppo": clipped_objective,
+    "gspo": gspo_objective,
+    "gspo_token": gspo_token_objective,
+    "cispo": cispo_objective,
+    "dppo": dppo_objective,
+    "policy_gradient": policy_gradient_objective,
+    "sft": likelihood_objective,
 }
 
 
 def policy_loss(config: PolicyLossConfig) -> PolicyLoss:
     """Return the loss that `config.type` names: a built-in one, or the user's `module:function`.
 
-    A function of the user is called as `function(data, **config.args)` with a `PolicyLossInput` and
-    returns what a `PolicyLoss` returns.
+    A built-in loss is - sum_t w_t m_t c_t objective_t, with the weights of `aggregation`, the selection m and the
+    factors of `correction`. A function of the user is called as `function(data, **config.args)` with a
+    `PolicyLossInput` that holds them, and returns what a `PolicyLoss` returns.
 
     Raises:
         ConfigError: the user's function cannot be loaded, or does not take `config.args`.
     """
-    if config.type in _BUILT_IN:
-        return _BUILT_IN[config.type](config)
-    return _user_loss(config.type, config.args)
+    inner = _sum_of(_BUILT_IN[config.type](config), config) if config.type in _BUILT_IN else _user_loss(config)
+
+    def loss(data: PolicyLossInput) -> tuple[Tensor, Counts]:
+        factors_N, counts = correction_factors(data, config.correction)
+        value, own = inner(replace(data, correction_N=factors_N))
+        return value, counts | own
+
+    return loss
 
 
-def _user_loss(name: str, args: dict[str, Any]) -> PolicyLoss:
-    function = load_loss(name, args)
+def _sum_of(objective: Objective, config: PolicyLossConfig) -> PolicyLoss:
+    def loss(data: PolicyLossInput) -> tuple[Tensor, Counts]:
+        objective_N, counts = objective(data)
+        weights_N = token_weights(data, config) * data.selected_N * data.correction_N
+        return -(weights_N * objective_N).sum(), counts
 
-    def loss(data: PolicyLossInput) -> tuple[Tensor, dict[str, Tensor]]:
-        result = function(data, **args)
+    return loss
+
+
+def _user_loss(config: PolicyLossConfig) -> PolicyLoss:
+    function = load_loss(config.type, config.args)
+
+    def loss(data: PolicyLossInput) -> tuple[Tensor, Counts]:
+        result = function(data, **config.args)
         if not (isinstance(result, tuple) and len(result) == 2 and _is_scalar(result[0]) and _are_scalars(result[1])):
             raise TrainingError(
-                f"loss '{name}' must return (loss, counts), a scalar tensor that carries the gradient and a dict of "
-                f"name -> scalar tensor; got {result!r}"
+                f"loss '{config.type}' must return (loss, counts), a scalar tensor that carries the gradient and a "
+                f"dict of name -> scalar tensor; got {result!r}"
             )
         return result
 

@@ -1,9 +1,9 @@
-"""What every policy loss takes and gives, and the denominators they share.
+"""What every policy loss takes and gives, and what the losses share: ratios, sequences and denominators.
 
-Every loss is a weighted sum over the predicted tokens of this forward pass; the weights carry the
-denominator, which is global: it counts the whole optimizer update over all ranks and micro-batches.
-So the sum over micro-batches and ranks is the loss of the update, however it was split. A forward pass
-always holds whole sequences, so a loss may also work on sequences.
+A built-in loss is an objective per token. `policy_loss` makes the loss of it: minus its sum over the predicted tokens
+of this forward pass, times selection, correction and weight. The weights carry the denominator, which is global: it
+counts the whole optimizer update over all ranks and micro-batches. So the sum over micro-batches and ranks is the loss
+of the update, however it was split. A forward pass always holds whole sequences, so a loss may also work on sequences.
 
 Shape legend: N predicted tokens of the forward pass.
 """
@@ -18,6 +18,9 @@ from torch import Tensor
 
 from triad.config.losses import PolicyLossConfig
 
+MAX_LOG_RATIO = 20.0
+"""No log-ratio counts for more, in either direction, as in verl and OpenRLHF: e^20 is finite in any dtype."""
+
 
 @dataclass(frozen=True)
 class PolicyLossInput:
@@ -29,7 +32,11 @@ class PolicyLossInput:
         sampler_logprobs_N: log-probabilities under the sampler when the tokens were drawn; each token
             under the version that drew it, also where a rollout spans versions.
         advantages_N: advantage of each token.
+        entropy_N: entropy of the policy at each token, in nats; carries a gradient for a loss of the user, and where
+            `loss.entropy` asks for it.
         weights_N: 1 / (sequences of the update * trained tokens of the sequence): sums to 1 over the update.
+        correction_N: the factor of `loss.correction`, no gradient; 1 without one.
+        selected_N: 1 for the tokens that the loss is about, 0 for those that `loss.top_entropy_share` leaves out.
         sequence_N: which sequence of the update each token belongs to; those of a sequence are neighbours.
         step_sequences: sequences of the whole update, over all ranks.
         step_tokens: trained tokens of the whole update, over all ranks.
@@ -40,16 +47,38 @@ class PolicyLossInput:
     old_logprobs_N: Tensor
     sampler_logprobs_N: Tensor
     advantages_N: Tensor
+    entropy_N: Tensor
     weights_N: Tensor
+    correction_N: Tensor
+    selected_N: Tensor
     sequence_N: Tensor
     step_sequences: int
     step_tokens: int
     reference_logprobs_N: Tensor | None = None
 
 
-PolicyLoss = Callable[[PolicyLossInput], tuple[Tensor, dict[str, Tensor]]]
-"""Returns the loss and counts of tokens by name, which are logged as shares of all trained tokens.
-The names must be the same for every input, also for one without tokens."""
+Counts = dict[str, Tensor]
+"""Numbers of tokens by name, which are logged as shares of all trained tokens. The names must be the same for every
+input, also for one without tokens."""
+
+PolicyLoss = Callable[[PolicyLossInput], tuple[Tensor, Counts]]
+"""Returns the loss, a scalar, and counts."""
+
+Objective = Callable[[PolicyLossInput], tuple[Tensor, Counts]]
+"""Returns what each token adds to the objective, (N,), to be maximised, and counts."""
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """Return the log-ratio within `MAX_LOG_RATIO` of 0. Outside it carries no gradient."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def log_ratios(data: PolicyLossInput, config: PolicyLossConfig) -> Tensor:
+    """Return log(pi / base) per token, bounded; carries the gradient, (N,).
+
+    The base is the sampler, or with `ratio_to = "old"` the trainer's own policy at the start of the step.
+    """
+    return bounded(data.logprobs_N - (data.old_logprobs_N if config.ratio_to == "old" else data.sampler_logprobs_N))
 
 
 def token_weights(data: PolicyLossInput, config: PolicyLossConfig) -> Tensor:
@@ -63,7 +92,7 @@ def token_weights(data: PolicyLossInput, config: PolicyLossConfig) -> Tensor:
     if config.aggregation == "token":
         return torch.full_like(data.weights_N, 1 / max(1, data.step_tokens))
     if config.aggregation == "constant":
-        assert config.constant_tokens is not None  # the config fills it in
+        assert config.constant_tokens is not None  # nothing starts without it
         return torch.full_like(data.weights_N, 1 / (max(1, data.step_sequences) * config.constant_tokens))
     return data.weights_N
 
@@ -77,14 +106,3 @@ def over_sequences(values_N: Tensor, sequence_N: Tensor, reduce: Callable[[Tenso
         return values_N
     _, lengths = torch.unique_consecutive(sequence_N, return_counts=True)
     return torch.cat([reduce(part).expand(len(part)) for part in values_N.split(lengths.tolist())])
-
-
-def clip_counts(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float) -> dict[str, Tensor]:
-    """Return how many tokens the clip of [low, high] takes the gradient from, sign-aware.
-
-    Clipping stops the gradient only where it lowers the objective, hence the signs.
-    """
-    with torch.no_grad():
-        below = (ratio_N < low) & (advantages_N < 0)
-        above = (ratio_N > high) & (advantages_N > 0)
-        return {"clip_fraction/low": below.sum(), "clip_fraction/high": above.sum()}

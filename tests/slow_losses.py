@@ -1,0 +1,153 @@
+"""Policy losses in plain Python, from the papers: slow and obvious, to compare the real ones with."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.policy_inputs import policy_input
+from trainer.policy.losses import PolicyLossInput
+from triad.config.losses import CorrectionConfig, PolicyLossConfig
+
+Token = dict[str, float]
+Sequences = list[list[Token]]
+
+
+def clip(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+def bounded(log_ratio: float) -> float:
+    return clip(log_ratio, -20.0, 20.0)
+
+
+def factor(sequence: list[Token], token: Token, config: CorrectionConfig) -> float:
+    if config.type == "none":
+        return 1.0
+    logs = [bounded(t["old"] - t["sampler"]) for t in sequence]
+    if config.veto is not None and math.exp(min(logs)) < config.veto:
+        return 0.0
+    own = bounded(token["old"] - token["sampler"])
+    log_weight = {"token": own, "sequence": sum(logs), "geometric": sum(logs) / len(logs)}[config.level]
+    weight = math.exp(bounded(log_weight))
+    assert config.high is not None
+    if config.type == "truncate":
+        return min(weight, config.high)
+    assert config.low is not None
+    return weight if config.low <= weight <= config.high else 0.0
+
+
+def clipped_surrogate(ratio: float, advantage: float, config: PolicyLossConfig) -> float:
+    value = min(ratio * advantage, clip(ratio, *config.clip_range) * advantage)
+    assert config.dual_clip is not None
+    return max(value, config.dual_clip * advantage) if advantage < 0 and config.dual_clip < math.inf else value
+
+
+def slow_objective(sequence: list[Token], held: list[Token], place: int, config: PolicyLossConfig) -> float:
+    """Return what the token at `place` adds; `held` has the log-probs wherever the paper stops the gradient."""
+    base = config.ratio_to or "sampler"
+    token, advantage = sequence[place], sequence[place]["advantage"]
+    frozen_ratio = math.exp(bounded(held[place]["new"] - token[base]))
+    ratio = math.exp(bounded(token["new"] - token[base]))
+    match config.type:
+        case "sft":
+            return token["new"]
+        case "policy_gradient":
+            return min(frozen_ratio, config.ratio_max or 0.0) * advantage * token["new"]
+        case "dppo":
+            assert config.clip_low is not None and config.clip_high is not None
+            moved = math.exp(held[place]["new"]) - math.exp(token[base])
+            if (advantage > 0 and moved > config.clip_high) or (advantage < 0 and moved < -config.clip_low):
+                return 0.0
+            return min(frozen_ratio, config.ratio_max or 0.0) * advantage * token["new"]
+        case "cispo":
+            return clip(frozen_ratio, *config.clip_range) * advantage * token["new"]
+        case "gspo":
+            ratio = math.exp(sum(bounded(t["new"] - t[base]) for t in sequence) / len(sequence))
+        case "gspo_token":
+            mean = sum(bounded(t["new"] - t[base]) for t in held) / len(held)
+            ratio = math.exp(mean) * math.exp(token["new"] - held[place]["new"])
+        case _:
+            assert config.type in ("grpo", "dr_grpo", "dapo", "ppo")
+    return clipped_surrogate(ratio, advantage, config)
+
+
+def slow_loss(sequences: Sequences, config: PolicyLossConfig, frozen: Sequences) -> float:
+    """Return the loss in loops; `frozen` holds the log-probs wherever the paper stops the gradient."""
+    num_tokens = sum(len(sequence) for sequence in sequences)
+    total = 0.0
+    for sequence, held in zip(sequences, frozen, strict=True):
+        for place, token in enumerate(sequence):
+            if config.aggregation == "sequence":
+                weight = 1 / len(sequences) / len(sequence)
+            elif config.aggregation == "token":
+                weight = 1 / num_tokens
+            else:
+                assert config.constant_tokens is not None
+                weight = 1 / len(sequences) / config.constant_tokens
+            weight *= factor(sequence, token, config.correction) * token["selected"]
+            total -= weight * slow_objective(sequence, held, place, config)
+    return total
+
+
+def slow_gradient(sequences: Sequences, config: PolicyLossConfig) -> list[float]:
+    """Return the gradient in the log-prob of each token by central differences."""
+    found = []
+    for place in ((i, j) for i, sequence in enumerate(sequences) for j in range(len(sequence))):
+        moved = []
+        for by in (1e-6, -1e-6):
+            copy = [[dict(token) for token in sequence] for sequence in sequences]
+            copy[place[0]][place[1]]["new"] += by
+            moved.append(slow_loss(copy, config, sequences))
+        found.append((moved[0] - moved[1]) / 2e-6)
+    return found
+
+
+def random_step(seed: int, *, spread: float = 0.3) -> Sequences:
+    """Sequences of several lengths, one empty; each token has an advantage of its own on odd seeds."""
+    generator = random.Random(seed)
+    sequences = []
+    for length in (1, 4, 0, 7, 2):
+        advantage = generator.gauss(0, 1)
+        sequence = []
+        for _ in range(length):
+            sampler = generator.uniform(-4, -0.1)
+            old = sampler + generator.gauss(0, spread)
+            own = generator.choice([advantage, generator.gauss(0, 1), 0.0]) if seed % 2 else advantage
+            new = old + generator.gauss(0, spread)
+            selected = float(generator.random() < 0.8)
+            sequence.append({"sampler": sampler, "old": old, "new": new, "advantage": own, "selected": selected})
+        sequences.append(sequence)
+    return sequences
+
+
+def as_input(sequences: Sequences, *, dtype: torch.dtype = torch.float64) -> PolicyLossInput:
+    tokens = [token for sequence in sequences for token in sequence]
+
+    def tensor(name: str) -> Tensor:
+        return torch.tensor([token.get(name, 1.0) for token in tokens], dtype=dtype)
+
+    shares = [1 / len(sequences) / len(sequence) for sequence in sequences for _ in sequence]
+    return policy_input(
+        tensor("new").requires_grad_(),
+        old_logprobs_N=tensor("old"),
+        sampler_logprobs_N=tensor("sampler"),
+        advantages_N=tensor("advantage"),
+        selected_N=tensor("selected"),
+        weights_N=torch.tensor(shares, dtype=dtype),
+        sequence_N=torch.tensor([index for index, sequence in enumerate(sequences) for _ in sequence]),
+        step_sequences=len(sequences),
+        step_tokens=len(tokens),
+    )
+
+
+def configured(name: str, **settings: Any) -> PolicyLossConfig:
+    """Return the configuration of a loss, with a constant where its denominator is one."""
+    config = PolicyLossConfig.model_validate({"type": name, **settings})
+    if config.aggregation != "constant" or config.constant_tokens is not None:
+        return config
+    return PolicyLossConfig.model_validate({"type": name, "constant_tokens": 9, **settings})
