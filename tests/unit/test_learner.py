@@ -24,6 +24,7 @@ from trainer.policy.parts import RlParts
 from trainer.session import Session, start_session
 from trainer.step import Stopwatch
 from triad.config import TrainerConfig
+from triad.config.losses import LOSSES
 from triad.errors import CheckpointError, ConfigError, DataError, TrainingError
 from triad.messages import Batch, Rollout, VersionSpan
 from triad.sampling import Sampling
@@ -106,6 +107,19 @@ def start(
         return Run(session, parts, Learner(config, session, parts, None))
 
     return run
+
+
+def test_entropies_carry_a_gradient_for_a_loss_of_the_user(start: Start, seen: list[PolicyLossInput]) -> None:
+    start().learn(1)
+    assert all(data.entropy_N.requires_grad and (data.entropy_N > 0).all() for data in seen)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_one_update_a_step_diverges_from_nothing_exactly(start: Start, name: str) -> None:
+    run = start(loss={"type": name} | ({"constant_tokens": 9} if name == "dr_grpo" else {}), kl={})
+    for step in (1, 2):
+        metrics = run.learn(step)
+        assert metrics["ppo_kl"] == 0.0 and all(map(math.isfinite, metrics.values()))
 
 
 def test_with_one_minibatch_the_first_step_diverges_from_nothing_exactly(start: Start, seen: list[Any]) -> None:

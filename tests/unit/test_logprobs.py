@@ -59,6 +59,30 @@ def test_values_and_gradients_do_not_depend_on_the_chunks(
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 4096])
+@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, None), (1.3, 5.0)])
+def test_entropies_carry_the_gradient_of_whole_logits_where_asked_for(
+    chunk_tokens: int, temperature: float, softcap: float | None
+) -> None:
+    hidden, head, bias, targets = inputs()
+    ours = token_logprobs(
+        hidden,
+        plain_head(head, bias_V=bias, softcap=softcap),
+        targets,
+        Reading(Sampling(temperature), entropy_gradient=True),
+        chunk_tokens=chunk_tokens,
+    )
+    theirs = by_hand(hidden, head, targets, bias, temperature, softcap)
+    upstream_N = torch.linspace(-1, 1, N)
+    found, expected = (
+        torch.autograd.grad((logprobs_N * upstream_N.flip(0) + entropy_N * upstream_N).sum(), (hidden, head, bias))
+        for logprobs_N, entropy_N in (ours, theirs)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        assert not token_logprobs(hidden, plain_head(head), targets, Reading(entropy_gradient=True))[1].requires_grad
+
+
 def test_whole_logits_never_exist_with_chunks() -> None:
     """The largest tensor that forward and backward make has `chunk_tokens` rows of the vocabulary, not N."""
     hidden, head, _, targets = inputs()

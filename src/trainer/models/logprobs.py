@@ -40,9 +40,11 @@ class Reading:
 
     Attributes:
         sampling: the distribution that the targets were sampled from.
+        entropy_gradient: whether entropies carry a gradient.
     """
 
     sampling: Sampling = PLAIN_SAMPLING
+    entropy_gradient: bool = False
 
 
 class Predicted(NamedTuple):
@@ -50,7 +52,7 @@ class Predicted(NamedTuple):
 
     Attributes:
         logprobs_N: of the target, in the distribution that `Reading.sampling` says.
-        entropy_N: of that distribution, without gradient.
+        entropy_N: of that distribution; carries a gradient only where the reading asks for it.
     """
 
     logprobs_N: Tensor
@@ -96,6 +98,6 @@ def _read(logits_CV: Tensor, target_ids_C: Tensor, reading: Reading) -> Predicte
     if sampling.is_truncated:
         logits_CV = truncate(logits_CV, target_ids_C, sampling)
     all_logprobs_CV = torch.log_softmax(logits_CV, dim=-1)
-    with torch.no_grad():
+    with torch.set_grad_enabled(torch.is_grad_enabled() and reading.entropy_gradient):
         entropy_C = -(all_logprobs_CV.exp() * all_logprobs_CV).sum(-1)
     return Predicted(all_logprobs_CV.gather(1, target_ids_C[:, None]).sum(-1), entropy_C)

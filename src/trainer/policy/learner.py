@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -101,7 +102,8 @@ class Learner:
             is_foreign=is_foreign,
             is_truncated=reading.sampling.is_truncated,
         )
-        metrics |= self._update(step, reading, trained, epochs, stopwatch)
+        of_user = ":" in config.loss.type  # which may have a use for it
+        metrics |= self._update(step, replace(reading, entropy_gradient=of_user), trained, epochs, stopwatch)
         metrics |= self._steer_kl(samples[: len(batch.rollouts)])
         parts.after_step(step, self._policy)
         if parts.replay is not None:
