@@ -54,12 +54,13 @@ class SampleOrder:
 
 
 def fingerprint_samples(samples: Sequence[Sample]) -> str:
-    """Return the xxh3-128 of the samples' tokens and masks, in order."""
+    """Return the xxh3-128 of the samples' tokens, masks and values, in order."""
     digest = xxhash.xxh3_128()
     for sample in samples:
         digest.update(len(sample.token_ids).to_bytes(8, "little"))
         digest.update(sample.token_ids.astype("<i4").tobytes())
         digest.update(sample.loss_mask.astype(np.uint8).tobytes())
+        digest.update(np.array(sample.value, dtype="<f8").tobytes())
     return digest.hexdigest()
 
 
@@ -164,7 +165,7 @@ def load_samples(
             too_long += 1
             if config.too_long == "drop":
                 continue
-            fitting = Sample(sample.token_ids[: config.seq_len], sample.loss_mask[: config.seq_len])
+            fitting = sample.cut(config.seq_len)
         if fitting.num_targets:
             samples.append(fitting)
         else:

@@ -21,6 +21,7 @@ from trainer.pairs.preferences import Pair, fingerprint_pairs, load_pairs, split
 from trainer.pairs.reference import Reference, predict_pairs, start_reference
 from trainer.pairs.training import PairObjective, train_on_pairs
 from trainer.parallel import Parallel
+from trainer.row_formats import PAIR_FORMATS, RATED_PAIR_FORMATS
 from trainer.session import start_session
 from triad.config import DpoConfig
 from triad.events import report
@@ -34,7 +35,8 @@ def run(config: DpoConfig) -> None:
     seed_everything(config.seed, step=0, rank=parallel.rank)
     report("reading data")
     tokenizer = load_tokenizer(config.model.tokenizer_name)
-    pairs = load_pairs(config.data, tokenizer, parallel=parallel)
+    formats = RATED_PAIR_FORMATS if config.loss.odpo_alpha else PAIR_FORMATS
+    pairs = load_pairs(config.data, tokenizer, formats=formats, parallel=parallel)
     training, held_out = split_pairs(pairs, config.data.validation_fraction, seed=config.seed)
     _log.info("%d pairs to train on, %d held out", len(training), len(held_out))
     with start_session(
@@ -68,8 +70,9 @@ def dpo_objective(config: DpoConfig, reference: Reference, parallel: Parallel) -
         reference_P2 = reference.of(chosen, device)
         lengths = [[side.num_targets for side in pair.sides] for pair in chosen]
         tokens_P2 = torch.tensor(lengths, dtype=torch.float64, device=device).reshape(-1, 2)
+        margins_P = torch.tensor([pair.margin for pair in chosen], dtype=torch.float64, device=device)
         losses_P, chosen_rewards_P, rejected_rewards_P = loss(
-            PairLogprobs(*logprobs_P2.unbind(1), *reference_P2.unbind(1), *tokens_P2.unbind(1))
+            PairLogprobs(*logprobs_P2.unbind(1), *reference_P2.unbind(1), *tokens_P2.unbind(1), margins_P)
         )
         return {
             "loss": losses_P,

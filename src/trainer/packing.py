@@ -34,16 +34,23 @@ class Sample:
         loss_mask: bool array of length L: which tokens are trained. The first is never trained,
             since nothing predicts it.
         per_token: further float32 arrays of length L that follow the tokens, such as advantages.
+        value: a number that its row says of it, such as the margin of a pair; 0 where it says none.
     """
 
     token_ids: np.ndarray
     loss_mask: np.ndarray
     per_token: dict[str, np.ndarray] = field(default_factory=dict)
+    value: float = 0.0
 
     @property
     def num_targets(self) -> int:
         """Tokens that are predicted and trained."""
         return int(self.loss_mask[1:].sum())
+
+    def cut(self, length: int) -> Sample:
+        """Return its first `length` tokens."""
+        per_token = {name: values[:length] for name, values in self.per_token.items()}
+        return Sample(self.token_ids[:length], self.loss_mask[:length], per_token, self.value)
 
     @property
     def targets(self) -> np.ndarray:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from trainer.pairs.preferences import Pair, fingerprint_pairs, load_pairs, split
 from trainer.pairs.reward_loss import reward_loss
 from trainer.pairs.training import PairObjective, train_on_pairs
 from trainer.parallel import Parallel
+from trainer.row_formats import PAIR_FORMATS, RATED_PAIR_FORMATS
 from trainer.session import Build, start_session
 from triad.config import RewardTrainingConfig
 from triad.config.trainer import TrainedModelConfig
@@ -37,7 +39,8 @@ def run(config: RewardTrainingConfig) -> None:
     seed_everything(config.seed, step=0, rank=parallel.rank)
     report("reading data")
     tokenizer = load_tokenizer(config.model.tokenizer_name)
-    pairs = [end_at_stop_token(pair, tokenizer) for pair in load_pairs(config.data, tokenizer, parallel=parallel)]
+    pairs = load_pairs(config.data, tokenizer, formats=(*RATED_PAIR_FORMATS, *PAIR_FORMATS), parallel=parallel)
+    pairs = [end_at_stop_token(pair, tokenizer) for pair in pairs]
     training, held_out = split_pairs(pairs, config.data.validation_fraction, seed=config.seed)
     _log.info("%d pairs to train on, %d held out", len(training), len(held_out))
     build = _with_padding(tokenizer, pairs)
@@ -67,9 +70,9 @@ def end_at_stop_token(pair: Pair, tokenizer: PreTrainedTokenizerBase) -> Pair:
         end = int(stops[-1]) + 1 if len(stops) else len(side.token_ids)
         if str(tokenizer.decode(side.token_ids[end:])).strip():
             return side
-        return Sample(side.token_ids[:end], side.loss_mask[:end])
+        return side.cut(end)
 
-    return Pair(shortened(pair.chosen), shortened(pair.rejected), number=pair.number)
+    return replace(pair, chosen=shortened(pair.chosen), rejected=shortened(pair.rejected))
 
 
 def reward_objective(config: RewardTrainingConfig, parallel: Parallel) -> PairObjective[ScalarModel]:
@@ -77,7 +80,10 @@ def reward_objective(config: RewardTrainingConfig, parallel: Parallel) -> PairOb
 
     def forward(model: ScalarModel, pairs: Sequence[Pair], indices: list[int]) -> dict[str, Tensor]:
         rewards_P2 = score_pairs(model, pairs, indices, pack=config.data.pack, device=parallel.device)
-        losses_P = reward_loss(rewards_P2[:, 0], rewards_P2[:, 1], config.loss)
+        margins_P = torch.tensor(
+            [pairs[index].margin for index in indices], dtype=torch.float64, device=parallel.device
+        )
+        losses_P = reward_loss(rewards_P2[:, 0], rewards_P2[:, 1], margins_P, config.loss)
         rewards_P2 = rewards_P2.detach()
         chosen_P, rejected_P = rewards_P2.unbind(1)
         return {

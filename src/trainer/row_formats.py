@@ -6,6 +6,7 @@ docs/data.md describes them for users.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ PAIR_SHAPES = (
     "`prompt`, `chosen` and `rejected` (all text or all lists of messages), or `chosen` and `rejected` that begin with "
     "the same prompt"
 )
+RATED_PAIR_SHAPES = f"{PAIR_SHAPES}; and, for loss.odpo_alpha, `margin`, a number"
 _ROLES = {
     "system": "system",
     "human": "user",
@@ -65,12 +67,14 @@ class Format:
         name: in words.
         needed, optional: the columns that are read.
         examples: makes the examples of a row: one for a sample, two for a pair.
+        value: reads the number that a row says of them.
     """
 
     name: str
     needed: tuple[str, ...]
     optional: tuple[str, ...]
     examples: Callable[[Row, Tokenizer], list[Example]]
+    value: Callable[[Row], float] = lambda _: 0.0
 
     def unused(self, row: Row) -> list[str]:
         """Return the columns of `row` that are not read."""
@@ -241,6 +245,13 @@ def _from_preferences(row: Row, _: Tokenizer) -> list[Example]:
     return [_answered(row, prompt, answer, columns=PAIR_SHAPES) for answer in (chosen, rejected)]
 
 
+def _margin(row: Row) -> float:
+    margin = row.get("margin")
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise DataError(f"`margin` must be a number in every row, since the first row has one, got {margin!r:.80}")
+    return float(margin)
+
+
 def _check_implicit_prompt(prompt: object, shared: list[Any]) -> None:
     """Refuse conversations that do not begin alike, or not with what `prompt`, if there, says as text.
 
@@ -286,3 +297,12 @@ SAMPLE_FORMATS = (
     Format("plain text (`text`), all of it trained", ("text",), _FOR_CHATS, _from_text),
 )
 PAIR_FORMATS = (Format("pairs", ("chosen", "rejected"), (*_FOR_CHATS, "prompt"), _from_preferences),)
+RATED_PAIR_FORMATS = (
+    Format(
+        "pairs with margins",
+        ("chosen", "rejected", "margin"),
+        (*_FOR_CHATS, "prompt"),
+        _from_preferences,
+        value=_margin,
+    ),
+)

@@ -45,7 +45,7 @@ class Chunk:
     Attributes:
         index: place of the chunk in the dataset.
         num_rows: rows encoded, without one that cannot be used.
-        ids, mask, lengths: of all samples, one after the other.
+        ids, mask, lengths, values: of all samples, one after the other.
         remarks: what is in the data and not in the tokens, and in how many rows.
         error: why a row cannot be used; nothing after it is encoded.
     """
@@ -55,14 +55,15 @@ class Chunk:
     ids: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     mask: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))
     lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    values: np.ndarray = field(default_factory=lambda: np.zeros(0))
     remarks: Counter[str] = field(default_factory=Counter)
     error: Exception | None = None
 
     def samples(self) -> Iterator[Sample]:
         """Yield the samples in order."""
         ends = np.cumsum(self.lengths)
-        for start, end in zip(ends - self.lengths, ends, strict=True):
-            yield Sample(self.ids[start:end].copy(), self.mask[start:end].copy())
+        for start, end, value in zip(ends - self.lengths, ends, self.values.tolist(), strict=True):
+            yield Sample(self.ids[start:end].copy(), self.mask[start:end].copy(), value=value)
 
 
 def tokenize_rows(rows: Rows, encode: Encode, *, name: str, parallel: Parallel | None = None) -> list[Sample]:
@@ -124,6 +125,7 @@ def _encode_chunk(rows: Rows, encode: Encode, index: int, name: str) -> Chunk:
     except Exception as error:  # noqa: BLE001 (ConfigError, or a bug: raised where all chunks come together)
         chunk.error = error
     chunk.lengths = np.array([len(part.ids) for part in encoded], dtype=np.int64)
+    chunk.values = np.array([part.value for part in encoded], dtype=np.float64)
     if encoded:
         chunk.ids = np.concatenate([np.array(part.ids, dtype=np.int32) for part in encoded])
         chunk.mask = np.concatenate([np.array(part.mask, dtype=bool) for part in encoded])

@@ -47,7 +47,9 @@ class Answers:
         sums_S = self.sums(model)
         reference_S = torch.zeros_like(sums_S) if reference_S is None else reference_S
         tokens_S = torch.tensor(self.lengths, dtype=torch.float64)
-        return PairLogprobs(*sums_S.chunk(2), *reference_S.chunk(2), *tokens_S.chunk(2))
+        return PairLogprobs(
+            *sums_S.chunk(2), *reference_S.chunk(2), *tokens_S.chunk(2), torch.zeros(len(tokens_S) // 2)
+        )
 
     def for_dpo(self, reference_S: Tensor) -> dict[str, Tensor]:
         """Return the input of DPOTrainer."""

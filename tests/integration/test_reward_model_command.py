@@ -128,7 +128,7 @@ def test_a_dry_run_starts_nothing_and_bad_input_is_named(
     model, output = tiny_model(), tmp_path / "dry"
     dry = succeeded(run(output, model, "--dry-run"))
     assert "would start afresh" in dry.output and not (output / "run.json").exists()
-    refused(run(output, model, "--loss.margin", "-1"), "loss.margin")
+    refused(run(output, model, "--loss.center-coef", "-1"), "loss.center_coef")
     refused(run(output, model, "--loss.centre-coef", "1"), "loss.center-coef")
     refused(run(output, model, "--data.name", str(tmp_path / "no.jsonl")), "no such file")
     assert not output.joinpath("checkpoints").exists()

@@ -20,6 +20,8 @@ from trainer.pairs.preferences import Pair, fingerprint_pairs, load_pairs, plan_
 from trainer.pairs.reference import Reference, predict_pairs, reference_logprobs
 from trainer.pairs.reference import _read as read_reference
 from trainer.parallel import Parallel
+from trainer.reward_model import end_at_stop_token
+from trainer.row_formats import PAIR_FORMATS, RATED_PAIR_FORMATS
 from triad.config import DpoConfig
 from triad.config.dpo import PreferenceDataConfig
 from triad.config.trainer import TrainedModelConfig
@@ -83,6 +85,31 @@ def test_the_fingerprint_tells_the_sides_apart(tmp_path: Path, tokenizer: PreTra
     turned = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in TEXTS]
     straight = fingerprint_pairs(load_pairs(settings(tmp_path, TEXTS), tokenizer))
     assert fingerprint_pairs(load_pairs(settings(tmp_path, turned), tokenizer)) != straight
+
+
+def test_margins_are_read_by_who_asks_for_them(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    rated = [{**row, "margin": margin} for row, margin in zip(TEXTS, (0.25, -3), strict=True)]
+    data = settings(tmp_path, rated)
+    ignored, read = load_pairs(data, tokenizer), load_pairs(data, tokenizer, formats=RATED_PAIR_FORMATS)
+    assert [pair.margin for pair in ignored] == [0, 0] and [pair.margin for pair in read] == [0.25, -3]
+    assert fingerprint_pairs(ignored) != fingerprint_pairs(read)
+    cut = load_pairs(settings(tmp_path, rated, seq_len=9, too_long="truncate"), tokenizer, formats=RATED_PAIR_FORMATS)
+    assert [end_at_stop_token(pair, tokenizer).margin for pair in cut] == [0.25, -3]
+    either = (*RATED_PAIR_FORMATS, *PAIR_FORMATS)
+    assert [pair.margin for pair in load_pairs(settings(tmp_path, TEXTS), tokenizer, formats=either)] == [0, 0]
+
+
+@pytest.mark.parametrize("margin", [None, "1", True, float("nan"), float("inf")])
+def test_margins_that_are_no_numbers_are_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, margin: Any
+) -> None:
+    data = settings(tmp_path, [{**TEXTS[0], "margin": 1}, {**TEXTS[1], "margin": margin}])
+    with pytest.raises(DataError, match="row 2: `margin` must be a number in every row"):
+        load_pairs(data, tokenizer, formats=(*RATED_PAIR_FORMATS, *PAIR_FORMATS))
+    with pytest.raises(DataError, match=r"has the columns .* loss\.odpo_alpha, `margin`, a number"):
+        load_pairs(settings(tmp_path, TEXTS), tokenizer, formats=RATED_PAIR_FORMATS)
 
 
 def test_pairs_that_teach_nothing_are_left_out(

@@ -13,6 +13,7 @@ from trainer.pairs.losses import PairLogprobs, PairLosses, preference_loss, sequ
 from triad.config import DpoConfig, RewardTrainingConfig
 from triad.config.dpo import PreferenceLossConfig
 
+MARGINS = torch.tensor([0.5, 0.0, 3.0, -1.0], dtype=torch.float64)
 LENGTHS = torch.tensor([[4, 6], [3, 3], [5, 1], [2, 8]], dtype=torch.float64)
 
 
@@ -21,11 +22,12 @@ def config(kind: str, **settings: Any) -> PreferenceLossConfig:
 
 
 def pairs(policy_P2: Tensor, reference_P2: Tensor, tokens_P2: Tensor) -> PairLogprobs:
-    return PairLogprobs(*policy_P2.unbind(1), *reference_P2.unbind(1), *tokens_P2.unbind(1))
+    margins_P = MARGINS[: len(policy_P2)]
+    return PairLogprobs(*policy_P2.unbind(1), *reference_P2.unbind(1), *tokens_P2.unbind(1), margins_P)
 
 
 def one(kind: str, policy: tuple[float, float], reference: tuple[float, float] = (0, 0), **settings: Any) -> PairLosses:
-    """Return the loss of a pair whose chosen answer has 2 tokens, and whose rejected one has 4."""
+    """Return the loss of a pair whose chosen answer has 2 tokens, and whose rejected one has 4; its margin is 0.5."""
     rows = [torch.tensor([row], dtype=torch.float64) for row in (policy, reference, (2, 4))]
     return preference_loss(config(kind, **settings))(pairs(*rows))
 
@@ -40,13 +42,20 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-def slow(settings: PreferenceLossConfig, policy: list[float], reference: list[float], tokens: list[float]) -> float:
+def slow(
+    settings: PreferenceLossConfig,
+    policy: list[float],
+    reference: list[float],
+    tokens: list[float],
+    offset: float,
+) -> float:
     """The formulas as the papers print them, one pair at a time."""
     beta, smoothing, margin = settings.scale, settings.label_smoothing, settings.margin or 0
     r_w, r_l = policy[0] - reference[0], policy[1] - reference[1]
     w, l = policy[0] / tokens[0], policy[1] / tokens[1]  # noqa: E741 - as in the papers
     odds = (math.exp(w) / (1 - math.exp(w))) / (math.exp(l) / (1 - math.exp(l)))
-    right, wrong = -math.log(sigmoid(beta * (r_w - r_l))), -math.log(sigmoid(-beta * (r_w - r_l)))
+    h = beta * (r_w - r_l) - settings.odpo_alpha * offset
+    right, wrong = -math.log(sigmoid(h)), -math.log(sigmoid(-h))
     values = {
         "dpo": (1 - smoothing) * right + smoothing * wrong,
         "ipo": (r_w / tokens[0] - r_l / tokens[1] - 1 / (2 * beta)) ** 2,
@@ -64,6 +73,7 @@ def slow(settings: PreferenceLossConfig, policy: list[float], reference: list[fl
 ALL = [
     config("dpo", beta=0.3),
     config("dpo", beta=0.3, label_smoothing=0.2),
+    config("dpo", beta=0.3, odpo_alpha=0.8),
     config("dpo", beta=0.3, rpo_alpha=0.7),
     config("ipo", beta=0.2),
     config("ipo", beta=0.2, rpo_alpha=1.0),
@@ -83,7 +93,7 @@ KINDS = sorted({settings.type for settings in ALL})
 def test_every_loss_is_the_formula_of_its_paper(settings: PreferenceLossConfig) -> None:
     policy, reference = random_logprobs()
     losses = preference_loss(settings)(pairs(policy, reference, LENGTHS)).losses_P
-    rows = zip(policy.tolist(), reference.tolist(), LENGTHS.tolist(), strict=True)
+    rows = zip(policy.tolist(), reference.tolist(), LENGTHS.tolist(), MARGINS.tolist(), strict=True)
     assert losses.tolist() == pytest.approx([slow(settings, *row) for row in rows], rel=1e-10)
 
 
@@ -102,7 +112,7 @@ def test_gradients_are_finite_differences_of_the_formula(settings: PreferenceLos
         for move in (width, -width):
             moved = policy[pair].tolist()
             moved[side] += move
-            ends.append(slow(settings, moved, reference[pair].tolist(), LENGTHS[pair].tolist()))
+            ends.append(slow(settings, moved, reference[pair].tolist(), LENGTHS[pair].tolist(), MARGINS[pair].item()))
         assert gradient[pair, side].item() == pytest.approx((ends[0] - ends[1]) / (2 * width), rel=1e-6, abs=1e-9)
 
 
@@ -167,8 +177,13 @@ def test_hinge_robust_and_apo_by_hand() -> None:
     # rewards 0.5 and -1: sigmoids 0.6224593, 0.2689414; of their difference 0.8175745
     assert one("apo_zero", (-1, -3), (-2, -1), beta=0.5).losses_P.item() == pytest.approx(0.6464821, abs=1e-7)
     assert one("apo_down", (-1, -3), (-2, -1), beta=0.5).losses_P.item() == pytest.approx(0.8048848, abs=1e-7)
+    # h - 2 * 0.5 = 0.5: log(1 + exp(-0.5)) = 0.4740770
+    assert one("dpo", (-1, -3), (-2, -1), beta=0.5, odpo_alpha=2.0).losses_P.item() == pytest.approx(
+        0.4740770, abs=1e-7
+    )
     # the mean log-probability of the chosen answer is -0.5
-    assert one("dpo", (-1, -3), (-2, -1), beta=0.5, rpo_alpha=2.0).losses_P.item() == pytest.approx(1.2014133, abs=1e-7)
+    with_likelihood = one("dpo", (-1, -3), (-2, -1), beta=0.5, rpo_alpha=2.0)
+    assert with_likelihood.losses_P.item() == pytest.approx(1.2014133, abs=1e-7)
 
 
 def test_robust_dpo_is_dpo_on_the_right_labels_in_the_mean() -> None:
@@ -276,6 +291,8 @@ def test_sums_of_stretches() -> None:
         ({"type": "ipo", "label_smoothing": 0.1}, "label_smoothing"),
         ({"type": "apo_zero", "label_smoothing": 0.1}, "label_smoothing = 0.1 is for type = dpo and robust"),
         ({"type": "dpo", "margin": 1.0}, "margin"),
+        ({"type": "ipo", "odpo_alpha": 1.0}, "odpo_alpha = 1.0 is for type = dpo without label_smoothing"),
+        ({"type": "dpo", "odpo_alpha": 1.0, "label_smoothing": 0.1}, "got type = dpo and label_smoothing = 0.1"),
         ({"type": "orpo", "rpo_alpha": 1.0}, "rpo_alpha = 1.0 is for other types than orpo"),
         ({"type": "dpo", "rpo_alpha": -1.0}, "rpo_alpha"),
         ({"type": "simpo", "reference": "precomputed"}, "simpo has no reference"),

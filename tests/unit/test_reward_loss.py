@@ -23,12 +23,7 @@ from triad.config import RewardTrainingConfig
 from triad.config.reward_training import RewardLossConfig
 from triad.config.trainer import TrainedModelConfig
 
-SETTINGS = [
-    RewardLossConfig(),
-    RewardLossConfig(margin=0.5),
-    RewardLossConfig(center_coef=0.1),
-    RewardLossConfig(margin=1.5, center_coef=0.02),
-]
+SETTINGS = [RewardLossConfig(), RewardLossConfig(center_coef=0.1)]
 
 
 def doubles(*values: float) -> Tensor:
@@ -37,37 +32,38 @@ def doubles(*values: float) -> Tensor:
 
 def test_the_loss_by_hand() -> None:
     """Log 2 without a difference; log(1 + e^-1) where it is 1, log(1 + e^2) where it is -2."""
-    losses_P = reward_loss(doubles(0.3, 2.0, -1.0), doubles(0.3, 1.0, 1.0), RewardLossConfig())
+    losses_P = reward_loss(doubles(0.3, 2.0, -1.0), doubles(0.3, 1.0, 1.0), doubles(0, 0, 0), RewardLossConfig())
     assert losses_P.tolist() == pytest.approx([0.6931471806, 0.3132616875, 2.1269280110], abs=1e-9)
-    centred_P = reward_loss(doubles(2.0), doubles(1.0), RewardLossConfig(margin=1.0, center_coef=0.1))
+    centred_P = reward_loss(doubles(2.0), doubles(1.0), doubles(1.0), RewardLossConfig(center_coef=0.1))
     assert centred_P.tolist() == pytest.approx([0.6931471806 + 0.9], abs=1e-9)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_the_loss_is_the_formula_and_its_gradient_finite_differences(settings: RewardLossConfig) -> None:
     chosen_P, rejected_P = doubles(1.5, -0.4, 0.0).requires_grad_(), doubles(0.2, 1.0, -3.0).requires_grad_()
-    losses_P = reward_loss(chosen_P, rejected_P, settings)
+    margins_P = doubles(0.0, 1 / 3, 1.5)
+    losses_P = reward_loss(chosen_P, rejected_P, margins_P, settings)
     slow = [
-        -math.log(1 / (1 + math.exp(-(w - l - settings.margin)))) + settings.center_coef * (w + l) ** 2
-        for w, l in zip(chosen_P.tolist(), rejected_P.tolist(), strict=True)  # noqa: E741 - as in the papers
+        -math.log(1 / (1 + math.exp(-(w - l - margin)))) + settings.center_coef * (w + l) ** 2
+        for w, l, margin in zip(chosen_P.tolist(), rejected_P.tolist(), margins_P.tolist(), strict=True)  # noqa: E741
     ]
     assert losses_P.tolist() == pytest.approx(slow, rel=1e-10)
-    torch.autograd.gradcheck(lambda w, l: reward_loss(w, l, settings), (chosen_P, rejected_P))  # noqa: E741
+    torch.autograd.gradcheck(lambda w, l: reward_loss(w, l, margins_P, settings), (chosen_P, rejected_P))  # noqa: E741
 
 
 def test_very_wrong_pairs_have_a_finite_loss_and_gradient() -> None:
     chosen_P = doubles(-1e4).requires_grad_()
-    loss_P = reward_loss(chosen_P, doubles(1e4), RewardLossConfig())
+    loss_P = reward_loss(chosen_P, doubles(1e4), doubles(0.0), RewardLossConfig())
     loss_P.sum().backward()
     assert loss_P.item() == pytest.approx(2e4) and chosen_P.grad is not None and chosen_P.grad.item() == -1
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"loss": {"margin": -1}}, {"loss": {"center_coef": -0.1}}, {"val_interval": 3}, {"model": {"lora": {}}}],
+    [{"loss": {"center_coef": -0.1}}, {"val_interval": 3}, {"model": {"lora": {}}}],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"margin|center_coef|val_interval|model\.lora"):
+    with pytest.raises(ValueError, match=r"center_coef|val_interval|model\.lora"):
         RewardTrainingConfig.model_validate(settings)
 
 
@@ -79,7 +75,7 @@ def ragged_pairs(count: int) -> list[Pair]:
         answers = [generator.integers(5, 40, generator.integers(1, 9)) for _ in range(2)]
         masks = [np.repeat([False, True], [len(prompt), len(answer)]) for answer in answers]
         sides = [
-            Sample(np.concatenate([prompt, answer]).astype(np.int32), mask)
+            Sample(np.concatenate([prompt, answer]).astype(np.int32), mask, value=0.3 * number)
             for answer, mask in zip(answers, masks, strict=True)
         ]
         pairs.append(Pair(sides[0], sides[1], number=number))
@@ -117,9 +113,7 @@ def test_sides_end_with_the_stop_token_as_sampled_answers_do(tokenizer: PreTrain
 
 
 def step_of(model: ScalarModel, parallel: Parallel, pairs: list[Pair], **data: Any) -> tuple[dict[str, float], Tensor]:
-    config = RewardTrainingConfig.model_validate(
-        {"data": {"seq_len": 16, **data}, "loss": {"margin": 0.3, "center_coef": 0.05}}
-    )
+    config = RewardTrainingConfig.model_validate({"data": {"seq_len": 16, **data}, "loss": {"center_coef": 0.05}})
     metrics = reward_objective(config, parallel).accumulate_gradients(model, pairs)
     return metrics, gradients(model)
 
@@ -132,7 +126,8 @@ def test_a_step_is_what_transformers_and_the_formula_give(model: ScalarModel, pa
         for pair in pairs
     ]).double()  # fmt: skip
     w_P, l_P = rewards_P2.unbind(1)
-    loss = (torch.log(1 + torch.exp(-(w_P - l_P - 0.3))) + 0.05 * (w_P + l_P) ** 2).mean()
+    margins_P = 0.3 * torch.arange(5)
+    loss = (torch.log(1 + torch.exp(-(w_P - l_P - margins_P))) + 0.05 * (w_P + l_P) ** 2).mean()
     loss.backward()
     torch.testing.assert_close(got, gradients(model), rtol=1e-4, atol=1e-6)
     rewards_P2, w_P, l_P = rewards_P2.detach(), w_P.detach(), l_P.detach()

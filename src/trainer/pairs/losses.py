@@ -29,6 +29,7 @@ class PairLogprobs:
         chosen_P, rejected_P: under the weights being trained; they carry the gradient.
         reference_chosen_P, reference_rejected_P: under the reference; zeros where there is none.
         chosen_tokens_P, rejected_tokens_P: tokens of each answer.
+        margins_P: by how much the chosen answers are better, as their rows say.
     """
 
     chosen_P: Tensor
@@ -37,6 +38,7 @@ class PairLogprobs:
     reference_rejected_P: Tensor
     chosen_tokens_P: Tensor
     rejected_tokens_P: Tensor
+    margins_P: Tensor
 
 
 class PairLosses(NamedTuple):
@@ -71,12 +73,13 @@ def dpo_loss(config: PreferenceLossConfig) -> PreferenceLoss:
     """Return DPO (Rafailov et al. 2023, "Direct preference optimization", eq. 7).
 
     loss = -(1 - e) log sigmoid(h) - e log sigmoid(-h), h = beta [(l_pi(y_w) - l_ref(y_w)) - (l_pi(y_l) -
-    l_ref(y_l))]; e is `label_smoothing` (Mitchell 2023, "A note on DPO with noisy preferences").
+    l_ref(y_l))]; e is `label_smoothing` (Mitchell 2023, "A note on DPO with noisy preferences"). With `odpo_alpha`,
+    h - alpha margin instead of h (Amini et al. 2024, "Direct preference optimization with an offset").
     """
 
     def loss(pairs: PairLogprobs) -> PairLosses:
         chosen_P, rejected_P = _rewards(pairs, config)
-        h_P, smoothing = chosen_P - rejected_P, config.label_smoothing
+        h_P, smoothing = chosen_P - rejected_P - config.odpo_alpha * pairs.margins_P, config.label_smoothing
         losses_P = -(1 - smoothing) * F.logsigmoid(h_P) - smoothing * F.logsigmoid(-h_P)
         return _scored(losses_P, chosen_P, rejected_P)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -18,7 +18,14 @@ from trainer.data import chat_tokenizer, check_length, fingerprint_samples, hold
 from trainer.packing import Arrangement, Sample, plan_rows
 from trainer.parallel import Parallel
 from trainer.row_files import Row
-from trainer.row_formats import PAIR_FORMATS, PAIR_SHAPES, encode_example
+from trainer.row_formats import (
+    PAIR_FORMATS,
+    PAIR_SHAPES,
+    RATED_PAIR_FORMATS,
+    RATED_PAIR_SHAPES,
+    Format,
+    encode_example,
+)
 from trainer.tokenizing import tokenize_rows
 from triad.chat.masking import Encoded
 from triad.config.dpo import PreferenceDataConfig
@@ -42,6 +49,11 @@ class Pair:
     number: int
 
     @property
+    def margin(self) -> float:
+        """By how much the chosen side is better, as its row says; 0 where the rows say nothing."""
+        return self.chosen.value
+
+    @property
     def sides(self) -> tuple[Sample, Sample]:
         """Chosen, rejected."""
         return self.chosen, self.rejected
@@ -53,21 +65,29 @@ class Pair:
 
 
 def load_pairs(
-    config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase, *, parallel: Parallel | None = None
+    config: PreferenceDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    formats: tuple[Format, ...] = PAIR_FORMATS,
+    parallel: Parallel | None = None,
 ) -> list[Pair]:
     """Return all pairs, tokenised, in the order of the file.
 
     Args:
+        formats: of rows, the first that fits the first row.
         parallel: the ranks, if there are several: all get all pairs. Collective then.
 
     Raises:
         ConfigError, DataError: the dataset is missing, lacks columns, or has a pair that cannot be used.
     """
     chat = chat_tokenizer(tokenizer)
-    rows, form = open_dataset(config, PAIR_FORMATS, shapes=PAIR_SHAPES, is_told=not parallel or parallel.is_main)
+    shapes = RATED_PAIR_SHAPES if formats == RATED_PAIR_FORMATS else PAIR_SHAPES
+    rows, form = open_dataset(config, formats, shapes=shapes, is_told=not parallel or parallel.is_main)
 
     def encode(row: Row) -> list[Encoded]:
         sides = [encode_example(side, chat, train_on=config.train_on) for side in form.examples(row, chat)]
+        value = form.value(row)
+        sides = [replace(side, value=value) for side in sides]
         for side in sides:
             check_length(side, config, what="a side of the pair has")
         return sides
@@ -81,11 +101,7 @@ def load_pairs(
             faults["too long"] += 1
             if config.too_long == "drop":
                 continue
-            cut = slice(config.seq_len)
-            pair = (
-                Sample(chosen.token_ids[cut], chosen.loss_mask[cut]),
-                Sample(rejected.token_ids[cut], rejected.loss_mask[cut]),
-            )
+            pair = chosen.cut(config.seq_len), rejected.cut(config.seq_len)
         if not all(side.num_targets for side in pair):
             faults["untrained"] += 1
         elif np.array_equal(pair[0].token_ids, pair[1].token_ids):

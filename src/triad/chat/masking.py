@@ -56,11 +56,13 @@ class Encoded:
 
     Attributes:
         remarks: what was in the data and is not in the tokens, in words.
+        value: a number that the row says of it; 0 where it says none.
     """
 
     ids: list[int]
     mask: list[bool]
     remarks: tuple[str, ...] = ()
+    value: float = 0.0
 
 
 def encode_text(text: str, tokenizer: Tokenizer) -> Encoded:

@@ -31,6 +31,10 @@ class PreferenceLossConfig(Section):
     margin: float | None = Field(default=None, ge=0)
     """`simpo`: how much more reward the chosen side should have. Unset: 0.5."""
 
+    odpo_alpha: float = Field(default=0.0, ge=0)
+    """`dpo`: this times a row's `margin` is how far apart the rewards of its two sides should be, beside what the loss
+    asks for anyway (Amini et al. 2024, ODPO); 0: margins of rows are not read."""
+
     rpo_alpha: float = Field(default=0.0, ge=0)
     """Weight of the chosen answer's negative log-likelihood, a mean over its tokens, beside the loss (Pang et al. 2024,
     who take 1); `orpo` has such a term already."""
@@ -49,6 +53,11 @@ class PreferenceLossConfig(Section):
             )
         if self.margin is not None and self.type != "simpo":
             raise ValueError(f"margin = {self.margin} is for type = simpo, got type = {self.type}")
+        if self.odpo_alpha and (self.type != "dpo" or self.label_smoothing):
+            raise ValueError(
+                f"odpo_alpha = {self.odpo_alpha} is for type = dpo without label_smoothing, got type = {self.type} and "
+                f"label_smoothing = {self.label_smoothing}: leave one of them out"
+            )
         if self.rpo_alpha and self.type == "orpo":
             raise ValueError(
                 f"rpo_alpha = {self.rpo_alpha} is for other types than orpo, whose first term is the likelihood of the "

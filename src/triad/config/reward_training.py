@@ -10,10 +10,7 @@ from triad.config.trainer import TrainingCommand
 
 
 class RewardLossConfig(Section):
-    """The loss of a reward model: Bradley-Terry, -log sigmoid(r(chosen) - r(rejected) - margin)."""
-
-    margin: float = Field(default=0.0, ge=0)
-    """How much more reward the chosen side should have (Touvron et al. 2023)."""
+    """The loss of a reward model: Bradley-Terry, -log sigmoid(r(chosen) - r(rejected) - margin of the row)."""
 
     center_coef: float = Field(default=0.0, ge=0)
     """Weight of (r(chosen) + r(rejected))², which keeps rewards around 0 (Eisenstein et al. 2023; they
