@@ -93,6 +93,26 @@ def chat_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     )
 
 
+def refuse_other_tokens(name: str, tokenizer_name: str, *, key: str) -> None:
+    """Refuse a model beside the policy to which the policy's token ids mean something else.
+
+    Args:
+        name: of the model, the value of the setting `key`.
+
+    Raises:
+        DataError: their tokenizers differ.
+    """
+    theirs, ours = load_tokenizer(name).get_vocab(), load_tokenizer(tokenizer_name).get_vocab()
+    differing = [token for token, number in ours.items() if theirs.get(token) != number]
+    if differing:
+        token = min(differing)
+        raise DataError(
+            f"{key} = '{name}' has another tokenizer than '{tokenizer_name}': {len(differing)} tokens "
+            f"differ, such as {token!r}, {ours[token]} here and {theirs.get(token, 'unknown')} there. It reads the "
+            "policy's token ids, so take one that was trained from a model with the policy's tokenizer."
+        )
+
+
 def check_same_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """Check that the orchestrator, which reads tokenizer.json itself, has the tokens that transformers makes.
 

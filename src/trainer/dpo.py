@@ -18,7 +18,7 @@ from trainer.data import load_tokenizer
 from trainer.models.model import Policy, build_policy
 from trainer.pairs.losses import PairLogprobs, preference_loss
 from trainer.pairs.preferences import Pair, fingerprint_pairs, load_pairs, split_pairs
-from trainer.pairs.reference import Reference, predict_pairs, start_reference
+from trainer.pairs.reference import Reference, other_reference, predict_pairs, start_reference
 from trainer.pairs.training import PairObjective, train_on_pairs
 from trainer.parallel import Parallel
 from trainer.row_formats import PAIR_FORMATS, RATED_PAIR_FORMATS
@@ -39,6 +39,7 @@ def run(config: DpoConfig) -> None:
     pairs = load_pairs(config.data, tokenizer, formats=formats, parallel=parallel)
     training, held_out = split_pairs(pairs, config.data.validation_fraction, seed=config.seed)
     _log.info("%d pairs to train on, %d held out", len(training), len(held_out))
+    other = other_reference(config, pairs, parallel)
     with start_session(
         config,
         parallel,
@@ -47,7 +48,7 @@ def run(config: DpoConfig) -> None:
         pack=config.data.pack,
         data_fingerprint=fingerprint_pairs(training),
     ) as session:
-        reference = start_reference(config, session, pairs)
+        reference = start_reference(config, session, pairs, other)
         objective = dpo_objective(config, reference, parallel)
         train_on_pairs(config, session, objective, training, held_out, attachments=reference.attachments)
         report("publishing weights", step=session.progress.step)

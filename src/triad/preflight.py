@@ -46,6 +46,8 @@ def check_training(config: TrainingCommand) -> None:
         require_weights(config.model.name)
     if isinstance(config, SftConfig | DpoConfig | RewardTrainingConfig):
         require_data(config.data.name, key="data.name")
+    if isinstance(config, DpoConfig) and config.loss.reference_model:
+        require_model(config.loss.reference_model, key="loss.reference_model")
     if not isinstance(config, TrainerConfig):
         return
     for key, name in (

@@ -173,6 +173,29 @@ def test_other_pairs_and_other_programs_are_refused_on_resume(
 
 
 @pytest.mark.slow
+def test_a_run_against_another_model_goes_on_against_that_one_alone(
+    run: Callable[..., SftRun], tiny_model: Callable[..., Path], dropout: Path, tmp_path: Path
+) -> None:
+    """With adapters, which a reference has none of; killed runs resume in the same bits, other weights are refused."""
+    reference = tmp_path / "reference"
+    shutil.copytree(tiny_model(seed=5), reference)
+    flags = ("--loss.reference-model", str(reference), "--model.lora.rank", "4", "--ckpt.interval", "2")
+    whole = succeeded(run(tmp_path / "whole", dropout, *flags, "--max-steps", "4"))
+    assert abs(whole.column("rewards/chosen")[0]) > 0.01, "the policy is not its own reference"
+    succeeded(run(tmp_path / "parts", dropout, *flags, "--max-steps", "2"))
+    resume = ("--max-steps", "4", "--ckpt.resume-step", "2")
+    resumed = succeeded(run(tmp_path / "parts", dropout, *flags, *resume))
+    assert "computing reference" not in resumed.output
+    assert resumed.weights(4) == whole.weights(4) and resumed.column("loss") == whole.column("loss")
+    own = ("--model.lora.rank", "4", "--ckpt.interval", "2")
+    refused(run(tmp_path / "parts", dropout, *own, *resume), "under a reference model", "it is unset now")
+    shutil.rmtree(reference)
+    shutil.copytree(tiny_model(seed=6), reference)
+    refused(run(tmp_path / "parts", dropout, *flags, *resume), "under a reference model", "as the run began with it")
+    refused(run(tmp_path / "no", dropout, "--loss.reference-model", "./no"), "loss.reference_model", "./no")
+
+
+@pytest.mark.slow
 def test_a_run_without_a_reference_cannot_take_one_up(
     run: Callable[..., SftRun], tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:

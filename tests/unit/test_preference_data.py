@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,14 @@ from trainer.dpo import dpo_objective
 from trainer.models.model import Policy, build_policy
 from trainer.packing import Arrangement
 from trainer.pairs.preferences import Pair, fingerprint_pairs, load_pairs, plan_pairs, split_pairs
-from trainer.pairs.reference import Reference, predict_pairs, reference_logprobs
+from trainer.pairs.reference import OtherReference, Reference, other_reference, predict_pairs, reference_logprobs
 from trainer.pairs.reference import _read as read_reference
 from trainer.parallel import Parallel
 from trainer.reward_model import end_at_stop_token
 from trainer.row_formats import PAIR_FORMATS, RATED_PAIR_FORMATS
-from triad.config import DpoConfig
+from triad.config import CkptConfig, DpoConfig
 from triad.config.dpo import PreferenceDataConfig
+from triad.config.lora import LoraConfig
 from triad.config.trainer import TrainedModelConfig
 from triad.errors import CheckpointError, DataError
 
@@ -130,15 +133,62 @@ def test_a_reference_that_is_not_there_or_cannot_be_read_is_refused(tmp_path: Pa
     path = tmp_path / "checkpoints/step_1/reference.npz"
     path.parent.mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"is missing: .* Resume it with --loss\.reference none"):
-        read_reference(path, "pairs")
+        read_reference(path, "pairs", None)
     path.write_bytes(b"no zip")
     with pytest.raises(CheckpointError, match="cannot be read: .* Resume from another step"):
-        read_reference(path, "pairs")
+        read_reference(path, "pairs", None)
     with path.open("wb") as file:
-        np.savez(file, logprobs=np.ones((1, 2)), pairs=np.asarray("pairs"))
-    assert read_reference(path, "pairs").tolist() == [[1.0, 1.0]]
+        np.savez(file, logprobs=np.ones((1, 2)), pairs=np.asarray("pairs"), model=np.asarray(""))
+    assert read_reference(path, "pairs", None).tolist() == [[1.0, 1.0]]
     with pytest.raises(CheckpointError, match="is about other pairs than these"):
-        read_reference(path, "others")
+        read_reference(path, "others", None)
+
+
+def test_a_run_goes_on_with_the_reference_that_it_began_with(tmp_path: Path) -> None:
+    path, other = tmp_path / "reference.npz", OtherReference("models/b", "abc", None)
+    with path.open("wb") as file:
+        np.savez(file, logprobs=np.ones((1, 2)), pairs=np.asarray("pairs"), model=np.asarray(""))
+    with pytest.raises(CheckpointError, match=r"the weights that the run began with, and .* = 'models/b' has abc"):
+        read_reference(path, "pairs", other)
+    with path.open("wb") as file:
+        np.savez(file, logprobs=np.ones((1, 2)), pairs=np.asarray("pairs"), model=np.asarray("abc"))
+    assert read_reference(path, "pairs", other).tolist() == [[1.0, 1.0]]
+    assert read_reference(path, "pairs", replace(other, name="elsewhere")).tolist() == [[1.0, 1.0]]
+    with pytest.raises(CheckpointError, match="a reference model with digest abc, and it is unset now"):
+        read_reference(path, "pairs", None)
+    with pytest.raises(CheckpointError, match="with digest abc, and .* has abd: .* as the run began with it"):
+        read_reference(path, "pairs", replace(other, digest="abd"))
+
+
+def test_another_reference_says_what_its_own_weights_say(tiny_model: Callable[..., Path], parallel: Parallel) -> None:
+    name, pairs = str(tiny_model(seed=1)), ragged_pairs(5)
+    of_policy = {"model": {"name": str(tiny_model())}, "data": {"seq_len": 16}}
+    assert other_reference(DpoConfig.model_validate(of_policy), pairs, parallel) is None
+    config = DpoConfig.model_validate({**of_policy, "loss": {"reference_model": name}, "output_dir": "x"})
+    found = other_reference(config, pairs, parallel)
+    assert found is not None and found.logprobs_P2 is not None and found.name == name
+    theirs = build_policy(TrainedModelConfig(name=name), parallel, seed=0)
+    assert found.logprobs_P2.tolist() == reference_logprobs(theirs, pairs, config.data, parallel).tolist()
+    adapted = config.model_copy(update={"model": config.model.model_copy(update={"lora": LoraConfig()})})
+    beside = other_reference(adapted, pairs, parallel)
+    assert beside is not None and beside.logprobs_P2 is not None and beside.digest == found.digest
+    assert beside.logprobs_P2.tolist() == found.logprobs_P2.tolist(), "it has no adapters"
+    resumed = config.model_copy(update={"ckpt": CkptConfig(resume_step=4)})
+    assert other_reference(resumed, pairs, parallel) == replace(found, logprobs_P2=None)
+
+
+def test_a_reference_with_other_tokens_is_refused(
+    tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model(seed=1), other)
+    content = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    config = DpoConfig.model_validate({"model": {"name": str(tiny_model())}, "loss": {"reference_model": str(other)}})
+    with pytest.raises(DataError, match=r"loss\.reference_model = .* has another tokenizer .*: 2 tokens differ"):
+        other_reference(config, ragged_pairs(1), parallel)
 
 
 def test_too_long_pairs_are_refused_dropped_or_cut(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -297,6 +297,11 @@ def test_sums_of_stretches() -> None:
         ({"type": "dpo", "rpo_alpha": -1.0}, "rpo_alpha"),
         ({"type": "simpo", "reference": "precomputed"}, "simpo has no reference"),
         ({"type": "orpo", "reference": "precomputed"}, "orpo has no reference"),
+        ({"type": "simpo", "reference_model": "b"}, "reference_model = 'b' has no use with type = simpo"),
+        (
+            {"type": "dpo", "reference": "none", "reference_model": "b"},
+            "has no use with type = dpo and reference = none",
+        ),
         ({"type": "dpo", "beta": 0.0}, "beta"),
         ({"type": "cpo"}, "type"),
     ],

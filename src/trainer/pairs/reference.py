@@ -1,9 +1,10 @@
 """Log-probabilities of pairs, and those under the reference of a preference run.
 
-The reference is the model with the weights that the run starts with. It is frozen, and so is what it
-says about each pair: two numbers, computed once before the first step. They go into every checkpoint,
-since a resumed run no longer has the weights that made them: it takes the same numbers, bit for bit,
-also on another machine or in a fork, and spends no time on them.
+The reference is the model with the weights that the run starts with, or another one. It is frozen, and so
+is what it says about each pair: two numbers, computed once before the first step. They go into every
+checkpoint, since a resumed run no longer has the weights that it began with: it takes the same numbers, bit
+for bit, also on another machine or in a fork, and spends no time on them. The digest of another model lies
+beside them, so that none takes its place.
 
 Shape legend: P pairs, 2 their sides: chosen, rejected.
 """
@@ -20,11 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.models.model import Policy, reshard
+from trainer.data import refuse_other_tokens
+from trainer.models.lora import base_tensors, digest_of
+from trainer.models.model import Policy, build_policy, reshard
 from trainer.packing import build_micro_batch
 from trainer.pairs.losses import sequence_sums
 from trainer.pairs.preferences import Pair, fingerprint_pairs, plan_pairs
 from trainer.parallel import Parallel
+from trainer.self_check import check_model
 from trainer.session import Session
 from trainer.step import predict
 from triad import durable
@@ -55,25 +59,72 @@ class Reference:
         return torch.from_numpy(self.logprobs_P2[numbers]).to(device)
 
 
-def start_reference(config: DpoConfig, session: Session[Policy], pairs: Sequence[Pair]) -> Reference:
-    """Compute the reference log-probabilities of all pairs, or take those of the checkpoint resumed from. Collective.
+@dataclass(frozen=True)
+class OtherReference:
+    """A model other than the policy's first one, and what it says.
+
+    Attributes:
+        name: directory or hub name.
+        digest: of its weights.
+        logprobs_P2: of all pairs; None where a checkpoint holds them already.
+    """
+
+    name: str
+    digest: str
+    logprobs_P2: np.ndarray | None
+
+
+def other_reference(config: DpoConfig, pairs: Sequence[Pair], parallel: Parallel) -> OtherReference | None:
+    """Return what `loss.reference_model` says about the pairs; None without that setting. Collective.
+
+    The model is in memory while this runs and no longer.
 
     Raises:
-        CheckpointError: the checkpoint has none, or those of other pairs.
+        DataError: it cannot be loaded, or knows the policy's tokens by other ids.
+    """
+    name = config.loss.reference_model
+    if name is None:
+        return None
+    report("loading the reference", model=name)
+    refuse_other_tokens(name, config.model.tokenizer_name, key="loss.reference_model")
+    own = config.model.model_copy(update={"name": name, "init": "pretrained", "lora": None})
+    model = build_policy(own, parallel, seed=0)
+    model.requires_grad_(False)
+    check_model(model, parallel, name=name, pack=config.data.pack, dtype=own.dtype)
+    digest = digest_of(base_tensors(model.hf_model))
+    if config.ckpt is not None and config.ckpt.resume_step is not None:
+        return OtherReference(name, digest, None)
+    report("computing reference log-probabilities", pairs=len(pairs))
+    return OtherReference(name, digest, reference_logprobs(model, pairs, config.data, parallel))
+
+
+def start_reference(
+    config: DpoConfig, session: Session[Policy], pairs: Sequence[Pair], other: OtherReference | None = None
+) -> Reference:
+    """Compute the reference log-probabilities of all pairs, or take those of the checkpoint resumed from. Collective.
+
+    Args:
+        other: the reference, where it is another model than the policy as it starts.
+
+    Raises:
+        CheckpointError: the checkpoint has none, or those of other pairs or of another reference.
     """
     if config.loss.reference == "none":
         return Reference(np.zeros((len(pairs), 2)), {})
     fingerprint = fingerprint_pairs(pairs)
     if session.progress.step > 0:
         directory = session.run_dir.checkpoint(session.progress.step)
-        logprobs_P2 = _read(directory / TRAINER_DIR / REFERENCE_NAME, fingerprint)
+        logprobs_P2 = _read(directory / TRAINER_DIR / REFERENCE_NAME, fingerprint, other)
+    elif other is not None and other.logprobs_P2 is not None:
+        logprobs_P2 = other.logprobs_P2
     else:
         report("computing reference log-probabilities", pairs=len(pairs))
         logprobs_P2 = reference_logprobs(session.policy, pairs, config.data, session.parallel)
     path = session.run_dir.path / REFERENCE_NAME
     if session.parallel.is_main:
         buffer = io.BytesIO()
-        np.savez(buffer, logprobs=logprobs_P2, pairs=np.asarray(fingerprint))
+        model = np.asarray(other.digest if other is not None else "")
+        np.savez(buffer, logprobs=logprobs_P2, pairs=np.asarray(fingerprint), model=model)
         durable.write_file(path, buffer.getvalue())
     return Reference(logprobs_P2, {f"{TRAINER_DIR}/{REFERENCE_NAME}": path})
 
@@ -113,12 +164,13 @@ def predict_pairs(
     return sequence_sums(logprobs_N, [sides[place].num_targets for place in places]).reshape(-1, 2)
 
 
-def _read(path: Path, fingerprint: str) -> np.ndarray:
-    """Return what a run wrote to `path`, provided that it is about the same pairs."""
+def _read(path: Path, fingerprint: str, other: OtherReference | None) -> np.ndarray:
+    """Return what a run wrote to `path`, provided that it is about the same pairs and by the same reference."""
     advice = f"To start a new run from these weights: --ckpt.weights-only {path.parent.parent}"
     try:
         with np.load(path, allow_pickle=False) as arrays:
             saved, logprobs_P2 = str(arrays["pairs"]), np.asarray(arrays["logprobs"], dtype=np.float64)
+            digest = str(arrays["model"])
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} is missing: the run was trained with loss.reference = none, and what its first weights said "
@@ -130,5 +182,12 @@ def _read(path: Path, fingerprint: str) -> np.ndarray:
         raise CheckpointError(
             f"{path} is about other pairs than these: its log-probabilities cannot be used for them. Resume with the "
             f"same data.name, data.split, data.seq_len, data.too_long and tokenizer. {advice}"
+        )
+    if digest != (other.digest if other is not None else ""):
+        was = f"a reference model with digest {digest}" if digest else "the weights that the run began with"
+        now = f"loss.reference_model = '{other.name}' has {other.digest}" if other is not None else "it is unset now"
+        raise CheckpointError(
+            f"{path} holds the log-probabilities under {was}, and {now}: going on would change what the policy is "
+            f"compared with. Give loss.reference_model as the run began with it. {advice}"
         )
     return logprobs_P2

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from trainer.data import load_tokenizer
+from trainer.data import refuse_other_tokens
 from trainer.models.loading import is_classifier, load_model_config
 from trainer.models.model import reshard
 from trainer.models.scalar_model import build_scalar_model, score_samples
@@ -34,7 +34,7 @@ class RewardModel:
                 f"reward_model.name = '{name}' is a language model without a score. Train one with `reward-model`, or "
                 "name the directory of a model for sequence classification with num_labels = 1."
             )
-        _refuse_other_tokens(name, model_config.tokenizer_name)
+        refuse_other_tokens(name, model_config.tokenizer_name, key="reward_model.name")
         own = model_config.model_copy(update={"name": name, "init": "pretrained", "lora": None})
         self.model = build_scalar_model(own, parallel, seed=0)
         self._parallel = parallel
@@ -57,16 +57,3 @@ class RewardModel:
         reshard(self.model)
         # Every sample is one rank's; the others add zero, which changes no bit.
         return self._parallel.sum_tensor(scores_S).tolist()
-
-
-def _refuse_other_tokens(name: str, tokenizer_name: str) -> None:
-    """Refuse a reward model to which the policy's token ids mean something else."""
-    theirs, ours = load_tokenizer(name).get_vocab(), load_tokenizer(tokenizer_name).get_vocab()
-    differing = [token for token, number in ours.items() if theirs.get(token) != number]
-    if differing:
-        token = min(differing)
-        raise DataError(
-            f"reward_model.name = '{name}' has another tokenizer than '{tokenizer_name}': {len(differing)} tokens "
-            f"differ, such as {token!r}, {ours[token]} here and {theirs.get(token, 'unknown')} there. It scores the "
-            "policy's token ids, so take one that was trained from a model with the policy's tokenizer."
-        )

@@ -40,9 +40,12 @@ class PreferenceLossConfig(Section):
     who take 1); `orpo` has such a term already."""
 
     reference: Literal["precomputed", "none"] | None = None
-    """`precomputed`: log-probabilities under the weights that the run starts with, computed once
-    before training; `none`: without a reference. Unset: none for `simpo` and `orpo`, which have none;
-    precomputed for the others, which can do without."""
+    """`precomputed`: log-probabilities under the reference, computed once before training; `none`: without
+    one. Unset: none for `simpo` and `orpo`, which have none; precomputed for the others, which can do without."""
+
+    reference_model: str | None = None
+    """Directory or hub name of the reference, a model with the policy's tokenizer; unset: the weights
+    that the run starts with. It must not change while the run goes on."""
 
     @model_validator(mode="after")
     def _settle(self) -> PreferenceLossConfig:
@@ -66,6 +69,11 @@ class PreferenceLossConfig(Section):
         if self.reference == "precomputed" and self.type not in _HAS_REFERENCE:
             raise ValueError(
                 f"reference = precomputed is for {', '.join(_HAS_REFERENCE)}; {self.type} has no reference"
+            )
+        if self.reference_model is not None and (self.reference == "none" or self.type not in _HAS_REFERENCE):
+            raise ValueError(
+                f"reference_model = '{self.reference_model}' has no use with type = {self.type} and reference = "
+                f"{self.reference or 'none'}: leave it out"
             )
         if self.beta is None:
             self.beta = 2.0 if self.type == "simpo" else 0.1
