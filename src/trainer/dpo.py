@@ -71,10 +71,16 @@ def dpo_objective(config: DpoConfig, reference: Reference, parallel: Parallel) -
         reference_P2 = reference.of(chosen, device)
         lengths = [[side.num_targets for side in pair.sides] for pair in chosen]
         tokens_P2 = torch.tensor(lengths, dtype=torch.float64, device=device).reshape(-1, 2)
-        margins_P = torch.tensor([pair.margin for pair in chosen], dtype=torch.float64, device=device)
-        losses_P, chosen_rewards_P, rejected_rewards_P = loss(
-            PairLogprobs(*logprobs_P2.unbind(1), *reference_P2.unbind(1), *tokens_P2.unbind(1), margins_P)
+        given = PairLogprobs(
+            chosen_P=logprobs_P2[:, 0],
+            rejected_P=logprobs_P2[:, 1],
+            reference_chosen_P=reference_P2[:, 0],
+            reference_rejected_P=reference_P2[:, 1],
+            chosen_tokens_P=tokens_P2[:, 0],
+            rejected_tokens_P=tokens_P2[:, 1],
+            margins_P=torch.tensor([pair.margin for pair in chosen], dtype=torch.float64, device=device),
         )
+        losses_P, chosen_rewards_P, rejected_rewards_P = loss(given)
         return {
             "loss": losses_P,
             "rewards/chosen": chosen_rewards_P,
