@@ -22,6 +22,7 @@ from triad.config import (
     SftConfig,
     TrainerConfig,
 )
+from triad.config.algorithm import DistillationConfig
 from triad.config.base import Command
 from triad.config.fingerprint import fingerprint
 from triad.config.load import read_toml, to_toml
@@ -190,7 +191,13 @@ def test_the_fingerprint_follows_what_shapes_training_and_nothing_else() -> None
         ({"advantage": "gae"}, "'gae' and a critic go together: set critic"),
         ({"critic": {}}, "'gae' and a critic go together: set advantage"),
         ({"advantage": "distillation", "kl": {}}, "needs a teacher: set kl.reference"),
-        ({"advantage": "distillation", "kl": {"reference": "t", "coef": 0.1, "place": "reward"}}, "has no effect"),
+        ({"distillation": {}, "kl": {"coef": 0.1}}, "needs a teacher: set kl.reference"),
+        ({"distillation": {}, "loss": {"type": "sft"}}, "no effect with loss.type = 'sft'"),
+        ({"distillation": {}, "kl": {"reference": "t", "refresh_interval": 2}}, "its own teacher"),
+        (
+            {"advantage": "distillation", "kl": {"reference": "t", "coef": 0.1, "place": "reward"}},
+            "is what distillation does",
+        ),
         ({"kl": {"coef": 0.1, "estimator": "k1"}}, "gradient that is zero on average"),
         ({"kl": {"target": 6.0}}, "set coef above 0"),
         ({"rewards": {"length_max_tokens": 5}}, "go together: set both or neither"),
@@ -203,7 +210,9 @@ def test_parts_of_the_trainer_that_do_not_fit_together_are_refused(values: dict[
 
 def test_a_teacher_may_also_hold_the_policy_in_the_loss() -> None:
     kl = {"reference": "teacher", "coef": 0.1, "place": "loss"}
-    assert TrainerConfig.model_validate({"advantage": "distillation", "kl": kl}).kl is not None
+    config = TrainerConfig.model_validate({"advantage": "distillation", "kl": kl})
+    assert config.kl is not None and config.distillation == DistillationConfig(coef=1.0)
+    assert TrainerConfig.model_validate({"distillation": {"coef": 0.5}, "kl": kl}).advantage == "dr_grpo"
 
 
 def test_validating_needs_something_to_validate_on() -> None:

@@ -221,6 +221,12 @@ def test_a_distillation_needs_one_teacher_and_a_loss_for_what_it_gives() -> None
     assert "set trainer.kl.reference" in disagreement(*distil, *TEACHER, "--orchestrator.teacher.mode", "samples")
     assert "both say what the reference is" in disagreement(*distil, *TEACHER, "--trainer.kl.reference", "b/teacher")
     rl(*distil, "--trainer.kl.reference", "b/teacher")
+    beside = ("--trainer.distillation.coef", "0.5")
+    assert "set trainer.kl.reference, or orchestrator.teacher" in disagreement(*beside)
+    assert rl(*beside, *TEACHER).trainer.advantage == "dr_grpo"
+    dynamic = ("--orchestrator.dynamic-sampling",)
+    assert "drops problems by their rewards" in disagreement(*distil, *TEACHER, *dynamic)
+    rl(*beside, *TEACHER, *dynamic)
     rl(*distil, *TEACHER)
     samples = (*TEACHER, "--orchestrator.teacher.mode", "samples")
     assert "trainer.loss.type = 'grpo' takes the samples for the policy's own" in disagreement(*samples)

@@ -12,9 +12,9 @@ from trainer.packing import Sample
 from trainer.policy.advantage import Groups, choose_advantage, grpo
 from trainer.policy.experience import (
     Penalty,
+    add_distillation,
     advantage_metrics,
     critic_advantages,
-    distillation_advantages,
     judge_rollouts,
     kl_of_sequences,
     whiten_advantages,
@@ -175,14 +175,26 @@ def test_whitening_adds_its_epsilon_to_the_variance() -> None:
     np.testing.assert_allclose(sample.per_token[ADVANTAGE], [0.0, -1e-4 / scale, 1e-4 / scale], rtol=1e-5)
 
 
-def test_a_token_that_the_teacher_likes_more_gets_a_positive_advantage() -> None:
+@pytest.mark.parametrize("coef", [1.0, 0.25])
+@pytest.mark.parametrize("rewarded", [0.0, -1.5])
+def test_a_token_that_the_teacher_likes_more_gets_more_than_its_reward(coef: float, rewarded: float) -> None:
     samples = make_samples()
-    distillation_advantages(samples)
+    for sample in samples:
+        sample.per_token[ADVANTAGE] = np.full(len(sample.token_ids), rewarded, dtype=np.float32)
+    metrics = add_distillation(samples, coef)
+    divergences = []
     for sample in samples:
         expected = np.zeros(len(sample.token_ids))
         for place in trained_places(sample):
-            expected[place] = sample.per_token[REFERENCE_LOGPROB][place] - sample.per_token[OLD_LOGPROB][place]
-        np.testing.assert_allclose(sample.per_token[ADVANTAGE], expected, rtol=1e-6)
+            teacher, old = (float(sample.per_token[name][place]) for name in (REFERENCE_LOGPROB, OLD_LOGPROB))
+            expected[place] = rewarded + coef * (teacher - old)
+            divergences.append(old - teacher)
+        np.testing.assert_allclose(sample.per_token[ADVANTAGE], expected, rtol=1e-6, atol=1e-7)
+    assert metrics == {"distillation/kl": pytest.approx(sum(divergences) / len(divergences))}
+    nothing = [sample for sample in make_samples() if not sample.num_targets]
+    for sample in nothing:
+        sample.per_token[ADVANTAGE] = np.ones(len(sample.token_ids), dtype=np.float32)
+    assert nothing and add_distillation(nothing, coef) == {"distillation/kl": 0.0}
 
 
 def test_policy_gradient_with_the_distillation_advantage_moves_towards_the_teacher() -> None:
@@ -203,7 +215,8 @@ def test_policy_gradient_with_the_distillation_advantage_moves_towards_the_teach
         )
         for token in range(6)
     ]
-    distillation_advantages(samples)
+    assign_advantages(samples, [[0.0] * 6])
+    add_distillation(samples, 1.0)
     advantages_V = torch.tensor([float(sample.per_token[ADVANTAGE][1]) for sample in samples], dtype=torch.float64)
     loss = -(policy_V.detach().exp() * advantages_V * policy_V).sum()  # expectation over sampled tokens
     (of_loss_V,) = torch.autograd.grad(loss, logits_V, retain_graph=True)
@@ -227,9 +240,10 @@ def test_the_metrics_of_advantages_count_trained_tokens_alone() -> None:
 
 def test_what_a_teacher_did_not_judge_cannot_be_distilled() -> None:
     samples = make_samples()
+    assign_advantages(samples, [[0.0] * len(samples)])
     del samples[2].per_token[REFERENCE_LOGPROB]
     with pytest.raises(DataError, match="needs the log-probabilities of a teacher, and the batch has none"):
-        distillation_advantages(samples)
+        add_distillation(samples, 1.0)
 
 
 def test_one_target_alone_has_no_variance_to_be_whitened_by() -> None:

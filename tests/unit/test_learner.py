@@ -295,6 +295,29 @@ def test_what_a_teacher_sampled_is_imitated_by_the_whole_distribution(
     torch.testing.assert_close(seen[0].logprobs_N, seen[1].logprobs_N)
 
 
+def test_a_teacher_is_added_to_the_advantages_of_rewards(
+    start: Start, seen: list[PolicyLossInput], tiny_model: Callable[..., Path]
+) -> None:
+    kl = {"reference": str(tiny_model(seed=5))}
+    signals = {}
+    for name, settings in (
+        ("rewards", {}),
+        ("both", {"distillation": {"coef": 0.5}}),
+        ("teacher", {"advantage": "distillation"}),
+    ):
+        seen.clear()
+        metrics = start(kl=kl, **settings).learn(1)
+        (data,) = seen
+        assert data.reference_logprobs_N is not None
+        divergence_N = data.old_logprobs_N - data.reference_logprobs_N
+        signals[name] = data.advantages_N
+        assert ("distillation/kl" in metrics) == (name != "rewards")
+    assert metrics["distillation/kl"] == pytest.approx(float(divergence_N.mean()), rel=1e-5)
+    torch.testing.assert_close(signals["teacher"], -divergence_N)
+    torch.testing.assert_close(signals["both"], signals["rewards"] - 0.5 * divergence_N, rtol=1e-5, atol=1e-5)
+    assert divergence_N.abs().max() > 0.01
+
+
 def test_the_score_of_a_reward_model_is_weighed_against_the_rules(
     start: Start,
     seen: list[PolicyLossInput],
@@ -424,7 +447,6 @@ def test_a_reference_of_another_shape_cannot_follow_the_policy(start: Start, tin
 def test_what_cannot_follow_the_policy_is_refused() -> None:
     for settings, says in (
         ({"kl": {"refresh_interval": 2}, "model": {"lora": {}}}, "kl.refresh_interval is for a policy .* whole"),
-        ({"kl": {"refresh_interval": 2, "reference": "t"}, "advantage": "distillation"}, "its own teacher"),
         ({"kl": {"refresh_mixup": 0.5}}, "refresh_mixup = 0.5 has no effect without refresh_interval"),
     ):
         with pytest.raises(ValueError, match=says):

@@ -134,22 +134,31 @@ def whiten_advantages(samples: Sequence[Sample]) -> None:
         assign_targets(sample, ADVANTAGE, whitened_T)
 
 
-def distillation_advantages(samples: Sequence[Sample]) -> None:
-    """Give every target `log teacher - log policy`, the policy's being that before the step.
+def add_distillation(samples: Sequence[Sample], coef: float) -> dict[str, float]:
+    """Add `coef (log teacher - log policy)` to the advantage of every target; return a metric.
 
-    The policy gradient with it lowers KL(policy || teacher) token by token (Gu et al. 2024, "MiniLLM"; Agarwal et
-    al. 2024, "On-Policy Distillation of Language Models"; without their corrections for later tokens).
+    The policy is that before the step. The policy gradient with this advantage lowers KL(policy || teacher) token by
+    token (Gu et al. 2024, "MiniLLM"; Agarwal et al. 2024, "On-Policy Distillation of Language Models"; without their
+    corrections for later tokens).
+
+    Returns:
+        `distillation/kl`: the mean over the targets of `log policy - log teacher`, which estimates that divergence.
 
     Raises:
         DataError: there are no log-probabilities of a teacher.
     """
+    divergences = [0.0]
     for sample in samples:
         if REFERENCE_LOGPROB not in sample.per_token:
             raise DataError(
-                "advantage = 'distillation' needs the log-probabilities of a teacher, and the batch has none: set "
-                "orchestrator.teacher with mode = 'logprobs', or trainer.kl.reference"
+                "trainer.distillation (and trainer.advantage = 'distillation') needs the log-probabilities of a "
+                "teacher, and the batch has none: set orchestrator.teacher with mode = 'logprobs', or "
+                "trainer.kl.reference"
             )
-        assign_targets(sample, ADVANTAGE, (_targets(sample, REFERENCE_LOGPROB) - _targets(sample, OLD_LOGPROB)).numpy())
+        divergence_T = _targets(sample, OLD_LOGPROB) - _targets(sample, REFERENCE_LOGPROB)
+        assign_targets(sample, ADVANTAGE, (_targets(sample, ADVANTAGE) - coef * divergence_T).numpy())
+        divergences += divergence_T.tolist()
+    return {"distillation/kl": math.fsum(divergences) / max(1, len(divergences) - 1)}
 
 
 def advantage_metrics(samples: Sequence[Sample]) -> dict[str, float]:

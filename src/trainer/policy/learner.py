@@ -152,7 +152,9 @@ class Learner:
                 require_siblings(judged, config.advantage)
             assign_advantages(samples, self._advantage(judged))
         else:
-            experience.distillation_advantages(samples)
+            assign_advantages(samples, [[0.0 for _ in group] for group in groups])
+        if config.distillation is not None:
+            metrics |= experience.add_distillation(trained, config.distillation.coef)
         return metrics | experience.advantage_metrics(trained)
 
     def _steer_kl(self, samples: Sequence[Sample]) -> dict[str, float]:
@@ -170,7 +172,7 @@ class Learner:
         config = self._config
         several = config.updates.epochs * config.updates.minibatches > 1
         for_kl = config.kl is not None and (config.kl.target is not None or config.kl.place == "reward")
-        return several or for_kl or config.critic is not None or config.advantage == "distillation"
+        return several or for_kl or config.critic is not None or config.distillation is not None
 
     def _measure(self, reading: Reading, minibatches: Sequence[Minibatch]) -> None:
         """Give every sample the numbers that no gradient is needed for. Collective."""

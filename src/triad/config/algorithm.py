@@ -56,6 +56,13 @@ class KlConfig(Section):
         return self
 
 
+class DistillationConfig(Section):
+    """What a teacher says about the policy's own rollouts: beside rewards, or alone (`advantage = distillation`)."""
+
+    coef: float = Field(default=1.0, gt=0)
+    """Weight of the teacher, whose signal is in nats, beside the advantages of rewards."""
+
+
 class CriticConfig(Section):
     """A critic beside the policy: a model of its own with its own optimizer, for `advantage = gae` (PPO)."""
 

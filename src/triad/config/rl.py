@@ -108,10 +108,15 @@ def _check_teacher(config: RlConfig) -> None:
         raise ConfigError(
             "trainer.kl and orchestrator.teacher (mode = 'logprobs') both say what the reference is: set one of them"
         )
-    if config.trainer.advantage == "distillation" and not judges and config.trainer.kl is None:
+    if config.trainer.distillation is not None and not judges and config.trainer.kl is None:
         raise ConfigError(
-            "trainer.advantage = 'distillation' needs a teacher: set trainer.kl.reference, or orchestrator.teacher "
-            "with mode = 'logprobs'"
+            "trainer.distillation (and trainer.advantage = 'distillation') needs a teacher: set trainer.kl.reference, "
+            "or orchestrator.teacher with mode = 'logprobs'"
+        )
+    if config.trainer.advantage == "distillation" and config.orchestrator.dynamic_sampling is not None:
+        raise ConfigError(
+            "orchestrator.dynamic_sampling drops problems by their rewards, which trainer.advantage = 'distillation' "
+            "does not train on: leave it out"
         )
     loss = config.trainer.loss.type
     if config.orchestrator.is_sampled_by_teacher and loss != "sft" and ":" not in loss:

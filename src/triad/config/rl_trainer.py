@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from triad.config.alerts import AlertsConfig
 from triad.config.algorithm import (
     CriticConfig,
+    DistillationConfig,
     EmaConfig,
     KlConfig,
     PretrainingConfig,
@@ -53,7 +54,7 @@ class TrainerConfig(TrainingCommand):
     """Within the group, `dr_grpo`: reward - mean; `grpo`: (reward - mean) / std; `rloo`: reward - mean of
     the others; `max_rl`: (reward - mean) / mean. `reinforce_pp`: (reward - mean) / std over the tokens of the batch;
     `reinforce_pp_baseline`: reward - mean of the group, whitened over the tokens of the batch. `gae`: by the critic.
-    `distillation`: log-probability under the reference minus that under the policy. Or `module:function`."""
+    `distillation`: of the teacher alone, rewards are only measured. Or `module:function`."""
 
     rewards: RewardConfig = RewardConfig()
     """What happens to rewards before advantages."""
@@ -63,6 +64,9 @@ class TrainerConfig(TrainingCommand):
 
     kl: KlConfig | None = None
     """Reference model and KL penalty; a bare `--kl` measures `ref_kld`."""
+
+    distillation: DistillationConfig | None = None
+    """A teacher beside the rewards; with `advantage = distillation` it has no need to be given."""
 
     critic: CriticConfig | None = None
     """The critic of `advantage = gae`."""
@@ -150,19 +154,26 @@ class TrainerConfig(TrainingCommand):
                 "kl.refresh_interval is for a policy that is trained whole, and model.lora trains adapters: leave one "
                 "of them out"
             )
-        if self.advantage == "distillation" and self.kl is not None:
-            if self.kl.refresh_interval is not None:
-                raise ValueError(
-                    "kl.refresh_interval would make the policy its own teacher (advantage = 'distillation'): leave it "
-                    "out"
-                )
-            if self.kl.reference is None:
-                raise ValueError(
-                    "advantage = 'distillation' needs a teacher: set kl.reference; unset, it is model.name"
-                )
-            if self.kl.place == "reward" and self.kl.coef > 0:
-                raise ValueError(
-                    "kl.place = 'reward' has no effect with advantage = 'distillation', which takes no rewards: leave "
-                    "kl.coef at 0, or set kl.place = 'loss'"
-                )
+        if self.advantage == "distillation" and self.distillation is None:
+            self.distillation = DistillationConfig()
+        if self.distillation is not None:
+            self._check_distillation()
         return self
+
+    def _check_distillation(self) -> None:
+        if self.loss.type == "sft":
+            raise ValueError(
+                "distillation has no effect with loss.type = 'sft', which takes no advantages: set loss.type = "
+                "'policy_gradient', or leave distillation out"
+            )
+        if self.kl is None:
+            return  # the teacher is the orchestrator's
+        if self.kl.reference is None:
+            raise ValueError("distillation needs a teacher: set kl.reference; unset, it is model.name")
+        if self.kl.refresh_interval is not None:
+            raise ValueError("kl.refresh_interval would make the policy its own teacher (distillation): leave it out")
+        if self.kl.place == "reward" and self.kl.coef > 0:
+            raise ValueError(
+                "kl.place = 'reward' is what distillation does, of which the reference is the teacher: leave kl.coef "
+                "at 0, or set kl.place = 'loss'"
+            )
