@@ -7,7 +7,22 @@ from typing import Any
 
 import numpy as np
 
-from trainer.policy.advantage import Groups, JudgedRollout
+from trainer.policy.advantage import Advantage, Groups, JudgedRollout
+from trainer.policy.chosen_advantage import choose_advantage
+from triad.config.rl_trainer import TrainerConfig
+
+NEEDED: dict[str, dict[str, Any]] = {
+    "gdpo": {"rewards": {"weights": {"reward": 1.0, "other": 0.5}}},
+    "pass_at_k": {"advantage_k": 2},
+    "gae": {"critic": {}},
+    "distillation": {"kl": {"reference": "teacher"}},
+}
+"""Settings that advantages do not do without, by name."""
+
+
+def advantage_of(name: str, **settings: Any) -> Advantage:
+    """The advantage of that name, with settings beside those that it needs."""
+    return choose_advantage(name, TrainerConfig.model_validate({"advantage": name} | NEEDED.get(name, {}) | settings))
 
 
 def judged_rollout(reward: float, num_tokens: int = 3, **fields: Any) -> JudgedRollout:
@@ -18,7 +33,7 @@ def judged_rollout(reward: float, num_tokens: int = 3, **fields: Any) -> JudgedR
         "environment": "e", "task_id": 0, "token_ids": np.arange(2 + num_tokens, dtype=np.int32),
         "places": np.arange(2, 2 + num_tokens), "turns": ((0, num_tokens),) if num_tokens else (),
         "logprobs": np.full(num_tokens, -1.0, dtype=np.float32), "truncated": False, "is_trained": True,
-        "environment_reward": reward, "metrics": {}, "reward": reward, "token_rewards": token_rewards,
+        "environment_reward": reward, "metrics": {"other": -reward}, "reward": reward, "token_rewards": token_rewards,
     }  # fmt: skip
     return JudgedRollout(**values | fields)
 

@@ -18,8 +18,9 @@ def check_functions(config: TrainerConfig) -> None:
     Raises:
         ConfigError: a function cannot be loaded, or does not take `loss.args`.
     """
-    if ":" in config.advantage:
-        load_function(config.advantage, key="advantage")
+    for name in config.advantages:
+        if ":" in name:
+            load_function(name, key="advantage")
     if ":" in config.loss.type:
         load_loss(config.loss.type, config.loss.args)
 

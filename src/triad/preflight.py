@@ -64,7 +64,7 @@ def check_training(config: TrainingCommand) -> None:
             "loss.aggregation = 'constant' needs loss.constant_tokens: set it to orchestrator.sampling.max_tokens, "
             "which `rl` does by itself"
         )
-    if ":" in config.loss.type or ":" in config.advantage:
+    if any(":" in name for name in (config.loss.type, *config.advantages)):
         _check_in_child("triad.check_functions", config)
 
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from tests.conftest import ModelFactory
-from tests.judged import judged_groups, judged_rollout
+from tests.judged import advantage_of, judged_groups, judged_rollout
 from tests.policy_inputs import policy_input
 from trainer.models.logprobs import Reading
 from trainer.models.model import build_policy
 from trainer.packing import Sample, build_micro_batch
 from trainer.parallel import Parallel
-from trainer.policy.advantage import choose_advantage, dr_grpo, sample_std
+from trainer.policy.advantage import dr_grpo, sample_std
 from trainer.policy.kl import KlCoefficient, estimate_kl
 from trainer.policy.losses import PolicyLossInput, policy_loss
 from trainer.policy.losses.kl_term import with_kl_term
@@ -293,13 +293,13 @@ def scored_rewards(trainer: Any, rewards: list[float]) -> list[float]:
 def test_group_advantages_are_those_of_trl(name: str, trl_trainers: ModuleType, model: Path, tmp_path: Path) -> None:
     scale = "group" if name == "grpo" else "none"
     trainer = trl_trainers.grpo_trainer(model, tmp_path, scale_rewards=scale)
-    ours = choose_advantage(name)(judged_groups(groups_of(REWARDS)))
+    ours = advantage_of(name)(judged_groups(groups_of(REWARDS)))
     if name == "grpo":  # TRL adds 1e-4 to the standard deviation, ours adds 1e-6
         stds = [sample_std(group) for group in groups_of(REWARDS)]
         ours = [[a * (std + 1e-6) / (std + 1e-4) for a in group] for group, std in zip(ours, stds, strict=True)]
     assert flat(ours) == pytest.approx(scored_rewards(trainer, REWARDS), **SCORED)
     equal = [3.25] * len(REWARDS)
-    assert scored_rewards(trainer, equal) == flat(choose_advantage(name)(judged_groups(groups_of(equal))))
+    assert scored_rewards(trainer, equal) == flat(advantage_of(name)(judged_groups(groups_of(equal))))
 
 
 def test_reinforce_pp_whitens_like_trl() -> None:
@@ -312,14 +312,23 @@ def test_reinforce_pp_whitens_like_trl() -> None:
         mask_BT[row, : one.num_tokens] = 1
     for name, values in (("reinforce_pp", REWARDS), ("reinforce_pp_baseline", flat(map(dr_grpo, groups_of(REWARDS))))):
         theirs_BT = masked_whiten(torch.tensor(values).double()[:, None].expand(mask_BT.shape), mask_BT)
-        ours = flat(choose_advantage(name)(groups))
+        ours = flat(advantage_of(name)(groups))
         for row, one in enumerate(rollouts):
             assert ours[row].tolist() == pytest.approx(theirs_BT[row, : one.num_tokens].tolist(), rel=1e-5)
 
 
+def test_the_standard_deviation_of_the_batch_is_that_of_trl(
+    trl_trainers: ModuleType, model: Path, tmp_path: Path
+) -> None:
+    trainer = trl_trainers.grpo_trainer(model, tmp_path, scale_rewards="batch")
+    ours = advantage_of("grpo", advantage_std="batch")(judged_groups(groups_of(REWARDS)))
+    factor = (sample_std(REWARDS) + 1e-6) / (sample_std(REWARDS) + 1e-4)
+    assert [factor * value for value in flat(ours)] == pytest.approx(scored_rewards(trainer, REWARDS), **SCORED)
+
+
 def test_rloo_advantages_are_those_of_trl(trl_trainers: ModuleType, model: Path, tmp_path: Path) -> None:
     trainer = trl_trainers.rloo_trainer(model, tmp_path, beta=0.0)
-    ours = flat(choose_advantage("rloo")(judged_groups(groups_of(REWARDS))))
+    ours = flat(advantage_of("rloo")(judged_groups(groups_of(REWARDS))))
     assert ours == pytest.approx(scored_rewards(trainer, REWARDS), **SCORED)
 
 
@@ -335,7 +344,7 @@ def test_rloo_subtracts_the_k1_of_the_whole_sequence_from_the_reward(
     k1_BT = estimate_kl(step.old_BT, step.reference_BT, "k1")
     sums = (k1_BT * step.mask_BT).sum(1).tolist()
     penalised = [reward - beta * kl for reward, kl in zip(REWARDS, sums, strict=True)]
-    ours = flat(choose_advantage("rloo")(judged_groups(groups_of(penalised))))
+    ours = flat(advantage_of("rloo")(judged_groups(groups_of(penalised))))
     assert ours == pytest.approx(theirs, **SCORED)
 
 

@@ -6,6 +6,7 @@ import inspect
 import math
 import statistics
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +14,24 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from tests.judged import judged_groups, judged_rollout
+from tests.judged import advantage_of, judged_groups, judged_rollout
 from trainer.policy.advantage import (
     Groups,
     JudgedRollout,
-    choose_advantage,
     dr_grpo,
     grpo,
     max_rl,
+    opo,
+    pass_at_k,
     reinforce_pp,
-    require_siblings,
     rloo,
     sample_std,
     whiten,
 )
+from trainer.policy.chosen_advantage import choose_advantages, require_siblings
 from trainer.policy.rollouts import ADVANTAGE, assign_advantages, group_rollouts, to_samples
-from triad.config.rl_trainer import (
-    ADVANTAGES,
-    GROUP_ADVANTAGES,
-    SINGLE_ADVANTAGES,
-    TOKEN_ADVANTAGES,
-    TrainerConfig,
-)
+from triad.config.advantages import ADVANTAGES, GROUP_ADVANTAGES, SINGLE_ADVANTAGES, TOKEN_ADVANTAGES
+from triad.config.rl_trainer import TrainerConfig
 from triad.errors import ConfigError, TrainingError
 from triad.messages import Rollout
 
@@ -96,7 +93,8 @@ def random_groups(seed: int, *, scale: float = 1.0, sizes: tuple[int, ...] = (5,
             token_rewards = -scale * 0.1 * generator.random(num_tokens)
             if num_tokens:
                 token_rewards[-1] += reward - token_rewards.sum()
-            group.append(judged_rollout(reward, num_tokens, task_id=task, token_rewards=token_rewards))
+            metrics = {"other": scale * float(generator.random())}
+            group.append(judged_rollout(reward, num_tokens, task_id=task, token_rewards=token_rewards, metrics=metrics))
         groups.append(group)
     return groups
 
@@ -122,14 +120,40 @@ def slow_of_group(name: str, rewards: list[float], index: int) -> float:
     return (rewards[index] - mean) / divisor
 
 
+def slow_pass_at_k(rewards: list[float], index: int, k: int) -> float:
+    """By how much the rollout raises the best of k, as a mean over every set that holds it."""
+    sets = [chosen for chosen in combinations(range(len(rewards)), k) if index in chosen]
+    gains = [max(rewards[i] for i in chosen) - max(rewards[i] for i in chosen if i != index) for chosen in sets]
+    return sum(gains) / len(sets)
+
+
+def slow_gdpo(groups: Groups) -> list[float]:
+    """What each rollout is given, with the weights of `tests.judged`."""
+    sums = []
+    for group in groups:
+        own = [[one.environment_reward for one in group], [one.metrics["other"] for one in group]]
+        for index in range(len(group)):
+            sums.append(slow_of_group("grpo", own[0], index) + 0.5 * slow_of_group("grpo", own[1], index))
+    return [slow_of_group("grpo", sums, index) for index in range(len(sums))]
+
+
 def slow(name: str, groups: Groups) -> list[list[float]]:
     """Every rollout's advantages, token by token."""
     found: list[list[float]] = []
+    if name == "gdpo":
+        rollouts = [one for group in groups for one in group]
+        return [[value] * one.num_tokens for value, one in zip(slow_gdpo(groups), rollouts, strict=True)]
     for group in groups:
         rewards = [one.reward for one in group]
         for index, one in enumerate(group):
             if name == "reinforce_pp":
                 found.append([sum(one.token_rewards[now:].tolist()) for now in range(one.num_tokens)])
+            elif name == "opo":
+                lengths = [sibling.num_tokens for sibling in group]
+                baseline = sum(n * r for n, r in zip(lengths, rewards, strict=True)) / max(1, sum(lengths))
+                found.append([one.reward - baseline] * one.num_tokens)
+            elif name == "pass_at_k":
+                found.append([slow_pass_at_k(rewards, index, 2)] * one.num_tokens)
             else:
                 found.append([slow_of_group(name, rewards, index)] * one.num_tokens)
     return slow_whiten(found) if name.startswith("reinforce_pp") else found
@@ -137,7 +161,7 @@ def slow(name: str, groups: Groups) -> list[list[float]]:
 
 def by_token(name: str, groups: Groups) -> list[list[float]]:
     """What the advantage gives every token."""
-    given = [value for group in choose_advantage(name)(groups) for value in group]
+    given = [value for group in advantage_of(name)(groups) for value in group]
     rollouts = [one for group in groups for one in group]
     return [
         [value] * one.num_tokens if isinstance(value, float) else list(value)
@@ -165,13 +189,90 @@ def test_equal_rewards_and_empty_rollouts_give_exactly_zero(name: str, reward: f
     assert by_token(name, empty) == [[], []]
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", [name for name in ADVANTAGES if name != "gdpo"])  # which sees more than the reward
 def test_an_advantage_follows_the_reward(name: str) -> None:
     rewards = [[0.3, 0.9, 0.1, 0.4], [0.2, 0.0, 0.8, 0.7]]
     got = by_token(name, judged_groups(rewards))
     for first, rewards_G in zip((0, 4), rewards, strict=True):
         own = [values[-1] for values in got[first : first + 4]]
         assert own.index(max(own)) == rewards_G.index(max(rewards_G))
+
+
+def test_opo_weighs_the_baseline_by_length() -> None:
+    # (4 * 1 + 1 * 0 + 5 * .5) / 10 = .65
+    assert opo([1.0, 0.0, 0.5], [4, 1, 5]) == pytest.approx([0.35, -0.65, -0.15])
+    assert opo([1.0, 0.0], [0, 0]) == [0.0, 0.0]
+
+
+def test_pass_at_k_pays_for_what_a_rollout_adds_to_the_best() -> None:
+    # One of four solved, k = 2: each of the three pairs that hold it gains 1.
+    assert pass_at_k([1.0, 0.0, 0.0, 0.0], k=2) == pytest.approx([1.0, 0.0, 0.0, 0.0])
+    # Two of four: one in three of the others has solved it as well.
+    assert pass_at_k([1.0, 1.0, 0.0, 0.0], k=2) == pytest.approx([2 / 3, 2 / 3, 0.0, 0.0])
+    # All of them, k = G: the best less the second best, as verl's `grpo_passk` without its std.
+    assert pass_at_k([0.25, 1.0, 0.75], k=3) == pytest.approx([0.0, 0.25, 0.0])
+    with pytest.raises(TrainingError, match="the best of advantage_k = 4 rollouts, and a problem has 3"):
+        pass_at_k([0.0, 1.0, 0.0], k=4)
+
+
+@pytest.mark.parametrize("k", [2, 3, 5, 6])
+def test_pass_at_k_is_the_mean_over_all_sets(k: int) -> None:
+    generator = np.random.default_rng(k)
+    for _ in range(20):
+        rewards = generator.integers(0, 4, 6).astype(float).tolist()
+        expected = [slow_pass_at_k(rewards, index, k) for index in range(6)]
+        assert pass_at_k(rewards, k=k) == pytest.approx(expected, abs=1e-12)
+
+
+def test_pass_at_k_is_the_gradient_of_the_chance_to_solve_a_problem() -> None:
+    """With success s, pass@k is 1 - (1 - s)^k; `k s (1 - s)^(k - 1)` is E[A 1(solved)] times k, exactly."""
+    success, k, size = 0.3, 3, 5
+    expected = 0.0
+    for solved in range(1 << size):
+        rewards = [float(solved >> index & 1) for index in range(size)]
+        chance = math.prod(success if reward else 1 - success for reward in rewards)
+        expected += chance * k * pass_at_k(rewards, k=k)[0] * rewards[0]
+    assert expected == pytest.approx(k * success * (1 - success) ** (k - 1))
+
+
+def test_the_reward_with_the_largest_spread_does_not_drown_the_others_in_gdpo() -> None:
+    weights = {"rewards": {"weights": {"reward": 1.0, "other": 1.0}}}
+    groups = [
+        [judged_rollout(reward, metrics={"other": other}) for reward, other in ((1.0, 0.0), (0.0, 1000.0))],
+        [judged_rollout(0.0, metrics={"other": 0.0}), judged_rollout(1.0, metrics={"other": 0.0})],
+    ]
+    ((first, second), (bad, good)) = advantage_of("gdpo", **weights)(groups)
+    assert first == pytest.approx(0.0, abs=1e-5) and second == pytest.approx(0.0, abs=1e-5)
+    assert good == pytest.approx(math.sqrt(1.5), rel=1e-4) and bad == pytest.approx(-good)
+
+
+def test_the_batch_gives_its_standard_deviation_to_every_group() -> None:
+    groups = judged_groups([[1.0, 2.0], [3.0, 6.0]])
+    std = math.sqrt(14 / 3) + 1e-6
+    assert advantage_of("grpo", advantage_std="batch")(groups) == [
+        [pytest.approx(-0.5 / std), pytest.approx(0.5 / std)], [pytest.approx(-1.5 / std), pytest.approx(1.5 / std)]
+    ]  # fmt: skip
+
+
+def test_every_environment_gets_its_own_advantage_and_weight() -> None:
+    config = TrainerConfig.model_validate({
+        "advantage": "dr_grpo",
+        "environments": {"a": {"advantage": "reinforce_pp", "weight": 0.5}, "b": {"weight": 2.0}},
+    })  # fmt: skip
+    rewards = {"a": [[1.0, 4.0], [2.0]], "b": [[3.0, 5.0]], "c": [[1.0, 2.0]]}
+    groups = {
+        name: [[judged_rollout(reward, environment=name) for reward in group] for group in own]
+        for name, own in rewards.items()
+    }
+    mixed = [groups["a"][0], groups["b"][0], groups["c"][0], groups["a"][1]]
+    a_first, b, c, a_second = choose_advantages(config)(mixed)
+    expected = [[0.5 * value for value in group] for group in reinforce_pp(groups["a"])]
+    for given, own in zip((a_first, a_second), expected, strict=True):
+        assert [np.asarray(value).tolist() for value in given] == [value.tolist() for value in own]
+    assert (list(map(float, b)), c) == ([-2.0, 2.0], [-0.5, 0.5])  # type: ignore[arg-type]
+    assert choose_advantages(config)(groups["a"]) and choose_advantages(config)(groups["b"])
+    with pytest.raises(TrainingError, match="'dr_grpo' compares.*environment 'b' has a single one"):
+        choose_advantages(config)([groups["b"][0][:1]])
 
 
 def test_rollouts_that_are_not_trained_count_in_every_baseline() -> None:
@@ -217,7 +318,7 @@ def test_advantages_reach_every_token_of_their_rollouts() -> None:
     samples = to_samples(rollouts, trained_version=0)
     rewards_PG = [[one.reward for one in group] for group in group_rollouts(rollouts)]
     assert rewards_PG == [[1.0, 3.0], [5.0, 4.0]]
-    assign_advantages(samples, choose_advantage("dr_grpo")(judged_groups(rewards_PG)))
+    assign_advantages(samples, advantage_of("dr_grpo")(judged_groups(rewards_PG)))
     given = [sample.per_token[ADVANTAGE].tolist() for sample in samples]
     assert given == [[-1.0] * 2, [1.0] * 2, [0.5] * 2, [-0.5] * 2]
     assign_advantages(samples, [[np.array([0.25]), [-2.0]], [3.0, np.array([1.0])]])
@@ -257,8 +358,8 @@ def ragged(groups: list[list[JudgedRollout]]) -> list[list[Any]]:
 def test_an_advantage_of_the_user() -> None:
     config = TrainerConfig(advantage=f"{__name__}:shortest_of_the_best")
     groups = [[judged_rollout(1.0, 2), judged_rollout(1.0, 1), judged_rollout(0.0, 1)]]
-    assert choose_advantage(config.advantage)(groups) == [[0.0, 1.0, 0.0]]
-    by_place = choose_advantage(f"{__name__}:of_tokens")(groups)
+    assert advantage_of(config.advantage)(groups) == [[0.0, 1.0, 0.0]]
+    by_place = advantage_of(f"{__name__}:of_tokens")(groups)
     assert [np.asarray(value).tolist() for value in by_place[0]] == [[0.0, 1.0], [0.0], [0.0]]
 
 
@@ -268,7 +369,7 @@ def fails(groups: list[list[JudgedRollout]]) -> list[list[float]]:
 
 def test_a_wrong_advantage_of_the_user_is_named() -> None:
     with pytest.raises(ConfigError, match=r"advantage = '.*:shortest'.*has no function 'shortest'"):
-        choose_advantage(f"{__name__}:shortest")
+        advantage_of(f"{__name__}:shortest")
     for function, message in (
         ("too_few", r"groups of \[1\] values for groups of \[2\]"),
         ("not_finite", "not finite for task 0 of environment 'e': nan"),
@@ -277,7 +378,7 @@ def test_a_wrong_advantage_of_the_user_is_named() -> None:
         ("fails", "failed: ZeroDivisionError: "),
     ):
         with pytest.raises(TrainingError, match=f"{function}.*{message}"):
-            choose_advantage(f"{__name__}:{function}")(judged_groups([[1.0, 2.0]]))
+            advantage_of(f"{__name__}:{function}")(judged_groups([[1.0, 2.0]]))
 
 
 def test_an_unknown_advantage_is_refused_with_what_is_allowed() -> None:

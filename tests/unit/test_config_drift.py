@@ -76,6 +76,8 @@ def test_every_free_setting_is_one() -> None:
     for key in FREE:
         first, _, rest = key.replace("[]", "").partition(".")
         owners = [process for process in processes if first in type(process).model_fields]
+        if "[]" in key:  # the trainer has environments by name
+            owners = [process for process in owners if isinstance(getattr(process, first), list)]
         assert owners, key
         parts = [getattr(owner, first) for owner in owners] if rest else []
         for part in parts:

@@ -185,6 +185,10 @@ def test_the_fingerprint_follows_what_shapes_training_and_nothing_else() -> None
         assert fingerprint(other) != fingerprint(base)
 
 
+OVERLONG = {"length_max_tokens": 5, "length_buffer_tokens": 2}
+GDPO: dict[str, Any] = {"advantage": "gdpo", "rewards": {"weights": {"reward": 1.0}}}
+
+
 @pytest.mark.parametrize(
     ("values", "says"),
     [
@@ -201,11 +205,51 @@ def test_the_fingerprint_follows_what_shapes_training_and_nothing_else() -> None
         ({"kl": {"coef": 0.1, "estimator": "k1"}}, "gradient that is zero on average"),
         ({"kl": {"target": 6.0}}, "set coef above 0"),
         ({"rewards": {"length_max_tokens": 5}}, "go together: set both or neither"),
+        ({"advantage": "pass_at_k"}, "'pass_at_k' and advantage_k go together: set advantage_k"),
+        ({"advantage_k": 2}, "'pass_at_k' and advantage_k go together: set advantage, or"),
+        ({"advantage_std": "batch"}, "by what advantage = 'grpo' divides, and advantage is 'dr_grpo'"),
+        (
+            {"advantage": "max_rl", "kl": {"coef": 0.1, "place": "reward"}},
+            "kl.place = 'reward' can make negative",
+        ),
+        ({"advantage": "max_rl", "rewards": OVERLONG}, "which rewards.length_buffer_tokens can make negative"),
+        ({"advantage": "max_rl", "reward_model": {"name": "m"}}, "which reward_model can make negative"),
+        ({"advantage": "max_rl", "rewards": {"weights": {"reward": 1, "n": -1}}}, "weights below 0 can make negative"),
+        ({"environments": {"a": {"advantage": "max_rl"}}, "rewards": OVERLONG}, "length_buffer_tokens can make neg"),
+        ({"advantage": "gdpo"}, "name them in rewards.weights"),
+        (GDPO | {"kl": {"coef": 0.1, "place": "reward"}}, "so kl.place = 'reward' would have no effect"),
+        (GDPO | {"reward_model": {"name": "m"}}, "so reward_model would have no effect"),
+        ({"advantage": "gdpo", "rewards": {"weights": {"reward": 1}} | OVERLONG}, "length_buffer_tokens would have no"),
+        ({"advantage": "gdpo", "rewards": {"weights": {"reward": 1}, "clip": 1}}, "rewards.clip would have no effect"),
+        (
+            {"advantage": "gdpo", "rewards": {"weights": {"reward": 1}, "scale": "running"}},
+            "scale would have no",
+        ),
+        ({"advantage": "gae", "critic": {}, "environments": {"a": {}}}, "'gae' needs a model: leave environments out"),
+        ({"environments": {"a": {"advantage": "distillation"}}}, "'distillation' needs a model"),
+        ({"environments": {"a": {"advantage": "rlo"}}}, "there is no 'rlo'. Did you mean 'rloo'"),
+        ({"environments": {"a": {"weight": 0}}}, "greater than 0"),
+        ({"model": {"lora": {"dropout": 0.1}}}, "model.lora.dropout = 0.1: engines sample without dropout"),
     ],
 )
 def test_parts_of_the_trainer_that_do_not_fit_together_are_refused(values: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         TrainerConfig.model_validate(values)
+
+
+def test_settings_of_advantages_may_be_for_one_environment_alone() -> None:
+    values = {
+        "environments": {"a": {"advantage": "pass_at_k"}, "b": {"advantage": "grpo"}, "c": {"advantage": "own:f"}},
+        "advantage_k": 2, "advantage_std": "batch",
+    }  # fmt: skip
+    config = TrainerConfig.model_validate(values)
+    assert config.advantages == ("dr_grpo", "pass_at_k", "grpo", "own:f")
+    assert [config.advantage_of(name) for name in "abcd"] == ["pass_at_k", "grpo", "own:f", "dr_grpo"]
+
+
+def test_max_rl_takes_what_leaves_rewards_positive() -> None:
+    values = {"advantage": "max_rl", "rewards": {"clip": 1.0, "scale": "running", "weights": {"exact": 1.0}}, "kl": {}}
+    assert TrainerConfig.model_validate(values).advantage == "max_rl"
 
 
 def test_a_teacher_may_also_hold_the_policy_in_the_loss() -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from triad.config import RlConfig, SftConfig, TrainerConfig
+from triad.config.advantages import GROUP_ADVANTAGES, SINGLE_ADVANTAGES
 from triad.config.load import parse_command_line, read_toml, to_toml
 from triad.config.orchestrator import OrchestratorConfig
 from triad.config.reward_training import RewardTrainingConfig
 from triad.config.rl import hand_down_shared
-from triad.config.rl_trainer import GROUP_ADVANTAGES, SINGLE_ADVANTAGES
 from triad.config.trainer import PolicyOptimConfig
 from triad.errors import ConfigError, InferenceError
 from triad.launch import launch_rl
@@ -120,17 +120,23 @@ def test_the_orchestrator_asks_where_the_server_listens_unless_told_otherwise() 
     assert told.orchestrator.client.urls == ["http://far:1"]
 
 
+NEEDED = {
+    "gae": ("--trainer.critic",),
+    "distillation": ("--trainer.kl.reference", "teacher"),
+    "pass_at_k": ("--trainer.advantage-k", "2"),
+    "gdpo": ("--trainer.rewards.weights", '{"reward": 1}'),
+}
+
+
 @pytest.mark.parametrize("name", GROUP_ADVANTAGES)
 def test_groups_of_one_are_refused_where_the_advantage_compares_rollouts(name: str) -> None:
     with pytest.raises(ConfigError, match=f"'{name}' compares.*group_size = 1.*group_size to 2 or more.*reinforce_pp"):
-        rl("--orchestrator.group-size", "1", "--trainer.advantage", name)
+        rl("--orchestrator.group-size", "1", "--trainer.advantage", name, *NEEDED.get(name, ()))
 
 
 def test_groups_of_one_are_taken_where_there_is_nothing_to_compare() -> None:
-    critic, teacher = ("--trainer.critic",), ("--trainer.kl.reference", "teacher")
-    needs = {"gae": critic, "distillation": teacher}
     for name in (*SINGLE_ADVANTAGES, "own:advantage"):
-        config = rl("--orchestrator.group-size", "1", "--trainer.advantage", name, *needs.get(name, ()))
+        config = rl("--orchestrator.group-size", "1", "--trainer.advantage", name, *NEEDED.get(name, ()))
         assert config.orchestrator.group_size == 1
     assert rl("--orchestrator.group-size", "1", "--trainer.loss.type", "sft").trainer.advantage == "dr_grpo"
 
@@ -138,6 +144,38 @@ def test_groups_of_one_are_taken_where_there_is_nothing_to_compare() -> None:
 def test_groups_of_one_cannot_be_chosen_by_how_their_rewards_differ() -> None:
     with pytest.raises(ValueError, match="every group of one is: set group_size to 2 or more"):
         OrchestratorConfig.model_validate({"group_size": 1, "dynamic_sampling": {}})
+
+
+DYNAMIC = ("--orchestrator.dynamic-sampling",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--trainer.environments", '{"revers": {"weight": 2}}'), "names 'revers'.*Did you mean 'reverse_text'"),
+        (("--trainer.advantage", "pass_at_k", "--trainer.advantage-k", "9"), "= 9 is more than the 8 rollouts"),
+        ((*DYNAMIC, "--trainer.reward-model.name", "m"), "rules_weight = 0 leaves it out"),
+        ((*DYNAMIC, "--trainer.rewards.weights", '{"exact": 1}'), "weights leaves 'reward' out"),
+        ((*DYNAMIC, "--trainer.rewards.weights", '{"exact": 1, "reward": 0}'), "weights leaves 'reward' out"),
+        (("--trainer.rewards.length-max-tokens", "129", "--trainer.rewards.length-buffer-tokens", "9"),
+         "length_max_tokens = 129 is never reached: orchestrator.sampling.max_tokens allows 128"),
+        (("--trainer.rewards.length-max-tokens", "1024", "--trainer.rewards.length-buffer-tokens", "9",
+          "--orchestrator.environments", '[{"id": "own:Env"}]'),
+         "length_max_tokens = 1024 is never reached: orchestrator.seq_len = 1024 with a prompt allows 1023"),
+    ],
+)  # fmt: skip
+def test_rewards_that_trainer_and_orchestrator_see_differently_are_refused(flags: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        rl(*flags)
+
+
+def test_rewards_that_fit_are_taken() -> None:
+    rl(*DYNAMIC, "--trainer.reward-model.name", "m", "--trainer.reward-model.rules-weight", "0.5")
+    rl(*DYNAMIC, "--trainer.rewards.weights", '{"exact": 1, "reward": 0.1}')
+    rl("--trainer.environments", '{"reverse_text": {"weight": 2}}')
+    penalty = ("--trainer.rewards.length-buffer-tokens", "9", "--trainer.rewards.length-max-tokens")
+    rl(*penalty, "128")
+    rl(*penalty, "1023", "--orchestrator.environments", '[{"id": "own:Env"}]')  # it may have several turns
 
 
 def test_dtype_follows_the_trainer_and_a_random_model_waits_for_weights() -> None:

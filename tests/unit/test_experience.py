@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.judged import advantage_of
 from trainer.packing import Sample
-from trainer.policy.advantage import Groups, choose_advantage, grpo
+from trainer.policy.advantage import Groups, grpo
 from trainer.policy.experience import (
     Penalty,
     add_distillation,
@@ -98,7 +99,7 @@ def slow_penalties(sample: Sample, coef: float, estimator: str) -> dict[int, flo
 def test_a_groups_advantage_is_of_rewards_less_the_summed_penalty(estimator: str) -> None:
     samples = make_samples()
     judged = judge(samples, REWARDS, Penalty(0.3, estimator))  # type: ignore[arg-type]
-    assign_advantages(samples, choose_advantage("grpo")(judged))
+    assign_advantages(samples, advantage_of("grpo")(judged))
     for first, rewards in ((0, REWARDS[0]), (3, REWARDS[1])):
         own = samples[first : first + 3]
         penalised = [
@@ -114,7 +115,7 @@ def test_a_rollout_far_from_the_reference_loses_to_an_equally_rewarded_sibling()
     samples = make_samples()[:2]
     for sample, drift in zip(samples, (2.0, 0.1), strict=True):
         sample.per_token[OLD_LOGPROB] = sample.per_token[REFERENCE_LOGPROB] + np.float32(drift)
-    assign_advantages(samples, choose_advantage("dr_grpo")(judge(samples, [[1.0, 1.0]], Penalty(0.5, "k1"))))
+    assign_advantages(samples, advantage_of("dr_grpo")(judge(samples, [[1.0, 1.0]], Penalty(0.5, "k1"))))
     far, near = (float(sample.per_token[ADVANTAGE][-1]) for sample in samples)
     assert far == pytest.approx(-0.5 * (2.0 * 4 - 0.1 * 2) / 2, rel=1e-5) and near == pytest.approx(-far)
 
@@ -123,7 +124,7 @@ def test_without_a_penalty_log_probabilities_are_not_needed() -> None:
     samples = make_samples()[:3]
     for sample in samples:
         del sample.per_token[OLD_LOGPROB], sample.per_token[REFERENCE_LOGPROB]
-    assign_advantages(samples, choose_advantage("dr_grpo")(judge(samples, [[3.0, 1.0, 2.0]])))
+    assign_advantages(samples, advantage_of("dr_grpo")(judge(samples, [[3.0, 1.0, 2.0]])))
     assert [sample.per_token[ADVANTAGE][0] for sample in samples] == [1.0, -1.0, 0.0]
 
 
@@ -262,7 +263,7 @@ def test_penalties_of_rollouts_that_are_not_trained_count_in_the_baseline() -> N
         judged = judge(samples, [[1.0, 1.0]], Penalty(0.1, "k1"), truncated=truncated, mask_truncated=True)
         assert [one.reward for one in judged[0]] == pytest.approx([0.6, 0.9], rel=1e-6)
         assert [one.is_trained for one in judged[0]] == [number not in truncated for number in range(2)]
-        assert choose_advantage("dr_grpo")(judged)[0] == pytest.approx([-0.15, 0.15], rel=1e-6)
+        assert advantage_of("dr_grpo")(judged)[0] == pytest.approx([-0.15, 0.15], rel=1e-6)
     judged = judge(samples, [[1.0, 1.0]], truncated=(1,))
     assert judged[0][1].is_trained and judged[0][1].truncated
 

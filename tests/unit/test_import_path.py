@@ -52,3 +52,5 @@ def test_a_module_of_the_users_that_fails_is_named(monkeypatch: pytest.MonkeyPat
         check(loss={"type": "own_functions:loss", "args": {"clop": 1}})
     with pytest.raises(ConfigError, match="has no function 'advantages'. Did you mean 'advantage'"):
         check(advantage="own_functions:advantages")
+    with pytest.raises(ConfigError, match="has no function 'advantages'. Did you mean 'advantage'"):
+        check(environments={"a": {"advantage": "own_functions:advantages"}})

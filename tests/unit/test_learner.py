@@ -330,27 +330,57 @@ def test_the_score_of_a_reward_model_is_weighed_against_the_rules(
     model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").eval()
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "judge")
-    settings = {"name": str(tmp_path / "judge"), "weight": 3.0, "rules_weight": 0.5}
-    metrics = start(reward_model=settings, advantage="dr_grpo", row_tokens=32).learn(1)
+    settings = {"name": str(tmp_path / "judge"), "weight": 3.0, "rules_weight": 0.5, "missing_eos_penalty": 2.0}
+    metrics = start(reward_model=settings, advantage="dr_grpo", row_tokens=32).learn(1, truncated=(1, 6))
     with torch.no_grad():
         scores = [float(model(torch.tensor([one.token_ids])).logits) for one in make_batch(1).rollouts]
     assert metrics["reward_model/mean"] == pytest.approx(np.mean(scores), rel=1e-4)
     assert metrics["reward_model/std"] == pytest.approx(np.std(scores), rel=1e-4) and np.std(scores) > 0.01
     rewards = [3.0 * s + 0.5 * one.reward for s, one in zip(scores, make_batch(1).rollouts, strict=True)]
+    for number in (1, 6):
+        rewards[number] -= 3.0 * 2.0
     found = {int(n): float(a) for data in seen for n, a in zip(data.sequence_N, data.advantages_N, strict=True)}
     for first in range(0, 12, 4):
         for number, expected in enumerate(dr_grpo(rewards[first : first + 4]), start=first):
             assert found[number] == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
+def test_the_reward_is_the_weighted_sum_of_what_the_environment_gives(
+    start: Start, seen: list[PolicyLossInput]
+) -> None:
+    def batch(**metrics: float) -> Batch:
+        made = make_batch(1)
+        for number, rollout in enumerate(made.rollouts):
+            rollout.metrics = {name: value * number for name, value in metrics.items()}
+        return made
+
+    run = start(rewards={"weights": {"reward": 2.0, "style": -0.5}})
+    run.learner.learn(batch(style=1.0, other=100.0), Stopwatch())
+    found = {int(n): float(a) for data in seen for n, a in zip(data.sequence_N, data.advantages_N, strict=True)}
+    rewards = [2.0 * one.reward - 0.5 * number for number, one in enumerate(make_batch(1).rollouts)]
+    for first in range(0, 12, 4):
+        for number, expected in enumerate(dr_grpo(rewards[first : first + 4]), start=first):
+            assert found[number] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    with pytest.raises(TrainingError, match=r"names 'style'.*'e' does not.*Did you mean 'styles'\? .*: styles, reward"):
+        run.learner.learn(batch(styles=1.0), Stopwatch())
+
+
+def test_a_metric_of_the_name_reward_is_not_the_reward(start: Start, seen: list[PolicyLossInput]) -> None:
+    made = make_batch(1)
+    for rollout in made.rollouts:
+        rollout.metrics = {"reward": 7.0}
+    start(rewards={"weights": {"reward": 1.0}}).learner.learn(made, Stopwatch())
+    assert any(data.advantages_N.any() for data in seen)
+
+
 def test_long_answers_cost_their_groups_what_the_settings_say(start: Start, seen: list[PolicyLossInput]) -> None:
     most, buffer = 6, 4
-    shaping = {"length_max_tokens": most, "length_buffer_tokens": buffer}
+    shaping = {"length_max_tokens": most, "length_buffer_tokens": buffer, "length_penalty": 0.5}
     metrics = start(rewards=shaping, advantage="dr_grpo", row_tokens=32).learn(1)
     rollouts = make_batch(1).rollouts
     lengths = [sum(one.loss_mask) for one in rollouts]
     assert min(lengths) <= most - buffer and max(lengths) > most
-    penalties = [min(0.0, max(-1.0, (most - buffer - length) / buffer)) for length in lengths]
+    penalties = [0.5 * min(0.0, max(-1.0, (most - buffer - length) / buffer)) for length in lengths]
     rewards = [one.reward + penalty for one, penalty in zip(rollouts, penalties, strict=True)]
     assert metrics["reward/shaped/mean"] == pytest.approx(np.mean(rewards))
     found = {int(n): float(a) for data in seen for n, a in zip(data.sequence_N, data.advantages_N, strict=True)}

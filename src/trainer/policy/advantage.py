@@ -12,9 +12,7 @@ from itertools import chain
 
 import numpy as np
 
-from triad.config.rl_trainer import GROUP_ADVANTAGES, SINGLE_ADVANTAGES
 from triad.errors import TrainingError
-from triad.user_functions import load_function
 
 # Added to the standard deviation, as in verl's `compute_grpo_outcome_advantage`.
 _EPSILON = 1e-6
@@ -58,6 +56,15 @@ class JudgedRollout:
     def num_tokens(self) -> int:
         """How many tokens were sampled: T."""
         return len(self.places)
+
+
+OWN_REWARD = "reward"
+"""The environment's own reward, among the names of `rewards.weights`."""
+
+
+def components(reward: float, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return what an environment gave by name: its metrics, and its own reward as `reward`."""
+    return {**metrics, OWN_REWARD: reward}
 
 
 Groups = Sequence[Sequence[JudgedRollout]]
@@ -125,6 +132,72 @@ def max_rl(rewards_G: Sequence[float]) -> list[float]:
     return [centred / mean if centred else 0.0 for centred in dr_grpo(rewards_G)]
 
 
+def pass_at_k(rewards_G: Sequence[float], *, k: int) -> list[float]:
+    """Return by how much a rollout raises the best reward of `k`: the mean of `max(S) - max(S without i)`.
+
+    The mean is over all sets S of `k` rollouts of the group with rollout i among them. With rewards of 0 and 1 it
+    raises pass@k; times k / G it is `s^(loo - 1)` of Walder and Karkhanis 2025, "Pass@K Policy Optimization", and with
+    k = G the estimate of Tang et al. 2025, "Optimizing Language Models for Inference Time Objectives using
+    Reinforcement Learning": the best less the second best for the best, 0 for the others (verl's `grpo_passk` without
+    its division by the std). It is never negative.
+
+    Raises:
+        TrainingError: there are fewer than `k` rollouts.
+    """
+    size = len(rewards_G)
+    if size < k:
+        raise TrainingError(
+            f"advantage = 'pass_at_k' takes the best of advantage_k = {k} rollouts, and a problem has {size}: lower "
+            "advantage_k, or raise orchestrator.group_size"
+        )
+    advantages = []
+    for index, reward in enumerate(rewards_G):
+        others = sorted([*rewards_G[:index], *rewards_G[index + 1 :]])
+        # The best of k - 1 others is the one of rank `rank` for this share of all choices.
+        shares = [math.comb(rank, k - 2) / math.comb(size - 1, k - 1) for rank in range(size - 1)]
+        gains = [share * max(reward - other, 0.0) for share, other in zip(shares, others, strict=True)]
+        advantages.append(math.fsum(gains))
+    return advantages
+
+
+def opo(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> list[float]:
+    """Return `r_i - sum(l r) / sum(l)`, `l` being the sampled tokens of a rollout.
+
+    The baseline of least variance where the gradients of tokens are alike and independent (Hao et al. 2025, "On-Policy
+    RL with Optimal Reward Baseline"; verl's `compute_opo_outcome_advantage`). Equal rewards give exactly 0.
+    """
+    total = sum(lengths_G)
+    if total == 0 or max(rewards_G) == min(rewards_G):
+        return [0.0] * len(rewards_G)
+    baseline = math.fsum(length * reward for length, reward in zip(lengths_G, rewards_G, strict=True)) / total
+    return [reward - baseline for reward in rewards_G]
+
+
+def batch_grpo(groups: Groups) -> list[list[float]]:
+    """Return `(r - mean of the group) / (std of the batch + 1e-6)`, sample std over the rewards of all rollouts.
+
+    TRL's `scale_rewards = "batch"`; Liu et al. 2025, "Tricks or Traps? A Deep Dive into RL for LLM Reasoning".
+    """
+    std = sample_std([one.reward for group in groups for one in group])
+    return [[centred / (std + _EPSILON) for centred in dr_grpo([one.reward for one in group])] for group in groups]
+
+
+def gdpo(groups: Groups, weights: Mapping[str, float]) -> list[list[float]]:
+    """Return the weighted sum of `grpo` of each reward by itself, less its mean, over its std + 1e-6 in the batch.
+
+    So a reward with a large spread does not drown the others (Liu et al. 2026, "GDPO: Group reward-Decoupled
+    Normalization Policy Optimization"; TRL's `multi_objective_aggregation = "normalize_then_sum"`). Mean and sample
+    std of the batch count rollouts.
+    """
+    values_PG = [[components(one.environment_reward, one.metrics) for one in group] for group in groups]
+    sums = []
+    for values_G in values_PG:
+        normalised = {name: grpo([values[name] for values in values_G]) for name in weights}
+        sums += [math.fsum(weights[name] * normalised[name][i] for name in weights) for i in range(len(values_G))]
+    whitened = iter(grpo(sums))
+    return [[next(whitened) for _ in group] for group in groups]
+
+
 def rewards_to_go(rewards_T: np.ndarray) -> np.ndarray:
     """Return for each token the sum of its reward and all later ones, (T,)."""
     return np.cumsum(rewards_T[::-1])[::-1]
@@ -173,74 +246,3 @@ def reinforce_pp_baseline(groups: Groups) -> list[list[np.ndarray]]:
 def _whitened(values_PG: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
     whitened = iter(whiten(list(chain.from_iterable(values_PG))))
     return [[next(whitened) for _ in values_G] for values_G in values_PG]
-
-
-_OF_REWARDS: dict[str, RewardsAdvantage] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "max_rl": max_rl}
-_OF_BATCHES: dict[str, Advantage] = {"reinforce_pp": reinforce_pp, "reinforce_pp_baseline": reinforce_pp_baseline}
-
-
-def choose_advantage(name: str) -> Advantage:
-    """Return the advantage that `name` stands for: a built-in one, or the user's `module:function`.
-
-    A function of the user gets the rollouts of the batch as a list of lists of `JudgedRollout`, problem by problem,
-    and returns as many values: finite numbers, or sequences of one for each sampled token.
-
-    Raises:
-        ConfigError: the user's function cannot be loaded.
-    """
-    if name in _OF_REWARDS:
-        of_rewards = _OF_REWARDS[name]
-        return lambda groups: [of_rewards([one.reward for one in group]) for group in groups]
-    if name in _OF_BATCHES:
-        return _OF_BATCHES[name]
-    return _user_advantage(name)
-
-
-def require_siblings(groups: Groups, name: str) -> None:
-    """Refuse a group of one where the advantage `name` compares the rollouts of a group.
-
-    Raises:
-        TrainingError: there is one; says which.
-    """
-    alone = next((group[0] for group in groups if len(group) < 2), None)
-    if name in GROUP_ADVANTAGES and alone is not None:
-        raise TrainingError(
-            f"advantage = '{name}' compares the rollouts of one problem, and task {alone.task_id} of environment "
-            f"'{alone.environment}' has a single one: set orchestrator.group_size to 2 or more, or take an advantage "
-            f"that needs no group: {', '.join(SINGLE_ADVANTAGES)}"
-        )
-
-
-def _user_advantage(name: str) -> Advantage:
-    function = load_function(name, key="advantage")
-
-    def advantage(groups: Groups) -> list[list[float | np.ndarray]]:
-        try:
-            returned = [[_plain(value) for value in group] for group in function([list(group) for group in groups])]
-        except Exception as error:
-            raise TrainingError(f"advantage = '{name}' failed: {type(error).__name__}: {error}") from error
-        sizes, wanted = [len(group) for group in returned], [len(group) for group in groups]
-        if sizes != wanted:
-            raise TrainingError(f"advantage = '{name}' returned groups of {sizes} values for groups of {wanted}")
-        for value, one in zip(chain.from_iterable(returned), chain.from_iterable(groups), strict=True):
-            _check(value, one, name)
-        return returned
-
-    return advantage
-
-
-def _plain(value: Given) -> float | np.ndarray:
-    numbers = np.asarray(value, dtype=np.float64)
-    return numbers if numbers.ndim else float(numbers)
-
-
-def _check(value: float | np.ndarray, one: JudgedRollout, name: str) -> None:
-    """Refuse what is neither one finite number nor one for each sampled token."""
-    whose = f"task {one.task_id} of environment '{one.environment}'"
-    if isinstance(value, np.ndarray) and value.shape != (one.num_tokens,):
-        raise TrainingError(
-            f"advantage = '{name}' returned an array of shape {value.shape} for a rollout of {whose} with "
-            f"{one.num_tokens} sampled tokens: return one number, or one for each sampled token"
-        )
-    if not np.isfinite(value).all():
-        raise TrainingError(f"advantage = '{name}' returned a number that is not finite for {whose}: {value}")

@@ -19,7 +19,7 @@ from trainer.models.model import Policy, reshard
 from trainer.optim import clip_gradients, update_parameters
 from trainer.packing import MicroBatch, Sample
 from trainer.policy import experience
-from trainer.policy.advantage import choose_advantage, require_siblings
+from trainer.policy.chosen_advantage import choose_advantages
 from trainer.policy.losses import policy_loss
 from trainer.policy.losses.kl_term import with_kl_term
 from trainer.policy.metrics import PolicyStatistics
@@ -41,8 +41,8 @@ from trainer.policy.step import policy_step
 from trainer.session import Session
 from trainer.step import Stopwatch, check_finite, predict
 from triad.config import TrainerConfig
+from triad.config.advantages import TOKEN_ADVANTAGES
 from triad.config.algorithm import UpdatesConfig
-from triad.config.rl_trainer import TOKEN_ADVANTAGES
 from triad.config.schedule import learning_rate
 from triad.errors import ConfigError
 from triad.messages import Batch, Rollout
@@ -63,8 +63,7 @@ class Learner:
         self._pretraining = pretraining
         self._loss = policy_loss(config.loss)
         self._mismatch = MismatchCheck(config, session.policy, session.parallel)
-        of_tokens = config.advantage in TOKEN_ADVANTAGES
-        self._advantage = None if of_tokens else choose_advantage(config.advantage)
+        self._advantage = None if config.advantage in TOKEN_ADVANTAGES else choose_advantages(config)
         kl = config.kl
         if kl is not None and parts.kl is not None and kl.place == "loss" and kl.coef > 0:
             assert kl.estimator is not None  # the config fills it in
@@ -148,8 +147,6 @@ class Learner:
             if config.critic.whiten:
                 experience.whiten_advantages(trained)
         elif self._advantage is not None:
-            if config.compares_siblings:
-                require_siblings(judged, config.advantage)
             assign_advantages(samples, self._advantage(judged))
         else:
             assign_advantages(samples, [[0.0 for _ in group] for group in groups])

@@ -1,21 +1,24 @@
 """From the environments' rewards of a batch to those that advantages are computed from.
 
-    rewards of the environments -> reward model -> length penalty, clip, scale
+    rewards of the environments, weighed -> reward model -> length penalty, clip, scale
 
 Shape legend: P problems, G rollouts of one problem.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from trainer.packing import Sample
+from trainer.policy.advantage import OWN_REWARD, components
 from trainer.policy.experience import spread
 from trainer.policy.parts import RlParts
 from trainer.policy.reward_shaping import shape_rewards, soft_overlong_penalty
 from triad.config import TrainerConfig
 from triad.config.algorithm import RewardConfig
+from triad.errors import TrainingError, nearest
 from triad.messages import Rollout
 
 
@@ -32,16 +35,24 @@ def rewards_of_batch(
     Args:
         samples: of the rollouts.
         num_fresh: groups of this batch; those after them are replayed, and the moments have seen them.
+
+    Raises:
+        TrainingError: an environment does not give what `rewards.weights` names.
     """
     metrics = dict[str, float]()
-    rewards_PG = [[rollout.reward for rollout in group] for group in groups]
+    weights = config.rewards.weights or {OWN_REWARD: 1.0}
+    rewards_PG = [[_weighed(rollout, weights) for rollout in group] for group in groups]
     if parts.reward_model is not None and config.reward_model is not None:
         scores = parts.reward_model.score(samples, row_tokens=config.row_tokens)
         metrics |= spread("reward_model", scores)
-        found, weights = iter(scores), config.reward_model
+        found, judge = iter(scores), config.reward_model
         rewards_PG = [
-            [weights.rules_weight * reward + weights.weight * next(found) for reward in rewards_G]
-            for rewards_G in rewards_PG
+            [
+                judge.rules_weight * reward
+                + judge.weight * (next(found) - judge.missing_eos_penalty * rollout.truncated)
+                for reward, rollout in zip(rewards_G, group, strict=True)
+            ]
+            for rewards_G, group in zip(rewards_PG, groups, strict=True)
         ]
     shaped_PG = shape_rewards(
         rewards_PG,
@@ -55,12 +66,24 @@ def rewards_of_batch(
     return shaped_PG, metrics
 
 
+def _weighed(rollout: Rollout, weights: Mapping[str, float]) -> float:
+    """Return the sum of what the environment gave, each times its weight."""
+    values = components(rollout.reward, rollout.metrics)
+    if missing := [name for name in weights if name not in values]:
+        raise TrainingError(
+            f"rewards.weights names '{missing[0]}', which environment '{rollout.environment}' does not give for task "
+            f"{rollout.task_id}.{nearest(missing[0], values)} It gives: {', '.join(values)}"
+        )
+    return math.fsum(weight * values[name] for name, weight in weights.items())
+
+
 def _length_penalties(groups: Sequence[Sequence[Rollout]], config: RewardConfig) -> list[list[float]] | None:
     """Return what the lengths of the rollouts add to their rewards, (P, G); None where they add nothing."""
     most, buffer = config.length_max_tokens, config.length_buffer_tokens
     if most is None or buffer is None:
         return None
+    factor = config.length_penalty
     return [
-        [soft_overlong_penalty(sum(one.loss_mask), max_tokens=most, buffer_tokens=buffer) for one in group]
+        [factor * soft_overlong_penalty(sum(one.loss_mask), max_tokens=most, buffer_tokens=buffer) for one in group]
         for group in groups
     ]

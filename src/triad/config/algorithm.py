@@ -98,18 +98,28 @@ class RewardModelConfig(Section):
     """Weight of the score in the reward."""
 
     rules_weight: float = 0.0
-    """Weight of the environment's own reward beside it."""
+    """Weight of the environment's own reward beside it, or of the sum of `rewards.weights`."""
+
+    missing_eos_penalty: float = Field(default=0.0, ge=0)
+    """Taken from the score of a rollout that a token limit ended: it is scored in the middle of a sentence."""
 
 
 class RewardConfig(Section):
     """What happens to rewards before advantages are computed, in this order."""
+
+    weights: dict[str, float] = {}
+    """The reward of a rollout is the sum of these metrics of its environment, each times its weight; `reward` is the
+    environment's own. Unset: the environment's own alone."""
 
     length_buffer_tokens: int | None = Field(default=None, ge=1)
     """DAPO's soft punishment of overlong answers: over the last this many tokens before `length_max_tokens`
     it grows from 0 to -1; unset: none."""
 
     length_max_tokens: int | None = Field(default=None, ge=1)
-    """Sampled tokens from which the punishment is -1; usually orchestrator.sampling.max_tokens."""
+    """Sampled tokens, of all turns, from which the punishment is -1; usually orchestrator.sampling.max_tokens."""
+
+    length_penalty: float = Field(default=1.0, gt=0)
+    """Factor of the punishment of overlong answers."""
 
     clip: float | None = Field(default=None, gt=0)
     """Rewards are cut to [-clip, clip]."""

@@ -19,7 +19,7 @@ class LoraConfig(Section):
     """The product of B and A counts alpha / rank times."""
 
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout of what goes into the adapters. With `rl` it makes trainer and engine disagree: leave it 0 there."""
+    """Dropout of what goes into the adapters. Not with `rl`, whose engines have none."""
 
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """Which linear layers get an adapter: all of the decoder, or those whose names end like one of

@@ -9,7 +9,8 @@ from pydantic import Field
 from triad.config.base import CkptConfig, Command, ModelConfig
 from triad.config.inference import InferenceConfig
 from triad.config.orchestrator import OrchestratorConfig
-from triad.config.rl_trainer import SINGLE_ADVANTAGES, JournalConfig, TrainerConfig
+from triad.config.rl_rewards import check_rewards
+from triad.config.rl_trainer import JournalConfig, TrainerConfig
 from triad.errors import ConfigError
 
 
@@ -81,8 +82,8 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
     """
     config = config.model_copy(deep=True)
     _check_teacher(config)
-    _check_groups(config)
     _check_truncation(config)
+    check_rewards(config.trainer, config.orchestrator)
     for setting, names in _SHARED.items():
         if setting == "model":
             _hand_down_model(config, names)
@@ -123,17 +124,6 @@ def _check_teacher(config: RlConfig) -> None:
         raise ConfigError(
             f"orchestrator.teacher samples (mode = 'samples'), and trainer.loss.type = '{loss}' "
             "takes the samples for the policy's own: set trainer.loss.type = 'sft'"
-        )
-
-
-def _check_groups(config: RlConfig) -> None:
-    """Refuse groups that the advantage can learn nothing from."""
-    trainer, orchestrator = config.trainer, config.orchestrator
-    if orchestrator.group_size == 1 and trainer.compares_siblings:
-        raise ConfigError(
-            f"trainer.advantage = '{trainer.advantage}' compares the rollouts of one problem, and "
-            "orchestrator.group_size = 1 gives each a single one: set group_size to 2 or more, or take an advantage "
-            f"that needs no group: {', '.join(SINGLE_ADVANTAGES)}, or one of your own"
         )
 
 

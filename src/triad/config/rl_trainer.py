@@ -6,6 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from triad.config.advantages import (
+    ADVANTAGES,
+    GROUP_ADVANTAGES,
+    TOKEN_ADVANTAGES,
+    EnvironmentTrainingConfig,
+    check_advantages,
+)
 from triad.config.alerts import AlertsConfig
 from triad.config.algorithm import (
     CriticConfig,
@@ -22,15 +29,6 @@ from triad.config.base import DType, Section
 from triad.config.losses import PolicyLossConfig
 from triad.config.trainer import PolicyOptimConfig, TrainingCommand
 from triad.user_functions import check_name
-
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "max_rl", "reinforce_pp", "reinforce_pp_baseline")
-"""Advantages that are computed from what the rollouts of a batch earned."""
-GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "max_rl", "reinforce_pp_baseline")
-"""Those that compare the rollouts of one problem with one another, and need two of them at least."""
-TOKEN_ADVANTAGES = ("gae", "distillation")
-"""Advantages that need a model beside the policy."""
-SINGLE_ADVANTAGES = tuple(name for name in (*ADVANTAGES, *TOKEN_ADVANTAGES) if name not in GROUP_ADVANTAGES)
-"""Those for which one rollout of a problem is enough."""
 
 
 class JournalConfig(Section):
@@ -52,9 +50,19 @@ class TrainerConfig(TrainingCommand):
 
     advantage: str = "dr_grpo"
     """Within the group, `dr_grpo`: reward - mean; `grpo`: (reward - mean) / std; `rloo`: reward - mean of
-    the others; `max_rl`: (reward - mean) / mean. `reinforce_pp`: (reward - mean) / std over the tokens of the batch;
-    `reinforce_pp_baseline`: reward - mean of the group, whitened over the tokens of the batch. `gae`: by the critic.
-    `distillation`: of the teacher alone, rewards are only measured. Or `module:function`."""
+    the others; `opo`: reward - mean by length; `max_rl`: (reward - mean) / mean; `pass_at_k`: what a rollout adds to
+    the best of `advantage_k`; `gdpo`: every reward of `rewards.weights` normalised. Over the tokens of the batch,
+    `reinforce_pp`: (reward - mean) / std; `reinforce_pp_baseline`: the same of reward - mean of the group. `gae`: by
+    the critic. `distillation`: of the teacher alone, rewards are only measured. Or `module:function`."""
+
+    advantage_std: Literal["group", "batch"] = "group"
+    """Whose standard deviation `grpo` divides by: that of the rewards of the group, or of the batch."""
+
+    advantage_k: int | None = Field(default=None, ge=2)
+    """The k of `pass_at_k`, at most `group_size`."""
+
+    environments: dict[str, EnvironmentTrainingConfig] = {}
+    """`[environments.NAME]`: another `advantage`, and a `weight`, for one environment of the mix."""
 
     rewards: RewardConfig = RewardConfig()
     """What happens to rewards before advantages."""
@@ -122,15 +130,46 @@ class TrainerConfig(TrainingCommand):
         """The coarser of the dtypes of trainer and engines."""
         return "bfloat16" if "bfloat16" in (self.model.dtype, self.sampler_dtype) else "float32"
 
+    def advantage_of(self, environment: str) -> str:
+        """Return the advantage of the groups of an environment, by its name."""
+        section = self.environments.get(environment)
+        return section.advantage or self.advantage if section is not None else self.advantage
+
     @property
-    def compares_siblings(self) -> bool:
-        """Whether the update depends on how the rollouts of one problem compare; `loss.type = "sft"` imitates all."""
-        return self.loss.type != "sft" and self.advantage in GROUP_ADVANTAGES
+    def advantages(self) -> tuple[str, ...]:
+        """Every advantage that some environment may have."""
+        return tuple(dict.fromkeys([self.advantage, *map(self.advantage_of, self.environments)]))
+
+    def compares_rollouts_of(self, environment: str) -> bool:
+        """Whether updates depend on how the rollouts of a problem compare; `loss.type = "sft"` imitates all of them."""
+        return self.loss.type != "sft" and self.advantage_of(environment) in GROUP_ADVANTAGES
 
     @field_validator("advantage")
     @classmethod
     def _known_advantage(cls, name: str) -> str:
         return check_name(name, (*ADVANTAGES, *TOKEN_ADVANTAGES))
+
+    @field_validator("environments")
+    @classmethod
+    def _known_advantages(cls, sections: dict[str, EnvironmentTrainingConfig]) -> dict[str, EnvironmentTrainingConfig]:
+        for section in sections.values():
+            if section.advantage is not None:
+                check_name(section.advantage, (*ADVANTAGES, *TOKEN_ADVANTAGES))
+        return sections
+
+    @model_validator(mode="after")
+    def _advantages_fit(self) -> TrainerConfig:
+        check_advantages(self)
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_without_dropout(self) -> TrainerConfig:
+        if self.model.lora is not None and self.model.lora.dropout > 0:
+            raise ValueError(
+                f"model.lora.dropout = {self.model.lora.dropout:g}: engines sample without dropout, so a policy that "
+                "is trained with it is another one; set it to 0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _parts_fit_together(self) -> TrainerConfig:

@@ -1,0 +1,95 @@
+"""Which advantages `rl` has, what each of them needs, and what it cannot be combined with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from triad.config.base import Section
+
+if TYPE_CHECKING:
+    from triad.config.rl_trainer import TrainerConfig
+
+GROUP_ADVANTAGES = ("dr_grpo", "grpo", "rloo", "max_rl", "opo", "pass_at_k", "gdpo", "reinforce_pp_baseline")
+"""Advantages that compare the rollouts of one problem with one another, and need two of them at least."""
+ADVANTAGES = (*GROUP_ADVANTAGES, "reinforce_pp")
+"""All that are computed from what the rollouts of a batch earned."""
+TOKEN_ADVANTAGES = ("gae", "distillation")
+"""Advantages that need a model beside the policy."""
+SINGLE_ADVANTAGES = ("reinforce_pp", *TOKEN_ADVANTAGES)
+"""Those for which one rollout of a problem is enough."""
+
+
+class EnvironmentTrainingConfig(Section):
+    """How the rollouts of one environment of the mix are trained."""
+
+    advantage: str | None = None
+    """The advantage of this environment's groups; unset: `trainer.advantage`. What is normalised over the batch is
+    so over the groups with the same advantage."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """Factor of its advantages."""
+
+
+def check_advantages(config: TrainerConfig) -> None:
+    """Refuse settings that an advantage cannot work with.
+
+    Raises:
+        ValueError: says which, why, and what to change.
+    """
+    used = set(config.advantages)
+    if needless := sorted(used & set(TOKEN_ADVANTAGES)) if config.environments else []:
+        raise ValueError(
+            f"environments chooses among advantages that are computed from rewards, and '{needless[0]}' needs a model: "
+            f"leave environments out, or take one of {', '.join(ADVANTAGES)} or your own"
+        )
+    if (config.advantage_k is not None) != ("pass_at_k" in used):
+        missing = "set advantage_k" if config.advantage_k is None else "set advantage, or leave advantage_k out"
+        raise ValueError(f"advantage = 'pass_at_k' and advantage_k go together: {missing}")
+    if config.advantage_std == "batch" and "grpo" not in used:
+        raise ValueError(
+            f"advantage_std says by what advantage = 'grpo' divides, and advantage is '{config.advantage}': set "
+            "advantage = 'grpo', or leave advantage_std out"
+        )
+    if "max_rl" in used and (cause := next((name for name, is_on in _that_may_be_negative(config) if is_on), None)):
+        raise ValueError(
+            f"advantage = 'max_rl' divides by the mean reward and needs rewards of at least 0, which {cause} can make "
+            "negative: leave that out, or choose another advantage"
+        )
+    if "gdpo" in used:
+        _check_gdpo(config)
+
+
+def _that_may_be_negative(config: TrainerConfig) -> list[tuple[str, bool]]:
+    """Return what can make a reward negative that was none, and whether it is on."""
+    return [
+        ("kl.place = 'reward'", _penalises_rewards(config)),
+        ("rewards.length_buffer_tokens", config.rewards.length_buffer_tokens is not None),
+        ("reward_model", config.reward_model is not None),
+        ("rewards.weights below 0", any(weight < 0 for weight in config.rewards.weights.values())),
+    ]
+
+
+def _check_gdpo(config: TrainerConfig) -> None:
+    if not config.rewards.weights:
+        raise ValueError(
+            "advantage = 'gdpo' normalises every reward by itself: name them in rewards.weights, such as "
+            "weights = { exact = 1.0, reward = 0.5 }"
+        )
+    for name, is_on in (
+        ("kl.place = 'reward'", _penalises_rewards(config)),
+        ("reward_model", config.reward_model is not None),
+        ("rewards.length_buffer_tokens", config.rewards.length_buffer_tokens is not None),
+        ("rewards.clip", config.rewards.clip is not None),
+        ("rewards.scale", config.rewards.scale != "none"),
+    ):
+        if is_on:
+            raise ValueError(
+                f"advantage = 'gdpo' is computed from the rewards of rewards.weights as the environments give them, so "
+                f"{name} would have no effect: leave it out, or choose another advantage"
+            )
+
+
+def _penalises_rewards(config: TrainerConfig) -> bool:
+    return config.kl is not None and config.kl.place == "reward" and config.kl.coef > 0
