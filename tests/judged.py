@@ -11,11 +11,15 @@ from trainer.policy.advantage import Advantage, Groups, JudgedRollout
 from trainer.policy.chosen_advantage import choose_advantage
 from triad.config.rl_trainer import TrainerConfig
 
+ONLINE_DPO_LOSS = {"type": "policy_gradient", "ratio_to": "old", "aggregation": "constant", "constant_tokens": 1,
+                   "correction": {"type": "none"}}  # fmt: skip
+
 NEEDED: dict[str, dict[str, Any]] = {
     "gdpo": {"rewards": {"weights": {"reward": 1.0, "other": 0.5}}},
     "pass_at_k": {"advantage_k": 2},
     "gae": {"critic": {}},
     "distillation": {"kl": {"reference": "teacher"}},
+    "online_dpo": {"kl": {}, "loss": ONLINE_DPO_LOSS},
 }
 """Settings that advantages do not do without, by name."""
 
@@ -33,6 +37,7 @@ def judged_rollout(reward: float, num_tokens: int = 3, **fields: Any) -> JudgedR
         "environment": "e", "task_id": 0, "token_ids": np.arange(2 + num_tokens, dtype=np.int32),
         "places": np.arange(2, 2 + num_tokens), "turns": ((0, num_tokens),) if num_tokens else (),
         "logprobs": np.full(num_tokens, -1.0, dtype=np.float32), "truncated": False, "is_trained": True,
+        "old_logprobs": np.full(num_tokens, -1.1), "reference_logprobs": np.full(num_tokens, -1.0),
         "environment_reward": reward, "metrics": {"other": -reward}, "reward": reward, "token_rewards": token_rewards,
     }  # fmt: skip
     return JudgedRollout(**values | fields)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -127,6 +128,16 @@ def slow_pass_at_k(rewards: list[float], index: int, k: int) -> float:
     return sum(gains) / len(sets)
 
 
+def slow_online_dpo(group: Sequence[JudgedRollout], index: int) -> float:
+    """A tenth is the beta, and -0.1 the log-ratio of every token in `tests.judged`."""
+    rewards = [one.reward for one in group]
+    best, worst = rewards.index(max(rewards)), rewards.index(min(rewards))
+    if index not in (best, worst) or best == worst:
+        return 0.0
+    h = 0.1 * -0.1 * (group[best].num_tokens - group[worst].num_tokens)
+    return len(group) * 0.1 / (1 + math.exp(h)) * (1 if index == best else -1)
+
+
 def slow_gdpo(groups: Groups) -> list[float]:
     """What each rollout is given, with the weights of `tests.judged`."""
     sums = []
@@ -152,6 +163,8 @@ def slow(name: str, groups: Groups) -> list[list[float]]:
                 lengths = [sibling.num_tokens for sibling in group]
                 baseline = sum(n * r for n, r in zip(lengths, rewards, strict=True)) / max(1, sum(lengths))
                 found.append([one.reward - baseline] * one.num_tokens)
+            elif name == "online_dpo":
+                found.append([slow_online_dpo(group, index)] * one.num_tokens)
             elif name == "pass_at_k":
                 found.append([slow_pass_at_k(rewards, index, 2)] * one.num_tokens)
             else:

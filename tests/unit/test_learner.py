@@ -14,15 +14,20 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
+from tests.judged import ONLINE_DPO_LOSS
 from trainer.models.loading import trained_tensors
+from trainer.models.logprobs import Reading
 from trainer.models.model import Policy, build_policy
+from trainer.packing import build_micro_batch
+from trainer.pairs.losses import sequence_sums
 from trainer.parallel import Parallel
 from trainer.policy.advantage import dr_grpo, grpo
 from trainer.policy.learner import Learner
 from trainer.policy.losses import PolicyLossInput
 from trainer.policy.parts import RlParts
+from trainer.policy.rollouts import to_samples
 from trainer.session import Session, start_session
-from trainer.step import Stopwatch
+from trainer.step import Stopwatch, predict
 from triad.config import TrainerConfig
 from triad.config.losses import LOSSES
 from triad.errors import CheckpointError, ConfigError, DataError, TrainingError
@@ -234,6 +239,39 @@ def test_masking_truncated_rollouts_changes_no_advantage_of_the_others(
     for place, advantages in found["mask"].items():
         assert advantages == pytest.approx(found["keep"][place], rel=1e-4, abs=1e-6)
     assert divergence["mask"] == pytest.approx(divergence["keep"], rel=1e-4) and divergence["mask"] != 0.0
+
+
+def test_online_dpo_takes_the_gradient_of_dpo(start: Start, tiny_model: Callable[..., Path]) -> None:
+    """The step's change of the weights is that of DPO's loss of the best and the worst rollout of each problem."""
+    reference = {"reference": str(tiny_model(seed=9))}
+    run = start(advantage="online_dpo", advantage_beta=0.3, loss=ONLINE_DPO_LOSS, kl=reference)
+    policy, batch = run.session.policy, make_batch(1)
+    samples = to_samples(batch.rollouts, trained_version=0)
+    micro = build_micro_batch(samples, list(range(len(samples))), pack=True, device=run.session.parallel.device)
+    assert run.parts.reference is not None
+    with torch.no_grad():
+        of_reference_N = predict(run.parts.reference, micro, Reading(batch.sampling)).logprobs_N
+    new_N = predict(policy, micro, Reading(batch.sampling)).logprobs_N
+    sums = [sequence_sums(values, [one.num_targets for one in samples]) for values in (new_N, of_reference_N)]
+    loss = torch.zeros((), dtype=torch.float64)
+    for first in range(0, GROUPS * GROUP_SIZE, GROUP_SIZE):
+        rewards = [rollout.reward for rollout in batch.rollouts[first : first + GROUP_SIZE]]
+        best, worst = first + rewards.index(max(rewards)), first + rewards.index(min(rewards))
+        margin = (sums[0] - sums[1])[best] - (sums[0] - sums[1])[worst]
+        loss = loss - torch.nn.functional.logsigmoid(0.3 * margin) / GROUPS
+    parameters = list(policy.parameters())
+    wanted = torch.autograd.grad(loss, parameters)
+    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in wanted))
+    before = [parameter.detach().clone() for parameter in parameters]
+
+    metrics = run.learn(1)
+
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert metrics["ppo_kl"] == 0
+    # AdamW's first step is the sign of the gradient.
+    moved = [(one.detach() - was) * gradient for one, was, gradient in zip(parameters, before, wanted, strict=True)]
+    large = [values[gradient.abs() > 1e-4 * norm] for values, gradient in zip(moved, wanted, strict=True)]
+    assert all((values < 0).all() for values in large) and sum(len(values) for values in large) > 100
 
 
 def test_a_batch_of_groups_of_one_is_refused_before_training_unless_the_advantage_compares_none(start: Start) -> None:

@@ -31,6 +31,8 @@ class JudgedRollout:
         places: of the sampled tokens in `token_ids`, (T,).
         turns: first token and end of every stretch of sampled tokens, as indices of T.
         logprobs: under the policy that sampled, at its temperature, (T,), float32.
+        old_logprobs: under the trainer's weights before this step, (T,); None where the run has no need of them.
+        reference_logprobs: under the reference or a teacher, (T,); None without one.
         truncated: a token limit ended the session or a turn.
         is_trained: whether its tokens are in the loss; with `rewards.truncated = "mask"` truncated ones are not.
         environment_reward: what the environment gave.
@@ -45,6 +47,8 @@ class JudgedRollout:
     places: np.ndarray
     turns: tuple[tuple[int, int], ...]
     logprobs: np.ndarray
+    old_logprobs: np.ndarray | None
+    reference_logprobs: np.ndarray | None
     truncated: bool
     is_trained: bool
     environment_reward: float

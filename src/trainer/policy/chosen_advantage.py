@@ -25,6 +25,7 @@ from trainer.policy.advantage import (
     reinforce_pp_baseline,
     rloo,
 )
+from trainer.policy.online_dpo import DEFAULT_BETA, online_dpo
 from triad.config.advantages import GROUP_ADVANTAGES, SINGLE_ADVANTAGES
 from triad.config.rl_trainer import TrainerConfig
 from triad.errors import TrainingError
@@ -83,6 +84,8 @@ def choose_advantage(name: str, config: TrainerConfig) -> Advantage:
     """
     if name == "gdpo":
         return lambda groups: gdpo(groups, config.rewards.weights)
+    if name == "online_dpo":
+        return partial(online_dpo, beta=config.advantage_beta or DEFAULT_BETA)
     if name == "pass_at_k":
         assert config.advantage_k is not None  # the config asks for it
         return _of_rewards(partial(pass_at_k, k=config.advantage_k))

@@ -97,6 +97,8 @@ def _judged(
         places=_read_only(places),
         turns=tuple(pairwise([*starts.tolist(), len(places)])),
         logprobs=_read_only(sample.per_token[SAMPLER_LOGPROB][places]),
+        old_logprobs=_of_targets(sample, OLD_LOGPROB),
+        reference_logprobs=_of_targets(sample, REFERENCE_LOGPROB),
         truncated=rollout.truncated,
         is_trained=is_trained,
         environment_reward=rollout.reward,
@@ -104,6 +106,10 @@ def _judged(
         reward=reward - penalties,
         token_rewards=_read_only(token_rewards_T),
     )
+
+
+def _of_targets(sample: Sample, name: str) -> np.ndarray | None:
+    return _read_only(sample.per_token[name][sample.targets]) if name in sample.per_token else None
 
 
 def _read_only(values: np.ndarray) -> np.ndarray:

@@ -169,7 +169,8 @@ class Learner:
         config = self._config
         several = config.updates.epochs * config.updates.minibatches > 1
         for_kl = config.kl is not None and (config.kl.target is not None or config.kl.place == "reward")
-        return several or for_kl or config.critic is not None or config.distillation is not None
+        of_step = "online_dpo" in config.advantages or config.distillation is not None
+        return several or for_kl or of_step or config.critic is not None
 
     def _measure(self, reading: Reading, minibatches: Sequence[Minibatch]) -> None:
         """Give every sample the numbers that no gradient is needed for. Collective."""

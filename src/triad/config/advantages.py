@@ -11,7 +11,8 @@ from triad.config.base import Section
 if TYPE_CHECKING:
     from triad.config.rl_trainer import TrainerConfig
 
-GROUP_ADVANTAGES = ("dr_grpo", "grpo", "rloo", "max_rl", "opo", "pass_at_k", "gdpo", "reinforce_pp_baseline")
+GROUP_ADVANTAGES = ("dr_grpo", "grpo", "rloo", "max_rl", "opo", "pass_at_k", "gdpo", "online_dpo",
+                    "reinforce_pp_baseline")  # fmt: skip
 """Advantages that compare the rollouts of one problem with one another, and need two of them at least."""
 ADVANTAGES = (*GROUP_ADVANTAGES, "reinforce_pp")
 """All that are computed from what the rollouts of a batch earned."""
@@ -59,6 +60,10 @@ def check_advantages(config: TrainerConfig) -> None:
         )
     if "gdpo" in used:
         _check_gdpo(config)
+    if config.advantage_beta is not None and "online_dpo" not in used:
+        raise ValueError("advantage_beta is the beta of advantage = 'online_dpo': set that, or leave it out")
+    if "online_dpo" in used:
+        _check_online_dpo(config)
 
 
 def _that_may_be_negative(config: TrainerConfig) -> list[tuple[str, bool]]:
@@ -89,6 +94,27 @@ def _check_gdpo(config: TrainerConfig) -> None:
                 f"advantage = 'gdpo' is computed from the rewards of rewards.weights as the environments give them, so "
                 f"{name} would have no effect: leave it out, or choose another advantage"
             )
+
+
+def _check_online_dpo(config: TrainerConfig) -> None:
+    """Refuse what makes the gradient another than that of DPO's loss."""
+    if config.kl is None:
+        raise ValueError("advantage = 'online_dpo' compares with a reference: set kl (a bare --kl takes model.name)")
+    loss = config.loss
+    found = (loss.type, loss.ratio_to, loss.aggregation, loss.constant_tokens, loss.correction.type)
+    if found != ("policy_gradient", "old", "constant", 1, "none"):
+        raise ValueError(
+            "advantage = 'online_dpo' gives the gradient of DPO's loss with this policy loss alone: loss = { type = "
+            "'policy_gradient', ratio_to = 'old', aggregation = 'constant', constant_tokens = 1, correction = { type = "
+            "'none' } }"
+        )
+    for name, is_on in (
+        ("updates of more than one epoch or minibatch", config.updates.epochs * config.updates.minibatches > 1),
+        ("kl.coef above 0 (advantage_beta is the tie to the reference)", config.kl.coef > 0),
+        ("rewards.truncated = 'mask', which would leave half pairs", config.rewards.truncated == "mask"),
+    ):
+        if is_on:
+            raise ValueError(f"advantage = 'online_dpo' does not go with {name}: leave that out")
 
 
 def _penalises_rewards(config: TrainerConfig) -> bool:

@@ -51,15 +51,19 @@ class TrainerConfig(TrainingCommand):
     advantage: str = "dr_grpo"
     """Within the group, `dr_grpo`: reward - mean; `grpo`: (reward - mean) / std; `rloo`: reward - mean of
     the others; `opo`: reward - mean by length; `max_rl`: (reward - mean) / mean; `pass_at_k`: what a rollout adds to
-    the best of `advantage_k`; `gdpo`: every reward of `rewards.weights` normalised. Over the tokens of the batch,
-    `reinforce_pp`: (reward - mean) / std; `reinforce_pp_baseline`: the same of reward - mean of the group. `gae`: by
-    the critic. `distillation`: of the teacher alone, rewards are only measured. Or `module:function`."""
+    the best of `advantage_k`; `gdpo`: every reward of `rewards.weights` normalised; `online_dpo`: DPO of the best and
+    the worst. Over the tokens of the batch, `reinforce_pp`: (reward - mean) / std; `reinforce_pp_baseline`: the same
+    of reward - mean of the group. `gae`: by the critic. `distillation`: of the teacher alone, rewards are only
+    measured. Or `module:function`."""
 
     advantage_std: Literal["group", "batch"] = "group"
     """Whose standard deviation `grpo` divides by: that of the rewards of the group, or of the batch."""
 
     advantage_k: int | None = Field(default=None, ge=2)
     """The k of `pass_at_k`, at most `group_size`."""
+
+    advantage_beta: float | None = Field(default=None, gt=0)
+    """The beta of `online_dpo`: strength of the tie to the reference. Unset: 0.1."""
 
     environments: dict[str, EnvironmentTrainingConfig] = {}
     """`[environments.NAME]`: another `advantage`, and a `weight`, for one environment of the mix."""
