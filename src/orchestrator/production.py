@@ -117,6 +117,8 @@ class Production:
             weights = await self._schedule.serve(weights, check=self._publisher.check)
         if not self._is_proved and (canary := read_canary(weights)) is not None:
             with phase("probing with the canary", version=weights.version):
-                await self._client.check_canary(canary, weights_digest=weights.digest)
+                # Engines take sessions of `seq_len` tokens, of which they must sample one.
+                shown = canary.head(self._config.seq_len - 1)
+                await self._client.check_canary(shown, weights_digest=weights.digest)
             self._is_proved = True
         return weights

@@ -28,10 +28,17 @@ class Canary(msgspec.Struct):
     logprobs: list[float]
     allowed_nats: float | None
 
+    def head(self, num_tokens: int) -> Canary:
+        """Return the canary of the first tokens alone, for engines that take no more."""
+        return Canary(self.token_ids[:num_tokens], self.logprobs[: max(0, num_tokens - 1)], self.allowed_nats)
+
 
 def deviation(canary: Canary, logprobs: Sequence[float]) -> float:
-    """Return the mean absolute difference of an engine's `logprobs`, in nats; infinite where their number differs."""
+    """Return the mean absolute difference of an engine's `logprobs`, in nats.
+
+    Infinite where their number differs; 0 of a single token, before which there is none.
+    """
     if len(logprobs) != len(canary.logprobs):
         return float("inf")
     differences = [abs(ours - theirs) for ours, theirs in zip(canary.logprobs, logprobs, strict=True)]
-    return sum(differences) / len(differences)
+    return sum(differences) / max(1, len(differences))

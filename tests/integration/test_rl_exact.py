@@ -10,8 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.inference_zygote import free_port, shared_zygote
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.rl_runs import (
+    MODEL,
     CompletedRun,
     Outcome,
     RlRun,
@@ -22,7 +24,8 @@ from tests.rl_runs import (
     outcome,
     succeeded,
 )
-from triad.canary import CANARY_NAME
+from triad.canary import CANARY_NAME, MAX_TOKENS
+from triad.config import InferenceConfig
 from triad.journal import read_batch
 from triad.manifest import verify
 from triad.metrics import read_metrics
@@ -220,3 +223,22 @@ def test_truncated_sampling_is_trained_as_it_was_sampled_and_survives_a_kill(
     succeeded(tmp_path / "killed", *flags, "--ckpt.resume-step", "auto")
     assert_same(outcome(run_dir, 5), outcome(straight, 5))
     assert exact_metrics(run_dir, range(1, 6)) == metrics
+
+
+def test_sessions_may_be_as_short_as_the_canary(tmp_path: Path) -> None:
+    """An engine that takes `MAX_TOKENS` in all is asked for fewer of them, and one to sample."""
+    config = InferenceConfig.model_validate(
+        {
+            "model": {"name": str(MODEL), "max_len": MAX_TOKENS},
+            "server": {"port": free_port()},
+            "engine": {"threads": 1},
+        }
+    )
+    handle = shared_zygote().start(config, tmp_path / "inference.log")
+    handle.wait_ready()
+    try:
+        lengths = ("--inference.model.max-len", str(MAX_TOKENS), "--orchestrator.seq-len", str(MAX_TOKENS))
+        run = succeeded(tmp_path / "run", *UsedServer(handle).flags, *lengths, "--max-steps", "1")
+    finally:
+        handle.terminate()
+    assert "canary differs by" in (run.run_dir.logs(1) / "orchestrator.log").read_text()

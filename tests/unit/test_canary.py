@@ -43,6 +43,13 @@ def test_a_deviation_is_a_mean_absolute_difference(theirs: list[float], expected
     assert found == pytest.approx(expected, nan_ok=True)
 
 
+def test_a_canary_is_cut_to_what_engines_take() -> None:
+    canary = Canary([5, 6, 7, 8], [-1.0, -2.0, -3.0], 0.1)
+    assert canary.head(9) == canary.head(4) == canary
+    assert canary.head(2) == Canary([5, 6], [-1.0], 0.1)
+    assert canary.head(1) == Canary([5], [], 0.1) and deviation(canary.head(1), []) == 0.0
+
+
 @pytest.mark.parametrize(
     ("changes", "allowed"),
     [
