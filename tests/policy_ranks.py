@@ -76,10 +76,11 @@ def statistics_of(parallel: Parallel) -> dict[str, float]:
     return statistics.reduce(parallel)
 
 
-def measured(model_dir: Path, parallel: Parallel) -> list[np.ndarray]:
+def measured(model_dir: Path, parallel: Parallel, **settings: Any) -> list[np.ndarray]:
     """Return the log-probabilities that `annotate` gives every sample. Collective."""
+    config = TrainedModelConfig(name=str(model_dir), **settings)
     samples = ragged_samples()
-    policy = build_policy(TrainedModelConfig(name=str(model_dir)), parallel, seed=0).eval()
+    policy = build_policy(config, parallel, seed=0).eval()
     (minibatches,) = plan_epochs(
         samples, UpdatesConfig(minibatches=2), row_tokens=14, parallel=parallel, seed=0, step=1, arrangement="packed"
     )
@@ -112,6 +113,9 @@ def compute(model_dir: Path, data: Path, parallel: Parallel) -> dict[str, Any]:
         "tokenised": tokenised(model_dir, data, parallel),
         "statistics": statistics_of(parallel),
         "measured": [torch.tensor(one) for one in measured(model_dir, parallel)],
+        "with_float32_head": [
+            torch.tensor(one) for one in measured(model_dir, parallel, dtype="bfloat16", fp32_lm_head=True)
+        ],
     }
 
 

@@ -81,6 +81,13 @@ def vllm_arguments(config: InferenceConfig, model_dir: Path, tokenizer_dir: Path
     else:
         arguments |= {"gpu-memory-utilization": engine.gpu_memory_utilization}  # untested: needs a GPU
     given = {name.replace("_", "-"): value for name, value in engine.args.items()}
+    if config.model.fp32_lm_head:
+        if "hf-overrides" in given:
+            raise ConfigError(
+                "engine.args.hf-overrides cannot be set together with model.fp32_lm_head, which sets it: add "
+                '"head_dtype": "float32" to it, and leave model.fp32_lm_head out.'
+            )
+        arguments["hf-overrides"] = '{"head_dtype": "float32"}'
     if taken := sorted(given.keys() & set(_RESERVED)):
         raise ConfigError(f"engine.args.{taken[0]} cannot be set: the server sets it itself from its other settings.")
     return [_flag(name, value) for name, value in (arguments | given).items() if value is not None]

@@ -27,9 +27,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"), seed=0, tied=True)
 
 
-def _start(model: Path, log_path: Path) -> ServerHandle:
+def _start(model: Path, log_path: Path, **settings: Any) -> ServerHandle:
     config = InferenceConfig.model_validate(
-        {"model": {"name": str(model), "max_len": MAX_LEN}, "server": {"port": free_port()}}
+        {"model": {"name": str(model), "max_len": MAX_LEN} | settings, "server": {"port": free_port()}}
     )
     server = shared_zygote().start(config, log_path)
     server.wait_ready()
@@ -101,6 +101,21 @@ def test_logprobs_are_of_the_truncated_distribution(http: httpx.Client, model: P
         for choice in _choices(http, seeds=[1, 2, 3], **cut):
             expected = truncated_logprobs(model, PROMPT, choice["token_ids"], **(whole | cut))  # type: ignore[arg-type]
             assert choice["logprobs"] == pytest.approx(expected, abs=1e-4), cut
+
+
+@pytest.mark.parametrize("fp32_lm_head", [False, True])
+def test_a_float32_head_rounds_no_logit(model: Path, tmp_path: Path, fp32_lm_head: bool) -> None:
+    """Differences of log-probabilities are those of logits: of bfloat16 ones, multiples of a power of two."""
+    server = _start(model, tmp_path / "inference.log", dtype="bfloat16", fp32_lm_head=fp32_lm_head)
+    with httpx.Client(base_url=server.url, timeout=HANG_S) as client:
+        choices = _choices(client, seeds=list(range(200)), max_tokens=1)
+    assert server.terminate() == 0
+    found = {choice["token_ids"][0]: choice["logprobs"][0] for choice in choices}
+    first, *others = found.values()
+    assert len(others) >= 5
+    steps = [(other - first) * 2**12 for other in others]
+    share = sum(abs(step - round(step)) < 0.01 for step in steps) / len(steps)
+    assert share < 0.2 if fp32_lm_head else share > 0.9
 
 
 def test_temperature_zero_takes_the_likeliest_token(http: httpx.Client, model: Path) -> None:

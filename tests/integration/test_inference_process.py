@@ -116,13 +116,17 @@ def test_a_port_in_use_is_told_before_vllm_loads(model: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("args", "message"),
-    [({"no-such-thing": 1}, "no-such-thing"), ({"load_format": "auto"}, "engine.args.load-format cannot be set")],
+    [
+        ({"no-such-thing": 1}, "no-such-thing"),
+        ({"load_format": "auto"}, "engine.args.load-format cannot be set"),
+        ({"hf_overrides": "{}"}, 'add "head_dtype": "float32" to it'),
+    ],
 )
 def test_engine_arguments_that_cannot_be_used_are_refused(
     model: Path, tmp_path: Path, args: dict[str, Any], message: str
 ) -> None:
     config = InferenceConfig.model_validate(
-        {"model": {"name": str(model)}, "server": {"port": free_port()}, "engine": {"args": args}}
+        {"model": {"name": str(model), "fp32_lm_head": True}, "server": {"port": free_port()}, "engine": {"args": args}}
     )
     server = shared_zygote().start(config, tmp_path / "inference.log")
     assert server.wait() == 2

@@ -278,6 +278,15 @@ def test_a_distillation_needs_one_teacher_and_a_loss_for_what_it_gives() -> None
     )
 
 
+def test_the_inference_server_computes_logits_as_the_trainer_does() -> None:
+    both = rl("--trainer.model.fp32-lm-head", "--trainer.model.dtype", "bfloat16")
+    assert both.inference.model.fp32_lm_head and both.inference.model.dtype == "bfloat16"
+    alone = rl("--trainer.model.fp32-lm-head", "--no-inference.model.fp32-lm-head")
+    assert alone.trainer.model.fp32_lm_head and not alone.inference.model.fp32_lm_head
+    with pytest.raises(ValueError, match="a reward model has no such layer"):
+        RewardTrainingConfig.model_validate({"model": {"fp32_lm_head": True}})
+
+
 def test_a_divergence_is_not_taken_between_distributions_that_have_different_tokens() -> None:
     cut = ("--orchestrator.sampling.top-p", "0.9", "--orchestrator.sampling.min-p", "0.05")
     assert "cuts off tokens (temperature 1, top_p 0.9, min_p 0.05), and trainer.kl" in disagreement(

@@ -208,6 +208,55 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters(tiny_model: Mod
     assert {gradient.dtype for gradient in gradients(policy).values()} == {torch.float32}
 
 
+HEADS = {
+    "tied": ("qwen3", {}),
+    "untied": ("qwen3", {"tied": False}),
+    "bias": ("phi", {"tied": False}),
+    "capped": ("gemma2", {"final_logit_softcapping": 3.0}),
+    "own": ("granite", {"logits_scaling": 0.25}),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("lora", [None, {}])
+def test_a_float32_head_rounds_no_logit(
+    head: str, lora: dict[str, Any] | None, tiny_model: Models, parallel: Parallel
+) -> None:
+    """Hidden states and weights are those in bfloat16, as in the engine; the rest is within float32 of float64."""
+    kind, fields = HEADS[head]
+    policies = [
+        build(tiny_model(kind, **fields), parallel, dtype="bfloat16", lora=lora, logits_chunk_tokens=5, fp32_lm_head=on)
+        for on in (True, False)
+    ]
+    assert policies[0].has_plain_head == (head != "own")
+    errors = []
+    for policy in policies:
+        hidden: list[Tensor] = []
+        policy.hf_model.base_model.register_forward_hook(
+            lambda *args, seen=hidden: seen.append(args[2].last_hidden_state[0])
+        )
+        values = logprobs(policy)
+        module, config = policy.hf_model.get_output_embeddings(), policy.hf_model.config
+        assert module is not None
+        weight = local_part(module.weight).bfloat16().double().requires_grad_()
+        bias = local_part(module.bias).bfloat16().double() if module.bias is not None else 0.0
+        micro = build_micro_batch(samples(), [0, 1, 2], pack=True, device=CPU)
+        logits = hidden[0].double()[micro.predict_index_N] @ weight.T + bias
+        if head == "own":
+            logits = logits / config.logits_scaling
+        if head == "capped":
+            logits = 3.0 * torch.tanh(logits / 3.0)
+        expected = logits.log_softmax(-1).gather(1, micro.target_ids_N[:, None])[:, 0]
+        errors.append((values - expected).abs().max().item())
+        if policy is policies[0] and lora is None and head == "untied":
+            (expected_gradient,) = torch.autograd.grad(expected.sum(), weight)
+            values.sum().backward()
+            gradient = gradients(policy)["lm_head.weight"].double()
+            # The gradient of a weight in bfloat16 is rounded once, when all chunks are summed.
+            torch.testing.assert_close(gradient, expected_gradient, rtol=2.0**-8, atol=1e-4)
+    assert errors[0] < 1e-5 < 1e-3 < errors[1]
+
+
 def test_after_a_forward_alone_the_parameters_go_back_to_shards(tiny_model: Models, parallel: Parallel) -> None:
     policy = build(tiny_model(), parallel, dtype="bfloat16")
     with torch.no_grad():

@@ -90,7 +90,8 @@ def test_two_ranks_measure_the_bits_that_one_measures(
 ) -> None:
     one, two = one_and_two
     for rank in two:
-        assert all(torch.equal(a, b) for a, b in zip(rank["measured"], one["measured"], strict=True))
+        for name in ("measured", "with_float32_head"):
+            assert all(torch.equal(a, b) for a, b in zip(rank[name], one[name], strict=True))
     assert sum(int((part != 0).sum()) for part in one["measured"]) == 7 + 0 + 10 + 4 + 1
 
 

@@ -45,6 +45,19 @@ def own_logits(hf_model: PreTrainedModel, hidden_CH: Tensor) -> Tensor:
         return hf_model(input_ids=ids_1C, use_cache=False).logits[0]
 
 
+def compute_in_float32(head: nn.Module) -> None:
+    """Have an output embedding multiply in float32, whatever the dtype of its weights and of hidden states.
+
+    Scaling and caps of the model's own, which come behind it, are in float32 then, too.
+    """
+
+    def forward(hidden: Tensor) -> Tensor:
+        bias = getattr(head, "bias", None)
+        return nn.functional.linear(hidden.float(), head.weight.float(), None if bias is None else bias.float())
+
+    head.forward = forward
+
+
 @contextmanager
 def _giving(modules: list[nn.Module], output: _Given) -> Iterator[None]:
     """Have the modules return `output`, whatever they are called with."""

@@ -20,15 +20,20 @@ Head = Callable[[Tensor], Tensor]
 """From hidden states (C, H) to logits (C, V)."""
 
 
-def plain_head(weight_VH: Tensor, *, bias_V: Tensor | None = None, softcap: float | None = None) -> Head:
+def plain_head(
+    weight_VH: Tensor, *, bias_V: Tensor | None = None, softcap: float | None = None, in_float32: bool = False
+) -> Head:
     """Return the head that multiplies with an output embedding.
 
     Args:
         softcap: c in logits = c * tanh(logits / c), for models that have it.
+        in_float32: sum and keep the products in float32, whatever the dtype of the factors.
     """
+    if in_float32:
+        weight_VH, bias_V = weight_VH.float(), None if bias_V is None else bias_V.float()
 
     def head(hidden_CH: Tensor) -> Tensor:
-        logits_CV = torch.nn.functional.linear(hidden_CH, weight_VH, bias_V).float()
+        logits_CV = torch.nn.functional.linear(hidden_CH.to(weight_VH.dtype), weight_VH, bias_V).float()
         return logits_CV if softcap is None else softcap * torch.tanh(logits_CV / softcap)
 
     return head

@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from trainer.models.attention import PackedIndex
-from trainer.models.head import has_plain_head, own_logits
+from trainer.models.head import compute_in_float32, has_plain_head, own_logits
 from trainer.models.layout import PACKED, Layout, find_layout
 from trainer.models.loading import build_hf_model, initial_weights, is_classifier, load_model_config, one_line
 from trainer.models.logprobs import PLAIN, Head, Predicted, Reading, plain_head, token_logprobs
@@ -123,9 +123,13 @@ class DecoderModel(nn.Module):
 class Policy(DecoderModel):
     """A causal LM that returns log-probabilities of chosen tokens instead of logits."""
 
-    def __init__(self, hf_model: PreTrainedModel, *, logits_chunk_tokens: int) -> None:
+    def __init__(self, hf_model: PreTrainedModel, *, logits_chunk_tokens: int, fp32_lm_head: bool = False) -> None:
         super().__init__(hf_model)
         self.logits_chunk_tokens = logits_chunk_tokens
+        self.fp32_lm_head = fp32_lm_head
+        head = hf_model.get_output_embeddings()
+        if fp32_lm_head and head is not None:
+            compute_in_float32(head)  # for the model's own code; a plain head is computed here
         self.softcap = getattr(hf_model.config.get_text_config(), "final_logit_softcapping", None)
         self.has_plain_head = True
 
@@ -160,7 +164,8 @@ class Policy(DecoderModel):
             return partial(own_logits, self.hf_model)
         head = self.hf_model.get_output_embeddings()
         assert head is not None, "a plain head is an output embedding"
-        return plain_head(head.weight, bias_V=getattr(head, "bias", None), softcap=self.softcap)
+        bias_V = getattr(head, "bias", None)
+        return plain_head(head.weight, bias_V=bias_V, softcap=self.softcap, in_float32=self.fp32_lm_head)
 
 
 def build_policy(config: TrainedModelConfig, parallel: Parallel, *, seed: int, weights: bool = True) -> Policy:
@@ -194,7 +199,7 @@ def build_policy(config: TrainedModelConfig, parallel: Parallel, *, seed: int, w
             inject_adapters(causal_lm, config.lora)
     if config.lora is not None and parallel.is_main:
         source = initial_tensors(causal_lm, source, seed=seed)
-    policy = Policy(causal_lm, logits_chunk_tokens=config.logits_chunk_tokens)
+    policy = Policy(causal_lm, logits_chunk_tokens=config.logits_chunk_tokens, fp32_lm_head=config.fp32_lm_head)
     materialize(policy, config, parallel, source if weights else None)
     return policy
 

@@ -15,6 +15,9 @@ class ServedModelConfig(ModelConfig):
     dtype: DType = "float32"
     """Dtype of weights and activations in the engine; equal to the trainer's for the least mismatch."""
 
+    fp32_lm_head: bool = False
+    """Compute logits in float32 where `dtype` is bfloat16; equal to the trainer's for the least mismatch."""
+
     max_len: int = Field(default=2048, ge=2)
     """Most tokens of prompt and completion together."""
 

@@ -170,8 +170,10 @@ def _hand_down_model(config: RlConfig, names: tuple[str, ...]) -> None:
             value = next(iter(given.values()), getattr(config.trainer.model, field))
         for model in sections.values():
             setattr(model, field, value)
-    if "dtype" in config.trainer.model.model_fields_set and "dtype" not in config.inference.model.model_fields_set:
-        config.inference.model.dtype = config.trainer.model.dtype
+    trained, served = config.trainer.model, config.inference.model
+    for field in ("dtype", "fp32_lm_head"):
+        if field in trained.model_fields_set and field not in served.model_fields_set:
+            setattr(served, field, getattr(trained, field))
     if config.trainer.sampler_dtype is None:
         config.trainer.sampler_dtype = config.inference.model.dtype
     if config.trainer.model.init == "random":

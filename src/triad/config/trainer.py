@@ -31,6 +31,10 @@ class TrainedModelConfig(ModelConfig):
     compile: bool = False
     """torch.compile each layer. Pays on GPUs; on CPU compiling often costs more than it brings."""
 
+    fp32_lm_head: bool = False
+    """Compute logits in float32 where `dtype` is bfloat16: hidden states and weights of the output layer are those in
+    bfloat16, their products are summed, and the sums kept, in float32. `rl` gives it to its inference server."""
+
     logits_chunk_tokens: int = Field(default=4096, ge=1)
     """Logits exist for at most this many tokens at once."""
 
