@@ -51,7 +51,8 @@ The names are those of `model_type` in a model's config.json. `bfloat16` is narr
 dtypes in transformers' own code, and are refused unless `model.dtype` is float32. Models for images and text are
 trained on text only, where transformers has a causal language model of their type. Tokens that stand for
 images are words like any other there. Quantised weights (`quantization_config`) are refused. The auxiliary loss that
-balances the experts of a mixture is not part of any loss here.
+balances the experts of a mixture is not part of any loss here, and their choice is not replayed
+([why](rl_training.md#mixtures-of-experts)).
 
 The column `rl` is about vLLM on CPU in float32, with heads of attention of 32 numbers: *yes* means that the engine
 took changed weights by the names of the original checkpoint, sampled by them, and was within a mismatch KL of 1e-6

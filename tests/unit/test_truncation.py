@@ -40,8 +40,9 @@ def kept_tokens(logits: list[float], sampling: Sampling) -> set[int]:
 
 
 def read(logits_CV: torch.Tensor, targets: list[int], sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    reading = Reading(sampling, entropy_gradient=True)
     logprobs, entropy, *_ = token_logprobs(
-        logits_CV, plain_head(torch.eye(V)), torch.tensor(targets), Reading(sampling), chunk_tokens=5
+        logits_CV, plain_head(torch.eye(V)), torch.tensor(targets), reading, chunk_tokens=5
     )
     return logprobs, entropy
 
@@ -52,7 +53,8 @@ def test_values_and_gradients_are_those_of_the_kept_tokens(sampling: Sampling) -
     logits_CV = (3 * torch.randn(V, V, generator=generator)).requires_grad_()
     targets = list(range(V))
     logprobs, entropy = read(logits_CV, targets, sampling)
-    (gradient_CV,) = torch.autograd.grad((logprobs * torch.arange(1.0, V + 1)).sum(), logits_CV)
+    (gradient_CV,) = torch.autograd.grad((logprobs * torch.arange(1.0, V + 1)).sum(), logits_CV, retain_graph=True)
+    (entropy_gradient_CV,) = torch.autograd.grad(entropy.sum(), logits_CV)
     for row, target in enumerate(targets):
         logits = logits_CV[row].tolist()
         # A sampled token always counts among the kept ones.
@@ -63,8 +65,11 @@ def test_values_and_gradients_are_those_of_the_kept_tokens(sampling: Sampling) -
         expected = -math.fsum(p * math.log(p) for p in probabilities.values())
         assert entropy[row].item() == pytest.approx(expected, rel=1e-5, abs=1e-6)
         for token in range(V):
-            slope = ((token == target) - probabilities.get(token, 0.0)) / sampling.temperature
+            p = probabilities.get(token, 0.0)
+            slope = ((token == target) - p) / sampling.temperature
             assert gradient_CV[row, token].item() == pytest.approx((row + 1) * slope, rel=1e-4, abs=1e-5)
+            slope = -p * (math.log(p) + expected) / sampling.temperature if p else 0.0
+            assert entropy_gradient_CV[row, token].item() == pytest.approx(slope, rel=1e-4, abs=1e-5)
 
 
 def test_nothing_is_cut_where_nothing_may_be() -> None:
@@ -80,7 +85,7 @@ def test_nothing_is_cut_where_nothing_may_be() -> None:
 def test_equal_and_extreme_logits_give_numbers(scale: float, sampling: Sampling) -> None:
     logits_CV = (scale * torch.linspace(-1, 1, V)).repeat(V, 1).requires_grad_()
     logprobs, entropy = read(logits_CV, list(range(V)), sampling)
-    (gradient_CV,) = torch.autograd.grad(logprobs.sum(), logits_CV)
+    (gradient_CV,) = torch.autograd.grad((logprobs + entropy).sum(), logits_CV)
     for found in (logprobs, entropy, gradient_CV):
         assert found.isfinite().all()
     assert (logprobs <= 0).all() and (entropy >= 0).all()

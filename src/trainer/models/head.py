@@ -52,8 +52,8 @@ def compute_in_float32(head: nn.Module) -> None:
     """
 
     def forward(hidden: Tensor) -> Tensor:
-        bias = getattr(head, "bias", None)
-        return nn.functional.linear(hidden.float(), head.weight.float(), None if bias is None else bias.float())
+        weight, bias = head.get_parameter("weight").float(), getattr(head, "bias", None)
+        return nn.functional.linear(hidden.float(), weight, None if bias is None else bias.float())
 
     head.forward = forward
 
