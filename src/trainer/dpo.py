@@ -1,25 +1,28 @@
 """Preference optimisation: `uv run dpo @ configs/reverse_text/dpo.toml`.
 
-The loss compares what the policy and a frozen reference say about both sides of a pair; the loop over
-the pairs is in `trainer.pairs.training`.
+The loss compares what the policy and a frozen reference say about both sides of a pair, or (KTO) about one
+answer; the loop over them is in `trainer.pairs.training`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from trainer import parallel as parallel_module
 from trainer.checkpoints.state import seed_everything
 from trainer.data import load_tokenizer
 from trainer.models.model import Policy, build_policy
+from trainer.pairs.answers import load_answers
+from trainer.pairs.kto import KtoObjective
 from trainer.pairs.losses import PairLogprobs, preference_loss
-from trainer.pairs.preferences import Pair, fingerprint_pairs, load_pairs, split_pairs
+from trainer.pairs.preferences import P, Pair, fingerprint_preferences, load_pairs, split_preferences
 from trainer.pairs.reference import Reference, other_reference, predict_pairs, start_reference
-from trainer.pairs.training import PairObjective, train_on_pairs
+from trainer.pairs.training import Objective, PairObjective, train_on_pairs
 from trainer.parallel import Parallel
 from trainer.row_formats import PAIR_FORMATS, RATED_PAIR_FORMATS
 from trainer.session import start_session
@@ -35,29 +38,43 @@ def run(config: DpoConfig) -> None:
     seed_everything(config.seed, step=0, rank=parallel.rank)
     report("reading data")
     tokenizer = load_tokenizer(config.model.tokenizer_name)
-    formats = RATED_PAIR_FORMATS if config.loss.odpo_alpha else PAIR_FORMATS
-    pairs = load_pairs(config.data, tokenizer, formats=formats, parallel=parallel)
-    training, held_out = split_pairs(pairs, config.data.validation_fraction, seed=config.seed)
-    _log.info("%d pairs to train on, %d held out", len(training), len(held_out))
-    other = other_reference(config, pairs, parallel)
+    if config.loss.type == "kto":
+        _train(config, parallel, tokenizer, load_answers(config.data, tokenizer, parallel=parallel), KtoObjective)
+    else:
+        formats = RATED_PAIR_FORMATS if config.loss.odpo_alpha else PAIR_FORMATS
+        pairs = load_pairs(config.data, tokenizer, formats=formats, parallel=parallel)
+        _train(config, parallel, tokenizer, pairs, dpo_objective)
+
+
+def _train(
+    config: DpoConfig,
+    parallel: Parallel,
+    tokenizer: PreTrainedTokenizerBase,
+    preferences: list[P],
+    objective: Callable[[DpoConfig, Reference, Parallel], Objective[Policy, P]],
+) -> None:
+    training, held_out = split_preferences(preferences, config.data.validation_fraction, seed=config.seed)
+    kind = "answers" if config.loss.type == "kto" else "pairs"
+    _log.info("%d %s to train on, %d held out", len(training), kind, len(held_out))
+    other = other_reference(config, preferences, parallel)
     with start_session(
         config,
         parallel,
         tokenizer,
         build_policy,
         pack=config.data.pack,
-        data_fingerprint=fingerprint_pairs(training),
+        data_fingerprint=fingerprint_preferences(training),
     ) as session:
-        reference = start_reference(config, session, pairs, other)
-        objective = dpo_objective(config, reference, parallel)
-        train_on_pairs(config, session, objective, training, held_out, attachments=reference.attachments)
+        reference = start_reference(config, session, preferences, other)
+        chosen = objective(config, reference, parallel)
+        train_on_pairs(config, session, chosen, training, held_out, attachments=reference.attachments)
         report("publishing weights", step=session.progress.step)
         session.publisher.publish(session.progress.step)
         session.publisher.prune({session.progress.step})
     report("finished", step=session.progress.step)
 
 
-def dpo_objective(config: DpoConfig, reference: Reference, parallel: Parallel) -> PairObjective[Policy]:
+def dpo_objective(config: DpoConfig, reference: Reference, parallel: Parallel) -> PairObjective[Policy, Pair]:
     """Return the configured loss of pairs, with the rewards and log-probabilities of both sides as metrics.
 
     Args:

@@ -20,7 +20,7 @@ from trainer.checkpoints.state import seed_everything
 from trainer.data import load_tokenizer
 from trainer.models.scalar_model import ScalarModel, build_scalar_model, score_samples
 from trainer.packing import Sample
-from trainer.pairs.preferences import Pair, fingerprint_pairs, load_pairs, split_pairs
+from trainer.pairs.preferences import Pair, fingerprint_preferences, load_pairs, split_preferences
 from trainer.pairs.reward_loss import reward_loss
 from trainer.pairs.training import PairObjective, train_on_pairs
 from trainer.parallel import Parallel
@@ -41,7 +41,7 @@ def run(config: RewardTrainingConfig) -> None:
     tokenizer = load_tokenizer(config.model.tokenizer_name)
     pairs = load_pairs(config.data, tokenizer, formats=(*RATED_PAIR_FORMATS, *PAIR_FORMATS), parallel=parallel)
     pairs = [end_at_stop_token(pair, tokenizer) for pair in pairs]
-    training, held_out = split_pairs(pairs, config.data.validation_fraction, seed=config.seed)
+    training, held_out = split_preferences(pairs, config.data.validation_fraction, seed=config.seed)
     _log.info("%d pairs to train on, %d held out", len(training), len(held_out))
     build = _with_padding(tokenizer, pairs)
     with start_session(
@@ -50,7 +50,7 @@ def run(config: RewardTrainingConfig) -> None:
         tokenizer,
         build,
         pack=config.data.pack,
-        data_fingerprint=fingerprint_pairs(training),
+        data_fingerprint=fingerprint_preferences(training),
     ) as session:
         train_on_pairs(config, session, reward_objective(config, parallel), training, held_out)
         report("publishing weights", step=session.progress.step)
@@ -75,7 +75,7 @@ def end_at_stop_token(pair: Pair, tokenizer: PreTrainedTokenizerBase) -> Pair:
     return replace(pair, chosen=shortened(pair.chosen), rejected=shortened(pair.rejected))
 
 
-def reward_objective(config: RewardTrainingConfig, parallel: Parallel) -> PairObjective[ScalarModel]:
+def reward_objective(config: RewardTrainingConfig, parallel: Parallel) -> PairObjective[ScalarModel, Pair]:
     """Return the loss of pairs, with the rewards of both sides as metrics."""
 
     def forward(model: ScalarModel, pairs: Sequence[Pair], indices: list[int]) -> dict[str, Tensor]:

@@ -25,6 +25,10 @@ PAIR_SHAPES = (
     "`prompt`, `chosen` and `rejected` (all text or all lists of messages), or `chosen` and `rejected` that begin with "
     "the same prompt"
 )
+ANSWER_SHAPES = (
+    "`prompt`, `completion` and `label` (true for a good answer, false for a bad one), or those of pairs: "
+    + PAIR_SHAPES
+)
 RATED_PAIR_SHAPES = f"{PAIR_SHAPES}; and, for loss.odpo_alpha, `margin`, a number"
 _ROLES = {
     "system": "system",
@@ -245,6 +249,13 @@ def _from_preferences(row: Row, _: Tokenizer) -> list[Example]:
     return [_answered(row, prompt, answer, columns=PAIR_SHAPES) for answer in (chosen, rejected)]
 
 
+def _label(row: Row) -> float:
+    label = row.get("label")
+    if not isinstance(label, bool):
+        raise DataError(f"`label` must be true (a good answer) or false (a bad one), got {label!r:.80}")
+    return float(label)
+
+
 def _margin(row: Row) -> float:
     margin = row.get("margin")
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
@@ -297,6 +308,10 @@ SAMPLE_FORMATS = (
     Format("plain text (`text`), all of it trained", ("text",), _FOR_CHATS, _from_text),
 )
 PAIR_FORMATS = (Format("pairs", ("chosen", "rejected"), (*_FOR_CHATS, "prompt"), _from_preferences),)
+ANSWER_FORMATS = (
+    Format("labelled answers", ("prompt", "completion", "label"), _FOR_CHATS, _from_completion, value=_label),
+    *PAIR_FORMATS,
+)
 RATED_PAIR_FORMATS = (
     Format(
         "pairs with margins",

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.conftest import ModelFactory
-from trainer.pairs.losses import PairLogprobs, PairLosses, preference_loss, sequence_sums
+from trainer.pairs.losses import PairLogprobs, PairLosses, kto_loss, preference_loss, sequence_sums
 from triad.config.dpo import PreferenceLossConfig
 
 pytestmark = pytest.mark.trl
@@ -216,3 +216,36 @@ def test_orpo_is_that_of_trl(lengths: tuple[int, int], trl_trainers: ModuleType,
     scored = ours(batch.pairs(trainer.model), type="orpo", beta=0.3)
     assert_same_loss_and_gradient(theirs, scored.losses_P.mean(), trainer.model, rtol=1e-5)
     assert scored.chosen_rewards_P.mean().item() == pytest.approx(metrics["rewards/chosen"], rel=1e-6)
+
+
+@pytest.mark.parametrize("drift", [2.0, -2.0], ids=["z above 0", "z below 0"])
+def test_kto_is_that_of_trl(
+    drift: float, trl_trainers: ModuleType, model: Path, reference_S: Tensor, tmp_path: Path
+) -> None:
+    """Loss and gradient of the whole trainer: z is the mean log-ratio of the mismatched answers, no less than 0."""
+    weights = {"desirable_weight": 1.3, "undesirable_weight": 0.7}
+    trainer = trl_trainers.kto_trainer(model, tmp_path, beta=0.3, **weights)
+    batch, mismatched = answers(PAIR_LENGTHS), answers([(b, a) for a, b in reversed(PAIR_LENGTHS)])
+    labels_S = torch.tensor([True, False, True, True, False, True, False, False])
+    with torch.no_grad():
+        reference_mismatched_S = mismatched.sums(trainer.model) - drift - reference_S / 50
+    inputs = {
+        "input_ids": batch.input_ids_SL,
+        "attention_mask": batch.attention_SL,
+        "completion_mask": batch.answer_SL,
+        "KL_input_ids": mismatched.input_ids_SL,
+        "KL_attention_mask": mismatched.attention_SL,
+        "KL_completion_mask": mismatched.answer_SL,
+        "label": labels_S,
+        "ref_logps": reference_S,
+        "ref_KL_logps": reference_mismatched_S,
+    }
+    theirs = trainer._compute_loss(trainer.model, inputs, False)
+    with torch.no_grad():
+        kl = max(0.0, (mismatched.sums(trainer.model) - reference_mismatched_S).mean().item())
+    config = PreferenceLossConfig.model_validate({"type": "kto", "beta": 0.3, **weights})
+    losses_A, rewards_A = kto_loss(batch.sums(trainer.model) - reference_S, labels_S, kl, config)
+    assert (kl > 0) == (drift > 0) and trainer._metrics["train"]["kl"][0] == pytest.approx(kl, rel=1e-6)
+    assert_same_loss_and_gradient(theirs, losses_A.mean(), trainer.model)
+    logged = trainer._metrics["train"]["rewards/chosen"][0]
+    assert rewards_A[labels_S].mean().item() == pytest.approx(logged, rel=1e-6)

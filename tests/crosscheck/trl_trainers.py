@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.experimental.ppo import PPOConfig, PPOTrainer
@@ -119,6 +119,22 @@ def preference_trainer(kind: str, model: Path, output: Path, **settings: Any) ->
         train_dataset=Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}]),
         processing_class=AutoTokenizer.from_pretrained(model),
         **({"ref_model": causal_model(model)} if kind == "dpo" else {}),
+    )
+    trainer.model.train()
+    return trainer
+
+
+def kto_trainer(model: Path, output: Path, **settings: Any) -> KTOTrainer:
+    """Return a trainer of labelled answers, which is given what the reference says."""
+    settings |= {"precompute_ref_log_probs": True, "train_sampling_strategy": "sequential"}
+    trainer = KTOTrainer(
+        model=causal_model(model),
+        ref_model=causal_model(model),
+        args=KTOConfig(**plain_settings(output, **settings)),
+        train_dataset=Dataset.from_list(
+            [{"prompt": "a", "completion": "b", "label": label} for label in (True, False)]
+        ),
+        processing_class=AutoTokenizer.from_pretrained(model),
     )
     trainer.model.train()
     return trainer

@@ -195,6 +195,40 @@ def test_a_run_against_another_model_goes_on_against_that_one_alone(
     refused(run(tmp_path / "no", dropout, "--loss.reference-model", "./no"), "loss.reference_model", "./no")
 
 
+@pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.slow)])
+def test_kto_resumes_in_the_same_bits(run: Callable[..., SftRun], dropout: Path, tmp_path: Path, ranks: str) -> None:
+    """Of pairs, with dropout; what the reference says of mismatched answers is that of the start as well."""
+    flags = ("--loss.type", "kto", "--ckpt.interval", "2", "--data.validation-fraction", "0.1",
+             "--parallel.num-ranks", ranks)  # fmt: skip
+    whole = succeeded(run(tmp_path / "whole", dropout, *flags, "--max-steps", "4"))
+    succeeded(run(tmp_path / "parts", dropout, *flags, "--max-steps", "2"))
+    resumed = succeeded(run(tmp_path / "parts", dropout, *flags, "--max-steps", "4", "--ckpt.resume-step", "2"))
+    assert resumed.weights(4) == whole.weights(4)
+    for name in ("loss", "kl", "rewards/chosen", "rewards/rejected", "desirable"):
+        assert resumed.column(name) == whole.column(name) != [], name
+    assert resumed.column("val/kl")[-1] == whole.column("val/kl")[-1]
+    with np.load(whole.run_dir.path / REFERENCE_NAME) as arrays:
+        assert arrays["logprobs"].shape == (1024, 2)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_labelled_answers_as_one_does_and_learn(run: Callable[..., SftRun], tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in PAIRS.read_text().splitlines()]
+    file = tmp_path / "answers.jsonl"
+    file.write_text("".join(
+        json.dumps({"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}) + "\n"
+        for row in rows for side in ("chosen", "rejected")
+    ))  # fmt: skip
+    model = ROOT / "examples" / "reverse_text" / "model"
+    flags = ("--loss.type", "kto", "--data.name", str(file), "--max-steps", "15", "--data.batch-size", "32",
+             "--data.micro-batch-size", "8", "--data.validation-fraction", "0.125", "--optim.lr", "3e-4")  # fmt: skip
+    one, two = (succeeded(run(tmp_path / ranks, model, *flags, "--parallel.num-ranks", ranks)) for ranks in ("1", "2"))
+    for name in ("loss", "kl", "rewards/chosen", "rewards/rejected", "grad_norm"):
+        assert two.column(name) == pytest.approx(one.column(name), rel=1e-2, abs=1e-3) != [], name
+    assert one.column("loss")[0] == pytest.approx(0.5, abs=1e-6) and one.column("kl")[0] == pytest.approx(0, abs=1e-5)
+    assert one.column("val/rewards/margins")[-1] > 0.5 and one.column("loss")[-1] < 0.49
+
+
 @pytest.mark.slow
 def test_a_run_without_a_reference_cannot_take_one_up(
     run: Callable[..., SftRun], tiny_model: Callable[..., Path], tmp_path: Path
@@ -212,7 +246,7 @@ def test_a_dry_run_starts_nothing_and_bad_input_is_named(
     model, output = tiny_model(), tmp_path / "dry"
     dry = succeeded(run(output, model, "--dry-run"))
     assert "would start afresh" in dry.output and not (output / "run.json").exists()
-    refused(run(output, model, "--loss.type", "kto"), "loss.type", "simpo")
+    refused(run(output, model, "--loss.type", "cpo"), "loss.type", "simpo")
     refused(run(output, model, "--loss.type", "simpo", "--loss.reference", "precomputed"), "simpo has no reference")
     refused(run(output, model, "--data.name", str(tmp_path / "no.jsonl")), "no such file")
     bad = tmp_path / "bad.jsonl"

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.dpo import dpo_objective
 from trainer.models.model import Policy, build_policy
 from trainer.packing import Arrangement
-from trainer.pairs.preferences import Pair, fingerprint_pairs, load_pairs, plan_pairs, split_pairs
+from trainer.pairs.preferences import Pair, fingerprint_preferences, load_pairs, plan_pairs, split_preferences
 from trainer.pairs.reference import OtherReference, Reference, other_reference, predict_pairs, reference_logprobs
 from trainer.pairs.reference import _read as read_reference
 from trainer.parallel import Parallel
@@ -69,9 +69,13 @@ def test_messages_and_whole_conversations_give_the_same_pairs(
     whole = {"chosen": [*prompt, assistant("dc")], "rejected": [*prompt, assistant("cd")]}
     expected = load_pairs(settings(tmp_path, [apart]), tokenizer)
     assert trained(tokenizer, expected[0]) == ("dc", "cd"), "earlier answers belong to the prompt"
-    assert fingerprint_pairs(load_pairs(settings(tmp_path, [whole]), tokenizer)) == fingerprint_pairs(expected)
+    assert fingerprint_preferences(load_pairs(settings(tmp_path, [whole]), tokenizer)) == fingerprint_preferences(
+        expected
+    )
     named = {"prompt": "cd", **whole}  # as some datasets have it: the prompt's text again, beside the chats
-    assert fingerprint_pairs(load_pairs(settings(tmp_path, [named]), tokenizer)) == fingerprint_pairs(expected)
+    assert fingerprint_preferences(load_pairs(settings(tmp_path, [named]), tokenizer)) == fingerprint_preferences(
+        expected
+    )
 
 
 def test_parquet_gives_the_same_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -81,13 +85,15 @@ def test_parquet_gives_the_same_pairs(tmp_path: Path, tokenizer: PreTrainedToken
     parquet = tmp_path / "pairs.parquet"
     datasets.Dataset.from_list(TEXTS).to_parquet(parquet)
     other = config.model_copy(update={"name": str(parquet)})
-    assert fingerprint_pairs(load_pairs(other, tokenizer)) == fingerprint_pairs(load_pairs(config, tokenizer))
+    assert fingerprint_preferences(load_pairs(other, tokenizer)) == fingerprint_preferences(
+        load_pairs(config, tokenizer)
+    )
 
 
 def test_the_fingerprint_tells_the_sides_apart(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     turned = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in TEXTS]
-    straight = fingerprint_pairs(load_pairs(settings(tmp_path, TEXTS), tokenizer))
-    assert fingerprint_pairs(load_pairs(settings(tmp_path, turned), tokenizer)) != straight
+    straight = fingerprint_preferences(load_pairs(settings(tmp_path, TEXTS), tokenizer))
+    assert fingerprint_preferences(load_pairs(settings(tmp_path, turned), tokenizer)) != straight
 
 
 def test_margins_are_read_by_who_asks_for_them(
@@ -97,7 +103,7 @@ def test_margins_are_read_by_who_asks_for_them(
     data = settings(tmp_path, rated)
     ignored, read = load_pairs(data, tokenizer), load_pairs(data, tokenizer, formats=RATED_PAIR_FORMATS)
     assert [pair.margin for pair in ignored] == [0, 0] and [pair.margin for pair in read] == [0.25, -3]
-    assert fingerprint_pairs(ignored) != fingerprint_pairs(read)
+    assert fingerprint_preferences(ignored) != fingerprint_preferences(read)
     cut = load_pairs(settings(tmp_path, rated, seq_len=9, too_long="truncate"), tokenizer, formats=RATED_PAIR_FORMATS)
     assert [end_at_stop_token(pair, tokenizer).margin for pair in cut] == [0.25, -3]
     either = (*RATED_PAIR_FORMATS, *PAIR_FORMATS)
@@ -245,12 +251,12 @@ def ragged_pairs(count: int) -> list[Pair]:
 
 def test_held_out_pairs_keep_their_numbers() -> None:
     pairs = ragged_pairs(20)
-    training, held_out = split_pairs(pairs, 0.25, seed=1)
+    training, held_out = split_preferences(pairs, 0.25, seed=1)
     assert (len(training), len(held_out)) == (15, 5)
     assert sorted(pair.number for pair in training + held_out) == list(range(20))
     assert all(pairs[pair.number] is pair for pair in training + held_out)
     with pytest.raises(DataError, match="validation_fraction"):
-        split_pairs([], 0.9, seed=1)
+        split_preferences([], 0.9, seed=1)
 
 
 @pytest.mark.parametrize("arrangement", ["packed", "grouped", "rows"])

@@ -3,7 +3,7 @@
 Each returns losses and rewards per pair. The program divides by the pairs of the whole optimizer
 step, over all ranks and micro-batches, so a step has one loss however it is split.
 
-Shape legend: P pairs.
+Shape legend: P pairs, A answers that are labelled one by one.
 """
 
 from __future__ import annotations
@@ -197,6 +197,26 @@ def orpo_loss(config: PreferenceLossConfig) -> PreferenceLoss:
         return _scored(losses_P, config.scale * chosen_P, config.scale * rejected_P)
 
     return loss
+
+
+def kto_loss(
+    ratios_A: Tensor, is_desirable_A: Tensor, kl: float, config: PreferenceLossConfig
+) -> tuple[Tensor, Tensor]:
+    """Return losses (A,) and rewards (A,) of KTO (Ethayarajh et al. 2024, "KTO: Model alignment as prospect theoretic
+    optimization").
+
+    loss = lambda_D (1 - sigmoid(beta (r - z))) of a desirable answer, lambda_U (1 - sigmoid(beta (z - r))) of another,
+    r = l_pi(y) - l_ref(y). A gradient is lambda beta / 4 at most, whatever r.
+
+    Args:
+        ratios_A: r in nats.
+        is_desirable_A: bool.
+        kl: z, the divergence of policy from reference, at least 0, without gradient.
+    """
+    gains_A = torch.where(is_desirable_A, ratios_A - kl, kl - ratios_A)
+    losses_A = F.sigmoid(-config.scale * gains_A)
+    losses_A = torch.where(is_desirable_A, config.desirable_weight * losses_A, config.undesirable_weight * losses_A)
+    return losses_A, (config.scale * ratios_A).detach()
 
 
 def _with_likelihood(loss: PreferenceLoss, alpha: float) -> PreferenceLoss:

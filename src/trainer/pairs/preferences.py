@@ -7,9 +7,10 @@ the same micro-batch, since the loss compares them.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -35,6 +36,29 @@ _log = logging.getLogger("trainer")
 Fault = Literal["too long", "untrained", "equal"]
 
 
+class Preference(Protocol):
+    """What people said of answers to a prompt: a `Pair`, or a `LabelledAnswer`.
+
+    Attributes:
+        number: place among all of the data that are used, from 0; those held out count too.
+        row: place among the rows that are used.
+        sides: two sequences whose log-probabilities it needs.
+        num_tokens: tokens of both.
+    """
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def row(self) -> int: ...
+    @property
+    def sides(self) -> tuple[Sample, Sample]: ...
+    @property
+    def num_tokens(self) -> int: ...
+
+
+P = TypeVar("P", bound=Preference)
+
+
 @dataclass(frozen=True)
 class Pair:
     """Two answers to one prompt, each with the prompt.
@@ -52,6 +76,11 @@ class Pair:
     def margin(self) -> float:
         """By how much the chosen side is better, as its row says; 0 where the rows say nothing."""
         return self.chosen.value
+
+    @property
+    def row(self) -> int:
+        """Its number."""
+        return self.number
 
     @property
     def sides(self) -> tuple[Sample, Sample]:
@@ -80,21 +109,41 @@ def load_pairs(
     Raises:
         ConfigError, DataError: the dataset is missing, lacks columns, or has a pair that cannot be used.
     """
-    chat = chat_tokenizer(tokenizer)
     shapes = RATED_PAIR_SHAPES if formats == RATED_PAIR_FORMATS else PAIR_SHAPES
+    sides, _ = read_sides(config, tokenizer, formats, shapes=shapes, parallel=parallel)
+    return usable_pairs(config, sides)
+
+
+def read_sides(
+    config: PreferenceDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    formats: tuple[Format, ...],
+    *,
+    shapes: str,
+    parallel: Parallel | None,
+) -> tuple[list[Sample], Format]:
+    """Return the tokenised examples of all rows, in their order, and how the rows are written."""
+    chat = chat_tokenizer(tokenizer)
     rows, form = open_dataset(config, formats, shapes=shapes, is_told=not parallel or parallel.is_main)
 
     def encode(row: Row) -> list[Encoded]:
         sides = [encode_example(side, chat, train_on=config.train_on) for side in form.examples(row, chat)]
         value = form.value(row)
-        sides = [replace(side, value=value) for side in sides]
         for side in sides:
-            check_length(side, config, what="a side of the pair has")
-        return sides
+            check_length(side, config, what="a side of the pair has" if len(sides) == 2 else "the answer has")
+        return [replace(side, value=value) for side in sides]
 
+    return tokenize_rows(rows, encode, name=config.name, parallel=parallel), form
+
+
+def usable_pairs(config: PreferenceDataConfig, sides: Sequence[Sample]) -> list[Pair]:
+    """Return the pairs of the given sides (chosen, rejected, chosen, ...) that can be trained, as `config` says.
+
+    Raises:
+        DataError: there is none.
+    """
     pairs: list[Pair] = []
-    faults: dict[Fault, int] = {"too long": 0, "untrained": 0, "equal": 0}
-    sides = tokenize_rows(rows, encode, name=config.name, parallel=parallel)
+    faults: Counter[Fault] = Counter()
     for chosen, rejected in zip(sides[::2], sides[1::2], strict=True):
         pair = chosen, rejected
         if max(len(side.token_ids) for side in pair) > config.seq_len:
@@ -114,26 +163,26 @@ def load_pairs(
     return pairs
 
 
-def split_pairs(pairs: list[Pair], fraction: float, *, seed: int) -> tuple[list[Pair], list[Pair]]:
-    """Return (training pairs, validation pairs).
+def split_preferences(preferences: list[P], fraction: float, *, seed: int) -> tuple[list[P], list[P]]:
+    """Return (training, validation); what is of one row is on one side.
 
     Raises:
         DataError: nothing is left to train on.
     """
-    held_out = hold_out(len(pairs), fraction, seed=seed)
-    training = [pair for pair in pairs if pair.number not in held_out]
+    held_out = hold_out(len({preference.row for preference in preferences}), fraction, seed=seed)
+    training = [preference for preference in preferences if preference.row not in held_out]
     if not training:
-        raise DataError(f"no pairs to train on are left of {len(pairs)}: lower data.validation_fraction")
-    return training, [pairs[number] for number in sorted(held_out)]
+        raise DataError(f"nothing to train on is left of {len(preferences)}: lower data.validation_fraction")
+    return training, [preference for preference in preferences if preference.row in held_out]
 
 
-def fingerprint_pairs(pairs: Sequence[Pair]) -> str:
-    """Return the xxh3-128 of the tokens and masks of both sides of all pairs, in order."""
-    return fingerprint_samples([side for pair in pairs for side in pair.sides])
+def fingerprint_preferences(preferences: Sequence[Preference]) -> str:
+    """Return the xxh3-128 of tokens, masks and values of both sides of all of them, in order."""
+    return fingerprint_samples([side for preference in preferences for side in preference.sides])
 
 
 def plan_pairs(
-    pairs: Sequence[Pair], arrangement: Arrangement, config: PreferenceDataConfig, *, rank: int, world_size: int
+    pairs: Sequence[Preference], arrangement: Arrangement, config: PreferenceDataConfig, *, rank: int, world_size: int
 ) -> list[list[int]]:
     """Return the micro-batches of `rank` as lists of indices of pairs; every rank gets the same number of them."""
     padded = arrangement == "grouped"
@@ -142,6 +191,26 @@ def plan_pairs(
         arrangement=arrangement,
         budget=2 * config.seq_len * config.micro_batch_size,
         rows_per_micro_batch=config.micro_batch_size,
+        world_size=world_size,
+    )
+    return plan[rank]
+
+
+def plan_sides(
+    preferences: Sequence[Preference],
+    arrangement: Arrangement,
+    config: PreferenceDataConfig,
+    *,
+    rank: int,
+    world_size: int,
+    side: int,
+) -> list[list[int]]:
+    """Return the same as `plan_pairs` for passes that have one side of each alone: twice as many go together."""
+    plan = plan_rows(
+        [len(preference.sides[side].token_ids) for preference in preferences],
+        arrangement=arrangement,
+        budget=2 * config.seq_len * config.micro_batch_size,
+        rows_per_micro_batch=2 * config.micro_batch_size,
         world_size=world_size,
     )
     return plan[rank]

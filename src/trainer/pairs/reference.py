@@ -6,7 +6,8 @@ checkpoint, since a resumed run no longer has the weights that it began with: it
 for bit, also on another machine or in a fork, and spends no time on them. The digest of another model lies
 beside them, so that none takes its place.
 
-Shape legend: P pairs, 2 their sides: chosen, rejected.
+Shape legend: P pairs, 2 their sides: chosen, rejected; or P answers, 2: with their prompt, with another one's answer;
+S sequences.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from torch import Tensor
 from trainer.data import refuse_other_tokens
 from trainer.models.lora import base_tensors, digest_of
 from trainer.models.model import Policy, build_policy, reshard
-from trainer.packing import build_micro_batch
+from trainer.packing import Sample, build_micro_batch
 from trainer.pairs.losses import sequence_sums
-from trainer.pairs.preferences import Pair, fingerprint_pairs, plan_pairs
+from trainer.pairs.preferences import Preference, fingerprint_preferences, plan_pairs
 from trainer.parallel import Parallel
 from trainer.self_check import check_model
 from trainer.session import Session
@@ -53,7 +54,7 @@ class Reference:
     logprobs_P2: np.ndarray
     attachments: dict[str, Path]
 
-    def of(self, pairs: Sequence[Pair], device: torch.device) -> Tensor:
+    def of(self, pairs: Sequence[Preference], device: torch.device) -> Tensor:
         """Return the rows of these pairs, (P, 2)."""
         numbers = np.asarray([pair.number for pair in pairs], dtype=np.int64)
         return torch.from_numpy(self.logprobs_P2[numbers]).to(device)
@@ -74,7 +75,7 @@ class OtherReference:
     logprobs_P2: np.ndarray | None
 
 
-def other_reference(config: DpoConfig, pairs: Sequence[Pair], parallel: Parallel) -> OtherReference | None:
+def other_reference(config: DpoConfig, pairs: Sequence[Preference], parallel: Parallel) -> OtherReference | None:
     """Return what `loss.reference_model` says about the pairs; None without that setting. Collective.
 
     The model is in memory while this runs and no longer.
@@ -99,7 +100,7 @@ def other_reference(config: DpoConfig, pairs: Sequence[Pair], parallel: Parallel
 
 
 def start_reference(
-    config: DpoConfig, session: Session[Policy], pairs: Sequence[Pair], other: OtherReference | None = None
+    config: DpoConfig, session: Session[Policy], pairs: Sequence[Preference], other: OtherReference | None = None
 ) -> Reference:
     """Compute the reference log-probabilities of all pairs, or take those of the checkpoint resumed from. Collective.
 
@@ -111,7 +112,7 @@ def start_reference(
     """
     if config.loss.reference == "none":
         return Reference(np.zeros((len(pairs), 2)), {})
-    fingerprint = fingerprint_pairs(pairs)
+    fingerprint = fingerprint_preferences(pairs)
     if session.progress.step > 0:
         directory = session.run_dir.checkpoint(session.progress.step)
         logprobs_P2 = _read(directory / TRAINER_DIR / REFERENCE_NAME, fingerprint, other)
@@ -131,7 +132,7 @@ def start_reference(
 
 @torch.no_grad()
 def reference_logprobs(
-    policy: Policy, pairs: Sequence[Pair], config: PreferenceDataConfig, parallel: Parallel
+    policy: Policy, pairs: Sequence[Preference], config: PreferenceDataConfig, parallel: Parallel
 ) -> np.ndarray:
     """Return (P, 2) under the policy's weights as they are now, without dropout, the same on every rank. Collective."""
     policy.eval()
@@ -151,7 +152,7 @@ def reference_logprobs(
 
 
 def predict_pairs(
-    policy: Policy, pairs: Sequence[Pair], indices: list[int], *, pack: bool, device: torch.device
+    policy: Policy, pairs: Sequence[Preference], indices: list[int], *, pack: bool, device: torch.device
 ) -> Tensor:
     """Return the summed log-probabilities (P, 2) of the answers of `pairs[indices]`, in one forward pass.
 
@@ -159,9 +160,16 @@ def predict_pairs(
     """
     sides = [side for pair in pairs for side in pair.sides]
     places = [2 * index + side for index in indices for side in (0, 1)]
-    micro = build_micro_batch(sides, places, pack=pack and policy.layout.packs, device=device)
+    return predict_sides(policy, sides, places, pack=pack, device=device).reshape(-1, 2)
+
+
+def predict_sides(
+    policy: Policy, samples: Sequence[Sample], indices: list[int], *, pack: bool, device: torch.device
+) -> Tensor:
+    """Return the summed log-probabilities (S,) of what is trained of `samples[indices]`, as `predict_pairs` does."""
+    micro = build_micro_batch(samples, indices, pack=pack and policy.layout.packs, device=device)
     logprobs_N, _ = predict(policy, micro)
-    return sequence_sums(logprobs_N, [sides[place].num_targets for place in places]).reshape(-1, 2)
+    return sequence_sums(logprobs_N, [samples[index].num_targets for index in indices])
 
 
 def _read(path: Path, fingerprint: str, other: OtherReference | None) -> np.ndarray:

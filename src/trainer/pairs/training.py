@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from trainer.data import SampleOrder
 from trainer.models.model import Policy, reshard
 from trainer.models.scalar_model import ScalarModel
 from trainer.optim import clip_gradients, update_parameters
-from trainer.pairs.preferences import Pair, plan_pairs
+from trainer.packing import Arrangement
+from trainer.pairs.preferences import P, Preference, plan_pairs
 from trainer.parallel import Parallel
 from trainer.session import Session
 from trainer.step import Stopwatch, check_finite, step_metrics
@@ -31,21 +32,36 @@ from triad.config.schedule import learning_rate
 from triad.events import report
 
 M = TypeVar("M", Policy, ScalarModel)
+M_contra = TypeVar("M_contra", Policy, ScalarModel, contravariant=True)
+P_contra = TypeVar("P_contra", bound=Preference, contravariant=True)
+
+
+class Objective(Protocol[M_contra, P_contra]):
+    """A loss of preferences, and what is measured beside it."""
+
+    def accumulate_gradients(self, model: M_contra, batch: Sequence[P_contra]) -> dict[str, float]:
+        """Add the gradients of one optimizer step; return its metrics, over all of the batch. Collective."""
+        ...
+
+    def measure(self, model: M_contra, preferences: Sequence[P_contra]) -> dict[str, float]:
+        """Return the metrics without dropout. Collective."""
+        ...
 
 
 def train_on_pairs(
     config: DpoConfig | RewardTrainingConfig,
     session: Session[M],
-    objective: PairObjective[M],
-    training: list[Pair],
-    held_out: list[Pair],
+    objective: Objective[M, P],
+    training: list[P],
+    held_out: list[P],
     *,
     attachments: Mapping[str, Path] | None = None,
 ) -> None:
     """Train until `max_steps`.
 
     Args:
-        held_out: pairs to validate on.
+        training: pairs, or labelled answers.
+        held_out: those to validate on.
         attachments: files for every checkpoint, by path in it.
     """
     model, progress, saver = session.policy, session.progress, session.saver
@@ -82,23 +98,40 @@ def train_on_pairs(
             saver.after_step(step, metrics, attachments)
 
 
+class Plan(Protocol):
+    """Makes the micro-batches of a rank, as `plan_pairs` does."""
+
+    def __call__(
+        self,
+        pairs: Sequence[Preference],
+        arrangement: Arrangement,
+        config: PreferenceDataConfig,
+        /,
+        *,
+        rank: int,
+        world_size: int,
+    ) -> list[list[int]]: ...
+
+
 @dataclass(frozen=True)
-class PairObjective(Generic[M]):
+class PairObjective(Generic[M, P]):
     """A loss of pairs, and what is measured beside it.
 
     Attributes:
         forward: gives values of `pairs[indices]` by name, each (P,): `loss`, with its gradient, and
-            metrics. Collective, also without indices.
+            metrics. Collective, also without indices. The pairs may be other preferences, too.
         config: how pairs become micro-batches.
         summarize: makes the metrics to report from the means over the pairs.
+        plan: which pairs go through the model together.
     """
 
-    forward: Callable[[M, Sequence[Pair], list[int]], dict[str, Tensor]]
+    forward: Callable[[M, Sequence[P], list[int]], dict[str, Tensor]]
     config: PreferenceDataConfig
     parallel: Parallel
     summarize: Callable[[dict[str, float]], dict[str, float]] = dict
+    plan: Plan = plan_pairs
 
-    def accumulate_gradients(self, model: M, batch: Sequence[Pair]) -> dict[str, float]:
+    def accumulate_gradients(self, model: M, batch: Sequence[P]) -> dict[str, float]:
         """Add the gradients of one optimizer step; return its metrics, over all its pairs. Collective."""
         totals: dict[str, float] = {}
         for indices in self._my_micro_batches(model, batch):
@@ -109,19 +142,19 @@ class PairObjective(Generic[M]):
         return self._means(totals, len(batch))
 
     @torch.no_grad()
-    def measure(self, model: M, pairs: Sequence[Pair]) -> dict[str, float]:
+    def measure(self, model: M, preferences: Sequence[P]) -> dict[str, float]:
         """Return the metrics of `pairs` without dropout. Collective."""
         model.eval()
         totals: dict[str, float] = {}
-        for indices in self._my_micro_batches(model, pairs):
-            _add(totals, self.forward(model, pairs, indices))
+        for indices in self._my_micro_batches(model, preferences):
+            _add(totals, self.forward(model, preferences, indices))
         reshard(model)
         model.train()
-        return self._means(totals, len(pairs))
+        return self._means(totals, len(preferences))
 
-    def _my_micro_batches(self, model: M, pairs: Sequence[Pair]) -> list[list[int]]:
+    def _my_micro_batches(self, model: M, pairs: Sequence[P]) -> list[list[int]]:
         arrangement = model.layout.arrangement(pack=self.config.pack)
-        return plan_pairs(pairs, arrangement, self.config, rank=self.parallel.rank, world_size=self.parallel.world_size)
+        return self.plan(pairs, arrangement, self.config, rank=self.parallel.rank, world_size=self.parallel.world_size)
 
     def _means(self, totals: dict[str, float], num_pairs: int) -> dict[str, float]:
         means = {name: total / num_pairs for name, total in self.parallel.sum(totals).items()}

@@ -9,17 +9,18 @@ from pydantic import Field, model_validator
 from triad.config.base import Section
 from triad.config.trainer import PolicyOptimConfig, SftDataConfig, TrainingCommand
 
-_HAS_REFERENCE = ("dpo", "ipo", "ipo_sum", "hinge", "robust", "apo_zero", "apo_down")
+_HAS_REFERENCE = ("dpo", "ipo", "ipo_sum", "hinge", "robust", "apo_zero", "apo_down", "kto")
 _CAN_SMOOTH = ("dpo", "robust")
 
 
 class PreferenceLossConfig(Section):
     """The preference loss: which one, and its settings."""
 
-    type: Literal["dpo", "ipo", "ipo_sum", "hinge", "robust", "apo_zero", "apo_down", "simpo", "orpo"] = "dpo"
+    type: Literal["dpo", "ipo", "ipo_sum", "hinge", "robust", "apo_zero", "apo_down", "simpo", "orpo", "kto"] = "dpo"
     """`dpo` (Rafailov et al. 2023), `ipo` (Azar et al. 2023, by the mean log-ratio of an answer's tokens) or `ipo_sum`
     (by their sum), `hinge` (Zhao et al. 2023), `robust` (Chowdhury et al. 2024), `apo_zero` or `apo_down`
-    (D'Oosterlinck et al. 2024), `simpo` (Meng et al. 2024), `orpo` (Hong et al. 2024)."""
+    (D'Oosterlinck et al. 2024), `simpo` (Meng et al. 2024), `orpo` (Hong et al. 2024); `kto` (Ethayarajh et al. 2024),
+    which takes answers that are labelled one by one as well."""
 
     beta: float | None = Field(default=None, gt=0)
     """With a reference: strength of the tie to it; `simpo`: scale of the reward; `orpo`: weight of the
@@ -39,9 +40,17 @@ class PreferenceLossConfig(Section):
     """Weight of the chosen answer's negative log-likelihood, a mean over its tokens, beside the loss (Pang et al. 2024,
     who take 1); `orpo` has such a term already."""
 
+    desirable_weight: float = Field(default=1.0, gt=0)
+    """`kto`: weight of good answers. The authors advise a ratio of this times their number to the same of bad ones
+    between 1 and 4/3."""
+
+    undesirable_weight: float = Field(default=1.0, gt=0)
+    """`kto`: weight of bad answers."""
+
     reference: Literal["precomputed", "none"] | None = None
     """`precomputed`: log-probabilities under the reference, computed once before training; `none`: without
-    one. Unset: none for `simpo` and `orpo`, which have none; precomputed for the others, which can do without."""
+    one. Unset: none for `simpo` and `orpo`, which have none; precomputed for the others, of which all but `kto` can do
+    without."""
 
     reference_model: str | None = None
     """Directory or hub name of the reference, a model with the policy's tokenizer; unset: the weights
@@ -61,11 +70,18 @@ class PreferenceLossConfig(Section):
                 f"odpo_alpha = {self.odpo_alpha} is for type = dpo without label_smoothing, got type = {self.type} and "
                 f"label_smoothing = {self.label_smoothing}: leave one of them out"
             )
-        if self.rpo_alpha and self.type == "orpo":
+        if self.rpo_alpha and self.type in ("orpo", "kto"):
             raise ValueError(
                 f"rpo_alpha = {self.rpo_alpha} is for other types than orpo, whose first term is the likelihood of the "
-                "chosen answer: leave it out"
+                f"chosen answer, and kto, which has no pairs, got type = {self.type}: leave it out"
             )
+        if self.type != "kto" and (self.desirable_weight, self.undesirable_weight) != (1.0, 1.0):
+            raise ValueError(
+                f"desirable_weight = {self.desirable_weight} and undesirable_weight = {self.undesirable_weight} are "
+                f"for type = kto, got type = {self.type}: leave them out"
+            )
+        if self.type == "kto" and self.reference == "none":
+            raise ValueError("reference = none is for other types than kto, which compares with a divergence from it")
         if self.reference == "precomputed" and self.type not in _HAS_REFERENCE:
             raise ValueError(
                 f"reference = precomputed is for {', '.join(_HAS_REFERENCE)}; {self.type} has no reference"
@@ -96,16 +112,18 @@ class PreferenceDataConfig(SftDataConfig):
     name: str = "examples/reverse_text/preferences.jsonl"
     """A .jsonl, .json or .parquet file (JSON also as .gz), a directory of such files or of `save_to_disk`, or a
     dataset on a hub. Rows have `prompt`, `chosen` and `rejected` (all text, or all lists of messages), or `chosen`
-    and `rejected` whose common beginning is the prompt: see docs/data.md."""
+    and `rejected` whose common beginning is the prompt; or, for `kto`, `prompt`, `completion` and `label`: see
+    docs/data.md."""
 
     validation_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of the pairs held out for validation, chosen by `seed`."""
 
     batch_size: int = Field(default=64, ge=1)
-    """Pairs of one optimizer step, over all ranks."""
+    """Pairs of one optimizer step, over all ranks; answers for `dpo` with `loss.type = kto`."""
 
     micro_batch_size: int = Field(default=4, ge=1)
-    """Pairs of full length in one forward pass on each rank; gradients accumulate until the batch is done."""
+    """Pairs of full length in one forward pass on each rank, or twice as many answers of `kto`; gradients accumulate
+    until the batch is done."""
 
     seq_len: int = Field(default=1024, ge=2)
     """Most tokens of prompt and answer, for each side of a pair."""
