@@ -329,7 +329,7 @@ def trainer_outcome(policy: Policy, samples: Sequence[Sample], *, pack: bool, bu
     )
     for indices in plan:
         micro = build_micro_batch(samples, indices, pack=arrangement == "packed", device=torch.device("cpu"))
-        logprobs_N, _ = policy(
+        logprobs_N, *_ = policy(
             micro.input_ids_BL,
             micro.position_ids_BL,
             micro.predict_index_N,

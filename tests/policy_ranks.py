@@ -13,21 +13,28 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tests.policy_inputs import policy_input
 from tests.two_ranks import run_on_two_ranks
 from trainer import tokenizing
 from trainer.data import load_tokenizer
+from trainer.models.logprobs import PLAIN
 from trainer.models.model import build_policy, reshard
 from trainer.packing import Sample
 from trainer.parallel import Parallel
-from trainer.policy.losses import PolicyLossInput
+from trainer.policy.frozen import freeze
+from trainer.policy.losses import PolicyLossInput, policy_loss
+from trainer.policy.losses.kl_term import with_distillation_term
 from trainer.policy.metrics import PolicyStatistics
 from trainer.policy.minibatches import annotate, plan_epochs
 from trainer.policy.pretraining import PretrainingMix
+from trainer.policy.rollouts import ADVANTAGE, AGE, SAMPLER_LOGPROB
+from trainer.policy.step import policy_step
 from trainer.row_files import Rows
 from trainer.step import predict
 from triad.config.algorithm import PretrainingConfig, UpdatesConfig
+from triad.config.losses import PolicyLossConfig
 from triad.config.trainer import TrainedModelConfig
 
 AGES = (0, 1, 4)
@@ -107,11 +114,38 @@ def tokenised(model_dir: Path, data: Path, parallel: Parallel) -> tuple[str, lis
     return mix.fingerprint, encoded
 
 
+def taught(model_dir: Path, parallel: Parallel) -> dict[str, Tensor]:
+    """Return loss and gradients of a distillation over whole vocabularies, chunk by chunk. Collective."""
+    student, other = (
+        build_policy(TrainedModelConfig(name=str(model_dir), init=init, logits_chunk_tokens=4), parallel, seed=7)
+        for init in ("pretrained", "random")
+    )
+    freeze(other)
+    samples = ragged_samples()
+    for sample in samples:
+        for name in (ADVANTAGE, AGE, SAMPLER_LOGPROB):
+            sample.per_token[name] = np.zeros(len(sample.token_ids), dtype=np.float32)
+    ((minibatch,),) = plan_epochs(
+        samples, UpdatesConfig(), row_tokens=14, parallel=parallel, seed=0, step=1, arrangement="packed"
+    )
+    config = PolicyLossConfig(type="policy_gradient", aggregation="sequence")
+    loss = with_distillation_term(policy_loss(config), config, 2.0)
+    statistics = PolicyStatistics([0], has_reference=False)
+    value = policy_step(student, minibatch, loss, parallel, statistics, reading=PLAIN, teacher=other)
+    reshard(other)
+    found = {"loss": torch.tensor(value)}
+    for name, parameter in student.hf_model.named_parameters():
+        assert parameter.grad is not None
+        found[name] = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+    return found
+
+
 def compute(model_dir: Path, data: Path, parallel: Parallel) -> dict[str, Any]:
     """Return what this rank sees. Collective."""
     return {
         "tokenised": tokenised(model_dir, data, parallel),
         "statistics": statistics_of(parallel),
+        "taught": taught(model_dir, parallel),
         "measured": [torch.tensor(one) for one in measured(model_dir, parallel)],
         "with_float32_head": [
             torch.tensor(one) for one in measured(model_dir, parallel, dtype="bfloat16", fp32_lm_head=True)

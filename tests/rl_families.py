@@ -144,7 +144,7 @@ def measure(name: str, directory: Path, parallel: Parallel) -> float:
             sample = Sample(ids, np.arange(len(ids)) >= len(prompt))
             micro = build_micro_batch([sample], [0], pack=policy.layout.packs, device=parallel.device)
             with torch.no_grad():
-                ours_N, _ = predict(policy, micro)
+                ours_N = predict(policy, micro).logprobs_N
             gaps.append(ours_N.double() - torch.tensor(choice["logprobs"], dtype=torch.float64))
     mismatch_kl = float(k3(torch.cat(gaps)).mean())
     if mismatch_kl > LIMITS["float32"]:

@@ -175,14 +175,14 @@ def _mean(one: Tensor, other: Tensor) -> float:
 def _own(model: Policy | ScalarModel, micro: MicroBatch) -> Tensor:
     """Return what the trainer's forward pass computes: log-probabilities (N,), or hidden states (N, H)."""
     if isinstance(model, Policy):
-        logprobs_N, _ = model(
+        predicted = model(
             micro.input_ids_BL,
             micro.position_ids_BL,
             micro.predict_index_N,
             micro.target_ids_N,
             packed_index=micro.packed_index,
         )
-        return logprobs_N.float().cpu()
+        return predicted.logprobs_N.float().cpu()
 
     def hidden_states() -> Tensor:
         return model.hidden_states(

@@ -97,7 +97,7 @@ def _validate(policy: Policy, held_out: list[Sample], config: SftConfig, paralle
     arrangement = policy.layout.arrangement(pack=config.data.pack)
     for indices in plan_samples(held_out, arrangement, config.data, parallel):
         micro = build_micro_batch(held_out, indices, pack=arrangement == "packed", device=parallel.device)
-        logprobs_N, _ = predict(policy, micro)
+        logprobs_N = predict(policy, micro).logprobs_N
         loss_sum -= float(logprobs_N.double().sum())
     reshard(policy)
     policy.train()

@@ -20,17 +20,16 @@ from triad.errors import TrainingError
 from triad.heartbeat import moved
 
 
-def predict(policy: Policy, micro: MicroBatch, reading: Reading = PLAIN) -> Predicted:
-    """Return what `reading` asks for at the micro-batch's targets, each of shape (N,)."""
+def predict(policy: Policy, micro: MicroBatch, reading: Reading = PLAIN, *, teacher: Policy | None = None) -> Predicted:
+    """Return what `reading` asks for at the micro-batch's targets, each of shape (N,).
+
+    Args:
+        teacher: to measure the divergence from; its parameters stay whole until `reshard`.
+    """
     moved()
-    return policy(
-        micro.input_ids_BL,
-        micro.position_ids_BL,
-        micro.predict_index_N,
-        micro.target_ids_N,
-        packed_index=micro.packed_index,
-        reading=reading,
-    )
+    rows = (micro.input_ids_BL, micro.position_ids_BL, micro.predict_index_N)
+    taught = teacher.readout(*rows, packed_index=micro.packed_index) if teacher is not None else None
+    return policy(*rows, micro.target_ids_N, packed_index=micro.packed_index, reading=reading, teacher=taught)
 
 
 class Stopwatch:

@@ -23,7 +23,7 @@ def supervised_step(
     arrangement = policy.layout.arrangement(pack=config.pack)
     for indices in plan_samples(batch, arrangement, config, parallel):
         micro = build_micro_batch(batch, indices, pack=arrangement == "packed", device=parallel.device)
-        logprobs_N, _ = predict(policy, micro)
+        logprobs_N = predict(policy, micro).logprobs_N
         weights_N = torch.full_like(logprobs_N, 1 / total_targets)
         loss = cross_entropy(logprobs_N, weights_N)
         # FSDP averages gradients over ranks; the weights above sum to one over all of them.

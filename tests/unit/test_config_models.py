@@ -197,6 +197,8 @@ GDPO: dict[str, Any] = {"advantage": "gdpo", "rewards": {"weights": {"reward": 1
         ({"advantage": "distillation", "kl": {}}, "needs a teacher: set kl.reference"),
         ({"distillation": {}, "kl": {"coef": 0.1}}, "needs a teacher: set kl.reference"),
         ({"distillation": {}, "loss": {"type": "sft"}}, "no effect with loss.type = 'sft'"),
+        ({"distillation": {}, "loss": {"type": "gspo"}}, "gspo_token', or distillation.divergence = 'full'"),
+        ({"distillation": {"divergence": "full"}}, "of which a teacher behind a server"),
         ({"distillation": {}, "kl": {"reference": "t", "refresh_interval": 2}}, "its own teacher"),
         (
             {"advantage": "distillation", "kl": {"reference": "t", "coef": 0.1, "place": "reward"}},

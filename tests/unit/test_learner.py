@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from tests.judged import ONLINE_DPO_LOSS
+from trainer.models.layout import Layout
 from trainer.models.loading import trained_tensors
 from trainer.models.logprobs import Reading
 from trainer.models.model import Policy, build_policy
@@ -354,6 +355,65 @@ def test_a_teacher_is_added_to_the_advantages_of_rewards(
     torch.testing.assert_close(signals["teacher"], -divergence_N)
     torch.testing.assert_close(signals["both"], signals["rewards"] - 0.5 * divergence_N, rtol=1e-5, atol=1e-5)
     assert divergence_N.abs().max() > 0.01
+
+
+FULL = {"divergence": "full", "coef": 0.5}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_policy_does_not_diverge_from_a_teacher_with_its_weights(
+    start: Start, tiny_model: Callable[..., Path], dtype: str
+) -> None:
+    model, name = {"name": str(tiny_model()), "dtype": dtype, "logits_chunk_tokens": 7}, str(tiny_model())
+    run = start(model=model, advantage="distillation", distillation=FULL, kl={"reference": name})
+    first = run.learn(1)
+    assert first["distillation/kl"] == 0 and first["grad_norm"] < 1e-4
+    assert "ref_kld" not in first and "kl/sequence" not in first
+
+
+@pytest.mark.parametrize("chunk", [5, 4096])
+def test_whole_vocabularies_of_a_teacher_are_a_term_of_the_loss(
+    start: Start, tiny_model: Callable[..., Path], seen: list[PolicyLossInput], chunk: int
+) -> None:
+    """The gradient is that of transformers' own models, and the term counts as the loss does: by sequence."""
+    kl, model = {"reference": str(tiny_model(seed=5))}, {"name": str(tiny_model()), "logits_chunk_tokens": chunk}
+    settings: dict[str, Any] = {"kl": kl, "model": model, "row_tokens": 32, "optim": {"lr": 1e-3, "max_grad_norm": 1e9}}
+    run = start(**settings, advantage="distillation", distillation=FULL)
+    metrics = run.learn(1)
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(name, dtype=torch.float64) for name in (model["name"], kl["reference"])
+    )
+    term, mean, tokens = torch.zeros((), dtype=torch.float64), 0.0, 0
+    rollouts = make_batch(1).rollouts
+    for rollout in rollouts:
+        ids = torch.tensor([list(rollout.token_ids)])
+        own, other = (one(ids).logits[0, :-1].div(0.9).log_softmax(-1) for one in (student, teacher))
+        divergence_T = (own.exp() * (own - other.detach())).sum(-1)[torch.tensor(rollout.loss_mask[1:]) == 1]
+        term = term + divergence_T.mean() / len(rollouts)
+        mean, tokens = mean + float(divergence_T.detach().sum()), tokens + len(divergence_T)
+    (0.5 * term).backward()
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in student.parameters() if p.grad is not None))
+    assert metrics["loss"] == pytest.approx(0.5 * float(term.detach()), rel=1e-5)
+    assert metrics["distillation/kl"] == pytest.approx(mean / tokens, rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert not any(data.advantages_N.any() for data in seen)
+
+    lines = [metrics, *(run.learn(step) for step in (2, 3))]
+    assert lines[2]["distillation/kl"] < lines[0]["distillation/kl"]
+    seen.clear()
+    both = start(**settings, distillation=FULL | {"coef": 1e-3}).learn(1)
+    assert any(data.advantages_N.any() for data in seen) and both["distillation/kl"] == metrics["distillation/kl"]
+
+
+def test_a_teacher_of_other_tokens_cannot_be_compared_whole(start: Start, tiny_model: Callable[..., Path]) -> None:
+    other = tiny_model(vocab_size=136)
+    with pytest.raises(DataError, match=r"kl.reference = '.*' has 136 tokens, the policy \d+. Set distillation"):
+        start(kl={"reference": str(other)}, distillation=FULL)
+    run = start(kl={"reference": str(tiny_model(seed=5))}, distillation=FULL)
+    assert run.parts.reference is not None
+    run.parts.reference.layout = Layout(packs=False, attention="sdpa")
+    with pytest.raises(DataError, match="only one of them takes several samples a row"):
+        run.parts.begin(run.session.policy)
 
 
 def test_the_score_of_a_reward_model_is_weighed_against_the_rules(

@@ -42,7 +42,7 @@ def sampled_by(policy: Policy, parallel: Parallel, sampling: Sampling, *, off_by
         token_ids = generator.integers(5, 100, LENGTH).astype(np.int32)
         micro = build_micro_batch([Sample(token_ids, mask)], [0], pack=policy.layout.packs, device=parallel.device)
         with torch.no_grad():
-            logprobs_N, _ = predict(policy, micro, Reading(sampling))
+            logprobs_N = predict(policy, micro, Reading(sampling)).logprobs_N
         rollout = Rollout(
             environment="e", task_id=0, sample_index=number, token_ids=token_ids.tolist(),
             loss_mask=mask.astype(int).tolist(), logprobs=Logprobs([0.0] * PROMPT + (logprobs_N + off_by).tolist()),

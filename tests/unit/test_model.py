@@ -52,7 +52,7 @@ def samples() -> list[Sample]:
 
 def logprobs(policy: Policy, *, temperature: float = 1.0) -> Tensor:
     micro = build_micro_batch(samples(), [0, 1, 2], pack=True, device=CPU)
-    values, _ = policy(
+    values, *_ = policy(
         micro.input_ids_BL, micro.position_ids_BL, micro.predict_index_N, micro.target_ids_N,
         packed_index=micro.packed_index, reading=Reading(Sampling(temperature)),
     )  # fmt: skip

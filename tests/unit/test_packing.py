@@ -144,7 +144,7 @@ def loss_and_gradients(
     loss_sum = 0.0
     for group in groups:
         micro = build_micro_batch(samples, group, pack=pack, device=CPU)
-        logprobs, _ = policy(
+        logprobs, *_ = policy(
             micro.input_ids_BL, micro.position_ids_BL, micro.predict_index_N, micro.target_ids_N,
             packed_index=micro.packed_index,
         )  # fmt: skip

@@ -103,3 +103,14 @@ def test_two_ranks_share_the_tokenising_of_the_samples_beside_the_rollouts(
     fingerprint, chunks = one["tokenised"]
     assert chunks == [0, 1, 2]
     assert [rank["tokenised"] for rank in two] == [(fingerprint, [0, 2]), (fingerprint, [1])]
+
+
+def test_two_ranks_learn_from_a_teacher_what_one_learns(
+    one_and_two: tuple[dict[str, Any], list[dict[str, Any]]],
+) -> None:
+    one, two = one_and_two
+    assert float(one["taught"]["loss"]) > 0.1
+    for rank in two:
+        assert rank["taught"].keys() == one["taught"].keys()
+        for name, tensor in one["taught"].items():
+            torch.testing.assert_close(rank["taught"][name], tensor, rtol=1e-4, atol=1e-6, msg=name)

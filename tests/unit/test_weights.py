@@ -64,7 +64,7 @@ def test_published_weights_load_in_transformers_with_equal_logits(
         assert torch.equal(tensor, expected[name]), name
     ids = torch.randint(5, 100, (1, 9))
     with torch.no_grad():
-        ours, _ = policy(ids, torch.arange(9)[None], torch.arange(8), ids[0, 1:])
+        ours, *_ = policy(ids, torch.arange(9)[None], torch.arange(8), ids[0, 1:])
         theirs = loaded.eval()(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert torch.equal(loaded.lm_head.weight, expected["model.embed_tokens.weight" if tied else "lm_head.weight"])

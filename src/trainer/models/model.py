@@ -35,7 +35,7 @@ from trainer.models.attention import PackedIndex
 from trainer.models.head import compute_in_float32, has_plain_head, own_logits
 from trainer.models.layout import PACKED, Layout, find_layout
 from trainer.models.loading import build_hf_model, initial_weights, is_classifier, load_model_config, one_line
-from trainer.models.logprobs import PLAIN, Head, Predicted, Reading, plain_head, token_logprobs
+from trainer.models.logprobs import PLAIN, Head, Predicted, Reading, Readout, plain_head, token_logprobs
 from trainer.models.lora import adapter_parameters, initial_tensors, inject_adapters, is_adapted
 from trainer.models.rotary import rotate_by_sample
 from trainer.models.structure import decoder_layers, decoder_of, last_position, takes_positions, use_attention
@@ -148,6 +148,7 @@ class Policy(DecoderModel):
         *,
         packed_index: PackedIndex | None = None,
         reading: Reading = PLAIN,
+        teacher: Readout | None = None,
     ) -> Predicted:
         """Return what `reading` asks for at the targets.
 
@@ -155,9 +156,32 @@ class Policy(DecoderModel):
             predict_index_N: places in the flattened (B * L) rows whose hidden state predicts a target.
             target_ids_N: the tokens that are predicted.
             packed_index: layout of samples when the single row is packed.
+            teacher: of another policy at the same targets, to measure the divergence from.
         """
         hidden_NH = self.hidden_states(input_ids_BL, position_ids_BL, predict_index_N, packed_index=packed_index)
-        return token_logprobs(hidden_NH, self._head(), target_ids_N, reading, chunk_tokens=self.logits_chunk_tokens)
+        return token_logprobs(
+            hidden_NH, self._head(), target_ids_N, reading, chunk_tokens=self.logits_chunk_tokens, teacher=teacher
+        )
+
+    @torch.no_grad()
+    def readout(
+        self,
+        input_ids_BL: Tensor,
+        position_ids_BL: Tensor,
+        predict_index_N: Tensor,
+        *,
+        packed_index: PackedIndex | None = None,
+    ) -> Readout:
+        """Return what makes this policy's logits at the targets: hidden states, and the head. Collective.
+
+        The parameters stay whole, and the head usable, until `reshard`.
+        """
+        return self.run(
+            lambda: Readout(
+                self.hidden_states(input_ids_BL, position_ids_BL, predict_index_N, packed_index=packed_index),
+                self._head(),
+            )
+        )
 
     def _head(self) -> Head:
         if not self.has_plain_head:

@@ -168,7 +168,7 @@ def predict_sides(
 ) -> Tensor:
     """Return the summed log-probabilities (S,) of what is trained of `samples[indices]`, as `predict_pairs` does."""
     micro = build_micro_batch(samples, indices, pack=pack and policy.layout.packs, device=device)
-    logprobs_N, _ = predict(policy, micro)
+    logprobs_N = predict(policy, micro).logprobs_N
     return sequence_sums(logprobs_N, [samples[index].num_targets for index in indices])
 
 

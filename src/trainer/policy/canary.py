@@ -33,7 +33,7 @@ def measure_canary(
     sample = Sample(np.asarray(token_ids, dtype=np.int32), np.ones(len(token_ids), dtype=bool))
     micro = build_micro_batch([sample], [0], pack=policy.layout.packs, device=parallel.device)
     policy.eval()  # no dropout: the engine has none, and no random number is drawn
-    logprobs_N, _ = predict(policy, micro)
+    logprobs_N = predict(policy, micro).logprobs_N
     reshard(policy)
     policy.train()
     allowed = math.sqrt(2 * mismatch_limit(config))

@@ -21,7 +21,7 @@ from trainer.packing import MicroBatch, Sample
 from trainer.policy import experience
 from trainer.policy.chosen_advantage import choose_advantages
 from trainer.policy.losses import policy_loss
-from trainer.policy.losses.kl_term import with_kl_term
+from trainer.policy.losses.kl_term import with_distillation_term, with_kl_term
 from trainer.policy.metrics import PolicyStatistics
 from trainer.policy.minibatches import Minibatch, annotate, plan_epochs
 from trainer.policy.mismatch import MismatchCheck
@@ -68,6 +68,11 @@ class Learner:
         if kl is not None and parts.kl is not None and kl.place == "loss" and kl.coef > 0:
             assert kl.estimator is not None  # the config fills it in
             self._loss = with_kl_term(self._loss, config.loss, parts.kl, kl.estimator)
+        distillation = config.distillation
+        self._teacher = None
+        if distillation is not None and distillation.divergence == "full":
+            self._teacher = parts.reference
+            self._loss = with_distillation_term(self._loss, config.loss, distillation.coef)
 
     def learn(self, batch: Batch, stopwatch: Stopwatch, *, is_foreign: bool = False) -> dict[str, float]:
         """Train on the batch of the next step; return its metrics. Collective.
@@ -150,14 +155,15 @@ class Learner:
             assign_advantages(samples, self._advantage(judged))
         else:
             assign_advantages(samples, [[0.0 for _ in group] for group in groups])
-        if config.distillation is not None:
+        if config.distillation is not None and config.distillation.divergence == "sampled":
             metrics |= experience.add_distillation(trained, config.distillation.coef)
         return metrics | experience.advantage_metrics(trained)
 
     def _steer_kl(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Take the divergence of the fresh samples before this step into the coefficient of the next; return it."""
         coefficient, sampled = self._parts.kl, [sample for sample in samples if sample.num_targets]
-        if coefficient is None or not self._needs_old_logprobs or not sampled:
+        measured = self._needs_old_logprobs and self._needs_reference_logprobs
+        if coefficient is None or not measured or not sampled:
             return {}
         sums = experience.kl_of_sequences(sampled)
         coefficient.update(mean := math.fsum(sums) / len(sums), len(sums))
@@ -172,11 +178,17 @@ class Learner:
         of_step = "online_dpo" in config.advantages or config.distillation is not None
         return several or for_kl or of_step or config.critic is not None
 
+    @property
+    def _needs_reference_logprobs(self) -> bool:
+        """Whether the reference is measured before the update; a teacher of whole vocabularies is read within it."""
+        kl = self._config.kl
+        return kl is not None and (self._teacher is None or kl.coef > 0)
+
     def _measure(self, reading: Reading, minibatches: Sequence[Minibatch]) -> None:
         """Give every sample the numbers that no gradient is needed for. Collective."""
         if self._needs_old_logprobs:
             self._annotate(OLD_LOGPROB, self._policy, reading, minibatches)
-        if self._parts.reference is not None:
+        if self._parts.reference is not None and self._needs_reference_logprobs:
             self._annotate(REFERENCE_LOGPROB, self._parts.reference, reading, minibatches)
         if self._parts.critic is not None:
             self._parts.critic.measure(minibatches)
@@ -219,7 +231,7 @@ class Learner:
         for minibatch in (minibatch for epoch in epochs for minibatch in epoch):
             if not critic_alone:
                 with stopwatch.phase("forward_backward"):
-                    loss = policy_step(self._policy, minibatch, self._loss, self._parallel, statistics, reading=reading)
+                    loss = self._step(minibatch, statistics, reading)
                     if self._pretraining is not None:
                         pretraining_losses.append(self._pretraining.step(self._policy, done, self._parallel))
                 if not grad_norms:
@@ -245,9 +257,23 @@ class Learner:
         """Measure the policy as an update would find it, in a step that does not train it. Collective."""
         with torch.no_grad():
             for minibatch in minibatches:
-                policy_step(self._policy, minibatch, self._loss, self._parallel, statistics, reading=reading)
+                self._step(minibatch, statistics, reading)
         reshard(self._policy)
         self._mismatch.before_update(step, statistics)
+
+    def _step(self, minibatch: Minibatch, statistics: PolicyStatistics, reading: Reading) -> float:
+        loss = policy_step(
+            self._policy,
+            minibatch,
+            self._loss,
+            self._parallel,
+            statistics,
+            reading=reading,
+            teacher=self._teacher,
+        )
+        if self._teacher is not None:
+            reshard(self._teacher)
+        return loss
 
 
 def _learned_distribution(batch: Batch, config: TrainerConfig) -> Sampling:

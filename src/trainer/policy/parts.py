@@ -22,6 +22,7 @@ from trainer.policy.reward_moments import RunningMoments
 from trainer.self_check import check_model
 from triad.checkpoints import TRAINER_DIR
 from triad.config import TrainerConfig
+from triad.errors import DataError
 from triad.events import report
 from triad.run_dir import RunDir
 
@@ -77,6 +78,9 @@ class RlParts:
 
         Args:
             policy: with the weights that a new run begins with.
+
+        Raises:
+            DataError: the reference cannot do for the policy what it is to.
         """
         tensors, kl = trained_tensors(policy.hf_model), self._config.kl
         if self._config.ema is not None:
@@ -86,6 +90,9 @@ class RlParts:
             self._state["reference"] = self.following = FollowingModel(
                 name, hf_model, tensors, interval=kl.refresh_interval, mixup=kl.refresh_mixup
             )
+        distillation = self._config.distillation
+        if distillation is not None and distillation.divergence == "full" and self.reference is not None:
+            _check_comparable(policy, self.reference, name=_reference_name(self._config))
         return self._state, [self.critic.optimizer] if self.critic is not None else []
 
     def resume(self, run_dir: RunDir, step: int) -> None:
@@ -134,3 +141,17 @@ class RlParts:
 def _reference_name(config: TrainerConfig) -> str:
     assert config.kl is not None
     return config.kl.reference or config.model.name
+
+
+def _check_comparable(policy: Policy, teacher: Policy, *, name: str) -> None:
+    own, other = (one.hf_model.config.get_text_config().vocab_size for one in (policy, teacher))
+    if own != other:
+        raise DataError(
+            f"distillation.divergence = 'full' compares whole vocabularies: kl.reference = '{name}' has {other} "
+            f"tokens, the policy {own}. Set distillation.divergence = 'sampled', or name a teacher with the same"
+        )
+    if policy.layout.packs != teacher.layout.packs:
+        raise DataError(
+            f"distillation.divergence = 'full' has the teacher read the rows of the policy, and only one of them takes "
+            f"several samples a row (kl.reference = '{name}'): set distillation.divergence = 'sampled'"
+        )

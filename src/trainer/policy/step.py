@@ -26,8 +26,12 @@ def policy_step(
     statistics: PolicyStatistics,
     *,
     reading: Reading,
+    teacher: Policy | None = None,
 ) -> float:
     """Accumulate the gradients of one update; return its loss, of all ranks. Collective.
+
+    Args:
+        teacher: what `PolicyLossInput.teacher_kl_N` measures the divergence from; its parameters stay whole.
 
     Where samples have no log-probabilities from before the step, the weights have not changed since:
     the update is the only one of its step. Under `torch.no_grad` the forward passes are made alone, for `statistics`.
@@ -39,7 +43,7 @@ def policy_step(
     own_loss = 0.0
     for indices in minibatch.micro_batches:
         micro = build_micro_batch(samples, indices, pack=policy.layout.packs, device=parallel.device)
-        predicted = predict(policy, micro, reading)
+        predicted = predict(policy, micro, reading, teacher=teacher)
         logprobs_N = predicted.logprobs_N
         data = PolicyLossInput(
             logprobs_N=logprobs_N,
@@ -48,6 +52,7 @@ def policy_step(
             reference_logprobs_N=micro.per_token.get(REFERENCE_LOGPROB),
             advantages_N=micro.per_token[ADVANTAGE],
             entropy_N=predicted.entropy_N,
+            teacher_kl_N=predicted.teacher_kl_N,
             weights_N=weights_S[micro.sample_index_N],
             correction_N=torch.ones_like(logprobs_N),
             selected_N=torch.ones_like(logprobs_N),

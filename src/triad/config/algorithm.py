@@ -62,6 +62,10 @@ class DistillationConfig(Section):
     coef: float = Field(default=1.0, gt=0)
     """Weight of the teacher, whose signal is in nats, beside the advantages of rewards."""
 
+    divergence: Literal["sampled", "full"] = "sampled"
+    """`sampled`: a token's log-probability under the teacher minus that under the policy is added to its advantage.
+    `full`: KL(policy || teacher) over the whole vocabulary is a term of the loss; needs `kl.reference`."""
+
 
 class CriticConfig(Section):
     """A critic beside the policy: a model of its own with its own optimizer, for `advantage = gae` (PPO)."""

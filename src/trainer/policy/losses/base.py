@@ -41,6 +41,8 @@ class PolicyLossInput:
         step_sequences: sequences of the whole update, over all ranks.
         step_tokens: trained tokens of the whole update, over all ranks.
         reference_logprobs_N: log-probabilities under the reference, where there is one.
+        teacher_kl_N: KL of the policy from its teacher at each token, in nats, with `distillation.divergence = "full"`;
+            carries a gradient.
     """
 
     logprobs_N: Tensor
@@ -55,6 +57,7 @@ class PolicyLossInput:
     step_sequences: int
     step_tokens: int
     reference_logprobs_N: Tensor | None = None
+    teacher_kl_N: Tensor | None = None
 
 
 Counts = dict[str, Tensor]

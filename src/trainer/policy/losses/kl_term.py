@@ -1,4 +1,4 @@
-"""The penalty for divergence from the reference as a term of the loss."""
+"""Divergences as terms of the loss: from the reference, and from a teacher."""
 
 from __future__ import annotations
 
@@ -24,3 +24,20 @@ def with_kl_term(
         return value + coefficient.coef * (token_weights(data, config) * kl_N).sum(), counts
 
     return penalised
+
+
+def with_distillation_term(loss: PolicyLoss, config: PolicyLossConfig, coef: float) -> PolicyLoss:
+    """Return `loss + coef * sum_t w_t KL(policy || teacher)_t`, the divergence over the whole vocabulary at each token.
+
+    The reverse KL of Gu et al. 2024, "MiniLLM", and Agarwal et al. 2024, "On-Policy Distillation of Language Models",
+    on rollouts of the policy; how an earlier token leads to a later one carries no gradient. The weights w are those
+    of the loss itself.
+    """
+
+    def taught(data: PolicyLossInput) -> tuple[Tensor, dict[str, Tensor]]:
+        assert data.teacher_kl_N is not None, "a distillation term needs a teacher"
+        value, counts = loss(data)
+        term = (token_weights(data, config) * data.teacher_kl_N).sum()
+        return value + coef * term, counts | {"distillation/kl": data.teacher_kl_N.detach().sum()}
+
+    return taught
