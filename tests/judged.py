@@ -38,7 +38,8 @@ def judged_rollout(reward: float, num_tokens: int = 3, **fields: Any) -> JudgedR
         "places": np.arange(2, 2 + num_tokens), "turns": ((0, num_tokens),) if num_tokens else (),
         "logprobs": np.full(num_tokens, -1.0, dtype=np.float32), "truncated": False, "is_trained": True,
         "old_logprobs": np.full(num_tokens, -1.1), "reference_logprobs": np.full(num_tokens, -1.0),
-        "environment_reward": reward, "metrics": {"other": -reward}, "reward": reward, "token_rewards": token_rewards,
+        "environment_reward": reward, "metrics": {"other": -reward}, "reward": reward,
+        "step_ends": np.zeros(0, dtype=int), "step_rewards": np.zeros(0), "token_rewards": token_rewards,
     }  # fmt: skip
     return JudgedRollout(**values | fields)
 

@@ -71,10 +71,14 @@ class Score:
     Attributes:
         reward: any finite number; scalars of NumPy and torch are numbers too.
         metrics: further numbers of this rollout; their means go to the metrics of the step.
+        turn_rewards: one for each sampled turn, beside `reward`.
+        token_rewards: one for each sampled token, beside `reward`; in the place of `turn_rewards`.
     """
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
+    turn_rewards: Sequence[float] | None = None
+    token_rewards: Sequence[float] | None = None
 
 
 def as_text(value: Any) -> str:
@@ -170,6 +174,7 @@ class Session:
         # What an environment cannot reach by accident.
         self._kept = {"token_ids": self.token_ids[:], "loss_mask": self.loss_mask[:], "logprobs": self.logprobs[:]}
         self._kept_versions: list[VersionSpan] = []
+        self._turn_ends: list[int] = []
         self._is_turn_open = True  # nothing was said in the policy's turn
         self._is_sampling = False
         self._is_over = False
@@ -182,6 +187,11 @@ class Session:
     def completion(self) -> str:
         """The text of the last sampled turn; empty before the first."""
         return self.texts[-1] if self.texts else ""
+
+    @property
+    def turn_ends(self) -> tuple[int, ...]:
+        """Where in `token_ids` every sampled turn ends."""
+        return tuple(self._turn_ends)
 
     @property
     def room(self) -> int:
@@ -210,6 +220,7 @@ class Session:
         self.versions += versions
         self._kept_versions += versions
         self.truncated = self.truncated or turn.finish_reason == "length"
+        self._turn_ends.append(len(self.token_ids))
         self.texts.append(self._tokenizer.decode(turn.token_ids))
         return self.texts[-1]
 

@@ -79,6 +79,9 @@ def batch_metrics(
     }
     if any(len(group) > 1 for group in groups):
         metrics["groups/zero_variance"] = _mean([not has_signal(group) for group in groups])
+    if any(rollout.step_rewards for rollout in rollouts):
+        steps = [rollout.step_rewards.rewards if rollout.step_rewards else () for rollout in rollouts]
+        metrics["reward/steps_mean"] = _mean([math.fsum(own) for own in steps])
     reasons = Counter(one.reason for one in selection.dropped)
     metrics |= {f"groups/dropped/{reason}": float(reasons[reason]) for reason in DROP_REASONS}
     metrics |= _staleness(rollouts, step=step)

@@ -11,7 +11,7 @@ from orchestrator.calls import CallTimeout, calling, result_of, sampling, traceb
 from orchestrator.concurrency import run_all
 from orchestrator.environment import Completion, Environment, Score, Session, SessionFull, Task
 from orchestrator.sampler import Sampler
-from orchestrator.scores import PromptTooLong, checked_scores, prompt_ids_of, require_sound
+from orchestrator.scores import PromptTooLong, checked_scores, prompt_ids_of, require_sound, step_rewards
 from orchestrator.seeds import TaskSeed, request_seed
 from orchestrator.selection import Outcome
 from triad.chat.tokenizer import Tokenizer
@@ -66,7 +66,7 @@ async def run_group(
                 _require_ended(session, problem, "score")
                 session.end()
                 require_sound(session, what=_named(problem))
-            scores = checked_scores(found, config.group_size, what=_named(problem))
+            scores = checked_scores(found, sessions, what=_named(problem))
     except (EnvironmentFailure, PromptTooLong) as failure:
         sampler.check()
         if problem.settings.on_error == "stop":
@@ -107,6 +107,7 @@ def _to_rollout(
         reward=score.reward,
         truncated=session.truncated,
         metrics=score.metrics,
+        step_rewards=step_rewards(score, session),
     )
 
 

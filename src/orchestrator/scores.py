@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.environment import Score, Session, Task, as_messages, as_text, num_characters
-from triad.arrays import Logprobs, LossMask, TokenIds
+from triad.arrays import Logprobs, LossMask, Rewards, TokenIds
 from triad.chat.tokenizer import Tokenizer
 from triad.errors import DataError, EnvironmentFailure
+from triad.messages import StepRewards
 from triad.printable import shown
 
 _MOST_METRICS = 1000
@@ -49,7 +50,7 @@ def prompt_ids_of(task: Any, tokenizer: Tokenizer, *, what: str, room: int) -> l
         raise EnvironmentFailure(f"{what}: the prompt of its task: {error}") from None
 
 
-def checked_scores(scores: Any, group_size: int, *, what: str) -> list[Score]:
+def checked_scores(scores: Any, sessions: Sequence[Session], *, what: str) -> list[Score]:
     """Return one score per session, with plain numbers in it.
 
     Raises:
@@ -57,14 +58,24 @@ def checked_scores(scores: Any, group_size: int, *, what: str) -> list[Score]:
     """
     if isinstance(scores, str | bytes | Mapping) or not isinstance(scores, Sequence):
         raise EnvironmentFailure(
-            f"{what}: score() must return a list of {group_size} Score objects, got {_shown(scores)}"
+            f"{what}: score() must return a list of {len(sessions)} Score objects, got {_shown(scores)}"
         )
-    if len(scores) != group_size:
-        raise EnvironmentFailure(f"{what}: score() returned {len(scores)} scores for {group_size} sessions")
-    return [_checked(score, what) for score in scores]
+    if len(scores) != len(sessions):
+        raise EnvironmentFailure(f"{what}: score() returned {len(scores)} scores for {len(sessions)} sessions")
+    return [_checked(score, session, what) for score, session in zip(scores, sessions, strict=True)]
 
 
-def _checked(score: Any, what: str) -> Score:
+def step_rewards(score: Score, session: Session) -> StepRewards | None:
+    """Return what a checked score says about turns or tokens, each at its last token; None where it says nothing."""
+    if score.turn_rewards is not None:
+        return StepRewards(TokenIds([end - 1 for end in session.turn_ends]), Rewards(score.turn_rewards))
+    if score.token_rewards is not None:
+        places = [place for place, sampled in enumerate(session.loss_mask) if sampled]
+        return StepRewards(TokenIds(places), Rewards(score.token_rewards))
+    return None
+
+
+def _checked(score: Any, session: Session, what: str) -> Score:
     if not isinstance(score, Score):
         raise EnvironmentFailure(f"{what}: score() must return Score objects, got {_shown(score)}")
     if not isinstance(score.metrics, Mapping):
@@ -79,7 +90,32 @@ def _checked(score: Any, what: str) -> Score:
             metrics[name] = _number(value, f"{name}", what)
         except (TypeError, ValueError) as error:
             raise EnvironmentFailure(f"{what}: score() gave a metric the name {_shown(name)}: {error}") from None
-    return Score(_number(score.reward, "reward", what), metrics)
+    if score.turn_rewards is not None and score.token_rewards is not None:
+        raise EnvironmentFailure(f"{what}: score() gave turn_rewards and token_rewards; give one of them")
+    return Score(
+        _number(score.reward, "reward", what),
+        metrics,
+        _numbers(score.turn_rewards, "turn_rewards", f"{len(session.texts)} sampled turns", len(session.texts), what),
+        _numbers(
+            score.token_rewards,
+            "token_rewards",
+            f"{session.loss_mask.num_sampled} sampled tokens",
+            session.loss_mask.num_sampled,
+            what,
+        ),
+    )
+
+
+def _numbers(values: Any, name: str, counted: str, length: int, what: str) -> list[float] | None:
+    """Return as many plain numbers as there are turns or tokens; None for None."""
+    if values is None:
+        return None
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
+        raise EnvironmentFailure(f"{what}: score() gave {name} = {_shown(values)}, expected a list of numbers")
+    numbers = [_number(value, f"{name}[{place}]", what) for place, value in enumerate(values)]
+    if len(numbers) != length:
+        raise EnvironmentFailure(f"{what}: score() gave {len(numbers)} {name} for {counted}")
+    return numbers
 
 
 def _number(value: Any, name: str, what: str) -> float:

@@ -14,11 +14,15 @@ Outcome = list[Rollout] | Dropped
 
 
 def has_signal(outcome: Outcome) -> bool:
-    """Whether a group has unequal rewards. Equal ones say nothing about which of its rollouts is better."""
+    """Whether a group has unequal rewards. Equal ones say nothing about which of its rollouts is better.
+
+    Those of turns and tokens say something if they differ within a rollout, too.
+    """
     if isinstance(outcome, Dropped):
         return False
     rewards = [rollout.reward for rollout in outcome]
-    return min(rewards) != max(rewards)
+    steps = [reward for rollout in outcome if rollout.step_rewards for reward in rollout.step_rewards.rewards]
+    return any(len(values) > 0 and min(values) != max(values) for values in (rewards, steps))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
     TokenIds    int32
     Logprobs    float32, the precision that engines compute them in and trainers read them in
     LossMask    uint8, 0 or 1
+    Rewards     float64, so that what an environment gave stays exact
 
 On the wire and on the disk each is the bytes of its items, little-endian, as a msgpack `bin`. In memory each is an
 `array.array`, which numpy and torch read without copying.
@@ -65,6 +66,12 @@ class LossMask(_Packed):
     def num_stretches(self) -> int:
         """How many stretches of tokens the policy sampled without a break."""
         return (b"\0" + self.tobytes()).count(b"\0\1")
+
+
+class Rewards(_Packed):
+    """Rewards of tokens, float64."""
+
+    item = "d"
 
 
 def encode_packed(value: Any) -> memoryview:

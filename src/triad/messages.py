@@ -10,10 +10,10 @@ from typing import Literal, get_args
 
 import msgspec
 
-from triad.arrays import Logprobs, LossMask, TokenIds, decode_packed, encode_packed
+from triad.arrays import Logprobs, LossMask, Rewards, TokenIds, decode_packed, encode_packed
 from triad.sampling import Sampling
 
-BATCH_FORMAT = 4
+BATCH_FORMAT = 5
 
 DropReason = Literal["zero_signal", "environment_error", "prompt_too_long", "timeout"]
 """Why the group of a task is not trained: all its rewards are equal, its environment failed or took too
@@ -29,6 +29,18 @@ class VersionSpan(msgspec.Struct, frozen=True):
     end: int
 
 
+class StepRewards(msgspec.Struct, frozen=True):
+    """Rewards for parts of a session, such as its turns, beside that for the whole.
+
+    Attributes:
+        places: of the last token of every part, from the first token of the session on, in order.
+        rewards: as many.
+    """
+
+    places: TokenIds
+    rewards: Rewards
+
+
 class Rollout(msgspec.Struct, kw_only=True):
     """One finished session.
 
@@ -40,11 +52,12 @@ class Rollout(msgspec.Struct, kw_only=True):
         loss_mask: per token, whether the policy sampled it.
         logprobs: per token, the sampler's log-probability in the distribution `sampling`; 0.0 where not sampled.
         versions: which policy sampled which tokens; empty where a teacher did.
-        reward: scored reward.
+        reward: scored reward of the whole.
         truncated: the session ended because a token limit was reached.
         metrics: further numbers of the environment, such as `exact`.
         reference_logprobs: per token, the teacher's log-probability at temperature 1; 0.0 where not sampled.
             None without a teacher that judges.
+        step_rewards: rewards of turns or tokens, beside `reward`; None where the environment gives none.
     """
 
     environment: str
@@ -58,6 +71,7 @@ class Rollout(msgspec.Struct, kw_only=True):
     truncated: bool = False
     metrics: dict[str, float] = {}
     reference_logprobs: Logprobs | None = None
+    step_rewards: StepRewards | None = None
 
 
 class Dropped(msgspec.Struct, frozen=True, kw_only=True):

@@ -137,6 +137,7 @@ def _show_problem(batch: Batch, index: int, group: list[Rollout], text: TextOf) 
             "truncated": rollout.truncated,
             "versions": msgspec.to_builtins(rollout.versions),
             "metrics": rollout.metrics,
+            "step_rewards": rollout.step_rewards.rewards.tolist() if rollout.step_rewards else None,
             "turns": [
                 {"sampled": sampled, "token_ids": ids, "text": text.decode(ids)} for sampled, ids in segments(rollout)
             ],
@@ -151,7 +152,9 @@ def _show_problem(batch: Batch, index: int, group: list[Rollout], text: TextOf) 
     for line in shown:
         marks = ", truncated" if line["truncated"] else ""
         head = f"sample {line['sample_index']}: reward {number(line['reward'])}"
-        parts += ["", f"{head}{marks}"]
+        steps = line["step_rewards"]
+        shown_steps = f", {len(steps)} steps: {' '.join(map(number, steps))}" if steps else ""
+        parts += ["", f"{head}{marks}{shown_steps}"]
         parts += [
             f"  {'sampled' if turn['sampled'] else 'given  '} | {_shown(turn['text'], turn['token_ids'])}"
             for turn in line["turns"]

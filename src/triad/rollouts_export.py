@@ -69,6 +69,7 @@ def _write_parquet(path: Path, batches: Iterable[Batch]) -> int:
     from pyarrow import parquet
 
     span = pyarrow.struct([(name, pyarrow.int64()) for name in ("version", "start", "end")])
+    steps = pyarrow.struct([("places", pyarrow.list_(pyarrow.int32())), ("rewards", pyarrow.list_(pyarrow.float64()))])
     schema = pyarrow.schema(
         [
             ("step", pyarrow.int64()),
@@ -88,6 +89,7 @@ def _write_parquet(path: Path, batches: Iterable[Batch]) -> int:
             ("truncated", pyarrow.bool_()),
             ("metrics", pyarrow.map_(pyarrow.string(), pyarrow.float64())),
             ("reference_logprobs", pyarrow.list_(pyarrow.float32())),
+            ("step_rewards", steps),
         ]
     )
     count = 0

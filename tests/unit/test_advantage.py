@@ -267,6 +267,58 @@ def test_the_batch_gives_its_standard_deviation_to_every_group() -> None:
     ]  # fmt: skip
 
 
+def step_rollout(reward: float, steps: dict[int, float], num_tokens: int = 4) -> JudgedRollout:
+    """A rollout with rewards of the parts that end with these tokens."""
+    token_rewards = np.zeros(num_tokens)
+    token_rewards[list(steps)] = list(steps.values())
+    token_rewards[-1] += reward
+    return judged_rollout(
+        reward, num_tokens, token_rewards=token_rewards,
+        step_ends=np.array(list(steps), dtype=int), step_rewards=np.array(list(steps.values())),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
+def test_rewards_of_steps_are_normalised_together_and_summed_from_each_token_on(name: str) -> None:
+    """DeepSeekMath, section 4.1.3, in loops; the outcomes are equal and add nothing, or add their own advantage."""
+    steps = [{0: 0.2, 2: 1.0, 3: -0.5}, {1: 0.4}, {}]
+    everything = [reward for own in steps for reward in own.values()]
+    for outcomes in ([1.0, 1.0, 1.0], [0.0, 1.0, 0.5]):
+        group = [step_rollout(reward, own) for reward, own in zip(outcomes, steps, strict=True)]
+        normalised = iter(slow_of_group(name, everything, index) for index in range(len(everything)))
+        by_end = [{end: next(normalised) for end in own} for own in steps]
+        expected = [
+            [slow_of_group(name, outcomes, i) + sum(v for end, v in by_end[i].items() if end >= t) for t in range(4)]
+            for i in range(3)
+        ]
+        for mine, theirs in zip(by_token(name, [group]), expected, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in ADVANTAGES if name not in ("grpo", "dr_grpo", "gdpo")])
+def test_the_other_advantages_take_the_rewards_of_steps_to_the_whole(name: str) -> None:
+    steps = [{0: 0.5, 2: 1.0}, {1: 0.25}, {}]
+    groups = [[step_rollout(reward, own) for reward, own in zip((1.0, 2.0, 0.5), steps, strict=True)]]
+    if name == "reinforce_pp":
+        to_go = [[2.5, 2.0, 2.0, 1.0], [2.25, 2.25, 2.0, 2.0], [0.5] * 4]
+        expected = slow_whiten(to_go)
+    else:
+        expected = by_token(name, [[judged_rollout(reward, 4) for reward in (2.5, 2.25, 0.5)]])
+    for mine, theirs in zip(by_token(name, groups), expected, strict=True):
+        assert mine == pytest.approx(theirs)
+
+
+def test_gdpo_has_no_weight_for_rewards_of_steps() -> None:
+    with pytest.raises(TrainingError, match="leave these out, or take an advantage that knows them"):
+        advantage_of("gdpo")([[step_rollout(1.0, {0: 1.0}), step_rollout(0.0, {})]])
+
+
+def test_the_batch_scale_of_grpo_takes_the_rewards_of_steps_to_the_whole() -> None:
+    groups = [[step_rollout(1.0, {0: 1.0}), step_rollout(0.0, {})]]
+    plain = judged_groups([[2.0, 0.0]])
+    assert advantage_of("grpo", advantage_std="batch")(groups) == advantage_of("grpo", advantage_std="batch")(plain)
+
+
 def test_every_environment_gets_its_own_advantage_and_weight() -> None:
     config = TrainerConfig.model_validate({
         "advantage": "dr_grpo",

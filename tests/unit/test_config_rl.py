@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
+from tests import judged
 from triad.config import RlConfig, SftConfig, TrainerConfig
 from triad.config.advantages import GROUP_ADVANTAGES, SINGLE_ADVANTAGES
 from triad.config.load import parse_command_line, read_toml, to_toml
@@ -125,6 +127,7 @@ NEEDED = {
     "distillation": ("--trainer.kl.reference", "teacher"),
     "pass_at_k": ("--trainer.advantage-k", "2"),
     "gdpo": ("--trainer.rewards.weights", '{"reward": 1}'),
+    "online_dpo": ("--trainer.kl", "--trainer.loss", json.dumps(judged.NEEDED["online_dpo"]["loss"])),
 }
 
 

@@ -83,7 +83,7 @@ def test_scripts_are_scripts(block: Block) -> None:
 def test_programs_compile_and_import_what_exists(block: Block) -> None:
     """What they do is tested below, in test_plain_loop.py and in test_losses.py."""
     tree = ast.parse(block.text)
-    own = {"shout"}
+    own = {"shout", "guessing"}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module not in own and node.module != "__future__":
             names = ", ".join(alias.name for alias in node.names)
@@ -98,7 +98,7 @@ def documented(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> Checkout:
     checkout.save_files(ROOT / "README.md")
     checkout.save_files(ROOT / "docs" / "environments.md")
     monkeypatch.syspath_prepend(checkout.path)
-    for name in ("addition", "shout", "guessing", "ranked", "checked"):
+    for name in ("addition", "shout", "guessing", "ranked", "checked", "warmer"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return checkout
 
@@ -149,8 +149,10 @@ def test_the_environments_of_their_page_do_what_it_says(documented: Checkout) ->
     from guessing import Guessing  # type: ignore[import-not-found]
     from ranked import Shortest  # type: ignore[import-not-found]
     from shout import Shout  # type: ignore[import-not-found]
+    from warmer import Warmer  # type: ignore[import-not-found]
 
     from orchestrator.environment import TaskSeed
+    from orchestrator.scores import checked_scores
 
     words = ["yes", "no"]
     for environment, expected in (
@@ -169,6 +171,9 @@ def test_the_environments_of_their_page_do_what_it_says(documented: Checkout) ->
     assert session.texts == [low, high, secret.answer] and scores_of(Guessing(), task, session) == [1 / 3]  # type: ignore[attr-defined]
     _, lost = play(Guessing(), 3, [low] * 9)
     assert len(lost.texts) == 4 and scores_of(Guessing(), task, lost) == [0.0]  # type: ignore[attr-defined]
+    (score,) = asyncio.run(Warmer().score(task, [session]))
+    assert (score.reward, score.turn_rewards) == (1.0, [0.5, 0.5, 1.0])
+    assert checked_scores([score], [session], what="documented") == [score]  # type: ignore[list-item]
 
 
 def test_an_environment_can_be_tried_without_a_model(documented: Checkout) -> None:

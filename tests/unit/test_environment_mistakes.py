@@ -67,6 +67,14 @@ class Scored(Plain):
             "list": [1.0],
             "none": {"x": None},
         }
+        parts: dict[str, dict[str, Any]] = {
+            "turns": {"turn_rewards": [1.0, 2.0, 3.0]},
+            "tokens": {"token_rewards": []},
+            "both": {"turn_rewards": [1.0], "token_rewards": [1.0]},
+            "unlisted": {"turn_rewards": 1.0},
+            "word": {"turn_rewards": "a"},
+            "endless": {"turn_rewards": [float("inf")]},
+        }
         match self.what:
             case "nothing":
                 return None
@@ -76,7 +84,7 @@ class Scored(Plain):
                 return [Score(1.0)] * 3
             case _:
                 reward, values = rewards.get(self.what, 1.0), metrics.get(self.what, {})
-                return [Score(reward, values) for _ in sessions]
+                return [Score(reward, values, **parts.get(self.what, {})) for _ in sessions]
 
 
 class Tasks(Plain):
@@ -428,6 +436,12 @@ def test_draws_differ_and_a_task_made_again_is_the_same() -> None:
         (Scored, "none", r"gave x = None \(NoneType\), expected a finite number"),
         (Scored, "name", "gave a metric the name 'x+ … .str.: it has 50000000 characters, allowed are 200"),
         (Scored, "many", "gave 2000 metrics, allowed are 1000"),
+        (Scored, "turns", r"score\(\) gave 3 turn_rewards for \d sampled turns"),
+        (Scored, "tokens", r"score\(\) gave 0 token_rewards for \d+ sampled tokens"),
+        (Scored, "both", r"score\(\) gave turn_rewards and token_rewards; give one of them"),
+        (Scored, "unlisted", r"score\(\) gave turn_rewards = 1.0 \(float\), expected a list of numbers"),
+        (Scored, "word", r"score\(\) gave turn_rewards = 'a' \(str\), expected a list of numbers"),
+        (Scored, "endless", r"score\(\) gave turn_rewards\[0\] = inf \(float\), expected a finite number"),
         (Forges, "logprobs", r"run\(\) or score\(\) changed session.logprobs to what was never sampled"),
         (Forges, "token_ids", "changed session.token_ids"),
         (Forges, "loss_mask", "changed session.loss_mask"),

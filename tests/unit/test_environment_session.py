@@ -10,12 +10,13 @@ import pytest
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from orchestrator.environment import Completion, Message, Session, SessionFull
-from triad.arrays import Logprobs, TokenIds
+from orchestrator.environment import Completion, Message, Score, Session, SessionFull
+from orchestrator.scores import step_rewards
+from triad.arrays import Logprobs, Rewards, TokenIds
 from triad.chat.files import load_tokenizer
 from triad.chat.tokenizer import Tokenizer
 from triad.errors import ConfigError, DataError
-from triad.messages import VersionSpan
+from triad.messages import StepRewards, VersionSpan
 
 BASE = "examples/reverse_text/base"
 USER, ASSISTANT, END = 1, 2, 3
@@ -89,6 +90,12 @@ def test_a_session_grows_by_new_tokens_only(tokenizer: Tokenizer) -> None:
     assert session.versions == [VersionSpan(0, 5, 8), VersionSpan(1, 12, 14)]
     assert asked == [(prompt, 0, 16), (session.token_ids[:12].tolist(), 1, 16)]
     assert (session.texts, session.completion, session.truncated) == (["ba", "c"], "c", False)
+    assert session.turn_ends == (8, 14)
+    rewards = step_rewards(Score(1.0, turn_rewards=[0.5, -1.0]), session)
+    assert rewards == StepRewards(TokenIds([7, 13]), Rewards([0.5, -1.0]))
+    rewards = step_rewards(Score(1.0, token_rewards=[1, 2, 3, 4, 5]), session)
+    assert rewards == StepRewards(TokenIds([5, 6, 7, 12, 13]), Rewards([1.0, 2.0, 3.0, 4.0, 5.0]))
+    assert step_rewards(Score(1.0), session) is None
 
 
 def test_a_turn_cut_by_the_limit_is_closed_before_the_next(tokenizer: Tokenizer) -> None:

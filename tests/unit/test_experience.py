@@ -30,9 +30,10 @@ from trainer.policy.rollouts import (
     assign_advantages,
     without_truncated,
 )
+from triad.arrays import Rewards, TokenIds
 from triad.config.algorithm import CriticConfig
 from triad.errors import DataError
-from triad.messages import Rollout
+from triad.messages import Rollout, StepRewards
 
 REWARDS = [[1.0, 0.25, -0.5], [2.0, 2.5, 0.0]]
 LENGTHS = (5, 4, 6, 3, 7, 4)
@@ -288,6 +289,44 @@ def test_a_judged_rollout_holds_what_it_earned_token_by_token() -> None:
         with pytest.raises(ValueError, match="read-only"):
             one.token_ids[:] = 0
     assert judged[4].reward == REWARDS[1][1]
+
+
+def with_step_rewards(rollouts: list[Rollout]) -> list[Rollout]:
+    """The third one with rewards of its two turns, the first with one of each token."""
+    rollouts[2].step_rewards = StepRewards(TokenIds([3, 5]), Rewards([0.5, -2.0]))
+    rollouts[0].step_rewards = StepRewards(TokenIds([1, 2, 3, 4]), Rewards([1.0, 2.0, 3.0, 4.0]))
+    return rollouts
+
+
+def test_rewards_of_turns_and_tokens_are_earned_where_they_end() -> None:
+    samples = make_samples()
+    rollouts = with_step_rewards(make_rollouts(samples))
+    groups = [rollouts[:3], rollouts[3:]]
+    first, second, third, *_ = (one for g in judge_rollouts(groups, samples, REWARDS, None) for one in g)
+    assert (first.step_ends.tolist(), first.step_rewards.tolist()) == ([0, 1, 2, 3], [1.0, 2.0, 3.0, 4.0])
+    assert first.token_rewards.tolist() == [1.0, 2.0, 3.0, 5.0] and first.reward == 1.0
+    assert (third.step_ends.tolist(), third.token_rewards.tolist()) == ([1, 2], [0.0, 0.5, -2.5])
+    assert third.total_reward == -2.0 and second.total_reward == second.reward
+    assert len(second.step_ends) == len(second.step_rewards) == 0
+    # Without a critic's say, GAE with gamma and lambda 1 sums them from each token on.
+    for sample in samples:
+        sample.per_token[VALUE] = np.zeros(len(sample.token_ids), dtype=np.float32)
+    critic_advantages(samples, judge_rollouts(groups, samples, REWARDS, None), CriticConfig(lam=1.0))
+    assert samples[2].per_token[ADVANTAGE].tolist() == [0.0, 0.0, -2.0, -2.0, 0.0, -2.5]
+    assert samples[0].per_token[RETURN].tolist() == [0.0, 11.0, 10.0, 8.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("places", "rewards"), [([1], [1.0]), ([3, 3], [1.0, 1.0]), ([5, 3], [1.0, 1.0]), ([3], [1.0, 1.0]), ([9], [1.0])]
+)
+def test_rewards_of_steps_that_end_where_nothing_was_sampled_are_refused(
+    places: list[int], rewards: list[float]
+) -> None:
+    samples = make_samples()[:3]
+    rollouts = make_rollouts(samples)
+    rollouts[2].step_rewards = StepRewards(TokenIds(places), Rewards(rewards))
+    with pytest.raises(DataError, match="task 0 sample 2: its step_rewards are"):
+        judge_rollouts([rollouts], samples, REWARDS[:1], None)
 
 
 def test_a_critics_advantages_are_whitened_over_the_trained_tokens_alone() -> None:

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from tests.conftest import ROOT
 from tests.processes import HANG_S
 from triad import durable, journal
-from triad.arrays import Logprobs, LossMask, TokenIds
+from triad.arrays import Logprobs, LossMask, Rewards, TokenIds
 from triad.errors import CheckpointError
 from triad.journal import BATCH_NAME, STATE_NAME, publish_batch, read_batch, wait_for
 from triad.manifest import describe_files, read_manifest, write_manifest
-from triad.messages import Batch, Rollout, VersionSpan, decode_batch, encode_batch
+from triad.messages import Batch, Rollout, StepRewards, VersionSpan, decode_batch, encode_batch
 from triad.run_dir import RunDir
 from triad.sampling import Sampling
 
@@ -29,6 +29,7 @@ def make_batch(step: int = 3) -> Batch:
         environment="reverse_text", task_id=2**40, sample_index=1, token_ids=TokenIds([1, 7, 9]),
         loss_mask=LossMask([False, True, True]), logprobs=Logprobs([0.0, -0.1, -1e-7]),
         versions=[VersionSpan(version=2, start=1, end=3)], reward=0.7, truncated=True, metrics={"exact": 0.0},
+        step_rewards=StepRewards(TokenIds([1, 2]), Rewards([0.1, -1 / 3])),
     )  # fmt: skip
     return Batch(
         step=step,
@@ -118,7 +119,7 @@ def test_the_batch_of_another_step_or_format_is_refused(tmp_path: Path) -> None:
     other.format = 99
     rewrite(directory, encode_batch(other))
     with pytest.raises(
-        CheckpointError, match=r"batch\.msgpack cannot be read: it has format 99; this version reads format 4"
+        CheckpointError, match=r"batch\.msgpack cannot be read: it has format 99; this version reads format 5"
     ):
         read_batch(run_dir, 3)
     rewrite(directory, b"\xc1 no msgpack")
@@ -156,7 +157,7 @@ def test_a_batch_of_the_format_before_is_refused_by_its_number(tmp_path: Path) -
     directory = publish_batch(run_dir, make_batch(), b"{}")
     rollout = {"environment": "a", "task_id": 1, "sample_index": 0, "token_ids": [1], "logprobs": [0.0]}
     rewrite(directory, msgspec.msgpack.encode({"format": 1, "step": 3, "rollouts": [rollout]}))
-    with pytest.raises(CheckpointError, match="it has format 1; this version reads format 4"):
+    with pytest.raises(CheckpointError, match="it has format 1; this version reads format 5"):
         read_batch(run_dir, 3)
 
 

@@ -31,11 +31,11 @@ from orchestrator.state import OrchestratorState
 from orchestrator.weights import PublishedWeights, describe_weights, wait_for_weights
 from tests.processes import HANG_S
 from triad import durable, journal, manifest
-from triad.arrays import Logprobs, LossMask, TokenIds
+from triad.arrays import Logprobs, LossMask, Rewards, TokenIds
 from triad.config.orchestrator import ClientConfig, EnvironmentConfig
 from triad.errors import CheckpointError, ConfigError, InferenceError, RunDirError
 from triad.manifest import MANIFEST_NAME, Manifest
-from triad.messages import Batch, Dropped, Rollout, VersionSpan
+from triad.messages import Batch, Dropped, Rollout, StepRewards, VersionSpan
 from triad.run_dir import RunDir
 from triad.sampling import Sampling
 from triad.weights_digest import weights_digest
@@ -382,6 +382,13 @@ def test_quantiles_of_rewards_are_those_of_linear_interpolation() -> None:
     metrics = metrics_of([[make_rollout(reward) for reward in rewards]])
     expected = np.quantile(rewards, [0.1, 0.5, 0.9])
     assert [metrics[f"reward/a/{name}"] for name in ("p10", "p50", "p90")] == pytest.approx(expected)
+
+
+def test_the_rewards_of_steps_are_summed_over_a_rollout() -> None:
+    with_steps = make_rollout(1.0)
+    with_steps.step_rewards = StepRewards(TokenIds([1, 2]), Rewards([0.5, 2.0]))
+    assert metrics_of([[with_steps, make_rollout(1.0)]])["reward/steps_mean"] == 1.25
+    assert "reward/steps_mean" not in metrics_of([[make_rollout(1.0)]])
 
 
 def test_a_single_rollout_has_metrics_and_nothing_to_be_compared_with() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import tomli_w
 from orchestrator_fakes import (
@@ -62,7 +63,14 @@ class TwoTurns(Environment):
         await session.sample()
 
     async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
-        return [Score(float(len(session.completion)), {"turns": len(session.texts)}) for session in sessions]
+        return [
+            Score(
+                float(len(session.completion)),
+                {"turns": len(session.texts)},
+                turn_rewards=np.array([len(text) / 3 for text in session.texts]),
+            )
+            for session in sessions
+        ]
 
 
 class Clock(TwoTurns):
@@ -245,6 +253,8 @@ def test_only_new_tokens_are_appended_over_turns(tmp_path: Path, engine: FakeEng
         # What the engine is asked to continue is the session itself, sampled ids and all.
         assert tuple(rollout.token_ids[: second.start]) in asked
         assert rollout.metrics["turns"] == 2.0
+        assert rollout.step_rewards is not None and len(rollout.step_rewards.rewards) == 2
+        assert rollout.step_rewards.places.tolist() == [first.end - 1, second.end - 1]
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from tokenizers import Tokenizer
 
 from tests.conftest import BASE
 from triad import durable
-from triad.arrays import Logprobs, LossMask, TokenIds, decode_packed
+from triad.arrays import Logprobs, LossMask, Rewards, TokenIds, decode_packed
 from triad.journal import Accepted, Counts, publish_batch, read_batch
-from triad.messages import Batch, Dropped, Rollout, VersionSpan
+from triad.messages import Batch, Dropped, Rollout, StepRewards, VersionSpan
 from triad.run_dir import RunDir
 from triad.sampling import Sampling
 
@@ -46,6 +46,7 @@ def make_rollout(environment: str, task: int, sample: int, *, version: int) -> R
         versions=[VersionSpan(version, len(turns[0][1]), len(token_ids))], reward=float(sample),
         truncated=sample == 1, metrics={"exact": float(sample)},
         reference_logprobs=Logprobs([-0.5] * len(token_ids)) if sample == 0 else None,
+        step_rewards=StepRewards(TokenIds([7, len(token_ids) - 1]), Rewards([0.1, -1 / 3])) if sample == 1 else None,
     )  # fmt: skip
 
 
@@ -163,7 +164,7 @@ def test_show_decodes_the_turns_of_a_problem(rollouts: Command, run_dir: RunDir)
     expected = [tokenizer.decode(encode(text), skip_special_tokens=False) for text in (PROMPT, ANSWER, FEEDBACK, "abc")]
     assert [turn["text"] for turn in turns] == expected and expected[1] == "cba<|end|>"
     _, out, _ = rollouts("show", "3", "--problem", "1", "--output-dir", run_dir.path)
-    assert "sample 1: reward 1, truncated" in out and f"  sampled | {expected[1]}" in out
+    assert "sample 1: reward 1, truncated, 2 steps: 0.1 -0.33333" in out and f"  sampled | {expected[1]}" in out
 
 
 def test_without_a_tokenizer_the_ids_are_shown_and_the_reason(rollouts: Command, run_dir: RunDir) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from orchestrator.selection import Outcome, count, has_signal, select
 from orchestrator.state import OrchestratorState
-from triad.arrays import Logprobs, LossMask, TokenIds
+from triad.arrays import Logprobs, LossMask, Rewards, TokenIds
 from triad.journal import Counts
-from triad.messages import Dropped, Rollout
+from triad.messages import Dropped, Rollout, StepRewards
 
 
 def group(task: int, rewards: Sequence[float]) -> list[Rollout]:
@@ -34,6 +34,10 @@ def test_a_group_has_signal_if_its_rewards_differ() -> None:
     assert has_signal(group(0, [0.5, 0.5, 0.5 + 1e-12]))
     assert not has_signal(group(0, [0.3, 0.3, 0.3]))
     assert not has_signal(failed(0))
+    for steps, differ in (([0.5, 0.5], False), ([0.5, 0.25], True)):
+        with_steps = group(0, [1.0, 1.0])
+        with_steps[1].step_rewards = StepRewards(TokenIds([1, 2]), Rewards(steps))
+        assert has_signal(with_steps) == differ
 
 
 def test_groups_with_signal_come_first_and_the_earliest_others_fill_the_batch() -> None:

@@ -37,8 +37,11 @@ class JudgedRollout:
         is_trained: whether its tokens are in the loss; with `rewards.truncated = "mask"` truncated ones are not.
         environment_reward: what the environment gave.
         metrics: further numbers of the environment.
-        reward: what it earned in all: after reward model, length penalty, clip and scale, less its KL penalties.
-        token_rewards: the same token by token, (T,), float64: KL penalties at each token, the rest at the last.
+        reward: what it earned as a whole: after reward model, length penalty, clip and scale, less its KL penalties.
+        step_ends: last token of every part that has a reward of its own, a turn or a token, as indices of T, (K,).
+        step_rewards: these rewards, as the environment gave them, (K,), float64.
+        token_rewards: all of it token by token, (T,), float64: KL penalties at each token, rewards of parts at their
+            last, the rest at the last of all.
     """
 
     environment: str
@@ -54,12 +57,19 @@ class JudgedRollout:
     environment_reward: float
     metrics: Mapping[str, float]
     reward: float
+    step_ends: np.ndarray
+    step_rewards: np.ndarray
     token_rewards: np.ndarray
 
     @property
     def num_tokens(self) -> int:
         """How many tokens were sampled: T."""
         return len(self.places)
+
+    @property
+    def total_reward(self) -> float:
+        """The reward of the whole and of all its parts."""
+        return self.reward + math.fsum(self.step_rewards.tolist())
 
 
 OWN_REWARD = "reward"
@@ -182,8 +192,9 @@ def batch_grpo(groups: Groups) -> list[list[float]]:
 
     TRL's `scale_rewards = "batch"`; Liu et al. 2025, "Tricks or Traps? A Deep Dive into RL for LLM Reasoning".
     """
-    std = sample_std([one.reward for group in groups for one in group])
-    return [[centred / (std + _EPSILON) for centred in dr_grpo([one.reward for one in group])] for group in groups]
+    std = sample_std([one.total_reward for group in groups for one in group])
+    centred_PG = [dr_grpo([one.total_reward for one in group]) for group in groups]
+    return [[centred / (std + _EPSILON) for centred in centred_G] for centred_G in centred_PG]
 
 
 def gdpo(groups: Groups, weights: Mapping[str, float]) -> list[list[float]]:
@@ -192,7 +203,15 @@ def gdpo(groups: Groups, weights: Mapping[str, float]) -> list[list[float]]:
     So a reward with a large spread does not drown the others (Liu et al. 2026, "GDPO: Group reward-Decoupled
     Normalization Policy Optimization"; TRL's `multi_objective_aggregation = "normalize_then_sum"`). Mean and sample
     std of the batch count rollouts.
+
+    Raises:
+        TrainingError: there are rewards of parts, which have no weight.
     """
+    if any(len(one.step_rewards) for group in groups for one in group):
+        raise TrainingError(
+            "advantage = 'gdpo' weighs the rewards of rewards.weights, and an environment gives rewards of turns or "
+            "tokens besides: leave these out, or take an advantage that knows them, such as grpo"
+        )
     values_PG = [[components(one.environment_reward, one.metrics) for one in group] for group in groups]
     sums = []
     for values_G in values_PG:
@@ -200,6 +219,30 @@ def gdpo(groups: Groups, weights: Mapping[str, float]) -> list[list[float]]:
         sums += [math.fsum(weights[name] * normalised[name][i] for name in weights) for i in range(len(values_G))]
     whitened = iter(grpo(sums))
     return [[next(whitened) for _ in group] for group in groups]
+
+
+def with_steps(function: RewardsAdvantage, groups: Groups) -> list[list[Given]]:
+    """Return `function` of the rewards of the wholes and, where there are rewards of parts, of those as well.
+
+    Process supervision of Shao et al. 2024, "DeepSeekMath", section 4.1.3: the rewards of all parts of all rollouts of
+    a problem are normalised together, and a token gets the sum of those whose part ends with it or later. The outcome
+    is normalised by itself and added, as in Cui et al. 2025, "Process Reinforcement through Implicit Rewards".
+    """
+    return [_with_steps(function, group) for group in groups]
+
+
+def _with_steps(function: RewardsAdvantage, group: Sequence[JudgedRollout]) -> list[Given]:
+    outcomes_G = function([one.reward for one in group])
+    rewards_GK = [reward for one in group for reward in one.step_rewards.tolist()]
+    if not rewards_GK:
+        return list(outcomes_G)
+    of_steps = iter(function(rewards_GK))
+    given: list[Given] = []
+    for one, outcome in zip(group, outcomes_G, strict=True):
+        steps_T = np.zeros(one.num_tokens)
+        steps_T[one.step_ends] = [next(of_steps) for _ in one.step_ends]
+        given.append(outcome + rewards_to_go(steps_T))
+    return given
 
 
 def rewards_to_go(rewards_T: np.ndarray) -> np.ndarray:
@@ -240,7 +283,7 @@ def reinforce_pp_baseline(groups: Groups) -> list[list[np.ndarray]]:
         [
             [
                 np.full(one.num_tokens, value)
-                for one, value in zip(group, dr_grpo([one.reward for one in group]), strict=True)
+                for one, value in zip(group, dr_grpo([one.total_reward for one in group]), strict=True)
             ]
             for group in groups
         ]

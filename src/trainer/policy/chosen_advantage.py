@@ -24,6 +24,7 @@ from trainer.policy.advantage import (
     reinforce_pp,
     reinforce_pp_baseline,
     rloo,
+    with_steps,
 )
 from trainer.policy.online_dpo import DEFAULT_BETA, online_dpo
 from triad.config.advantages import GROUP_ADVANTAGES, SINGLE_ADVANTAGES
@@ -31,9 +32,12 @@ from triad.config.rl_trainer import TrainerConfig
 from triad.errors import TrainingError
 from triad.user_functions import load_function
 
-_OF_REWARDS: dict[str, RewardsAdvantage] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "max_rl": max_rl}
+_OF_STEPS: dict[str, RewardsAdvantage] = {"grpo": grpo, "dr_grpo": dr_grpo}
+_OF_REWARDS: dict[str, RewardsAdvantage] = {"rloo": rloo, "max_rl": max_rl}
 _OF_BATCHES: dict[str, Advantage] = {
-    "opo": lambda groups: [opo([one.reward for one in group], [one.num_tokens for one in group]) for group in groups],
+    "opo": lambda groups: [
+        opo([one.total_reward for one in group], [one.num_tokens for one in group]) for group in groups
+    ],
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
 }
@@ -91,6 +95,8 @@ def choose_advantage(name: str, config: TrainerConfig) -> Advantage:
         return _of_rewards(partial(pass_at_k, k=config.advantage_k))
     if name == "grpo" and config.advantage_std == "batch":
         return batch_grpo
+    if name in _OF_STEPS:
+        return partial(with_steps, _OF_STEPS[name])
     if name in _OF_REWARDS:
         return _of_rewards(_OF_REWARDS[name])
     if name in _OF_BATCHES:
@@ -99,7 +105,7 @@ def choose_advantage(name: str, config: TrainerConfig) -> Advantage:
 
 
 def _of_rewards(function: RewardsAdvantage) -> Advantage:
-    return lambda groups: [function([one.reward for one in group]) for group in groups]
+    return lambda groups: [function([one.total_reward for one in group]) for group in groups]
 
 
 def require_siblings(groups: Groups, name: str) -> None:

@@ -89,6 +89,8 @@ def _judged(
     penalties = -math.fsum(token_rewards_T.tolist())
     if len(places):
         token_rewards_T[-1] += reward
+    step_ends, step_rewards = _steps(rollout, places)
+    token_rewards_T[step_ends] += step_rewards
     starts = np.flatnonzero(np.diff(places, prepend=-1) > 1)
     return JudgedRollout(
         environment=rollout.environment,
@@ -104,12 +106,33 @@ def _judged(
         environment_reward=rollout.reward,
         metrics=MappingProxyType(rollout.metrics),
         reward=reward - penalties,
+        step_ends=_read_only(step_ends),
+        step_rewards=_read_only(step_rewards),
         token_rewards=_read_only(token_rewards_T),
     )
 
 
 def _of_targets(sample: Sample, name: str) -> np.ndarray | None:
     return _read_only(sample.per_token[name][sample.targets]) if name in sample.per_token else None
+
+
+def _steps(rollout: Rollout, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ends of the parts that have rewards, as indices of the sampled tokens, and the rewards.
+
+    Raises:
+        DataError: a part does not end with a sampled token.
+    """
+    if rollout.step_rewards is None:
+        return np.zeros(0, dtype=np.int64), np.zeros(0)
+    ends = np.asarray(rollout.step_rewards.places, dtype=np.int64)
+    indices = np.searchsorted(places, ends)
+    if len(ends) != len(rollout.step_rewards.rewards) or not np.isin(ends, places).all() or (np.diff(ends) < 1).any():
+        raise DataError(
+            f"rollout of {rollout.environment} task {rollout.task_id} sample {rollout.sample_index}: its step_rewards "
+            f"are {len(rollout.step_rewards.rewards)} rewards at {len(ends)} places, which must be as many different "
+            "places of sampled tokens, in order"
+        )
+    return indices, np.asarray(rollout.step_rewards.rewards, dtype=np.float64)
 
 
 def _read_only(values: np.ndarray) -> np.ndarray:

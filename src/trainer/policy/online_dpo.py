@@ -32,10 +32,10 @@ def online_dpo(groups: Groups, *, beta: float) -> list[list[float]]:
 
 
 def _of_problem(group: Sequence[JudgedRollout], beta: float) -> list[float]:
-    best = max(range(len(group)), key=lambda place: group[place].reward)
-    worst = min(range(len(group)), key=lambda place: group[place].reward)
+    best = max(range(len(group)), key=lambda place: group[place].total_reward)
+    worst = min(range(len(group)), key=lambda place: group[place].total_reward)
     advantages_G = [0.0] * len(group)
-    if group[best].reward != group[worst].reward:
+    if group[best].total_reward != group[worst].total_reward:
         margin = beta * (_log_ratio(group[best]) - _log_ratio(group[worst]))
         # sigmoid(-margin) without an overflow
         smaller = math.exp(-abs(margin))
