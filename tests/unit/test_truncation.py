@@ -91,6 +91,19 @@ def test_equal_and_extreme_logits_give_numbers(scale: float, sampling: Sampling)
     assert (logprobs <= 0).all() and (entropy >= 0).all()
 
 
+def test_tokens_at_a_border_stay_but_for_those_that_top_p_needs_not() -> None:
+    """Of equally likely ones: all that reach `min_p`, all that are as likely as number k, the fewest with the mass."""
+    logits_CV = torch.zeros(4, 4)
+
+    def sizes(sampling: Sampling) -> list[float]:
+        head = plain_head(torch.eye(4))
+        return token_logprobs(logits_CV, head, torch.arange(4), Reading(sampling)).entropy_N.exp().round().tolist()
+
+    assert sizes(Sampling(min_p=1.0)) == sizes(Sampling(top_k=2)) == [4, 4, 4, 4]
+    assert sorted(sizes(Sampling(top_p=0.5))) == [2, 2, 3, 3]  # two have the mass; a target that is cut comes back
+    assert sorted(sizes(Sampling(top_p=0.51))) == [3, 3, 3, 4]
+
+
 def test_a_target_at_the_border_has_one_log_probability_on_both_sides() -> None:
     """Whether rounding cuts the target or not makes no difference."""
     logits = torch.tensor([2.0, 1.0, 0.0, *[-1.0] * (V - 3)])
