@@ -237,7 +237,7 @@ def test_logprobs_and_entropies_of_a_model_are_those_of_trl(
     ]
     micro = build_micro_batch(samples, list(range(len(samples))), pack=True, device=parallel.device)
     policy = build_policy(TrainedModelConfig(name=str(model)), parallel, seed=0)
-    for ours_N, theirs_BT in zip(predict(policy, micro, Reading(Sampling(0.7))), by_trl[:2], strict=True):
+    for ours_N, theirs_BT in zip(predict(policy, micro, Reading(Sampling(0.7)))[:2], by_trl[:2], strict=True):
         theirs_N = theirs_BT[mask_BT[:, 1:]]
         torch.testing.assert_close(ours_N.double(), theirs_N, rtol=1e-5, atol=1e-5)
 
@@ -324,6 +324,19 @@ def test_the_standard_deviation_of_the_batch_is_that_of_trl(
     ours = advantage_of("grpo", advantage_std="batch")(judged_groups(groups_of(REWARDS)))
     factor = (sample_std(REWARDS) + 1e-6) / (sample_std(REWARDS) + 1e-4)
     assert [factor * value for value in flat(ours)] == pytest.approx(scored_rewards(trainer, REWARDS), **SCORED)
+
+
+def test_gdpo_is_trl_s_normalize_then_sum(trl_trainers: ModuleType, model: Path, tmp_path: Path) -> None:
+    others, weights = [0.0, 4.0, -1.0, 2.0, 1.0, 1.0, 3.0, -2.0], [1.0, 0.5]
+    trainer = trl_trainers.grpo_trainer(model, tmp_path, multi_objective_aggregation="normalize_then_sum")
+    trainer.reward_funcs, trainer.reward_func_names = trainer.reward_funcs * 2, ["reward", "other"]
+    trainer.reward_weights = torch.tensor(weights)
+    trainer._calculate_rewards = lambda *_: torch.tensor([REWARDS, others], dtype=torch.float64).T
+    rollouts = [judged_rollout(r, metrics={"other": other}) for r, other in zip(REWARDS, others, strict=True)]
+    groups = [rollouts[first : first + GROUP_SIZE] for first in range(0, len(rollouts), GROUP_SIZE)]
+    ours = flat(advantage_of("gdpo", rewards={"weights": {"reward": 1.0, "other": 0.5}})(groups))
+    # TRL adds 1e-4 to standard deviations of about 1, ours adds 1e-6.
+    assert ours == pytest.approx(scored_rewards(trainer, REWARDS), rel=1e-3, abs=1e-3)
 
 
 def test_rloo_advantages_are_those_of_trl(trl_trainers: ModuleType, model: Path, tmp_path: Path) -> None:
