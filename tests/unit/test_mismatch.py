@@ -68,7 +68,7 @@ def learn(
         sampling: Sampling = Sampling(0.7),  # noqa: B008 - frozen
         **settings: Any,
     ) -> dict[str, float]:
-        model = {"name": str(tiny_model())} | settings.pop("model", {})
+        model = {"name": str(tiny_model(**settings.pop("of_model", {})))}
         config = TrainerConfig.model_validate({"output_dir": tmp_path, "model": model} | settings)
         parts = RlParts(config, parallel)
         session = start_session(config, parallel, tokenizer, build_policy, pack=True, parts=parts.begin)
@@ -89,7 +89,7 @@ def learn(
     return step
 
 
-DROPOUT = {"model": {"lora": {"dropout": 0.3}}}
+DROPOUT = {"of_model": {"attention_dropout": 0.3}}
 SEVERAL = {"updates": {"epochs": 2, "minibatches": 2}}
 
 
@@ -109,7 +109,7 @@ def test_the_models_own_rollouts_are_trained(
 ) -> None:
     caplog.set_level("INFO")
     metrics = learn(off_by=0.0, **settings)
-    assert ("is trained with dropout, or something else that is random" in caplog.text) == ("model" in settings)
+    assert ("is trained with dropout, or something else that is random" in caplog.text) == ("of_model" in settings)
     assert metrics["grad_norm"] > 0
     if settings in ({}, SEVERAL):
         assert metrics["mismatch_kl/age_0"] < 1e-9
