@@ -89,6 +89,60 @@ def test_it_learns_to_score_the_chosen_side_higher_and_transformers_scores_alike
     assert right / len(rows) > 0.75
 
 
+def export(command: Callable[[str], str], run: SftRun, step: int, target: Path, *flags: object) -> None:
+    argv = (command("ckpt"), "export", step, "--to", target, "--output-dir", run.run_dir.path, *flags)
+    done = subprocess.run(list(map(str, argv)), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.slow)])
+def test_adapters_and_head_resume_in_the_same_bits_and_are_exported(
+    run: Callable[..., SftRun],
+    tiny_model: Callable[..., Path],
+    command: Callable[[str], str],
+    tmp_path: Path,
+    ranks: str,
+) -> None:
+    """With dropout; of a language model with an output layer of its own, which the reward model has not."""
+    base = tiny_model("llama", tied=False, attention_dropout=0.3)
+    flags = ("--model.lora.rank", "4", "--ckpt.interval", "2", "--parallel.num-ranks", ranks)
+    whole = succeeded(run(tmp_path / "whole", base, *flags, "--max-steps", "4"))
+    succeeded(run(tmp_path / "parts", base, *flags, "--max-steps", "2"))
+    resume = ("--max-steps", "4", "--ckpt.resume-step", "2")
+    resumed = succeeded(run(tmp_path / "parts", base, *flags, *resume))
+    assert resumed.weights(4) == whole.weights(4) and len(set(whole.column("loss"))) == 4
+    for name in ("loss", "grad_norm", "rewards/std"):
+        assert resumed.column(name) == whole.column(name) != [], name
+    refused(run(tmp_path / "parts", tiny_model("llama", tied=False, seed=3), *flags, *resume), "on other weights")
+    weights = whole.run_dir.weights_of(4)
+    export(command, whole, 4, tmp_path / "alone")
+    export(command, whole, 4, tmp_path / "merged", "--base", base)
+    assert (tmp_path / "merged" / "model.safetensors").read_bytes() == whole.weights(4)
+    for path in (weights / "adapter").iterdir():
+        assert (tmp_path / "alone" / path.name).read_bytes() == path.read_bytes(), path
+
+
+@pytest.mark.slow
+def test_adapters_of_two_ranks_are_those_of_one_and_go_on_from_a_reward_model(
+    run: Callable[..., SftRun],
+    tiny_model: Callable[..., Path],
+    straight: SftRun,
+    command: Callable[[str], str],
+    tmp_path: Path,
+) -> None:
+    flags = ("--model.lora.rank", "4", "--max-steps", "3")
+    one, two = (
+        succeeded(run(tmp_path / ranks, tiny_model(), *flags, "--parallel.num-ranks", ranks)) for ranks in ("1", "2")
+    )
+    for name in ("loss", "grad_norm", "rewards/std", "rewards/accuracies"):
+        assert two.column(name) == pytest.approx(one.column(name), rel=1e-3, abs=1e-5) != [], name
+    further = ("--model.lora", *EXACT[4:6], "--max-steps", "1", "--optim.lr", "1e-12", "--ckpt")
+    judged = succeeded(run(tmp_path / "further", straight.run_dir.weights_of(8), *further))
+    assert judged.column("val/rewards/std") == pytest.approx(straight.column("val/rewards/std")[-1:], rel=1e-4)
+    export(command, judged, 1, tmp_path / "merged", "--base", straight.run_dir.weights_of(8))
+    assert (tmp_path / "merged" / "model.safetensors").read_bytes() == judged.weights(1)
+
+
 @pytest.mark.slow
 def test_a_reward_model_is_trained_further_from_what_was_published(
     run: Callable[..., SftRun], straight: SftRun, tmp_path: Path

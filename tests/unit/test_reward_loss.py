@@ -60,10 +60,10 @@ def test_very_wrong_pairs_have_a_finite_loss_and_gradient() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"loss": {"center_coef": -0.1}}, {"val_interval": 3}, {"model": {"lora": {}}}],
+    [{"loss": {"center_coef": -0.1}}, {"val_interval": 3}],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"center_coef|val_interval|model\.lora"):
+    with pytest.raises(ValueError, match=r"center_coef|val_interval"):
         RewardTrainingConfig.model_validate(settings)
 
 

@@ -39,33 +39,44 @@ from triad.errors import CheckpointError, DataError, nearest
 if TYPE_CHECKING:
     from trainer.models.tensor_layout import TensorLayout
 
+HEAD = "score.weight"
+"""The head of a model that scores sequences: trained whole beside the adapters, since no weights hold it."""
+
 _BASE_LAYER = ".base_layer."
 _ADAPTER_INFIX = ".default."  # peft's name of the one adapter that we make
 _FACTOR = ".lora_"
 
 
 def inject_adapters(hf_model: PreTrainedModel, config: LoraConfig) -> None:
-    """Put adapters beside the linear layers that `config` chooses, and freeze all else.
+    """Put adapters beside the linear layers that `config` chooses, and freeze all else but a head that scores.
 
     Raises:
         DataError: `config.target_modules` names a layer that is not there.
     """
     import peft  # a second that only runs with adapters pay
 
+    scores = _scores(hf_model)
     peft_config = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # fractions work
         lora_dropout=config.dropout,
         target_modules=_target_modules(hf_model, config),
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if scores else "CAUSAL_LM",
     )
     peft.inject_adapter_in_model(peft_config, hf_model)
+    if scores:
+        hf_model.get_parameter(HEAD).requires_grad_(True)
+        peft_config.modules_to_save = [HEAD.partition(".")[0]]  # as peft calls what an adapter holds whole
 
 
 def _target_modules(hf_model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Return the last parts of the names of the layers to adapt, or whole names where those would fit others too."""
-    head = hf_model.get_output_embeddings()
-    linear = [name for name, module in hf_model.named_modules() if type(module) is nn.Linear and module is not head]
+    heads = (hf_model.get_output_embeddings(), getattr(hf_model, "score", None))
+    linear = [
+        name
+        for name, module in hf_model.named_modules()
+        if type(module) is nn.Linear and not any(module is head for head in heads)
+    ]
     chosen = linear
     if config.target_modules != "all-linear":
         for wanted in config.target_modules:
@@ -85,17 +96,23 @@ def _ends_like(name: str, end: str) -> bool:
     return name == end or name.endswith(f".{end}")
 
 
+def _scores(hf_model: nn.Module) -> bool:
+    return isinstance(getattr(hf_model, "score", None), nn.Linear)
+
+
 def is_adapted(hf_model: nn.Module) -> bool:
     """Whether `hf_model` has adapters."""
     return hasattr(hf_model, "peft_config")
 
 
 def adapter_parameters(hf_model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the factors by their names in checkpoints; empty for a plain model."""
+    """Return the factors, and the head of a model that scores, by their names in checkpoints; none of a plain model."""
+    if not is_adapted(hf_model):
+        return {}
     return {
         name.replace(_ADAPTER_INFIX, "."): parameter
         for name, parameter in hf_model.named_parameters()
-        if _FACTOR in name
+        if _FACTOR in name or name == HEAD
     }
 
 
@@ -189,7 +206,7 @@ class Adapters:
         places = {name: layout.name_in_files(name) for name in adapted_matrices(adapter_parameters(hf_model))}
         self.base = Base(
             base_name,
-            digest_of(base_tensors(hf_model), layout),
+            digest_of({name: tensor for name, tensor in base_tensors(hf_model).items() if name != HEAD}, layout),
             renamed={name: place for name, place in places.items() if place is not None and place != name},
             regrouped=[name for name, place in places.items() if place is None],
         )
@@ -243,7 +260,7 @@ class Adapters:
 
 
 def save_factors(factors: Mapping[str, Tensor], directory: Path) -> None:
-    """Write factors, by their names in checkpoints, as `adapter_model.safetensors`."""
+    """Write factors and head, by their names in checkpoints, as `adapter_model.safetensors`."""
     directory.mkdir(exist_ok=True)
     path = directory / ADAPTER_NAME
     tensors = {f"{PEFT_PREFIX}{name}": factor.float().cpu().contiguous() for name, factor in factors.items()}

@@ -19,14 +19,13 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from trainer.models.attention import PackedIndex
 from trainer.models.loading import build_hf_model, initial_weights, is_classifier, load_model_config, trained_tensors
+from trainer.models.lora import HEAD, initial_tensors, inject_adapters
 from trainer.models.model import DecoderModel, materialize
 from trainer.packing import MicroBatch, Sample, build_micro_batch
 from trainer.parallel import Parallel
 from triad.config.trainer import TrainedModelConfig
 from triad.errors import DataError
 from triad.heartbeat import moved
-
-_HEAD = "score.weight"
 
 
 class ScalarModel(DecoderModel):
@@ -47,7 +46,7 @@ class ScalarModel(DecoderModel):
             packed_index: layout of samples when the single row is packed.
         """
         hidden_NH = self.hidden_states(input_ids_BL, position_ids_BL, index_N, packed_index=packed_index)
-        head_1H = self.hf_model.get_parameter(_HEAD)
+        head_1H = self.hf_model.get_parameter(HEAD)
         return hidden_NH.float() @ head_1H[0].float()
 
 
@@ -62,7 +61,8 @@ def build_scalar_model(
     """Return the model, in training mode, sharded over all ranks where there are several. Collective.
 
     `config.name` is a causal LM, whose decoder is taken, or a reward model, of which everything is. As
-    with the policy, the weights depend on the seed alone and not on the number of ranks.
+    with the policy, the weights depend on the seed alone and not on the number of ranks. Of `config.lora` the
+    adapters and the head are trained.
 
     Args:
         weights: whether to fill in weights; without, they must be loaded from a checkpoint.
@@ -90,11 +90,16 @@ def build_scalar_model(
     with torch.device("meta"):
         hf_model = build_hf_model(AutoModelForSequenceClassification, config, model_config)
     names = trained_tensors(hf_model).keys()
-    if _HEAD not in names:
-        raise DataError(f"model.name = '{config.name}': {type(hf_model).__name__} has no linear head named {_HEAD}")
+    if HEAD not in names:
+        raise DataError(f"model.name = '{config.name}': {type(hf_model).__name__} has no linear head named {HEAD}")
+    if config.lora is not None:
+        inject_adapters(hf_model, config.lora)
+        weights = True  # no checkpoint holds the weights that adapters are added to
     source: dict[str, Tensor] = {}
     if weights and parallel.is_main:
         source = _initial_weights(config, model_config, seed, names=sorted(names), head=head)
+        if config.lora is not None:
+            source = initial_tensors(hf_model, source, seed=seed)
     model = ScalarModel(hf_model)
     materialize(model, config, parallel, source if weights else None)
     return model
@@ -115,7 +120,7 @@ def _initial_weights(
     width = model_config.get_text_config().hidden_size
     # Not from torch's generator, which fills a random decoder from this seed.
     drawn_H = np.random.default_rng(seed).normal(0.0, (width + 1) ** -0.5, width)
-    source[_HEAD] = torch.from_numpy(drawn_H).float()[None] * (head == "random")
+    source[HEAD] = torch.from_numpy(drawn_H).float()[None] * (head == "random")
     if missing := [name for name in names if name not in source]:
         raise DataError(f"model.name = '{config.name}': the language model lacks {missing[0]}, which scoring needs")
     return {name: source[name] for name in names}

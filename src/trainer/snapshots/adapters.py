@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from trainer.models.hf_files import SafetensorsWriter
-from trainer.models.loading import initial_weights, load_model_config
-from trainer.models.lora import digest_of, merged, save_factors
+from trainer.models.loading import initial_weights, is_classifier, load_model_config, trained_tensors
+from trainer.models.lora import HEAD, digest_of, merged, save_factors
 from trainer.models.tensor_layout import TensorLayout, names_in_files
 from trainer.snapshots.models import meta_model
 from trainer.snapshots.reading import TensorReader
@@ -63,15 +64,14 @@ def _write_merged(request: Export, base_name: str, factors: dict[str, Tensor]) -
     step, target = Path(request.step_directory), Path(request.target)
     adapter = step / MODEL_DIR / ADAPTER_DIR
     scale, trained_on = read_scaling(adapter).scale, read_base(adapter)
-    base = initial_weights(TrainedModelConfig(name=base_name), load_model_config(base_name), seed=0)
-    layout = TensorLayout(meta_model(base_name), names_in_files(base_name))
+    base, layout = _base(base_name, scores=HEAD in factors)
     digest = digest_of(base, layout)
     if digest != trained_on.digest:
         raise CheckpointError(
             f"--base {base_name} has other weights (digest {digest}) than the adapter of {step} was trained on: those "
             f"of '{trained_on.name}' ({trained_on.digest})"
         )
-    matrices = adapted_matrices(factors)
+    matrices, heads = adapted_matrices(factors), [name for name in factors if name == HEAD]
     dtype = published_dtype(request, torch.float32)
     with new_directory(target) as directory:
         copy_description(step, directory)
@@ -80,11 +80,32 @@ def _write_merged(request: Export, base_name: str, factors: dict[str, Tensor]) -
         writer = SafetensorsWriter(directory, max_file_bytes=request.max_file_bytes)
 
         def whole(name: str) -> Tensor:
+            if name == HEAD:
+                return factors[HEAD]
             if name not in matrices:
                 return base[name]
             a_RI, b_OR = (factors[factor] for factor in matrices[name])
             return merged(base[name], a_RI, b_OR, scale=scale)
 
-        for name, tensor in layout.to_files((name, whole(name)) for name in base):
+        for name, tensor in layout.to_files((name, whole(name)) for name in [*base, *heads]):
             writer.add(name, in_dtype(tensor, dtype).contiguous())
         return commit(directory, target, writer, dtype, manifest.read_manifest(step))
+
+
+def _base(name: str, *, scores: bool) -> tuple[dict[str, Tensor], TensorLayout]:
+    """Return the weights that adapters belong to, and how they lie in files.
+
+    Args:
+        scores: whether they are of a model that scores sequences: then without the head of either kind of model.
+    """
+    model_config = load_model_config(name)
+    if not scores:
+        base = initial_weights(TrainedModelConfig(name=name), model_config, seed=0)
+        return base, TensorLayout(meta_model(name), names_in_files(name))
+    kind = AutoModelForSequenceClassification if is_classifier(model_config) else AutoModelForCausalLM
+    model_config.num_labels = 1
+    source = initial_weights(TrainedModelConfig(name=name), model_config, seed=0, kind=kind)
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(model_config, dtype=torch.float32)
+    base = {name: source[name] for name in trained_tensors(model) if name != HEAD}
+    return base, TensorLayout(model, names_in_files(name))

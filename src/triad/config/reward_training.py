@@ -33,8 +33,6 @@ class RewardTrainingConfig(TrainingCommand):
     def _settings_fit_together(self) -> RewardTrainingConfig:
         if self.val_interval is not None and self.data.validation_fraction == 0:
             raise ValueError(f"val_interval = {self.val_interval} needs data.validation_fraction above 0, got 0")
-        if self.model.lora is not None:
-            raise ValueError("model.lora is for language models; a reward model is trained whole: leave it out")
         if self.model.fp32_lm_head:
             raise ValueError(
                 "model.fp32_lm_head is for language models; a reward model has no such layer: leave it out"
