@@ -17,7 +17,9 @@ from transformers import PreTrainedModel
 
 from tests.conftest import ModelFactory
 from trainer.pairs.losses import PairLogprobs, PairLosses, kto_loss, preference_loss, sequence_sums
+from trainer.pairs.reward_loss import reward_loss
 from triad.config.dpo import PreferenceLossConfig
+from triad.config.reward_training import RewardLossConfig
 
 pytestmark = pytest.mark.trl
 
@@ -249,3 +251,17 @@ def test_kto_is_that_of_trl(
     assert_same_loss_and_gradient(theirs, losses_A.mean(), trainer.model)
     logged = trainer._metrics["train"]["rewards/chosen"][0]
     assert rewards_A[labels_S].mean().item() == pytest.approx(logged, rel=1e-6)
+
+
+@pytest.mark.parametrize("margins", [None, [0.0, 1 / 3, 1.0, -0.5]], ids=["without margins", "with margins"])
+def test_the_loss_of_reward_models_is_that_of_trl(
+    margins: list[float] | None, trl_trainers: ModuleType, model: Path, tmp_path: Path
+) -> None:
+    trainer = trl_trainers.reward_trainer(model, tmp_path, center_rewards_coefficient=0.05)
+    batch = answers(PAIR_LENGTHS)
+    margins_P = torch.tensor(margins or [0.0] * 4, dtype=torch.float64)
+    inputs = {"input_ids": batch.input_ids_SL, "attention_mask": batch.attention_SL}
+    theirs = trainer.compute_loss(trainer.model, inputs | ({"margin": margins_P} if margins else {}))
+    rewards_S = trainer.model(**inputs).logits[:, 0]
+    losses_P = reward_loss(*rewards_S.chunk(2), margins_P, RewardLossConfig(center_coef=0.05))
+    assert_same_loss_and_gradient(theirs, losses_P.mean(), trainer.model)

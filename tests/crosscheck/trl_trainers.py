@@ -16,7 +16,18 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+)
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.experimental.ppo import PPOConfig, PPOTrainer
@@ -134,6 +145,19 @@ def kto_trainer(model: Path, output: Path, **settings: Any) -> KTOTrainer:
         train_dataset=Dataset.from_list(
             [{"prompt": "a", "completion": "b", "label": label} for label in (True, False)]
         ),
+        processing_class=AutoTokenizer.from_pretrained(model),
+    )
+    trainer.model.train()
+    return trainer
+
+
+def reward_trainer(model: Path, output: Path, **settings: Any) -> RewardTrainer:
+    """Return a trainer of a reward model with the decoder of `model`."""
+    scoring = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float64)
+    trainer = RewardTrainer(
+        model=scoring,
+        args=RewardConfig(**plain_settings(output, **settings)),
+        train_dataset=Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}]),
         processing_class=AutoTokenizer.from_pretrained(model),
     )
     trainer.model.train()

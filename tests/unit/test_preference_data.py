@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from collections.abc import Callable
@@ -175,6 +176,9 @@ def test_another_reference_says_what_its_own_weights_say(tiny_model: Callable[..
     assert found is not None and found.logprobs_P2 is not None and found.name == name
     theirs = build_policy(TrainedModelConfig(name=name), parallel, seed=0)
     assert found.logprobs_P2.tolist() == reference_logprobs(theirs, pairs, config.data, parallel).tolist()
+    alive = sum(isinstance(thing, Policy) for thing in gc.get_objects())
+    other_reference(config, pairs, parallel)
+    assert sum(isinstance(thing, Policy) for thing in gc.get_objects()) == alive, "it is out of memory again"
     adapted = config.model_copy(update={"model": config.model.model_copy(update={"lora": LoraConfig()})})
     beside = other_reference(adapted, pairs, parallel)
     assert beside is not None and beside.logprobs_P2 is not None and beside.digest == found.digest

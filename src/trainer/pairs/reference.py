@@ -12,6 +12,7 @@ S sequences.
 
 from __future__ import annotations
 
+import gc
 import io
 import zipfile
 from collections.abc import Sequence
@@ -93,10 +94,13 @@ def other_reference(config: DpoConfig, pairs: Sequence[Preference], parallel: Pa
     model.requires_grad_(False)
     check_model(model, parallel, name=name, pack=config.data.pack, dtype=own.dtype)
     digest = digest_of(base_tensors(model.hf_model))
-    if config.ckpt is not None and config.ckpt.resume_step is not None:
-        return OtherReference(name, digest, None)
-    report("computing reference log-probabilities", pairs=len(pairs))
-    return OtherReference(name, digest, reference_logprobs(model, pairs, config.data, parallel))
+    logprobs_P2 = None
+    if config.ckpt is None or config.ckpt.resume_step is None:
+        report("computing reference log-probabilities", pairs=len(pairs))
+        logprobs_P2 = reference_logprobs(model, pairs, config.data, parallel)
+    del model
+    gc.collect()  # its modules refer to one another; the policy is to have the memory
+    return OtherReference(name, digest, logprobs_P2)
 
 
 def start_reference(
@@ -189,7 +193,8 @@ def _read(path: Path, fingerprint: str, other: OtherReference | None) -> np.ndar
     if saved != fingerprint:
         raise CheckpointError(
             f"{path} is about other pairs than these: its log-probabilities cannot be used for them. Resume with the "
-            f"same data.name, data.split, data.seq_len, data.too_long and tokenizer. {advice}"
+            f"same data.name, data.split, data.seq_len, data.too_long and tokenizer, and with the same margins or "
+            f"labels. {advice}"
         )
     if digest != (other.digest if other is not None else ""):
         was = f"a reference model with digest {digest}" if digest else "the weights that the run began with"
