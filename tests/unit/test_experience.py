@@ -168,6 +168,25 @@ def test_the_critics_advantages_are_those_of_a_double_loop(whiten: bool, penalty
         assert not sample.per_token[ADVANTAGE][untrained].any() and not sample.per_token[RETURN][untrained].any()
 
 
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("masks", [MASKS, ("01", "00", "00"), ("00", "00", "00"), ("01", "01", "01")])
+def test_the_critics_advantages_are_finite_whatever_there_is_to_whiten(scale: float, masks: tuple[str, ...]) -> None:
+    samples = [
+        Sample(
+            np.arange(len(mask), dtype=np.int32),
+            np.array([letter == "1" for letter in mask]),
+            {VALUE: np.zeros(len(mask), dtype=np.float32), SAMPLER_LOGPROB: np.zeros(len(mask), dtype=np.float32)},
+        )
+        for mask in masks
+    ]
+    for rewards in ([scale * number for number in range(len(masks))], [scale] * len(masks)):
+        critic_advantages(samples, judge(samples, [rewards]), CriticConfig())
+        whiten_advantages(samples)
+        found = np.concatenate([sample.per_token[ADVANTAGE] for sample in samples])
+        assert np.isfinite(found).all() and np.abs(found).max() <= max(scale, math.sqrt(len(found)))
+    assert advantage_metrics(samples) or not any(sample.num_targets for sample in samples)
+
+
 def test_whitening_adds_its_epsilon_to_the_variance() -> None:
     sample = Sample(np.arange(3, dtype=np.int32), np.array([False, True, True]), {SAMPLER_LOGPROB: np.zeros(3)})
     sample.per_token[VALUE] = np.array([0.0, 2e-4, 0.0], dtype=np.float32)  # lam = 0: advantages -2e-4 and 0

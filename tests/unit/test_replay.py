@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from trainer.policy.replay import ReplayBuffer
-from triad.arrays import Logprobs, LossMask, TokenIds
+from triad.arrays import Logprobs, LossMask, Rewards, TokenIds
 from triad.errors import CheckpointError
-from triad.messages import Rollout, VersionSpan
+from triad.messages import Rollout, StepRewards, VersionSpan
 
 Resume = Callable[[ReplayBuffer, ReplayBuffer], None]
 
@@ -29,6 +29,7 @@ def group(task_id: int, *, size: int = 2) -> list[Rollout]:
             versions=[VersionSpan(0, 1, 3)],
             reward=0.1 * task_id,
             metrics={"exact": math.pi},
+            step_rewards=StepRewards(TokenIds([1, 2]), Rewards([math.e, -1 / 3])) if index else None,
         )
         for index in range(size)
     ]
