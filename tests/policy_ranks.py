@@ -13,14 +13,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.policy_inputs import policy_input
 from tests.two_ranks import run_on_two_ranks
 from trainer import tokenizing
 from trainer.data import load_tokenizer
+from trainer.models.loading import trained_tensors
 from trainer.models.logprobs import PLAIN
 from trainer.models.model import build_policy, reshard
+from trainer.muon import _orthogonalized
+from trainer.optim import build_optimizer, update_parameters
 from trainer.packing import Sample
 from trainer.parallel import Parallel
 from trainer.policy.frozen import freeze
@@ -35,7 +38,7 @@ from trainer.row_files import Rows
 from trainer.step import predict
 from triad.config.algorithm import PretrainingConfig, UpdatesConfig
 from triad.config.losses import PolicyLossConfig
-from triad.config.trainer import TrainedModelConfig
+from triad.config.trainer import OptimConfig, TrainedModelConfig
 
 AGES = (0, 1, 4)
 # Of each token: new, old, sampler and reference log-probability, age. By update, by forward pass.
@@ -140,11 +143,30 @@ def taught(model_dir: Path, parallel: Parallel) -> dict[str, Tensor]:
     return found
 
 
+def stepped(model_dir: Path, parallel: Parallel) -> dict[str, Tensor]:
+    """Return the weights after two steps of Muon with gradients that are drawn, the same for any ranks. Collective."""
+    policy = build_policy(TrainedModelConfig(name=str(model_dir)), parallel, seed=0)
+    optimizer = build_optimizer(policy.hf_model, OptimConfig(type="muon", weight_decay=0.1))
+    generator = torch.Generator().manual_seed(0)
+    for lr in (0.01, 0.02):
+        for parameter in policy.hf_model.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator)
+            sharded = isinstance(parameter, DTensor)
+            parameter.grad = distribute_tensor(drawn, parallel.mesh, parameter.placements) if sharded else drawn
+        update_parameters(optimizer, lr=lr)
+    small = torch.randn(1, 7, generator=generator)  # fewer rows than ranks
+    if parallel.world_size > 1:
+        small = distribute_tensor(small, parallel.mesh, [Shard(0)])
+    tensors = {**trained_tensors(policy.hf_model), "small": _orthogonalized(small)}
+    return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in tensors.items()}
+
+
 def compute(model_dir: Path, data: Path, parallel: Parallel) -> dict[str, Any]:
     """Return what this rank sees. Collective."""
     return {
         "tokenised": tokenised(model_dir, data, parallel),
         "statistics": statistics_of(parallel),
+        "stepped": stepped(model_dir, parallel),
         "taught": taught(model_dir, parallel),
         "measured": [torch.tensor(one) for one in measured(model_dir, parallel)],
         "with_float32_head": [

@@ -1,18 +1,64 @@
-"""AdamW and clipping; the learning rate of a step comes from `triad.config.schedule`."""
+"""Optimizers and clipping; the learning rate of a step comes from `triad.config.schedule`."""
 
 from __future__ import annotations
 
-import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+from collections.abc import Sequence
 
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from trainer.models.structure import decoder_layers
+from trainer.muon import MuonWithAdamW
 from triad.config.trainer import OptimConfig
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """Return AdamW (Loshchilov & Hutter 2019) with weight decay on matrices only."""
-    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """Return AdamW (Loshchilov & Hutter 2019) with weight decay on matrices only, or Muon beside it.
+
+    Muon is for transformers models, whose hidden layers are known.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if config.type == "adamw":
+        return _adamw(trained, config)
+    assert isinstance(model, PreTrainedModel)
+    hidden = hidden_matrices(model)
+    known = {id(matrix) for matrix in hidden}
+    rest = _adamw([parameter for parameter in trained if id(parameter) not in known], config)
+    return MuonWithAdamW(hidden, rest, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+
+
+def hidden_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Return the trained parameters with two dimensions in the decoder layers, but for tables of embeddings.
+
+    Embeddings, head, norms, biases and stacks of experts (three dimensions) are none.
+    """
+    layers = decoder_layers(model)
+    tables = {id(one.weight) for layer in layers for one in layer.modules() if isinstance(one, nn.Embedding)}
+    return [
+        parameter
+        for layer in layers
+        for parameter in layer.parameters()
+        if parameter.requires_grad and parameter.ndim == 2 and id(parameter) not in tables
+    ]
+
+
+def initial_moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """Return what `optimizer` keeps of one parameter, as its first step would make it."""
+
+    def zeros() -> Tensor:
+        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+    if isinstance(optimizer, MuonWithAdamW) and optimizer.has(parameter):
+        return {"momentum_buffer": zeros()}
+    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return {"step": step, "exp_avg": zeros(), "exp_avg_sq": zeros()}
+
+
+def _adamw(parameters: Sequence[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
+    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True

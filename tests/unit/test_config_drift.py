@@ -219,6 +219,12 @@ def test_models_that_differ_in_nothing_that_shapes_them_are_accepted(tmp_path: P
         ({"ema": {}}, {}, "ema: set -> unset"),
         ({"model": {"lora": {}}}, {"ema": {}}, "model.lora: set -> unset"),
         ({"kl": {"refresh_interval": 3}}, {"kl": {}}, "kl.refresh_interval: 3 -> unset"),
+        ({}, {"optim": {"type": "muon"}}, "optim.type: 'adamw' -> 'muon'"),
+        (
+            {"advantage": "gae", "critic": {"optim": {"type": "muon"}}},
+            {"advantage": "gae", "critic": {}},
+            "critic.optim.type: 'muon' -> 'adamw'",
+        ),
         ({}, {"kl": {"refresh_interval": 3}}, "kl.refresh_interval: unset -> 3"),
     ],
 )

@@ -593,6 +593,23 @@ def test_a_resumed_run_goes_on_from_the_saved_parts(start: Start) -> None:
     assert resumed.parts.kl.values() == run.parts.kl.values()
 
 
+def test_muon_goes_on_from_its_saved_momentum(start: Start) -> None:
+    optim = {"type": "muon", "lr": 1e-2}
+    settings = {"optim": optim, "advantage": "gae", "critic": {"optim": optim}}
+    run = start(**settings)
+    run.learn(1)
+    run.save(1)
+    expected = [run.learn(2), run.learn(3)]
+    tensors = tensors_of(run)
+    for prefix in ("", "critic."):
+        weight = f"{prefix}optim.model.layers.0.mlp.up_proj.weight"
+        assert tensors[f"{weight}.momentum_buffer"].any() and f"{weight}.exp_avg" not in tensors
+        assert tensors[f"{prefix}optim.model.embed_tokens.weight.exp_avg"].any()
+    resumed = start(**settings, resume_step=1)
+    assert [resumed.learn(2), resumed.learn(3)] == expected
+    assert all(torch.equal(one, tensors[name]) for name, one in tensors_of(resumed).items())
+
+
 def test_another_reference_is_refused_by_its_weights(start: Start, tiny_model: Callable[..., Path]) -> None:
     run = start(kl={})
     run.learn(1)

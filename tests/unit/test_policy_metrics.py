@@ -114,3 +114,13 @@ def test_two_ranks_learn_from_a_teacher_what_one_learns(
         assert rank["taught"].keys() == one["taught"].keys()
         for name, tensor in one["taught"].items():
             torch.testing.assert_close(rank["taught"][name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_muon_takes_the_same_steps_on_two_ranks_as_on_one(
+    one_and_two: tuple[dict[str, Any], list[dict[str, Any]]],
+) -> None:
+    one, two = one_and_two
+    for rank in two:
+        assert rank["stepped"].keys() == one["stepped"].keys()
+        for name, tensor in one["stepped"].items():
+            torch.testing.assert_close(rank["stepped"][name], tensor, rtol=0, atol=1e-7, msg=name)

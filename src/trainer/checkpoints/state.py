@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from trainer.checkpoints.plain_state import State
 from trainer.models.loading import trained_tensors
 from trainer.models.model import Trained, trained_parameters
+from trainer.optim import initial_moments
 
 _log = logging.getLogger("trainer")
 
@@ -113,7 +114,7 @@ class TrainState:
 
 
 class ModelState:
-    """The tensors of a model and of its AdamW, as they lie in memory: `model.*`, `optim.*`."""
+    """The tensors of a model and of its optimizer, as they lie in memory: `model.*`, `optim.*`."""
 
     def __init__(self, model: Trained, optimizer: torch.optim.Optimizer) -> None:
         self._hf_model = model.hf_model
@@ -135,13 +136,10 @@ class ModelState:
         """Do nothing: there are no values."""
 
     def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return AdamW's state of one parameter, made as its first step would make it."""
+        """Return the optimizer's state of one parameter, made as its first step would make it."""
         state = self._optimizer.state[parameter]
         if not state:
-            device = parameter.device
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state |= initial_moments(self._optimizer, parameter)
         return cast(dict[str, Tensor], state)
 
 

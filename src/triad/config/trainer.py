@@ -66,7 +66,11 @@ class ParallelConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW, gradient clipping and the learning-rate schedule."""
+    """Optimizer, gradient clipping and the learning-rate schedule."""
+
+    type: Literal["adamw", "muon"] = "adamw"
+    """`adamw`, or `muon` for the matrices of the decoder layers, with AdamW for embeddings, head, norms, biases and
+    stacked experts. Muon's updates are scaled to the size of AdamW's, so the same rates suit both."""
 
     lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate."""
@@ -76,6 +80,9 @@ class OptimConfig(Section):
 
     eps: float = Field(default=1e-8, gt=0)
     """AdamW's epsilon."""
+
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Decay rate of Muon's momentum."""
 
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of matrices; vectors (norms, biases) are never decayed."""
@@ -96,6 +103,12 @@ class OptimConfig(Section):
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """The schedule falls towards `lr` times this, which a step behind its last would have."""
 
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> OptimConfig:
+        if self.type == "adamw" and self.momentum != type(self).model_fields["momentum"].default:
+            raise ValueError(f"momentum = {self.momentum:g} is for type = 'muon': leave it out, or set betas")
+        return self
+
     def check_warmup(self, max_steps: int, section: str) -> None:
         """Check that warm-up ends before the schedule does.
 
@@ -110,7 +123,7 @@ class OptimConfig(Section):
 
 
 class PolicyOptimConfig(OptimConfig):
-    """AdamW, gradient clipping and the learning-rate schedule, for a policy that is improved and not taught anew."""
+    """Optimizer, gradient clipping and schedule, with the rate for a policy that is improved and not taught anew."""
 
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
@@ -143,6 +156,11 @@ class TrainingCommand(Command):
     @model_validator(mode="after")
     def _warmup_fits(self) -> TrainingCommand:
         self.optim.check_warmup(self.max_steps, "optim")
+        if self.optim.type == "muon" and self.model.lora is not None:
+            raise ValueError(
+                "optim.type = 'muon' is for whole matrices, and model.lora trains factors of a change to them: set "
+                "optim.type = 'adamw', or leave lora out"
+            )
         return self
 
 
