@@ -270,7 +270,7 @@ def test_a_distillation_needs_one_teacher_and_a_loss_for_what_it_gives() -> None
     rl(*beside, *TEACHER, *dynamic)
     rl(*distil, *TEACHER)
     samples = (*TEACHER, "--orchestrator.teacher.mode", "samples")
-    assert "trainer.loss.type = 'grpo' takes the samples for the policy's own" in disagreement(*samples)
+    assert "trainer.loss.type = 'dapo' takes the samples for the policy's own" in disagreement(*samples)
     rl(*samples, "--trainer.loss.type", "sft")
     rl(*samples, "--trainer.loss.type", "my_losses:imitate")
     assert "log-probabilities of a teacher" in disagreement(

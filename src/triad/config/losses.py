@@ -75,7 +75,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 class PolicyLossConfig(Section):
     """The policy loss by name, see docs/losses.md. What is unset takes the default of that loss."""
 
-    type: str = "grpo"
+    type: str = "dapo"
     """`grpo`, `dr_grpo`, `dapo`, `gspo`, `gspo_token`, `cispo`, `dppo`, `ppo`, `policy_gradient`, `sft` (no
     advantages: every rollout is a demonstration), or `module:function` of your own."""
 
