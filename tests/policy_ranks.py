@@ -94,7 +94,7 @@ def measured(model_dir: Path, parallel: Parallel, **settings: Any) -> list[np.nd
     (minibatches,) = plan_epochs(
         samples, UpdatesConfig(minibatches=2), row_tokens=14, parallel=parallel, seed=0, step=1, arrangement="packed"
     )
-    annotate("logprob", lambda micro: predict(policy, micro)[0], minibatches, parallel, pack=True)
+    annotate(["logprob"], lambda micro: predict(policy, micro)[:1], minibatches, parallel, pack=True)
     reshard(policy)
     return [sample.per_token["logprob"] for sample in samples]
 

@@ -261,11 +261,10 @@ def test_the_kl_term_is_k3_and_shares_the_denominator(
     kl_N = estimate_kl(step.tokens_of(step.new_BT), step.tokens_of(step.reference_BT), "k3")
     if corrected:
         kl_N = kl_N * step.tokens_of(step.new_BT - step.sampler_BT).exp()
-        ours = beta * (step.for_ours().weights_N * kl_N).sum()
-    else:
-        config, data = PolicyLossConfig(type="grpo"), step.for_ours()
-        loss = policy_loss(config)
-        ours = with_kl_term(loss, config, KlCoefficient(beta), "k3")(data)[0] - loss(data)[0]
+    config, data = PolicyLossConfig(type="grpo"), step.for_ours()
+    loss = policy_loss(config)
+    penalised = with_kl_term(loss, config, KlCoefficient(beta), "k3", unbiased=corrected)
+    ours = penalised(data)[0] - loss(data)[0]
     assert_same_loss_and_gradient(theirs, ours, step.new_BT)
     assert kl_N.mean().item() == pytest.approx(logged, rel=1e-6)
 

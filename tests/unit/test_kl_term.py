@@ -75,3 +75,38 @@ def test_a_steered_coefficient_takes_effect_at_once() -> None:
     coefficient.update(12.0, 256)
     after, *_ = value_and_gradient(penalised)
     assert (after - base) / (before - base) == pytest.approx(0.201024 / 0.2, rel=1e-9)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_an_unbiased_term_has_the_gradient_of_the_divergence_on_tokens_of_any_sampler(estimator: Any) -> None:
+    """By enumeration of the vocabulary, with the sampler's probabilities; without the ratio neither has it."""
+    torch.manual_seed(0)
+    logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    reference, sampler = (torch.randn(5, dtype=torch.float64).log_softmax(0) for _ in range(2))
+    policy = logits.log_softmax(0)
+    (right,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)
+    data = policy_input(
+        policy, old_logprobs_N=policy.detach(), sampler_logprobs_N=sampler, advantages_N=torch.zeros(5).double(),
+        weights_N=sampler.exp(), sequence_N=torch.arange(5), step_sequences=5, step_tokens=5,
+        reference_logprobs_N=reference,
+    )  # fmt: skip
+    config = PolicyLossConfig(type="grpo")  # by sequence: the weights are those given, the sampler's probabilities
+    for unbiased in (True, False):
+        term = with_kl_term(policy_loss(config), config, KlCoefficient(1.0), estimator, unbiased=unbiased)
+        (gradient,) = torch.autograd.grad(term(data)[0], logits, retain_graph=True)
+        assert torch.allclose(gradient, right) == unbiased
+
+
+@pytest.mark.parametrize("far", [-120.0, 120.0])
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_a_term_is_finite_however_far_the_reference(estimator: Any, far: float) -> None:
+    logprobs_N = torch.tensor([-1.0], requires_grad=True)
+    near_N = logprobs_N.detach()
+    data = policy_input(
+        logprobs_N, old_logprobs_N=near_N, sampler_logprobs_N=near_N, advantages_N=0 * near_N, weights_N=near_N.abs(),
+        sequence_N=torch.zeros(1), step_sequences=1, step_tokens=1, reference_logprobs_N=near_N + far,
+    )  # fmt: skip
+    config = PolicyLossConfig(type="grpo")
+    loss, _ = with_kl_term(policy_loss(config), config, KlCoefficient(1.0), estimator)(data)
+    (gradient_N,) = torch.autograd.grad(loss, logprobs_N)
+    assert loss.isfinite() and loss < 1.01 * math.exp(20) and gradient_N == 0

@@ -152,6 +152,52 @@ def test_with_several_minibatches_the_first_one_diverges_from_nothing_exactly(
     assert metrics["ppo_kl"] > 0
 
 
+def test_a_bonus_for_entropy_is_its_coefficient_times_the_mean_over_tokens(start: Start) -> None:
+    plain, bonus = (
+        start(loss={"type": "grpo", "entropy": {"coef": coef}}, row_tokens=32).learn(1) for coef in (0.0, 0.5)
+    )
+    assert bonus["entropy_coef"] == 0.5 and "entropy_coef" not in plain
+    assert bonus["entropy"] == plain["entropy"] > 1
+    assert bonus["loss"] == pytest.approx(plain["loss"] - 0.5 * plain["entropy"], rel=1e-5)
+    assert bonus["grad_norm"] != plain["grad_norm"]
+
+
+@pytest.mark.parametrize("target", [1.0, 100.0])
+def test_a_steered_bonus_acts_below_its_target_and_resumes_exactly(start: Start, target: float) -> None:
+    loss = {"type": "grpo", "entropy": {"coef": 0.1, "target": target, "step_size": 0.04, "largest": 0.15}}
+    run = start(loss=loss)
+    expected = [0.0, 0.14, 0.15, 0.15] if target == 100.0 else [0.0] * 4
+    found = [run.learn(step)["entropy_coef"] for step in (1, 2)]
+    run.save(2)
+    found += [(last := run.learn(step))["entropy_coef"] for step in (3, 4)]
+    assert found == pytest.approx(expected)
+    assert run.parts.entropy is not None
+    assert run.parts.entropy.values()["steered"] == pytest.approx(0.15 if target == 100.0 else 0.0)
+    resumed = start(loss=loss, resume_step=2)
+    resumed.learn(3)
+    assert resumed.learn(4) == last
+    assert resumed.parts.entropy is not None and resumed.parts.entropy.values() == run.parts.entropy.values()
+
+
+def test_a_step_without_trained_tokens_steers_no_entropy(start: Start) -> None:
+    run = start(loss={"type": "grpo", "entropy": {"target": 1.0}}, rewards={"truncated": "mask"})
+    run.learn(1, truncated=tuple(range(12)))
+    assert run.parts.entropy is not None and run.parts.entropy.values() == {"steered": 0.0, "last": None}
+
+
+@pytest.mark.parametrize("loss", [
+    {"type": "dapo", "top_entropy_share": 0.3},
+    {"type": "clip_cov", "covariance": {"share": 0.2, "low": 0.1}},
+    {"type": "kl_cov", "covariance": {"share": 0.2}, "ratio_to": "sampler"},
+])  # fmt: skip
+def test_what_is_selected_does_not_depend_on_micro_batches(start: Start, loss: dict[str, Any]) -> None:
+    settings: dict[str, Any] = {"loss": loss, "updates": {"epochs": 2, "minibatches": 2}}
+    whole, split = (start(row_tokens=row_tokens, **settings).learn(1) for row_tokens in (4096, 16))
+    assert whole == pytest.approx(split, rel=1e-4, abs=1e-6)
+    (name,) = {"top_entropy/selected", "covariance/selected"} & whole.keys()
+    assert whole[name] == pytest.approx(loss.get("top_entropy_share", 0.2), abs=0.08)
+
+
 def test_the_reported_coefficient_is_the_one_that_the_step_was_penalised_with(start: Start) -> None:
     run = start(kl=REWARD_KL)
     coef, steered = 0.2, []

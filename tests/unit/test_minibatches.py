@@ -101,10 +101,15 @@ def forward_of(policy: Policy) -> Callable[[MicroBatch], Tensor]:
     return lambda micro: predict(policy, micro, Reading(Sampling(0.7)))[0]
 
 
+def twice(forward: Callable[[MicroBatch], Tensor]) -> Callable[[MicroBatch], list[Tensor]]:
+    return lambda micro: [once := forward(micro), 2 * once]
+
+
 def test_what_is_measured_is_that_of_a_plain_forward(tiny_model: Callable[..., Path], parallel: Parallel) -> None:
     samples = make_samples()
     policy = build_policy(TrainedModelConfig(name=str(tiny_model())), parallel, seed=0)
-    annotate("logprob", forward_of(policy), plan(samples, parallel, minibatches=2)[0], parallel, pack=True)
+    minibatches = plan(samples, parallel, minibatches=2)[0]
+    annotate(["logprob", "twice"], twice(forward_of(policy)), minibatches, parallel, pack=True)
     model = AutoModelForCausalLM.from_pretrained(tiny_model(), attn_implementation="eager")
     for sample in samples:
         expected = np.zeros(len(sample.token_ids))
@@ -115,6 +120,7 @@ def test_what_is_measured_is_that_of_a_plain_forward(tiny_model: Callable[..., P
                 expected[place] = logits[place - 1].log_softmax(0)[sample.token_ids[place]]
         np.testing.assert_allclose(sample.per_token["logprob"], expected, rtol=1e-4, atol=1e-5)
         assert sample.per_token["logprob"].dtype == np.float32
+        np.testing.assert_array_equal(sample.per_token["twice"], 2 * sample.per_token["logprob"])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -129,7 +135,7 @@ def test_measuring_and_training_give_equal_bits(
     policy = build_policy(config, parallel, seed=0)
     minibatches = plan(samples, parallel, minibatches=2, row_tokens=40)[0]
     policy.eval()
-    annotate("measured", forward_of(policy), minibatches, parallel, pack=True)
+    annotate(["measured"], lambda micro: [forward_of(policy)(micro)], minibatches, parallel, pack=True)
     reshard(policy)
     policy.train(not model.get("attention_dropout"))
     compared = 0

@@ -16,13 +16,15 @@ from trainer.checkpoints.state import local_part
 from trainer.models.logprobs import Reading
 from trainer.models.model import Policy, build_policy
 from trainer.parallel import Parallel
+from trainer.policy.entropy import EntropyCoefficient
 from trainer.policy.losses import policy_loss
+from trainer.policy.losses.entropy_term import with_entropy_bonus
 from trainer.policy.metrics import PolicyStatistics
 from trainer.policy.minibatches import plan_epochs
 from trainer.policy.rollouts import AGE, assign_advantages, to_samples
 from trainer.policy.step import policy_step
 from triad.config.algorithm import UpdatesConfig
-from triad.config.losses import LOSSES, PolicyLossConfig
+from triad.config.losses import LOSSES, EntropyConfig, PolicyLossConfig
 from triad.config.trainer import TrainedModelConfig
 from triad.messages import Batch, Rollout, VersionSpan
 from triad.sampling import Sampling
@@ -111,6 +113,36 @@ def test_loss_gradients_and_entropy_are_those_of_transformers(
     assert metrics["entropy"] == pytest.approx(torch.cat(entropies).mean().item(), rel=1e-5)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_a_bonus_for_entropy_has_the_gradient_of_transformers(
+    policy: Policy, directory: Path, parallel: Parallel
+) -> None:
+    """At the temperature of the sampler, in one row and in several."""
+    batch = make_batch(directory, shift=0.0)
+    entropies, model = [], None
+    expected: dict[str, Tensor] = {}
+    for rollout in batch.rollouts:
+        _, entropy, model = reference_logprobs(directory, rollout)
+        (entropy.sum() / 20).backward()
+        entropies.append(entropy.detach())
+        expected = {name: expected.get(name, 0) + p.grad for name, p in model.named_parameters() if p.grad is not None}
+    samples = to_samples(batch.rollouts, trained_version=3)
+    assign_advantages(samples, [[0.0]] * len(samples))
+    loss = with_entropy_bonus(policy_loss(CLIP), EntropyCoefficient(EntropyConfig(coef=0.5)))
+    reading = Reading(Sampling(TEMPERATURE), entropy_gradient=True)
+    for row_tokens in (64, 9):
+        ((minibatch,),) = plan_epochs(
+            samples, UpdatesConfig(), row_tokens=row_tokens, parallel=parallel, seed=0, step=4, arrangement="packed"
+        )
+        statistics = PolicyStatistics([0, 1], has_reference=False)
+        found = policy_step(policy, minibatch, loss, parallel, statistics, reading=reading)
+        assert found == pytest.approx(-0.5 * torch.cat(entropies).mean().item(), rel=1e-5)
+        for name, parameter in policy.hf_model.named_parameters():
+            if parameter.grad is not None:
+                gradient = local_part(parameter.grad)
+                torch.testing.assert_close(gradient, -0.5 * expected[name], rtol=1e-3, atol=1e-6, msg=name)
+        policy.zero_grad(set_to_none=True)
 
 
 def test_packing_changes_nothing(policy: Policy, directory: Path, parallel: Parallel) -> None:

@@ -40,8 +40,8 @@ class Critic:
         """Give every sample the values before its targets, as `per_token[VALUE]`. Collective."""
         self.model.eval()
         annotate(
-            VALUE,
-            lambda micro: predict_values(self.model, micro),
+            [VALUE],
+            lambda micro: [predict_values(self.model, micro)],
             minibatches,
             self._parallel,
             pack=self.model.layout.packs,

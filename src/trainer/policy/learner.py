@@ -21,6 +21,7 @@ from trainer.packing import MicroBatch, Sample
 from trainer.policy import experience
 from trainer.policy.chosen_advantage import choose_advantages
 from trainer.policy.losses import policy_loss
+from trainer.policy.losses.entropy_term import with_entropy_bonus
 from trainer.policy.losses.kl_term import with_distillation_term, with_kl_term
 from trainer.policy.metrics import PolicyStatistics
 from trainer.policy.minibatches import Minibatch, annotate, plan_epochs
@@ -30,6 +31,7 @@ from trainer.policy.pretraining import PretrainingMix
 from trainer.policy.rewards import rewards_of_batch
 from trainer.policy.rollouts import (
     AGE,
+    OLD_ENTROPY,
     OLD_LOGPROB,
     REFERENCE_LOGPROB,
     assign_advantages,
@@ -38,6 +40,7 @@ from trainer.policy.rollouts import (
     without_truncated,
 )
 from trainer.policy.step import policy_step
+from trainer.policy.token_selection import select_tokens
 from trainer.session import Session
 from trainer.step import Stopwatch, check_finite, predict
 from triad.config import TrainerConfig
@@ -67,12 +70,14 @@ class Learner:
         kl = config.kl
         if kl is not None and parts.kl is not None and kl.place == "loss" and kl.coef > 0:
             assert kl.estimator is not None  # the config fills it in
-            self._loss = with_kl_term(self._loss, config.loss, parts.kl, kl.estimator)
+            self._loss = with_kl_term(self._loss, config.loss, parts.kl, kl.estimator, unbiased=kl.unbiased)
         distillation = config.distillation
         self._teacher = None
         if distillation is not None and distillation.divergence == "full":
             self._teacher = parts.reference
             self._loss = with_distillation_term(self._loss, config.loss, distillation.coef)
+        if parts.entropy is not None:
+            self._loss = with_entropy_bonus(self._loss, parts.entropy)
 
     def learn(self, batch: Batch, stopwatch: Stopwatch, *, is_foreign: bool = False) -> dict[str, float]:
         """Train on the batch of the next step; return its metrics. Collective.
@@ -102,13 +107,18 @@ class Learner:
             step,
             batch.rollouts,
             trained,
-            lambda found: self._annotate(OLD_LOGPROB, self._policy, reading, found),
+            lambda found: self._annotate([OLD_LOGPROB], self._policy, reading, found),
             is_foreign=is_foreign,
             is_truncated=reading.sampling.is_truncated,
         )
-        of_user = ":" in config.loss.type  # which may have a use for it
-        metrics |= self._update(step, replace(reading, entropy_gradient=of_user), trained, epochs, stopwatch)
+        entropy = parts.entropy
+        has_bonus = entropy is not None and entropy.coef > 0
+        learning = replace(reading, entropy_gradient=has_bonus or ":" in config.loss.type)  # the user's may need it
+        metrics |= {"entropy_coef": entropy.coef} if entropy is not None else {}
+        metrics |= self._update(step, learning, trained, epochs, stopwatch)
         metrics |= self._steer_kl(samples[: len(batch.rollouts)])
+        if entropy is not None and any(sample.num_targets for sample in trained):
+            entropy.update(metrics["entropy"])
         parts.after_step(step, self._policy)
         if parts.replay is not None:
             parts.replay.add(step, fresh)
@@ -176,7 +186,7 @@ class Learner:
         several = config.updates.epochs * config.updates.minibatches > 1
         for_kl = config.kl is not None and (config.kl.target is not None or config.kl.place == "reward")
         of_step = "online_dpo" in config.advantages or config.distillation is not None
-        return several or for_kl or of_step or config.critic is not None
+        return several or for_kl or of_step or config.critic is not None or config.loss.selects_tokens
 
     @property
     def _needs_reference_logprobs(self) -> bool:
@@ -187,21 +197,25 @@ class Learner:
     def _measure(self, reading: Reading, minibatches: Sequence[Minibatch]) -> None:
         """Give every sample the numbers that no gradient is needed for. Collective."""
         if self._needs_old_logprobs:
-            self._annotate(OLD_LOGPROB, self._policy, reading, minibatches)
+            names = [OLD_LOGPROB, OLD_ENTROPY] if self._config.loss.top_entropy_share < 1 else [OLD_LOGPROB]
+            self._annotate(names, self._policy, reading, minibatches)
         if self._parts.reference is not None and self._needs_reference_logprobs:
-            self._annotate(REFERENCE_LOGPROB, self._parts.reference, reading, minibatches)
+            self._annotate([REFERENCE_LOGPROB], self._parts.reference, reading, minibatches)
         if self._parts.critic is not None:
             self._parts.critic.measure(minibatches)
 
-    def _annotate(self, name: str, policy: Policy, reading: Reading, minibatches: Sequence[Minibatch]) -> None:
-        """Give every sample the log-probabilities of its targets under `policy`, without dropout. Collective."""
+    def _annotate(
+        self, names: Sequence[str], policy: Policy, reading: Reading, minibatches: Sequence[Minibatch]
+    ) -> None:
+        """Give every sample what `names` say of its targets under `policy`, without dropout. Collective."""
         was_training = policy.training
         policy.eval()
 
-        def logprobs(micro: MicroBatch) -> Tensor:
-            return predict(policy, micro, reading).logprobs_N
+        def read(micro: MicroBatch) -> list[Tensor]:
+            predicted = predict(policy, micro, reading)
+            return [predicted.entropy_N if name == OLD_ENTROPY else predicted.logprobs_N for name in names]
 
-        annotate(name, logprobs, minibatches, self._parallel, pack=policy.layout.packs)
+        annotate(names, read, minibatches, self._parallel, pack=policy.layout.packs)
         reshard(policy)
         policy.train(was_training)
 
@@ -230,6 +244,7 @@ class Learner:
                 self._observe(step, reading, epochs[0], statistics)
         for minibatch in (minibatch for epoch in epochs for minibatch in epoch):
             if not critic_alone:
+                select_tokens(minibatch, config.loss, seed=config.seed, update=done)
                 with stopwatch.phase("forward_backward"):
                     loss = self._step(minibatch, statistics, reading)
                     if self._pretraining is not None:

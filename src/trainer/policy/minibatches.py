@@ -3,7 +3,7 @@
 The same plan serves the passes that only measure (log-probabilities before the step, under the
 reference, values) and the training: equal rows give equal bits, so a ratio that should be 1 is 1.
 
-Shape legend: T targets of a minibatch, N those of one forward pass.
+Shape legend: T targets of a minibatch, N those of one forward pass, K names of what is measured.
 """
 
 from __future__ import annotations
@@ -77,30 +77,31 @@ def _plan(samples: list[Sample], row_tokens: int, arrangement: Arrangement, para
 
 @torch.no_grad()
 def annotate(
-    name: str,
-    forward: Callable[[MicroBatch], Tensor],
+    names: Sequence[str],
+    forward: Callable[[MicroBatch], Sequence[Tensor]],
     minibatches: Sequence[Minibatch],
     parallel: Parallel,
     *,
     pack: bool,
 ) -> None:
-    """Give every sample what `forward` says about its targets, as `per_token[name]`, 0 elsewhere. Collective.
+    """Give every sample what `forward` says about its targets, as `per_token` of those names, 0 elsewhere. Collective.
 
     Args:
-        forward: from the micro-batch to one number per target, (N,).
+        forward: from the micro-batch to one number per target, (N,), for each name.
         pack: whether the samples of a micro-batch share a row.
     """
     for minibatch in minibatches:
         counts = [sample.num_targets for sample in minibatch.samples]
         ends = np.cumsum(counts)
-        found_T = torch.zeros(int(ends[-1]), dtype=torch.float32)
+        found_KT = torch.zeros(len(names), int(ends[-1]), dtype=torch.float32)
         for indices in minibatch.micro_batches:
             micro = build_micro_batch(minibatch.samples, indices, pack=pack, device=parallel.device)
-            values_N = forward(micro).float().cpu()
-            for index, part in zip(indices, values_N.split([counts[index] for index in indices]), strict=True):
-                found_T[ends[index] - counts[index] : ends[index]] = part
+            values_KN = torch.stack([values_N.float() for values_N in forward(micro)]).cpu()
+            for index, part_KN in zip(indices, values_KN.split([counts[index] for index in indices], 1), strict=True):
+                found_KT[:, ends[index] - counts[index] : ends[index]] = part_KN
         # Every target is one rank's; the others add zero, which changes no bit.
-        parts = np.split(parallel.sum_tensor(found_T).numpy(), ends[:-1])
-        for sample, part in zip(minibatch.samples, parts, strict=True):
-            sample.per_token[name] = np.zeros(len(sample.token_ids), dtype=np.float32)
-            sample.per_token[name][sample.targets] = part
+        parts = np.split(parallel.sum_tensor(found_KT).numpy(), ends[:-1], axis=1)
+        for sample, part_KT in zip(minibatch.samples, parts, strict=True):
+            for name, part_T in zip(names, part_KT, strict=True):
+                sample.per_token[name] = np.zeros(len(sample.token_ids), dtype=np.float32)
+                sample.per_token[name][sample.targets] = part_T

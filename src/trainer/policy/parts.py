@@ -14,6 +14,7 @@ from trainer.models.model import Policy, build_policy
 from trainer.parallel import Parallel
 from trainer.policy.critic import Critic
 from trainer.policy.ema import Ema
+from trainer.policy.entropy import EntropyCoefficient
 from trainer.policy.frozen import FollowingModel, FrozenModel, freeze
 from trainer.policy.kl import KlCoefficient
 from trainer.policy.replay import ReplayBuffer
@@ -42,6 +43,7 @@ class RlParts:
         self._parallel = parallel
         self._state: dict[str, State] = {}
         self.kl: KlCoefficient | None = None
+        self.entropy: EntropyCoefficient | None = None
         self.reference: Policy | None = None
         self.following: FollowingModel | None = None
         self.critic: Critic | None = None
@@ -59,6 +61,8 @@ class RlParts:
                 self._state["reference"] = FrozenModel(name, self.reference.hf_model, key="kl.reference")
             self.kl = KlCoefficient(config.kl.coef, target=config.kl.target, horizon=config.kl.horizon)
             self._state["kl"] = self.kl
+        if config.loss.entropy.coef > 0 or config.loss.entropy.target is not None:
+            self._state["entropy"] = self.entropy = EntropyCoefficient(config.loss.entropy)
         if config.critic is not None:
             report("loading the critic", model=config.critic.name or config.model.name)
             self.critic = Critic(config.critic, config.model, parallel, seed=config.seed)

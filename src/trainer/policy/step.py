@@ -14,7 +14,15 @@ from trainer.parallel import Parallel
 from trainer.policy.losses import PolicyLoss, PolicyLossInput
 from trainer.policy.metrics import PolicyStatistics
 from trainer.policy.minibatches import Minibatch
-from trainer.policy.rollouts import ADVANTAGE, AGE, OLD_LOGPROB, REFERENCE_LOGPROB, SAMPLER_LOGPROB
+from trainer.policy.rollouts import (
+    ADVANTAGE,
+    AGE,
+    HIGH_COVARIANCE,
+    OLD_LOGPROB,
+    REFERENCE_LOGPROB,
+    SAMPLER_LOGPROB,
+    SELECTED,
+)
 from trainer.step import predict
 
 
@@ -55,7 +63,8 @@ def policy_step(
             teacher_kl_N=predicted.teacher_kl_N,
             weights_N=weights_S[micro.sample_index_N],
             correction_N=torch.ones_like(logprobs_N),
-            selected_N=torch.ones_like(logprobs_N),
+            selected_N=micro.per_token.get(SELECTED, torch.ones_like(logprobs_N)),
+            high_covariance_N=micro.per_token.get(HIGH_COVARIANCE, torch.zeros_like(logprobs_N)),
             sequence_N=micro.sample_index_N,
             step_sequences=len(samples),
             step_tokens=num_targets,

@@ -57,12 +57,79 @@ class CorrectionConfig(Section):
         return self.model_copy(update={"type": kind, **filled})
 
 
+class EntropyConfig(Section):
+    """A bonus for the policy's entropy: `coef` times its mean over the trained tokens is taken from the loss."""
+
+    coef: float = Field(default=0.0, ge=0)
+    """Weight of the bonus; with a target, that of its beginning. 0.001 is usual."""
+
+    target: float | None = Field(default=None, gt=0)
+    """Steer the entropy to this many nats a token: the bonus acts after a step with at most this entropy, and its
+    weight rises after such a step and falls after any other; unset: the weight stays `coef`."""
+
+    step_size: float = Field(default=0.005, gt=0)
+    """What the steered weight rises or falls by in one step."""
+
+    largest: float = Field(default=1.0, gt=0)
+    """The steered weight rises no further."""
+
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> EntropyConfig:
+        for name in ("step_size", "largest"):
+            if self.target is None and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} has no effect without target: leave it out, or set target")
+        if self.target is not None and self.coef > self.largest:
+            raise ValueError(f"coef = {self.coef:g} is more than largest = {self.largest:g}")
+        return self
+
+
+class CovarianceConfig(Section):
+    """The tokens that `clip_cov` and `kl_cov` hold back: by the covariance of log-probability and advantage."""
+
+    share: float | None = Field(default=None, gt=0, le=1)
+    """Share of the tokens of an update that are held back, at least one. Unset: 2e-4; the authors take 2e-3 for KL-Cov
+    on 7B models."""
+
+    low: float | None = None
+    """`clip_cov` chooses among tokens with a covariance above this. Unset: 1."""
+
+    high: float | None = None
+    """`clip_cov` chooses among tokens with a covariance below this. Unset: 5."""
+
+    coef: float | None = Field(default=None, gt=0)
+    """`kl_cov`: weight of the penalty. Unset: 1."""
+
+    def filled(self, kind: str) -> CovarianceConfig:
+        """Return it with what is unset for a loss of type `kind`.
+
+        Raises:
+            ValueError: a setting has no effect, or no covariance is between the bounds.
+        """
+        defaults = _COVARIANCE.get(kind, {})
+        for name in ("share", "low", "high", "coef"):
+            if getattr(self, name) is not None and name not in defaults:
+                raise ValueError(f"covariance.{name} has no effect with type = '{kind}': leave it out")
+        unset = [name for name in defaults if getattr(self, name) is None]
+        filled = self.model_copy(update={name: defaults[name] for name in unset})
+        if filled.low is not None and filled.high is not None and filled.low >= filled.high:
+            raise ValueError(f"covariance.low = {filled.low:g} must be below covariance.high = {filled.high:g}")
+        return filled
+
+
+_COVARIANCE: dict[str, dict[str, float]] = {
+    "clip_cov": {"share": 2e-4, "low": 1.0, "high": 5.0},
+    "kl_cov": {"share": 2e-4, "coef": 1.0},
+}
+
+
 LOSSES: dict[str, dict[str, Any]] = {
     "grpo": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "aggregation": "sequence", "ratio_to": "sampler"},
     "dr_grpo": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "aggregation": "constant", "ratio_to": "sampler"},
     "dapo": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "aggregation": "token", "ratio_to": "sampler"},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 3.0, "aggregation": "sequence", "ratio_to": "old"},
     "gspo_token": {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 3.0, "aggregation": "sequence", "ratio_to": "old"},
+    "clip_cov": {"clip_low": 1.0, "clip_high": 1.0, "dual_clip": 3.0, "aggregation": "token", "ratio_to": "sampler"},
+    "kl_cov": {"clip_low": 1.0, "clip_high": 1.0, "dual_clip": 3.0, "aggregation": "token", "ratio_to": "sampler"},
     "cispo": {"clip_low": 1.0, "clip_high": 4.0, "aggregation": "token", "ratio_to": "sampler"},
     "dppo": {"clip_low": 0.2, "clip_high": 0.2, "ratio_max": 20.0, "aggregation": "token", "ratio_to": "sampler"},
     "ppo": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "aggregation": "token", "ratio_to": "sampler"},
@@ -76,8 +143,8 @@ class PolicyLossConfig(Section):
     """The policy loss by name, see docs/losses.md. What is unset takes the default of that loss."""
 
     type: str = "dapo"
-    """`grpo`, `dr_grpo`, `dapo`, `gspo`, `gspo_token`, `cispo`, `dppo`, `ppo`, `policy_gradient`, `sft` (no
-    advantages: every rollout is a demonstration), or `module:function` of your own."""
+    """`grpo`, `dr_grpo`, `dapo`, `gspo`, `gspo_token`, `clip_cov`, `kl_cov`, `cispo`, `dppo`, `ppo`,
+    `policy_gradient`, `sft` (no advantages: every rollout is a demonstration), or `module:function` of your own."""
 
     clip_low: float | None = Field(default=None, ge=0, le=1)
     """The importance ratio is clipped below at 1 - clip_low; 1: never. `dppo`: what a token's probability may fall."""
@@ -107,6 +174,15 @@ class PolicyLossConfig(Section):
     correction: CorrectionConfig = CorrectionConfig()
     """Importance weights between sampler and trainer."""
 
+    top_entropy_share: float = Field(default=1.0, gt=0, le=1)
+    """Train on this share of the tokens of an update, those with the highest entropy; 0.2 is usual."""
+
+    covariance: CovarianceConfig = CovarianceConfig()
+    """What `clip_cov` and `kl_cov` hold back."""
+
+    entropy: EntropyConfig = EntropyConfig()
+    """A bonus for the policy's entropy."""
+
     args: dict[str, Any] = {}
     """Further arguments of a function of your own."""
 
@@ -119,6 +195,7 @@ class PolicyLossConfig(Section):
     def _with_defaults(self) -> PolicyLossConfig:
         defaults = LOSSES.get(self.type, {})
         self._settle_ratio(defaults)
+        self.covariance = self.covariance.filled(self.type)
         for name in ("clip_low", "clip_high", "dual_clip", "ratio_max", "ratio_to", "aggregation"):
             if getattr(self, name) is None:
                 setattr(self, name, defaults.get(name))
@@ -143,6 +220,11 @@ class PolicyLossConfig(Section):
             )
         if "ratio_to" in defaults:
             self.ratio_to = "old"
+
+    @property
+    def selects_tokens(self) -> bool:
+        """Whether tokens are chosen by what is measured before the step."""
+        return self.top_entropy_share < 1 or self.covariance.share is not None
 
     @property
     def clip_range(self) -> tuple[float, float]:

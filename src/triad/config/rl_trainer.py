@@ -180,10 +180,12 @@ class TrainerConfig(TrainingCommand):
         if (self.advantage == "gae") != (self.critic is not None):
             missing = "set critic (a bare --critic takes the defaults)" if self.critic is None else "set advantage"
             raise ValueError(f"advantage = 'gae' and a critic go together: {missing}")
-        if self.loss.type == "gspo" and self.advantage in TOKEN_ADVANTAGES:
+        of_tokens = self.distillation is not None or self.advantage in TOKEN_ADVANTAGES
+        if self.loss.type == "gspo" and of_tokens:
+            by = f"advantage = '{self.advantage}'" if self.advantage in TOKEN_ADVANTAGES else "distillation"
             raise ValueError(
-                f"loss.type = 'gspo' gives all tokens of a rollout one gradient, which averages the advantages of "
-                f"advantage = '{self.advantage}' away: set loss.type = 'gspo_token'"
+                f"loss.type = 'gspo' gives all tokens of a rollout one gradient, which averages away what {by} says of "
+                "single tokens: set loss.type = 'gspo_token'"
             )
         if self.critic is not None:
             self.critic.optim.check_warmup(self.max_steps, "critic.optim")

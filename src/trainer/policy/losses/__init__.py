@@ -11,6 +11,7 @@ from torch import Tensor
 from trainer.policy.losses.base import Counts, Objective, PolicyLoss, PolicyLossInput, token_weights
 from trainer.policy.losses.clipped import clipped_objective, gspo_objective, gspo_token_objective
 from trainer.policy.losses.correction import correction_factors
+from trainer.policy.losses.covariance import clip_cov_objective, kl_cov_objective
 from trainer.policy.losses.policy_gradient import (
     cispo_objective,
     dppo_objective,
@@ -30,6 +31,8 @@ _BUILT_IN: dict[str, Callable[[PolicyLossConfig], Objective]] = {
     "ppo": clipped_objective,
     "gspo": gspo_objective,
     "gspo_token": gspo_token_objective,
+    "clip_cov": clip_cov_objective,
+    "kl_cov": kl_cov_objective,
     "cispo": cispo_objective,
     "dppo": dppo_objective,
     "policy_gradient": policy_gradient_objective,
@@ -52,6 +55,8 @@ def policy_loss(config: PolicyLossConfig) -> PolicyLoss:
     def loss(data: PolicyLossInput) -> tuple[Tensor, Counts]:
         factors_N, counts = correction_factors(data, config.correction)
         value, own = inner(replace(data, correction_N=factors_N))
+        if config.top_entropy_share < 1:
+            counts["top_entropy/selected"] = data.selected_N.sum()
         return value, counts | own
 
     return loss

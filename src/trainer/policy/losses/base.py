@@ -37,6 +37,7 @@ class PolicyLossInput:
         weights_N: 1 / (sequences of the update * trained tokens of the sequence): sums to 1 over the update.
         correction_N: the factor of `loss.correction`, no gradient; 1 without one.
         selected_N: 1 for the tokens that the loss is about, 0 for those that `loss.top_entropy_share` leaves out.
+        high_covariance_N: 1 for the tokens that `clip_cov` and `kl_cov` hold back, else 0.
         sequence_N: which sequence of the update each token belongs to; those of a sequence are neighbours.
         step_sequences: sequences of the whole update, over all ranks.
         step_tokens: trained tokens of the whole update, over all ranks.
@@ -53,6 +54,7 @@ class PolicyLossInput:
     weights_N: Tensor
     correction_N: Tensor
     selected_N: Tensor
+    high_covariance_N: Tensor
     sequence_N: Tensor
     step_sequences: int
     step_tokens: int

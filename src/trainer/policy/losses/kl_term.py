@@ -5,22 +5,31 @@ from __future__ import annotations
 from torch import Tensor
 
 from trainer.policy.kl import KlCoefficient, KlEstimator, estimate_kl
-from trainer.policy.losses.base import PolicyLoss, PolicyLossInput, token_weights
+from trainer.policy.losses.base import PolicyLoss, PolicyLossInput, bounded, token_weights
 from triad.config.losses import PolicyLossConfig
 
 
 def with_kl_term(
-    loss: PolicyLoss, config: PolicyLossConfig, coefficient: KlCoefficient, estimator: KlEstimator
+    loss: PolicyLoss,
+    config: PolicyLossConfig,
+    coefficient: KlCoefficient,
+    estimator: KlEstimator,
+    *,
+    unbiased: bool = False,
 ) -> PolicyLoss:
     """Return `loss + coef * sum_t w_t KL_t` (Shao et al. 2024, "DeepSeekMath", which has k3 there).
 
-    The weights w, and so the denominator, are those of the loss itself.
+    The weights w, and so the denominator, are those of the loss itself. `unbiased` multiplies the estimate of each
+    token by its ratio of policy to sampler, with its gradient (DeepSeek-AI 2025, "DeepSeek-V3.2", eq. 7): then k1 and
+    k3 have the gradient of KL(policy || reference), also on tokens of older weights.
     """
 
     def penalised(data: PolicyLossInput) -> tuple[Tensor, dict[str, Tensor]]:
         assert data.reference_logprobs_N is not None, "a KL term needs a reference"
         value, counts = loss(data)
         kl_N = estimate_kl(data.logprobs_N, data.reference_logprobs_N, estimator)
+        if unbiased:
+            kl_N = kl_N * bounded(data.logprobs_N - data.sampler_logprobs_N).exp()
         return value + coefficient.coef * (token_weights(data, config) * kl_N).sum(), counts
 
     return penalised
