@@ -180,13 +180,6 @@ class TrainerConfig(TrainingCommand):
         if (self.advantage == "gae") != (self.critic is not None):
             missing = "set critic (a bare --critic takes the defaults)" if self.critic is None else "set advantage"
             raise ValueError(f"advantage = 'gae' and a critic go together: {missing}")
-        of_tokens = self.distillation is not None or self.advantage in TOKEN_ADVANTAGES
-        if self.loss.type == "gspo" and of_tokens:
-            by = f"advantage = '{self.advantage}'" if self.advantage in TOKEN_ADVANTAGES else "distillation"
-            raise ValueError(
-                f"loss.type = 'gspo' gives all tokens of a rollout one gradient, which averages away what {by} says of "
-                "single tokens: set loss.type = 'gspo_token'"
-            )
         if self.critic is not None:
             self.critic.optim.check_warmup(self.max_steps, "critic.optim")
             if self.critic.warmup_steps >= self.max_steps:
@@ -203,6 +196,13 @@ class TrainerConfig(TrainingCommand):
             self.distillation = DistillationConfig()
         if self.distillation is not None:
             self._check_distillation()
+        judges = self.distillation is not None and self.distillation.divergence == "sampled"
+        if self.loss.type == "gspo" and (judges or self.advantage == "gae"):
+            by = "distillation" if judges else "advantage = 'gae'"
+            raise ValueError(
+                f"loss.type = 'gspo' gives all tokens of a rollout one gradient, which averages away what {by} says of "
+                "single tokens: set loss.type = 'gspo_token'"
+            )
         return self
 
     def _check_distillation(self) -> None:
