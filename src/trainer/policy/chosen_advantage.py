@@ -71,7 +71,7 @@ def choose_advantages(config: TrainerConfig) -> Advantage:
 
 
 def _scaled(value: Given, scale: float) -> Given:
-    return value if scale == 1.0 else scale * np.asarray(value, dtype=np.float64)
+    return scale * value if isinstance(value, int | float) else scale * np.asarray(value, dtype=np.float64)
 
 
 def choose_advantage(name: str, config: TrainerConfig) -> Advantage:
