@@ -403,6 +403,18 @@ def test_a_teacher_is_added_to_the_advantages_of_rewards(
     assert divergence_N.abs().max() > 0.01
 
 
+def test_a_reference_and_a_critic_that_are_named_have_weights_beside_a_policy_that_has_none(
+    start: Start, tiny_model: Callable[..., Path]
+) -> None:
+    named, model = str(tiny_model(seed=5)), {"name": str(tiny_model()), "init": "random"}
+    run = start(model=model, kl={"reference": named}, advantage="gae", critic={"name": named})
+    assert run.parts.reference is not None and run.parts.critic is not None
+    weight, expected = "model.norm.weight", AutoModelForCausalLM.from_pretrained(named).model.norm.weight
+    for part in (run.parts.reference, run.parts.critic.model):
+        torch.testing.assert_close(trained_tensors(part.hf_model)[weight], expected.detach())
+    assert start(model=model, kl={}).learn(1)["ref_kld"] == 0, "unset, it is what the policy begins with"
+
+
 FULL = {"divergence": "full", "coef": 0.5}
 
 

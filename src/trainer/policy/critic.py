@@ -30,7 +30,8 @@ class Critic:
     def __init__(self, config: CriticConfig, model_config: TrainedModelConfig, parallel: Parallel, *, seed: int):
         self._config = config
         self._parallel = parallel
-        own = model_config.model_copy(update={"name": config.name or model_config.name, "lora": None})
+        init = model_config.init if config.name is None else "pretrained"
+        own = model_config.model_copy(update={"name": config.name or model_config.name, "lora": None, "init": init})
         self.model = build_scalar_model(own, parallel, seed=seed, head="zero")
         self.optimizer = build_optimizer(self.model.hf_model, config.optim)
         self.state = ModelState(self.model, self.optimizer)

@@ -54,7 +54,9 @@ class RlParts:
         if config.kl is not None:
             name = _reference_name(config)
             report("loading the reference", model=name)
-            model = config.model.model_copy(update={"name": name, "lora": None})
+            # One that is named has its own weights, also beside a policy that begins with random ones.
+            init = config.model.init if config.kl.reference is None else "pretrained"
+            model = config.model.model_copy(update={"name": name, "lora": None, "init": init})
             self.reference = build_policy(model, parallel, seed=config.seed)
             freeze(self.reference)
             if config.kl.refresh_interval is None:
