@@ -91,6 +91,12 @@ def test_equal_and_extreme_logits_give_numbers(scale: float, sampling: Sampling)
     assert (logprobs <= 0).all() and (entropy >= 0).all()
 
 
+def test_cut_tokens_weigh_nothing_however_low_the_others_are() -> None:
+    logits_CV = torch.arange(V).remainder(5).float().repeat(V, 1)
+    found = [read(logits_CV + shift, list(range(V)), Sampling(top_p=0.5)) for shift in (0.0, -30_000.0)]
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_tokens_at_a_border_stay_but_for_those_that_top_p_needs_not() -> None:
     """Of equally likely ones: all that reach `min_p`, all that are as likely as number k, the fewest with the mass."""
     logits_CV = torch.zeros(4, 4)
