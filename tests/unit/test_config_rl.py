@@ -108,6 +108,21 @@ def test_disagreement_about_the_model_names_both_and_the_shared_flag() -> None:
         assert part in message
 
 
+@pytest.mark.parametrize("flag", ["--max-steps", "--trainer.max-steps", "--orchestrator.max-steps"])
+def test_warm_ups_are_compared_with_the_last_step_wherever_that_is_set(flag: str) -> None:
+    policy = ("--trainer.optim.warmup-steps", "150")
+    critic = ("--trainer.advantage", "gae", "--trainer.critic.warmup-steps", "150")
+    for warmup in (policy, critic, (*critic, "--trainer.critic.optim.warmup-steps", "150")):
+        assert rl(*warmup, flag, "200").trainer.max_steps == 200
+        with pytest.raises(ConfigError, match=r"warmup_steps \(150\) must be below max_steps \(20\)"):
+            rl(*warmup, flag, "20")
+    assert rl(*policy, "--max-steps", "200", "--trainer.max-steps", "20").trainer.max_steps == 200
+    assert "max_steps" in disagreement("--trainer.max-steps", "20", "--orchestrator.max-steps", "30")
+    (line,) = disagreement(flag, "0").splitlines()
+    assert "should be greater than or equal to 1" in line
+    assert rl().trainer.max_steps == rl().orchestrator.max_steps == 100
+
+
 def test_a_value_equal_to_the_default_still_counts_as_given() -> None:
     default = RlConfig().trainer.max_steps
     message = disagreement("--trainer.max-steps", str(default), "--orchestrator.max-steps", str(default + 1))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from triad.config.base import CkptConfig, Command, ModelConfig
 from triad.config.inference import InferenceConfig
@@ -56,6 +58,29 @@ class RlConfig(Command):
 
     clean: bool = False
     """Remove a run that the output directory already holds, then start afresh."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _trainer_knows_the_last_step(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Let the trainer's section be checked against the last step of the run, wherever that is set."""
+        trainer, orchestrator = given.get("trainer", {}), given.get("orchestrator", {})
+        last = given.get("max_steps")
+        if last is None and isinstance(orchestrator, Mapping):
+            last = orchestrator.get("max_steps")
+        if last is None or not isinstance(trainer, Mapping) or not _is_number_of_steps(last):
+            return given
+        if given.get("max_steps") is None and "max_steps" in trainer:
+            return given  # where they differ, `hand_down_shared` says so
+        return {**given, "trainer": {**trainer, "max_steps": last}}
+
+
+def _is_number_of_steps(value: object) -> bool:
+    """Whether a value, which may be the text of a flag, is one that `max_steps` takes; others are refused there."""
+    try:
+        TypeAdapter(Annotated[int, Field(ge=1)]).validate_python(value)
+    except ValidationError:
+        return False
+    return not isinstance(value, bool)
 
 
 _SHARED = {
