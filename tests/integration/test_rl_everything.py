@@ -26,7 +26,8 @@ def test_with_every_part_a_run_that_dies_and_is_started_again_ends_in_the_same_b
 ) -> None:
     settings = tmp_path / "everything.toml"
     pretraining = {"coef": 0.1, "data": {"name": str(write_data(tmp_path / "text.jsonl")), "batch_size": 4}}
-    settings.write_text(tomli_w.dumps(EVERYTHING | {"pretraining": pretraining}))
+    optim = {"optim": {"type": "muon"}, "critic": EVERYTHING["critic"] | {"optim": {"type": "muon", "lr": 1e-3}}}
+    settings.write_text(tomli_w.dumps(EVERYTHING | optim | {"pretraining": pretraining}))
     flags = ("--trainer", "@", str(settings), *rl_server.flags, *_RUN)
     straight = succeeded(tmp_path / "straight", *flags).run_dir
     flags = (*flags, "--ckpt.keep", "1", "--ckpt.dir", f"file://{tmp_path}/store")
@@ -53,6 +54,9 @@ def test_with_every_part_a_run_that_dies_and_is_started_again_ends_in_the_same_b
     assert 2 < first <= len(before) + 1
     assert exact_metrics(killed, steps[first - 1 :]) == exact_metrics(straight, steps[first - 1 :])
 
+    tensors = outcome(straight, _STEPS).tensors
+    for name in ("optim.model.layers.0.mlp.up_proj.weight.momentum_buffer", "reference.model.embed_tokens.weight"):
+        assert any(tensors[name]), name
     lines, state = exact_metrics(straight, steps), outcome(straight, _STEPS).trainer_state
     assert {"kl", "reward_moments", "ema"} <= json.loads(state["progress.json"]).keys()
     assert all(line["value_loss"] > 0 for line in lines)
