@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from triad.errors import ConfigError, nearest
+from triad.errors import ConfigError, TrainingError, nearest
 from triad.import_path import import_users
 
 
@@ -67,3 +70,21 @@ def load_loss(name: str, args: dict[str, Any]) -> Callable[..., Any]:
     except TypeError as error:
         raise ConfigError(f"loss.args = {args}: '{name}' cannot be called as function(data, **args): {error}") from None
     return function
+
+
+@contextmanager
+def calling(name: str, *, key: str) -> Iterator[None]:
+    """Turn what the user's function `name` raises into an error that says where in its module that was.
+
+    Raises:
+        TrainingError: it raised; a start after that would end in the same way.
+    """
+    try:
+        yield
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
+        frame = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1])
+        raise TrainingError(
+            f"{key} = '{name}' failed: {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+        ) from error

@@ -442,6 +442,13 @@ def test_a_wrong_loss_of_the_user_is_named() -> None:
             policy_loss(configured(name, args=args))
     with pytest.raises(TrainingError, match="must return"):
         policy_loss(PolicyLossConfig(type=f"{__name__}:without_counts"))(as_input(random_step(0)))
+    wrong = policy_loss(configured(f"{__name__}:reinforce_with_entropy", args={"coef": "0.1"}))
+    lines = Path(__file__).read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if "coef * data.entropy_N" in text)
+    with pytest.raises(TrainingError) as caught:
+        wrong(as_input(random_step(0)))
+    assert str(caught.value).startswith(f"loss.type = '{__name__}:reinforce_with_entropy' failed: TypeError: ")
+    assert str(caught.value).endswith(f"({__file__}:{line})"), "the user's own line, and not one of torch"
 
 
 def test_the_documentation_shows_the_examples_and_defaults_that_are_tested() -> None:

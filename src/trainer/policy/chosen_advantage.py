@@ -30,7 +30,7 @@ from trainer.policy.online_dpo import DEFAULT_BETA, online_dpo
 from triad.config.advantages import GROUP_ADVANTAGES, SINGLE_ADVANTAGES
 from triad.config.rl_trainer import TrainerConfig
 from triad.errors import TrainingError
-from triad.user_functions import load_function
+from triad.user_functions import calling, load_function
 
 _OF_STEPS: dict[str, RewardsAdvantage] = {"grpo": grpo, "dr_grpo": dr_grpo}
 _OF_REWARDS: dict[str, RewardsAdvantage] = {"rloo": rloo, "max_rl": max_rl}
@@ -127,10 +127,8 @@ def _user_advantage(name: str) -> Advantage:
     function = load_function(name, key="advantage")
 
     def advantage(groups: Groups) -> list[list[float | np.ndarray]]:
-        try:
+        with calling(name, key="advantage"):
             returned = [[_plain(value) for value in group] for group in function([list(group) for group in groups])]
-        except Exception as error:
-            raise TrainingError(f"advantage = '{name}' failed: {type(error).__name__}: {error}") from error
         sizes, wanted = [len(group) for group in returned], [len(group) for group in groups]
         if sizes != wanted:
             raise TrainingError(f"advantage = '{name}' returned groups of {sizes} values for groups of {wanted}")

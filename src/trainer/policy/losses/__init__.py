@@ -20,7 +20,7 @@ from trainer.policy.losses.policy_gradient import (
 )
 from triad.config.losses import PolicyLossConfig
 from triad.errors import TrainingError
-from triad.user_functions import load_loss
+from triad.user_functions import calling, load_loss
 
 __all__ = ["PolicyLoss", "PolicyLossInput", "policy_loss"]
 
@@ -75,7 +75,8 @@ def _user_loss(config: PolicyLossConfig) -> PolicyLoss:
     function = load_loss(config.type, config.args)
 
     def loss(data: PolicyLossInput) -> tuple[Tensor, Counts]:
-        result = function(data, **config.args)
+        with calling(config.type, key="loss.type"):
+            result = function(data, **config.args)
         if not (isinstance(result, tuple) and len(result) == 2 and _is_scalar(result[0]) and _are_scalars(result[1])):
             raise TrainingError(
                 f"loss '{config.type}' must return (loss, counts), a scalar tensor that carries the gradient and a "
