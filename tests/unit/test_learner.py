@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -416,6 +418,25 @@ def test_a_reference_and_a_critic_that_are_named_have_weights_beside_a_policy_th
 
 
 FULL = {"divergence": "full", "coef": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [({"kl": {}}, "kl.reference"), ({"advantage": "gae", "critic": {}}, "critic.name")],
+)
+def test_a_model_beside_the_policy_must_know_its_tokens(
+    start: Start, tiny_model: Callable[..., Path], tmp_path: Path, settings: dict[str, Any], key: str
+) -> None:
+    """Also one with as many tokens, which would read other text without a word."""
+    other = shutil.copytree(tiny_model(seed=7), tmp_path / "other")
+    path = other / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    path.write_text(json.dumps(content))
+    section, field = key.split(".")
+    with pytest.raises(DataError, match=rf"{key} = '{other}' has another tokenizer than .*: 2 tokens differ"):
+        start(**settings | {section: {field: str(other)}})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

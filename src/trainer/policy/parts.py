@@ -9,6 +9,7 @@ import torch
 
 from trainer.checkpoints.commit import Attachment
 from trainer.checkpoints.plain_state import State
+from trainer.data import refuse_other_tokens
 from trainer.models.loading import trained_tensors
 from trainer.models.model import Policy, build_policy
 from trainer.parallel import Parallel
@@ -35,7 +36,7 @@ class RlParts:
 
     Raises:
         ConfigError: a setting is missing.
-        DataError: a model cannot be loaded.
+        DataError: a model cannot be loaded, or knows the policy's tokens by other ids.
     """
 
     def __init__(self, config: TrainerConfig, parallel: Parallel) -> None:
@@ -56,6 +57,8 @@ class RlParts:
             report("loading the reference", model=name)
             # One that is named has its own weights, also beside a policy that begins with random ones.
             init = config.model.init if config.kl.reference is None else "pretrained"
+            if config.kl.reference is not None:
+                refuse_other_tokens(name, config.model.tokenizer_name, key="kl.reference")
             model = config.model.model_copy(update={"name": name, "lora": None, "init": init})
             self.reference = build_policy(model, parallel, seed=config.seed)
             freeze(self.reference)
@@ -67,6 +70,8 @@ class RlParts:
             self._state["entropy"] = self.entropy = EntropyCoefficient(config.loss.entropy)
         if config.critic is not None:
             report("loading the critic", model=config.critic.name or config.model.name)
+            if config.critic.name is not None:
+                refuse_other_tokens(config.critic.name, config.model.tokenizer_name, key="critic.name")
             self.critic = Critic(config.critic, config.model, parallel, seed=config.seed)
             self._state["critic"] = self.critic.state
         if config.reward_model is not None:
