@@ -607,6 +607,39 @@ def test_until_the_critic_is_warm_the_policy_stays_as_it_is(start: Start, seen: 
     assert all(torch.equal(tensor, moved[name]) for name, tensor in tensors_of(resumed).items())
 
 
+def test_until_the_critic_is_warm_nothing_is_steered_by_the_policy(start: Start) -> None:
+    loss = {"type": "ppo", "entropy": {"coef": 0.1, "target": 100.0}}
+    run = start(advantage="gae", critic={"warmup_steps": 2}, kl=REWARD_KL, loss=loss)
+    found = [run.learn(step) for step in (1, 2, 3, 4)]
+    assert [line["kl_coef"] for line in found[:3]] == [0.2] * 3 and found[3]["kl_coef"] != 0.2
+    assert [line["entropy_coef"] for line in found] == pytest.approx([0.0, 0.0, 0.0, 0.105])
+    assert all("kl/sequence" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_passes"),
+    [
+        ({}, 1),
+        ({"kl": {"place": "reward"}}, 1),
+        ({"kl": {"place": "reward", "coef": 0.1}}, 2),
+        ({"kl": {"target": 1.0, "coef": 0.1}}, 2),
+        ({"distillation": {}}, 2),
+        ({"distillation": {"divergence": "full"}}, 1),
+        ({"updates": {"minibatches": 2}}, 4),
+    ],
+)
+def test_the_policy_reads_a_batch_as_often_as_its_settings_need(
+    start: Start, tiny_model: Callable[..., Path], settings: dict[str, Any], num_passes: int
+) -> None:
+    if "distillation" in settings:
+        settings = settings | {"kl": {"reference": str(tiny_model(seed=1))}}
+    run = start(**settings)
+    passes: list[None] = []
+    run.session.policy.register_forward_hook(lambda *_: passes.append(None))
+    run.learn(1)
+    assert len(passes) == num_passes
+
+
 def test_a_policy_that_is_never_trained_is_refused() -> None:
     settings = {"advantage": "gae", "max_steps": 5, "critic": {"warmup_steps": 5}}
     with pytest.raises(ValueError, match="critic.warmup_steps .5. must be below max_steps .5."):

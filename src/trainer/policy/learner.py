@@ -116,8 +116,8 @@ class Learner:
         learning = replace(reading, entropy_gradient=has_bonus or ":" in config.loss.type)  # the user's may need it
         metrics |= {"entropy_coef": entropy.coef} if entropy is not None else {}
         metrics |= self._update(step, learning, trained, epochs, stopwatch)
-        metrics |= self._steer_kl(samples[: len(batch.rollouts)])
-        if entropy is not None and any(sample.num_targets for sample in trained):
+        metrics |= self._steer_kl(step, samples[: len(batch.rollouts)])
+        if entropy is not None and self._trains_policy(step) and any(sample.num_targets for sample in trained):
             entropy.update(metrics["entropy"])
         parts.after_step(step, self._policy)
         if parts.replay is not None:
@@ -169,23 +169,31 @@ class Learner:
             metrics |= experience.add_distillation(trained, config.distillation.coef)
         return metrics | experience.advantage_metrics(trained)
 
-    def _steer_kl(self, samples: Sequence[Sample]) -> dict[str, float]:
+    def _trains_policy(self, step: int) -> bool:
+        """Whether `step` trains the policy, which the first steps of a run may leave as it is."""
+        critic = self._config.critic
+        return critic is None or step > critic.warmup_steps
+
+    def _steer_kl(self, step: int, samples: Sequence[Sample]) -> dict[str, float]:
         """Take the divergence of the fresh samples before this step into the coefficient of the next; return it."""
         coefficient, sampled = self._parts.kl, [sample for sample in samples if sample.num_targets]
         measured = self._needs_old_logprobs and self._needs_reference_logprobs
         if coefficient is None or not measured or not sampled:
             return {}
         sums = experience.kl_of_sequences(sampled)
-        coefficient.update(mean := math.fsum(sums) / len(sums), len(sums))
+        mean = math.fsum(sums) / len(sums)
+        if self._trains_policy(step):
+            coefficient.update(mean, len(sums))
         return {"kl/sequence": mean}
 
     @property
     def _needs_old_logprobs(self) -> bool:
         """Whether log-probabilities before the step are needed beside those of the update."""
-        config = self._config
+        config, kl, distillation = self._config, self._config.kl, self._config.distillation
         several = config.updates.epochs * config.updates.minibatches > 1
-        for_kl = config.kl is not None and (config.kl.target is not None or config.kl.place == "reward")
-        of_step = "online_dpo" in config.advantages or config.distillation is not None
+        for_kl = kl is not None and (kl.target is not None or (kl.place == "reward" and kl.coef > 0))
+        judges = distillation is not None and distillation.divergence == "sampled"
+        of_step = judges or "online_dpo" in config.advantages
         return several or for_kl or of_step or config.critic is not None or config.loss.selects_tokens
 
     @property
@@ -234,7 +242,7 @@ class Learner:
         statistics = PolicyStatistics(
             ages, has_reference=all(REFERENCE_LOGPROB in sample.per_token for sample in samples)
         )
-        critic_alone = config.critic is not None and step <= config.critic.warmup_steps
+        critic_alone = not self._trains_policy(step)
         lr = 0.0 if critic_alone else learning_rate(step, config.optim, config.max_steps)
         value_lr = learning_rate(step, config.critic.optim, config.max_steps) if config.critic is not None else 0.0
         done = (step - 1) * config.updates.epochs * config.updates.minibatches
