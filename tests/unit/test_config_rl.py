@@ -268,6 +268,19 @@ def test_gspo_is_not_given_advantages_of_single_tokens(flags: tuple[str, ...]) -
     assert rl(*flags, "--trainer.loss.type", "gspo_token").trainer.loss.correction.type == "truncate"
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--trainer.environments", '{"reverse_text": {"weight": 2}}'),
+        ("--trainer.advantage", "gae", "--trainer.critic"),
+        ("--trainer.kl.place", "reward", "--trainer.kl.coef", "0.1"),
+    ],
+)
+def test_what_acts_through_advantages_is_refused_where_the_loss_takes_none(flags: tuple[str, ...]) -> None:
+    assert "has no effect with loss.type = 'sft'" in disagreement(*flags, "--trainer.loss.type", "sft")
+    rl(*flags)
+
+
 TEACHER = ("--orchestrator.teacher.urls", "http://127.0.0.1:9000", "--orchestrator.teacher.model", "a/teacher")
 
 

@@ -64,6 +64,22 @@ def check_advantages(config: TrainerConfig) -> None:
         raise ValueError("advantage_beta is the beta of advantage = 'online_dpo': set that, or leave it out")
     if "online_dpo" in used:
         _check_online_dpo(config)
+    if config.loss.type == "sft":
+        _check_imitation(config)
+
+
+def _check_imitation(config: TrainerConfig) -> None:
+    """Refuse what acts through advantages alone, where the loss takes none."""
+    for name, is_on in (
+        ("environments", bool(config.environments)),
+        ("critic", config.critic is not None),
+        ("kl.place = 'reward'", _penalises_rewards(config)),
+    ):
+        if is_on:
+            raise ValueError(
+                f"{name} has no effect with loss.type = 'sft', which takes no advantages: leave it out, or choose "
+                "another loss"
+            )
 
 
 def _that_may_be_negative(config: TrainerConfig) -> list[tuple[str, bool]]:
@@ -113,6 +129,7 @@ def _check_online_dpo(config: TrainerConfig) -> None:
         ("kl.coef above 0 (advantage_beta is the tie to the reference)", config.kl.coef > 0),
         ("loss.top_entropy_share, which would leave half answers", loss.top_entropy_share < 1),
         ("rewards.truncated = 'mask', which would leave half pairs", config.rewards.truncated == "mask"),
+        ("loss.top_entropy_share below 1, which would leave half answers", loss.top_entropy_share < 1),
     ):
         if is_on:
             raise ValueError(f"advantage = 'online_dpo' does not go with {name}: leave that out")
