@@ -484,6 +484,18 @@ def test_whole_vocabularies_of_a_teacher_are_a_term_of_the_loss(
     assert any(data.advantages_N.any() for data in seen) and both["distillation/kl"] == metrics["distillation/kl"]
 
 
+def test_online_dpo_compares_with_a_teacher_of_whole_vocabularies_too(
+    start: Start, tiny_model: Callable[..., Path]
+) -> None:
+    settings: dict[str, Any] = {
+        "advantage": "online_dpo",
+        "loss": ONLINE_DPO_LOSS,
+        "distillation": {"divergence": "full"},
+    }
+    metrics = start(kl={"reference": str(tiny_model(seed=1))}, **settings).learn(1)
+    assert metrics["advantage/max_abs"] > 0 and metrics["distillation/kl"] > 0 and metrics["ref_kld"] > 0
+
+
 def test_a_teacher_of_other_tokens_cannot_be_compared_whole(start: Start, tiny_model: Callable[..., Path]) -> None:
     other = tiny_model(vocab_size=136)
     with pytest.raises(DataError, match=r"kl.reference = '.*' has 136 tokens, the policy \d+. Set distillation"):

@@ -199,8 +199,8 @@ class Learner:
     @property
     def _needs_reference_logprobs(self) -> bool:
         """Whether the reference is measured before the update; a teacher of whole vocabularies is read within it."""
-        kl = self._config.kl
-        return kl is not None and (self._teacher is None or kl.coef > 0)
+        kl, compares = self._config.kl, "online_dpo" in self._config.advantages
+        return kl is not None and (self._teacher is None or kl.coef > 0 or compares)
 
     def _measure(self, reading: Reading, minibatches: Sequence[Minibatch]) -> None:
         """Give every sample the numbers that no gradient is needed for. Collective."""
