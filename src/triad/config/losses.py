@@ -147,16 +147,19 @@ class PolicyLossConfig(Section):
     `policy_gradient`, `sft` (no advantages: every rollout is a demonstration), or `module:function` of your own."""
 
     clip_low: float | None = Field(default=None, ge=0, le=1)
-    """The importance ratio is clipped below at 1 - clip_low; 1: never. `dppo`: what a token's probability may fall."""
+    """The importance ratio is clipped below at 1 - clip_low; 1: never. `dppo`: what a token's probability may fall.
+    Unset: what `type` has in docs/losses.md."""
 
     clip_high: float | None = Field(default=None, ge=0)
-    """The importance ratio is clipped above at 1 + clip_high. `dppo`: what a token's probability may rise."""
+    """The importance ratio is clipped above at 1 + clip_high. `dppo`: what a token's probability may rise. Unset: what
+    `type` has in docs/losses.md."""
 
     dual_clip: float | None = Field(default=None, gt=1, allow_inf_nan=True)
     """The importance ratio of a token with negative advantage counts for at most this; `inf`: any ratio."""
 
     ratio_max: float | None = Field(default=None, ge=1, allow_inf_nan=True)
-    """The largest weight that an importance ratio gives a token, in `policy_gradient` and `dppo`; `inf`: any ratio."""
+    """The largest weight that an importance ratio gives a token, in `policy_gradient` and `dppo`; `inf`: any ratio.
+    Unset: 20."""
 
     ratio_to: Literal["sampler", "old"] | None = None
     """What the importance ratio compares the policy with: the `sampler`, as it drew the tokens, or the trainer's
@@ -165,7 +168,8 @@ class PolicyLossConfig(Section):
 
     aggregation: Literal["sequence", "token", "constant"] | None = None
     """The denominator: every rollout counts the same (`sequence`), every token (`token`), or every
-    token with `constant_tokens` for each rollout, whatever its length (`constant`)."""
+    token with `constant_tokens` for each rollout, whatever its length (`constant`). Unset: what `type` has in
+    docs/losses.md."""
 
     constant_tokens: int | None = Field(default=None, ge=1)
     """Tokens of a rollout for `aggregation = constant`; unset: `rl` takes `orchestrator.sampling.max_tokens`. Where

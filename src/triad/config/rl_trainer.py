@@ -75,7 +75,7 @@ class TrainerConfig(TrainingCommand):
     """A learned reward model; unset: the rewards of the environments."""
 
     kl: KlConfig | None = None
-    """Reference model and KL penalty; a bare `--kl` measures `ref_kld`."""
+    """Reference model and KL penalty; given without more, `ref_kld` is measured."""
 
     distillation: DistillationConfig | None = None
     """A teacher beside the rewards; with `advantage = distillation` it has no need to be given."""
