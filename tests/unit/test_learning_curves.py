@@ -63,6 +63,6 @@ def test_every_algorithm_has_a_panel(algorithms: list[str], tmp_path: Path) -> N
 
 def test_the_committed_curves_rise_for_every_seed_and_are_those_of_the_docs() -> None:
     curves = read_curves(ROOT / "benchmarks" / "algorithms" / "curves.csv")
-    assert {(one.algorithm, one.seed) for one in curves} == {(name, seed) for name in NAMES for seed in (0, 1, 2)}
+    assert {(one.algorithm, one.seed) for one in curves} == {(name, 0) for name in NAMES}
     assert all(one.end - one.start > 0.1 for one in curves)
     assert summary(curves) in (ROOT / "docs" / "algorithms.md").read_text()
