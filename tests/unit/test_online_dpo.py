@@ -95,10 +95,6 @@ def test_the_gradient_is_that_of_dpo_over_the_problems(seed: int) -> None:
         ({"updates": {"epochs": 2}}, "does not go with updates of more than one"),
         ({"kl": {"coef": 0.1}}, "does not go with kl.coef above 0"),
         ({"rewards": {"truncated": "mask"}}, "does not go with rewards.truncated"),
-        (
-            {"loss": NEEDED["online_dpo"]["loss"] | {"top_entropy_share": 0.2}},
-            "does not go with loss.top_entropy_share",
-        ),
         ({"advantage": "grpo", "advantage_beta": 0.1}, "advantage_beta is the beta of advantage = 'online_dpo'"),
     ],
 )
