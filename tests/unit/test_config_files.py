@@ -95,6 +95,20 @@ def test_a_bare_ckpt_switches_checkpoints_on_with_defaults() -> None:
     assert both.ckpt is not None and (both.ckpt.interval, both.ckpt.keep) == (5, 2)
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("advantag = 'grpo'", "unknown key 'trainer.environments.sums.advantag'. Did you mean 'advantage'?"),
+        ("weight = 0", "'trainer.environments.sums.weight' should be greater than 0, got 0"),
+        ("advantage = 3", "'trainer.environments.sums.advantage' should be a valid string, got 3"),
+    ],
+)
+def test_a_mistake_in_a_table_that_the_user_named_is_told_with_that_name(write: Write, line: str, says: str) -> None:
+    path = write("rl.toml", f"[trainer.environments.sums]\n{line}\n")
+    assert refused("@", path, command=RlConfig) == f"{path}: {says}"
+    assert "'trainer.environments.sums' " in refused("--trainer.environments", '{"sums": 3}', command=RlConfig)
+
+
 @pytest.mark.parametrize(("word", "value"), [("20", 20), ("-1", -1), ("latest", "latest"), ("auto", "auto")])
 def test_resume_step_takes_a_number_or_a_word(word: str, value: object) -> None:
     config = sft("--ckpt.resume-step", word)

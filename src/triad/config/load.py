@@ -212,17 +212,27 @@ def _resolve(
     """
     model: type[BaseModel] | None = command
     parent: type[BaseModel] | None = command
+    entries: type[BaseModel] | None = None
     kept: list[int | str] = []
     for part in location:
         if isinstance(part, int):
             kept.append(part)
-            continue
-        if model is None:
+        elif entries is not None:  # the name of a table, which the user chose
+            kept.append(part)
+            model, entries = entries, None
+        elif model is None:
             break
-        parent, kept = model, [*kept, part]
-        info = model.model_fields.get(part)
-        model = _model_in(info.annotation) if info else None
+        else:
+            parent, kept = model, [*kept, part]
+            info = model.model_fields.get(part)
+            entries = _model_of_entries(info.annotation) if info else None
+            model = _model_in(info.annotation) if info else None
     return tuple(kept), parent
+
+
+def _model_of_entries(annotation: Any) -> type[BaseModel] | None:
+    """Return the model of the tables in a table of them, `dict[str, X]`."""
+    return _model_in(typing.get_args(annotation)[1]) if typing.get_origin(annotation) is dict else None
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
