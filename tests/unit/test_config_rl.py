@@ -156,7 +156,8 @@ def test_groups_of_one_are_taken_where_there_is_nothing_to_compare() -> None:
     for name in (*SINGLE_ADVANTAGES, "own:advantage"):
         config = rl("--orchestrator.group-size", "1", "--trainer.advantage", name, *NEEDED.get(name, ()))
         assert config.orchestrator.group_size == 1
-    assert rl("--orchestrator.group-size", "1", "--trainer.loss.type", "sft").trainer.advantage == "dr_grpo"
+    imitation = (*TEACHER, "--orchestrator.teacher.mode", "samples", "--trainer.loss.type", "sft")
+    assert rl("--orchestrator.group-size", "1", *imitation).trainer.advantage == "dr_grpo"
 
 
 def test_groups_of_one_cannot_be_chosen_by_how_their_rewards_differ() -> None:
@@ -300,6 +301,8 @@ def test_a_distillation_needs_one_teacher_and_a_loss_for_what_it_gives() -> None
     samples = (*TEACHER, "--orchestrator.teacher.mode", "samples")
     assert "trainer.loss.type = 'dapo' takes the samples for the policy's own" in disagreement(*samples)
     rl(*samples, "--trainer.loss.type", "sft")
+    for flags in ((), TEACHER):
+        assert "set orchestrator.teacher with mode = 'samples'" in disagreement("--trainer.loss.type", "sft", *flags)
     rl(*samples, "--trainer.loss.type", "my_losses:imitate")
     assert "log-probabilities of a teacher" in disagreement(
         *distil, *TEACHER, "--orchestrator.sampling.temperature", "2"

@@ -128,7 +128,7 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
 
 
 def _check_teacher(config: RlConfig) -> None:
-    """Refuse a distillation without a teacher, and two references for one token."""
+    """Refuse a distillation or imitation without a teacher, and two references for one token."""
     judges = config.orchestrator.teacher is not None and not config.orchestrator.is_sampled_by_teacher
     if judges and config.trainer.kl is not None:
         raise ConfigError(
@@ -145,6 +145,11 @@ def _check_teacher(config: RlConfig) -> None:
             "does not train on: leave it out"
         )
     loss = config.trainer.loss.type
+    if loss == "sft" and not config.orchestrator.is_sampled_by_teacher:
+        raise ConfigError(
+            "trainer.loss.type = 'sft' imitates every rollout whatever its reward, and here the policy itself samples "
+            "them: set orchestrator.teacher with mode = 'samples', or another loss, such as 'policy_gradient'"
+        )
     if config.orchestrator.is_sampled_by_teacher and loss != "sft" and ":" not in loss:
         raise ConfigError(
             f"orchestrator.teacher samples (mode = 'samples'), and trainer.loss.type = '{loss}' "
