@@ -123,6 +123,15 @@ def test_warm_ups_are_compared_with_the_last_step_wherever_that_is_set(flag: str
     assert rl().trainer.max_steps == rl().orchestrator.max_steps == 100
 
 
+def test_the_last_step_is_handed_on_as_it_was_given_or_refused_once(tmp_path: Path) -> None:
+    sections = {"trainer": TrainerConfig(), "orchestrator": OrchestratorConfig()}
+    assert hand_down_shared(RlConfig(max_steps=5, **sections)).trainer.max_steps == 5
+    assert hand_down_shared(RlConfig(**sections)).trainer.max_steps == 100
+    path = tmp_path / "rl.toml"
+    path.write_text("max_steps = true\n")
+    assert disagreement("@", str(path)) == f"{path}: 'max_steps' should be a number, not true or false, got true"
+
+
 def test_a_value_equal_to_the_default_still_counts_as_given() -> None:
     default = RlConfig().trainer.max_steps
     message = disagreement("--trainer.max-steps", str(default), "--orchestrator.max-steps", str(default + 1))
