@@ -637,6 +637,7 @@ def test_until_the_critic_is_warm_nothing_is_steered_by_the_policy(start: Start)
         ({"kl": {"target": 1.0, "coef": 0.1}}, 2),
         ({"distillation": {}}, 2),
         ({"distillation": {"divergence": "full"}}, 1),
+        ({"advantage": "gae", "critic": {}}, 1),
         ({"updates": {"minibatches": 2}}, 4),
     ],
 )

@@ -194,7 +194,7 @@ class Learner:
         for_kl = kl is not None and (kl.target is not None or (kl.place == "reward" and kl.coef > 0))
         judges = distillation is not None and distillation.divergence == "sampled"
         of_step = judges or "online_dpo" in config.advantages
-        return several or for_kl or of_step or config.critic is not None or config.loss.selects_tokens
+        return several or for_kl or of_step or config.loss.selects_tokens
 
     @property
     def _needs_reference_logprobs(self) -> bool:
