@@ -73,14 +73,19 @@ def load_loss(name: str, args: dict[str, Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def calling(name: str, *, key: str) -> Iterator[None]:
+def calling(name: str, *, key: str, unless: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Turn what the user's function `name` raises into an error that says where in its module that was.
+
+    Args:
+        unless: errors that are not the function's own; they are left as they are.
 
     Raises:
         TrainingError: it raised; a start after that would end in the same way.
     """
     try:
         yield
+    except unless:
+        raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         own = getattr(sys.modules[name.partition(":")[0]], "__file__", None)

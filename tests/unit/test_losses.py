@@ -451,6 +451,17 @@ def test_a_wrong_loss_of_the_user_is_named() -> None:
     assert str(caught.value).endswith(f"({__file__}:{line})"), "the user's own line, and not one of torch"
 
 
+def on_a_lost_gpu(data: PolicyLossInput) -> tuple[Tensor, dict[str, Tensor]]:
+    """A user's loss in which a fault of the machine comes up."""
+    raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+
+
+def test_a_fault_of_the_machine_is_none_of_the_user() -> None:
+    # Such a trainer is started again, after a TrainingError none is.
+    with pytest.raises(torch.AcceleratorError, match="uncorrectable"):
+        policy_loss(PolicyLossConfig(type=f"{__name__}:on_a_lost_gpu"))(as_input(random_step(0)))
+
+
 def test_the_documentation_shows_the_examples_and_defaults_that_are_tested() -> None:
     docs = Path(__file__).parents[2] / "docs"
     assert inspect.getsource(reinforce_with_entropy) in (docs / "extending.md").read_text()

@@ -39,6 +39,9 @@ _BUILT_IN: dict[str, Callable[[PolicyLossConfig], Objective]] = {
     "sft": likelihood_objective,
 }
 
+_OF_THE_MACHINE = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
+"""Errors that come up in any code, also in a loss of the user: a GPU or another rank is gone. A new start may help."""
+
 
 def policy_loss(config: PolicyLossConfig) -> PolicyLoss:
     """Return the loss that `config.type` names: a built-in one, or the user's `module:function`.
@@ -75,7 +78,7 @@ def _user_loss(config: PolicyLossConfig) -> PolicyLoss:
     function = load_loss(config.type, config.args)
 
     def loss(data: PolicyLossInput) -> tuple[Tensor, Counts]:
-        with calling(config.type, key="loss.type"):
+        with calling(config.type, key="loss.type", unless=_OF_THE_MACHINE):
             result = function(data, **config.args)
         if not (isinstance(result, tuple) and len(result) == 2 and _is_scalar(result[0]) and _are_scalars(result[1])):
             raise TrainingError(
