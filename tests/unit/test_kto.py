@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from tests.plain_logprobs import answer_logprob
 from trainer.models.model import Policy, build_policy
 from trainer.packing import Sample
 from trainer.pairs.answers import LabelledAnswer, following_others, load_answers
@@ -232,19 +233,6 @@ def gradients_of(policy: Policy) -> Tensor:
     found = torch.cat([parameter.grad.flatten() for parameter in policy.parameters() if parameter.grad is not None])
     policy.zero_grad(set_to_none=True)
     return found
-
-
-def answer_logprob(policy: Policy, sample: Sample) -> Tensor:
-    """Return the summed log-probability of what is trained, by transformers' own logits in float64."""
-    ids_L = torch.from_numpy(sample.token_ids.astype(np.int64))
-    hidden = policy.hf_model.get_decoder()(
-        input_ids=ids_L[None], position_ids=torch.arange(len(ids_L))[None], use_cache=False
-    ).last_hidden_state[0]
-    head = policy.hf_model.get_output_embeddings()
-    assert head is not None
-    logprobs = head(hidden).double().log_softmax(-1)
-    picked = [logprobs[place - 1, ids_L[place]] for place in np.flatnonzero(sample.loss_mask)]
-    return sum(picked, torch.zeros((), dtype=torch.float64))
 
 
 @pytest.mark.parametrize("offset", [2.5, -2.5], ids=["above the reference", "below it, where z is 0"])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from tests.plain_logprobs import answer_logprob
 from trainer.dpo import dpo_objective
 from trainer.models.model import Policy, build_policy
 from trainer.packing import Arrangement
@@ -311,20 +312,10 @@ def test_a_step_is_what_transformers_logits_and_the_formula_give(policy: Policy,
     metrics, gradients = step_of(policy, parallel, pairs)
     offsets = torch.from_numpy(np.random.default_rng(1).normal(size=(4, 2)))
 
-    def answer_logprob(ids: np.ndarray, mask: np.ndarray) -> Tensor:
-        ids_L = torch.from_numpy(ids.astype(np.int64))
-        hidden = policy.hf_model.get_decoder()(
-            input_ids=ids_L[None], position_ids=torch.arange(len(ids_L))[None], use_cache=False
-        ).last_hidden_state[0]
-        head = policy.hf_model.get_output_embeddings()
-        assert head is not None
-        logprobs = head(hidden).double().log_softmax(-1)
-        return sum((logprobs[t - 1, ids_L[t]] for t in np.flatnonzero(mask)), torch.zeros((), dtype=torch.float64))
-
     policy.zero_grad(set_to_none=True)
     loss = torch.zeros((), dtype=torch.float64)
     for pair, offset in zip(pairs, offsets, strict=True):
-        w, l = (answer_logprob(side.token_ids, side.loss_mask) for side in pair.sides)  # noqa: E741
+        w, l = (answer_logprob(policy, side) for side in pair.sides)  # noqa: E741
         h = 0.3 * ((w - (w.detach() + offset[0])) - (l - (l.detach() + offset[1])))
         loss = loss - torch.log(torch.sigmoid(h)) / 4
     loss.backward()

@@ -115,7 +115,7 @@ def _check_gdpo(config: TrainerConfig) -> None:
 def _check_online_dpo(config: TrainerConfig) -> None:
     """Refuse what makes the gradient another than that of DPO's loss."""
     if config.kl is None:
-        raise ValueError("advantage = 'online_dpo' compares with a reference: set kl ({} takes model.name)")
+        raise ValueError("advantage = 'online_dpo' compares with a reference: set kl (kl = {} takes model.name)")
     loss = config.loss
     found = (loss.type, loss.ratio_to, loss.aggregation, loss.constant_tokens, loss.correction.type)
     if found != ("policy_gradient", "old", "constant", 1, "none"):

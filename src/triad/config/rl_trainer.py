@@ -178,7 +178,7 @@ class TrainerConfig(TrainingCommand):
     @model_validator(mode="after")
     def _parts_fit_together(self) -> TrainerConfig:
         if (self.advantage == "gae") != (self.critic is not None):
-            missing = "set critic ({} takes the defaults)" if self.critic is None else "set advantage = 'gae'"
+            missing = "set critic (critic = {} takes the defaults)" if self.critic is None else "set advantage = 'gae'"
             raise ValueError(f"advantage = 'gae' and a critic go together: {missing}")
         if self.critic is not None:
             self.critic.optim.check_warmup(self.max_steps, "critic.optim")
