@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from triad import manifest
-from triad.manifest import Manifest
-from triad.run_dir import RunDir
+from holdfast.shared.files import manifest
+from holdfast.shared.files.manifest import Manifest
+from holdfast.shared.files.run_dir import RunDir
 
 
 def write_checkpoint(

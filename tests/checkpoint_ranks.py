@@ -22,17 +22,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from holdfast.shared.config import CkptConfig
+from holdfast.shared.errors import CheckpointError, HoldfastError, Stopped
+from holdfast.trainer.checkpoints import dcp
+from holdfast.trainer.checkpoints.checkpointer import Checkpointer, load_state_with_optimizer, save_state
+from holdfast.trainer.checkpoints.plain_state import ObjectsState
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.saving import Saver
+from holdfast.trainer.stop import StopRequest
 from tests.processes import HANG_S
 from tests.train_states import copied, held_writes, same
 from tests.two_ranks import run_on_two_ranks
-from trainer.checkpoints import dcp
-from trainer.checkpoints.checkpointer import Checkpointer, load_state_with_optimizer, save_state
-from trainer.checkpoints.plain_state import ObjectsState
-from trainer.checkpoints.saving import Saver
-from trainer.parallel import Parallel
-from trainer.stop import StopRequest
-from triad.config import CkptConfig
-from triad.errors import CheckpointError, Stopped, TriadError
 
 Objects = dict[str, Any]
 WIDTH = 256
@@ -77,7 +77,7 @@ def message_of(action: Callable[[], object]) -> str:
     """The message of the error that `action` raises."""
     try:
         action()
-    except TriadError as error:
+    except HoldfastError as error:
         return f"{type(error).__name__}: {error}"
     return ""
 

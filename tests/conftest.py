@@ -20,8 +20,8 @@ import pytest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from holdfast.trainer.parallel import Parallel
     from tests.training_runs import Runs, SftRun
-    from trainer.parallel import Parallel
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = ROOT / "examples" / "reverse_text" / "base"
@@ -48,8 +48,8 @@ _TINY = {
 def pytest_configure() -> None:
     """Before torch or datasets are imported: threads, and a cache that is not the user's."""
     global _cache
-    gc.disable()  # until all is collected: as `triad.process.heavy_imports` does it, for modules of tests as well
-    _cache = tempfile.mkdtemp(prefix="triad-tests-")
+    gc.disable()  # until all is collected: as `heavy_imports` of every process does it, for modules of tests as well
+    _cache = tempfile.mkdtemp(prefix="holdfast-tests-")
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["HF_DATASETS_CACHE"] = f"{_cache}/datasets"
@@ -156,7 +156,7 @@ def parallel() -> Iterator[Parallel]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from trainer.parallel import Parallel
+    from holdfast.trainer.parallel import Parallel
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -10,14 +10,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from holdfast.shared.config import (
+    DpoConfig,
+    OrchestratorConfig,
+    RewardTrainingConfig,
+    RlConfig,
+    SftConfig,
+    TrainerConfig,
+)
+from holdfast.shared.config.load import parse_command_line
+from holdfast.shared.config.rl import hand_down_shared
 from tests.conftest import ROOT
 from tests.documentation import Block, Command, blocks, shows
-from triad.config import DpoConfig, OrchestratorConfig, RewardTrainingConfig, RlConfig, SftConfig, TrainerConfig
-from triad.config.load import parse_command_line
-from triad.config.rl import hand_down_shared
 
 TRAINING = {"sft": SftConfig, "dpo": DpoConfig, "reward-model": RewardTrainingConfig, "trainer": TrainerConfig}
-# Not of triad: what they need is a network, another machine, or the suite that this is a part of.
+# Not of holdfast: what they need is a network, another machine, or the suite that this is a part of.
 NOT_OURS = {"pip", "uv", "export", "sha256sum", "pytest"}
 _RESUMING = ("--ckpt.resume-step", "--ckpt.resume-dir", "--ckpt.weights-only")
 _MODEL = "examples/reverse_text/model"
@@ -106,8 +113,8 @@ class Checkout:
 
     def _check_reader(self, command: Command) -> None:
         """Check the arguments of `ckpt` or `rollouts`, and that the run that it looks into is there."""
-        from triad.ckpt.arguments import parse
-        from triad.rollouts_cli import parse as parse_rollouts
+        from holdfast.commands.ckpt.arguments import parse
+        from holdfast.commands.rollouts.main import parse as parse_rollouts
 
         arguments = (parse if command.words[0] == "ckpt" else parse_rollouts)(command.words[1:])
         if arguments.command != "import":

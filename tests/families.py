@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from trainer.models.model import Policy
-from trainer.packing import Sample, build_micro_batch, plan_rows
+from holdfast.trainer.data.packing import Sample, build_micro_batch, plan_rows
+from holdfast.trainer.models.policy import Policy
 
 VOCABULARY = 97
 _BASE = {

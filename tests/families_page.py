@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.trainer.models.layout import Layout
 from tests.families import Family
-from trainer.models.layout import Layout
 
 IN_RL = Path(__file__).parent / "families_in_rl.json"
 _TEXT = """\
 # Models
 
 Which families of models can be trained, and how. The table is written by the test that checks it,
-`tests/unit/test_families.py`: a tiny random model of each family, whose windows, soft caps and multipliers
+`tests/unit/trainer/test_families.py`: a tiny random model of each family, whose windows, soft caps and multipliers
 differ from the values at which they do nothing, is trained packed and unpacked, and its loss and gradient are
 within 1e-5 of what `transformers` gives with eager attention, one sample at a time. {count} kinds are in it.
 

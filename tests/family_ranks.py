@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from holdfast.shared.config.trainer import SftDataConfig, TrainedModelConfig
+from holdfast.trainer.models.policy import build_policy
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.supervised.step import supervised_step
 from tests.families import random_samples
 from tests.two_ranks import run_on_two_ranks
-from trainer.models.model import build_policy
-from trainer.parallel import Parallel
-from trainer.supervised_step import supervised_step
-from triad.config.trainer import SftDataConfig, TrainedModelConfig
 
 LENGTHS = (23, 5, 31, 2, 14)
 

@@ -18,19 +18,19 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, BinaryIO, NoReturn
 
+from holdfast.shared.process.import_path import module_command
 from tests.processes import end_with
-from triad.import_path import module_command
 
-_FORKED = ("trainer.launch", "orchestrator.main")
+_FORKED = ("holdfast.trainer.launch", "holdfast.orchestrator.main")
 
 
 def run_command(program: str, argv: list[str]) -> NoReturn:
     """Be the console script `program`."""
-    import triad.supervise
-    from triad import cli
+    import holdfast.commands.launcher.supervise
+    from holdfast.commands import cli
 
     replaced = {name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")}
-    triad.supervise.subprocess = SimpleNamespace(Popen=_start, **replaced)  # type: ignore[assignment]
+    holdfast.commands.launcher.supervise.subprocess = SimpleNamespace(Popen=_start, **replaced)  # type: ignore[assignment]
     sys.argv = [program, *argv]
     getattr(cli, program.replace("-", "_"))()
     raise AssertionError("a command ends by sys.exit")
@@ -118,9 +118,9 @@ def _take_name(argv: list[str]) -> None:
 
 
 def _main_of(name: str) -> int:
-    import trainer.launch
-    from triad.process import exit_code_of
+    import holdfast.trainer.launch
+    from holdfast.shared.process.child import exit_code_of
 
     # A page of memory that its ranks share, and not the one that all forks would share.
-    trainer.launch.STOP_REQUEST.__init__()
+    holdfast.trainer.launch.STOP_REQUEST.__init__()
     return exit_code_of(importlib.import_module(name).main)

@@ -1,7 +1,7 @@
 """Real inference servers for tests, started in a second or two instead of a quarter of a minute.
 
 A helper process, the zygote, imports vLLM once. For every server it forks a child that runs
-`inference.main` as a process of its own: tests can kill it, and see the exit code that it really
+`holdfast.inference.main` as a process of its own: tests can kill it, and see the exit code that it really
 gives. Servers and zygote end with the process that asked for them, however that ends.
 
     zygote = shared_zygote()
@@ -30,15 +30,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from triad.config import InferenceConfig
-from triad.process import die_with_parent, heavy_imports
+from holdfast.shared.config import InferenceConfig
+from holdfast.shared.process.child import die_with_parent, heavy_imports
 
 IMPORT_TIMEOUT_S = 180.0
 READY_TIMEOUT_S = 90.0
 _FIRST_PORT = 12_000  # behind the ones that programs are known by
 
 _IMPORTED_BY_A_SERVER = (
-    "inference.server",
+    "holdfast.inference.server",
     "transformers.models.qwen3.modeling_qwen3",
     "vllm.entrypoints.openai.chat_completion.serving",
     "vllm.entrypoints.openai.completion.serving",
@@ -245,7 +245,7 @@ def _main() -> NoReturn:
 
 
 def _import_everything() -> None:
-    from inference.main import set_environment
+    from holdfast.inference.main import set_environment
 
     set_environment(InferenceConfig.model_validate({}))
     for name in _IMPORTED_BY_A_SERVER:
@@ -275,7 +275,7 @@ def _run_server(request: dict[str, Any]) -> NoReturn:
     os.environ.update(request["env"])
     code = 1
     try:
-        from inference.main import main
+        from holdfast.inference.main import main
 
         exec(request["sabotage"], {})
         code = main([request["toml"], *request["owner"]])

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from trainer.policy.advantage import Advantage, Groups, JudgedRollout
-from trainer.policy.chosen_advantage import choose_advantage
-from triad.config.rl_trainer import TrainerConfig
+from holdfast.shared.config.rl_trainer import TrainerConfig
+from holdfast.trainer.rl.advantages.chosen import choose_advantage
+from holdfast.trainer.rl.advantages.estimators import Advantage, Groups, JudgedRollout
 
 ONLINE_DPO_LOSS = {"type": "policy_gradient", "ratio_to": "old", "aggregation": "constant", "constant_tokens": 1,
                    "correction": {"type": "none"}}  # fmt: skip

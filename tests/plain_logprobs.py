@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.models.model import Policy
-from trainer.packing import Sample
+from holdfast.trainer.data.packing import Sample
+from holdfast.trainer.models.policy import Policy
 
 
 def answer_logprob(policy: Policy, sample: Sample) -> Tensor:

@@ -15,30 +15,30 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from holdfast.shared.config.algorithm import PretrainingConfig, UpdatesConfig
+from holdfast.shared.config.losses import PolicyLossConfig
+from holdfast.shared.config.trainer import OptimConfig, TrainedModelConfig
+from holdfast.trainer.data import tokenizing
+from holdfast.trainer.data.packing import Sample
+from holdfast.trainer.data.row_files import Rows
+from holdfast.trainer.data.samples import load_tokenizer
+from holdfast.trainer.models.loading import trained_tensors
+from holdfast.trainer.models.logprobs import PLAIN
+from holdfast.trainer.models.policy import build_policy, reshard
+from holdfast.trainer.optim.muon import _orthogonalized
+from holdfast.trainer.optim.optimizers import build_optimizer, update_parameters
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.rl.frozen import freeze
+from holdfast.trainer.rl.losses import PolicyLossInput, policy_loss
+from holdfast.trainer.rl.losses.kl_term import with_distillation_term
+from holdfast.trainer.rl.metrics import PolicyStatistics
+from holdfast.trainer.rl.minibatches import annotate, plan_epochs
+from holdfast.trainer.rl.pretraining import PretrainingMix
+from holdfast.trainer.rl.rollouts import ADVANTAGE, AGE, SAMPLER_LOGPROB
+from holdfast.trainer.rl.step import policy_step
+from holdfast.trainer.step import predict
 from tests.policy_inputs import policy_input
 from tests.two_ranks import run_on_two_ranks
-from trainer import tokenizing
-from trainer.data import load_tokenizer
-from trainer.models.loading import trained_tensors
-from trainer.models.logprobs import PLAIN
-from trainer.models.model import build_policy, reshard
-from trainer.muon import _orthogonalized
-from trainer.optim import build_optimizer, update_parameters
-from trainer.packing import Sample
-from trainer.parallel import Parallel
-from trainer.policy.frozen import freeze
-from trainer.policy.losses import PolicyLossInput, policy_loss
-from trainer.policy.losses.kl_term import with_distillation_term
-from trainer.policy.metrics import PolicyStatistics
-from trainer.policy.minibatches import annotate, plan_epochs
-from trainer.policy.pretraining import PretrainingMix
-from trainer.policy.rollouts import ADVANTAGE, AGE, SAMPLER_LOGPROB
-from trainer.policy.step import policy_step
-from trainer.row_files import Rows
-from trainer.step import predict
-from triad.config.algorithm import PretrainingConfig, UpdatesConfig
-from triad.config.losses import PolicyLossConfig
-from triad.config.trainer import OptimConfig, TrainedModelConfig
 
 AGES = (0, 1, 4)
 # Of each token: new, old, sampler and reference log-probability, age. By update, by forward pass.

@@ -23,25 +23,25 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoTokenizer
 
+from holdfast.commands.launcher.engine_log import engine_failure
+from holdfast.commands.launcher.supervise import error_message
+from holdfast.shared.config import InferenceConfig
+from holdfast.shared.config.trainer import TrainedModelConfig
+from holdfast.shared.errors import HoldfastError
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.trainer.data.packing import Sample, build_micro_batch
+from holdfast.trainer.models.policy import build_policy
+from holdfast.trainer.models.tensor_layout import TensorLayout, names_in_files
+from holdfast.trainer.models.weight_publisher import WeightPublisher
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.rl.mismatch import LIMITS
+from holdfast.trainer.self_check import check_model
+from holdfast.trainer.step import predict
+from holdfast.trainer.supervised.loss import k3
 from tests.families import FAMILIES, Family, write_model
 from tests.families_page import IN_RL
 from tests.inference_zygote import free_port, shared_zygote
 from tests.processes import HANG_S
-from trainer.loss import k3
-from trainer.models.model import build_policy
-from trainer.models.tensor_layout import TensorLayout, names_in_files
-from trainer.models.weights import WeightPublisher
-from trainer.packing import Sample, build_micro_batch
-from trainer.parallel import Parallel
-from trainer.policy.mismatch import LIMITS
-from trainer.self_check import check_model
-from trainer.step import predict
-from triad.config import InferenceConfig
-from triad.config.trainer import TrainedModelConfig
-from triad.engine_log import engine_failure
-from triad.errors import TriadError
-from triad.run_dir import RunDir
-from triad.supervise import error_message
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "examples" / "reverse_text" / "base"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -123,7 +123,7 @@ def measure(name: str, directory: Path, parallel: Parallel) -> float:
     try:
         policy = build_policy(TrainedModelConfig(name=str(model)), parallel, seed=0)
         check_model(policy, parallel, name=str(model), pack=True, dtype="float32")
-    except TriadError as error:
+    except HoldfastError as error:
         raise Refused(_one_line(str(error).removeprefix(f"model.name = '{model}': "), directory)) from None
     with torch.no_grad():
         generator = torch.Generator().manual_seed(6)

@@ -16,11 +16,11 @@ from typing import Any, Self
 
 import psutil
 
+from holdfast.shared.files.metrics import read_metrics
+from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.processes import HANG_S, command_line
 from tests.training_zygote import shared_zygote
-from triad.metrics import read_metrics
-from triad.run_dir import RunDir
 
 CONFIG = "configs/reverse_text/rl.toml"
 MODEL = ROOT / "examples" / "reverse_text" / "model"
@@ -94,7 +94,7 @@ class RlRun:
         return found
 
     def find(self, module: str) -> list[psutil.Process]:
-        """Processes of the run that run `module`, such as `trainer.launch`: parents before their children."""
+        """Processes of the run that run `module`, such as `holdfast.trainer.launch`: parents before their children."""
         found = [process for process in self.processes() if module in command_line(process)]
         return sorted(found, key=lambda process: len(process.parents()))
 

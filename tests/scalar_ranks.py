@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from holdfast.shared.config.trainer import TrainedModelConfig
+from holdfast.trainer.data.packing import Sample, build_micro_batch, plan_rows
+from holdfast.trainer.models.loading import trained_tensors
+from holdfast.trainer.models.scalar_model import build_scalar_model, predict_values, score_samples
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.rl.rewards.reward_model import RewardModel
 from tests.two_ranks import run_on_two_ranks
-from trainer.models.loading import trained_tensors
-from trainer.models.scalar_model import build_scalar_model, predict_values, score_samples
-from trainer.packing import Sample, build_micro_batch, plan_rows
-from trainer.parallel import Parallel
-from trainer.policy.reward_model import RewardModel
-from triad.config.trainer import TrainedModelConfig
 
 
 def ragged_samples() -> list[Sample]:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from holdfast.shared.config.losses import CorrectionConfig, PolicyLossConfig
+from holdfast.trainer.rl.losses import PolicyLossInput
 from tests.policy_inputs import policy_input
-from trainer.policy.losses import PolicyLossInput
-from triad.config.losses import CorrectionConfig, PolicyLossConfig
 
 Token = dict[str, float]
 Sequences = list[list[Token]]

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.checkpoints.dcp import ShardWriter
-from trainer.checkpoints.state import Progress, TrainState, local_part
-from trainer.models.model import build_policy
-from trainer.optim import build_optimizer, clip_gradients, update_parameters
-from trainer.parallel import Parallel
-from triad.config.trainer import OptimConfig, TrainedModelConfig
-from triad.manifest import FileEntry
+from holdfast.shared.config.trainer import OptimConfig, TrainedModelConfig
+from holdfast.shared.files.manifest import FileEntry
+from holdfast.trainer.checkpoints.dcp import ShardWriter
+from holdfast.trainer.models.policy import build_policy
+from holdfast.trainer.optim.optimizers import build_optimizer, clip_gradients, update_parameters
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.train_state import Progress, TrainState, local_part
 
 MakeState = Callable[..., TrainState]
 

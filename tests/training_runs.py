@@ -15,9 +15,9 @@ from typing import IO, Self
 
 import psutil
 
+from holdfast.shared.files.metrics import read_metrics
+from holdfast.shared.files.run_dir import RunDir
 from tests.processes import command_line
-from triad.metrics import read_metrics
-from triad.run_dir import RunDir
 
 SFT = str(Path(sys.executable).with_name("sft"))
 DEADLINE_S = 120

@@ -30,11 +30,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from holdfast.shared.process.child import die_with_parent
 from tests.faults.forking import import_trainer
 from tests.forked_commands import run_command
 from tests.processes import end_with
 from tests.training_runs import sft_command
-from triad.process import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[1]
 IMPORT_TIMEOUT_S = 180.0
@@ -47,14 +47,14 @@ _IMPORTED = (
     "pandas",
     "torch.distributed.elastic.multiprocessing.api",
     "torch.distributed.launcher.api",
-    "orchestrator.main",
-    "trainer.dpo",
-    "trainer.launch",
-    "trainer.reward_model",
-    "trainer.rl",
-    "trainer.sft",
+    "holdfast.orchestrator.main",
+    "holdfast.trainer.programs.dpo",
+    "holdfast.trainer.launch",
+    "holdfast.trainer.programs.reward_model",
+    "holdfast.trainer.programs.rl",
+    "holdfast.trainer.programs.sft",
     "transformers.models.qwen3.modeling_qwen3",
-    "triad.launch",
+    "holdfast.commands.launcher.launch",
 )
 
 
@@ -248,14 +248,14 @@ def _run(request: dict[str, Any]) -> NoReturn:
 
 
 def _launch(argv: list[str], until: Until) -> None:
-    """What `triad.launch.launch_training` does, but for the processes between it and the ranks."""
-    import trainer.launch
-    from triad import cli
-    from triad.attempt import with_resume, write_config
-    from triad.config import SftConfig
-    from triad.config.load import parse_command_line
-    from triad.preflight import check_training
-    from triad.resume import prepare
+    """What `holdfast.commands.launcher.launch.launch_training` does, but for the processes between it and the ranks."""
+    import holdfast.trainer.launch
+    from holdfast.commands import cli
+    from holdfast.commands.launcher.preflight import check_training
+    from holdfast.commands.resume.attempt import with_resume, write_config
+    from holdfast.commands.resume.plan import prepare
+    from holdfast.shared.config import SftConfig
+    from holdfast.shared.config.load import parse_command_line
 
     paths: list[Path] = []
 
@@ -268,12 +268,12 @@ def _launch(argv: list[str], until: Until) -> None:
         if until == "prepared":
             return 0
         # A page of memory that its ranks share, and not the zygote's, which all runs would share.
-        trainer.launch.STOP_REQUEST.__init__()
+        holdfast.trainer.launch.STOP_REQUEST.__init__()
         if config.parallel.num_ranks > 1:
-            return trainer.launch.main(["sft", str(paths[0])])
+            return holdfast.trainer.launch.main(["sft", str(paths[0])])
         # One rank needs no launcher; the store takes any free port.
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-        trainer.launch._worker("sft", str(paths[0]), os.getppid())
+        holdfast.trainer.launch._worker("sft", str(paths[0]), os.getppid())
         raise AssertionError("a rank ends by sys.exit")
 
     cli._exit(prepared)

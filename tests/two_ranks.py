@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from trainer.parallel import Parallel
+from holdfast.trainer.parallel import Parallel
 
 _DEADLINE_S = 120.0
 

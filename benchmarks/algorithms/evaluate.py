@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from orchestrator.environment import Task, as_messages
-from orchestrator.environments.reverse_text import ReverseText
-from orchestrator.environments.scoring import lcs
-from orchestrator.seeds import TaskSeed
-from triad.chat.messages import as_dict
+from holdfast.orchestrator.batches.seeds import TaskSeed
+from holdfast.orchestrator.environments.interface import Task, as_messages
+from holdfast.orchestrator.environments.reverse_text import ReverseText
+from holdfast.orchestrator.environments.scoring import lcs
+from holdfast.shared.chat.messages import as_dict
 
 # A seed that no run of the benchmark has, so the strings are fresh.
 _SEED = 12345

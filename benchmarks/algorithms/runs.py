@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from triad.config import DpoConfig
-from triad.config.load import read_toml
-from triad.metrics import read_metrics
-from triad.run_dir import RunDir
+from holdfast.shared.config import DpoConfig
+from holdfast.shared.config.load import read_toml
+from holdfast.shared.files.metrics import read_metrics
+from holdfast.shared.files.run_dir import RunDir
 
 _CONFIGS = Path("configs/reverse_text")
 _START = "examples/reverse_text/model"

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from orchestrator import batch as batch_module
-from orchestrator import publisher
-from orchestrator.environment import Completion
-from orchestrator.generations import GenerationLog
-from orchestrator.main import orchestrate
-from triad import durable, manifest
-from triad.config.orchestrator import OrchestratorConfig
-from triad.messages import Batch
-from triad.run_dir import RunDir
-from triad.weights_digest import weights_digest
+from holdfast.orchestrator.batches import batch as batch_module
+from holdfast.orchestrator.batches import publisher
+from holdfast.orchestrator.environments.interface import Completion
+from holdfast.orchestrator.main import orchestrate
+from holdfast.orchestrator.rollouts.generations import GenerationLog
+from holdfast.shared.config.orchestrator import OrchestratorConfig
+from holdfast.shared.files import durable, manifest
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.files.weights_digest import weights_digest
+from holdfast.shared.wire.rollouts import Batch
 
 MODEL = "examples/reverse_text/base"
 GROUP_SIZE = 8

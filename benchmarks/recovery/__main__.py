@@ -18,11 +18,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from holdfast.shared.files.run_dir import RunDir
 from tests.chaos.driver import find_process
 from tests.chaos.witness import Progress
 from tests.inference_zygote import free_port
 from tests.rl_runs import SMALL_BATCH, RlRun
-from triad.run_dir import RunDir
 
 _VICTIMS = {
     "orchestrator": "orchestrator",

@@ -16,8 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from triad.metrics import read_metrics
-from triad.process import available_cores
+from holdfast.shared.files.metrics import read_metrics
+from holdfast.shared.process.child import available_cores
 
 SYNCHRONOUS = Path(__file__).parent / "synchronous.py"
 SKIPPED_STEPS = 5

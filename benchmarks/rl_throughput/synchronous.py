@@ -15,9 +15,9 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from orchestrator.environments.reverse_text import ReverseText
-from orchestrator.environments.scoring import lcs
-from orchestrator.seeds import TaskSeed
+from holdfast.orchestrator.batches.seeds import TaskSeed
+from holdfast.orchestrator.environments.reverse_text import ReverseText
+from holdfast.orchestrator.environments.scoring import lcs
 
 
 def main() -> None:

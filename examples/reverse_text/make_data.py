@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from orchestrator.environments.reverse_text import ReverseText
-from orchestrator.seeds import TaskSeed
+from holdfast.orchestrator.batches.seeds import TaskSeed
+from holdfast.orchestrator.environments.reverse_text import ReverseText
 
 _NAME = "reverse_text/supervised"
 _PAIRS_NAME = "reverse_text/preferences"

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import psutil
 
+from holdfast.shared.files.run_dir import RunDir
 from tests.chaos.disk import SmallDisk
 from tests.chaos.schedule import Hit
 from tests.chaos.surroundings import ReadErrors, Store
 from tests.chaos.witness import Progress, Witness
 from tests.processes import command_line
 from tests.rl_runs import POLL_S, RlRun
-from triad.run_dir import RunDir
 
-_MODULES = {"orchestrator": "orchestrator.main", "inference": "inference.main"}
+_MODULES = {"orchestrator": "holdfast.orchestrator.main", "inference": "holdfast.inference.main"}
 _RECOVERY_TIMEOUT_S = 240.0
 _RESUME = ("--ckpt.resume-step", "auto")
 # So often that the limit is no subject, and forgotten so soon that the delays stay short.
@@ -349,7 +349,7 @@ def find_process(run: RlRun, victim: str) -> psutil.Process | None:
             return run.launcher()
         if victim == "trainer" or victim.startswith("rank_"):
             position = 0 if victim == "trainer" else 1 + int(victim.removeprefix("rank_"))
-            found = run.find("trainer.launch")  # it starts the ranks, in their order
+            found = run.find("holdfast.trainer.launch")  # it starts the ranks, in their order
             return found[position] if len(found) > position else None
         found = run.find(_MODULES["inference" if victim == "engine" else victim])
         if victim == "engine":

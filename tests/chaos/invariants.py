@@ -6,9 +6,9 @@ from collections import Counter
 
 import msgspec
 
+from holdfast.shared.files.metrics import read_metrics
 from tests.chaos.driver import ChaosRun
 from tests.rl_runs import CompletedRun, assert_same, exact_metrics, outcome
-from triad.metrics import read_metrics
 
 
 def check(chaos: ChaosRun, reference: CompletedRun, *, max_steps: int, turns: int = 1) -> dict[str, str]:

@@ -13,11 +13,11 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from orchestrator.generations import decode_answer
-from triad.journal import BATCH_NAME
-from triad.messages import Batch, decode_batch
-from triad.record_log import read_records
-from triad.run_dir import RunDir
+from holdfast.orchestrator.rollouts.generations import decode_answer
+from holdfast.shared.files.journal import BATCH_NAME
+from holdfast.shared.files.record_log import read_records
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.wire.rollouts import Batch, decode_batch
 
 _PERIOD_S = 0.01
 

@@ -7,8 +7,8 @@ import importlib
 import pytest
 import torch
 
-from trainer.models.logprobs import Reading, Readout, plain_head, token_logprobs
-from triad.sampling import Sampling
+from holdfast.shared.wire.sampling import Sampling
+from holdfast.trainer.models.logprobs import Reading, Readout, plain_head, token_logprobs
 
 pytestmark = pytest.mark.trl
 

@@ -15,21 +15,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from holdfast.shared.config.losses import CorrectionConfig, PolicyLossConfig
+from holdfast.shared.config.trainer import TrainedModelConfig
+from holdfast.shared.wire.sampling import Sampling
+from holdfast.trainer.data.packing import Sample, build_micro_batch
+from holdfast.trainer.models.logprobs import Reading
+from holdfast.trainer.models.policy import build_policy
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.rl.advantages.estimators import dr_grpo, sample_std
+from holdfast.trainer.rl.kl import KlCoefficient, estimate_kl
+from holdfast.trainer.rl.losses import PolicyLossInput, policy_loss
+from holdfast.trainer.rl.losses.kl_term import with_kl_term
+from holdfast.trainer.step import predict
 from tests.conftest import ModelFactory
 from tests.judged import advantage_of, judged_groups, judged_rollout
 from tests.policy_inputs import policy_input
-from trainer.models.logprobs import Reading
-from trainer.models.model import build_policy
-from trainer.packing import Sample, build_micro_batch
-from trainer.parallel import Parallel
-from trainer.policy.advantage import dr_grpo, sample_std
-from trainer.policy.kl import KlCoefficient, estimate_kl
-from trainer.policy.losses import PolicyLossInput, policy_loss
-from trainer.policy.losses.kl_term import with_kl_term
-from trainer.step import predict
-from triad.config.losses import CorrectionConfig, PolicyLossConfig
-from triad.config.trainer import TrainedModelConfig
-from triad.sampling import Sampling
 
 pytestmark = pytest.mark.trl
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from holdfast.shared.config.losses import PolicyLossConfig
+from holdfast.trainer.rl.advantages.gae import generalized_advantages, value_loss
+from holdfast.trainer.rl.kl import estimate_kl
+from holdfast.trainer.rl.losses import policy_loss
 from tests.conftest import ModelFactory
 from tests.policy_inputs import policy_input
-from trainer.policy.gae import generalized_advantages, value_loss
-from trainer.policy.kl import estimate_kl
-from trainer.policy.losses import policy_loss
-from triad.config.losses import PolicyLossConfig
 
 if TYPE_CHECKING:
     from tests.crosscheck.trl_trainers import PpoUpdate

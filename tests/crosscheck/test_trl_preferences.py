@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from holdfast.shared.config.dpo import PreferenceLossConfig
+from holdfast.shared.config.reward_training import RewardLossConfig
+from holdfast.trainer.preferences.losses import PairLogprobs, PairLosses, kto_loss, preference_loss, sequence_sums
+from holdfast.trainer.preferences.reward_loss import reward_loss
 from tests.conftest import ModelFactory
-from trainer.pairs.losses import PairLogprobs, PairLosses, kto_loss, preference_loss, sequence_sums
-from trainer.pairs.reward_loss import reward_loss
-from triad.config.dpo import PreferenceLossConfig
-from triad.config.reward_training import RewardLossConfig
 
 pytestmark = pytest.mark.trl
 

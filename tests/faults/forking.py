@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+from holdfast.shared.process.child import die_with_parent, heavy_imports
 from tests.conftest import ROOT
-from triad.process import die_with_parent, heavy_imports
 
 
 class ForkingHelper:

@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from holdfast.shared.files.run_dir import RunDir
 from tests.faults.orchestrator_runs import Orchestrators
 from tests.faults.rl_trainers import Trainers
 from tests.unit.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
-from triad.run_dir import RunDir
 
 STEPS = 4
 

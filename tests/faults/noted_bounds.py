@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import trainer.rl
-from triad import heartbeat
+import holdfast.trainer.programs.rl
+from holdfast.shared.process import heartbeat
 
-_does = trainer.rl.does
+_does = holdfast.trainer.programs.rl.does
 
 
 def _noted(doing: str, *, bound_s: float | None = None) -> None:
@@ -16,7 +16,7 @@ def _noted(doing: str, *, bound_s: float | None = None) -> None:
 
 
 print(f"bound: {heartbeat._own.beat.doing}: {heartbeat._own.beat.bound_s}", flush=True)
-trainer.rl.does = _noted
+holdfast.trainer.programs.rl.does = _noted
 
 
 def loss(data: Any) -> Any:

@@ -7,9 +7,9 @@ from typing import Any, NoReturn
 
 import tomli_w
 
+from holdfast.shared.config.orchestrator import OrchestratorConfig
 from tests.faults import faulty_calls, power_cut
 from tests.faults.forking import ForkingHelper, serve
-from triad.config.orchestrator import OrchestratorConfig
 
 
 class Orchestrators(ForkingHelper):
@@ -31,7 +31,7 @@ class Orchestrators(ForkingHelper):
 
 
 def _child(request: dict[str, Any]) -> NoReturn:
-    from orchestrator.main import main
+    from holdfast.orchestrator.main import main
 
     if request["recording"]:
         save = power_cut.record(Path(request["directory"]))
@@ -46,4 +46,4 @@ def _child(request: dict[str, Any]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    serve(["orchestrator.main"], _child)
+    serve(["holdfast.orchestrator.main"], _child)

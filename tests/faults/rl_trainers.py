@@ -17,10 +17,10 @@ from tests.faults.forking import ForkingHelper, serve
 
 _IMPORTED = (
     "torch.distributed.launcher.api",
-    "trainer.launch",
-    "trainer.rl",
+    "holdfast.trainer.launch",
+    "holdfast.trainer.programs.rl",
     "transformers.models.qwen3.modeling_qwen3",
-    "triad.launch",
+    "holdfast.commands.launcher.launch",
 )
 
 
@@ -61,12 +61,12 @@ def _child(request: dict[str, Any]) -> NoReturn:
 
 
 def _train(request: dict[str, Any], output: Path) -> None:
-    """What `triad.launch.launch_rl` does for the trainer, and the trainer's ranks."""
-    import trainer.launch
-    from triad.attempt import with_resume, write_config
-    from triad.config.orchestrator import OrchestratorConfig
-    from triad.config.rl_trainer import TrainerConfig
-    from triad.resume import prepare
+    """What `holdfast.commands.launcher.launch.launch_rl` does for the trainer, and the trainer's ranks."""
+    import holdfast.trainer.launch
+    from holdfast.commands.resume.attempt import with_resume, write_config
+    from holdfast.commands.resume.plan import prepare
+    from holdfast.shared.config.orchestrator import OrchestratorConfig
+    from holdfast.shared.config.rl_trainer import TrainerConfig
 
     config = TrainerConfig.model_validate(request["trainer"])
     orchestrator = OrchestratorConfig.model_validate(request["orchestrator"])
@@ -80,11 +80,11 @@ def _train(request: dict[str, Any], output: Path) -> None:
         trail.unlink(missing_ok=True)
         faulty_calls.install(str(output), str(trail), **request["fault"])
     # A page of memory that its ranks share, and not the helper's, which all runs would share.
-    trainer.launch.STOP_REQUEST.__init__()
+    holdfast.trainer.launch.STOP_REQUEST.__init__()
     if config.parallel.num_ranks > 1:
-        sys.exit(trainer.launch.main(["rl", str(path)]))
+        sys.exit(holdfast.trainer.launch.main(["rl", str(path)]))
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    trainer.launch._worker("rl", str(path), os.getppid())
+    holdfast.trainer.launch._worker("rl", str(path), os.getppid())
 
 
 if __name__ == "__main__":

@@ -16,11 +16,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from holdfast.shared.errors import CheckpointError, ReadError
+from holdfast.shared.files.manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+    read_manifest,
+    verify,
+)
+from holdfast.shared.files.run_dir import RunDir, resolve_resume_step
 from tests.conftest import ModelFactory
 from tests.training_runs import SftRun, run_sft
-from triad.errors import CheckpointError, ReadError
-from triad.manifest import MANIFEST_NAME, FileEntry, Manifest, decode_manifest, encode_manifest, read_manifest, verify
-from triad.run_dir import RunDir, resolve_resume_step
 
 STEPS = (1, 2, 3)
 NEWEST, OTHER = 3, 2

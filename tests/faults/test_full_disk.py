@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.shared.errors import STORAGE_FAILED
+from holdfast.shared.files import journal
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.wire.rollouts import Batch
 from tests.faults.faulty_calls import read_trail
 from tests.faults.orchestrator_runs import Orchestrators
 from tests.unit.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
-from triad import journal
-from triad.errors import STORAGE_FAILED
-from triad.messages import Batch
-from triad.run_dir import RunDir
 
 pytestmark = pytest.mark.slow
 

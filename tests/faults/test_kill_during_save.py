@@ -20,13 +20,13 @@ from typing import Any
 import psutil
 import pytest
 
+from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ModelFactory
 from tests.faults.faulty_calls import Call, Instant, read_trail
 from tests.faults.run_states import FLAGS, KEEP, LAST, differing, end_state, whole_steps
 from tests.processes import HANG_S
 from tests.training_runs import LiveSft
 from tests.training_zygote import Run, shared_zygote
-from triad.run_dir import RunDir
 
 SEED = 16
 NUM_EVEN, NUM_TIMED = 36, 12

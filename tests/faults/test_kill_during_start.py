@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
+from holdfast.shared.files.manifest import MANIFEST_NAME
 from tests.checkpoint_files import contents
 from tests.conftest import ModelFactory
 from tests.faults.faulty_calls import Call, read_trail
 from tests.faults.run_states import differing, end_state, whole_steps
 from tests.training_zygote import Run, shared_zygote
-from triad.manifest import MANIFEST_NAME
 
 pytestmark = pytest.mark.slow
 

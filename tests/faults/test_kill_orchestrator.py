@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.generations import decode_answer
+from holdfast.orchestrator.rollouts.generations import decode_answer
+from holdfast.shared.files import journal
+from holdfast.shared.files.record_log import read_records
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.wire.rollouts import Batch
 from tests.faults.faulty_calls import Call, Instant, read_trail
 from tests.faults.orchestrator_runs import Orchestrators
 from tests.unit.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
-from triad import journal
-from triad.messages import Batch
-from triad.record_log import read_records
-from triad.run_dir import RunDir
 
 pytestmark = pytest.mark.slow
 

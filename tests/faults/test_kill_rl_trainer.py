@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
+from holdfast.shared.files.manifest import verify
+from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ModelFactory
 from tests.faults.faulty_calls import Call, Instant, read_trail
 from tests.faults.journaled_runs import STEPS, Runs, make_journal
 from tests.faults.rl_trainers import Trainers
 from tests.rl_runs import EVERYTHING, Outcome, assert_same, exact_metrics, outcome
-from triad.manifest import verify
-from triad.run_dir import RunDir
 
 _MOST_TRIALS = 48
 

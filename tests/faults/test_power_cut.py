@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.shared.files import journal
+from holdfast.shared.files.manifest import verify
+from holdfast.shared.files.record_log import read_records
+from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ModelFactory
 from tests.faults.journaled_runs import STEPS, Runs, make_journal
 from tests.faults.orchestrator_runs import Orchestrators
@@ -17,10 +21,6 @@ from tests.faults.rl_trainers import Trainers
 from tests.faults.run_states import whole_steps
 from tests.rl_runs import assert_same, exact_metrics, outcome
 from tests.unit.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
-from triad import journal
-from triad.manifest import verify
-from triad.record_log import read_records
-from triad.run_dir import RunDir
 
 _RESTARTS = 2  # of every way of losing things
 _MOST_CRASHES = 250

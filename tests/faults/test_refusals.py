@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from holdfast.shared.files.metrics import read_metrics
 from tests.conftest import ModelFactory
 from tests.faults.disks import Disk
 from tests.faults.run_states import FLAGS, LAST, differing, end_state, whole_steps
 from tests.training_zygote import Run, shared_zygote
-from triad.metrics import read_metrics
 
 Start = Callable[..., Run]
 Chmod = Callable[[Path, int], None]

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from holdfast.shared.errors import STORAGE_FAILED
+from holdfast.shared.files.metrics import read_metrics
+from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ModelFactory
 from tests.faults.disks import Disk
 from tests.faults.run_states import FLAGS, LAST, differing, end_state, whole_steps
 from tests.training_zygote import Run, shared_zygote
-from triad.errors import STORAGE_FAILED
-from triad.metrics import read_metrics
-from triad.run_dir import RunDir
 
 Start = Callable[..., Run]
 

@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
+from holdfast.shared.config import InferenceConfig
 from tests.inference_zygote import ServerHandle, free_port, shared_zygote
 from tests.processes import HANG_S
 from tests.rl_runs import MODEL, SMALL_BATCH, CompletedRun, succeeded
-from triad.config import InferenceConfig
 
 REFERENCE_STEPS = 20
 
@@ -42,7 +42,7 @@ class UsedServer:
     def generated_tokens(self) -> int:
         """How many tokens it has sampled since its start."""
         metrics = httpx.get(f"{self.handle.url}/metrics").raise_for_status().text
-        match = re.search(r"^triad_generated_tokens_total (\S+)$", metrics, re.MULTILINE)
+        match = re.search(r"^holdfast_generated_tokens_total (\S+)$", metrics, re.MULTILINE)
         assert match, metrics
         return int(float(match[1]))
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.shared.files import manifest
+from holdfast.trainer.checkpoints.checkpointer import load_state_with_optimizer, save_state
 from tests.checkpoint_ranks import make_objects, train, whole
 from tests.training_zygote import shared_zygote
-from trainer.checkpoints.checkpointer import load_state_with_optimizer, save_state
-from triad import manifest
 
 
 @pytest.fixture(scope="module")

@@ -15,22 +15,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from holdfast.commands.ckpt.requests import Export, Import
+from holdfast.shared.config import InferenceConfig
+from holdfast.shared.config.trainer import TrainedModelConfig
+from holdfast.shared.errors import CheckpointError, SaveError
+from holdfast.shared.files import manifest
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.trainer.checkpoints.warm_start import load_weights_only
+from holdfast.trainer.conversion.importing import import_weights
+from holdfast.trainer.conversion.writing import export
+from holdfast.trainer.models.loading import trained_tensors
+from holdfast.trainer.models.policy import build_policy
+from holdfast.trainer.parallel import Parallel
 from tests.inference_models import reference_logprobs, write_model
 from tests.inference_zygote import free_port, shared_zygote
 from tests.processes import HANG_S
 from tests.training_runs import run_sft
-from trainer.checkpoints.warm_start import load_weights_only
-from trainer.models.loading import trained_tensors
-from trainer.models.model import build_policy
-from trainer.parallel import Parallel
-from trainer.snapshots.importing import import_weights
-from trainer.snapshots.writing import export
-from triad import manifest
-from triad.ckpt.requests import Export, Import
-from triad.config import InferenceConfig
-from triad.config.trainer import TrainedModelConfig
-from triad.errors import CheckpointError, SaveError
-from triad.run_dir import RunDir
 
 STEPS = 2
 
@@ -51,7 +51,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, model: Path, sft_data: Pat
 
 def ckpt(*argv: object, code: int = 0) -> subprocess.CompletedProcess[str]:
     """Run the command as a process, and check its exit code."""
-    program = [sys.executable, "-c", "from triad.cli import ckpt; ckpt()"]
+    program = [sys.executable, "-c", "from holdfast.commands.cli import ckpt; ckpt()"]
     done = subprocess.run([*program, *map(str, argv)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
@@ -174,7 +174,7 @@ def test_a_full_disk_leaves_nothing_behind(run_dir: RunDir, tmp_path: Path, monk
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("trainer.models.hf_files.save_file", full)
+    monkeypatch.setattr("holdfast.trainer.models.hf_files.save_file", full)
     with pytest.raises(SaveError, match="could not be written: No space left on device"):
         export(Export(str(run_dir.checkpoint(STEPS)), str(tmp_path / "x")))
     assert list(tmp_path.iterdir()) == []

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from holdfast.trainer.parallel import Parallel
 from tests.families import FAMILIES, random_samples, reference_outcome, write_model
 from tests.family_ranks import LENGTHS, compute
 from tests.training_zygote import shared_zygote
-from trainer.parallel import Parallel
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "falcon"])

@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
+from holdfast.shared.config import InferenceConfig
 from tests.inference_models import reference_logprobs, truncated_logprobs, write_model
 from tests.inference_zygote import ServerHandle, free_port, shared_zygote
 from tests.processes import HANG_S
-from triad.config import InferenceConfig
 
 MAX_LEN = 256
 PROMPT = [5, 17, 40, 41, 9, 66]
@@ -205,10 +205,10 @@ def test_openai_routes_answer_with_the_version(http: httpx.Client, model: Path) 
 def test_metrics_count_requests_tokens_and_busy_time(http: httpx.Client) -> None:
     names = ["requests_total", "tokens_total", "busy", "idle"]
     full = [
-        "triad_generation_requests_total",
-        "triad_generated_tokens_total",
-        "triad_engine_busy_seconds_total",
-        "triad_engine_idle_seconds_total",
+        "holdfast_generation_requests_total",
+        "holdfast_generated_tokens_total",
+        "holdfast_engine_busy_seconds_total",
+        "holdfast_engine_idle_seconds_total",
     ]
     before = dict(zip(names, (_metric(http, name) for name in full), strict=True))
     started = time.monotonic()
@@ -240,8 +240,8 @@ def test_a_client_that_goes_away_is_not_generated_for(http: httpx.Client) -> Non
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{http.base_url}/inference/v1/generate", json=body, timeout=0.15)
     deadline = time.monotonic() + HANG_S
-    while _metric(http, "triad_requests_in_flight"):
+    while _metric(http, "holdfast_requests_in_flight"):
         assert time.monotonic() < deadline
-    before = _metric(http, "triad_generated_tokens_total")
+    before = _metric(http, "holdfast_generated_tokens_total")
     _choices(http, max_tokens=100)
-    assert _metric(http, "triad_generated_tokens_total") - before < 200
+    assert _metric(http, "holdfast_generated_tokens_total") - before < 200

@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
+from holdfast.shared.config import InferenceConfig
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.files.weights_digest import weights_digest
 from tests.inference_models import write_model
 from tests.inference_zygote import ServerHandle, free_port, shared_zygote
 from tests.processes import HANG_S
-from triad.config import InferenceConfig
-from triad.run_dir import RunDir
-from triad.weights_digest import weights_digest
 
 LEASE_S = 1.0
 MINE = {"run_id": "mine", "directory": "node:/mine"}
@@ -88,7 +88,7 @@ def test_the_weights_of_others_are_refused_until_the_owner_gives_the_server_back
     http: httpx.Client, models: Path
 ) -> None:
     # Signs of life all the while: this test must not depend on its own speed.
-    http.headers["x-triad-run"] = "mine"
+    http.headers["x-holdfast-run"] = "mine"
     assert push(http, models / "a", 3, MINE).status_code == 200
     for intruder in (OTHER, None):
         refused = push(http, models / "b", 4, intruder)
@@ -102,7 +102,7 @@ def test_the_weights_of_others_are_refused_until_the_owner_gives_the_server_back
     assert owner(http) is None and http.get("/weights").json()["version"] == 4, "it serves on"
     assert push(http, models / "b", 5, OTHER).status_code == 200
     assert http.post("/release", json=OTHER).status_code == 200
-    del http.headers["x-triad-run"]
+    del http.headers["x-holdfast-run"]
 
 
 def test_a_run_that_is_silent_for_the_lease_owns_the_server_no_more(http: httpx.Client, models: Path) -> None:

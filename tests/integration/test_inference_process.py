@@ -20,14 +20,14 @@ import psutil
 import pytest
 import tomli_w
 
+from holdfast.commands.launcher.engine_log import engine_failure
+from holdfast.commands.launcher.supervise import error_message
+from holdfast.shared.config import InferenceConfig
+from holdfast.shared.process.heartbeat import HEARTBEAT_ENV, Beat
 from tests.conftest import ModelFactory
 from tests.inference_models import write_model
 from tests.inference_zygote import ServerHandle, free_port, shared_zygote
 from tests.processes import HANG_S, command_line
-from triad.config import InferenceConfig
-from triad.engine_log import engine_failure
-from triad.heartbeat import HEARTBEAT_ENV, Beat
-from triad.supervise import error_message
 
 REQUEST = {"token_ids": [5, 6, 7], "seeds": [1], "max_tokens": 4}
 
@@ -63,9 +63,9 @@ def _assert_ends(process: psutil.Process) -> None:
 def _run_cold(directory: Path, config: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     path = directory / "resolved.toml"
     path.write_text(tomli_w.dumps(config))
-    environment = {name: value for name, value in os.environ.items() if name != "TRIAD_ADMIN_TOKEN"}
+    environment = {name: value for name, value in os.environ.items() if name != "HOLDFAST_ADMIN_TOKEN"}
     return subprocess.run(
-        [sys.executable, "-m", "inference.main", str(path)],
+        [sys.executable, "-m", "holdfast.inference.main", str(path)],
         capture_output=True,
         text=True,
         timeout=HANG_S,
@@ -86,7 +86,7 @@ def _mistakes(model: Path, directory: Path) -> dict[str, tuple[dict[str, Any], s
         "no config": ({"model": {"name": str(empty)}, "server": port}, "has no config.json"),
         "no weights": ({"model": {"name": str(bare)}, "server": port}, "--model.load dummy"),
         "no tokenizer": ({"model": {"name": str(mute)}, "server": port}, "--model.tokenizer"),
-        "public": ({"model": {"name": str(model)}, "server": port | {"host": "0.0.0.0"}}, "TRIAD_ADMIN_TOKEN"),
+        "public": ({"model": {"name": str(model)}, "server": port | {"host": "0.0.0.0"}}, "HOLDFAST_ADMIN_TOKEN"),
         "unknown key": ({"model": {"nane": "x"}}, "model.nane"),
     }
 
@@ -219,7 +219,7 @@ def test_a_model_that_cannot_be_read_is_the_fault_of_the_storage(model: Path, tm
     copied = shutil.copytree(model, tmp_path / "model")
     weights = copied / "model.safetensors"
     breaks = (
-        f"import os, inference.server as s; weights = {str(weights)!r}\n"
+        f"import os, holdfast.inference.server as s; weights = {str(weights)!r}\n"
         "def engine(_):\n"
         "    os.remove(weights); os.symlink('/proc/self/mem', weights)\n"
         "    raise RuntimeError('Engine core initialization failed.')\n"
@@ -274,7 +274,7 @@ def test_an_engine_that_is_killed_between_its_start_and_the_first_request_is_wor
     model: Path, tmp_path: Path
 ) -> None:
     kill = (
-        "import os, psutil, inference.server as s; adopt = s.Policy.adopt_initial; "
+        "import os, psutil, holdfast.inference.server as s; adopt = s.Policy.adopt_initial; "
         "s.Policy.adopt_initial = lambda policy: (psutil.Process().children()[0].kill(), adopt(policy))[1]"
     )
     server = _start(model, tmp_path, sabotage=kill)
@@ -296,7 +296,7 @@ def test_a_model_that_the_engine_cannot_run_is_told_before_it_is_ready(
 
 def test_an_engine_that_is_killed_at_its_first_token_is_worth_another_start(model: Path, tmp_path: Path) -> None:
     kill = (
-        "import psutil, inference.server as s; prove = s._prove; "
+        "import psutil, holdfast.inference.server as s; prove = s._prove; "
         "s._prove = lambda engine: (psutil.Process().children()[0].kill(), prove(engine))[1]"
     )
     server = _start(model, tmp_path, sabotage=kill)
@@ -316,7 +316,7 @@ def test_what_vllm_refuses_in_a_configuration_is_told_whole(model: Path, tmp_pat
 
 
 def test_a_failed_swap_ends_the_server(model: Path, tmp_path: Path) -> None:
-    sabotage = "import inference.worker as w; w.finalize_layerwise_reload = lambda *a: 1 / 0"
+    sabotage = "import holdfast.inference.worker as w; w.finalize_layerwise_reload = lambda *a: 1 / 0"
     server = _start(model, tmp_path, sabotage=sabotage)
     server.wait_ready()
     try:
@@ -333,7 +333,7 @@ def test_an_engine_that_takes_weights_says_for_how_long_it_may_not_answer(model:
     held = tmp_path / "held"
     os.mkfifo(held)
     sabotage = (
-        "import inference.worker as w; finish = w.finalize_layerwise_reload\n"
+        "import holdfast.inference.worker as w; finish = w.finalize_layerwise_reload\n"
         f"w.finalize_layerwise_reload = lambda *args: (open({str(held)!r}).read(), finish(*args))[1]"
     )
     beats = tmp_path / "beats"
@@ -378,7 +378,7 @@ def test_health_fails_when_the_engine_hangs(model: Path, tmp_path: Path) -> None
 
 
 def test_admin_routes_of_a_public_server_need_the_token(model: Path, tmp_path: Path) -> None:
-    server = _start(model, tmp_path, server={"host": "0.0.0.0"}, env={"TRIAD_ADMIN_TOKEN": "s3cret"})
+    server = _start(model, tmp_path, server={"host": "0.0.0.0"}, env={"HOLDFAST_ADMIN_TOKEN": "s3cret"})
     server.wait_ready()
     update = {"path": str(model), "version": 1}
     for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret"}):
@@ -403,7 +403,7 @@ def test_admin_routes_of_a_public_server_need_the_token(model: Path, tmp_path: P
 
 def test_phases_are_reported(model: Path, tmp_path: Path) -> None:
     events = tmp_path / "events.jsonl"
-    server = _start(model, tmp_path, env={"TRIAD_EVENTS": str(events)})
+    server = _start(model, tmp_path, env={"HOLDFAST_EVENTS": str(events)})
     server.wait_ready()
     phases = [line.split('"phase": "')[1].split('"')[0] for line in events.read_text().splitlines()]
     assert phases == ["loading vllm", "loading model", "ready"]

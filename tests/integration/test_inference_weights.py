@@ -21,13 +21,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from holdfast.shared.config import InferenceConfig
+from holdfast.shared.files.manifest import Manifest, describe_files, write_manifest
+from holdfast.shared.files.weights_digest import weights_digest
+from holdfast.shared.process.heartbeat import HEARTBEAT_ENV, Beat
 from tests.inference_models import reference_logprobs, write_model
 from tests.inference_zygote import ServerHandle, free_port, shared_zygote
 from tests.processes import HANG_S
-from triad.config import InferenceConfig
-from triad.heartbeat import HEARTBEAT_ENV, Beat
-from triad.manifest import Manifest, describe_files, write_manifest
-from triad.weights_digest import weights_digest
 
 PROMPT = [5, 17, 40, 41, 9, 66]
 TOLERANCE = 1e-4
@@ -232,8 +232,8 @@ def test_good_manifest_and_repeated_output_layer_are_accepted(client: Client, tm
 
 def _wait_for_tokens(client: Client, count: float) -> None:
     deadline = time.monotonic() + HANG_S
-    start = client.metric("triad_generated_tokens_total")
-    while client.metric("triad_generated_tokens_total") < start + count:
+    start = client.metric("holdfast_generated_tokens_total")
+    while client.metric("holdfast_generated_tokens_total") < start + count:
         assert time.monotonic() < deadline, "the engine makes no progress"
 
 

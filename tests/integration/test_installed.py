@@ -48,7 +48,7 @@ def bin_dir(tmp_path: Path, wheel: Path) -> Path:
     links = tmp_path / "packages"
     links.mkdir()
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
-        if not entry.name.startswith(("vllm", "triad", "_editable_impl")) and entry.suffix != ".pth":
+        if not entry.name.startswith(("vllm", "holdfast", "_editable_impl")) and entry.suffix != ".pth":
             (links / entry.name).symlink_to(entry)
     (packages,) = environment.glob("lib/python*/site-packages")
     (packages / "shared.pth").write_text(f"{links}\n")
@@ -82,5 +82,5 @@ def test_without_vllm_sft_trains_and_rl_says_what_to_install(
         refused = run(bin_dir, project, program, "--model.name", str(MODEL), "--output-dir", "refused")
         assert refused.returncode == 2, refused.stdout + refused.stderr
         assert refused.stderr.startswith("error: the inference server needs vLLM, which is not installed: `uv sync`")
-        assert "triad[cpu]" in refused.stderr and refused.stderr.count("\n") == 1 and not refused.stdout
+        assert "holdfast[cpu]" in refused.stderr and refused.stderr.count("\n") == 1 and not refused.stdout
         assert not (project / "refused").exists()

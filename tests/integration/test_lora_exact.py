@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from holdfast.shared.files import manifest
+from holdfast.shared.files.adapter import ADAPTER_DIR, ADAPTER_NAME
+from holdfast.shared.files.checkpoints import TRAINER_DIR, Kind, kind_of
+from holdfast.shared.files.metrics import read_metrics
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.files.weights_digest import weights_digest
+from holdfast.trainer.conversion.reading import TensorReader
 from tests.conftest import ROOT
 from tests.integration.conftest import UsedServer
 from tests.rl_runs import MODEL, RlRun, assert_same, complete, exact_metrics, outcome, succeeded
 from tests.training_runs import Runs, SftRun, run_sft
-from trainer.snapshots.reading import TensorReader
-from triad import manifest
-from triad.adapter import ADAPTER_DIR, ADAPTER_NAME
-from triad.checkpoints import TRAINER_DIR, Kind, kind_of
-from triad.metrics import read_metrics
-from triad.run_dir import RunDir
-from triad.weights_digest import weights_digest
 
 STEPS = 6
 HALF = 3

@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from holdfast.commands.ckpt.requests import Export, Import
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.trainer.conversion.importing import import_weights
+from holdfast.trainer.conversion.reading import TensorReader
+from holdfast.trainer.conversion.writing import export
 from tests.conftest import ModelFactory
 from tests.training_runs import run_sft
-from trainer.snapshots.importing import import_weights
-from trainer.snapshots.reading import TensorReader
-from trainer.snapshots.writing import export
-from triad.ckpt.requests import Export, Import
-from triad.run_dir import RunDir
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 NAME = "model.safetensors"

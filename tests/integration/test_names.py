@@ -15,14 +15,14 @@ from tests.rl_runs import MODEL
 from tests.training_runs import DEADLINE_S
 
 _TRAP = "raise SystemExit(f'{__file__} was imported')\n"
-_OURS = ("trainer", "inference/__init__", "inference/main", "orchestrator")
+_OURS = ("trainer", "inference/__init__", "inference/main")  # as our processes are called
 _OTHERS = (
     "config", "logging", "queue", "tempfile", "random", "torch", "numpy", "datasets", "safetensors", "tomli", "rich",
     "pydantic", "httpx", "tokenizers", "vllm", "tests", "utils", "models", "runpy", "multiprocessing", "inspect",
 )  # fmt: skip
 _ENVIRONMENT = """
 import helpers
-from orchestrator.environment import Environment, Score, Task
+from holdfast.orchestrator.environments.interface import Environment, Score, Task
 
 class Mine(Environment):
     def make_task(self, seed):
@@ -44,14 +44,15 @@ def run(request: pytest.FixtureRequest, command: Callable[[str], str], tmp_path:
     traps = [*_OURS, *_OTHERS]
     if not request.param:
         # Were it on PYTHONPATH, the installed script itself would import it, before anything of ours.
-        traps.append("triad")
+        traps.append("holdfast")
     for name in traps:
         path = tmp_path / f"{name}.py"
         path.parent.mkdir(exist_ok=True)
         path.write_text(_TRAP)
-    (tmp_path / "envs.py").write_text(_ENVIRONMENT)
+    for name in ("envs", "orchestrator"):
+        (tmp_path / f"{name}.py").write_text(_ENVIRONMENT)
     (tmp_path / "helpers.py").write_text(_HELPERS)
-    (tmp_path / "badly.py").write_text("from trainer import something\n")
+    (tmp_path / "badly.py").write_text("from torch import something\n")
 
     def to_end(program: str, *words: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": request.param}
@@ -85,21 +86,22 @@ def environment(identity: str) -> tuple[str, str]:
 
 def test_users_modules_are_found_and_a_name_that_is_taken_is_refused(run: Run) -> None:
     flags = ("--model.name", str(MODEL), "--dry-run")
-    found = run("rl", *flags, *environment("envs:Mine"))
-    assert found.returncode == 0, found.stdout + found.stderr
+    for identity in ("envs:Mine", "orchestrator:Mine"):
+        found = run("rl", *flags, *environment(identity))
+        assert found.returncode == 0, found.stdout + found.stderr
     for identity, said in (
-        ("trainer:Mine", "environments[0].id: 'trainer': the name 'trainer' belongs to"),
-        ("inference.main:Mine", "the name 'inference' belongs to"),
-        ("badly:Mine", "The name 'trainer' belongs to"),
+        ("torch:Mine", "environments[0].id: 'torch': the name 'torch' belongs to"),
+        ("datasets.load:Mine", "the name 'datasets' belongs to"),
+        ("badly:Mine", "The name 'torch' belongs to"),
         ("nowhere:Mine", "there is no module 'nowhere'"),
     ):
         refused = run("rl", *flags, *environment(identity))
         assert refused.returncode == 2, refused.stdout + refused.stderr
         assert said in refused.stderr and "Traceback" not in refused.stderr, refused.stderr
         if "belongs" in said:
-            assert "trainer.py" in refused.stderr or "inference/__init__.py" in refused.stderr
-    loss = run("rl", *flags, "--trainer.loss.type", "trainer:loss")
-    assert loss.returncode == 2 and "loss.type = 'trainer': the name 'trainer' belongs to" in loss.stderr
+            assert "torch.py" in refused.stderr or "datasets.py" in refused.stderr
+    loss = run("rl", *flags, "--trainer.loss.type", "torch:loss")
+    assert loss.returncode == 2 and "loss.type = 'torch': the name 'torch' belongs to" in loss.stderr
 
 
 @pytest.mark.slow

@@ -11,12 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.documentation import Command, commands
 from tests.documented_runs import Checkout
 from tests.inference_zygote import free_port
 from tests.rl_runs import SMALL_BATCH, assert_same, exact_metrics, last_step, outcome, succeeded
-from triad.run_dir import RunDir
 
 _STEPS = 20
 _INFERENCE, _TRAINER, _ORCHESTRATOR, _TRAINER_AGAIN, _ORCHESTRATOR_AGAIN = range(5)
@@ -85,7 +85,7 @@ def test_parts_that_are_started_by_hand_and_again_end_as_rl_does(
     def has_trained(step: int) -> Callable[[], bool]:
         return lambda: last_step(run_dir) >= step
 
-    monkeypatch.setenv("TRIAD_ADMIN_TOKEN", "s3cret")
+    monkeypatch.setenv("HOLDFAST_ADMIN_TOKEN", "s3cret")
     inference, trainer = shells.start(_INFERENCE), shells.start(_TRAINER)
     orchestrator = shells.start(_ORCHESTRATOR)
     shells.wait_for(has_trained(4), inference, trainer, orchestrator)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.shared.files import manifest
+from holdfast.shared.files.checkpoints import list_entries
 from tests.conftest import ROOT
 from tests.processes import HANG_S
-from triad import manifest
-from triad.checkpoints import list_entries
 
 MAX_STEPS = 40
 

@@ -13,16 +13,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from holdfast.commands.launcher.supervise import ECHO_S
+from holdfast.shared.errors import NOT_SAVED
+from holdfast.shared.files import manifest
+from holdfast.shared.files.journal import publish_batch
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan
+from holdfast.shared.wire.sampling import Sampling
 from tests.conftest import ROOT
 from tests.processes import HANG_S
 from tests.training_runs import LiveSft, SftRun, run_sft
-from triad import manifest
-from triad.errors import NOT_SAVED
-from triad.journal import publish_batch
-from triad.messages import Batch, Rollout, VersionSpan
-from triad.run_dir import RunDir
-from triad.sampling import Sampling
-from triad.supervise import ECHO_S
 
 MAX_STEPS = "120"
 

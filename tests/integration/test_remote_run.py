@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.shared.files import manifest
+from holdfast.shared.remote.checkpoints import RemoteCheckpoints
 from tests.checkpoint_files import contents
 from tests.conftest import ModelFactory
 from tests.s3_server import BUCKET, S3Server
 from tests.training_runs import run_sft
-from triad import manifest
-from triad.remote import RemoteCheckpoints
 
 URL = f"s3://{BUCKET}/run"
 

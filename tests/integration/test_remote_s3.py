@@ -12,18 +12,19 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.commands.resume.remote import fetch
+from holdfast.shared.errors import CheckpointError
+from holdfast.shared.files import manifest
+from holdfast.shared.files.checkpoints import Retention
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.remote import object_store
+from holdfast.shared.remote.checkpoints import RemoteCheckpoints
+from holdfast.shared.remote.object_store import StorageError
+from holdfast.shared.remote.uploader import Uploader
 from tests.checkpoint_files import contents, write_checkpoint, write_weights
 from tests.processes import HANG_S
 from tests.s3_server import BUCKET, GONE, S3Server
 from tests.training_runs import Runs
-from triad import manifest, object_store
-from triad.checkpoints import Retention
-from triad.errors import CheckpointError
-from triad.fetch import fetch
-from triad.object_store import StorageError
-from triad.remote import RemoteCheckpoints
-from triad.run_dir import RunDir
-from triad.uploader import Uploader
 
 OBJECTS = 7
 """Files of a checkpoint and its manifest."""
@@ -395,7 +396,8 @@ def test_a_download_killed_half_way_leaves_a_temporary_only(
 
     server.spoil = spoil
     program = (
-        "import sys; from pathlib import Path; from triad.fetch import fetch; from triad.run_dir import RunDir\n"
+        "import sys; from pathlib import Path; from holdfast.commands.resume.remote import fetch\n"
+        "from holdfast.shared.files.run_dir import RunDir\n"
         "fetch(sys.argv[1], RunDir(Path(sys.argv[2])), 'auto')"
     )
     process = subprocess.Popen([sys.executable, "-c", program, URL, str(empty.path)])
@@ -421,7 +423,8 @@ def test_uploads_that_are_tried_again_leave_the_generator_of_the_process_alone(s
     program = (
         "import botocore.retries.standard  # as peft does\n"
         "import random, sys; from pathlib import Path\n"
-        "from triad.remote import RemoteCheckpoints; from triad.uploader import Uploader\n"
+        "from holdfast.shared.remote.checkpoints import RemoteCheckpoints\n"
+        "from holdfast.shared.remote.uploader import Uploader\n"
         "random.seed(1); before = random.getstate()\n"
         "uploader = Uploader(RemoteCheckpoints(sys.argv[1])); uploader.submit(Path(sys.argv[2]), 1)\n"
         "uploader.close(120); print(random.getstate() == before)"
@@ -444,7 +447,8 @@ def test_a_process_ends_at_once_with_a_store_that_hangs(server: S3Server, here: 
     server.spoil = spoil
     program = (
         "import sys; from pathlib import Path\n"
-        "from triad.remote import RemoteCheckpoints; from triad.uploader import Uploader\n"
+        "from holdfast.shared.remote.checkpoints import RemoteCheckpoints\n"
+        "from holdfast.shared.remote.uploader import Uploader\n"
         "uploader = Uploader(RemoteCheckpoints(sys.argv[1])); uploader.submit(Path(sys.argv[2]), 1)\n"
         "print('submitted', uploader.wait(timeout_s=1))"
     )

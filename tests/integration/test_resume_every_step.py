@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.shared.files import manifest
+from holdfast.trainer.data.samples import SampleOrder
 from tests.training_runs import Runs, run_sft
-from trainer.data import SampleOrder
-from triad import manifest
 
 pytestmark = pytest.mark.slow
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from holdfast.shared.config.schedule import learning_rate
+from holdfast.shared.config.trainer import OptimConfig
+from holdfast.shared.files import manifest
 from tests.conftest import ModelFactory
 from tests.training_runs import Runs, SftRun, run_sft
-from triad import manifest
-from triad.config.schedule import learning_rate
-from triad.config.trainer import OptimConfig
 
 PEAK = 1e-3
 

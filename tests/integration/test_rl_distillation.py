@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from holdfast.shared.config import InferenceConfig
+from holdfast.shared.files.journal import read_batch
+from holdfast.shared.wire.rollouts import Rollout
 from tests.inference_zygote import free_port, shared_zygote
 from tests.integration.conftest import UsedServer
 from tests.rl_runs import MODEL, RlRun, assert_same, complete, exact_metrics, outcome, succeeded
-from triad.config import InferenceConfig
-from triad.journal import read_batch
-from triad.messages import Rollout
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -65,11 +65,11 @@ def test_an_on_policy_distillation_survives_kills_bit_for_bit_and_asks_nothing_t
     asked = teacher.generated_tokens()
     with RlRun(tmp_path / "killed", *flags) as run:
         run.wait_for_step(1)
-        (orchestrator,) = run.find("orchestrator.main")
+        (orchestrator,) = run.find("holdfast.orchestrator.main")
         orchestrator.send_signal(signal.SIGKILL)
         run.wait_for_match("orchestrator was killed by signal 9: starting it again")
         run.wait_for_step(3)
-        _, rank = run.find("trainer.launch")
+        _, rank = run.find("holdfast.trainer.launch")
         rank.send_signal(signal.SIGKILL)
         killed = complete(run)
     assert killed.exit_code == 0, killed.output

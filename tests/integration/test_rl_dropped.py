@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.shared.files.journal import STATE_NAME, Accepted, Counts, read_accepted, read_batch
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.wire.rollouts import Dropped
 from tests.integration.conftest import UsedServer
 from tests.rl_runs import RlRun, assert_same, complete, exact_metrics, outcome, succeeded
-from triad.journal import STATE_NAME, Accepted, Counts, read_accepted, read_batch
-from triad.messages import Dropped
-from triad.run_dir import RunDir
 
 _STEPS = 8
 _SETTINGS = """
@@ -41,11 +41,11 @@ def test_orchestrator_and_trainer_die_under_dynamic_sampling(rl_server: UsedServ
     straight = succeeded(tmp_path / "straight", *flags)
     with RlRun(tmp_path / "killed", *flags) as run:
         run.wait_for_step(2)
-        (orchestrator,) = run.find("orchestrator.main")
+        (orchestrator,) = run.find("holdfast.orchestrator.main")
         orchestrator.send_signal(signal.SIGKILL)
         run.wait_for_match("orchestrator was killed by signal 9: starting it again")
         run.wait_for_step(5)
-        _, rank = run.find("trainer.launch")
+        _, rank = run.find("holdfast.trainer.launch")
         rank.send_signal(signal.SIGKILL)
         killed = complete(run)
     assert killed.exit_code == 0, killed.output

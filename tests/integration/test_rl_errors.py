@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.shared.files.metrics import read_metrics
+from holdfast.shared.files.run_dir import RunDir
 from tests.integration.conftest import UsedServer
 from tests.rl_runs import MODEL, CompletedRun, RlRun, complete
-from triad.metrics import read_metrics
-from triad.run_dir import RunDir
 
 _ENVIRONMENT = """
-from orchestrator.environments.reverse_text import ReverseText
+from holdfast.orchestrator.environments.reverse_text import ReverseText
 
 class Broken(ReverseText):
     async def score(self, task, sessions):

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from holdfast.shared.files.metrics import read_metrics
+from holdfast.shared.remote.checkpoints import RemoteCheckpoints
 from tests.integration.conftest import UsedServer
 from tests.rl_runs import EVERYTHING, RlRun, assert_same, complete, exact_metrics, outcome, succeeded
 from tests.training_runs import write_data
-from triad.metrics import read_metrics
-from triad.remote import RemoteCheckpoints
 
 _STEPS = 8
 _RUN = ("--max-steps", str(_STEPS), "--ckpt.interval", "2", "--trainer.parallel.threads", "1")
@@ -33,11 +33,11 @@ def test_with_every_part_a_run_that_dies_and_is_started_again_ends_in_the_same_b
     flags = (*flags, "--ckpt.keep", "1", "--ckpt.dir", f"file://{tmp_path}/store")
     with RlRun(tmp_path / "killed", *flags) as run:
         run.wait_for_step(2)
-        (orchestrator,) = run.find("orchestrator.main")
+        (orchestrator,) = run.find("holdfast.orchestrator.main")
         orchestrator.kill()
         run.wait_for_output("orchestrator was killed by signal 9: starting it again")
         run.wait_for_step(4)
-        _, rank = run.find("trainer.launch")
+        _, rank = run.find("holdfast.trainer.launch")
         rank.kill()
         run.wait_for_output("trainer ended with exit code 137: starting it again")
         run.wait_for_step(6)

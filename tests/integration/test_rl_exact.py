@@ -10,6 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
+from holdfast.shared.config import InferenceConfig
+from holdfast.shared.files.journal import read_batch
+from holdfast.shared.files.manifest import verify
+from holdfast.shared.files.metrics import read_metrics
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.wire.canary import CANARY_NAME, MAX_TOKENS
+from holdfast.shared.wire.sampling import Sampling
 from tests.inference_zygote import free_port, shared_zygote
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.rl_runs import (
@@ -24,13 +31,6 @@ from tests.rl_runs import (
     outcome,
     succeeded,
 )
-from triad.canary import CANARY_NAME, MAX_TOKENS
-from triad.config import InferenceConfig
-from triad.journal import read_batch
-from triad.manifest import verify
-from triad.metrics import read_metrics
-from triad.run_dir import RunDir
-from triad.sampling import Sampling
 
 # Trainer against sampler, float32 on both sides.
 LOG_RATIO_TOLERANCE = 1e-4

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.shared.files.metrics import read_metrics
+from holdfast.trainer.parallel import Parallel
 from tests.conftest import ModelFactory
 from tests.inference_zygote import free_port
 from tests.rl_families import Refused, measure, names, read_results
 from tests.rl_runs import RlRun, succeeded
-from trainer.parallel import Parallel
-from triad.metrics import read_metrics
 
 HIGHEST_MISMATCH_KL = 1e-6
 RESULTS = read_results()

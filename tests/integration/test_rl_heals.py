@@ -21,21 +21,21 @@ _HEARTBEAT_S = 20
 
 
 def _orchestrator(run: RlRun) -> psutil.Process:
-    (found,) = run.find("orchestrator.main")
+    (found,) = run.find("holdfast.orchestrator.main")
     return found
 
 
 def _rank(run: RlRun) -> psutil.Process:
-    _, rank = run.find("trainer.launch")
+    _, rank = run.find("holdfast.trainer.launch")
     return rank
 
 
 def _trainer(run: RlRun) -> psutil.Process:
-    return run.find("trainer.launch")[0]
+    return run.find("holdfast.trainer.launch")[0]
 
 
 def _inference(run: RlRun) -> psutil.Process:
-    (found,) = run.find("inference.main")
+    (found,) = run.find("holdfast.inference.main")
     return found
 
 

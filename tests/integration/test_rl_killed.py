@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from holdfast.shared.files.journal import read_batch
+from holdfast.shared.files.run_dir import RunDir
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.rl_runs import (
     CompletedRun,
@@ -19,8 +21,6 @@ from tests.rl_runs import (
     journal_files,
     outcome,
 )
-from triad.journal import read_batch
-from triad.run_dir import RunDir
 
 pytestmark = pytest.mark.slow
 
@@ -34,14 +34,14 @@ def _interrupt_start(run: RlRun) -> None:
 
 def _kill_rank(run: RlRun) -> None:
     run.wait_for_step(3)
-    launcher_of_ranks, rank = run.find("trainer.launch")
+    launcher_of_ranks, rank = run.find("holdfast.trainer.launch")
     assert rank.ppid() == launcher_of_ranks.pid
     rank.kill()
 
 
 def _kill_orchestrator(run: RlRun) -> None:
     run.wait_for_step(6)
-    (orchestrator,) = run.find("orchestrator.main")
+    (orchestrator,) = run.find("holdfast.orchestrator.main")
     orchestrator.kill()
 
 

@@ -8,11 +8,11 @@ from statistics import mean
 
 import httpx
 
+from holdfast.shared.files.metrics import read_metrics
 from tests.documented_metrics import undocumented
 from tests.inference_zygote import free_port
 from tests.processes import HANG_S
 from tests.rl_runs import RlRun, complete
-from triad.metrics import read_metrics
 
 # From the first 3 to the last 10 of 50 steps; measured: 0.15 to 0.2.
 REWARD_RISE = 0.08
@@ -31,7 +31,7 @@ def test_the_quick_start_trains_and_leaves_nothing_behind(tmp_path: Path) -> Non
     with RlRun(tmp_path / "run", "--inference.server.port", str(port), "--trainer.kl") as run:
         run.wait_for_step(1)
         assert _listens(port)
-        assert run.find("inference.main")
+        assert run.find("holdfast.inference.main")
         completed = complete(run)
     assert completed.exit_code == 0, completed.output
     assert not completed.survivors
@@ -56,7 +56,7 @@ def test_a_launcher_killed_at_the_start_takes_its_server_along(tmp_path: Path) -
     port = free_port()
     with RlRun(tmp_path / "run", "--inference.server.port", str(port)) as run:
         run.wait_for_output("loading vllm")
-        assert run.find("inference.main")
+        assert run.find("holdfast.inference.main")
         run.interrupt(signal.SIGKILL)
         completed = complete(run)
     assert completed.exit_code == -signal.SIGKILL

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.shared.files.metrics import read_metrics
 from tests.integration.conftest import UsedServer
 from tests.rl_runs import CompletedRun, succeeded
-from triad.metrics import read_metrics
 
 # Sums in another order, float32.
 RELATIVE = 1e-4

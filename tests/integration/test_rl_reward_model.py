@@ -9,11 +9,11 @@ from statistics import mean
 
 import pytest
 
+from holdfast.shared.files.metrics import read_metrics
+from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.integration.conftest import UsedServer
 from tests.rl_runs import succeeded
-from triad.metrics import read_metrics
-from triad.run_dir import RunDir
 
 _STEPS = 30
 _PPO = "configs/reverse_text/algorithms/ppo.toml"

@@ -18,8 +18,8 @@ _STEPS = 4
 # Every session of a batch has had its first turn before one of them goes on: nobody asks the engine meanwhile.
 _ENVIRONMENT = """
 import asyncio, os
-from orchestrator.environment import Message
-from orchestrator.environments.reverse_text import ReverseText
+from holdfast.orchestrator.environments.interface import Message
+from holdfast.orchestrator.environments.reverse_text import ReverseText
 
 SESSIONS = 4  # of a batch
 
@@ -105,7 +105,7 @@ def test_an_engine_that_is_killed_between_two_turns_changes_nothing(
         for batch in range(1, _STEPS + 1):
             gates.wait(run, batch)
             if batch in (1, 4):  # by version 0, and by version 2
-                run.find("inference.main")[0].kill()
+                run.find("holdfast.inference.main")[0].kill()
                 run.wait_for_match(f"inference was killed by signal 9: starting it again .restart {1 + (batch == 4)} ")
                 run.wait_for(lambda: _answers(run), "the server that came back")
             gates.open(batch)

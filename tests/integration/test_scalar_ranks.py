@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from holdfast.trainer.parallel import Parallel
 from tests.scalar_ranks import compute
 from tests.training_zygote import shared_zygote
-from trainer.parallel import Parallel
 
 
 @pytest.fixture(scope="module")

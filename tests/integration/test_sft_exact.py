@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from holdfast.shared.config import SftConfig
+from holdfast.shared.config.load import read_toml
+from holdfast.shared.files import manifest
 from tests.training_runs import Runs, sft_command
-from triad import manifest
-from triad.config import SftConfig
-from triad.config.load import read_toml
 
 RELATIVE = 1e-5
 

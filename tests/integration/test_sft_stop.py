@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.shared.files import manifest
 from tests.processes import HANG_S
 from tests.training_runs import LiveSft
-from triad import manifest
 
 Start = Callable[..., LiveSft]
 Ends = Callable[..., bool]

@@ -10,7 +10,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # Whole runs, by the package that they show most of.
 _WHOLE_RUNS = {
     "trainer": ["integration/test_sft_exact.py", "integration/test_dpo.py", "faults/test_kill_rl_trainer.py"],
-    "triad": ["integration/test_sft_stop.py", "integration/test_rl_exact.py", "integration/test_rl_heals.py"],
+    "commands": ["integration/test_sft_stop.py", "integration/test_rl_exact.py", "integration/test_rl_heals.py"],
+    "shared": ["integration/test_sft_stop.py", "integration/test_rl_exact.py", "integration/test_rl_heals.py"],
     "orchestrator": ["integration/test_rl_exact.py", "integration/test_rl_dropped.py"],
     "inference": ["integration/test_inference_weights.py", "integration/test_inference_generate.py"],
 }
@@ -18,7 +19,7 @@ _MOST_FILES = 12
 
 
 def rounds_of(module: str) -> list[list[str]]:
-    """Return files of tests for a module such as `trainer/data.py`, in rounds; those that take less time first."""
+    """Return files of tests for a module such as `holdfast/trainer/stop.py`, in rounds; the fastest first."""
     name = _dotted(Path(module))
     near = _tests_that_import({name})
     far = _tests_that_import({other for other, imported in _imports_of_src().items() if name in imported})
@@ -29,7 +30,7 @@ def rounds_of(module: str) -> list[list[str]]:
         [test for test in named if "unit/" in test],
         [test for test in far if "unit/" in test][:_MOST_FILES],
         [test for test in (*near, *named) if "unit/" not in test],
-        [f"tests/{test}" for test in _WHOLE_RUNS[module.split("/")[0]]],
+        [f"tests/{test}" for test in _WHOLE_RUNS.get(module.split("/")[1], [])],
     ]
     seen: set[str] = set()
     chosen = []

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from holdfast.shared.files.journal import read_batch
+from holdfast.shared.files.run_dir import RunDir
 from tests.rl_runs import SMALL_BATCH
 from tests.training_runs import SftRun
-from triad.journal import read_batch
-from triad.run_dir import RunDir
 
 STEPS = 20
 SUPERVISED = ("sft", "dpo", "reward-model")

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from holdfast.commands import cli
+from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ModelFactory
 from tests.unit.stand_ins import Stands
-from triad import cli
-from triad.run_dir import RunDir
 
 if TYPE_CHECKING:
+    from holdfast.trainer.parallel import Parallel
     from tests.train_states import MakeState
-    from trainer.parallel import Parallel
 
 # A busy machine takes longer for anything; and no example of ours is spoilt by what another left in a fixture.
 settings.register_profile(
-    "triad", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    "holdfast", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
-settings.load_profile("triad")
+settings.load_profile("holdfast")
 
 
 @pytest.fixture(autouse=True)

@@ -25,12 +25,12 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 
-from triad import durable, journal, manifest
-from triad.arrays import encode_packed
-from triad.config.orchestrator import OrchestratorConfig
-from triad.messages import Batch, Rollout
-from triad.run_dir import RunDir
-from triad.weights_digest import weights_digest
+from holdfast.shared.config.orchestrator import OrchestratorConfig
+from holdfast.shared.files import durable, journal, manifest
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.files.weights_digest import weights_digest
+from holdfast.shared.wire.arrays import encode_packed
+from holdfast.shared.wire.rollouts import Batch, Rollout
 
 MODEL = "examples/reverse_text/base"
 STOP_TOKEN = 3

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from triad.attempt import Attempt
-from triad.config import TrainerConfig
-from triad.restarts import Restarts
-from triad.run_dir import RunDir
-from triad.storage import Patience
-from triad.vitals import Health
-from triad.watch import Healing, Plan, watch
+from holdfast.commands.launcher.full_disk import Patience
+from holdfast.commands.launcher.liveness import Health
+from holdfast.commands.launcher.restarts import Restarts
+from holdfast.commands.launcher.watch import Healing, Plan, watch
+from holdfast.commands.resume.attempt import Attempt
+from holdfast.shared.config import TrainerConfig
+from holdfast.shared.files.run_dir import RunDir
 
 
 class Stands:
@@ -44,7 +44,7 @@ class Stands:
         """
         prelude = (
             f"import os, sys, time; os.chdir({str(self.run_dir.path)!r}); from pathlib import Path\n"
-            "from triad.heartbeat import does, moved, start_heartbeat; start_heartbeat()\n"
+            "from holdfast.shared.process.heartbeat import does, moved, start_heartbeat; start_heartbeat()\n"
             "made = lambda name: Path(name).mkdir(parents=True)\n"
         )
         settings = {"output_dir": str(self.run_dir.path), "max_steps": 1, "ckpt": ckpt}

@@ -43,7 +43,7 @@ def _install(directory: str) -> None:
 
         def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
             global marks
-            if name.split(".", 1)[0] not in ("triad", "trainer", "orchestrator", "inference"):
+            if name.split(".", 1)[0] != "holdfast":
                 return None
             spec = PathFinder.find_spec(name, path)
             if spec is None or spec.origin is None or type(spec.loader) is not SourceFileLoader:

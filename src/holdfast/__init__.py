@@ -1,0 +1,1 @@
+"""Post-training for language models that survives being killed at any moment."""

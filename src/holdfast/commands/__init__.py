@@ -1,0 +1,1 @@
+"""What users type: the commands, and the launcher behind them. Nothing else imports it."""

@@ -1,0 +1,11 @@
+"""The command `ckpt`: look into checkpoints, check, compare, export, thin out and import them.
+
+main.py       from the command line to one action and an exit code
+arguments.py  subcommands and flags
+places.py     where steps and exports lie, and which step an argument means
+listing.py    ls
+inspecting.py verify, show
+comparing.py  diff
+change.py     export, promote, import, prune
+requests.py   what `python -m holdfast.trainer.conversion` is asked, and what it answers: all that needs torch
+"""

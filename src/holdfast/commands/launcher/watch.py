@@ -1,0 +1,402 @@
+"""Watching a run: showing what it does, starting again what died, saving before a stop, saying how it ended.
+
+What a death costs:
+- inference: it is started again; the orchestrator waits, gives it the weights it should have, and asks
+  again for what was in flight, with the same seeds.
+- orchestrator: it is started again and goes on behind the last journaled batch; the trainer waits.
+- trainer (any rank): trainer and orchestrator are started again as a new attempt, from the newest
+  checkpoint; batches in the journal and finished generations are used again.
+- a storage that cannot be written: the process that says so is started again when there may be room.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from holdfast.commands.launcher.console import Console
+from holdfast.commands.launcher.engine_log import engine_failure
+from holdfast.commands.launcher.full_disk import Patience, fullest
+from holdfast.commands.launcher.liveness import PROBE_PERIOD_S, Health, Vitals, place_of_beats
+from holdfast.commands.launcher.restarts import Restarts
+from holdfast.commands.launcher.supervise import Child, Supervisor, last_lines
+from holdfast.commands.resume.attempt import Attempt
+from holdfast.shared.config.trainer import TrainingCommand
+from holdfast.shared.errors import (
+    NOT_SAVED,
+    STORAGE_FAILED,
+    STUCK,
+    HoldfastError,
+    ProcessDied,
+    ReadError,
+    is_storage_failure,
+)
+from holdfast.shared.files import durable
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.process.child import make_output_lossy
+from holdfast.shared.process.events import EVENTS_ENV, PROCESS_ENV
+from holdfast.shared.process.heartbeat import HEALING_NAME, HEARTBEAT_ENV
+from holdfast.shared.process.stacks import show_stacks
+
+_TELLING_S = 10.0
+"""What a trainer whose time of grace is over gets to give up and say so."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One attempt, ready to start.
+
+    Attributes:
+        commands: argv of every process, by name, in the order of starting.
+        trainer: configuration of the trainer.
+        paths: the resolved configurations.
+        health: what to ask for the health of a process, by name.
+    """
+
+    attempt: Attempt
+    commands: dict[str, list[str]]
+    trainer: TrainingCommand
+    paths: list[Path]
+    health: dict[str, Health] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Healing:
+    """What keeps a run going whose processes die.
+
+    Attributes:
+        again: makes the plan that goes on with the run after its trainer died.
+        restarts: the allowance of restarts after crashes.
+        patience: how long the run waits for its storage.
+        heartbeat_timeout_s: a process that is silent for this long is killed.
+    """
+
+    again: Callable[[], Plan]
+    restarts: Restarts
+    patience: Patience
+    heartbeat_timeout_s: float
+
+
+def watch(plan: Plan, healing: Healing | None = None) -> int:
+    """Run the processes of `plan` to their end; return the exit code.
+
+    Args:
+        healing: unset: the first death ends the run.
+
+    Raises:
+        ProcessDied: one of them ended before its time and was not to be started again.
+    """
+    make_output_lossy()
+    run_dir = plan.attempt.run_dir
+    timeout_s = healing.heartbeat_timeout_s if healing else math.inf
+    period_s = min(PROBE_PERIOD_S, timeout_s / 4)
+    with place_of_beats(run_dir.path) as beats, Supervisor() as supervisor:
+        vitals = {name: Vitals(beats / name, plan.health.get(name), probe_period_s=period_s) for name in plan.commands}
+        try:
+            while True:
+                outcome = _Watcher(plan, supervisor, healing, vitals, beats).run()
+                if isinstance(outcome, int):
+                    return outcome
+                plan = outcome
+        finally:
+            for one in vitals.values():
+                one.end()
+
+
+class _Watcher:
+    """Watches one attempt."""
+
+    def __init__(
+        self, plan: Plan, supervisor: Supervisor, healing: Healing | None, vitals: dict[str, Vitals], beats: Path
+    ) -> None:
+        self._plan = plan
+        self._supervisor = supervisor
+        self._healing = healing
+        self._restarts = healing.restarts if healing else Restarts(0, 0.0)
+        self._patience = healing.patience if healing else Patience(0.0)
+        self._run_dir = plan.attempt.run_dir
+        self._logs = self._run_dir.logs(plan.attempt.number)
+        self._vitals = vitals
+        self._beats = beats
+        self._killed: set[int] = set()
+        self._stuck: dict[int, str] = {}
+        self._console = Console(
+            metrics=self._run_dir.metrics,
+            events=self._logs / "events.jsonl",
+            first_step=plan.attempt.resume_step or 0,
+            max_steps=plan.trainer.max_steps,
+        )
+
+    def run(self) -> int | Plan:
+        """Return the exit code of the run, or the plan of the attempt in which it goes on."""
+        with self._console:
+            outcome = self._until_storage_takes_it(self._start)
+            if outcome is None:
+                outcome = self._until_storage_takes_it(lambda: self._supervisor.run(self._refresh))
+            while isinstance(outcome, Child):
+                outcome = self._signal_taken_by(outcome) or self._bring_back(outcome)
+            if isinstance(outcome, Plan):
+                return outcome
+            if outcome is not None:
+                self._save_before_stop(outcome)
+            self._supervisor.stop()
+        if outcome is not None:
+            return self._report_stop(outcome)
+        step = self._console.last_step
+        print(f"finished step {step} of {self._plan.trainer.max_steps}; weights: {self._run_dir.weights_of(step)}")
+        return 0
+
+    def _start(self) -> None:
+        """Start what does not run yet; an inference server outlives an attempt."""
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._tell_of_healing()
+        for name, argv in self._plan.commands.items():
+            if any(child.name == name and child.process.poll() is None for child in self._supervisor.children):
+                continue
+            environment = {
+                EVENTS_ENV: str(self._logs / "events.jsonl"),
+                PROCESS_ENV: name,
+                # Nobody looks at them where nothing heals. A run within a run must not beat for the outer one.
+                HEARTBEAT_ENV: str(self._beats / name) if self._healing is not None else "",
+            }
+            self._vitals[name].forget()
+            self._supervisor.start(
+                name,
+                argv,
+                self._logs / f"{name}.log",
+                environment=environment,
+                is_service=name == "inference",
+                has_done_its_work=self._has_weights if name == "trainer" else self._has_all_batches,
+            )
+
+    def _has_weights(self) -> bool:
+        """Whether the trainer has published what it was to train: user code in it may end it before, by `sys.exit`."""
+        return self._run_dir.weights_of(self._plan.trainer.max_steps).exists()
+
+    def _has_all_batches(self) -> bool:
+        """Whether the orchestrator has made the last batch: an environment may end it before."""
+        last = self._plan.trainer.max_steps
+        return self._run_dir.batch(last).exists() or last in self._run_dir.committed_steps()
+
+    def _restart(self, child: Child) -> None:
+        if child.name == "orchestrator":
+            clear_unpublished(self._run_dir)
+        self._vitals[child.name].forget()
+        self._tell_of_healing()
+        child.environment[EVENTS_ENV] = str(self._logs / "events.jsonl")  # it may be of an earlier attempt
+        self._supervisor.restart(child)
+
+    def _refresh(self) -> None:
+        self._console.refresh()
+        if self._healing is None:
+            return
+        for child in self._supervisor.children:
+            vitals = self._vitals[child.name]
+            silent_s = vitals.silent_s()
+            if child.process.poll() is not None or child.process.pid in self._killed:
+                continue
+            if silent_s > self._healing.heartbeat_timeout_s:
+                self._console.say(f"{child.name} has shown no sign of life for {silent_s:.0f} s: killing it")
+            elif (stuck := vitals.stuck()) is not None:
+                who = f"{child.name} ({stuck.part})" if stuck.part else child.name
+                self._stuck[child.process.pid] = f"{who} came no further in {stuck.doing}"
+                self._console.say(f"{who} has come no further for {stuck.seconds:.0f} s in {stuck.doing}: killing it")
+            else:
+                continue
+            show_stacks(vitals.pids(), of=child.process.pid, log=child.log)
+            self._killed.add(child.process.pid)  # once: where its storage hangs, it takes its time to end
+            self._supervisor.kill(child)
+
+    def _refresh_waiting(self) -> None:
+        """Show what goes on while something is waited for, which nobody else shall mind."""
+        self._console.refresh()
+        self._tell_of_healing()
+
+    def _tell_of_healing(self) -> None:
+        """Make those who wait for another process go on waiting, see `heartbeat.Wait`."""
+        (self._beats / HEALING_NAME).touch()
+
+    def _bring_back(self, child: Child) -> Child | Plan | int | None:
+        """Start a dead child again, after the delay that its death asks for; return what became of the run then.
+
+        Raises:
+            ProcessDied: it is not to be started again.
+        """
+        if child.process.returncode == STORAGE_FAILED:
+            number = self._wait_for_storage(self._death(child))
+        else:
+            number = self._wait_to_restart(child)
+        if number is not None:
+            return number
+        if child.name == "trainer" and self._healing is not None:
+            self._supervisor.stop(names={"trainer", "orchestrator"})
+            return self._until_storage_takes_it(self._healing.again)
+        number = self._until_storage_takes_it(lambda: self._restart(child))
+        if number is not None:
+            return number
+        return self._until_storage_takes_it(lambda: self._supervisor.run(self._refresh))
+
+    def _until_storage_takes_it(self, action: Callable[[], T]) -> T | int:
+        """Do what writes to the run directory, again while that fails; return its result, or the number of a signal."""
+        while True:
+            try:
+                return action()
+            except (OSError, HoldfastError) as error:
+                if not is_storage_failure(error):
+                    raise
+                number = self._wait_for_storage(error)
+            if number is not None:
+                return number
+
+    def _wait_for_storage(self, error: Exception) -> int | None:
+        """Wait before the next try; return the number of a signal that came meanwhile.
+
+        Raises:
+            ProcessDied: the storage has failed for too long.
+        """
+        delay_s = self._patience.delay_s(self._console.last_step)
+        if delay_s is None:
+            self._supervisor.stop()
+            given_up = ProcessDied(str(error))
+            if timeout_s := self._patience.timeout_s:
+                given_up.args = (f"{error}\n       the storage was waited for in vain for {timeout_s:g} s",)
+            given_up.exit_code = STORAGE_FAILED
+            raise given_up from None
+        path, free_bytes = fullest(self._run_dir)
+        reason = str(error).split(". ")[0].split("\n")[0]
+        self._console.say(
+            f"waiting for storage: {reason}. {path} has {free_bytes:,} bytes free: make room or mend it, and the run "
+            f"goes on by itself (next try in {delay_s:g} s)"
+        )
+        return self._supervisor.pause(delay_s, self._refresh_waiting)
+
+    def _wait_to_restart(self, child: Child) -> int | None:
+        """Wait out the delay before `child` is started again; return the number of a signal that came meanwhile.
+
+        Raises:
+            ProcessDied: it is not to be started again.
+        """
+        failure = _engine_failure(child)
+        step = self._console.last_step
+        comes_again = self._restarts.comes_again(child.name, failure, step=step)
+        is_stuck = child.process.pid in self._stuck or child.process.returncode == STUCK
+        code = child.process.returncode if not self._died_starting_again(child) else 1
+        delay = None if comes_again else self._restarts.delay_s(child.name, code, stuck_at=step if is_stuck else None)
+        if delay is None:
+            self._supervisor.stop()
+            raise self._death(child)
+        used, limit = self._restarts.used(child.name), self._restarts.limit
+        reason = f" ({failure.splitlines()[0]})" if failure else ""
+        self._console.say(f"{child.name} {_how_it_ended(child)}{reason}: starting it again (restart {used} of {limit})")
+        return self._supervisor.pause(delay, self._refresh_waiting)
+
+    def _died_starting_again(self, child: Child) -> bool:
+        """Whether it is a server that once was well and could not start again: of the memory or the port of the dead.
+
+        That it tells an error, which an earlier one would have told as well, does not mean that it comes again.
+        """
+        vitals = self._vitals[child.name]
+        return child.is_service and vitals.was_well and not vitals.is_well
+
+    def _death(self, child: Child) -> ProcessDied:
+        reason = child.error
+        failure = _engine_failure(child)
+        if failure is not None:
+            said = (reason or f"the engine died, the server {_how_it_ended(child)}").removesuffix(" (its log is above)")
+            indented = failure.replace("\n", "\n       ")
+            error = ProcessDied(f"{child.name}: {said}\n       {indented}\n       log: {child.log}")
+        elif reason is not None:
+            error = ProcessDied(f"{child.name}: {reason}\n       log: {child.log}")
+        elif child.process.pid in self._stuck:
+            error = ProcessDied(f"{self._stuck[child.process.pid]}\n       log: {child.log}")
+        else:
+            tail = last_lines(child.log)
+            error = ProcessDied(f"{child.name} {_how_it_ended(child)}; the last lines of {child.log}:\n{tail}")
+        used = self._restarts.used(child.name)
+        if used:
+            error.args = (f"{error}\n       it was started again {used} times{self._restarts.over(child.name)}",)
+        code = child.process.returncode
+        error.exit_code = 3 if code == STUCK else code if code in (2, 3, STORAGE_FAILED) else 1
+        return error
+
+    def _signal_taken_by(self, child: Child) -> int | None:
+        """Return the signal that a trainer saved for and ended by: a scheduler may signal ranks as well as us."""
+        number = child.process.returncode - 128
+        is_request = number in (signal.SIGTERM, signal.SIGUSR1) and self._plan.trainer.ckpt is not None
+        return number if child.name == "trainer" and is_request else None
+
+    def _save_before_stop(self, number: int) -> None:
+        """Have the trainer save its current step, where checkpoints are on."""
+        ckpt = self._plan.trainer.ckpt
+        saving = f"saving the current step, for at most {ckpt.grace_s:g} s" if ckpt else "stopping"
+        self._console.say(f"{signal.Signals(number).name}: {saving}")
+        trainer = self._trainer()
+        if not ckpt or not trainer:
+            return
+        # The trainer keeps to the grace itself, from the same signal on, and then says what has not landed.
+        timeout_s = ckpt.grace_s + _TELLING_S
+        if not self._supervisor.ask_to_end(trainer, number, self._console.refresh, timeout_s=timeout_s):
+            self._supervisor.kill(trainer)  # the time is over, or a second signal wants it over
+
+    def _report_stop(self, number: int) -> int:
+        """Say what a stopped run saved; return 128 + signal, or `NOT_SAVED` where its last step is not saved."""
+        step = self._console.last_step
+        stopped = f"stopped at step {step} of {self._plan.trainer.max_steps}"
+        trainer = self._trainer()
+        if self._plan.trainer.ckpt is None or trainer is None:
+            print(f"{stopped}; nothing was saved (--ckpt saves the step that a signal stops at)")
+            return 128 + number
+        try:
+            steps = self._run_dir.committed_steps()
+        except (OSError, ReadError) as error:
+            print(f"{stopped}; whether that is saved cannot be told: {error}")
+            return NOT_SAVED
+        resume = f"go on from step {steps[-1]} with --ckpt.resume-step latest" if steps else "there is no checkpoint"
+        is_saved = (steps[-1] if steps else 0) >= step
+        code = trainer.process.returncode
+        was_killed = code not in (0, *(128 + asked for asked in (signal.SIGTERM, signal.SIGUSR1)))
+        if is_saved and was_killed and self._plan.trainer.ckpt.dir is not None and step:
+            said = trainer.error or f"the trainer {_how_it_ended(trainer)} before it had uploaded it"
+            print(f"{stopped}; step {step} is saved here, but not at {self._plan.trainer.ckpt.dir}: {said}\n{resume}")
+            return NOT_SAVED
+        if not is_saved or code in (1, 2, 3, STORAGE_FAILED):
+            what = f"step {step} is saved here, but" if is_saved else f"step {step} was NOT saved:"
+            print(f"{stopped}; {what} {trainer.error or f'see {trainer.log}'}\n{resume}")
+            return NOT_SAVED
+        print(f"{stopped}, which is saved; {resume}" if step else f"{stopped}, before anything was trained")
+        return 128 + number
+
+    def _trainer(self) -> Child | None:
+        """The trainer; None where the storage let none start."""
+        return next((child for child in self._supervisor.children if child.name == "trainer"), None)
+
+
+def _engine_failure(child: Child) -> str | None:
+    """Why the engine of a dead inference server failed; None where something killed either."""
+    if child.name != "inference" or child.process.returncode < 0:
+        return None
+    return engine_failure(child.log, begin=child.log_begin)
+
+
+def _how_it_ended(child: Child) -> str:
+    code = child.process.returncode
+    early = " before its work was done" if code == 0 and not child.is_service else ""
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}{early}"
+
+
+def clear_unpublished(run_dir: RunDir) -> None:
+    """Remove what a dead orchestrator left of the batch that it was publishing.
+
+    The trainer lives, and removes old batches under temporary names as well: those are not touched.
+    """
+    last = max([*run_dir.published_batches(), *run_dir.committed_steps()], default=0)
+    prefix = f"{durable.TEMPORARY_PREFIX}step_"
+    for path in run_dir.rollouts.glob(f"{prefix}*"):
+        if int(path.name.removeprefix(prefix).split("-")[0]) > last:
+            shutil.rmtree(path)

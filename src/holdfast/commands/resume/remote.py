@@ -1,0 +1,182 @@
+"""Where a resume and an object store meet: bringing checkpoints here, and setting aside superseded ones there."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from holdfast.shared.errors import CheckpointError, RunDirError
+from holdfast.shared.files import durable, manifest
+from holdfast.shared.files.manifest import Verification
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.remote.checkpoints import RemoteCheckpoints
+from holdfast.shared.remote.object_store import StorageError
+
+
+def fetch(
+    url: str,
+    run_dir: RunDir,
+    wanted: int | Literal["latest", "auto"] | None,
+    *,
+    how: Verification = "full",
+    older_weights: int = 0,
+    say: Callable[[str], None] = print,
+) -> int | None:
+    """Bring the checkpoint that a resume wants onto this machine; return its step, None if nothing was needed.
+
+    Called before the step to resume from is resolved. A directory that holds no run becomes that of the
+    run at `url`.
+
+    Args:
+        wanted: `ckpt.resume_step`. `latest` and `auto` take the newest intact remote step that is newer than
+            the newest intact one here; a number is taken if this machine does not have it intact.
+        how: what is checked of the checkpoints that are here already. A download is checked fully.
+        older_weights: for RL runs, how many versions before that of the step make the next batches.
+        say: is told what is copied, and which steps were skipped and why.
+
+    Raises:
+        ConfigError: the URL cannot be used, or its driver is not installed.
+        RunDirError: `url` holds another run.
+        CheckpointError: the step is nowhere, or damaged.
+        StorageError: the store cannot be used.
+        ReadError: a checkpoint that is here cannot be read; nothing is put into its place.
+        RunDirError: this machine cannot take what the store has.
+    """
+    remote = RemoteCheckpoints(url)
+    steps = remote.steps()
+    _refuse_another_run(remote, steps, run_dir, wanted)
+    if wanted is None:
+        return None
+    if wanted in ("latest", "auto", -1):
+        step = _fetch_newest(remote, steps, run_dir, how, say)
+    else:
+        step = _fetch_one(remote, steps, run_dir, int(wanted), how, say)
+    if step is not None:
+        _adopt(run_dir, manifest.read_manifest(run_dir.checkpoint(step)).run_id)
+        _fetch_weights(remote, run_dir, range(max(0, step - older_weights), step), say)
+    return step
+
+
+def set_aside_after(url: str, step: int) -> None:
+    """Make the remote steps after `step` not exist, out loud: the run goes on from `step` and makes them anew."""
+    if later := RemoteCheckpoints(url).set_aside_after(step):
+        print(f"set aside at {url}, as it lies after step {step}: {', '.join(f'step_{number}' for number in later)}")
+
+
+def _refuse_another_run(remote: RemoteCheckpoints, steps: list[int], run_dir: RunDir, wanted: int | str | None) -> None:
+    there = f"{remote.url} holds the checkpoints of steps {', '.join(map(str, steps))}"
+    choose = "Choose another place with --ckpt.dir"
+    if steps and wanted is None:
+        raise RunDirError(f"{there} of an earlier run. {choose}, or go on from them with --ckpt.resume-step latest.")
+    if not run_dir.holds_run():
+        return
+    identity = json.loads((run_dir.path / "run.json").read_text())
+    ours = {"", identity["run_id"], identity.get("forked_from", {}).get("run_id", "")}
+    for step in reversed(steps):
+        try:
+            run_id = remote.read_manifest(step).run_id
+        except StorageError:
+            raise
+        except CheckpointError:
+            continue
+        if run_id not in ours:
+            raise RunDirError(f"{there} of run {run_id}, {run_dir.path} holds run {identity['run_id']}. {choose}.")
+        return
+
+
+def _steps_here(run_dir: RunDir) -> list[int]:
+    return [entry.step for entry in run_dir.entries() if entry.status != "damaged"]
+
+
+def _is_intact(run_dir: RunDir, step: int, how: Verification) -> bool:
+    try:
+        manifest.verify(run_dir.checkpoint(step), how=how, step=step)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _fetch_one(
+    remote: RemoteCheckpoints,
+    steps: list[int],
+    run_dir: RunDir,
+    wanted: int,
+    how: Verification,
+    say: Callable[[str], None],
+) -> int | None:
+    here = _steps_here(run_dir)
+    if wanted in steps:
+        if _is_intact(run_dir, wanted, how):
+            return None
+    elif run_dir.checkpoint(wanted).exists():
+        return None  # its state is told by who resolves the step
+    else:
+        raise CheckpointError(
+            f"ckpt.resume_step = {wanted} is neither in {run_dir.checkpoints} (committed steps: {_listed(here)}) "
+            f"nor at {remote.url} (committed steps: {_listed(steps)})."
+        )
+    try:
+        _bring(remote, run_dir, wanted, say)
+    except StorageError:
+        raise
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"ckpt.resume_step = {wanted}: {error}. Choose another step; {remote.url} has {_listed(steps)}."
+        ) from None
+    return wanted
+
+
+def _listed(steps: list[int]) -> str:
+    return ", ".join(map(str, steps)) or "none"
+
+
+def _fetch_newest(
+    remote: RemoteCheckpoints, steps: list[int], run_dir: RunDir, how: Verification, say: Callable[[str], None]
+) -> int | None:
+    here = next((step for step in reversed(_steps_here(run_dir)) if _is_intact(run_dir, step, how)), None)
+    damaged = []
+    for step in reversed(steps):
+        if here is not None and step <= here:
+            return None
+        try:
+            _bring(remote, run_dir, step, say)
+            return step
+        except StorageError:
+            raise
+        except CheckpointError as error:
+            say(f"WARNING: skipping the remote checkpoint of step {step}: {error}")
+            damaged.append(str(error))
+    if damaged and here is None:
+        raise CheckpointError(f"every checkpoint at {remote.url} is damaged: {'; '.join(damaged)}")
+    return None
+
+
+def _bring(remote: RemoteCheckpoints, run_dir: RunDir, step: int, say: Callable[[str], None]) -> None:
+    started = time.monotonic()
+    # A damaged one is worth keeping: what it lost may not be what somebody needs of it.
+    remote.download(
+        step, run_dir.checkpoint(step), make_room=lambda old: run_dir.set_aside(old, run_dir.next_attempt())
+    )
+    say(f"copied the checkpoint of step {step} from {remote.url} in {time.monotonic() - started:.1f} s")
+
+
+def _adopt(run_dir: RunDir, run_id: str) -> None:
+    """Make an empty directory that of the run whose checkpoint was brought."""
+    if not run_dir.holds_run() and run_id:
+        identity = {"run_id": run_id, "created_unix_s": int(time.time())}
+        durable.write_file(run_dir.path / "run.json", json.dumps(identity, indent=1).encode())
+
+
+def _fetch_weights(remote: RemoteCheckpoints, run_dir: RunDir, versions: range, say: Callable[[str], None]) -> None:
+    for version in versions:
+        if run_dir.weights_of(version).exists():
+            continue
+        try:
+            if remote.download_weights(version, run_dir.weights_of(version)):
+                say(f"copied the weights of version {version} from {remote.url}")
+        except StorageError:
+            raise
+        except CheckpointError as error:
+            say(f"WARNING: going on without the weights of version {version}: {error}")

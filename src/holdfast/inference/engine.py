@@ -1,0 +1,210 @@
+"""vLLM's engine, set up from the project's configuration.
+
+Importing this module imports vLLM, which takes many seconds. `set_environment` must run before
+that: vLLM and torch read their environment at import.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from multiprocessing import connection
+from pathlib import Path
+from typing import NoReturn
+
+import vllm.model_executor.models.registry as model_registry
+import vllm.v1.engine.utils as engine_utils
+from fastapi import FastAPI
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.inputs import tokens_input
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from holdfast.inference.worker import LOAD_FORMAT, prepare_engine_process
+from holdfast.shared.config import InferenceConfig
+from holdfast.shared.errors import ConfigError
+from holdfast.shared.process.events import report
+
+# Prompts of one step that are prefilled together; chunked prefill is off, so at least model.max_len.
+_MIN_BATCHED_TOKENS = 8192
+
+# A process that has closed its files ends within milliseconds.
+_EXIT_TIMEOUT_S = 10.0
+
+# What the server relies on; set elsewhere in the configuration or not at all.
+_RESERVED = (
+    "model", "tokenizer", "served-model-name", "host", "port", "seed", "dtype", "max-model-len", "load-format",
+    "worker-extension-cls", "logprobs-mode", "enable-chunked-prefill", "uds", "api-key", "generation-config",
+)  # fmt: skip
+
+
+def vllm_arguments(config: InferenceConfig, model_dir: Path, tokenizer_dir: Path) -> list[str]:
+    """Return the command line of vLLM's server for `config`.
+
+    Raises:
+        ConfigError: `engine.args` sets something that the server relies on.
+    """
+    engine = config.engine
+    arguments = {
+        "model": str(model_dir),
+        "tokenizer": str(tokenizer_dir),
+        "served-model-name": config.model.name,
+        "host": config.server.host,
+        "port": config.server.port,
+        "seed": config.seed,
+        "dtype": config.model.dtype,
+        "max-model-len": config.model.max_len,
+        "load-format": LOAD_FORMAT if config.model.load == "auto" else "dummy",
+        "worker-extension-cls": "holdfast.inference.worker.PolicyWorker",
+        "logprobs-mode": "processed_logprobs",
+        # The model's own top-p and top-k would bend the distribution that the policy is trained on.
+        "generation-config": "vllm",
+        "max-num-seqs": engine.max_num_seqs,
+        "max-num-batched-tokens": max(_MIN_BATCHED_TOKENS, config.model.max_len, engine.max_num_seqs),
+        "tensor-parallel-size": engine.tensor_parallel_size,
+        "enforce-eager": engine.eager,
+        "disable-log-stats": True,
+    }
+    if current_platform.is_cpu():
+        # With a seed per request, chunked prefill ends the engine on CPU.
+        arguments |= {"enable-chunked-prefill": False, "kv-cache-memory-bytes": engine.kv_cache_bytes}
+    else:
+        arguments |= {"gpu-memory-utilization": engine.gpu_memory_utilization}  # untested: needs a GPU
+    given = {name.replace("_", "-"): value for name, value in engine.args.items()}
+    if config.model.fp32_lm_head:
+        if "hf-overrides" in given:
+            raise ConfigError(
+                "engine.args.hf-overrides cannot be set together with model.fp32_lm_head, which sets it: add "
+                '"head_dtype": "float32" to it, and leave model.fp32_lm_head out.'
+            )
+        arguments["hf-overrides"] = '{"head_dtype": "float32"}'
+    if taken := sorted(given.keys() & set(_RESERVED)):
+        raise ConfigError(f"engine.args.{taken[0]} cannot be set: the server sets it itself from its other settings.")
+    return [_flag(name, value) for name, value in (arguments | given).items() if value is not None]
+
+
+def _flag(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name}={value}"
+
+
+def parse_arguments(arguments: list[str]) -> Namespace:
+    """Parse vLLM's command line.
+
+    Raises:
+        ConfigError: vLLM does not know an argument, or refuses its value.
+    """
+    parser = make_arg_parser(FlexibleArgumentParser())
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"vLLM refuses its arguments (engine.args): {message}")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    if current_platform.is_cpu():
+        # vLLM looks at the model's class in a second process that imports everything again, lest
+        # this one touches CUDA. Here there is none.
+        model_registry._run_in_subprocess = lambda inspect: inspect()
+    args = parser.parse_args(arguments)
+    assert args is not None
+    validate_parsed_serve_args(args)
+    return args
+
+
+@asynccontextmanager
+async def running_engine(args: Namespace) -> AsyncIterator[AsyncLLM]:
+    """Start the engine's process, yield its client, and end it."""
+    _wait_for_exit_codes()
+    if current_platform.is_cpu():
+        _heed_recurrent_state(args)
+        _fork_engine()
+    async with build_async_engine_client(args) as engine:
+        assert isinstance(engine, AsyncLLM)
+        yield engine
+
+
+async def generate_one_token(engine: AsyncLLM) -> None:
+    """Have the engine generate a token, whatever it is.
+
+    Raises:
+        EngineDeadError: it died, of this or before.
+        EngineGenerateError: it failed and lives.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+    async for _ in engine.generate(tokens_input([0]), params, f"probe-{time.monotonic_ns()}"):
+        pass
+
+
+async def build_vllm_app(engine: AsyncLLM, args: Namespace) -> FastAPI:
+    """Return vLLM's OpenAI-compatible application around `engine`."""
+    tasks = await engine.get_supported_tasks()
+    app = build_app(args, tasks, engine.model_config)
+    await init_app_state(engine, app.state, args, tasks)
+    return app
+
+
+def _wait_for_exit_codes() -> None:
+    """Have vLLM name how an engine ended that dies while it starts.
+
+    vLLM looks when the process has closed its files, a moment before the kernel has its exit code; the error
+    then names none, and a killed engine looks like one that cannot start.
+    """
+    manager = engine_utils.CoreEngineProcManager
+    finished_processes = manager.finished_procs
+
+    def with_exit_codes(self: engine_utils.CoreEngineProcManager) -> dict[str, int]:
+        for process in self.processes:
+            if process.pid is not None and connection.wait([process.sentinel], timeout=0):
+                process.join(_EXIT_TIMEOUT_S)
+        return finished_processes(self)
+
+    manager.finished_procs = with_exit_codes  # type: ignore[method-assign]
+
+
+def _heed_recurrent_state(args: Namespace) -> None:
+    """Keep no prefixes of prompts for models with a recurrent state, unless `engine.args` says so.
+
+    For those vLLM needs chunked prefill to do so. What it computes for one request depends on those beside it.
+    """
+    if not AsyncEngineArgs.from_cli_args(args).create_model_config().has_inner_state:
+        return
+    if args.enable_prefix_caching is None:
+        args.enable_prefix_caching = False
+    if args.max_num_seqs != 1:
+        report(
+            "WARNING: the model has a recurrent state, so the last bits of its log-probabilities depend on which "
+            "requests share a batch: no two runs have the same bits. With --inference.engine.max-num-seqs 1 they "
+            "have, and sampling takes longer"
+        )
+
+
+def _fork_engine() -> None:
+    """Let vLLM fork its engine instead of spawning it, which saves a second import of everything.
+
+    Safe on CPU only: CUDA contexts do not survive a fork. No OpenMP team may exist in this process
+    yet, so nothing here may compute with torch.
+    """
+    engine_utils.get_mp_context = lambda: multiprocessing.get_context("fork")  # type: ignore[assignment]
+    server_pid = forking_pid = os.getpid()
+
+    def before() -> None:
+        nonlocal forking_pid
+        forking_pid = os.getpid()
+
+    def in_child() -> None:
+        # The hook stays for life, but only the server's own children are engines. The child does not ask who its
+        # parent is: a server that died since the fork would leave it an orphan.
+        if forking_pid == server_pid:
+            prepare_engine_process(parent=server_pid)
+
+    os.register_at_fork(before=before, after_in_child=in_child)

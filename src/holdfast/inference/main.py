@@ -1,0 +1,130 @@
+"""The inference server: `python -m holdfast.inference.main <resolved.toml> [<run directory>]`.
+
+The `inference` command writes the resolved configuration and starts this module; `rl` also names the run that the
+server is for, and for no other. Everything that can be wrong with it is checked before vLLM is imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import tomli
+from pydantic import ValidationError
+
+from holdfast.inference.preflight import Preflight, check
+from holdfast.shared.config import InferenceConfig
+from holdfast.shared.errors import ConfigError
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.process.child import (
+    available_cores,
+    die_with_launcher,
+    die_with_parent,
+    exit_code_of,
+    heavy_imports,
+    set_thread_environment,
+    set_up_logging,
+)
+from holdfast.shared.process.descriptors import allow_many_connections
+from holdfast.shared.process.events import report
+from holdfast.shared.process.heartbeat import start_heartbeat
+from holdfast.shared.process.import_path import leave_out_working_directory, protect_children
+from holdfast.shared.wire.owner import Owner, owner_of
+
+
+def main(argv: list[str]) -> int:
+    """Serve the configuration in the file that `argv` names; return the exit code."""
+    set_up_logging("inference")
+    die_with_launcher()
+    protect_children()
+    leave_out_working_directory()
+    start_heartbeat()
+    return exit_code_of(lambda: run(*_read_arguments(argv)))
+
+
+def _read_arguments(argv: list[str]) -> tuple[InferenceConfig, Owner | None]:
+    if len(argv) not in (1, 2):
+        raise ConfigError(
+            f"usage: python -m holdfast.inference.main <resolved.toml> [<run directory>], got {len(argv)} arguments"
+        )
+    return load_config(Path(argv[0])), owner_of(RunDir(Path(argv[1]))) if len(argv) == 2 else None
+
+
+def load_config(path: Path) -> InferenceConfig:
+    """Read a resolved configuration.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not a configuration of the inference server.
+    """
+    try:
+        return InferenceConfig.model_validate(tomli.loads(path.read_text()))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (tomli.TOMLDecodeError, ValidationError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def run(config: InferenceConfig, owner: Owner | None = None) -> int:
+    """Check, import vLLM and serve; return the exit code.
+
+    Args:
+        owner: the run that the server is for; None: for whoever comes.
+
+    Raises:
+        HoldfastError: something that the user can be told in one message.
+    """
+    allow_many_connections()
+    preflight: Preflight = check(config)
+    set_environment(config)
+    report("loading vllm")
+    logging.getLogger("vllm").setLevel(logging.WARNING)
+    # Imported here because it takes many seconds, and reads the environment that was just set.
+    with heavy_imports():
+        from holdfast.inference.server import serve
+
+    return serve(config, preflight, owner=owner)
+
+
+def set_environment(config: InferenceConfig) -> None:
+    """Set what vLLM and torch read at import; what the user has set stays."""
+    threads = config.engine.threads or max(1, available_cores() // 2)
+    set_thread_environment(threads)
+    defaults = {
+        # No separate worker process: one engine process per server.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # With several threads, a split over the cache would make logprobs depend on the batch.
+        "VLLM_CPU_ATTN_SPLIT_KV": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        # The model is a local directory by now.
+        "HF_HUB_OFFLINE": "1",
+    }
+    if config.engine.eager and _is_cpu_build():
+        # Its sampler would compile one small function at the first request, for 12 s.
+        defaults["TORCHDYNAMO_DISABLE"] = "1"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def _is_cpu_build() -> bool:
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+if __name__ == "__mp_main__":
+    # A spawned engine, or a worker of one: before it has imported vLLM, it would wait minutes for a server that died.
+    die_with_parent()
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of vLLM's clients must not delay or change the exit.
+    os._exit(code)

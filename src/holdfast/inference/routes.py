@@ -1,0 +1,297 @@
+"""The routes of the project, beside vLLM's OpenAI-compatible ones.
+
+    POST /inference/v1/generate   token ids in, token ids and log-probabilities out
+    GET  /health                  a probe of the engine, not of the web server
+    GET  /weights                 version and digest of what serves, the user of the server and the run that owns it
+    POST /update_weights          replace the weights (admin); refused to all but the owner
+    POST /claim, /release         own the server, and give it back (admin)
+    POST /pause, /resume          freeze and thaw generation (admin)
+
+Everything else that only reads or generates, `/metrics` included, is vLLM's; `inference.access` says who may use
+what. Every answer says which policy version made it. An error is `{"error": REASON}`, with a `code` where a program
+can do something about it: `owned` (409: the server is another run's) and `other_weights` (409: the request is for
+other weights than those that serve).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from holdfast.inference.access import Gate, asks_the_model, largest_body
+from holdfast.inference.bodies import UpdateRequest, decode_body, decode_request
+from holdfast.inference.engine import generate_one_token
+from holdfast.inference.errors import RequestError
+from holdfast.inference.generate import Generator
+from holdfast.inference.meter import Meter
+from holdfast.inference.ownership import Ownership
+from holdfast.inference.served_policy import Policy
+from holdfast.shared.wire.owner import OWNER_HEADER, Owner
+
+VERSION_HEADER = "x-policy-version"
+
+_OWNER_HEADER = OWNER_HEADER.encode()
+# An engine that gave output this recently needs no probe.
+_RECENT_S = 3.0
+
+_T = TypeVar("_T")
+_Handler = Callable[[Request], Awaitable[Response]]
+
+
+def build_application(
+    vllm_app: FastAPI, routes: Routes, *, policy: Policy, meter: Meter, local: bool, admin_token: str | None
+) -> ASGIApp:
+    """Return the whole application: the project's routes in front of vLLM's, and the gate in front of both.
+
+    Args:
+        local: the server is for this machine alone.
+        admin_token: what the admin routes ask for; None lets everyone who can connect use them.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        async with vllm_app.router.lifespan_context(vllm_app):
+            yield
+
+    app = Starlette(routes=[*routes.all(), Mount("", vllm_app)], lifespan=lifespan)
+    gated = Gate(app, local=local, admin_token=admin_token, most_body_bytes=routes.most_body_bytes)
+    return PolicyVersionMiddleware(gated, policy=policy, meter=meter, ownership=routes.ownership)
+
+
+class Routes:
+    """Handlers of the project's routes.
+
+    Args:
+        engine: vLLM's client of the engine.
+        policy: the weights that it serves.
+        ownership: whose they may be.
+        meter: counters of this server.
+        model_name: what `/weights` calls the model.
+        health_timeout_s: an engine that answers a probe later is failing.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        *,
+        policy: Policy,
+        ownership: Ownership,
+        meter: Meter,
+        model_name: str,
+        health_timeout_s: float,
+    ) -> None:
+        self._engine = engine
+        self._policy = policy
+        self._meter = meter
+        self._model_name = model_name
+        self._health_timeout_s = health_timeout_s
+        self._generator = Generator(engine, policy)
+        self.ownership = ownership
+        self.most_body_bytes = largest_body(engine.model_config.max_model_len)
+        self._probe: asyncio.Task[None] | None = None
+
+    def all(self) -> list[BaseRoute]:
+        """Return the routes, each with its errors turned into answers."""
+        return [
+            Route("/inference/v1/generate", _answering(self.generate), methods=["POST"]),
+            Route("/health", _answering(self.health), methods=["GET"]),
+            Route("/weights", _answering(self.weights), methods=["GET"]),
+            Route("/update_weights", _answering(self.update_weights), methods=["POST"]),
+            Route("/claim", _answering(self.claim), methods=["POST"]),
+            Route("/release", _answering(self.release), methods=["POST"]),
+            Route("/pause", _answering(self.pause), methods=["POST"]),
+            Route("/resume", _answering(self.resume), methods=["POST"]),
+        ]
+
+    async def generate(self, request: Request) -> Response:
+        """Sample one choice per seed; the engine drops them when the client goes away."""
+        wanted = decode_request(await request.body())
+        if self._policy.version is None:
+            raise RequestError(503, "no weights yet: the server waits for its first POST /update_weights")
+        with self._meter.request():
+            answer = await _until_disconnect(request, self._generator.generate(wanted))
+        return _json(answer, headers={VERSION_HEADER: str(answer.version)})
+
+    async def weights(self, request: Request) -> Response:
+        """Say which weights serve, with the digest of the bytes that the worker loaded."""
+        return _json(self._weights())
+
+    async def update_weights(self, request: Request) -> Response:
+        """Replace the weights."""
+        wanted = decode_body(await request.body(), UpdateRequest)
+        return _json(await self._policy.update(Path(wanted.path), version=wanted.version, owner=wanted.owner))
+
+    async def claim(self, request: Request) -> Response:
+        """Make a run the owner of the server, before it has weights."""
+        self.ownership.claim(await _owner_in(request))
+        return _json(self._weights())
+
+    async def release(self, request: Request) -> Response:
+        """Let go of the server, if it is this run's: the weights go on serving."""
+        self.ownership.release(await _owner_in(request))
+        return _json(self._weights())
+
+    async def pause(self, request: Request) -> Response:
+        """Freeze generation."""
+        await self._policy.pause()
+        return _json({"paused": True})
+
+    async def resume(self, request: Request) -> Response:
+        """Go on generating."""
+        await self._policy.resume()
+        return _json({"paused": False})
+
+    async def health(self, request: Request) -> Response:
+        """Prove that the engine works: it gave output just now, or answers a probe in time."""
+        reason = await self._ailment()
+        body = {
+            "status": "ok" if reason is None else "failing",
+            "weights": self._policy.version,
+            "paused": self._policy.paused,
+            "reason": reason,
+        }
+        return _json(body, status=200 if reason is None else 503)
+
+    async def _ailment(self) -> str | None:
+        if self._engine.errored:
+            return "the engine died"
+        if time.monotonic() - self._meter.last_progress < _RECENT_S:
+            return None
+        # Callers that come while a probe runs share it, so that a hung engine gathers no requests.
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.create_task(self._run_probe())
+        try:
+            await asyncio.wait_for(asyncio.shield(self._probe), self._health_timeout_s)
+        except TimeoutError:
+            return f"the engine gave no answer to a probe within {self._health_timeout_s:g} s"
+        except EngineDeadError:
+            return "the engine died"
+        except EngineGenerateError as error:
+            return f"the probe of the engine failed: {error.__cause__ or error}"
+        return None
+
+    async def _run_probe(self) -> None:
+        if self._policy.version is None or self._policy.paused:
+            # Nothing may be generated now; the answer still comes from the engine's own loop.
+            await self._engine.get_weight_version()
+            return
+        await generate_one_token(self._engine)
+
+    def _weights(self) -> dict[str, Any]:
+        return {
+            "version": self._policy.version,
+            "digest": self._policy.digest,
+            "model": self._model_name,
+            "uid": os.getuid(),
+            "boot_id": self._policy.boot_id,
+            "owner": self.ownership.status(),
+        }
+
+
+class PolicyVersionMiddleware:
+    """Stamps every answer with the policy version, counts requests to vLLM's generation routes, hears from the owner.
+
+    A plain number is the one version that served from the request's arrival to its answer;
+    `3-4` says that an update came in between.
+    """
+
+    def __init__(self, app: ASGIApp, *, policy: Policy, meter: Meter, ownership: Ownership) -> None:
+        self._app = app
+        self._policy = policy
+        self._meter = meter
+        self._ownership = ownership
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        before = self._policy.version
+        for name, value in scope["headers"]:
+            if name == _OWNER_HEADER:
+                self._ownership.renew(value.decode("latin-1"))
+
+        async def stamped(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = message.setdefault("headers", [])
+                if not any(name == VERSION_HEADER.encode() for name, _ in headers):
+                    headers.append((VERSION_HEADER.encode(), _shown(before, self._policy.version).encode()))
+            await send(message)
+
+        if asks_the_model(scope["method"], scope["path"]):  # our own route looks for itself
+            if before is None:
+                await _error(503, "no weights yet: the server waits for its first POST /update_weights")(
+                    scope, receive, stamped
+                )
+                return
+            with self._meter.request():
+                await self._app(scope, receive, stamped)
+        else:
+            await self._app(scope, receive, stamped)
+
+
+def _shown(before: int | None, after: int | None) -> str:
+    if after is None:
+        return "none"
+    return str(after) if before in (None, after) else f"{before}-{after}"
+
+
+def _answering(handler: _Handler) -> _Handler:
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except RequestError as error:
+            return _error(error.status, error.reason, code=error.code)
+        except HTTPException as error:
+            return _error(error.status_code, error.detail)
+        except EngineDeadError:
+            return _error(503, "the engine died; the server is going down")
+
+    return answer
+
+
+async def _owner_in(request: Request) -> Owner:
+    return decode_body(await request.body(), Owner)
+
+
+async def _until_disconnect(request: Request, work: Awaitable[_T]) -> _T:
+    """Return the result of `work`, or cancel it when the client hangs up."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise RequestError(499, "the client closed the connection")
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _json(body: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+
+
+def _error(status: int, reason: str, *, code: str | None = None) -> Response:
+    return _json({"error": reason} | ({"code": code} if code else {}), status=status)

@@ -1,0 +1,264 @@
+"""The server's life: start the engine, serve, and end for one of three reasons.
+
+    asked to (SIGTERM, SIGINT)    exit code 0
+    the engine died               exit code 75, with the reason in the log (also while it starts)
+    the engine did not start      exit code 3 (InferenceError), also where it fails at its very first token
+    its model cannot be read      exit code 5, the run waits for the storage
+
+What is wrong with the configuration ends it earlier, with exit code 2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import signal
+import socket
+from argparse import Namespace
+from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import uvicorn
+import uvloop
+from prometheus_client import REGISTRY
+from pydantic import ValidationError
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from holdfast.inference.access import is_loopback
+from holdfast.inference.engine import (
+    build_vllm_app,
+    generate_one_token,
+    parse_arguments,
+    running_engine,
+    vllm_arguments,
+)
+from holdfast.inference.meter import Meter
+from holdfast.inference.ownership import Ownership
+from holdfast.inference.preflight import Preflight
+from holdfast.inference.routes import Routes, build_application
+from holdfast.inference.served_policy import Policy
+from holdfast.shared.config import InferenceConfig
+from holdfast.shared.errors import ConfigError, InferenceError, ReadError, is_storage_failure
+from holdfast.shared.files.manifest import file_digest
+from holdfast.shared.process.child import is_ignored
+from holdfast.shared.process.events import report
+from holdfast.shared.wire.owner import Owner
+
+ENGINE_DIED_EXIT_CODE = 75
+# How vLLM names engine processes that a signal ended.
+_KILLED = re.compile(r"'EngineCore\w*': -\d+")
+
+_T = TypeVar("_T")
+
+_log = logging.getLogger("inference")
+_WATCH_INTERVAL_S = 0.2
+_KEEP_ALIVE_S = 120
+_BACKLOG = 2048
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn without its signal handlers: the engine must be ended first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(config: InferenceConfig, preflight: Preflight, *, owner: Owner | None = None) -> int:
+    """Serve until asked to stop; return the exit code.
+
+    Args:
+        owner: the run that the server is started for; None: for whoever comes.
+
+    Raises:
+        ConfigError: vLLM refuses an argument, or another server took the port meanwhile.
+        InferenceError: the engine did not start.
+    """
+    args = parse_arguments(vllm_arguments(config, preflight.model_dir, preflight.tokenizer_dir))
+    # Until the loop runs there is nothing to wind down; the engine ends with this process.
+    # SIGTERM is the launcher's way to end us, and never ignored.
+    signals = [signal.SIGTERM] if is_ignored(signal.SIGINT) else [signal.SIGTERM, signal.SIGINT]
+    for number in signals:
+        signal.signal(number, lambda *_: os._exit(0))
+    report("loading model", model=config.model.name)
+    try:
+        return uvloop.run(_serve(config, args, preflight, owner, signals))
+    except EngineDeadError:  # between its start and the first request
+        _log.error("the engine died while it started (its log is above)")
+        return ENGINE_DIED_EXIT_CODE
+
+
+async def _serve(
+    config: InferenceConfig,
+    args: Namespace,
+    preflight: Preflight,
+    owner: Owner | None,
+    signals: Sequence[signal.Signals],
+) -> int:
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            engine = await stack.enter_async_context(running_engine(args))
+        except (RuntimeError, ValueError) as error:
+            await asyncio.to_thread(_require_readable, preflight.model_dir)
+            if _KILLED.search(str(error)):  # by a signal, as while it serves: another start may well do
+                _log.error("the engine died while it started: %s", error)
+                return ENGINE_DIED_EXIT_CODE
+            raise InferenceError(f"the engine did not start: {_reason(error)} (its log is above)") from None
+        meter = Meter()
+        meter.watch(engine.engine_core)
+        meter.register(REGISTRY)
+        ownership = Ownership(config.server.lease_s, reserved=owner)
+        policy = Policy(engine, meter, ownership, update_timeout_s=config.server.update_timeout_s)
+        if config.model.load == "auto":
+            await _while_alive(engine, policy.adopt_initial())
+        await _prove(engine)
+        vllm_app = await _while_alive(engine, build_vllm_app(engine, args))
+        routes = Routes(
+            engine,
+            policy=policy,
+            ownership=ownership,
+            meter=meter,
+            model_name=config.model.name,
+            health_timeout_s=config.server.health_timeout_s,
+        )
+        app = build_application(
+            vllm_app,
+            routes,
+            policy=policy,
+            meter=meter,
+            local=is_loopback(config.server.host),
+            admin_token=preflight.admin_token,
+        )
+        server = _Server(
+            uvicorn.Config(
+                app,
+                access_log=False,
+                log_config=None,
+                log_level="warning",
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        vllm_app.state.server = server
+        return await _run(server, engine, sock=preflight.sock, signals=signals)
+
+
+async def _run(server: _Server, engine: AsyncLLM, *, sock: socket.socket, signals: Sequence[signal.Signals]) -> int:
+    """Serve until one of `signals` comes or the engine dies."""
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    for number in signals:
+        loop.add_signal_handler(number, stopping.set)
+    host, port = sock.getsockname()[:2]
+    try:
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}. Another server took the port.") from None
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    watching = asyncio.create_task(_engine_death(engine))
+    asked = asyncio.create_task(stopping.wait())
+    while not server.started:
+        if serving.done():
+            serving.result()
+            raise InferenceError("the web server ended while it started (its log is above)")
+        await asyncio.sleep(0.005)
+    report("ready", host=host, port=port)
+    await asyncio.wait((serving, watching, asked), return_when=asyncio.FIRST_COMPLETED)
+    died = watching.done() and not stopping.is_set()
+    if died:
+        _log.error("the engine died (%s); the server ends", watching.result())
+    await loop.run_in_executor(None, engine.shutdown, 0)
+    # Nobody answers the requests in flight any more, and uvicorn would wait for them.
+    engine.output_processor.propagate_error(EngineDeadError())
+    for waiting in getattr(engine.engine_core, "utility_results", {}).values():  # an update of the weights, say
+        if not waiting.done():
+            waiting.set_exception(EngineDeadError())
+    server.should_exit = True
+    for task in (watching, asked):
+        task.cancel()
+    await serving
+    return ENGINE_DIED_EXIT_CODE if died else 0
+
+
+async def _while_alive(engine: AsyncLLM, work: Coroutine[Any, Any, _T]) -> _T:
+    """Return the result of `work`, which asks the engine: vLLM leaves what asks a dead one without an answer.
+
+    Raises:
+        EngineDeadError: the engine died.
+    """
+    working, watching = asyncio.create_task(work), asyncio.create_task(_engine_death(engine))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise EngineDeadError
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+
+
+async def _prove(engine: AsyncLLM) -> None:
+    """Generate one token, so that an engine which cannot run this model says so now, and not to the first client.
+
+    Raises:
+        InferenceError: it died of it by itself: every other start would end the same way.
+        EngineDeadError: something killed it.
+    """
+    try:
+        await _while_alive(engine, generate_one_token(engine))
+    except (EngineDeadError, EngineGenerateError) as error:
+        await asyncio.sleep(_WATCH_INTERVAL_S)  # for its exit code
+        processes = getattr(engine.engine_core.resources.engine_manager, "processes", [])
+        if any(process.exitcode is not None and process.exitcode < 0 for process in processes):
+            raise EngineDeadError from None
+        raise InferenceError(
+            "the engine cannot run this model: it failed at its first token (its log is above)"
+        ) from error
+
+
+def _require_readable(model_dir: Path) -> None:
+    """Read the model once through: an engine that fails, or dies by SIGBUS, does not say that its files are at fault.
+
+    Raises:
+        ReadError: the storage is, so that it is waited for.
+    """
+    for path in sorted(model_dir.iterdir()):
+        try:
+            if path.is_file():
+                file_digest(path)
+        except OSError as error:
+            if is_storage_failure(error):
+                raise ReadError.of(path, error) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return what is wrong, without the values and links that pydantic adds, nor vLLM's list of all models."""
+    if isinstance(error, ValidationError):
+        said = "; ".join(one["msg"] for one in error.errors(include_url=False, include_context=False))
+    else:
+        said = str(error).replace("\n", "\n       ")
+    return said.partition(" Supported architectures: ")[0]
+
+
+async def _engine_death(engine: AsyncLLM) -> str:
+    """Return how the engine's process ended, once it has."""
+    # Empty where Ray runs the engine; then only the client's own error tells.
+    processes = getattr(engine.engine_core.resources.engine_manager, "processes", [])
+    while True:
+        for process in processes:
+            if process.exitcode is not None:
+                # Ctrl-C reaches the engine too; give our own handler the time to say so.
+                await asyncio.sleep(_WATCH_INTERVAL_S)
+                return f"{process.name} ended with {_described(process.exitcode)}"
+        if engine.errored:
+            return "its client reports an error, see above"
+        await asyncio.sleep(_WATCH_INTERVAL_S)
+
+
+def _described(exit_code: int) -> str:
+    return f"signal {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"

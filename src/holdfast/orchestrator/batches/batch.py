@@ -1,0 +1,167 @@
+"""Makes batches: chooses the problems, runs their groups, and moves the counters on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from holdfast.orchestrator.batches.mix import next_environment
+from holdfast.orchestrator.batches.seeds import TaskSeed
+from holdfast.orchestrator.batches.selection import Outcome, Selection, count, has_signal, select
+from holdfast.orchestrator.batches.state import OrchestratorState
+from holdfast.orchestrator.concurrency import run_all
+from holdfast.orchestrator.engines.client import InferenceClient
+from holdfast.orchestrator.engines.teacher import Teacher
+from holdfast.orchestrator.environments.interface import Environment
+from holdfast.orchestrator.rollouts.generations import GenerationLog
+from holdfast.orchestrator.rollouts.rollout import Problem, run_group
+from holdfast.orchestrator.rollouts.sampler import Sampler
+from holdfast.orchestrator.weight_push.published import PublishedWeights
+from holdfast.shared.chat.tokenizer import Tokenizer
+from holdfast.shared.config.orchestrator import OrchestratorConfig
+from holdfast.shared.errors import EnvironmentFailure
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.wire.rollouts import Dropped
+
+_log = logging.getLogger("orchestrator")
+
+
+class BatchMaker:
+    """Generates the rollouts of one batch after another; `state` always belongs to the last whole batch.
+
+    Args:
+        client: of the servers that sample: those of the policy, or of the teacher.
+    """
+
+    def __init__(
+        self,
+        config: OrchestratorConfig,
+        client: InferenceClient,
+        *,
+        run_dir: RunDir,
+        tokenizer: Tokenizer,
+        environments: Mapping[str, Environment],
+        state: OrchestratorState,
+        teacher: Teacher | None = None,
+    ) -> None:
+        self._config = config
+        self._client = client
+        self._teacher = teacher
+        self._run_dir = run_dir
+        self._tokenizer = tokenizer
+        self._environments = environments
+        self._settings = {section.label: section for section in config.environments}
+        self.state = state
+        self.num_reused = 0
+
+    async def make(self, step: int, weights: PublishedWeights) -> Selection:
+        """Return the groups of batch `step`, sampled by `weights`, and what was drawn besides.
+
+        Problems are drawn in rounds. The first is the batch; with dynamic sampling each later one is as
+        large as the number of groups that still miss a signal, until there are enough or the most that
+        may be drawn. A round begins when the one before has ended, so which problems are drawn depends
+        on rewards alone, never on timing. Groups without signal fill what is missing in the end.
+
+        Raises:
+            EnvironmentFailure: an environment raised or broke its contract, and may not; or no group is left.
+            InferenceError: an engine failed, or another version answered.
+        """
+        state = self.state.copy()
+        log = self._open_log(step, weights)
+        sampler = self._sampler(log, weights)
+        teacher = None if self._config.is_sampled_by_teacher else self._teacher
+        # Whole groups pass at a time, so that a group's first turns can share one request.
+        slots = asyncio.Semaphore(max(1, self._config.client.max_concurrency // self._config.group_size))
+
+        async def in_turn(problem: Problem) -> Outcome:
+            async with slots:
+                outcome = await run_group(
+                    problem, step, config=self._config, tokenizer=self._tokenizer, sampler=sampler
+                )
+            if teacher is not None and not isinstance(outcome, Dropped):
+                await run_all(teacher.judge(rollout, log, place=problem.engine) for rollout in outcome)
+            return outcome
+
+        outcomes: list[Outcome] = []
+        try:
+            while missing := self._num_missing(outcomes):
+                problems = self._choose_problems(state, missing, first=len(outcomes))
+                outcomes += await sampler.guard(run_all(in_turn(problem) for problem in problems))
+        finally:
+            await sampler.close()
+        selection = select(outcomes, num_groups=self._config.problems_per_step)
+        self._check(step, selection)
+        count(state, step, selection)
+        self.state = state
+        self.num_reused = sampler.num_reused
+        return selection
+
+    def _num_missing(self, outcomes: Sequence[Outcome]) -> int:
+        """Return how many problems to draw next."""
+        missing = self._config.problems_per_step - sum(map(has_signal, outcomes))
+        return min(missing, self._config.max_problems_per_step - len(outcomes))
+
+    def _check(self, step: int, selection: Selection) -> None:
+        dropped = selection.dropped
+        if not selection.groups:
+            reasons = ", ".join(
+                f"{number} {reason}" for reason, number in Counter(one.reason for one in dropped).items()
+            )
+            raise EnvironmentFailure(
+                f"batch {step}: all {len(dropped)} groups were dropped ({reasons}), so there is nothing to train on. "
+                f"The first: {dropped[0].detail}"
+            )
+        num_equal = sum(not has_signal(group) for group in selection.groups)
+        if self._config.dynamic_sampling and num_equal:
+            _log.warning(
+                "batch %d: %d of its %d groups have no signal after %d problems, the most that may be drawn for it",
+                step,
+                num_equal,
+                len(selection.groups),
+                len(selection.groups) + len(dropped),
+            )
+
+    def _choose_problems(self, state: OrchestratorState, number: int, *, first: int) -> list[Problem]:
+        """Draw `number` problems, the first of which is number `first` of its batch; moves `state` on."""
+        problems = []
+        for position in range(first, first + number):
+            name = next_environment(state)
+            index = state.environments[name].next_task
+            state.environments[name].next_task += 1
+            problems.append(
+                Problem(
+                    environment=self._environments[name],
+                    settings=self._settings[name],
+                    seed=TaskSeed(run_seed=self._config.seed, environment=name, index=index),
+                    engine=position % self._client.num_engines,
+                )
+            )
+        return problems
+
+    def _open_log(self, step: int, weights: PublishedWeights) -> GenerationLog:
+        return GenerationLog(
+            self._run_dir,
+            step,
+            weights_digest=self._sampling_digest(weights),
+            sampling=self._config.sampling.distribution,
+            stop_token_ids=self._tokenizer.stop_token_ids,
+            teacher_digest=self._teacher.digest if self._teacher else "",
+            vocab_size=self._client.vocab_size,
+        )
+
+    def _sampler(self, log: GenerationLog, weights: PublishedWeights) -> Sampler:
+        return Sampler(
+            self._client,
+            log,
+            weights_digest=self._sampling_digest(weights),
+            sampling=self._config.sampling.distribution,
+            stop_token_ids=self._tokenizer.stop_token_ids,
+        )
+
+    def _sampling_digest(self, weights: PublishedWeights) -> str:
+        """Return the digest of what samples a batch: `weights`, or a teacher in their place."""
+        if self._config.is_sampled_by_teacher and self._teacher is not None:
+            return self._teacher.digest
+        return weights.digest

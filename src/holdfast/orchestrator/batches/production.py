@@ -1,0 +1,124 @@
+"""One batch after another: the weights of its version, its rollouts, its numbers, the journal."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from holdfast.orchestrator.batches.batch import BatchMaker
+from holdfast.orchestrator.batches.metrics import BatchTimes, batch_metrics
+from holdfast.orchestrator.batches.publisher import Publisher
+from holdfast.orchestrator.batches.scheduler import StrictSchedule
+from holdfast.orchestrator.engines.client import InferenceClient
+from holdfast.orchestrator.phase import phase
+from holdfast.orchestrator.weight_push.published import PublishedWeights, read_canary
+from holdfast.shared.config.orchestrator import OrchestratorConfig
+from holdfast.shared.process import events
+from holdfast.shared.wire.rollouts import Batch
+
+_log = logging.getLogger("orchestrator")
+
+
+class Production:
+    """Makes batches and hands them to the publisher, which writes one while the next one is generated."""
+
+    def __init__(
+        self,
+        config: OrchestratorConfig,
+        *,
+        client: InferenceClient,
+        publisher: Publisher,
+        schedule: StrictSchedule,
+        maker: BatchMaker,
+    ) -> None:
+        self._config = config
+        self._client = client
+        self._publisher = publisher
+        self._schedule = schedule
+        self._maker = maker
+        self._ended = time.perf_counter()
+        self._busy_s = client.busy_s
+        self._is_proved = config.is_sampled_by_teacher
+
+    async def begin(self, step: int, *, version: int) -> None:
+        """Make the engines serve `version` for batch `step`, and have them prove that they compute with it.
+
+        A version of the attempt before may have no canary; then they prove it with the first one that has.
+
+        Raises:
+            InferenceError: the weights did not come, or an engine serves or computes something else.
+        """
+        events.report("waiting for weights", version=version)
+        weights = await self._serve(await self._wait_for(version))
+        events.report("generating", step=step, version=weights.version)
+        self._ended, self._busy_s = time.perf_counter(), self._client.busy_s
+
+    async def produce(self, step: int, *, version: int) -> None:
+        """Make batch `step` by policy `version`, and submit it with the state after it.
+
+        Raises:
+            HoldfastError: the weights did not come, an engine or an environment failed, or the batch before
+                could not be written.
+        """
+        waiting = time.perf_counter()
+        weights = await self._wait_for(version)
+        updating = time.perf_counter()
+        weights = await self._serve(weights)
+        generating = time.perf_counter()
+        with phase(f"generating batch {step}", version=weights.version):
+            selection = await self._maker.make(step, weights)
+        now = time.perf_counter()
+        times = BatchTimes(
+            period=now - self._ended,
+            wait_for_weights=updating - waiting,
+            update_weights=generating - updating,
+            generate=now - generating,
+            busy=self._client.busy_s - self._busy_s,
+        )
+        self._ended, self._busy_s = now, self._client.busy_s
+        metrics = batch_metrics(
+            selection,
+            times,
+            step=step,
+            num_reused=self._maker.num_reused,
+            environments=self._config.environments,
+        )
+        batch = Batch(
+            step=step,
+            policy_version=weights.version,
+            weights_digest="" if self._config.is_sampled_by_teacher else weights.digest,
+            teacher_digest=self._maker.state.teacher_digest,
+            sampling=self._config.sampling.distribution,
+            rollouts=selection.rollouts,
+            dropped=selection.dropped,
+            metrics=metrics,
+        )
+        await self._publisher.submit(batch, self._maker.state.encode())
+        _log.info(
+            "batch %d by version %d: reward %.4f, %.1f tokens, %d groups dropped, %.2f s (waited %.2f s for weights)",
+            step,
+            weights.version,
+            metrics["reward/mean"],
+            metrics["rollout/tokens_mean"],
+            len(selection.dropped),
+            times.period,
+            times.wait_for_weights,
+        )
+
+    async def _wait_for(self, version: int) -> PublishedWeights:
+        with phase("waiting for weights", version=version):
+            return await self._schedule.wait_for_version(version, check=self._publisher.check)
+
+    async def _serve(self, weights: PublishedWeights) -> PublishedWeights:
+        """Make the engines serve `weights`, and prove it once. A teacher serves what it has."""
+        if self._config.is_sampled_by_teacher:
+            return weights
+        with phase("pushing weights and reading them back", version=weights.version):
+            weights = await self._schedule.serve(weights, check=self._publisher.check)
+        if not self._is_proved and (canary := read_canary(weights)) is not None:
+            with phase("probing with the canary", version=weights.version):
+                # Engines take sessions of `seq_len` tokens, of which they must sample one.
+                shown = canary.head(self._config.seq_len - 1)
+                await self._client.check_canary(shown, weights_digest=weights.digest)
+            self._is_proved = True
+        return weights

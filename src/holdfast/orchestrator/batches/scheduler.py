@@ -1,0 +1,139 @@
+"""Which policy version makes which batch, and where a run begins.
+
+The `strict` schedule: batch N is sampled wholly by version max(0, N - 1 - async_level), so which
+policy made which batch never depends on timing. It is its own backpressure: batch N cannot begin
+before the trainer has published that version.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast.orchestrator.batches.state import OrchestratorState, read_state
+from holdfast.orchestrator.engines.client import InferenceClient
+from holdfast.orchestrator.weight_push.published import PublishedWeights, wait_for_weights
+from holdfast.shared.errors import CheckpointError, InferenceError
+from holdfast.shared.files import journal
+from holdfast.shared.files.manifest import is_committed, verify
+from holdfast.shared.files.run_dir import RunDir
+
+_log = logging.getLogger("orchestrator")
+
+# How often weights may be published again while engines load them.
+_REPLACEMENTS = 3
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins.
+
+    Attributes:
+        trainer_step: the step that the trainer begins after: that of the checkpoint, or 0.
+        state: the orchestrator's state after the last batch that exists.
+    """
+
+    trainer_step: int
+    state: OrchestratorState
+
+
+def find_start(run_dir: RunDir, resume_step: int | None) -> Start:
+    """Return where to begin: after the journal's batches if some follow the checkpoint, else after the checkpoint.
+
+    The trainer trains on the batches that are there, so they are never made again. An orchestrator that
+    is started again in the middle of a run goes by the newest checkpoint, which may be later than
+    `resume_step`: batches before it may be gone.
+
+    Raises:
+        CheckpointError: the state is missing or damaged.
+    """
+    while True:
+        # The trainer may save and prune meanwhile. In this order what follows the newest checkpoint is seen whole.
+        published = set(run_dir.published_batches())
+        trainer_step = max([resume_step or 0, *run_dir.committed_steps()])
+        try:
+            return _start_after(run_dir, trainer_step, published)
+        except (CheckpointError, FileNotFoundError):
+            if max(run_dir.committed_steps(), default=0) <= trainer_step:
+                raise
+
+
+def _start_after(run_dir: RunDir, trainer_step: int, published: set[int]) -> Start:
+    last = trainer_step
+    while last + 1 in published:
+        last += 1
+    if last > trainer_step:
+        verify(run_dir.batch(last))
+        state = read_state(run_dir.batch(last) / journal.STATE_NAME, step=last)
+    elif trainer_step > 0:
+        path = run_dir.checkpoint(trainer_step) / "orchestrator" / journal.STATE_NAME
+        state = read_state(path, step=trainer_step)
+    else:
+        state = OrchestratorState()
+    return Start(trainer_step=trainer_step, state=state)
+
+
+class StrictSchedule:
+    """Serves to every batch the policy version that it must be sampled by."""
+
+    def __init__(
+        self, run_dir: RunDir, client: InferenceClient, *, async_level: int, trainer_step: int, timeout_s: float
+    ) -> None:
+        self._run_dir = run_dir
+        self._client = client
+        self._async_level = async_level
+        self._trainer_step = trainer_step
+        self._timeout_s = timeout_s
+        self._serving: PublishedWeights | None = None
+
+    def version_for(self, step: int) -> int:
+        """Return the version that samples batch `step`.
+
+        The first batches after a resume may want versions from before the checkpoint. Where those are
+        still published they are used, so the batch is the one that an uninterrupted run makes;
+        where not, the resumed version samples it.
+        """
+        wanted = max(0, step - 1 - self._async_level)
+        if wanted >= self._trainer_step or is_committed(self._run_dir.weights_of(wanted)):
+            return wanted
+        _log.warning(
+            "batch %d: policy version %d is no longer in %s, so version %d samples it: from here on this run differs "
+            "from an uninterrupted one",
+            step,
+            wanted,
+            self._run_dir.weights,
+            self._trainer_step,
+        )
+        return self._trainer_step
+
+    async def wait_for_version(self, version: int, *, check: Callable[[], None]) -> PublishedWeights:
+        """Wait until the trainer has published `version`; `check` is called meanwhile and may raise.
+
+        Raises:
+            InferenceError: it did not come within `weights_timeout_s`.
+        """
+        if self._serving is not None and self._serving.version == version:
+            return self._serving
+        return await wait_for_weights(self._run_dir, version, timeout_s=self._timeout_s, check=check)
+
+    async def serve(self, weights: PublishedWeights, *, check: Callable[[], None]) -> PublishedWeights:
+        """Make all engines serve `weights`, and return what they serve. What serves already is asked for all the same:
+        an engine may have been restarted since.
+
+        Raises:
+            InferenceError: an engine refused them, or reports another version or digest.
+        """
+        for _ in range(_REPLACEMENTS):
+            try:
+                await self._client.serve(weights)
+                break
+            except InferenceError:
+                if not weights.was_replaced():
+                    raise
+                _log.warning("%s was published again while it was loaded; loading it again", weights.path)
+                weights = await wait_for_weights(self._run_dir, weights.version, timeout_s=self._timeout_s, check=check)
+        else:
+            raise InferenceError(f"{weights.path} was published again {_REPLACEMENTS} times while it was loaded")
+        self._serving = weights
+        return weights

@@ -1,0 +1,81 @@
+"""What the orchestrator must remember to go on after a kill: counters, nothing else.
+
+Seeds are hashes of counters, so there is no random-generator state to keep.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from holdfast.shared.errors import CheckpointError
+from holdfast.shared.files.journal import Counts
+
+STATE_FORMAT = 1
+
+
+class EnvironmentState(msgspec.Struct, kw_only=True):
+    """Position in one environment.
+
+    Attributes:
+        next_task: index of the task that comes next.
+        weight: integer share of the mix that `credit` counts in.
+        credit: what the mix owes this environment, in units of one over the sum of weights.
+    """
+
+    next_task: int = 0
+    weight: int = 0
+    credit: int = 0
+
+
+class OrchestratorState(msgspec.Struct, kw_only=True):
+    """The orchestrator's state after it produced batch `step`.
+
+    Attributes:
+        step: the batch that was produced last; 0 before the first.
+        problems: problems that were drawn since the start of the run, those of dropped groups too.
+        rollouts: their rollouts.
+        tokens: tokens of those, prompts included.
+        sampled_tokens: tokens of the batches that the policy sampled.
+        teacher_digest: of the teacher's weights; empty without a teacher.
+        dropped: what of problems, rollouts and tokens is in no batch, by reason.
+        environments: position in every environment, by name.
+    """
+
+    format: int = STATE_FORMAT
+    step: int = 0
+    problems: int = 0
+    rollouts: int = 0
+    tokens: int = 0
+    sampled_tokens: int = 0
+    teacher_digest: str = ""
+    dropped: dict[str, Counts] = {}
+    environments: dict[str, EnvironmentState] = {}
+
+    def encode(self) -> bytes:
+        """Return the state as indented JSON."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1)
+
+    def copy(self) -> OrchestratorState:
+        """Return a copy that shares nothing with this one."""
+        return msgspec.convert(msgspec.to_builtins(self), OrchestratorState)
+
+
+def read_state(path: Path, *, step: int) -> OrchestratorState:
+    """Return the state in `path`, which must be the one after batch `step`.
+
+    Raises:
+        CheckpointError: it is missing, damaged, of another format, or of another step.
+    """
+    try:
+        state = msgspec.json.decode(path.read_bytes(), type=OrchestratorState)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: the checkpoint of step {step} has no orchestrator state") from None
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+    if state.format != STATE_FORMAT:
+        raise CheckpointError(f"{path} has format {state.format}; this version reads format {STATE_FORMAT}")
+    if state.step != step:
+        raise CheckpointError(f"{path} is the state after step {state.step}, expected step {step}")
+    return state

@@ -1,0 +1,1 @@
+"""The inference servers, as the orchestrator sees them: readiness, requests, answers, teachers."""

@@ -1,0 +1,158 @@
+"""One inference server: whether it is there, what it serves, and giving it weights."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+
+from holdfast.orchestrator.engines.protocol import ModelList, PushedWeights, ServedWeights
+from holdfast.orchestrator.engines.retry import FIRST_BACKOFF_S, LAST_BACKOFF_S, Patience
+from holdfast.orchestrator.engines.transport import Transport, Unavailable, decode
+from holdfast.orchestrator.weight_push.published import PublishedWeights
+from holdfast.shared.errors import ConfigError, InferenceError
+from holdfast.shared.printable import printable
+from holdfast.shared.process.heartbeat import Wait
+from holdfast.shared.wire.owner import Owner
+from holdfast.shared.wire.same_model import same_model
+
+_log = logging.getLogger("orchestrator")
+
+_T = TypeVar("_T")
+
+
+class Engine:
+    """One server.
+
+    Attributes:
+        url: its address.
+        epoch: how often it was lost and found again.
+        recovering: held meanwhile.
+
+    Args:
+        key: of the section of the configuration that names it, for errors.
+        ready_timeout_s: how long it may be away, or fail in a row.
+    """
+
+    def __init__(self, url: str, transport: Transport, *, key: str, ready_timeout_s: float) -> None:
+        self.url = url
+        self.epoch = 0
+        self.recovering = asyncio.Lock()
+        self._transport = transport
+        self._key = key
+        self._ready_timeout_s = ready_timeout_s
+        self._boot_id = ""
+
+    def note_boot(self, boot_id: str) -> None:
+        """Say that the server was restarted, if its process is another. It need not have been asked anything since."""
+        if self._boot_id not in ("", boot_id):
+            _log.warning("%s was restarted", self.url)
+        self._boot_id = boot_id
+
+    def patience(self) -> Patience:
+        """Return new patience with it, for one request."""
+        return Patience(self.url, self._ready_timeout_s, key=f"{self._key}.ready_timeout_s")
+
+    async def insist(self, work: Callable[[], Awaitable[_T]]) -> _T:
+        """Return what `work` returns, again and again while the server is lost meanwhile.
+
+        Raises:
+            InferenceError: it was lost for too long, or whatever `work` raises.
+        """
+        patience = self.patience()
+        while True:
+            try:
+                return await work()
+            except Unavailable as failure:
+                _log.warning("%s: %s; waiting for it", self.url, failure)
+                await patience.pause(failure)
+                await self.wait_for_health()
+
+    async def wait_for_health(self) -> None:
+        """Wait until the server says that it works.
+
+        Raises:
+            InferenceError: it did not within `ready_timeout_s`.
+        """
+        wait = Wait(self._ready_timeout_s)
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            try:
+                await self._transport.get(self.url, "/health")
+                return
+            except Unavailable as failure:
+                if wait.is_over():
+                    raise InferenceError(
+                        f"the inference server {self.url} did not become ready within {self._ready_timeout_s:g} s "
+                        f"({self._key}.ready_timeout_s): {failure}. Is it running at this address?"
+                    ) from None
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
+
+    async def check(self, *, model: str, seq_len: int) -> None:
+        """Wait for the server, and check that it serves `model` and sessions of `seq_len` tokens.
+
+        Raises:
+            InferenceError: it does not answer in time, or serves another model.
+            ConfigError: its longest session is shorter.
+        """
+        await self.wait_for_health()
+        served = await self.insist(self.served)
+        if not same_model(served.model, model):
+            raise InferenceError(
+                f"{self.url} serves the model '{printable(served.model)}', this run needs '{model}'. Start the server "
+                f"with --model.name {model}, or name the right server in {self._key}.urls."
+            )
+        try:
+            cards = msgspec.json.decode(await self._transport.get(self.url, "/v1/models"), type=ModelList).data
+        except (InferenceError, Unavailable, ValueError, RecursionError):
+            return  # optional: the server itself refuses what is too long
+        longest = cards[0].max_model_len if cards else None
+        if longest is not None and longest < seq_len:
+            raise ConfigError(
+                f"sessions of {seq_len} tokens are more than {self.url} serves (model.max_len = {longest}). "
+                "Lower seq_len or raise model.max_len."
+            )
+
+    async def served(self) -> ServedWeights:
+        """Return what the server serves; see `Transport.get` for errors."""
+        served = decode(await self._transport.get(self.url, "/weights"), ServedWeights, url=self.url)
+        self.note_boot(served.boot_id)
+        return served
+
+    async def push(self, weights: PublishedWeights, owner: Owner) -> None:
+        """Make the server serve `weights`, and read version and digest back.
+
+        Raises:
+            Unavailable: it was lost meanwhile.
+            InferenceError: it refused, or serves something else afterwards.
+        """
+        served = await self.served()
+        if (served.version, served.digest) != (weights.version, weights.digest):
+            boot_id = served.boot_id
+            body = msgspec.json.encode(PushedWeights(str(weights.path), weights.version, owner))
+            await self._transport.post_as_admin(self.url, "/update_weights", body)
+            served = await self.served()
+            if served.boot_id != boot_id:
+                raise Unavailable(f"the server was restarted while it was given policy version {weights.version}")
+        if served.version != weights.version:
+            raise InferenceError(
+                f"{self.url} was given policy version {weights.version} and reports version {served.version}. "
+                "Does somebody else push weights to this server?"
+            )
+        if served.digest != weights.digest:
+            raise InferenceError(
+                f"{self.url} loaded version {weights.version} with digest {served.digest}, but {weights.path} "
+                f"was published with digest {weights.digest}: the weights changed or were damaged on the way."
+            )
+
+    async def claim(self, owner: Owner) -> None:
+        """Make a run the owner of the server, or give a sign of life of it; see `Transport` for errors."""
+        await self._transport.post_as_admin(self.url, "/claim", msgspec.json.encode(owner), is_probe=True)
+
+    async def release(self, owner: Owner) -> None:
+        """Give the server back, if it is this run's; see `Transport` for errors."""
+        await self._transport.post_as_admin(self.url, "/release", msgspec.json.encode(owner), is_probe=True)

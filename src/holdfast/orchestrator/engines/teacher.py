@@ -1,0 +1,107 @@
+"""A teacher for distillation: a fixed model behind inference servers of its own, which judges or samples."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from holdfast.orchestrator.batches.state import OrchestratorState
+from holdfast.orchestrator.engines.answers import load_vocab_size
+from holdfast.orchestrator.engines.client import InferenceClient
+from holdfast.orchestrator.engines.protocol import GenerateRequest
+from holdfast.orchestrator.environments.interface import Completion
+from holdfast.orchestrator.phase import phase
+from holdfast.orchestrator.rollouts.generations import GenerationLog
+from holdfast.shared.config.orchestrator import OrchestratorConfig
+from holdfast.shared.errors import CheckpointError, InferenceError
+from holdfast.shared.process import events
+from holdfast.shared.wire.arrays import Logprobs, TokenIds
+from holdfast.shared.wire.rollouts import Rollout
+
+# How a judgement is told from a sampled answer in the log of generations.
+_JUDGEMENT_TOKENS, _JUDGEMENT_SEED = 0, 0
+
+
+class Teacher:
+    """A model whose weights stay the same as long as the run lasts.
+
+    Attributes:
+        client: of its servers.
+        digest: of its weights, which every answer must be by.
+    """
+
+    def __init__(self, client: InferenceClient, *, digest: str, max_concurrency: int) -> None:
+        self.client = client
+        self.digest = digest
+        self._slots = asyncio.Semaphore(max_concurrency)
+
+    async def judge(self, rollout: Rollout, log: GenerationLog, *, place: int) -> None:
+        """Fill in the `reference_logprobs` of `rollout`. What `log` holds is not asked for again.
+
+        Args:
+            rollout: a finished one.
+            log: of its batch.
+            place: decides which server is asked.
+
+        Raises:
+            InferenceError: a server failed, or serves something else by now.
+        """
+        token_ids = rollout.token_ids.tolist()
+        found = log.find(token_ids, max_tokens=_JUDGEMENT_TOKENS, seed=_JUDGEMENT_SEED)
+        if found is None:
+            found = Completion(TokenIds(), await self._ask(token_ids, place=place), "judged", [])
+            log.append(token_ids, max_tokens=_JUDGEMENT_TOKENS, seeds=[_JUDGEMENT_SEED], completions=[found])
+        pairs = zip(found.logprobs, rollout.loss_mask, strict=True)
+        rollout.reference_logprobs = Logprobs([value if sampled else 0.0 for value, sampled in pairs])
+
+    async def _ask(self, token_ids: list[int], *, place: int) -> Logprobs:
+        # One token must be sampled for the log-probabilities of a prompt; it is thrown away.
+        request = GenerateRequest(
+            token_ids=token_ids,
+            seeds=[0],
+            max_tokens=1,
+            stop_token_ids=[],
+            weights_digest=self.digest,
+            prompt_logprobs=True,
+        )
+        async with self._slots:
+            (choice,) = await self.client.generate(request, engine=place % self.client.num_engines)
+        given = choice.prompt_logprobs or []
+        if len(given) != len(token_ids) - 1:
+            raise InferenceError(
+                f"the teacher gave {len(given)} log-probabilities for {len(token_ids)} tokens; expected one for each "
+                "but the first"
+            )
+        return Logprobs([0.0, *given])
+
+
+@asynccontextmanager
+async def connect_teacher(config: OrchestratorConfig, state: OrchestratorState) -> AsyncIterator[Teacher | None]:
+    """Wait for the teacher's servers and note in `state` what they serve; None where the run has no teacher.
+
+    Raises:
+        InferenceError: a server does not answer, serves another model, or none.
+        ConfigError: a server's longest session is too short.
+        CheckpointError: the batches so far were made with another teacher.
+    """
+    if config.teacher is None:
+        yield None
+        return
+    events.report("waiting for the teacher", urls=",".join(config.teacher.urls))
+    # What a teacher samples the policy must have tokens for. A judge's one sampled token is thrown away.
+    vocab_size = load_vocab_size(config.model.name) if config.is_sampled_by_teacher else None
+    async with InferenceClient(config.teacher, key="teacher", vocab_size=vocab_size) as client:
+        # The one token that is sampled behind a session needs room.
+        room = config.seq_len + (config.teacher.mode == "logprobs")
+        with phase("waiting for the teacher"):
+            await client.wait_until_ready(model=config.teacher.model, seq_len=room)
+            served = await client.adopt()
+        assert served.digest is not None, "adopt refuses servers without weights"
+        if state.teacher_digest not in ("", served.digest):
+            raise CheckpointError(
+                f"the teacher '{config.teacher.model}' has weights with digest {served.digest}; the batches so far "
+                f"were made with digest {state.teacher_digest}. Serve the same teacher again, or start a new run."
+            )
+        state.teacher_digest = served.digest
+        yield Teacher(client, digest=served.digest, max_concurrency=config.teacher.max_concurrency)

@@ -1,0 +1,275 @@
+"""HTTP to the inference servers: connections, deadlines, and what an error answer means."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import socket
+import ssl
+import time
+from collections.abc import Coroutine
+from email.utils import parsedate_to_datetime
+from typing import TypeVar
+
+import httpx
+import msgspec
+
+from holdfast.orchestrator.engines.protocol import Refusal
+from holdfast.shared.config.orchestrator import ClientConfig, ServersConfig
+from holdfast.shared.errors import STORAGE_FAILED, InferenceError
+from holdfast.shared.printable import printable
+from holdfast.shared.process.heartbeat import moved
+from holdfast.shared.wire.admin_token import read_admin_token
+from holdfast.shared.wire.arrays import decode_packed
+from holdfast.shared.wire.owner import OWNER_HEADER
+from holdfast.shared.wire.serving import OTHER_WEIGHTS, UNREADABLE
+
+_log = logging.getLogger("orchestrator")
+
+# A probe of a busy engine may take long; vLLM's own deadline for one is 20 s.
+PROBE_TIMEOUT_S = 30.0
+_CONNECT_TIMEOUT_S = 5.0
+# uvicorn drops connections after 5 s of silence; leaving first avoids writing into a closed one.
+_KEEPALIVE_S = 4.0
+# httpx polls every connection of a pool at every request, so many small pools cost less than one large.
+_POOL_CONNECTIONS = 16
+# A machine that is cut off says no goodbye: the kernel asks it after 30 s of silence, and gives up after 60 more; and
+# as soon where it was sent something meanwhile, which the kernel would send again for a quarter of an hour.
+_PROBES = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 90_000),
+]
+_BUSY = (429, 502, 503, 504)
+# A server that fails itself may be asked again as well, but not for as long as one that is only busy.
+_FAILING_PATIENCE_S = 120.0
+# Of an answer to anything but a generation, and of any error.
+_MOST_BYTES = 1 << 20
+
+_T = TypeVar("_T")
+
+
+class Unavailable(Exception):
+    """The server is not there, or not ready, or serves other weights; asking again may help.
+
+    Args:
+        retry_after_s: how long the server asks to be left alone.
+        patience_s: how long at most it makes sense to ask again.
+    """
+
+    def __init__(self, reason: str, *, retry_after_s: float = 0.0, patience_s: float = math.inf) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
+        self.patience_s = patience_s
+
+
+class Transport:
+    """Sends requests to all servers of one section of the configuration.
+
+    Attributes:
+        run_id: of the run that owns the servers, told with every request; None: none does.
+
+    Args:
+        config: where the servers are.
+        key: of `config` in the orchestrator's configuration, for errors.
+    """
+
+    def __init__(self, config: ServersConfig, *, key: str) -> None:
+        self.run_id: str | None = None
+        self._config = config
+        self._key = key
+        token = read_admin_token(config.admin_token_env) if isinstance(config, ClientConfig) else None
+        self._admin = {"Authorization": f"Bearer {token}"} if token else {}
+        # Making a TLS context reads every root certificate: tens of milliseconds, for nothing on plain http.
+        verify = httpx.create_ssl_context() if any(url.startswith("https:") for url in config.urls) else False
+        self._pools = [_new_pool(verify) for _ in range(max(1, config.max_concurrency // _POOL_CONNECTIONS))]
+        self._next_pool = itertools.cycle(self._pools)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for pool in self._pools:
+            await pool.aclose()
+
+    async def get(self, url: str, route: str) -> bytes:
+        """Return the body of a good answer to a GET; see `_request`."""
+        return await self._request("GET", url, route)
+
+    async def post(self, url: str, route: str, body: bytes, *, most_bytes: int = _MOST_BYTES) -> bytes:
+        """Return the body of a good answer to a POST, within `timeout_s` of the configuration; see `_request`."""
+        timeout_s = self._config.timeout_s
+        return await self._request("POST", url, route, body=body, timeout_s=timeout_s, most_bytes=most_bytes)
+
+    async def post_as_admin(self, url: str, route: str, body: bytes, *, is_probe: bool = False) -> bytes:
+        """Return the body of a good answer to a POST with the admin token, as fast as a probe or as `post`."""
+        timeout_s = None if is_probe else self._config.timeout_s
+        return await self._request("POST", url, route, body=body, timeout_s=timeout_s, headers=self._admin)
+
+    async def _request(
+        self,
+        method: str,
+        url: str,
+        route: str,
+        *,
+        timeout_s: float | None = None,
+        body: bytes | None = None,
+        headers: dict[str, str] | None = None,
+        most_bytes: int = _MOST_BYTES,
+    ) -> bytes:
+        """Return the body of a good answer.
+
+        Args:
+            timeout_s: None: that of a probe, which may be asked again.
+            most_bytes: a longer answer is not read to its end.
+
+        Raises:
+            Unavailable: there was no connection, it broke, or the server failed, says that it is not ready or too
+                busy, or that it serves other weights; or it left a probe without an answer, or is not well after
+                `timeout_s`.
+            InferenceError: the server refused, or answers without an end; with the exit code of a failed storage
+                where it could not read the weights.
+        """
+        if self.run_id is not None:
+            headers = {OWNER_HEADER: self.run_id, **(headers or {})}
+        try:
+            asking = self._ask(method, url + route, content=body, headers=headers, most_bytes=most_bytes)
+            if timeout_s is None:
+                answer, content = await asyncio.wait_for(asking, PROBE_TIMEOUT_S)
+            else:
+                answer, content = await self._patiently(asking, f"{method} {url}{route}", url, timeout_s)
+        except TimeoutError:
+            raise Unavailable(
+                f"the inference server gave no answer to {method} {url}{route} within {PROBE_TIMEOUT_S:g} s"
+            ) from None
+        except httpx.TransportError as error:
+            raise Unavailable(f"{method} {route}: {type(error).__name__} {error}".rstrip()) from None
+        if answer.is_success:
+            return content
+        reason = f"{method} {url}{route} was answered {answer.status_code}: {printable(_reason(content))}"
+        if answer.status_code in _BUSY:
+            raise Unavailable(reason, retry_after_s=_retry_after_s(answer))
+        if answer.status_code == 500:
+            raise Unavailable(reason, retry_after_s=_retry_after_s(answer), patience_s=_FAILING_PATIENCE_S)
+        if _code(content) == OTHER_WEIGHTS:
+            raise Unavailable(reason, patience_s=0.0)
+        if answer.status_code in (401, 403) and isinstance(self._config, ClientConfig):
+            reason += f". Set {self._config.admin_token_env} to the server's admin token."
+        refused = InferenceError(reason)
+        if _code(content) == UNREADABLE:
+            refused.exit_code = STORAGE_FAILED
+        raise refused
+
+    async def _ask(
+        self, method: str, url: str, *, content: bytes | None, headers: dict[str, str] | None, most_bytes: int
+    ) -> tuple[httpx.Response, bytes]:
+        async with next(self._next_pool).stream(method, url, content=content, headers=headers) as answer:
+            return answer, await _read(answer, most_bytes, what=f"{method} {url}")
+
+    async def _patiently(
+        self, asking: Coroutine[None, None, tuple[httpx.Response, bytes]], what: str, url: str, timeout_s: float
+    ) -> tuple[httpx.Response, bytes]:
+        """Return the answer, however long it takes, as long as the server at `url` is well every `timeout_s` seconds.
+
+        Raises:
+            Unavailable: it is not.
+        """
+        task = asyncio.ensure_future(asking)
+        waited_s = 0.0
+        try:
+            while not (await asyncio.wait({task}, timeout=timeout_s))[0]:
+                waited_s += timeout_s
+                try:
+                    await self.get(url, "/health")
+                except (Unavailable, InferenceError) as error:
+                    raise Unavailable(
+                        f"the inference server gave no answer to {what} within {waited_s:g} s ({self._key}.timeout_s), "
+                        f"and is not well: {error}"
+                    ) from None
+                _log.warning("%s takes longer than %g s; the server is well: waiting on", what, waited_s)
+                moved()  # whoever waits for us shall do so, too
+            return task.result()
+        finally:
+            task.cancel()
+
+
+def decode(data: bytes, kind: type[_T], *, url: str) -> _T:
+    """Return the answer of the server at `url` as a `kind`.
+
+    Raises:
+        InferenceError: it is none.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind, dec_hook=decode_packed)
+    except (ValueError, RecursionError) as error:  # msgspec's own are ValueErrors; so are those of broken text
+        raise InferenceError(
+            f"{url} gave an answer that is no {kind.__name__}: {error}. Is it holdfast's inference server?"
+        ) from None
+
+
+def _new_pool(verify: ssl.SSLContext | bool) -> httpx.AsyncClient:
+    transport = httpx.AsyncHTTPTransport(
+        verify=verify,
+        limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_S),
+        # Proxies of the environment are for the internet, not for the engines of a run.
+        trust_env=False,
+        socket_options=_PROBES,
+    )
+    return httpx.AsyncClient(
+        transport=transport,
+        timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
+        # No compression: the length of what comes would say nothing about the memory that it needs.
+        headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
+        trust_env=False,
+    )
+
+
+async def _read(answer: httpx.Response, most_bytes: int, *, what: str) -> bytes:
+    """Return the body of an answer.
+
+    Raises:
+        InferenceError: it is longer than `most_bytes`, or compressed.
+    """
+    if (encoding := answer.headers.get("content-encoding", "identity")) != "identity":
+        raise InferenceError(f"{what} was answered with the content encoding {encoding!r:.40}, which was not asked for")
+    content = bytearray()
+    async for piece in answer.aiter_raw():
+        content += piece
+        if len(content) > most_bytes:
+            raise InferenceError(
+                f"{what} was answered with more than {most_bytes} bytes, the most that a right answer can have; the "
+                "rest is not read. Is it holdfast's inference server?"
+            )
+    return bytes(content)
+
+
+def _reason(content: bytes) -> str:
+    """The reason in an error answer, whichever of the usual fields holds it."""
+    try:
+        body = msgspec.json.decode(content)
+    except (ValueError, RecursionError):
+        return content.decode(errors="backslashreplace") or "no reason given"
+    if isinstance(body, dict):
+        return str(body.get("error") or body.get("detail") or body)
+    return str(body)
+
+
+def _code(content: bytes) -> str:
+    """The code of an error answer of ours, else nothing."""
+    try:
+        return msgspec.json.decode(content, type=Refusal).code
+    except (ValueError, RecursionError):
+        return ""
+
+
+def _retry_after_s(answer: httpx.Response) -> float:
+    """How long an answer asks to be left alone, in seconds or by a date; 0 where it does not say."""
+    value = answer.headers.get("retry-after", "")
+    if value.isascii() and value.isdecimal():
+        return float(value[:9])
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return 0.0

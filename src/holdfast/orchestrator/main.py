@@ -1,0 +1,203 @@
+"""The orchestrator's program: `python -m holdfast.orchestrator.main <resolved.toml>`.
+
+Consumes published weights and inference servers; produces one journaled batch per optimizer step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import tomli
+
+from holdfast.orchestrator.batches.batch import BatchMaker
+from holdfast.orchestrator.batches.mix import adopt_mix
+from holdfast.orchestrator.batches.production import Production
+from holdfast.orchestrator.batches.publisher import Publisher
+from holdfast.orchestrator.batches.scheduler import StrictSchedule, find_start
+from holdfast.orchestrator.engines.answers import load_vocab_size
+from holdfast.orchestrator.engines.client import InferenceClient
+from holdfast.orchestrator.engines.teacher import Teacher, connect_teacher
+from holdfast.orchestrator.environments import load_environment
+from holdfast.orchestrator.environments.calls import place_of
+from holdfast.orchestrator.environments.silence import beating, watching_calls
+from holdfast.orchestrator.phase import phase
+from holdfast.shared.chat.files import load_tokenizer
+from holdfast.shared.config.orchestrator import OrchestratorConfig
+from holdfast.shared.errors import ConfigError, EnvironmentFailure
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.process import events
+from holdfast.shared.process.child import die_with_launcher, is_ignored, run_reporting_errors, set_up_logging
+from holdfast.shared.process.clock import awake_s
+from holdfast.shared.process.descriptors import allow_connections
+from holdfast.shared.process.heartbeat import start_heartbeat
+
+
+async def orchestrate(config: OrchestratorConfig) -> None:
+    """Make every batch that is missing, from the resumed step to `max_steps`.
+
+    Raises:
+        HoldfastError: whatever ended the run before its time.
+    """
+    _allow_connections(config)
+    events.report("loading the tokenizer and the environments")
+    run_dir = RunDir(config.output_dir)
+    tokenizer = load_tokenizer(config.model.tokenizer_name)
+    environments = {
+        section.label: load_environment(section, key=f"environments[{position}]")
+        for position, section in enumerate(config.environments)
+    }
+
+    start = find_start(run_dir, _resume_step(config))
+    first = start.state.step + 1
+    adopt_mix(start.state, {section.label: section.weight for section in config.environments})
+    if start.trainer_step or first > 1:
+        events.report("resumed", step=start.trainer_step, first_batch=first)
+    if first > config.max_steps:
+        await _give_back(config)
+        events.report("finished", step=start.state.step)
+        return
+
+    async with (
+        beating(bound_s=config.hang_timeout_s),
+        connect_teacher(config, start.state) as teacher,
+        _connect_policy(config, teacher) as client,
+        Publisher(run_dir) as publisher,
+    ):
+        schedule = StrictSchedule(
+            run_dir,
+            client,
+            async_level=config.async_level,
+            trainer_step=start.trainer_step,
+            timeout_s=config.weights_timeout_s,
+        )
+        maker = BatchMaker(
+            config,
+            client,
+            run_dir=run_dir,
+            tokenizer=tokenizer,
+            environments=environments,
+            state=start.state,
+            teacher=teacher,
+        )
+        production = Production(config, client=client, publisher=publisher, schedule=schedule, maker=maker)
+        with watching_calls():
+            for step in range(first, config.max_steps + 1):
+                version = schedule.version_for(step)
+                if step == first:
+                    await production.begin(step, version=version)
+                await production.produce(step, version=version)
+            await publisher.settle()
+        await client.release()
+    events.report("finished", step=config.max_steps)
+
+
+def _allow_connections(config: OrchestratorConfig) -> None:
+    """See that all sessions can have a connection at once: whole groups, as many as may be in flight.
+
+    Raises:
+        ConfigError: this process may not have as many.
+    """
+    size = config.group_size
+    most = max(1, config.client.max_concurrency // size) * size
+    number = min(most, config.max_problems_per_step * size)
+    if config.teacher is not None:
+        number += min(config.teacher.max_concurrency, number)
+    allow_connections(number, key="client.max_concurrency")
+
+
+@asynccontextmanager
+async def _connect_policy(config: OrchestratorConfig, teacher: Teacher | None) -> AsyncIterator[InferenceClient]:
+    """Give the client of the servers that sample: those of the policy when they are ready, or the teacher's."""
+    if teacher is not None and config.is_sampled_by_teacher:
+        yield teacher.client
+        return
+    vocab_size = load_vocab_size(config.model.name)
+    async with InferenceClient(config.client, run_dir=RunDir(config.output_dir), vocab_size=vocab_size) as client:
+        events.report("waiting for inference", urls=",".join(config.client.urls))
+        with phase("waiting for inference"):
+            await client.wait_until_ready(model=config.model.name, seq_len=config.seq_len)
+        yield client
+
+
+async def _give_back(config: OrchestratorConfig) -> None:
+    """Give the servers back that an attempt claimed which died between its last batch and its end."""
+    if not config.is_sampled_by_teacher:
+        async with InferenceClient(config.client, run_dir=RunDir(config.output_dir)) as client:
+            await client.release()
+
+
+def _resume_step(config: OrchestratorConfig) -> int | None:
+    step = config.ckpt.resume_step if config.ckpt else None
+    if step is not None and (isinstance(step, str) or step < 0):
+        raise ConfigError(f"ckpt.resume_step = {step}: the orchestrator needs the number that the launcher resolved")
+    return step
+
+
+class PatientLoop(asyncio.SelectorEventLoop):
+    """An event loop whose deadlines stand still while the process is frozen: nobody could have met them."""
+
+    def time(self) -> float:
+        """Return the time that `call_later` and `asyncio.timeout` go by."""
+        return awake_s()
+
+
+async def run_until_stopped(config: OrchestratorConfig) -> None:
+    """Run `orchestrate`; SIGTERM and SIGINT end it early and cleanly."""
+    work = asyncio.ensure_future(orchestrate(config))
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        work.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if number == signal.SIGTERM or not is_ignored(number):  # the launcher's way to end us is never ignored
+            loop.add_signal_handler(number, stop)
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+        events.report("stopped")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the orchestrator with the resolved configuration that `argv` names; never returns."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    die_with_launcher()
+    set_up_logging("orchestrator")
+    start_heartbeat()
+    run_reporting_errors(lambda: _run(_read_config(arguments)))
+
+
+def _run(config: OrchestratorConfig) -> None:
+    try:
+        with asyncio.Runner(loop_factory=PatientLoop) as runner:
+            runner.run(run_until_stopped(config))
+    except (SystemExit, KeyboardInterrupt) as error:
+        # What is raised in a call of an environment is caught there. Its own tasks and callbacks end the event loop.
+        raise EnvironmentFailure(
+            f"an environment raised {type(error).__name__}({error}) in a task or callback of its own "
+            f"({place_of(error)}), which would end the orchestrator"
+        ) from error
+
+
+def _read_config(arguments: Sequence[str]) -> OrchestratorConfig:
+    if len(arguments) != 1:
+        raise ConfigError("usage: python -m holdfast.orchestrator.main <resolved.toml>")
+    path = Path(arguments[0])
+    try:
+        return OrchestratorConfig.model_validate(tomli.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no configuration of the orchestrator: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

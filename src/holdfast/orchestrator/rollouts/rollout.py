@@ -1,0 +1,215 @@
+"""One problem, a group of rollouts: play the sessions, score them together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+
+from holdfast.orchestrator.batches.seeds import TaskSeed, request_seed
+from holdfast.orchestrator.batches.selection import Outcome
+from holdfast.orchestrator.concurrency import run_all
+from holdfast.orchestrator.environments.calls import CallTimeout, calling, result_of, sampling, traceback_of
+from holdfast.orchestrator.environments.interface import Completion, Environment, Score, Session, SessionFull, Task
+from holdfast.orchestrator.environments.scores import (
+    PromptTooLong,
+    checked_scores,
+    prompt_ids_of,
+    require_sound,
+    step_rewards,
+)
+from holdfast.orchestrator.rollouts.sampler import Sampler
+from holdfast.shared.chat.tokenizer import Tokenizer
+from holdfast.shared.config.orchestrator import EnvironmentConfig, OrchestratorConfig
+from holdfast.shared.errors import EnvironmentFailure, HoldfastError
+from holdfast.shared.wire.rollouts import Dropped, DropReason, Rollout, VersionSpan
+
+_log = logging.getLogger("orchestrator")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem of a batch; its group is sampled by the engine of index `engine`."""
+
+    environment: Environment
+    settings: EnvironmentConfig
+    seed: TaskSeed
+    engine: int
+
+    @property
+    def name(self) -> str:
+        """Name of the environment."""
+        return self.settings.label
+
+
+async def run_group(
+    problem: Problem, step: int, *, config: OrchestratorConfig, tokenizer: Tokenizer, sampler: Sampler
+) -> Outcome:
+    """Return `group_size` scored rollouts of `problem` for batch `step`, or why there are none.
+
+    Where a failure may drop the group, its other sessions are played to their end all the same, so that
+    what is counted does not depend on timing.
+
+    Raises:
+        EnvironmentFailure: the environment raised, broke its contract or took too long, and `on_error` is `stop`.
+        PromptTooLong: the prompt leaves no room within `seq_len`, and `on_error` is `stop`.
+        InferenceError, RunDirError: an engine or the log of generations failed, and the environment let that pass.
+    """
+    sessions: list[Session] = []
+    try:
+        async with _calling(problem, "make_task"):
+            task = await result_of(problem.environment.make_task(problem.seed))
+            prompt_ids = _prompt_ids(task, problem, tokenizer=tokenizer, seq_len=config.seq_len)
+        sessions += [
+            _new_session(prompt_ids, index, problem, step, config=config, tokenizer=tokenizer, sampler=sampler)
+            for index in range(config.group_size)
+        ]
+        await _play_all(sessions, task, problem)
+        async with _calling(problem, "score"):
+            found = await result_of(problem.environment.score(task, tuple(sessions)))
+            for session in sessions:
+                _require_ended(session, problem, "score")
+                session.end()
+                require_sound(session, what=_named(problem))
+            scores = checked_scores(found, sessions, what=_named(problem))
+    except (EnvironmentFailure, PromptTooLong) as failure:
+        sampler.check()
+        if problem.settings.on_error == "stop":
+            if failure.__cause__ is not None:
+                _log.error("%s\n%s", failure, traceback_of(failure.__cause__))
+            raise
+        return _dropped(problem, sessions, failure)
+    return [
+        _to_rollout(problem, index, session, score, is_sampled_by_teacher=config.is_sampled_by_teacher)
+        for index, (session, score) in enumerate(zip(sessions, scores, strict=True))
+    ]
+
+
+def _dropped(problem: Problem, sessions: Sequence[Session], failure: HoldfastError) -> Dropped:
+    reasons: dict[type[HoldfastError], DropReason] = {PromptTooLong: "prompt_too_long", CallTimeout: "timeout"}
+    _log.warning("%s: the group is dropped", failure)
+    return Dropped(
+        environment=problem.name,
+        task_id=problem.seed.index,
+        reason=reasons.get(type(failure), "environment_error"),
+        rollouts=len(sessions),
+        tokens=sum(len(session.token_ids) for session in sessions),
+        detail=str(failure),
+    )
+
+
+def _to_rollout(
+    problem: Problem, index: int, session: Session, score: Score, *, is_sampled_by_teacher: bool
+) -> Rollout:
+    return Rollout(
+        environment=problem.name,
+        task_id=problem.seed.index,
+        sample_index=index,
+        token_ids=session.token_ids,
+        loss_mask=session.loss_mask,
+        logprobs=session.logprobs,
+        versions=[] if is_sampled_by_teacher else _merged(session.versions),
+        reward=score.reward,
+        truncated=session.truncated,
+        metrics=score.metrics,
+        step_rewards=step_rewards(score, session),
+    )
+
+
+def _prompt_ids(task: Task, problem: Problem, *, tokenizer: Tokenizer, seq_len: int) -> list[int]:
+    token_ids = prompt_ids_of(task, tokenizer, what=_named(problem), room=seq_len - 1)
+    if not 1 <= len(token_ids) < seq_len:
+        raise PromptTooLong(
+            f"environment '{problem.name}', task {problem.seed.index}: the prompt has {len(token_ids)} tokens; allowed "
+            f"are 1 to {seq_len - 1}, so that one sampled token fits into seq_len = {seq_len}. "
+            "Raise seq_len or shorten the prompts."
+        )
+    return token_ids
+
+
+def _new_session(
+    prompt_ids: list[int],
+    sample_index: int,
+    problem: Problem,
+    step: int,
+    *,
+    config: OrchestratorConfig,
+    tokenizer: Tokenizer,
+    sampler: Sampler,
+) -> Session:
+    async def sample_turn(token_ids: list[int], turn: int, max_tokens: int) -> Completion:
+        seed = request_seed(problem.seed, step=step, sample_index=sample_index, turn=turn)
+        with sampling():
+            return await sampler.sample(token_ids, max_tokens=max_tokens, seed=seed, engine=problem.engine)
+
+    return Session(
+        prompt_ids,
+        tokenizer=tokenizer,
+        sample_turn=sample_turn,
+        seq_len=config.seq_len,
+        max_tokens=config.sampling.max_tokens,
+    )
+
+
+async def _play_all(sessions: Sequence[Session], task: Task, problem: Problem) -> None:
+    """Play the sessions of a group; a failure is raised at once if it ends the run, else when all have ended."""
+
+    async def play(session: Session) -> EnvironmentFailure | None:
+        try:
+            await _play(session, task, problem)
+        except EnvironmentFailure as failure:
+            if problem.settings.on_error == "stop":
+                raise
+            return failure
+        return None
+
+    for failure in await run_all(play(session) for session in sessions):
+        if failure is not None:
+            raise failure
+
+
+async def _play(session: Session, task: Task, problem: Problem) -> None:
+    async with _calling(problem, "run"):
+        try:
+            await result_of(problem.environment.run(session, task))
+        except SessionFull:
+            session.truncated = True
+    _require_ended(session, problem, "run")
+    if not session.texts:
+        raise EnvironmentFailure(
+            f"{_named(problem)}: run() ended without a sampled turn; write `await session.sample()` in "
+            "an `async def run`"
+        )
+
+
+def _require_ended(session: Session, problem: Problem, method: str) -> None:
+    if session.is_sampling:
+        raise EnvironmentFailure(
+            f"{_named(problem)}: {method}() ended while a session.sample() went on: await every one that it starts"
+        )
+
+
+def _calling(problem: Problem, method: str) -> AbstractAsyncContextManager[None]:
+    return calling(
+        _named(problem),
+        name=f"environment '{problem.name}', task {problem.seed.index}",
+        environment=problem.name,
+        method=method,
+        timeout_s=problem.settings.deadline_s,
+    )
+
+
+def _named(problem: Problem) -> str:
+    return f"environment '{problem.name}' failed on task {problem.seed.index} (seed {problem.seed.number})"
+
+
+def _merged(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
+    """Join neighbouring spans of one version."""
+    merged: list[VersionSpan] = []
+    for span in spans:
+        if merged and merged[-1].version == span.version and merged[-1].end == span.start:
+            merged[-1] = VersionSpan(span.version, merged[-1].start, span.end)
+        else:
+            merged.append(span)
+    return merged

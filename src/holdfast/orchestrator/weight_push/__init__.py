@@ -1,0 +1,1 @@
+"""From weights that the trainer published to weights that the engines serve."""

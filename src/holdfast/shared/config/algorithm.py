@@ -1,0 +1,194 @@
+"""Configuration of what an RL trainer has beside policy and loss: KL control, critic, rewards, replay and averages."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from holdfast.shared.config.base import Section
+from holdfast.shared.config.trainer import OptimConfig, SftDataConfig
+
+
+class KlConfig(Section):
+    """A reference model, and a penalty for the policy's divergence from it."""
+
+    reference: str | None = None
+    """Model directory or hub name of the reference (or teacher); unset: `model.name`. It must not change
+    while the run lasts: its digest is in every checkpoint."""
+
+    refresh_interval: int | None = Field(default=None, ge=1)
+    """After every this many steps the reference takes over the weights of the policy; unset: it stays as it is."""
+
+    refresh_mixup: float = Field(default=1.0, gt=0, le=1)
+    """Share of the policy in the new reference, the rest being the old one."""
+
+    coef: float = Field(default=0.0, ge=0)
+    """Weight of the penalty; 0: `ref_kld` is measured, nothing is penalised."""
+
+    place: Literal["loss", "reward"] = "loss"
+    """A term of the loss (GRPO), or taken from the reward of each token before advantages (PPO, RLOO)."""
+
+    estimator: Literal["k1", "k2", "k3"] | None = None
+    """Per-token estimator; unset: `k3` in the loss, `k1` in the reward. `k1` in the loss is refused unless it is
+    `unbiased`: its gradient is zero on average."""
+
+    unbiased: bool = False
+    """As a term of the loss, multiply the estimate of a token by its ratio of policy to sampler: then `k1` and `k3`
+    have the gradient of KL(policy || reference), also on rollouts of older weights."""
+
+    target: float | None = Field(default=None, gt=0)
+    """Steer the coefficient towards this divergence, in nats per sequence (Ziegler et al. 2019); unset: it
+    stays `coef`."""
+
+    horizon: float = Field(default=10_000.0, gt=0)
+    """Sequences over which the steering acts; smaller is faster."""
+
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> KlConfig:
+        if self.estimator is None:
+            self.estimator = "k3" if self.place == "loss" else "k1"
+        if self.estimator == "k1" and self.place == "loss" and self.coef > 0 and not self.unbiased:
+            raise ValueError(
+                "estimator = 'k1' with place = 'loss' has a gradient that is zero on average: take 'k2' or 'k3', "
+                "unbiased = true, or place = 'reward'"
+            )
+        if self.unbiased and (self.place == "reward" or self.coef == 0):
+            raise ValueError("unbiased is about a term of the loss: set place = 'loss' and coef, or leave it out")
+        if self.refresh_interval is None and self.refresh_mixup != 1.0:
+            raise ValueError(f"refresh_mixup = {self.refresh_mixup:g} has no effect without refresh_interval: set both")
+        if self.target is not None and self.coef == 0:
+            raise ValueError("target steers coef by multiplying it: set coef above 0 (0.2 is usual)")
+        return self
+
+
+class DistillationConfig(Section):
+    """What a teacher says about the policy's own rollouts: beside rewards, or alone (`advantage = distillation`)."""
+
+    coef: float = Field(default=1.0, gt=0)
+    """Weight of the teacher, whose signal is in nats, beside the advantages of rewards."""
+
+    divergence: Literal["sampled", "full"] = "sampled"
+    """`sampled`: a token's log-probability under the teacher minus that under the policy is added to its advantage.
+    `full`: KL(policy || teacher) over the whole vocabulary is a term of the loss; needs `kl.reference`."""
+
+
+class CriticConfig(Section):
+    """A critic beside the policy: a model of its own with its own optimizer, for `advantage = gae` (PPO)."""
+
+    name: str | None = None
+    """Model directory or hub name to start from, also a reward model; unset: `model.name`."""
+
+    optim: OptimConfig = OptimConfig()
+    """The critic's optimizer and learning-rate schedule."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps at the start of the run that train the critic alone: the policy samples, and stays as it is."""
+
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount per token."""
+
+    lam: float = Field(default=0.95, ge=0, le=1)
+    """GAE's lambda: 1 trusts rewards alone, 0 the critic alone."""
+
+    clip: float = Field(default=0.2, gt=0, allow_inf_nan=True)
+    """A value may move this far from the one before the step, further is not learned; `inf`: any distance."""
+
+    whiten: bool = True
+    """Bring the advantages of the batch to mean 0 and standard deviation 1, over its tokens."""
+
+
+class RewardModelConfig(Section):
+    """A learned reward model that scores every rollout on the trainer."""
+
+    name: str
+    """Directory that `reward-model` published, or a hub model with one score."""
+
+    weight: float = 1.0
+    """Weight of the score in the reward."""
+
+    rules_weight: float = 0.0
+    """Weight of the environment's own reward beside it, or of the sum of `rewards.weights`."""
+
+    missing_eos_penalty: float = Field(default=0.0, ge=0)
+    """Taken from the score of a rollout that a token limit ended: it is scored in the middle of a sentence."""
+
+
+class RewardConfig(Section):
+    """What happens to rewards before advantages are computed, in this order."""
+
+    weights: dict[str, float] = {}
+    """The reward of a rollout is the sum of these metrics of its environment, each times its weight; `reward` is the
+    environment's own. Unset: the environment's own alone."""
+
+    length_buffer_tokens: int | None = Field(default=None, ge=1)
+    """DAPO's soft punishment of overlong answers: over the last this many tokens before `length_max_tokens`
+    it grows from 0 to -1; unset: none."""
+
+    length_max_tokens: int | None = Field(default=None, ge=1)
+    """Sampled tokens, of all turns, from which the punishment is -1; usually orchestrator.sampling.max_tokens."""
+
+    length_penalty: float = Field(default=1.0, gt=0)
+    """Factor of the punishment of overlong answers."""
+
+    clip: float | None = Field(default=None, gt=0)
+    """Rewards are cut to [-clip, clip]."""
+
+    scale: Literal["none", "running"] = "none"
+    """`running`: divide by the standard deviation of all rewards of the run so far (the moments are in
+    every checkpoint). Normalisation within groups or the batch is a matter of `advantage`."""
+
+    truncated: Literal["keep", "mask"] = "keep"
+    """`mask`: rollouts that ended at a token limit count in baselines but are not trained on (DAPO's
+    overlong filtering)."""
+
+    @model_validator(mode="after")
+    def _whole_punishment(self) -> RewardConfig:
+        if (self.length_buffer_tokens is None) != (self.length_max_tokens is None):
+            raise ValueError("length_buffer_tokens and length_max_tokens go together: set both or neither")
+        if self.length_buffer_tokens and self.length_max_tokens and self.length_buffer_tokens > self.length_max_tokens:
+            raise ValueError(
+                f"length_buffer_tokens ({self.length_buffer_tokens}) is more than length_max_tokens "
+                f"({self.length_max_tokens})"
+            )
+        return self
+
+
+class UpdatesConfig(Section):
+    """How often a batch is trained on within its step."""
+
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the batch."""
+
+    minibatches: int = Field(default=1, ge=1)
+    """Optimizer updates of one pass, each on its share of the rollouts."""
+
+
+class EmaConfig(Section):
+    """An exponential moving average of the policy's weights."""
+
+    decay: float = Field(default=0.992, gt=0, lt=1)
+    """Share of the average that stays at each step."""
+
+
+class ReplayConfig(Section):
+    """Groups of earlier batches that are trained again (off-policy)."""
+
+    groups: int = Field(default=4, ge=1)
+    """Groups added to every batch, as far as there are some."""
+
+    capacity: int = Field(default=64, ge=1)
+    """Groups kept; the oldest make room."""
+
+    max_age: int = Field(default=8, ge=1)
+    """Steps after which a group is no longer taken."""
+
+
+class PretrainingConfig(Section):
+    """Supervised samples beside the rollouts (PPO-ptx of InstructGPT)."""
+
+    coef: float = Field(default=1.0, gt=0)
+    """Weight of their mean cross-entropy in the loss."""
+
+    data: SftDataConfig = SftDataConfig()
+    """The samples; `batch_size` of them in every update."""

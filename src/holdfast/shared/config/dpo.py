@@ -1,0 +1,163 @@
+"""Configuration of preference optimisation: `dpo`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from holdfast.shared.config.base import Section
+from holdfast.shared.config.trainer import PolicyOptimConfig, SftDataConfig, TrainingCommand
+
+_HAS_REFERENCE = ("dpo", "ipo", "ipo_sum", "hinge", "robust", "apo_zero", "apo_down", "kto")
+_CAN_SMOOTH = ("dpo", "robust")
+
+
+class PreferenceLossConfig(Section):
+    """The preference loss: which one, and its settings."""
+
+    type: Literal["dpo", "ipo", "ipo_sum", "hinge", "robust", "apo_zero", "apo_down", "simpo", "orpo", "kto"] = "dpo"
+    """`dpo` (Rafailov et al. 2023), `ipo` (Azar et al. 2023, by the mean log-ratio of an answer's tokens) or `ipo_sum`
+    (by their sum), `hinge` (Zhao et al. 2023), `robust` (Chowdhury et al. 2024), `apo_zero` or `apo_down`
+    (D'Oosterlinck et al. 2024), `simpo` (Meng et al. 2024), `orpo` (Hong et al. 2024); `kto` (Ethayarajh et al. 2024),
+    which takes answers that are labelled one by one as well."""
+
+    beta: float | None = Field(default=None, gt=0)
+    """With a reference: strength of the tie to it; `simpo`: scale of the reward; `orpo`: weight of the
+    odds ratio beside the likelihood. Unset: 0.1, for `simpo` 2.0."""
+
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """`dpo`, `robust`: the share of pairs that are taken to be labelled the wrong way round."""
+
+    margin: float | None = Field(default=None, ge=0)
+    """`simpo`: how much more reward the chosen side should have. Unset: 0.5."""
+
+    odpo_alpha: float = Field(default=0.0, ge=0)
+    """`dpo`: this times a row's `margin` is how far apart the rewards of its two sides should be, beside what the loss
+    asks for anyway (Amini et al. 2024, ODPO); 0: margins of rows are not read."""
+
+    rpo_alpha: float = Field(default=0.0, ge=0)
+    """Weight of the chosen answer's negative log-likelihood, a mean over its tokens, beside the loss (Pang et al. 2024,
+    who take 1); `orpo` has such a term already."""
+
+    desirable_weight: float = Field(default=1.0, gt=0)
+    """`kto`: weight of good answers. The authors advise a ratio of this times their number to the same of bad ones
+    between 1 and 4/3."""
+
+    undesirable_weight: float = Field(default=1.0, gt=0)
+    """`kto`: weight of bad answers."""
+
+    reference: Literal["precomputed", "none"] | None = None
+    """`precomputed`: log-probabilities under the reference, computed once before training; `none`: without
+    one. Unset: none for `simpo` and `orpo`, which have none; precomputed for the others, of which all but `kto` can do
+    without."""
+
+    reference_model: str | None = None
+    """Directory or hub name of the reference, a model with the policy's tokenizer; unset: the weights
+    that the run starts with. It must not change while the run goes on."""
+
+    @model_validator(mode="after")
+    def _settle(self) -> PreferenceLossConfig:
+        """Refuse what the loss does not know, and fill in what is unset."""
+        if self.label_smoothing and self.type not in _CAN_SMOOTH:
+            raise ValueError(
+                f"label_smoothing = {self.label_smoothing} is for type = dpo and robust, got type = {self.type}"
+            )
+        if self.margin is not None and self.type != "simpo":
+            raise ValueError(f"margin = {self.margin} is for type = simpo, got type = {self.type}")
+        if self.odpo_alpha and (self.type != "dpo" or self.label_smoothing):
+            raise ValueError(
+                f"odpo_alpha = {self.odpo_alpha} is for type = dpo without label_smoothing, got type = {self.type} and "
+                f"label_smoothing = {self.label_smoothing}: leave one of them out"
+            )
+        if self.rpo_alpha and self.type in ("orpo", "kto"):
+            raise ValueError(
+                f"rpo_alpha = {self.rpo_alpha} is for other types than orpo, whose first term is the likelihood of the "
+                f"chosen answer, and kto, which has no pairs, got type = {self.type}: leave it out"
+            )
+        if self.type != "kto" and (self.desirable_weight, self.undesirable_weight) != (1.0, 1.0):
+            raise ValueError(
+                f"desirable_weight = {self.desirable_weight} and undesirable_weight = {self.undesirable_weight} are "
+                f"for type = kto, got type = {self.type}: leave them out"
+            )
+        if self.type == "kto" and self.reference == "none":
+            raise ValueError("reference = none is for other types than kto, which compares with a divergence from it")
+        if self.reference == "precomputed" and self.type not in _HAS_REFERENCE:
+            raise ValueError(
+                f"reference = precomputed is for {', '.join(_HAS_REFERENCE)}; {self.type} has no reference"
+            )
+        if self.reference_model is not None and (self.reference == "none" or self.type not in _HAS_REFERENCE):
+            raise ValueError(
+                f"reference_model = '{self.reference_model}' has no use with type = {self.type} and reference = "
+                f"{self.reference or 'none'}: leave it out"
+            )
+        if self.beta is None:
+            self.beta = 2.0 if self.type == "simpo" else 0.1
+        if self.margin is None and self.type == "simpo":
+            self.margin = 0.5
+        if self.reference is None:
+            self.reference = "precomputed" if self.type in _HAS_REFERENCE else "none"
+        return self
+
+    @property
+    def scale(self) -> float:
+        """The resolved `beta`."""
+        assert self.beta is not None, "the validator has filled it in"
+        return self.beta
+
+
+class PreferenceDataConfig(SftDataConfig):
+    """Where pairs come from and how they become batches."""
+
+    name: str = "examples/reverse_text/preferences.jsonl"
+    """A .jsonl, .json or .parquet file (JSON also as .gz), a directory of such files or of `save_to_disk`, or a
+    dataset on a hub. Rows have `prompt`, `chosen` and `rejected` (all text, or all lists of messages), or `chosen`
+    and `rejected` whose common beginning is the prompt; or, for `kto`, `prompt`, `completion` and `label`: see
+    docs/data.md."""
+
+    validation_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the pairs held out for validation, chosen by `seed`."""
+
+    batch_size: int = Field(default=64, ge=1)
+    """Pairs of one optimizer step, over all ranks; answers for `dpo` with `loss.type = kto`."""
+
+    micro_batch_size: int = Field(default=4, ge=1)
+    """Pairs of full length in one forward pass on each rank, or twice as many answers of `kto`; gradients accumulate
+    until the batch is done."""
+
+    seq_len: int = Field(default=1024, ge=2)
+    """Most tokens of prompt and answer, for each side of a pair."""
+
+    too_long: Literal["error", "drop", "truncate"] = "error"
+    """What to do with a pair that has a side of more than `seq_len` tokens. `drop` and `truncate` say how many."""
+
+    train_on: Literal["all", "last", "template"] = "all"
+    """What counts of an answer that is a chat: `all` turns of the assistant behind the prompt, the `last` of them, or
+    what the chat `template` marks with {% generation %}."""
+
+    pack: bool = True
+    """Fill micro-batches up to a budget of tokens, several pairs a row; sides and pairs never see each other. Models
+    whose tokens meet outside of attention (docs/models.md) get one side a row, grouped by length. Off:
+    `micro_batch_size` pairs at a time, one side a row."""
+
+
+class DpoConfig(TrainingCommand):
+    """Preference optimisation: `uv run dpo @ configs/reverse_text/dpo.toml`."""
+
+    optim: PolicyOptimConfig = PolicyOptimConfig()  # pyright: ignore[reportIncompatibleVariableOverride] - only read
+    """Optimizer and learning-rate schedule."""
+
+    data: PreferenceDataConfig = PreferenceDataConfig()
+    """Pairs and batches."""
+
+    loss: PreferenceLossConfig = PreferenceLossConfig()
+    """Preference loss."""
+
+    val_interval: int | None = Field(default=None, ge=1)
+    """Steps between validations; unset: after the final step only. Needs data.validation_fraction."""
+
+    @model_validator(mode="after")
+    def _something_to_validate_on(self) -> DpoConfig:
+        if self.val_interval is not None and self.data.validation_fraction == 0:
+            raise ValueError(f"val_interval = {self.val_interval} needs data.validation_fraction above 0, got 0")
+        return self

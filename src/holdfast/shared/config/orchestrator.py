@@ -1,0 +1,247 @@
+"""Configuration of the orchestrator."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from holdfast.shared.config.base import CkptConfig, Command, ModelConfig, Section
+from holdfast.shared.wire.sampling import PLAIN_SAMPLING, Sampling
+
+
+class EnvironmentConfig(Section):
+    """One environment of the mix."""
+
+    id: str = "reverse_text"
+    """A built-in environment (`reverse_text`, `jsonl`) or `module:Class`."""
+
+    name: str | None = None
+    """Name in metrics; unset: the id."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the problems of each step, relative to the other environments."""
+
+    args: dict[str, Any] = {}
+    """Arguments of the environment's constructor: `min_length`, `max_length` of `reverse_text`; `path`, `prompt`,
+    `answer`, `scorer`, `pattern`, `shuffle` of `jsonl` (docs/environments.md)."""
+
+    success_reward: float | None = None
+    """A rollout with at least this reward counts as solved in `pass@k`; unset: one whose metric `exact` is 1."""
+
+    timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=True)
+    """Deadline of playing one rollout, without the time in which the engine samples for it, of scoring one group and
+    of making one task; `inf`: none. A call that is silent for 30 s is named in the console."""
+
+    on_error: Literal["stop", "drop"] = "stop"
+    """What follows when the environment raises, misses `timeout_s`, or makes a prompt that leaves no room
+    within `seq_len`: end the run, or leave the problem's group out of the batch and count it."""
+
+    @property
+    def label(self) -> str:
+        """Name under which the environment appears in metrics and state."""
+        return self.name or self.id
+
+    @property
+    def deadline_s(self) -> float | None:
+        """`timeout_s`, None where there is none."""
+        return self.timeout_s if math.isfinite(self.timeout_s) else None
+
+
+class SamplingConfig(Section):
+    """How completions are sampled. The trainer computes log-probabilities of the same distribution."""
+
+    temperature: float = Field(default=1.0, ge=0.01, le=2)
+    """Softmax temperature."""
+
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the fewest likeliest tokens whose probabilities sum to this; 1: from all."""
+
+    top_k: int = Field(default=0, ge=0, lt=2**31)
+    """Sample from the k likeliest tokens; 0: from all."""
+
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Sample from tokens at least this times as likely as the likeliest; 0: from all."""
+
+    max_tokens: int = Field(default=128, ge=1)
+    """Most tokens sampled in one turn."""
+
+    @property
+    def distribution(self) -> Sampling:
+        """What every token is sampled from."""
+        return Sampling(self.temperature, self.top_p, self.top_k, self.min_p)
+
+    @field_validator("top_k")
+    @classmethod
+    def _leaves_a_choice(cls, top_k: int) -> int:
+        if top_k == 1:
+            raise ValueError("1 leaves one token to choose from, and nothing to learn: take 0 (all), or 2 and more")
+        return top_k
+
+
+class DynamicSamplingConfig(Section):
+    """Replacing groups that teach nothing. A bare ``--orchestrator.dynamic-sampling`` has the defaults."""
+
+    max_problems_per_step: int | None = Field(default=None, ge=1)
+    """Most problems drawn for one batch; unset: four times `problems_per_step`."""
+
+
+def _check_url(url: str) -> None:
+    """Refuse what is not the base URL of a server; nothing of it is repeated, because it may hold a password."""
+    try:
+        parts = urlsplit(url)
+        usable = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets without an end, a port that is no number
+        parts, usable = None, False
+    if parts is None or not url.isascii() or not url.isprintable() or " " in url:
+        raise ValueError("must be URLs such as http://127.0.0.1:8000")
+    if parts.scheme not in ("http", "https"):
+        raise ValueError("must begin with http:// or https://, such as http://127.0.0.1:8000")
+    if not usable:
+        raise ValueError("must name a server, such as http://127.0.0.1:8000")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError(
+            "must not hold a user name or password, which would be kept with the run's settings and logs: the servers "
+            "take an admin token, see admin_token_env"
+        )
+    if parts.query or parts.fragment:
+        raise ValueError("must end with the path that comes before /health, without '?' and '#'")
+
+
+class ServersConfig(Section):
+    """Inference servers, and how long to wait for them."""
+
+    urls: list[str] = Field(min_length=1)
+    """Base URL of every engine; requests are spread over them."""
+
+    timeout_s: float = Field(default=600.0, gt=0)
+    """A request that has no answer after this long is waited for on, as long as its server is well."""
+
+    ready_timeout_s: float = Field(default=900.0, gt=0)
+    """How long to wait for the servers to answer at the start."""
+
+    max_concurrency: int = Field(default=256, ge=1)
+    """Most sessions in flight at once."""
+
+    @field_validator("urls")
+    @classmethod
+    def _are_servers(cls, urls: list[str]) -> list[str]:
+        for url in urls:
+            _check_url(url)
+        return urls
+
+
+class ClientConfig(ServersConfig):
+    """The inference servers of the policy. All get every weight update."""
+
+    urls: list[str] = Field(default=["http://127.0.0.1:8000"], min_length=1)
+    """Base URL of every engine; requests are spread over them."""
+
+    admin_token_env: str = "HOLDFAST_ADMIN_TOKEN"
+    """Environment variable with the admin token of the servers."""
+
+
+class TeacherConfig(ServersConfig):
+    """A fixed model to learn from, behind inference servers of its own: `uv run inference --model.name TEACHER`."""
+
+    model: str
+    """The model that the servers serve; it must have the tokenizer of the policy."""
+
+    mode: Literal["logprobs", "samples"] = "logprobs"
+    """`logprobs`: the policy samples, and every rollout carries the teacher's log-probabilities of its
+    tokens; the servers need `model.max_len` above `seq_len`. `samples`: the teacher samples, and the policy
+    needs no inference server."""
+
+
+class OrchestratorConfig(Command):
+    """The orchestrator: environments, rollouts and batches."""
+
+    max_steps: int = Field(default=100, ge=1)
+    """Make batches until this step."""
+
+    model: ModelConfig = ModelConfig()
+    """The model that is trained; its tokenizer is used here."""
+
+    environments: list[EnvironmentConfig] = Field(default=[EnvironmentConfig()], min_length=1)
+    """The mix of environments: `[[environments]]` in TOML, each with `id`, `name`, `weight`, `args`,
+    `success_reward`, `timeout_s` and `on_error`; docs/environments.md describes them."""
+
+    problems_per_step: int = Field(default=16, ge=1)
+    """Problems of one batch."""
+
+    dynamic_sampling: DynamicSamplingConfig | None = None
+    """Drop groups whose rewards are all equal, and draw further problems for them; unset: keep them."""
+
+    group_size: int = Field(default=8, ge=1)
+    """Rollouts of one problem; at least two where the advantage compares them with one another."""
+
+    async_level: int = Field(default=1, ge=0)
+    """Batch N is made wholly by the weights of step max(0, N - 1 - async_level)."""
+
+    seq_len: int = Field(default=1024, ge=2)
+    """Most tokens of one rollout, prompt included."""
+
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling of completions."""
+
+    client: ClientConfig = ClientConfig()
+    """Inference servers."""
+
+    teacher: TeacherConfig | None = None
+    """A teacher for distillation; unset: none."""
+
+    weights_timeout_s: float = Field(default=1800.0, gt=0)
+    """Give up when the trainer publishes no weights, and nobody gets anything else done, for this long."""
+
+    hang_timeout_s: float = Field(default=900.0, gt=0)
+    """An event loop that something blocks for this long counts as hung. What an environment does within its `timeout_s`
+    is ended by that, if it is shorter."""
+
+    ckpt: CkptConfig | None = None
+    """Only `resume_step`, and `verify` while it is looked up, matter here: the trainer commits the checkpoints."""
+
+    @property
+    def is_sampled_by_teacher(self) -> bool:
+        """Whether completions come from the teacher, and not from the policy."""
+        return self.teacher is not None and self.teacher.mode == "samples"
+
+    @property
+    def max_problems_per_step(self) -> int:
+        """Most problems that are drawn for one batch."""
+        if self.dynamic_sampling is None:
+            return self.problems_per_step
+        return self.dynamic_sampling.max_problems_per_step or 4 * self.problems_per_step
+
+    @model_validator(mode="after")
+    def _room_for_a_batch(self) -> OrchestratorConfig:
+        if self.max_problems_per_step < self.problems_per_step:
+            raise ValueError(
+                f"dynamic_sampling.max_problems_per_step = {self.max_problems_per_step} is less than "
+                f"problems_per_step = {self.problems_per_step}; it must be at least that"
+            )
+        if self.dynamic_sampling is not None and self.group_size == 1:
+            raise ValueError(
+                "dynamic_sampling drops groups whose rewards are all equal, which every group of one is: set "
+                "group_size to 2 or more, or leave dynamic_sampling off"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _comparable_with_a_teacher(self) -> OrchestratorConfig:
+        judged = self.teacher is not None and self.teacher.mode == "logprobs"
+        if judged and self.sampling.distribution != PLAIN_SAMPLING:
+            raise ValueError(
+                f"sampling at {self.sampling.distribution}: the log-probabilities of a teacher (mode = 'logprobs') are "
+                "at temperature 1 and of all tokens, so those of the policy must be: leave temperature, top_p, top_k "
+                "and min_p of sampling at 1, 1, 0 and 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _unique_names(self) -> OrchestratorConfig:
+        labels = [env.label for env in self.environments]
+        if len(set(labels)) != len(labels):
+            raise ValueError(f"environments need distinct names, got {labels}: set `name` on those with the same id")
+        return self

@@ -1,0 +1,214 @@
+"""Configuration of `rl`: the three processes, and the settings that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
+
+from holdfast.shared.config.base import CkptConfig, Command, ModelConfig
+from holdfast.shared.config.inference import InferenceConfig
+from holdfast.shared.config.orchestrator import OrchestratorConfig
+from holdfast.shared.config.rl_rewards import check_rewards
+from holdfast.shared.config.rl_trainer import JournalConfig, TrainerConfig
+from holdfast.shared.errors import ConfigError
+
+
+class RlConfig(Command):
+    """An RL run: trainer, orchestrator and inference server, started and watched together."""
+
+    trainer: TrainerConfig = TrainerConfig()
+    """The trainer; `--trainer @ train.toml` fills it from a file."""
+
+    orchestrator: OrchestratorConfig = OrchestratorConfig()
+    """The orchestrator; `--orchestrator @ orch.toml`."""
+
+    inference: InferenceConfig = InferenceConfig()
+    """The inference server; `--inference @ infer.toml`."""
+
+    max_steps: int | None = Field(default=None, ge=1)
+    """For trainer and orchestrator: train until this step."""
+
+    async_level: int | None = Field(default=None, ge=0)
+    """For trainer and orchestrator: batch N is made by the weights of step N - 1 - async_level."""
+
+    model: ModelConfig | None = None
+    """For all three: the model."""
+
+    ckpt: CkptConfig | None = None
+    """For trainer and orchestrator: checkpoints."""
+
+    journal: JournalConfig | None = None
+    """For the trainer: batches that stay after they are trained."""
+
+    max_restarts: int = Field(default=3, ge=0)
+    """Start a process that died again, at most this often within `restart_window_s`; 0: the run ends."""
+
+    restart_window_s: float = Field(default=600.0, gt=0)
+    """The time in which `max_restarts` are counted, for each process by itself."""
+
+    heartbeat_timeout_s: float = Field(default=120.0, gt=0)
+    """A process that shows no sign of life for this long counts as dead."""
+
+    storage_timeout_s: float = Field(default=3600.0, ge=0)
+    """A storage that cannot be written (full disk, quota, I/O errors) is waited for, until no new step was trained
+    for this long; 0: the run ends."""
+
+    clean: bool = False
+    """Remove a run that the output directory already holds, then start afresh."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _trainer_knows_the_last_step(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Let the trainer's section be checked against the last step of the run, wherever that is set."""
+        trainer, orchestrator = given.get("trainer", {}), given.get("orchestrator", {})
+        last = given.get("max_steps")
+        if last is None and isinstance(orchestrator, Mapping):
+            last = orchestrator.get("max_steps")
+        if last is None or not isinstance(trainer, Mapping) or not _is_number_of_steps(last):
+            return given
+        if given.get("max_steps") is None and "max_steps" in trainer:
+            return given  # where they differ, `hand_down_shared` says so
+        return {**given, "trainer": {**trainer, "max_steps": last}}
+
+
+def _is_number_of_steps(value: object) -> bool:
+    """Whether a value, which may be the text of a flag, is one that `max_steps` takes; others are refused there."""
+    try:
+        TypeAdapter(Annotated[int, Field(ge=1)]).validate_python(value)
+    except ValidationError:
+        return False
+    return not isinstance(value, bool)
+
+
+_SHARED = {
+    # setting: the processes that have it
+    "output_dir": ("trainer", "orchestrator", "inference"),
+    "seed": ("trainer", "orchestrator", "inference"),
+    "max_steps": ("trainer", "orchestrator"),
+    "async_level": ("trainer", "orchestrator"),
+    "ckpt": ("trainer", "orchestrator"),
+    "model": ("trainer", "orchestrator", "inference"),
+    "journal": ("trainer",),
+}
+
+
+def hand_down_shared(config: RlConfig) -> RlConfig:
+    """Return `config` with every shared setting equal in all processes that have it.
+
+    What is set on `rl` itself wins. Otherwise a setting that exactly one process, or several with
+    equal values, was given goes to the others.
+
+    Raises:
+        ConfigError: two processes were given different values and `rl` itself none; or what they were given does
+            not fit together.
+    """
+    config = config.model_copy(deep=True)
+    _check_teacher(config)
+    _check_truncation(config)
+    check_rewards(config.trainer, config.orchestrator)
+    for setting, names in _SHARED.items():
+        if setting == "model":
+            _hand_down_model(config, names)
+            continue
+        value = _agreed(config, setting, names)
+        if value is None:
+            continue
+        setattr(config, setting, value)
+        for name in names:
+            setattr(getattr(config, name), setting, value)
+    config.trainer.clean = config.clean = config.clean or config.trainer.clean
+    if config.trainer.loss.aggregation == "constant" and config.trainer.loss.constant_tokens is None:
+        config.trainer.loss.constant_tokens = config.orchestrator.sampling.max_tokens
+    if "urls" not in config.orchestrator.client.model_fields_set:
+        config.orchestrator.client.urls = [config.inference.server.url]
+    return config
+
+
+def _check_teacher(config: RlConfig) -> None:
+    """Refuse a distillation or imitation without a teacher, and two references for one token."""
+    judges = config.orchestrator.teacher is not None and not config.orchestrator.is_sampled_by_teacher
+    if judges and config.trainer.kl is not None:
+        raise ConfigError(
+            "trainer.kl and orchestrator.teacher (mode = 'logprobs') both say what the reference is: set one of them"
+        )
+    if config.trainer.distillation is not None and not judges and config.trainer.kl is None:
+        raise ConfigError(
+            "trainer.distillation (and trainer.advantage = 'distillation') needs a teacher: set trainer.kl.reference, "
+            "or orchestrator.teacher with mode = 'logprobs'"
+        )
+    if config.trainer.advantage == "distillation" and config.orchestrator.dynamic_sampling is not None:
+        raise ConfigError(
+            "orchestrator.dynamic_sampling drops problems by their rewards, which trainer.advantage = 'distillation' "
+            "does not train on: leave it out"
+        )
+    loss = config.trainer.loss.type
+    if loss == "sft" and not config.orchestrator.is_sampled_by_teacher:
+        raise ConfigError(
+            "trainer.loss.type = 'sft' imitates every rollout whatever its reward, and here the policy itself samples "
+            "them: set orchestrator.teacher with mode = 'samples', or another loss, such as 'policy_gradient'"
+        )
+    if config.orchestrator.is_sampled_by_teacher and loss != "sft" and ":" not in loss:
+        raise ConfigError(
+            f"orchestrator.teacher samples (mode = 'samples'), and trainer.loss.type = '{loss}' "
+            "takes the samples for the policy's own: set trainer.loss.type = 'sft'"
+        )
+
+
+def _check_truncation(config: RlConfig) -> None:
+    """Refuse a divergence between distributions that have different tokens."""
+    sampling = config.orchestrator.sampling.distribution
+    if sampling.is_truncated and config.trainer.kl is not None and not config.orchestrator.is_sampled_by_teacher:
+        raise ConfigError(
+            f"orchestrator.sampling cuts off tokens ({sampling}), and trainer.kl compares log-probabilities with a "
+            "reference, which cuts off others: where that is a sampled token, the divergence is infinite. Set "
+            "top_p, top_k and min_p back to 1, 0 and 0 (a temperature below 1 also avoids unlikely tokens), or leave "
+            "trainer.kl out"
+        )
+
+
+def _agreed(config: RlConfig, setting: str, names: tuple[str, ...]) -> object:
+    if setting in config.model_fields_set:
+        return getattr(config, setting)
+    given = {
+        name: getattr(getattr(config, name), setting)
+        for name in names
+        if setting in getattr(config, name).model_fields_set
+    }
+    values = list(given.values())
+    if any(value != values[0] for value in values):
+        shown = ", ".join(f"{name}.{setting} = {_plain(value)}" for name, value in given.items())
+        flag = setting.replace("_", "-")
+        raise ConfigError(f"processes disagree on '{setting}': {shown}. Set it once for all with --{flag}.")
+    return values[0] if values else getattr(config.trainer, setting)
+
+
+def _hand_down_model(config: RlConfig, names: tuple[str, ...]) -> None:
+    for field in ("name", "tokenizer"):
+        sections = {name: getattr(config, name).model for name in names}
+        if config.model is not None and field in config.model.model_fields_set:
+            value = getattr(config.model, field)
+        else:
+            given = {name: getattr(model, field) for name, model in sections.items() if field in model.model_fields_set}
+            if len(set(given.values())) > 1:
+                shown = ", ".join(f"{name}.model.{field} = '{value}'" for name, value in given.items())
+                raise ConfigError(
+                    f"processes disagree on the model: {shown}. Set it once for all with --model.{field}."
+                )
+            value = next(iter(given.values()), getattr(config.trainer.model, field))
+        for model in sections.values():
+            setattr(model, field, value)
+    trained, served = config.trainer.model, config.inference.model
+    for field in ("dtype", "fp32_lm_head"):
+        if field in trained.model_fields_set and field not in served.model_fields_set:
+            setattr(served, field, getattr(trained, field))
+    if config.trainer.sampler_dtype is None:
+        config.trainer.sampler_dtype = config.inference.model.dtype
+    if config.trainer.model.init == "random":
+        config.inference.model.load = "dummy"
+
+
+def _plain(value: object) -> str:
+    return f"'{value}'" if isinstance(value, str | Path) else str(value)

@@ -1,0 +1,82 @@
+"""What of rewards and advantages trainer and orchestrator must agree on; `rl` knows the settings of both."""
+
+from __future__ import annotations
+
+from holdfast.shared.config.advantages import SINGLE_ADVANTAGES
+from holdfast.shared.config.orchestrator import OrchestratorConfig
+from holdfast.shared.config.rl_trainer import TrainerConfig
+from holdfast.shared.errors import ConfigError, nearest
+
+# Environments with one sampled turn; those of users may have several.
+_SINGLE_TURN = ("reverse_text", "jsonl")
+
+
+def check_rewards(trainer: TrainerConfig, orchestrator: OrchestratorConfig) -> None:
+    """Refuse what would come out in the middle of a run, or have no effect.
+
+    Raises:
+        ConfigError: says what, and what to change.
+    """
+    _check_environments(trainer, orchestrator)
+    _check_group_size(trainer, orchestrator)
+    _check_dynamic_sampling(trainer, orchestrator)
+    _check_length_penalty(trainer, orchestrator)
+
+
+def _check_environments(trainer: TrainerConfig, orchestrator: OrchestratorConfig) -> None:
+    labels = [environment.label for environment in orchestrator.environments]
+    for name in trainer.environments:
+        if name not in labels:
+            raise ConfigError(
+                f"trainer.environments names '{name}', which is none of the mix.{nearest(name, labels)} "
+                f"There are: {', '.join(labels)}"
+            )
+
+
+def _check_group_size(trainer: TrainerConfig, orchestrator: OrchestratorConfig) -> None:
+    size = orchestrator.group_size
+    for environment in orchestrator.environments:
+        name = trainer.advantage_of(environment.label)
+        if size == 1 and trainer.compares_rollouts_of(environment.label):
+            raise ConfigError(
+                f"trainer.advantage = '{name}' compares the rollouts of one problem, and orchestrator.group_size = 1 "
+                "gives each a single one: set group_size to 2 or more, or take an advantage that needs no group: "
+                f"{', '.join(SINGLE_ADVANTAGES)}, or one of your own"
+            )
+    if trainer.advantage_k is not None and trainer.advantage_k > size:
+        raise ConfigError(
+            f"trainer.advantage_k = {trainer.advantage_k} is more than the {size} rollouts of a problem "
+            "(orchestrator.group_size): lower the one or raise the other"
+        )
+
+
+def _check_dynamic_sampling(trainer: TrainerConfig, orchestrator: OrchestratorConfig) -> None:
+    """Refuse to choose groups by a reward that nothing is learned from."""
+    if orchestrator.dynamic_sampling is None:
+        return
+    weights = trainer.rewards.weights
+    cause = None
+    if trainer.reward_model is not None and trainer.reward_model.rules_weight == 0:
+        cause = "trainer.reward_model.rules_weight = 0 leaves it out"
+    elif weights and not weights.get("reward"):
+        cause = "trainer.rewards.weights leaves 'reward' out"
+    if cause is not None:
+        raise ConfigError(
+            "orchestrator.dynamic_sampling drops groups in which the environment's own reward is equal, and "
+            f"{cause}: it would draw more problems to no effect. Leave dynamic_sampling off, or let that reward count"
+        )
+
+
+def _check_length_penalty(trainer: TrainerConfig, orchestrator: OrchestratorConfig) -> None:
+    """Refuse a length that no rollout can reach."""
+    most = trainer.rewards.length_max_tokens
+    single = all(environment.id in _SINGLE_TURN for environment in orchestrator.environments)
+    room = orchestrator.seq_len - 1
+    reached, key = room, f"orchestrator.seq_len = {orchestrator.seq_len} with a prompt"
+    if single and orchestrator.sampling.max_tokens <= room:
+        reached, key = orchestrator.sampling.max_tokens, "orchestrator.sampling.max_tokens"
+    if most is not None and most > reached:
+        raise ConfigError(
+            f"trainer.rewards.length_max_tokens = {most} is never reached: {key} allows {reached} sampled tokens. "
+            f"Lower it to at most {reached}"
+        )

@@ -1,0 +1,219 @@
+"""Configuration of what every training program has, and of `sft`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from holdfast.shared.config.base import CkptConfig, Command, DType, ModelConfig, Section
+from holdfast.shared.config.lora import LoraConfig
+
+
+class TrainedModelConfig(ModelConfig):
+    """The model to train, and how it is held in memory."""
+
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`pretrained` loads the weights of `model.name`; `random` reads its config.json only and
+    initialises from `seed`."""
+
+    dtype: DType = "float32"
+    """Dtype of forward, backward and published weights. Master weights and optimizer state are
+    always float32."""
+
+    attention: str = "packed"
+    """`packed` (causal attention per sample, any device; where a model asks for more, `sdpa` or `eager` of
+    transformers) or the name of a transformers attention implementation, such as `flash_attention_2`."""
+
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward pass: less memory, about a third more time."""
+
+    compile: bool = False
+    """torch.compile each layer. Pays on GPUs; on CPU compiling often costs more than it brings."""
+
+    fp32_lm_head: bool = False
+    """Compute logits in float32 where `dtype` is bfloat16: hidden states and weights of the output layer are those in
+    bfloat16, their products are summed, and the sums kept, in float32. `rl` gives it to its inference server."""
+
+    logits_chunk_tokens: int = Field(default=4096, ge=1)
+    """Logits exist for at most this many tokens at once."""
+
+    lora: LoraConfig | None = None
+    """Train LoRA adapters instead of the weights; a bare `--model.lora` takes the defaults."""
+
+    @model_validator(mode="after")
+    def _adapters_have_a_base(self) -> TrainedModelConfig:
+        if self.lora is not None and self.init == "random":
+            raise ValueError("has lora, which adapts pretrained weights, and init = 'random': leave one of them out")
+        return self
+
+
+class ParallelConfig(Section):
+    """Ranks, threads and devices of the trainer."""
+
+    num_ranks: int = Field(default=1, ge=1)
+    """Processes to start on this machine; the model is sharded over them."""
+
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads of each rank; unset: the cores this process is given, divided by the ranks. `rl` gives the
+    trainer half of its cores, and the rest to the engine."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes CUDA where there is one."""
+
+    collective_timeout_s: float = Field(default=1800.0, gt=0)
+    """A collective that takes longer than this fails, and names itself."""
+
+
+class OptimConfig(Section):
+    """Optimizer, gradient clipping and the learning-rate schedule."""
+
+    type: Literal["adamw", "muon"] = "adamw"
+    """`adamw`, or `muon` for the matrices of the decoder layers, with AdamW for embeddings, head, norms, biases and
+    stacked experts. Muon's updates are scaled to the size of AdamW's, so the same rates suit both."""
+
+    lr: float = Field(default=1e-5, gt=0)
+    """Peak learning rate."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's two moments."""
+
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Decay rate of Muon's momentum."""
+
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay of matrices; vectors (norms, biases) are never decayed."""
+
+    max_grad_norm: float = Field(default=1.0, gt=0, allow_inf_nan=True)
+    """Clip the global gradient norm to this; `inf`: never clip."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after warm-up, until `schedule_steps`: `constant`, or a line or half a cosine that
+    begins at `lr`."""
+
+    schedule_steps: int | None = Field(default=None, ge=1)
+    """Last step of the schedule; unset: max_steps. Later steps keep its rate."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up: of 10, the first trains at a tenth of `lr`, the tenth at `lr`."""
+
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """The schedule falls towards `lr` times this, which a step behind its last would have."""
+
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> OptimConfig:
+        if self.type == "adamw" and self.momentum != type(self).model_fields["momentum"].default:
+            raise ValueError(f"momentum = {self.momentum:g} is for type = 'muon': leave it out, or set betas")
+        return self
+
+    def check_warmup(self, max_steps: int, section: str) -> None:
+        """Check that warm-up ends before the schedule does.
+
+        Raises:
+            ValueError: it does not; the message names settings as those of `section`.
+        """
+        end, name = max_steps, "max_steps"
+        if self.schedule_steps is not None:
+            end, name = self.schedule_steps, f"{section}.schedule_steps"
+        if self.warmup_steps >= end and self.warmup_steps > 0:
+            raise ValueError(f"{section}.warmup_steps ({self.warmup_steps}) must be below {name} ({end})")
+
+
+class PolicyOptimConfig(OptimConfig):
+    """Optimizer, gradient clipping and schedule, with the rate for a policy that is improved and not taught anew."""
+
+    lr: float = Field(default=1e-6, gt=0)
+    """Peak learning rate."""
+
+
+class TrainingCommand(Command):
+    """What every training program has."""
+
+    max_steps: int = Field(default=100, ge=1)
+    """Train until this optimizer step (counted from the start of the run, also on resume)."""
+
+    clean: bool = False
+    """Remove a run that the output directory already holds, then start afresh."""
+
+    keep_attempts: Annotated[int, Field(ge=1)] | Literal["all"] = 20
+    """Keep logs, settings, and what was set aside, of this many of the newest starts and restarts, or of `all`."""
+
+    model: TrainedModelConfig = TrainedModelConfig()
+    """The model to train."""
+
+    optim: OptimConfig = OptimConfig()
+    """Optimizer and learning-rate schedule."""
+
+    parallel: ParallelConfig = ParallelConfig()
+    """Ranks, threads and devices."""
+
+    ckpt: CkptConfig | None = None
+    """Checkpoints: off unless given; a bare `--ckpt` writes the final step."""
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> TrainingCommand:
+        self.optim.check_warmup(self.max_steps, "optim")
+        if self.optim.type == "muon" and self.model.lora is not None:
+            raise ValueError(
+                "optim.type = 'muon' is for whole matrices, and model.lora trains factors of a change to them: set "
+                "optim.type = 'adamw', or leave lora out"
+            )
+        return self
+
+
+class SftDataConfig(Section):
+    """Where samples come from and how they become batches."""
+
+    name: str = "examples/reverse_text/sft.jsonl"
+    """A .jsonl, .json or .parquet file (JSON also as .gz), a directory of such files or of `save_to_disk`, or a
+    dataset on a hub. Rows have `messages`; or `prompt` and `completion`; or `conversations` (ShareGPT); or
+    `instruction`, `input` and `output` (Alpaca); or `text`: see docs/data.md."""
+
+    split: str = "train"
+    """Split to read, for directories and hub datasets that have several."""
+
+    validation_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the samples held out for validation, chosen by `seed`."""
+
+    batch_size: int = Field(default=64, ge=1)
+    """Samples of one optimizer step, over all ranks."""
+
+    micro_batch_size: int = Field(default=8, ge=1)
+    """Rows of one forward pass on each rank; gradients accumulate until the batch is done."""
+
+    seq_len: int = Field(default=1024, ge=2)
+    """Most tokens of one sample, and with `pack` of one row."""
+
+    too_long: Literal["error", "drop", "truncate"] = "error"
+    """What to do with a sample of more than `seq_len` tokens. `drop` and `truncate` say how many."""
+
+    train_on: Literal["all", "last", "template"] = "all"
+    """What is trained of a chat: `all` turns of the assistant, the `last` of them, or what the chat `template` marks
+    with {% generation %}. In rows with a prompt, of the completion alone. Plain `text` is trained whole."""
+
+    pack: bool = True
+    """Fill micro-batches up to a budget of tokens, several samples a row, which never see each other. Models whose
+    tokens meet outside of attention (docs/models.md) get one sample a row, grouped by length. Off:
+    `micro_batch_size` samples at a time, one a row."""
+
+    shuffle: bool = True
+    """A new order every epoch, from `seed`; off: file order."""
+
+
+class SftConfig(TrainingCommand):
+    """Supervised fine-tuning: `uv run sft @ configs/reverse_text/sft.toml`."""
+
+    data: SftDataConfig = SftDataConfig()
+    """Samples and batches."""
+
+    val_interval: int | None = Field(default=None, ge=1)
+    """Steps between validations; unset: after the final step only. Needs data.validation_fraction."""
+
+    @model_validator(mode="after")
+    def _something_to_validate_on(self) -> SftConfig:
+        if self.val_interval is not None and self.data.validation_fraction == 0:
+            raise ValueError(f"val_interval = {self.val_interval} needs data.validation_fraction above 0, got 0")
+        return self

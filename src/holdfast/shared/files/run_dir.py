@@ -1,0 +1,397 @@
+"""The run directory: every path of a run, and which process may touch it.
+
+run.json                 run id, creation time, and the checkpoint of another run that it began with
+run.lock                 held by the launcher while the run is going, or by a trainer started by hand
+orchestrator.lock        held by the launcher of `rl`, or by an orchestrator started by hand
+configs/attempt_K/       the resolved TOML of every process
+checkpoints/step_N/      trainer/, orchestrator/, manifest.json (written last: the commit)
+rollouts/step_N/         the batch that step N trains on, and the orchestrator's state after it
+rollouts/generations_N.log  finished generations of batch N while it is being made
+weights/step_N/          what inference serves (Hugging Face layout)
+metrics.jsonl            one JSON object per step
+reference_logprobs.npz   what the reference of a preference run says about each pair
+logs/attempt_K/          one log per process, and events.jsonl (phases)
+discarded/attempt_K/     what a resume from an older step superseded, and damaged checkpoints
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from holdfast.shared.errors import CheckpointError, ReadError, RunDirError
+from holdfast.shared.files import durable, lock
+from holdfast.shared.files.checkpoints import Entry, list_entries, verify_checkpoint
+from holdfast.shared.files.manifest import Verification, read_manifest
+
+REFERENCE_NAME = "reference_logprobs.npz"
+_STEP = re.compile(r"step_(\d+)$")
+_OF_STEP = re.compile(r"((ema_)?step_\d+|generations_\d+\.log)$")
+_ATTEMPT = re.compile(r"attempt_(\d+)$")
+
+
+def _number_of(path: Path) -> int:
+    return int(path.stem.rsplit("_", 1)[1])
+
+
+def _numbered_paths(parent: Path) -> list[Path]:
+    """Every step directory and generation log in `parent`, in the order of steps."""
+    if not parent.is_dir():
+        return []
+    return sorted((path for path in parent.iterdir() if _OF_STEP.match(path.name)), key=_number_of)
+
+
+def _numbered(parent: Path, pattern: re.Pattern[str]) -> list[int]:
+    if not parent.is_dir():
+        return []
+    matches = (pattern.match(path.name) for path in parent.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+class RunDir:
+    """Paths of one run. Creating the object touches nothing on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.checkpoints = self.path / "checkpoints"
+        self.rollouts = self.path / "rollouts"
+        self.weights = self.path / "weights"
+        self.metrics = self.path / "metrics.jsonl"
+
+    def checkpoint(self, step: int) -> Path:
+        """Directory of the checkpoint after `step`."""
+        return self.checkpoints / f"step_{step}"
+
+    def batch(self, step: int) -> Path:
+        """Directory of the batch that `step` trains on."""
+        return self.rollouts / f"step_{step}"
+
+    def generations(self, step: int) -> Path:
+        """Log of the finished generations of the batch of `step`, while it is being made."""
+        return self.rollouts / f"generations_{step}.log"
+
+    def weights_of(self, version: int) -> Path:
+        """Directory of the published weights of policy `version`."""
+        return self.weights / f"step_{version}"
+
+    def configs(self, attempt: int) -> Path:
+        """Directory of the resolved configuration of one attempt."""
+        return self.path / "configs" / f"attempt_{attempt}"
+
+    def logs(self, attempt: int) -> Path:
+        """Directory of the logs of one attempt."""
+        return self.path / "logs" / f"attempt_{attempt}"
+
+    def discarded(self, attempt: int) -> Path:
+        """Where attempt `attempt` put what it superseded."""
+        return self.path / "discarded" / f"attempt_{attempt}"
+
+    def holds_run(self) -> bool:
+        """Whether a run was started here."""
+        return (self.path / "run.json").exists()
+
+    def run_id(self) -> str:
+        """The id of the run that this directory holds."""
+        return json.loads((self.path / "run.json").read_text())["run_id"]
+
+    def forked_from(self) -> str | None:
+        """The checkpoint of another run that this one began with, or None."""
+        try:
+            return json.loads((self.path / "run.json").read_text()).get("forked_from", {}).get("path")
+        except FileNotFoundError:
+            return None
+
+    def entries(self) -> list[Entry]:
+        """Steps with a checkpoint, ascending, whole or not; unfinished saves are left out."""
+        return [entry for entry in list_entries(self.checkpoints) if entry.status != "torn"]
+
+    def committed_steps(self) -> list[int]:
+        """Steps with a committed checkpoint, ascending.
+
+        Raises:
+            ReadError: of one this cannot be told now.
+        """
+        entries = self.entries()
+        for entry in entries:
+            if entry.status == "unreadable":
+                read_manifest(entry.path)  # raises, or it can be read by now
+        return [entry.step for entry in entries if entry.status in ("committed", "unreadable")]
+
+    def steps_there(self) -> list[int]:
+        """Steps with a checkpoint, but for damaged ones, ascending; one that cannot be read now is there as well."""
+        return [entry.step for entry in self.entries() if entry.status != "damaged"]
+
+    def published_batches(self) -> list[int]:
+        """Steps whose batch is published, ascending."""
+        return _numbered(self.rollouts, _STEP)
+
+    def published_weights(self) -> list[int]:
+        """Policy versions whose weights are published, ascending."""
+        return _numbered(self.weights, _STEP)
+
+    def next_attempt(self) -> int:
+        """The number of the attempt that starts now, from 1."""
+        return max(_numbered(self.path / "configs", _ATTEMPT), default=0) + 1
+
+    def lock(self) -> None:
+        """Take the directory for this process; the kernel frees it when the process ends.
+
+        Raises:
+            RunDirError: another process holds it, or it cannot be written.
+        """
+        holder = self._take("run.lock")
+        if holder is not None:
+            raise RunDirError(
+                f"{self.path} is in use by another run ({holder}). Wait for it, stop it, or choose another directory "
+                "with --output-dir."
+            )
+
+    def lock_orchestrator(self, *, over_exec: bool = False) -> None:
+        """Be the one that makes batches here, by this process or what it starts.
+
+        Args:
+            over_exec: this process becomes the orchestrator.
+
+        Raises:
+            RunDirError: another one makes them.
+        """
+        holder = self._take("orchestrator.lock", over_exec=over_exec)
+        if holder is not None:
+            raise RunDirError(
+                f"{self.path} has an orchestrator already ({holder}): an `rl`, or one that was started by hand. Two "
+                "would write each batch over the other's: stop it, or choose another directory with --output-dir."
+            )
+
+    def _take(self, name: str, *, over_exec: bool = False) -> lock.Holder | None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            return lock.take(self.path / name, over_exec=over_exec)
+        except OSError as error:
+            raise RunDirError(
+                f"{self.path} cannot be a run directory: {error}. Choose another with --output-dir."
+            ) from None
+
+    def has_orchestrator(self) -> bool:
+        """Whether an orchestrator lives here."""
+        return lock.is_held(self.path / "orchestrator.lock")
+
+    def is_own(self) -> bool:
+        """Whether this process holds the directory."""
+        return lock.is_own(self.path / "run.lock")
+
+    def is_under_way(self) -> bool:
+        """Whether a launcher that lives holds the directory."""
+        return lock.is_held(self.path / "run.lock")
+
+    def require_writable(self) -> None:
+        """Refuse a directory that cannot be written now, rather than at the first save.
+
+        Raises:
+            RunDirError: naming the directory in it, and the reason.
+        """
+        for directory in (self.path, self.checkpoints, self.rollouts, self.weights):
+            if not directory.exists():
+                continue
+            probe = durable.temporary_sibling(directory / "probe")
+            try:
+                probe.touch()
+                probe.unlink()
+            except OSError as error:
+                raise RunDirError(
+                    f"{directory} cannot be written: {error.strerror}. Mend that, or choose another directory with "
+                    "--output-dir."
+                ) from error
+
+    def create(self, *, forked_from: dict[str, str | int] | None = None) -> None:
+        """Mark the directory as holding a run; one that does already keeps its id.
+
+        Args:
+            forked_from: `run_id`, `step` and `path` of the checkpoint of another run that it begins with.
+        """
+        path = self.path / "run.json"
+        identity = json.loads(path.read_text()) if path.exists() else {}
+        identity = {"run_id": uuid.uuid4().hex, "created_unix_s": int(time.time())} | identity
+        if forked_from is not None:
+            identity["forked_from"] = forked_from
+        durable.write_file(path, json.dumps(identity, indent=1).encode())
+
+    def remove_run(self) -> None:
+        """Remove everything that a run made here; other files stay."""
+        for name in (
+            "run.json",
+            "checkpoints",
+            "rollouts",
+            "weights",
+            "metrics.jsonl",
+            REFERENCE_NAME,
+            "configs",
+            "logs",
+            "discarded",
+        ):
+            path = self.path / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+    def remove_weights_after(self, step: int) -> None:
+        """Remove the published weights of versions after `step`."""
+        for version in self.published_weights():
+            if version > step:
+                durable.remove_directory(self.weights_of(version))
+
+    def remove_old_attempts(self, last: int) -> None:
+        """Remove logs, settings and what was set aside of the attempts up to `last`."""
+        for parent in (self.path / "logs", self.path / "configs", self.path / "discarded"):
+            for number in _numbered(parent, _ATTEMPT):
+                if number <= last:
+                    shutil.rmtree(parent / f"attempt_{number}")
+
+    def prune_batches(self, step: int) -> None:
+        """Remove the batches up to and including `step`, which no checkpoint needs any more."""
+        for old in self.published_batches():
+            if old <= step:
+                durable.remove_directory(self.batch(old))
+
+    def clear_leftovers(self, *, of_batches: bool = True) -> list[Path]:
+        """Remove the temporary names that interrupted writers left, and return what was removed.
+
+        Args:
+            of_batches: also where batches are made; False: their writer lives.
+        """
+        parents = [self.path, self.checkpoints, self.weights, *([self.rollouts] if of_batches else [])]
+        return [path for parent in parents for path in durable.clear_leftovers(parent)]
+
+    def set_aside_damaged(self, attempt: int) -> list[tuple[Path, str]]:
+        """Move checkpoints without a valid manifest to `discarded/attempt_K`; return where to, and the reasons.
+
+        A save gets its name when it is whole, so these were committed once and lost something since.
+        """
+        damaged = [entry for entry in self.entries() if entry.status == "damaged"]
+        return [(self.set_aside(entry.path, attempt), entry.reason) for entry in damaged]
+
+    def set_aside_after(self, step: int, attempt: int, *, last_batch: int | None = None) -> list[Path]:
+        """Move what lies after `step` to `discarded/attempt_K`, and return where it is now.
+
+        That is checkpoints, weights and batches of later steps, and their lines of metrics.jsonl.
+        Nothing is deleted but the weights of `step` itself, which the trainer publishes again from
+        the checkpoint, so that nobody takes old ones for them.
+
+        Args:
+            last_batch: leave batches up to this one in place, to be trained again instead of being
+                made again, and the generations of the one after it; unset: all move.
+        """
+        until = {self.checkpoints: step, self.weights: step, self.rollouts: step if last_batch is None else last_batch}
+        later = [
+            path
+            for parent, last in until.items()
+            for path in _numbered_paths(parent)
+            if _number_of(path) > last + (path.suffix == ".log" and last_batch is not None)
+        ]
+        moved = [self.set_aside(path, attempt) for path in later]
+        if self.weights_of(step).exists():
+            durable.remove_directory(self.weights_of(step))
+        if self.metrics.exists():
+            lines = self.metrics.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if _step_of(line) <= step]
+            if len(kept) < len(lines):
+                aside = self._free_name(self.metrics, attempt)
+                aside.write_bytes(b"".join(line for line in lines if _step_of(line) > step))
+                durable.write_file(self.metrics, b"".join(kept))
+                moved.append(aside)
+        return moved
+
+    def set_aside(self, path: Path, attempt: int) -> Path:
+        """Move `path` to `discarded/attempt_K`; return where it is now."""
+        aside = self._free_name(path, attempt)
+        os.rename(path, aside)
+        return aside
+
+    def _free_name(self, path: Path, attempt: int) -> Path:
+        """Where to put `path`: an attempt that died while it set things aside has put others there already."""
+        aside = wanted = self.discarded(attempt) / path.relative_to(self.path)
+        durable.make_directory(wanted.parent)
+        copies = 1
+        while aside.exists():
+            copies += 1
+            aside = wanted.with_name(f"{wanted.name}.{copies}")
+        return aside
+
+
+def _step_of(line: bytes) -> float:
+    """Step of one line of metrics.jsonl; a torn or damaged line counts as the last of all."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+def resolve_resume_step(
+    run_dir: RunDir,
+    wanted: int | Literal["latest", "auto"] | None,
+    *,
+    how: Verification = "full",
+    say: Callable[[str], None] = print,
+) -> int | None:
+    """Return the step to resume from, or None for a fresh start. The step is verified.
+
+    Args:
+        run_dir: where the checkpoints are.
+        wanted: `ckpt.resume_step`: a step, `latest` or -1, `auto`, or None. `latest` and `auto` fall
+            back past damaged steps; a step asked for by number does not.
+        how: `full` reads every byte; `size` compares sizes only.
+        say: is told which steps were skipped and why.
+
+    Raises:
+        CheckpointError: the step is not there or damaged, listing the steps that are.
+        ReadError: the step cannot be read. An older one is not taken for it.
+    """
+    if wanted is None:
+        return None
+    entries = run_dir.entries()
+    steps = [entry.step for entry in entries if entry.status == "committed"]
+    there = f"committed steps: {', '.join(map(str, steps))}" if steps else "it has no committed checkpoint"
+    if wanted not in ("latest", "auto", -1):
+        if wanted not in [entry.step for entry in entries]:
+            raise CheckpointError(f"ckpt.resume_step = {wanted} is not in {run_dir.checkpoints}: {there}.")
+        try:
+            verify_checkpoint(run_dir.checkpoint(int(wanted)), how=how, step=int(wanted))
+        except CheckpointError as error:
+            others = ", ".join(str(step) for step in steps if step != wanted) or "none"
+            raise CheckpointError(
+                f"ckpt.resume_step = {wanted}: {error}. Choose another step; other committed steps: {others}."
+            ) from None
+        except ReadError as error:
+            raise ReadError(
+                f"ckpt.resume_step = {wanted}: {error}. Mend the storage, or choose another step."
+            ) from error
+        return int(wanted)
+    damaged = []
+    for entry in reversed(entries):
+        try:
+            verify_checkpoint(entry.path, how=how, step=entry.step)
+            return entry.step
+        except CheckpointError as error:
+            say(f"WARNING: skipping the checkpoint of step {entry.step}: {error}")
+            damaged.append(str(error))
+        except ReadError as error:
+            others = ", ".join(str(step) for step in steps if step < entry.step) or "none"
+            raise ReadError(
+                f"ckpt.resume_step = {wanted}: {error}. That is no damage, so no older step is taken for step "
+                f"{entry.step}. Mend the storage, or choose one by number: {others}."
+            ) from error
+    if damaged:
+        raise CheckpointError(f"ckpt.resume_step = {wanted}: every checkpoint is damaged: {'; '.join(damaged)}")
+    if wanted == "auto":
+        return None
+    raise CheckpointError(
+        f"ckpt.resume_step = {wanted}: nothing to resume in {run_dir.checkpoints}: {there}. "
+        "Use `auto` to start afresh when there is none."
+    )

@@ -1,0 +1,149 @@
+"""What every child process does at its start and its end: logging, threads, dying with its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import io
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+from holdfast.shared.errors import STORAGE_FAILED, HoldfastError, is_storage_failure
+
+LAUNCHER_ENV = "HOLDFAST_LAUNCHER_PID"
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_launcher() -> None:
+    """Die with the launcher that started this process; one started by hand may outlive its shell.
+
+    The launcher gives its process id, so a launcher that died before this call is noticed as well.
+    """
+    launcher = os.environ.pop(LAUNCHER_ENV, None)
+    if launcher is not None:
+        die_with_parent(parent=int(launcher))
+
+
+def die_with_parent(sig: int = signal.SIGKILL, *, parent: int | None = None) -> None:
+    """Ask the kernel (Linux) for `sig` when the parent ends, so that no orphan outlives a killed run."""
+    parent = parent or os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, sig)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def available_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def set_thread_environment(threads: int) -> None:
+    """Bound the OpenMP and BLAS teams of this process; call before torch or numpy is imported."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = str(threads)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@contextlib.contextmanager
+def heavy_imports() -> Iterator[None]:
+    """Import large libraries without looking for garbage meanwhile, nor among what they made ever after.
+
+    They make a million objects that stay; the collector would walk over all of them a dozen times, which is a
+    fifth of the time that importing torch or vLLM takes, and once in a while in the middle of a step.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def is_ignored(number: signal.Signals) -> bool:
+    """Whether a parent had this process ignore the signal, as `nohup` does: then it stays ignored."""
+    return signal.getsignal(number) is signal.SIG_IGN
+
+
+class _LossyFile(io.FileIO):
+    """Drops what a full disk cannot take, and what nobody reads any more."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if not is_storage_failure(error) and not isinstance(error, BrokenPipeError):
+                raise
+            return memoryview(data).nbytes
+
+
+def make_output_lossy() -> None:
+    """Let stdout and stderr drop what their disk cannot take, and what nobody reads any more (`| tee log` that died).
+
+    No process ends, or changes its exit code, by that.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        buffer = getattr(stream, "buffer", None)
+        raw = getattr(buffer, "raw", buffer)  # PYTHONUNBUFFERED leaves the buffer out
+        if not isinstance(raw, io.FileIO) or isinstance(raw, _LossyFile):
+            continue
+        stream.flush()
+        lossy = io.BufferedWriter(_LossyFile(raw.fileno(), "w", closefd=False))
+        text = io.TextIOWrapper(lossy, stream.encoding, "backslashreplace", line_buffering=True)
+        setattr(sys, name, text)
+
+
+def set_up_logging(name: str) -> None:
+    """Send log records of this process to stderr, which the launcher points at its log file."""
+    make_output_lossy()
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s {name} %(levelname)s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+        force=True,
+    )
+    for noisy in ("httpx", "httpcore"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def run_reporting_errors(program: Callable[[], object]) -> NoReturn:
+    """Run `program` and exit, as `exit_code_of` says."""
+
+    def run() -> int:
+        program()
+        return 0
+
+    sys.exit(exit_code_of(run))
+
+
+def exit_code_of(program: Callable[[], int]) -> int:
+    """Run `program`; return its exit code, or after its error that of the error.
+
+    A `HoldfastError` is told by its message alone; a storage that failed, as such, with `STORAGE_FAILED`;
+    anything else by its traceback, with 1.
+    """
+    try:
+        return program()
+    except HoldfastError as error:
+        message, code = str(error), STORAGE_FAILED if is_storage_failure(error) else error.exit_code
+    except Exception as error:  # noqa: BLE001 - reported, and the process ends
+        if not is_storage_failure(error):
+            # A bug of ours: the traceback is what the report needs, once, without a launcher's wrapping.
+            traceback.print_exc()
+            return 1
+        where = f" at {error.filename}" if isinstance(error, OSError) and error.filename else ""
+        reason = error.strerror if isinstance(error, OSError) else error
+        message = (
+            f"the storage failed{where}: {reason}. What was committed is whole. "
+            "Make room or mend it, then go on with --ckpt.resume-step latest."
+        )
+        code = STORAGE_FAILED
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    return code

@@ -1,0 +1,182 @@
+"""Heartbeats: a process that is stopped, or comes no further in its work, is noticed from outside.
+
+The launcher names a file in the environment; a thread of the process writes it anew every second. What counts is that
+it changes, not when, so clocks may jump. That thread lives on while the work itself is stuck, so the beat also says how
+often the work has moved on (an event loop that turns, a phase of a step, a micro-batch), what is being done, and
+for how long that may stand still. `vitals` is the side that listens.
+
+The files lie in memory, so that a run directory that cannot be written makes nobody look dead.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+
+import msgspec
+
+from holdfast.shared.process.clock import awake_s
+from holdfast.shared.process.stacks import write_stacks_on_request
+
+_log = logging.getLogger("holdfast")
+
+HEARTBEAT_ENV = "HOLDFAST_HEARTBEAT"
+PERIOD_S = 1.0
+HEALING_NAME = "healing"
+"""Touched by the launcher while it waits for something, or starts something again."""
+_BEAT_BYTES = 1024
+
+
+class Beat(msgspec.Struct, frozen=True):
+    """What a process says of itself.
+
+    Attributes:
+        moves: how often its work has moved on, be it in vain: it is not stuck.
+        work: how often it got something done, or heard that somebody is at it.
+        doing: in words.
+        bound_s: it is stuck when it has not moved for so long; None: it waits for others, which have bounds.
+        answers: its health route may be asked; False: what it does stops that for a while.
+        pid: of the process that beats.
+    """
+
+    moves: int = 0
+    work: int = 0
+    doing: str = ""
+    bound_s: float | None = None
+    answers: bool = True
+    pid: int = 0
+
+
+class Heartbeat:
+    """Beats for as long as this process lives, or until `end`.
+
+    Args:
+        path: the file to write; None: nobody asked for beats.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.beat = Beat()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        if path is not None:
+            self._thread.start()
+
+    def _beat(self) -> None:
+        assert self.path is not None
+        told = ""
+        while not self._ended.is_set():
+            failure = ""
+            try:
+                self._write(self.path)
+            except OSError as error:
+                failure = str(error)
+            if failure not in ("", told):
+                _log.warning("heartbeats are not written whole: %s", failure)
+            told = failure
+            self._ended.wait(PERIOD_S)
+
+    def _write(self, path: Path) -> None:
+        """Write over the beat before, which needs no room: others may fill the memory."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = msgspec.json.encode(msgspec.structs.replace(self.beat, pid=os.getpid())).ljust(_BEAT_BYTES)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            os.utime(descriptor)  # a sign of life, even where not one byte fits
+            os.pwrite(descriptor, data, 0)
+            os.ftruncate(descriptor, len(data))
+        finally:
+            os.close(descriptor)
+
+    def end(self) -> None:
+        """Be no part of what is watched any more: the others may live on for a while."""
+        if self.path is not None:
+            self._ended.set()
+            self._thread.join()
+            try:
+                self.path.unlink(missing_ok=True)
+            except OSError as error:
+                _log.warning("%s stays: %s", self.path, error)
+
+
+_own = Heartbeat(None)
+
+
+def start_heartbeat(name: str = "") -> Heartbeat:
+    """Beat, if the launcher asked for it, and write to stderr what every thread does when it asks.
+
+    Args:
+        name: distinguishes processes that share one environment, such as ranks.
+    """
+    global _own
+    prefix = os.environ.get(HEARTBEAT_ENV)
+    if prefix:
+        write_stacks_on_request()
+    _own = Heartbeat(Path(f"{prefix}{name}") if prefix else None)
+    return _own
+
+
+def does(doing: str, *, bound_s: float | None = None, answers: bool = True) -> None:
+    """Say what this process does from now on, and after how long without `moved` it is stuck in that."""
+    before = _own.beat
+    _own.beat = Beat(before.moves + 1, before.work + 1, doing, bound_s, answers)
+
+
+def moved(*, works: bool = True, doing: str = "") -> None:
+    """Say that the work has moved on, to `doing` if that is given; without `works`, that it could have."""
+    before = _own.beat
+    _own.beat = msgspec.structs.replace(
+        before, moves=before.moves + 1, work=before.work + works, doing=doing or before.doing
+    )
+
+
+class Wait:
+    """A wait for what another process of the run makes; not over while anybody gets anything done or is being healed.
+
+    Args:
+        timeout_s: how long it goes on where nothing else happens.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._since = self._looked = awake_s()
+        self._seen = self._signs()
+
+    def is_over(self) -> bool:
+        """Whether it was in vain."""
+        now = awake_s()
+        if now - self._since <= self._timeout_s:
+            return False
+        if now - self._looked > PERIOD_S / 2:
+            self._looked = now
+            seen = self._signs()
+            if seen != self._seen:
+                self._seen, self._since = seen, now
+                return False
+        return now - self._since > self._timeout_s
+
+    def _signs(self) -> dict[str, object]:
+        """Return what changes when somebody else gets something done; empty where no launcher watches."""
+        prefix = os.environ.get(HEARTBEAT_ENV)
+        if not prefix:
+            return {}
+        folder, own = Path(prefix).parent, Path(prefix).name
+        signs: dict[str, object] = {}
+        for path in folder.glob("*"):
+            if path.name.startswith((own, ".")):
+                continue
+            try:
+                signs[path.name] = path.stat().st_mtime_ns if path.name == HEALING_NAME else read_beat(path).work
+            except FileNotFoundError:  # it has just ended
+                continue
+        return signs
+
+
+def read_beat(path: Path) -> Beat:
+    """Return what a process said of itself last."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Beat)
+    except msgspec.DecodeError:  # empty, or half of it is of the beat before: the next look sees it whole
+        return Beat()

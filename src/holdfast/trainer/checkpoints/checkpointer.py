@@ -1,0 +1,364 @@
+"""Checkpoints that are committed or absent: for our programs and for training loops of your own.
+
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "progress": progress}
+    with Checkpointer("checkpoints", state) as checkpointer:
+        step = checkpointer.load("auto")
+        while step < max_steps:
+            ...
+            step += 1
+            checkpointer.save(step)
+
+A step is one directory with a manifest of checksums, written last:
+
+    step_N/trainer/        torch.distributed.checkpoint, progress.json, random_rank_R.json
+    step_N/manifest.json   sizes and checksums of all of it: the commit
+
+It is written under a temporary name and renamed when it is whole, so a step exists completely or not at
+all. `save` returns when the state is copied; the rest happens behind the training.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import Tensor
+
+from holdfast.shared.errors import CheckpointError, RankLost, SaveError
+from holdfast.shared.files import manifest
+from holdfast.shared.files.checkpoints import TRAINER_DIR, Kind, Retention, describe_found, kind_of, list_entries
+from holdfast.shared.files.manifest import Verification
+from holdfast.trainer.checkpoints.collective import Ranks, describe, rank_and_world_size
+from holdfast.trainer.checkpoints.commit import Attachment, Commit, Identity, Snapshot, read_values
+from holdfast.trainer.checkpoints.dcp import check_same_tensors, read_tensors, saved_tensors
+from holdfast.trainer.checkpoints.index import IndexReader
+from holdfast.trainer.checkpoints.plain_state import ObjectsState, State, as_state
+from holdfast.trainer.checkpoints.staging import Stager
+from holdfast.trainer.train_state import RandomState, restore_random_state, seed_everything
+
+_log = logging.getLogger("trainer")
+
+
+class Checkpointer:
+    """Saves and loads the state of a training loop. All methods are collective unless they say otherwise.
+
+    With torch.distributed every rank makes one and calls the same methods at the same steps; without,
+    one process does. One save is written at a time.
+
+    Args:
+        directory: gets one `step_N` per save; on a filesystem that all ranks share.
+        state: what is saved: a `State`, or a mapping from names to modules, optimizers, schedulers and
+            other objects with `state_dict` and `load_state_dict`, and dicts of plain values.
+        save_async: return from `save` when the state is copied; otherwise when it is committed.
+        when_busy: what a save does while the one before is being written: wait, or be left out.
+        on_failure: what follows a failed save at the next call: raise its `SaveError`, or log it.
+        retention: which old steps are removed after a commit; without, none.
+        seed: generators of ranks that a checkpoint does not know are derived from it.
+        identity: what the manifest says about the run.
+        on_commit: called on rank 0 with the directory of every committed step, from the writing thread.
+        before_commit: called on rank 0, from the writing thread, before a step gets its name; may fail the save.
+        may_remove: asked on rank 0, from the writing thread, before retention removes a step: whether it may now.
+        collective_timeout_s: a collective of a save that takes longer fails; unset: torch's default.
+        updated_by: the optimizers, where nothing changes the state's tensors but their steps and what
+            follows these. Then an asynchronous save on the CPU copies the tensors while the next gradients
+            are computed, and the next step waits for the copy; otherwise `save` returns when it is done.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        state: State | Mapping[str, Any],
+        *,
+        save_async: bool = True,
+        when_busy: Literal["wait", "skip"] = "wait",
+        on_failure: Literal["stop", "warn"] = "stop",
+        retention: Retention | None = None,
+        seed: int = 0,
+        identity: Identity | None = None,
+        on_commit: Callable[[Path], None] | None = None,
+        before_commit: Callable[[], None] = lambda: None,
+        may_remove: Callable[[int], bool] = lambda _: True,
+        collective_timeout_s: float | None = None,
+        updated_by: Sequence[torch.optim.Optimizer] = (),
+    ) -> None:
+        self.directory = Path(directory).absolute()
+        self._state = as_state(state)
+        self._save_async = save_async
+        self._when_busy = when_busy
+        self._on_failure = on_failure
+        self._seed = seed
+        self._control = Ranks(timeout_s=collective_timeout_s)
+        self._stager = Stager()
+        # The writing thread has its own group: collectives of two threads in one would mix.
+        self._commit = Commit(
+            self.directory,
+            Ranks(timeout_s=collective_timeout_s),
+            retention or Retention(),
+            identity or Identity(),
+            on_commit,
+            may_remove,
+            before_commit,
+        )
+        self._staged = threading.Event()
+        self._staged.set()
+        self._hooks = [optimizer.register_step_pre_hook(self._before_update) for optimizer in updated_by]
+        self._thread: threading.Thread | None = None
+        self._in_flight: int | None = None
+        self._settling = threading.Lock()
+        self._failure: Exception | None = None
+        self._unmended: Exception | None = None  # of the newest save, for as long as no later one commits
+        self._committed: list[int] = []
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        elif issubclass(kind, Exception):
+            self.wait()  # what was being written when the loop failed is still worth having
+
+    def reserve(self) -> None:
+        """Allocate the buffers that an asynchronous save copies into, so that the first save is no slower."""
+        if self._save_async:
+            self._stager.reserve(self._state.tensors())
+
+    def save(
+        self,
+        step: int,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        attachments: Mapping[str, Attachment] | None = None,
+        urgent: bool = False,
+    ) -> bool:
+        """Save the state as the checkpoint of `step`; return whether it was done rather than skipped.
+
+        Args:
+            metrics: numbers of this step for the manifest; retention may go by them.
+            attachments: files to put into the checkpoint, or what makes their content now, by path in it.
+                Files must not change later.
+            urgent: wait for a save in progress, whatever `when_busy` says.
+
+        Raises:
+            SaveError: this save (synchronous) or an earlier one (asynchronous) failed.
+        """
+        if self._when_busy == "skip" and not urgent:
+            if any(self._control.all_gather(self._is_busy())):  # all ranks must decide alike
+                _log.warning("step %d is not saved: the save before it is still being written", step)
+                return False
+        elif self._is_busy():
+            started = time.perf_counter()
+            self.wait()
+            _log.warning("waited %.1f s for the save before step %d", time.perf_counter() - started, step)
+        self._settle()
+        # The main rank writes the attachments; others need not make their content.
+        written = attachments if self._control.is_main else None
+        snapshot = Snapshot.of(self._state, step, metrics=metrics, attachments=written)
+        tensors = self._state.tensors()
+        if self._save_async:
+            if self._hooks and not any(tensor.is_cuda for tensor in tensors.values()):
+                self._staged.clear()
+            else:
+                tensors = self._stager.stage(tensors)
+            self._thread = threading.Thread(
+                target=self._write,
+                args=(lambda: self._commit.write(snapshot, tensors, stage=self._stage), step),
+                daemon=True,
+            )
+            self._in_flight = step
+            self._thread.start()
+        else:
+            self._write(lambda: self._commit.write(snapshot, tensors), step)
+            self._settle()
+        return True
+
+    def _stage(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Copy what the training may change as soon as this returns, unless it was copied already."""
+        if self._staged.is_set():
+            return tensors
+        try:
+            return self._stager.stage(tensors)
+        finally:
+            self._staged.set()
+
+    def _before_update(self, *_: object) -> None:
+        self._staged.wait()
+
+    def _write(self, action: Callable[[], None], step: int) -> None:
+        try:
+            action()
+        except BaseException as error:  # noqa: BLE001 - kept for the next call, which raises it
+            if isinstance(error, Exception):
+                failure = error
+            else:  # such as torch's CheckpointException
+                failure = SaveError(f"the checkpoint of step {step} could not be saved: {describe(error)}")
+                failure.__cause__ = error
+            with self._settling:
+                self._failure = self._unmended = failure
+        else:
+            with self._settling:
+                self._unmended = None
+                self._committed.append(step)
+        finally:
+            self._staged.set()
+
+    def _is_busy(self) -> bool:
+        """Whether this rank is still writing the save before."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def poll(self) -> list[int]:
+        """Return the steps committed since the last call; not collective.
+
+        Raises:
+            SaveError: a save failed since the last call, and `on_failure` is `stop`.
+        """
+        self._settle()
+        with self._settling:
+            committed, self._committed = self._committed, []
+        return committed
+
+    def _settle(self) -> None:
+        """Take note of a save that has ended; the steps committed are left for `poll` to tell."""
+        if self._thread is not None and not self._thread.is_alive():
+            self._thread = None
+            self._in_flight = None
+        with self._settling:
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            if self._on_failure == "stop" or isinstance(failure, RankLost):
+                raise failure
+            _log.error("%s", failure)
+
+    @property
+    def in_flight(self) -> int | None:
+        """The step that is being written, or was until the last `poll`."""
+        return self._in_flight
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is being written; return whether that came within `timeout_s`. Not collective."""
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Wait for the last save and leave the process groups.
+
+        Raises:
+            SaveError: it failed; also where `on_failure` is `warn`, as no later one will make good for it.
+        """
+        self.wait()
+        for hook in self._hooks:
+            hook.remove()
+        try:
+            self._settle()
+        finally:
+            self._commit.close()
+            self._control.close()
+        if self._unmended is not None:
+            raise self._unmended
+
+    def load(self, step: int | Literal["latest", "auto"] = "latest", *, verify: Verification = "full") -> int:
+        """Restore the state from the checkpoint of `step`; return its step.
+
+        Args:
+            step: a number; `latest`, the newest intact one (damaged ones are skipped, out loud); `auto`,
+                the same, or 0 and an untouched state where there is none.
+            verify: what is checked before a byte is used: every byte, or sizes only.
+
+        Raises:
+            CheckpointError: it is missing or damaged, holds no optimizer, or does not fit the state.
+        """
+        self.wait()
+        found = self._control.on_main(lambda: self._choose(step, verify), error=CheckpointError)
+        chosen = self._control.broadcast(found)
+        if chosen is None:
+            return 0
+        load_state_with_optimizer(self.directory / f"step_{chosen}", self._state, seed=self._seed, verify="size")
+        self._commit.protect(chosen)
+        return chosen
+
+    def _choose(self, step: int | Literal["latest", "auto"], verify: Verification) -> int | None:
+        if isinstance(step, int):
+            manifest.verify(self.directory / f"step_{step}", how=verify, step=step)
+            return step
+        damaged = []
+        for entry in reversed(list_entries(self.directory)):
+            if entry.status == "torn":
+                continue
+            try:
+                manifest.verify(entry.path, how=verify, step=entry.step)
+                return entry.step
+            except CheckpointError as error:
+                _log.warning("skipping the checkpoint of step %d: %s", entry.step, error)
+                damaged.append(str(error))
+        if damaged:
+            raise CheckpointError(f"every checkpoint is damaged: {'; '.join(damaged)}")
+        if step == "auto":
+            return None
+        raise CheckpointError(f"there is no checkpoint in {self.directory}; `auto` starts afresh then")
+
+
+def save_state(directory: str | Path, state: State | Mapping[str, Any], *, step: int = 0) -> None:
+    """Save tensors, optimizer, values and random generators into `directory` and commit it. Collective.
+
+    Args:
+        directory: must not exist; is written under a temporary name beside it and renamed.
+
+    Raises:
+        SaveError: on every rank, with the reason of the one that failed.
+    """
+    ranks = Ranks()
+    whole = as_state(state)
+    try:
+        Commit(Path(directory).absolute().parent, ranks, Retention(), Identity()).write(
+            Snapshot.of(whole, step), whole.tensors(), name=Path(directory).name
+        )
+    finally:
+        ranks.close()
+
+
+def load_state_with_optimizer(
+    directory: str | Path,
+    state: State | Mapping[str, Any],
+    *,
+    seed: int = 0,
+    verify: Verification = "full",
+) -> int:
+    """Restore everything that `save_state` saved, optimizer and random generators too; return the step. Collective.
+
+    Raises:
+        CheckpointError: the directory is damaged, holds weights alone, or does not fit the state.
+    """
+    path = Path(directory)
+    if kind_of(path) is not Kind.CHECKPOINT:
+        raise CheckpointError(
+            f"{path} holds {describe_found(path)}; optimizer and counters are in committed checkpoints only. "
+            "To take the weights alone, use load_weights_only (--ckpt.weights-only)."
+        )
+    listing = manifest.verify(path, how=verify)
+    whole = as_state(state)
+    index = IndexReader(path / TRAINER_DIR)
+    saved = saved_tensors(index)
+    tensors = whole.targets(saved) if isinstance(whole, ObjectsState) else whole.tensors()
+    check_same_tensors(tensors, saved, path)
+    whole.restore(read_values(path / TRAINER_DIR))  # before a tensor is touched: it may refuse
+    read_tensors(tensors, index)
+    _restore_random(path / TRAINER_DIR, listing, seed)  # last: loading may draw numbers
+    return listing.step
+
+
+def _restore_random(directory: Path, listing: manifest.Manifest, seed: int) -> None:
+    """Restore this rank's generators; where another number of ranks saved, derive them from seed, step and rank."""
+    rank, world_size = rank_and_world_size()
+    if listing.world_size == world_size:
+        data = (directory / f"random_rank_{rank}.json").read_bytes()
+        restore_random_state(msgspec.json.decode(data, type=RandomState))
+    else:
+        seed_everything(seed, step=listing.step, rank=rank)

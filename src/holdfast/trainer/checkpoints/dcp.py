@@ -1,0 +1,265 @@
+"""Sharded tensors on disk in the format of torch.distributed.checkpoint.
+
+Each rank writes its shards into one file, `__R_0.distcp`, and rank 0 the index, `.metadata`; stock
+`torch.distributed.checkpoint.load` reads them. Differences to the stock save: the checksum of a file
+is computed while it is written; an item that was not written is an error; the real reason of a failed
+write is kept; the plan is made once, because every save of a run has the same.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed.checkpoint as torch_dcp
+import torch.utils.serialization.config as serialization_config
+import xxhash
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+
+from holdfast.shared.errors import CheckpointError, is_storage_failure
+from holdfast.shared.files.manifest import FileEntry
+from holdfast.trainer.checkpoints.collective import Ranks
+from holdfast.trainer.checkpoints.index import IndexReader, without_garbage_collection
+
+_WRITE_BYTES = 1 << 22
+_SMALL_BYTES = 1 << 16
+_WRITEBACK_BYTES = 1 << 26
+
+
+class _DigestStream(io.RawIOBase):
+    """A file that is hashed while it is written, and remembers why a write failed.
+
+    torch reports a failed write as "unexpected pos", which hides a full disk.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._digest = xxhash.xxh3_128()
+        self._small = bytearray()  # pickles come in thousands of pieces of a few bytes
+        self._position = 0
+        self._flushed = 0
+        self.failure: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        view = memoryview(data).cast("B")
+        if len(self._small) + len(view) <= _SMALL_BYTES:
+            self._small += view
+        else:
+            self.flush()
+            self._write_through(view)
+        return len(view)
+
+    def flush(self) -> None:
+        if self._small:
+            small, self._small = self._small, bytearray()
+            self._write_through(memoryview(small))
+
+    def _write_through(self, view: memoryview) -> None:
+        done = 0
+        while done < len(view):
+            chunk = view[done : done + _WRITE_BYTES]
+            try:
+                written = os.write(self._descriptor, chunk)
+            except OSError as error:
+                self.failure = OSError(error.errno, error.strerror, str(self._path))
+                raise self.failure from None
+            self._digest.update(chunk[:written])
+            done += written
+            self._position += written
+            self._start_writeback()
+
+    def _start_writeback(self) -> None:
+        """Have the disk work while the rest is being written, not only in the final fsync."""
+        if self._position - self._flushed >= _WRITEBACK_BYTES:
+            size = self._position - self._flushed
+            os.posix_fadvise(self._descriptor, self._flushed, size, os.POSIX_FADV_DONTNEED)
+            self._flushed = self._position
+
+    def entry(self) -> FileEntry:
+        """Size and checksum of what was written and flushed."""
+        return FileEntry(self._position, self._digest.hexdigest())
+
+    def tell(self) -> int:
+        return self._position + len(self._small)
+
+    def fileno(self) -> int:
+        self.flush()  # whoever asks is about to fsync
+        return self._descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        if not self.closed:
+            try:
+                if self.failure is None:
+                    self.flush()
+            finally:
+                self._small.clear()
+                os.close(self._descriptor)
+        super().close()
+
+
+class _DigestFiles(FileSystem):
+    def __init__(self) -> None:
+        self.entries: dict[str, FileEntry] = {}
+        self.failure: OSError | None = None
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
+        stream = _DigestStream(Path(path))
+        try:
+            yield stream
+            self.entries[Path(path).name] = stream.entry()
+        finally:
+            self.failure = self.failure or stream.failure
+            stream.close()
+
+
+class ShardWriter:
+    """Writes the tensors of all ranks into a directory, and remembers the plan for the next time."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._described: dict[str, Any] | None = None
+        self._plan: SavePlan | None = None
+        self._metadata: Metadata | None = None
+        self._results: list[WriteResult] | None = None
+        self._all_results: list[list[WriteResult]] = []
+
+    def write(self, tensors: Mapping[str, Tensor], directory: Path) -> dict[str, FileEntry]:
+        """Write and fsync `tensors` into `directory`, which is there and empty. Collective.
+
+        Returns:
+            On rank 0, size and checksum of every rank's file, by name; elsewhere nothing.
+
+        Raises:
+            SaveError: on every rank, with the reason of the one that failed.
+        """
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        # Without copying ahead, for which a thread of every rank would open a context on the first GPU: all is here.
+        files = FileSystemWriter(
+            directory, single_file_per_rank=True, sync_files=True, overwrite=False, per_thread_copy_ahead=0
+        )
+        files.fs = opened = _DigestFiles()
+        planner.set_up_planner(dict(tensors), files.storage_meta(), self._ranks.is_main)
+        files.set_up_storage_writer(self._ranks.is_main, rank=self._ranks.rank, use_collectives=True)
+        self._make_plan(tensors, planner, files)
+        results = self._ranks.together(lambda: self._write_shards(planner, files, opened))
+        # Offsets in the files are those of the last save, so there is seldom anything to send but checksums.
+        is_news = results != self._results
+        self._results = results
+        gathered = self._ranks.gather((results if is_news else None, dict(opened.entries)))
+        self._all_results = [
+            new or old for (new, _), old in zip(gathered, self._all_results or [[]] * len(gathered), strict=True)
+        ]
+        self._ranks.on_main(lambda: files.finish(cast(Metadata, self._metadata), self._all_results))
+        return {name: entry for _, entries in gathered for name, entry in entries.items()}
+
+    def _make_plan(self, tensors: Mapping[str, Tensor], planner: DefaultSavePlanner, files: FileSystemWriter) -> None:
+        """Agree on who writes what, unless the tensors are those of the last time on every rank."""
+        described = {name: _describe(tensor) for name, tensor in tensors.items()}
+        if all(self._ranks.all_gather(described == self._described)):
+            return
+        self._results, self._all_results = None, []
+        local = self._ranks.together(lambda: files.prepare_local_plan(planner.create_local_plan()))
+        with without_garbage_collection():
+            plans = self._ranks.gather(local)
+
+        def make_global() -> list[SavePlan]:
+            with without_garbage_collection():
+                made, self._metadata = planner.create_global_plan(plans)
+                return files.prepare_global_plan(made)
+
+        self._plan = self._ranks.scatter(self._ranks.on_main(make_global) or [])
+        self._described = described
+
+    def _write_shards(
+        self, planner: DefaultSavePlanner, files: FileSystemWriter, opened: _DigestFiles
+    ) -> list[WriteResult]:
+        assert self._plan is not None
+        plan = planner.finish_plan(self._plan)
+        try:
+            with serialization_config.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]  # added at import
+                written = cast(list[WriteResult], files.write_data(plan, planner).value())
+        except Exception:
+            if opened.failure is not None:
+                raise opened.failure from None
+            raise
+        if len(written) != len(plan.items):
+            raise OSError(f"{len(plan.items) - len(written)} of {len(plan.items)} tensors were not written")
+        return written
+
+
+def _describe(tensor: Tensor) -> tuple[Any, ...]:
+    """What the plan depends on."""
+    if isinstance(tensor, DTensor):
+        return (tensor.shape, tensor.dtype, tensor.device_mesh, tuple(tensor.placements))
+    return (tensor.shape, tensor.dtype)
+
+
+def saved_tensors(index: IndexReader) -> dict[str, TensorStorageMetadata]:
+    """Return shape and dtype of every tensor in a torch.distributed.checkpoint directory.
+
+    Raises:
+        CheckpointError: the index cannot be read, or holds something that is not a tensor.
+    """
+    try:
+        saved = index.read_metadata().state_dict_metadata
+    except Exception as error:
+        raise CheckpointError(f"{index.directory / '.metadata'} cannot be read: {error}") from error
+    others = sorted(name for name, entry in saved.items() if not isinstance(entry, TensorStorageMetadata))
+    if others:
+        raise CheckpointError(f"{index.directory} holds objects that are not tensors: {some(others)}")
+    return cast(dict[str, TensorStorageMetadata], saved)
+
+
+def read_tensors(tensors: Mapping[str, Tensor], index: IndexReader) -> None:
+    """Fill `tensors` in place, whatever else the directory of `index` holds. Collective."""
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            # Of a single process it is no news that it is one.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            torch_dcp.load(dict(tensors), storage_reader=index)
+    except CheckpointException as error:  # a BaseException: `except Exception` would miss it
+        reasons = "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items())
+        causes = [failure for failure, _ in error.failures.values()]
+        # That of a storage, if there is one, decides what becomes of the run.
+        raise CheckpointError(f"loading {index.directory} failed: {reasons}") from max(causes, key=is_storage_failure)
+
+
+def check_same_tensors(
+    tensors: Mapping[str, Tensor], saved: Mapping[str, TensorStorageMetadata], directory: Path
+) -> None:
+    """Refuse a checkpoint whose tensors are not exactly `tensors`."""
+    missing, surplus = sorted(tensors.keys() - saved.keys()), sorted(saved.keys() - tensors.keys())
+    if missing or surplus:
+        raise CheckpointError(
+            f"{directory} does not fit this model: it lacks {some(missing)} and has besides {some(surplus)}"
+        )
+    for name, tensor in tensors.items():
+        entry = saved[name]
+        if entry.size != tensor.shape or entry.properties.dtype != tensor.dtype:
+            raise CheckpointError(
+                f"{directory} does not fit this model: {name} is {tuple(entry.size)} {entry.properties.dtype} there, "
+                f"{tuple(tensor.shape)} {tensor.dtype} here"
+            )
+
+
+def some(names: list[str]) -> str:
+    """Return the first few of `names`, and how many more there are."""
+    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}" if names else "nothing"

@@ -1,0 +1,397 @@
+"""Warm start: filling a model with the weights of a file or directory, and nothing else.
+
+    step_100/ (a checkpoint)        torch.distributed.checkpoint below trainer/, names `model.*`; verified
+    a torch.distributed.checkpoint  names as they are, or all behind one prefix such as `app.model.`
+    a LoRA adapter                  for a model with adapters: ours, or a directory of peft's
+    weights/step_100, a Hugging     *.safetensors or pytorch_model*.bin, with an index where there are several;
+    Face directory                  published weights are verified
+    one file                        .safetensors, .bin or .pt
+
+Tensors may be sharded; each rank reads what it holds. Optimizer and counters are never touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from holdfast.shared.errors import CheckpointError
+from holdfast.shared.files import manifest
+from holdfast.shared.files.adapter import adapted_matrices
+from holdfast.shared.files.checkpoints import TRAINER_DIR, Kind, require_weights, verify_checkpoint
+from holdfast.shared.files.manifest import MANIFEST_NAME, Verification
+from holdfast.shared.files.warm_start import WEIGHT_PREFIXES
+from holdfast.trainer.checkpoints.collective import rank_and_world_size
+from holdfast.trainer.checkpoints.dcp import read_tensors, some
+from holdfast.trainer.checkpoints.index import IndexReader
+
+_log = logging.getLogger("trainer")
+
+Region = tuple[slice, ...]
+
+# Keys below which a file of a training loop keeps its model.
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict")
+# What older Hugging Face files hold besides weights: computed from the config.
+_COMPUTED = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$")
+_OPTIMIZER = re.compile(r"optim(izers?)?\.")
+# Output and input embeddings, by the ends of their names; tied models keep one of them.
+_HEADS = ("lm_head.weight", "embed_out.weight")
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+# Tensors that are cast are read into buffers of at most this many bytes together.
+_BUFFER_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Found:
+    """Shape and dtype of a tensor in a file, which is not read yet."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Source(Protocol):
+    """Where tensors are read from."""
+
+    found: dict[str, Found]
+
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        """Fill tensors in place, by their names in the source; dtypes may differ. Collective."""
+        ...
+
+
+class Layout(Protocol):
+    """How files hold the tensors of a model, where that differs from memory: see `trainer.models.tensor_layout`."""
+
+    def sources(self, file_names: Iterable[str]) -> dict[str, list[str]]:
+        """Return which tensors of files belong together."""
+        ...
+
+    def from_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of memory that whole groups of `sources` become."""
+        ...
+
+
+def load_weights_only(
+    tensors: Mapping[str, Tensor], path: Path, *, how: Verification = "full", layout: Layout | None = None
+) -> None:
+    """Fill `tensors` in place with the weights at `path`. Collective.
+
+    Other dtypes are cast, and the log says so. Where input and output embeddings are one tensor, the
+    file may have either name, or both with equal values.
+
+    Checkpoints and published weights are verified first. Nothing runs code of the source: the index of a
+    torch.distributed.checkpoint directory may name parts of an index alone, .bin and .pt files tensors.
+
+    Args:
+        tensors: the live tensors of a model by their Hugging Face names; plain, or sharded over all ranks.
+        path: a checkpoint, a torch.distributed.checkpoint directory, a Hugging Face directory, or one file.
+        how: how checkpoints and published weights are verified, see `manifest.verify`.
+        layout: of files that hold other tensors than memory; unset: files have the same.
+
+    Raises:
+        CheckpointError: there are no weights, they are damaged, or not of this model: missing, surplus
+            or differently shaped tensors.
+    """
+    kind = require_weights(path)
+    _verify_on_one_rank(path, kind, how)
+    source = _open(path, kind)
+    prefixes = ("model.",) if kind is Kind.CHECKPOINT else WEIGHT_PREFIXES
+    is_as_in_memory = any(all(f"{prefix}{name}" in source.found for name in tensors) for prefix in prefixes)
+    if layout is not None and kind is not Kind.CHECKPOINT and not is_as_in_memory and not adapted_matrices(tensors):
+        source = _ConvertedSource(source, layout)
+    names = _match(tensors, source, prefixes, f"{path} ({kind})")
+    cast = {(source.found[name].dtype, tensors[own].dtype) for own, name in names.items()}
+    for there, here in sorted(cast, key=str):
+        if there != here:
+            _log.info("%s: weights are cast from %s to %s", path, there, here)
+    source.fill({name: tensors[own] for own, name in names.items()})
+    _log.info("took the weights of %s, %d tensors; optimizer and counters start afresh", path, len(names))
+
+
+def _verify_on_one_rank(path: Path, kind: Kind, how: Verification) -> None:
+    """Verify what has a manifest, on rank 0; all ranks raise what that found."""
+    rank, world_size = rank_and_world_size()
+    problem = None
+    if rank == 0:
+        try:
+            if kind is Kind.CHECKPOINT:
+                verify_checkpoint(path, how=how)
+            elif kind in (Kind.WEIGHTS, Kind.ADAPTER) and (path / MANIFEST_NAME).exists():
+                manifest.verify(path, how=how)
+        except CheckpointError as error:
+            problem = str(error)
+    if world_size > 1:
+        told = [problem]
+        dist.broadcast_object_list(told, src=0)
+        problem = told[0]
+    if problem is not None:
+        raise CheckpointError(problem)
+
+
+def _match(tensors: Mapping[str, Tensor], source: Source, prefixes: tuple[str, ...], what: str) -> dict[str, str]:
+    """Return own name -> name in the source, for exactly the tensors of the model.
+
+    Raises:
+        CheckpointError: the source is of another model.
+    """
+    prefix = max(prefixes, key=lambda prefix: sum(f"{prefix}{name}" in source.found for name in tensors))
+    there = {
+        name.removeprefix(prefix): found
+        for name, found in source.found.items()
+        if name.startswith(prefix) and not _COMPUTED.search(name) and not _OPTIMIZER.match(name)
+    }
+    names = {name: f"{prefix}{name}" for name in tensors if name in there}
+    missing, surplus = sorted(tensors.keys() - there.keys()), sorted(there.keys() - tensors.keys())
+    head = next((name for name in surplus if name.endswith(_HEADS)), None)
+    embedding = next((name for name in tensors if name.endswith(_EMBEDDINGS)), None)
+    if head is not None and embedding is not None and there[head].shape == tuple(tensors[embedding].shape):
+        surplus.remove(head)
+        if embedding in missing:
+            missing.remove(embedding)
+            names[embedding] = f"{prefix}{head}"
+        elif not _hold_the_same(source, f"{prefix}{embedding}", f"{prefix}{head}", tensors[embedding]):
+            raise CheckpointError(
+                f"{what} does not fit this model: {head} differs from {embedding} there, and this model has one "
+                "tensor for both. Set tie_word_embeddings to false in the config.json of --model.name."
+            )
+    _refuse_adapter_for_weights(tensors, there, what)
+    if missing or surplus:
+        raise CheckpointError(
+            f"{what} does not fit this model: it lacks {some(missing)} and has besides {some(surplus)}. "
+            f"Needed: {len(tensors)} tensors such as {next(iter(tensors))}, found {len(there)}. The model is built "
+            "as the config.json of --model.name says."
+        )
+    _check_shapes(tensors, {own: source.found[name] for own, name in names.items()}, what)
+    return names
+
+
+def _refuse_adapter_for_weights(tensors: Mapping[str, Tensor], there: Mapping[str, Found], what: str) -> None:
+    """Refuse an adapter where weights are needed, and the reverse."""
+    if adapted_matrices(there) and not adapted_matrices(tensors):
+        raise CheckpointError(
+            f"{what} holds a LoRA adapter and no weights. Train it on with --model.lora and the model that it belongs "
+            "to as --model.name, or merge it: ckpt export STEP --to DIR --base NAME."
+        )
+    if adapted_matrices(tensors) and not adapted_matrices(there):
+        raise CheckpointError(
+            f"{what} holds no LoRA adapter, and with model.lora nothing else is loaded. Weights to start from are "
+            "given as --model.name (of a checkpoint: ckpt export STEP --to DIR)."
+        )
+
+
+def _check_shapes(tensors: Mapping[str, Tensor], there: Mapping[str, Found], what: str) -> None:
+    wrong = [
+        f"{name} is {there[name].shape} {there[name].dtype} there, {tuple(tensor.shape)} {tensor.dtype} here"
+        for name, tensor in tensors.items()
+        if there[name].shape != tuple(tensor.shape)
+        or there[name].dtype.is_floating_point != tensor.dtype.is_floating_point
+    ]
+    if wrong:
+        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise CheckpointError(f"{what} does not fit this model: {'; '.join(wrong[:3])}{more}")
+
+
+def _hold_the_same(source: Source, first: str, second: str, like: Tensor) -> bool:
+    """Whether two tensors of the source are equal, in the part of them that this rank would hold."""
+    if source.found[first] != source.found[second]:
+        return False
+    buffers = {name: torch.empty_like(like, dtype=source.found[name].dtype) for name in (first, second)}
+    source.fill(buffers)
+    one, other = (_local_part(buffer)[0] for buffer in buffers.values())
+    return torch.equal(one, other)
+
+
+def _local_part(tensor: Tensor) -> tuple[Tensor, Region]:
+    """Return what this rank holds of a tensor, and where that lies in the whole."""
+    if not isinstance(tensor, DTensor):
+        return tensor, tuple(slice(0, size) for size in tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def _open(path: Path, kind: Kind) -> Source:
+    if kind is Kind.CHECKPOINT:
+        return _DcpSource(path / TRAINER_DIR)
+    if kind is Kind.DCP:
+        return _DcpSource(path)
+    files = [path] if kind is Kind.TENSORS else _files_of(path)
+    return _SafetensorsSource(files) if files[0].suffix == ".safetensors" else _PickleSource(files)
+
+
+def _files_of(directory: Path) -> list[Path]:
+    """Return the files with the weights of a Hugging Face directory: those of the index, or all there are."""
+    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
+        index, single = directory / f"{stem}.{suffix}.index.json", directory / f"{stem}.{suffix}"
+        if index.is_file():
+            try:
+                names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
+            except msgspec.DecodeError as error:
+                raise CheckpointError(f"{index} is damaged: {error}") from None
+            return [directory / name for name in sorted(names)]
+        if single.is_file():
+            return [single]
+    return sorted(directory.glob("*.safetensors")) or sorted(directory.glob("pytorch_model*.bin"))
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+class _DcpSource:
+    """A torch.distributed.checkpoint directory. Objects that are no tensors are never unpickled."""
+
+    def __init__(self, directory: Path) -> None:
+        self._index = IndexReader(directory)
+        try:
+            saved = self._index.read_metadata().state_dict_metadata
+        except Exception as error:  # noqa: BLE001 - unpickling fails in every way there is
+            raise CheckpointError(f"{directory / '.metadata'} cannot be read: {error}") from None
+        self.found = {
+            name: Found(tuple(entry.size), entry.properties.dtype)
+            for name, entry in saved.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        self._read({name: target for name, target in targets.items() if self.found[name].dtype == target.dtype})
+        group: dict[str, Tensor] = {}
+        group_bytes = 0
+        others = [name for name, target in targets.items() if self.found[name].dtype != target.dtype]
+        for number, name in enumerate(others, start=1):
+            group[name] = torch.empty_like(targets[name], dtype=self.found[name].dtype)
+            group_bytes += group[name].nbytes
+            if group_bytes >= _BUFFER_BYTES or number == len(others):
+                self._read(group)
+                for done, buffer in group.items():
+                    _local_part(targets[done])[0].copy_(_local_part(buffer)[0])
+                group, group_bytes = {}, 0
+
+    def _read(self, tensors: Mapping[str, Tensor]) -> None:
+        if tensors:
+            read_tensors(tensors, self._index)
+
+
+class _SafetensorsSource:
+    """Safetensors files; each rank reads its part of every tensor."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self.found: dict[str, Found] = {}
+        self._file_of: dict[str, Path] = {}
+        for file in files:
+            with _readable(file), safe_open(file, framework="pt") as content:
+                for name in content.keys():  # noqa: SIM118 - not a mapping
+                    entry = content.get_slice(name)
+                    if entry.get_dtype() not in _DTYPES:
+                        raise CheckpointError(f"{file}: {name} has the dtype {entry.get_dtype()}, which is not known")
+                    self.found[name] = Found(tuple(entry.get_shape()), _DTYPES[entry.get_dtype()])
+                    self._file_of[name] = file
+
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        for file in dict.fromkeys(self._file_of[name] for name in targets):
+            with _readable(file), safe_open(file, framework="pt") as content:
+                for name, target in targets.items():
+                    if self._file_of[name] == file:
+                        local, region = _local_part(target)
+                        whole = content.get_slice(name) if region else content.get_tensor(name)
+                        local.copy_(whole[region] if region else whole)
+
+
+class _ConvertedSource:
+    """Tensors of memory, from those that another source has in the layout of files.
+
+    Whatever becomes one tensor, or one group of them, is read whole on each rank.
+    """
+
+    def __init__(self, source: Source, layout: Layout) -> None:
+        self._source = source
+        self._layout = layout
+        self._groups: list[list[str]] = []
+        self._group_of: dict[str, int] = {}
+        self.found: dict[str, Found] = {}
+        for names in layout.sources(source.found).values():
+            try:
+                made = layout.from_files({name: self._empty(name, device="meta") for name in names})
+            except (RuntimeError, ValueError, LookupError) as error:
+                raise CheckpointError(
+                    f"{names[0]} and {len(names) - 1} other tensors do not make one of this model's: {error}"
+                ) from None
+            self.found |= {name: Found(tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()}
+            self._group_of |= dict.fromkeys(made, len(self._groups))
+            self._groups.append(names)
+
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        for group in dict.fromkeys(self._group_of[name] for name in targets):
+            pieces = {name: self._empty(name, device="cpu") for name in self._groups[group]}
+            self._source.fill(pieces)
+            for name, tensor in self._layout.from_files(pieces).items():
+                if name in targets:
+                    local, region = _local_part(targets[name])
+                    local.copy_(tensor[region])
+
+    def _empty(self, name: str, *, device: str) -> Tensor:
+        found = self._source.found[name]
+        return torch.empty(found.shape, dtype=found.dtype, device=device)
+
+
+class _PickleSource:
+    """Files of torch.save, mapped into memory where their format allows it."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        for file in files:
+            self._tensors |= _tensors_in(file)
+        self.found = {name: Found(tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()}
+
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        for name, target in targets.items():
+            local, region = _local_part(target)
+            local.copy_(self._tensors[name][region])
+
+
+def _tensors_in(file: Path) -> dict[str, Tensor]:
+    with _readable(file):
+        try:
+            content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # the format before torch 1.6 cannot be mapped
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    while isinstance(content, dict):
+        if content and all(isinstance(value, Tensor) for value in content.values()):
+            return content
+        key = next((key for key in _MODEL_KEYS if isinstance(content.get(key), dict)), None)
+        if key is None:
+            break
+        _log.info("%s: taking the tensors below '%s'", file, key)
+        content = content[key]
+    raise CheckpointError(
+        f"{file} holds no table of tensors by name. Needed: what torch.save(model.state_dict(), ...) writes."
+    )
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """Turn what reading a damaged or missing file raises into one error that names it."""
+    try:
+        yield
+    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"{file} cannot be read: {reason}") from error

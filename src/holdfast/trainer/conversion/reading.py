@@ -1,0 +1,109 @@
+"""Reading torch.distributed.checkpoint directories tensor by tensor, whoever wrote them with how many ranks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from holdfast.commands.ckpt.requests import Compare, Comparison, Describe, Description, Difference, Group
+from holdfast.shared.errors import CheckpointError
+from holdfast.trainer.checkpoints.index import IndexReader
+
+
+class TensorReader:
+    """Reads single tensors of a directory without a process group; the index is read once.
+
+    The index is read without running code, whosever it is.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Raises: CheckpointError: there is no index, or it cannot be read."""
+        self._directory = directory
+        self._reader = IndexReader(directory)
+        try:
+            self._metadata: Metadata = self._reader.read_metadata()
+        except Exception as error:
+            raise CheckpointError(f"{directory / '.metadata'} cannot be read: {error}") from error
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self.saved = {
+            name: entry
+            for name, entry in self._metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor, whole, on the CPU.
+
+        Raises:
+            CheckpointError: its data is missing or cannot be read.
+        """
+        entry = self.saved[name]
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        try:
+            planner.set_up_planner({name: tensor}, self._metadata, is_coordinator=True)
+            self._reader.read_data(planner.create_local_plan(), planner).wait()
+        except (OSError, RuntimeError, ValueError, AssertionError) as error:
+            raise CheckpointError(f"{name} cannot be read from {self._directory}: {error}") from error
+        return tensor
+
+
+def describe(request: Describe) -> Description:
+    """Count the tensors of a directory by the first part of their names; no data is read."""
+    groups: dict[str, Group] = {}
+    for name, entry in TensorReader(Path(request.directory)).saved.items():
+        group = groups.setdefault(name.split(".", 1)[0], Group())
+        group.tensors += 1
+        group.elements += entry.size.numel()
+        group.bytes += entry.size.numel() * entry.properties.dtype.itemsize
+    return Description(groups)
+
+
+def compare(request: Compare) -> Comparison:
+    """Compare two directories; two tensors are in memory at a time."""
+    before, after = TensorReader(Path(request.before)), TensorReader(Path(request.after))
+    shared = sorted(before.saved.keys() & after.saved.keys())
+    alike = [name for name in shared if _form(before.saved[name]) == _form(after.saved[name])]
+    differences = [_difference(name, before.read(name), after.read(name)) for name in alike]
+    return Comparison(
+        tensors=sorted(differences, key=_rank),
+        only_before=sorted(before.saved.keys() - after.saved.keys()),
+        only_after=sorted(after.saved.keys() - before.saved.keys()),
+        reshaped=sorted(set(shared) - set(alike)),
+    )
+
+
+def _form(entry: TensorStorageMetadata) -> tuple[torch.Size, torch.dtype]:
+    return entry.size, entry.properties.dtype
+
+
+def _difference(name: str, before: Tensor, after: Tensor) -> Difference:
+    norm_before, norm_after = _norm(before), _norm(after)
+    equal = _are_bit_equal(before, after)
+    change = 0.0 if equal else _norm(after.double() - before.double())
+    relative = 0.0 if change == 0 else change / norm_before if norm_before else math.inf
+    return Difference(name, equal, _finite(norm_before), _finite(norm_after), _finite(relative))
+
+
+def _are_bit_equal(before: Tensor, after: Tensor) -> bool:
+    """Unlike torch.equal, NaN equals itself and 0 differs from -0."""
+    flat = before.reshape(-1), after.reshape(-1)
+    return torch.equal(flat[0].view(torch.uint8), flat[1].view(torch.uint8))
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.reshape(-1), dtype=torch.float64))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _rank(item: Difference) -> tuple[float, str]:
+    """Order the most different first; a change that is no number comes before all."""
+    return (-math.inf if item.relative is None else -item.relative, item.name)

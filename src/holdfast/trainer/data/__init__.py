@@ -1,0 +1,1 @@
+"""Supervised samples: rows, tokens, and the packing of micro-batches."""

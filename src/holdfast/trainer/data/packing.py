@@ -1,0 +1,195 @@
+"""From samples to the micro-batches of one optimizer step.
+
+Every rank computes the same plan from the same samples and takes its own part, so no rank needs to
+tell another what it does, and the loss denominator (predicted tokens of the whole step) is known to
+all.
+
+Shape legend: B rows, L tokens of a row, N predicted tokens of the micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.trainer.models.attention import PackedIndex
+
+Arrangement = Literal["packed", "grouped", "rows"]
+"""How samples become micro-batches: `packed` into one row up to a budget of tokens; `grouped`, one a row, up to
+the same budget with the padding counted, for models whose tokens meet outside of attention; or in given numbers
+of `rows`, in the order of the data."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence to train on.
+
+    Attributes:
+        token_ids: int32 array of length L.
+        loss_mask: bool array of length L: which tokens are trained. The first is never trained,
+            since nothing predicts it.
+        per_token: further float32 arrays of length L that follow the tokens, such as advantages.
+        value: a number that its row says of it, such as the margin of a pair; 0 where it says none.
+    """
+
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    per_token: dict[str, np.ndarray] = field(default_factory=dict)
+    value: float = 0.0
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that are predicted and trained."""
+        return int(self.loss_mask[1:].sum())
+
+    def cut(self, length: int) -> Sample:
+        """Return its first `length` tokens."""
+        per_token = {name: values[:length] for name, values in self.per_token.items()}
+        return Sample(self.token_ids[:length], self.loss_mask[:length], per_token, self.value)
+
+    @property
+    def targets(self) -> np.ndarray:
+        """Places of the tokens that are predicted and trained."""
+        return np.flatnonzero(self.loss_mask[1:]) + 1
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The input of one forward pass.
+
+    Attributes:
+        input_ids_BL, position_ids_BL: tokens and their positions within their sample.
+        predict_index_N: places in the flattened rows whose hidden state predicts a target.
+        target_ids_N: the predicted tokens.
+        sample_index_N: which sample of the step each target belongs to.
+        per_token: each of the samples' arrays at the targets, (N,).
+        packed_index: where samples lie in a packed row; None for one sample a row.
+    """
+
+    input_ids_BL: Tensor
+    position_ids_BL: Tensor
+    predict_index_N: Tensor
+    target_ids_N: Tensor
+    sample_index_N: Tensor
+    per_token: dict[str, Tensor]
+    packed_index: PackedIndex | None
+
+
+def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Return indices of samples grouped into rows of at most `budget` tokens.
+
+    First-fit decreasing (Johnson 1973): at most 11/9 of the optimal number of rows. A sample longer
+    than the budget gets a row of its own.
+    """
+    rows: list[list[int]] = []
+    free: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        place = next((row for row, room in enumerate(free) if room >= length), None)
+        if place is None:
+            rows.append([index])
+            free.append(budget - length)
+        else:
+            rows[place].append(index)
+            free[place] -= length
+    return rows
+
+
+def group_by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Return indices of samples in groups whose number times the longest is at most `budget`, the longest first.
+
+    A sample longer than the budget gets a group of its own.
+    """
+    groups: list[list[int]] = []
+    longest = 0
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if groups and (len(groups[-1]) + 1) * longest <= budget:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+            longest = lengths[index]
+    return groups
+
+
+def plan_rows(
+    lengths: Sequence[int], *, arrangement: Arrangement, budget: int, rows_per_micro_batch: int, world_size: int
+) -> list[list[list[int]]]:
+    """Return, for each rank, its micro-batches as lists of sample indices.
+
+    Every rank gets the same number of micro-batches, since each forward is a collective; a rank with
+    less work gets empty ones.
+
+    Args:
+        lengths: tokens of each sample; for `grouped`, of its row.
+        budget: most tokens of a micro-batch, for `packed` and `grouped`.
+        rows_per_micro_batch: samples of a micro-batch, for `rows`.
+    """
+    if arrangement == "packed":
+        groups = first_fit_decreasing(lengths, budget)
+    elif arrangement == "grouped":
+        groups = group_by_length(lengths, budget)
+    else:
+        order = range(len(lengths))
+        groups = [list(order[i : i + rows_per_micro_batch]) for i in range(0, len(lengths), rows_per_micro_batch)]
+    ranks: list[list[list[int]]] = [[] for _ in range(world_size)]
+    for number, group in enumerate(groups):
+        ranks[number % world_size].append(group)
+    longest = max(len(rank) for rank in ranks)
+    return [rank + [[]] * (longest - len(rank)) for rank in ranks]
+
+
+def build_micro_batch(samples: Sequence[Sample], indices: list[int], *, pack: bool, device: torch.device) -> MicroBatch:
+    """Return the micro-batch of these samples; with no samples, one that trains on nothing."""
+    if not indices:
+        return _empty(samples[0], pack, device)
+    chosen = [samples[index] for index in indices]
+    lengths = [len(sample.token_ids) for sample in chosen]
+    row_length = sum(lengths) if pack else max(lengths)
+    starts = [sum(lengths[:k]) for k in range(len(lengths))] if pack else [k * row_length for k in range(len(lengths))]
+    total = row_length if pack else row_length * len(chosen)
+    input_ids = np.zeros(total, dtype=np.int64)
+    positions = np.zeros(total, dtype=np.int64)
+    predict, targets, owners = [], [], []
+    per_token: dict[str, list[np.ndarray]] = {name: [] for name in chosen[0].per_token}
+    for index, sample, start, length in zip(indices, chosen, starts, lengths, strict=True):
+        input_ids[start : start + length] = sample.token_ids
+        positions[start : start + length] = np.arange(length)
+        trained = sample.targets
+        predict.append(start + trained - 1)
+        targets.append(sample.token_ids[trained])
+        owners.append(np.full(len(trained), index))
+        for name, values in per_token.items():
+            values.append(sample.per_token[name][trained])
+    rows = 1 if pack else len(chosen)
+
+    def on_device(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    return MicroBatch(
+        input_ids_BL=on_device(input_ids.reshape(rows, row_length)),
+        position_ids_BL=on_device(positions.reshape(rows, row_length)),
+        predict_index_N=on_device(np.concatenate(predict)),
+        target_ids_N=on_device(np.concatenate(targets).astype(np.int64)),
+        sample_index_N=on_device(np.concatenate(owners)),
+        per_token={name: on_device(np.concatenate(values).astype(np.float32)) for name, values in per_token.items()},
+        packed_index=PackedIndex.from_lengths(lengths, device=device) if pack else None,
+    )
+
+
+def _empty(like: Sample, pack: bool, device: torch.device) -> MicroBatch:
+    nothing = torch.zeros(0, dtype=torch.long, device=device)
+    one = torch.zeros(1, 1, dtype=torch.long, device=device)
+    return MicroBatch(
+        input_ids_BL=one,
+        position_ids_BL=one,
+        predict_index_N=nothing,
+        target_ids_N=nothing,
+        sample_index_N=nothing,
+        per_token={name: torch.zeros(0, device=device) for name in like.per_token},
+        packed_index=PackedIndex.from_lengths([1], device=device) if pack else None,
+    )

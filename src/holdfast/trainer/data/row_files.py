@@ -1,0 +1,165 @@
+"""The rows of a dataset: files of JSON, Parquet, directories, what `save_to_disk` wrote, and hub datasets.
+
+Files of JSON are read as they are. `datasets` would give all rows the same keys, also inside of messages and
+tools, and fill them with null.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from holdfast.commands.launcher.preflight import require_data
+from holdfast.shared.errors import DataError, nearest
+
+if TYPE_CHECKING:
+    import datasets
+
+Row = Mapping[str, Any]
+
+
+class Rows(Protocol):
+    """The rows of a dataset, which have numbers from one; in a file of lines, that of the line."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def take(self, start: int, stop: int) -> Iterator[tuple[int, Row]]:
+        """Yield (number, row) of the rows at places `start` to `stop`.
+
+        Raises:
+            DataError: a row is no JSON object; the message begins with its number.
+        """
+        ...
+
+
+class LineRows:
+    """One JSON object per line; empty lines do not count."""
+
+    def __init__(self, content: bytes) -> None:
+        self._lines = [
+            (number, line) for number, line in enumerate(content.split(b"\n"), start=1) if line and not line.isspace()
+        ]
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def take(self, start: int, stop: int) -> Iterator[tuple[int, Row]]:
+        for number, line in self._lines[start:stop]:
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"row {number} is not JSON: {error}") from None
+            yield number, _checked(row, number)
+
+
+class ListRows:
+    """A JSON array of objects."""
+
+    def __init__(self, rows: Sequence[Any]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def take(self, start: int, stop: int) -> Iterator[tuple[int, Row]]:
+        for number, row in enumerate(self._rows[start:stop], start=start + 1):
+            yield number, _checked(row, number)
+
+
+class TableRows:
+    """A table, in which null stands for what a row does not have."""
+
+    def __init__(self, table: datasets.Dataset) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def take(self, start: int, stop: int) -> Iterator[tuple[int, Row]]:
+        columns = self._table[start:stop]
+        names = list(columns)
+        for number, values in enumerate(zip(*columns.values(), strict=True), start=start + 1):
+            yield number, {name: _without_nulls(value) for name, value in zip(names, values, strict=True)}
+
+
+def _checked(row: object, number: int) -> Row:
+    if not isinstance(row, Mapping):
+        raise DataError(f"row {number} is {type(row).__name__}, expected an object with columns")
+    return row
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None or key == "content"}
+    if isinstance(value, list):
+        return [_without_nulls(entry) for entry in value]
+    return value
+
+
+def read_rows(name: str, *, split: str) -> Rows:
+    """Return the rows of the dataset `name`.
+
+    Args:
+        split: which, where there are several.
+
+    Raises:
+        DataError: it is missing, unreadable or empty.
+    """
+    path = Path(name)
+    require_data(name, key="data.name")
+    if path.is_file() and path.suffix != ".parquet":
+        rows = _read_json(path, name)
+    else:
+        rows = TableRows(_read_table(path, name, split))
+    if not len(rows):
+        raise DataError(f"data.name = '{name}' holds no rows")
+    return rows
+
+
+def _read_json(path: Path, name: str) -> Rows:
+    try:
+        content = path.read_bytes()
+        if path.suffix == ".gz":
+            content = gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"data.name = '{name}' could not be read: {error}") from None
+    content = content.removeprefix(b"\xef\xbb\xbf")
+    if not content[:1024].lstrip().startswith(b"["):
+        return LineRows(content)
+    try:
+        return ListRows(json.loads(content))
+    except ValueError as error:
+        raise DataError(f"data.name = '{name}' is no JSON array: {error}") from None
+
+
+def _read_table(path: Path, name: str, split: str) -> datasets.Dataset:
+    import datasets
+    import datasets.exceptions
+
+    datasets.disable_progress_bars()
+    try:
+        if path.is_file():
+            table: Any = datasets.load_dataset("parquet", data_files=str(path), split="train")
+            return table
+        if (path / "dataset_dict.json").is_file():
+            splits: Any = datasets.load_from_disk(str(path))
+            if split not in splits:
+                raise DataError(
+                    f"data.split = '{split}': '{name}' has the splits {sorted(map(str, splits))}."
+                    f"{nearest(split, map(str, splits))}"
+                )
+            return splits[split]
+        if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
+            return datasets.load_from_disk(str(path))  # type: ignore[return-value]  # one split
+        return datasets.load_dataset(name, split=split)  # type: ignore[return-value]
+    except StopIteration:  # what datasets makes of an empty file
+        raise DataError(f"data.name = '{name}' holds no rows") from None
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        cause = error.__cause__ or error
+        raise DataError(f"data.name = '{name}' could not be read: {cause}") from None

@@ -1,0 +1,242 @@
+"""Supervised samples: reading, tokenising, holding out, ordering.
+
+Order: the sample at global position p (p counts every sample ever trained) is
+`permutation(seed, p // n)[p % n]`. That is a pure function, so the position is the whole state of
+the data: exact on resume and the same for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import tokenizers
+import xxhash
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from holdfast.shared.chat.files import load_tokenizer as load_orchestrator_tokenizer
+from holdfast.shared.chat.masking import Encoded
+from holdfast.shared.chat.tokenizer import Tokenizer
+from holdfast.shared.config.trainer import SftDataConfig
+from holdfast.shared.errors import ConfigError, DataError
+from holdfast.shared.process.events import report
+from holdfast.trainer.data.packing import Sample
+from holdfast.trainer.data.row_files import Row, Rows, read_rows
+from holdfast.trainer.data.row_formats import SAMPLE_FORMATS, SAMPLE_SHAPES, Format, encode_example, find_format
+from holdfast.trainer.data.tokenizing import tokenize_rows
+from holdfast.trainer.parallel import Parallel
+
+_log = logging.getLogger("trainer")
+
+
+class SampleOrder:
+    """The endless order in which samples are trained."""
+
+    def __init__(self, num_samples: int, *, seed: int, shuffle: bool) -> None:
+        self.num_samples = num_samples
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = -1
+        self._permutation = np.arange(num_samples)
+
+    def at(self, position: int) -> int:
+        """Return the index of the sample at global position `position`."""
+        epoch, place = divmod(position, self.num_samples)
+        if self._shuffle and epoch != self._epoch:
+            self._permutation = np.random.default_rng([self._seed, epoch]).permutation(self.num_samples)
+            self._epoch = epoch
+        return int(self._permutation[place])
+
+    def batch(self, position: int, size: int) -> list[int]:
+        """Return the indices of the next `size` samples from `position`; may cross an epoch."""
+        return [self.at(place) for place in range(position, position + size)]
+
+
+def fingerprint_samples(samples: Sequence[Sample]) -> str:
+    """Return the xxh3-128 of the samples' tokens, masks and values, in order."""
+    digest = xxhash.xxh3_128()
+    for sample in samples:
+        digest.update(len(sample.token_ids).to_bytes(8, "little"))
+        digest.update(sample.token_ids.astype("<i4").tobytes())
+        digest.update(sample.loss_mask.astype(np.uint8).tobytes())
+        digest.update(np.array(sample.value, dtype="<f8").tobytes())
+    return digest.hexdigest()
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a local directory or hub model."""
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise DataError(f"model.tokenizer = '{name}': no tokenizer could be loaded. {reason}") from None
+
+
+def chat_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """Return the tokenizer that renders, tokenises and masks, with the tokens of `tokenizer`.
+
+    Raises:
+        DataError: it is not of the fast kind.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise DataError(
+            f"the tokenizer '{tokenizer.name_or_path}' is a {type(tokenizer).__name__}, which has no tokenizer.json; "
+            "one is needed. Convert it to a fast tokenizer and save that."
+        )
+    return Tokenizer(
+        tokenizers.Tokenizer.from_str(backend.to_str()),
+        name=str(tokenizer.name_or_path),
+        templates=tokenizer.chat_template,
+        special=tokenizer.special_tokens_map,
+    )
+
+
+def refuse_other_tokens(name: str, tokenizer_name: str, *, key: str) -> None:
+    """Refuse a model beside the policy to which the policy's token ids mean something else.
+
+    Args:
+        name: of the model, the value of the setting `key`.
+
+    Raises:
+        DataError: their tokenizers differ.
+    """
+    theirs, ours = load_tokenizer(name).get_vocab(), load_tokenizer(tokenizer_name).get_vocab()
+    differing = [token for token, number in ours.items() if theirs.get(token) != number]
+    if differing:
+        token = min(differing)
+        raise DataError(
+            f"{key} = '{name}' has another tokenizer than '{tokenizer_name}': {len(differing)} tokens "
+            f"differ, such as {token!r}, {ours[token]} here and {theirs.get(token, 'unknown')} there. It reads the "
+            "policy's token ids, so take one that was trained from a model with the policy's tokenizer."
+        )
+
+
+def check_same_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Check that the orchestrator, which reads tokenizer.json itself, has the tokens that transformers makes.
+
+    Transformers builds some tokenizers anew by the class that tokenizer_config.json names (such as LlamaTokenizer),
+    whatever tokenizer.json says of normalizing and splitting text, or takes special tokens from that class.
+
+    Raises:
+        ConfigError: it has others, so the prompts of `rl` would not be those of `sft`.
+    """
+    theirs, ours = chat_tokenizer(tokenizer), load_orchestrator_tokenizer(name)
+    added: dict[str, int] = tokenizer.get_added_vocab()  # type: ignore[operator]  # typed as anything
+    special = sorted(token for token in added if token.strip())[:40]
+    found = [
+        *(f"the text {text!r}" for text in _PROBES if theirs.text_prompt(text) != ours.text_prompt(text)),
+        *(f"{text!r}" for token in special for text in [f"A{token} b"] if theirs.encode(text) != ours.encode(text)),
+    ]
+    if theirs.eos_token_id != ours.eos_token_id:
+        found.append("the token that ends a text")
+    if theirs.has_template and _probe_chat(theirs) != _probe_chat(ours):
+        found.append("a chat")
+    if found:
+        raise ConfigError(
+            f"model.tokenizer: transformers makes other tokens of {found[0]} than the tokenizer.json of '{name}' says "
+            f"({type(tokenizer).__name__} builds the tokenizer in its own way), so prompts of rl would not be those of "
+            f"sft. Write down what transformers makes, by AutoTokenizer.from_pretrained('{name}')"
+            ".save_pretrained(directory), and set model.tokenizer to that directory."
+        )
+
+
+_PROBES = (
+    "The dog's 12345 apples",
+    "  two  blanks\n\n\tand lines ",
+    "naïve cafe\u0301 東京 😀 ﬁ",
+    "DON'T I'll WE'RE x=1.5;",
+)
+
+
+def _probe_chat(tokenizer: Tokenizer) -> list[int] | str:
+    try:
+        return tokenizer.prompt([{"role": "user", "content": " The dog's 12\n"}])
+    except DataError as error:
+        return str(error)
+
+
+def load_samples(
+    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, parallel: Parallel | None = None
+) -> tuple[list[Sample], list[Sample]]:
+    """Return (training samples, validation samples), tokenised.
+
+    Args:
+        parallel: the ranks, if there are several: all get all samples. Collective then.
+
+    Raises:
+        ConfigError, DataError: the dataset is missing, lacks columns, or has a row that cannot be used.
+    """
+    chat = chat_tokenizer(tokenizer)
+    rows, form = open_dataset(config, SAMPLE_FORMATS, shapes=SAMPLE_SHAPES, is_told=not parallel or parallel.is_main)
+
+    def encode(row: Row) -> list[Encoded]:
+        (example,) = form.examples(row, chat)
+        encoded = encode_example(example, chat, train_on=config.train_on)
+        check_length(encoded, config, what="the sample has")
+        return [encoded]
+
+    samples: list[Sample] = []
+    too_long = untrained = 0
+    for sample in tokenize_rows(rows, encode, name=config.name, parallel=parallel):
+        fitting = sample
+        if len(sample.token_ids) > config.seq_len:
+            too_long += 1
+            if config.too_long == "drop":
+                continue
+            fitting = sample.cut(config.seq_len)
+        if fitting.num_targets:
+            samples.append(fitting)
+        else:
+            untrained += 1
+    if too_long:
+        done = "dropped" if config.too_long == "drop" else "cut"
+        _log.warning("%s: %d samples of more than %d tokens were %s", config.name, too_long, config.seq_len, done)
+    if untrained:
+        _log.warning("%s: %d samples have nothing to train on and are left out", config.name, untrained)
+    held_out = hold_out(len(samples), config.validation_fraction, seed=seed)
+    training = [sample for number, sample in enumerate(samples) if number not in held_out]
+    if not training:
+        raise DataError(f"{config.name}: no samples to train on are left of {len(samples)}")
+    return training, [samples[number] for number in sorted(held_out)]
+
+
+def open_dataset(
+    config: SftDataConfig, formats: tuple[Format, ...], *, shapes: str, is_told: bool
+) -> tuple[Rows, Format]:
+    """Return the rows of a dataset and how they are written, which is said as well where `is_told`.
+
+    Raises:
+        DataError: the dataset is missing, unreadable or empty, or its first row has no known columns.
+    """
+    rows = read_rows(config.name, split=config.split)
+    try:
+        _, first = next(rows.take(0, 1))
+    except DataError as error:
+        raise DataError(f"{config.name}, {error}") from None
+    form = find_format(first, formats, name=config.name, shapes=shapes)
+    if is_told:
+        unused = form.unused(first)
+        rest = {"columns_not_read": ", ".join(unused)} if unused else {}
+        report("tokenising", rows=f"{len(rows):,}", format=form.name, **rest)
+    return rows, form
+
+
+def check_length(encoded: Encoded, config: SftDataConfig, *, what: str) -> None:
+    """Check that a sample fits, where one that does not is an error.
+
+    Raises:
+        DataError: it does not.
+    """
+    if config.too_long == "error" and len(encoded.ids) > config.seq_len:
+        raise DataError(
+            f"{what} {len(encoded.ids)} tokens, data.seq_len is {config.seq_len}. Raise data.seq_len, or set "
+            "data.too_long to drop or truncate."
+        )
+
+
+def hold_out(num_samples: int, fraction: float, *, seed: int) -> set[int]:
+    """Return which of the samples are for validation, chosen by `seed`."""
+    shuffled = np.random.default_rng([seed, 2**31]).permutation(num_samples)
+    return set(shuffled[: int(num_samples * fraction)].tolist())

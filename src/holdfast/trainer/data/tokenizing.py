@@ -1,0 +1,226 @@
+"""Rows to tokens, on all cores: forked workers encode chunks of rows, and ranks share the work.
+
+Every chunk is encoded by the same function wherever that is, and the results are put in the order of the rows,
+so the samples do not depend on how many cores or ranks there were. A row that cannot be used ends it; of
+several the first is told.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+
+import numpy as np
+
+from holdfast.shared.chat.masking import Encoded
+from holdfast.shared.errors import DataError, ProcessDied
+from holdfast.shared.process.child import available_cores, die_with_parent
+from holdfast.shared.process.events import report
+from holdfast.trainer.data.packing import Sample
+from holdfast.trainer.data.row_files import Row, Rows
+from holdfast.trainer.parallel import Parallel
+
+_log = logging.getLogger("trainer")
+_CHUNK_ROWS = 500
+_FEW_ROWS = 4000
+"""So many are encoded before workers would have begun."""
+_REPORT_S = 10.0
+
+Encode = Callable[[Row], list[Encoded]]
+
+
+@dataclass
+class Chunk:
+    """The samples of some consecutive rows, as arrays that are cheap to send.
+
+    Attributes:
+        index: place of the chunk in the dataset.
+        num_rows: rows encoded, without one that cannot be used.
+        ids, mask, lengths, values: of all samples, one after the other.
+        remarks: what is in the data and not in the tokens, and in how many rows.
+        error: why a row cannot be used; nothing after it is encoded.
+    """
+
+    index: int
+    num_rows: int = 0
+    ids: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    mask: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))
+    lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    values: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    remarks: Counter[str] = field(default_factory=Counter)
+    error: Exception | None = None
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the samples in order."""
+        ends = np.cumsum(self.lengths)
+        for start, end, value in zip(ends - self.lengths, ends, self.values.tolist(), strict=True):
+            yield Sample(self.ids[start:end].copy(), self.mask[start:end].copy(), value=value)
+
+
+def tokenize_rows(rows: Rows, encode: Encode, *, name: str, parallel: Parallel | None = None) -> list[Sample]:
+    """Return the samples of all rows, in their order.
+
+    Args:
+        encode: makes the samples of one row: the same number of every row.
+        name: of the dataset, for messages.
+        parallel: the ranks that share the work, all of which get all samples; collective where there are many rows.
+
+    Raises:
+        ConfigError, DataError: a row cannot be used; the message begins with its number.
+    """
+    num_chunks = -(-len(rows) // _CHUNK_ROWS)
+    shared = parallel if parallel is not None and parallel.world_size > 1 and len(rows) > _FEW_ROWS else None
+    mine = range(shared.rank, num_chunks, shared.world_size) if shared else range(num_chunks)
+    workers = min(cores_of_this_rank(), len(mine)) if len(rows) > _FEW_ROWS else 1
+    is_told = parallel is None or parallel.is_main
+    chunks = []
+    progress = _Progress(sum(_chunk_size(rows, index) for index in mine), is_told=is_told)
+    for chunk in _encoded(rows, encode, mine, name=name, workers=workers):
+        chunks.append(chunk)
+        progress.add(chunk.num_rows)
+    if shared:
+        chunks = _gathered(chunks, len(rows), shared, name)
+    chunks.sort(key=lambda chunk: chunk.index)
+    for chunk in chunks:
+        if chunk.error is not None:
+            raise chunk.error
+    if is_told:
+        _say_remarks(chunks, name)
+    return [sample for chunk in chunks for sample in chunk.samples()]
+
+
+def cores_of_this_rank() -> int:
+    """Its share of the cores that this process may run on, whatever `parallel.threads` leaves to torch."""
+    return max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _chunk_size(rows: Rows, index: int) -> int:
+    return min(len(rows), (index + 1) * _CHUNK_ROWS) - index * _CHUNK_ROWS
+
+
+def _encode_chunk(rows: Rows, encode: Encode, index: int, name: str) -> Chunk:
+    chunk = Chunk(index)
+    encoded: list[Encoded] = []
+    number = index * _CHUNK_ROWS + 1
+    try:
+        for number, row in rows.take(index * _CHUNK_ROWS, (index + 1) * _CHUNK_ROWS):
+            try:
+                parts = encode(row)
+            except DataError as error:
+                raise DataError(f"row {number}: {error}") from None
+            encoded += parts
+            chunk.num_rows += 1
+            chunk.remarks.update({remark for part in parts for remark in part.remarks})
+    except DataError as error:
+        chunk.error = DataError(f"{name}, {error}")
+    except Exception as error:  # noqa: BLE001 (ConfigError, or a bug: raised where all chunks come together)
+        chunk.error = error
+    chunk.lengths = np.array([len(part.ids) for part in encoded], dtype=np.int64)
+    chunk.values = np.array([part.value for part in encoded], dtype=np.float64)
+    if encoded:
+        chunk.ids = np.concatenate([np.array(part.ids, dtype=np.int32) for part in encoded])
+        chunk.mask = np.concatenate([np.array(part.mask, dtype=bool) for part in encoded])
+    return chunk
+
+
+def _encoded(rows: Rows, encode: Encode, mine: range, *, name: str, workers: int) -> Iterator[Chunk]:
+    """Yield the chunks `mine` as they are done, up to one that has an error."""
+
+    def chunks(indices: Iterable[int]) -> Iterator[Chunk]:
+        for index in indices:
+            chunk = _encode_chunk(rows, encode, index, name)
+            yield chunk
+            if chunk.error is not None:
+                return
+
+    if workers == 1:
+        yield from chunks(mine)
+        return
+    # Each worker goes up through its chunks and ends at an error, so all before the first error are encoded.
+    connections = {}
+    for place in range(workers):
+        pid, connection = _fork(lambda place=place: chunks(mine[place::workers]))
+        connections[connection] = pid
+    while connections:
+        for connection in wait(list(connections)):
+            assert isinstance(connection, Connection)
+            try:
+                chunk = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                pid = connections.pop(connection)
+                connection.close()
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                if code:
+                    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                    raise ProcessDied(f"{name}: a process that tokenises rows {how}") from None
+                continue
+            yield chunk
+
+
+def _fork(work: Callable[[], Iterable[Chunk]]) -> tuple[int, Connection]:
+    """Start a process that sends what `work` yields; return its id and where the chunks come from.
+
+    It is forked for the rows and the tokenizer, which it only reads, and it uses neither torch nor threads.
+    """
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    parent = os.getpid()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+        pid = os.fork()
+    if pid:
+        sender.close()
+        return pid, receiver  # type: ignore[return-value]  # a PipeConnection is Windows's
+    code = 1
+    try:
+        die_with_parent(parent=parent)
+        receiver.close()
+        for chunk in work():
+            sender.send_bytes(pickle.dumps(chunk, protocol=pickle.HIGHEST_PROTOCOL))
+        code = 0
+    except BaseException:  # noqa: BLE001 (the process ends here, whatever it was)
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _gathered(chunks: list[Chunk], num_rows: int, parallel: Parallel, name: str) -> list[Chunk]:
+    """Return the chunks of all ranks. Collective."""
+    parts = parallel.gather((num_rows, chunks))
+    counts = {count for count, _ in parts}
+    if len(counts) > 1:
+        raise DataError(f"data.name = '{name}' has other numbers of rows on other machines: {sorted(counts)}")
+    return [chunk for _, part in parts for chunk in part]
+
+
+def _say_remarks(chunks: list[Chunk], name: str) -> None:
+    total: Counter[str] = Counter()
+    for chunk in chunks:
+        total += chunk.remarks
+    for remark, count in sorted(total.items()):
+        _log.warning("%s: %s (%d rows)", name, remark, count)
+
+
+class _Progress:
+    """Says every few seconds how many rows are done."""
+
+    def __init__(self, total: int, *, is_told: bool) -> None:
+        self._total = total
+        self._is_told = is_told
+        self._done = 0
+        self._last = time.monotonic()
+
+    def add(self, rows: int) -> None:
+        self._done += rows
+        now = time.monotonic()
+        if self._is_told and now - self._last >= _REPORT_S:
+            self._last = now
+            report("tokenising", rows=f"{self._done:,} of {self._total:,}")

@@ -1,0 +1,143 @@
+"""Start one training program on all ranks: `python -m holdfast.trainer.launch {sft,dpo,reward-model,rl} resolved.toml`.
+
+Uses torchrun's launcher (torch.distributed.launcher) with forked workers: the imports, which take
+seconds, are paid once however many ranks there are. When a rank ends early the others are stopped,
+and the exit code is that of the rank that failed first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import tomli
+
+from holdfast.shared.config import DpoConfig, RewardTrainingConfig, SftConfig, TrainerConfig
+from holdfast.shared.errors import HoldfastError, RankLost, is_storage_failure
+from holdfast.shared.process.child import (
+    available_cores,
+    die_with_launcher,
+    die_with_parent,
+    exit_code_of,
+    heavy_imports,
+    run_reporting_errors,
+    set_thread_environment,
+    set_up_logging,
+)
+from holdfast.shared.process.events import report
+from holdfast.shared.process.heartbeat import does, start_heartbeat
+from holdfast.shared.process.import_path import protect_children
+from holdfast.trainer.stop import SIGNALS, STOP_REQUEST
+
+_DEAD_RANK_S = 3.0
+_POLL_S = 0.02
+_PROGRAMS = {
+    "sft": ("holdfast.trainer.programs.sft", SftConfig),
+    "dpo": ("holdfast.trainer.programs.dpo", DpoConfig),
+    "reward-model": ("holdfast.trainer.programs.reward_model", RewardTrainingConfig),
+    "rl": ("holdfast.trainer.programs.rl", TrainerConfig),
+}
+
+
+def _worker(program: str, config_path: str, parent: int) -> None:
+    """One rank: runs in a forked child of process `parent`, which may have died by now."""
+    die_with_parent(parent=parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    set_up_logging("trainer")
+    heartbeat = start_heartbeat(f"_rank_{os.environ['RANK']}")
+    module_name, config_type = _PROGRAMS[program]
+    config = config_type.model_validate(tomli.loads(Path(config_path).read_text()))
+    if config.ckpt is not None:
+        STOP_REQUEST.listen()
+    if isinstance(config, TrainerConfig):
+        does("its start", bound_s=config.startup_timeout_s)
+    module = importlib.import_module(module_name)
+    try:
+        run_reporting_errors(lambda: _run_rank(module, config))
+    finally:
+        heartbeat.end()  # the launcher of the ranks takes its time to end
+
+
+def _run_rank(module: ModuleType, config: Any) -> None:
+    """Run the program; where it fails because another rank died, let that one be the first to be noticed.
+
+    The launcher of the ranks reports whichever end it sees first, and asks the others to stop by SIGTERM.
+    """
+    try:
+        module.run(config)
+    except Exception as error:
+        is_told = isinstance(error, HoldfastError) and not isinstance(error, RankLost)
+        if config.parallel.num_ranks > 1 and not is_told and not is_storage_failure(error):
+            deadline = time.monotonic() + _DEAD_RANK_S
+            while not STOP_REQUEST.signal_number() and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+        raise
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Start the ranks, wait for them, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="holdfast.trainer.launch")
+    parser.add_argument("program", choices=sorted(_PROGRAMS))
+    parser.add_argument("config")
+    arguments = parser.parse_args(argv)
+    die_with_launcher()
+    protect_children()
+    set_up_logging("trainer")
+    start_heartbeat()
+    module_name, config_type = _PROGRAMS[arguments.program]
+    config = config_type.model_validate(tomli.loads(Path(arguments.config).read_text()))
+    ranks = config.parallel.num_ranks
+    set_thread_environment(config.parallel.threads or max(1, available_cores() // ranks))
+    if config.ckpt is not None:
+        # Until there are ranks there is nothing to save: no one need wait for the imports.
+        for number in SIGNALS:
+            signal.signal(number, lambda received, _: os._exit(128 + received))
+    # Ranks are forked from this process: nothing in it may begin to use CUDA, not even by asking whether there is one.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    report("importing torch")
+    with heavy_imports():
+        importlib.import_module(module_name)
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if config.ckpt is not None:
+        STOP_REQUEST.listen()
+    for noisy in ("torch.distributed.elastic", "torch.distributed.launcher"):
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)
+    launch_config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        run_id="holdfast",
+        max_restarts=0,
+        start_method="fork",
+        monitor_interval=0.05,
+        # With checkpoints on, SIGTERM asks the ranks for a last save instead of stopping them.
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT" + (",SIGTERM" if config.ckpt is None else ""),
+    )
+    try:
+        elastic_launch(launch_config, _worker)(arguments.program, arguments.config, os.getpid())
+    except ChildFailedError as error:
+        # A rank that was killed makes the others fail in their collectives: it is the reason, not they.
+        rank, first = min(error.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
+        if first.exitcode < 0:
+            print(f"error: rank {rank} was killed by signal {-first.exitcode}", file=sys.stderr, flush=True)
+        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+    except SignalException as stop:
+        return 128 + int(stop.sigval)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(main))

@@ -1,0 +1,187 @@
+"""Causal attention over packed rows, on any device.
+
+A packed row holds several samples one after the other. Attention must not cross their borders, and
+a mask over the whole row would cost the square of its length. So queries, keys and values are laid
+out as one padded batch of samples, and causal attention runs over that: a valid token never sees
+the padding, which lies behind it, and no mask is needed. The result is the one that each sample
+gives alone. Registered with transformers under the name `packed`.
+
+What models ask of attention beyond that: soft caps of the scores (Gemma 2, https://arxiv.org/abs/2408.00118)
+and learned sinks (gpt-oss, https://arxiv.org/abs/2508.10925) are computed with plain matrix products. An
+argument that is not known here is refused; `holdfast.trainer.models.layout` sees to it that no such model gets here.
+
+Shape legend: T tokens of a row, S samples in it, L the longest sample, H heads, D head dimension,
+B rows of an unpacked batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from holdfast.shared.errors import DataError
+
+IRRELEVANT = {
+    "cache_position",
+    "cu_seq_lens_k",
+    "cu_seq_lens_q",
+    "deterministic",
+    "max_length_k",
+    "max_length_q",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
+"""Arguments that do not change what attention within samples gives."""
+
+
+@dataclass(frozen=True)
+class PackedIndex:
+    """How the tokens of a packed row lie in a padded batch of samples.
+
+    Attributes:
+        gather_SL: for each place of the padded batch, the token of the row (0 for padding).
+        scatter_T: for each token of the row, its place in the flattened padded batch.
+        cu_seqlens: S + 1 sample borders, int32.
+        max_len: L.
+    """
+
+    gather_SL: Tensor
+    scatter_T: Tensor
+    cu_seqlens: Tensor
+    max_len: int
+
+    @classmethod
+    def from_lengths(cls, lengths: list[int], *, device: torch.device) -> PackedIndex:
+        """Return the index of a row that holds samples of these lengths in this order."""
+        lengths_S = torch.tensor(lengths)
+        borders = torch.cat([torch.zeros(1, dtype=torch.long), lengths_S.cumsum(0)])
+        max_len = int(lengths_S.max())
+        columns_L = torch.arange(max_len)
+        valid_SL = columns_L[None, :] < lengths_S[:, None]
+        gather_SL = torch.where(valid_SL, borders[:-1, None] + columns_L[None, :], 0)
+        scatter_T = valid_SL.flatten().nonzero().squeeze(1)
+        return cls(
+            gather_SL=gather_SL.to(device),
+            scatter_T=scatter_T.to(device),
+            cu_seqlens=borders.to(torch.int32).to(device),
+            max_len=max_len,
+        )
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    packed_index: PackedIndex | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """Attend causally within each sample; the signature is transformers' attention interface.
+
+    Args:
+        query, key, value: (1, H, T, D) packed, or (B, H, L, D) with padding on the right.
+        attention_mask: must be None; the structure is in `packed_index`.
+        softcap: c in scores = c * tanh(scores / c).
+        s_aux: the score (H,) of a sink that takes part in the softmax and has no value.
+        packed_index: layout of the row; None for rows of one sample each.
+
+    Returns:
+        (1, T, H, D) or (B, L, H, D), and no weights.
+
+    Raises:
+        DataError: the model wants something of attention that is not known here.
+    """
+    unknown = sorted(name for name, given in others.items() if given is not None and name not in IRRELEVANT)
+    if unknown or is_causal is False:
+        what = ", ".join(unknown) or "is_causal = False"
+        raise DataError(
+            f"{type(module).__name__} calls its attention with {what}, which packed attention does not know: set "
+            "model.attention to eager"
+        )
+    assert attention_mask is None, "packed attention takes no mask"
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if softcap is None and s_aux is None:
+            return _causal(query, key, value, scaling, dropout, sliding_window)
+        return _causal_scores(query, key, value, scaling, dropout, sliding_window, softcap=softcap, sinks_H=s_aux)
+
+    if packed_index is None:
+        return attend(query, key, value).transpose(1, 2), None
+    samples, longest = packed_index.gather_SL.shape
+
+    def unpack(packed: Tensor) -> Tensor:
+        flat_THD = packed[0].transpose(0, 1).index_select(0, packed_index.gather_SL.flatten())
+        return flat_THD.view(samples, longest, *flat_THD.shape[1:]).transpose(1, 2)
+
+    attended = attend(unpack(query), unpack(key), unpack(value))
+    flat = attended.transpose(1, 2).reshape(samples * longest, query.shape[1], value.shape[-1])
+    return flat.index_select(0, packed_index.scatter_T).unsqueeze(0), None
+
+
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, sliding_window: int | None
+) -> Tensor:
+    length = query.shape[2]
+    mask = None
+    if sliding_window is not None and length > sliding_window:
+        mask = _seen(length, sliding_window, query.device)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _seen(length: int, sliding_window: int | None, device: torch.device) -> Tensor:
+    """Return which of L tokens sees which, (L, L)."""
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    return (distance >= 0) & (distance < (sliding_window or length))
+
+
+def _causal_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+    *,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """Return what `_causal` does, from scores that exist as a tensor: (B, H, L, L)."""
+    length, group = query.shape[2], query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~_seen(length, sliding_window, query.device), torch.finfo(scores.dtype).min)
+    if sinks_H is not None:
+        sinks = sinks_H.to(scores.dtype).reshape(1, -1, 1, 1).expand(scores.shape[0], -1, length, 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)[..., :length]
+    return F.dropout(weights, dropout) @ value
+
+
+AttentionInterface.register("packed", packed_attention)

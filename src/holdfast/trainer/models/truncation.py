@@ -1,0 +1,53 @@
+"""Cutting a distribution to its likelier tokens as the engine did when it sampled from it.
+
+The rules, their order and their borders are those of vLLM, in its precision, so that equal logits give equal sets:
+min-p (Nguyen et al. 2024, "Turning Up the Heat"), top-k (Fan et al. 2018, "Hierarchical Neural Story Generation"),
+top-p (Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", eq. 2 and 3).
+
+Shape legend: C tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from holdfast.shared.wire.sampling import Sampling
+
+# A logit whose probability is 0 and whose log-probability is finite, so that 0 times it is no NaN.
+_NEVER = -1e30
+
+
+def truncate(logits_CV: Tensor, target_ids_C: Tensor, sampling: Sampling) -> Tensor:
+    """Return the logits with those of cut tokens so low that their probability is exactly 0.
+
+    The sets are constants: gradients go through the kept logits alone. A target always stays, so that what was
+    sampled has a log-probability when rounding, or weights other than those that sampled it, would cut it.
+
+    Args:
+        logits_CV: over the temperature already, float32.
+        target_ids_C: token ids, long.
+    """
+    cut_CV = _cut(logits_CV.detach(), sampling).scatter_(1, target_ids_C[:, None], False)
+    return logits_CV.masked_fill(cut_CV, _NEVER)
+
+
+@torch.no_grad()
+def _cut(logits_CV: Tensor, sampling: Sampling) -> Tensor:
+    """Return which tokens are cut, (C, V), bool."""
+    # The engine keeps its parameters in float32.
+    min_p, top_p = torch.tensor([sampling.min_p, sampling.top_p], device=logits_CV.device)
+    if sampling.min_p > 0:
+        probabilities_CV = logits_CV.softmax(-1)
+        is_unlikely_CV = probabilities_CV < probabilities_CV.amax(-1, keepdim=True) * min_p
+        logits_CV = logits_CV.masked_fill(is_unlikely_CV, -torch.inf)
+    if 0 < sampling.top_k < logits_CV.shape[1]:
+        # Tokens as likely as number k stay, too.
+        last_C1 = logits_CV.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logits_CV = logits_CV.masked_fill(logits_CV < last_C1, -torch.inf)
+    if sampling.top_p < 1:
+        ascending_CV, order_CV = logits_CV.sort(dim=-1)
+        is_tail_CV = ascending_CV.softmax(-1).cumsum(-1) <= 1 - top_p
+        is_tail_CV[:, -1] = False
+        logits_CV = logits_CV.masked_fill(torch.zeros_like(is_tail_CV).scatter_(1, order_CV, is_tail_CV), -torch.inf)
+    return logits_CV.isneginf()

@@ -1,0 +1,97 @@
+"""KTO: the loss of labelled answers, and the divergence that it compares them with.
+
+Every step begins with a pass without gradients over the prompts with answers to other prompts: the mean log-ratio
+of the whole step, over all ranks and micro-batches, is what each answer's own is compared with. It is a function
+of weights and batch, so there is nothing to keep in a checkpoint but what the reference said.
+
+Shape legend: A answers of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from holdfast.shared.config import DpoConfig
+from holdfast.trainer.models.policy import Policy
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.preferences.labelled import LabelledAnswer
+from holdfast.trainer.preferences.losses import kto_loss
+from holdfast.trainer.preferences.pairs import plan_sides
+from holdfast.trainer.preferences.reference import Reference, predict_sides
+from holdfast.trainer.preferences.training import PairObjective
+
+_ANSWER, _MISMATCHED = 0, 1
+
+
+@dataclass(frozen=True)
+class KtoObjective:
+    """The mean loss of labelled answers, and what is measured beside it."""
+
+    config: DpoConfig
+    reference: Reference
+    parallel: Parallel
+
+    def accumulate_gradients(self, model: Policy, batch: Sequence[LabelledAnswer]) -> dict[str, float]:
+        """Add the gradients of one optimizer step; return its metrics, over all its answers. Collective."""
+        return self._compared_with(self.divergence(model, batch)).accumulate_gradients(model, batch)
+
+    def measure(self, model: Policy, preferences: Sequence[LabelledAnswer]) -> dict[str, float]:
+        """Return the metrics of answers without dropout. Collective."""
+        return self._compared_with(self.divergence(model, preferences)).measure(model, preferences)
+
+    def divergence(self, model: Policy, batch: Sequence[LabelledAnswer]) -> float:
+        """Return z of KTO: the mean of l_pi - l_ref over the mismatched answers in nats, not below 0. Collective.
+
+        It is measured without gradients and without dropout.
+        """
+
+        def forward(model: Policy, batch: Sequence[LabelledAnswer], indices: list[int]) -> dict[str, Tensor]:
+            return {"kl": self._ratios(model, batch, indices, _MISMATCHED)[0]}
+
+        plan = partial(plan_sides, side=_MISMATCHED)
+        measuring = PairObjective(forward, self.config.data, self.parallel, plan=plan)
+        return max(0.0, measuring.measure(model, batch)["kl"])
+
+    def _ratios(
+        self, model: Policy, batch: Sequence[LabelledAnswer], indices: list[int], side: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return l_pi - l_ref (A,) and l_pi (A,) of one side of `batch[indices]`."""
+        device = self.parallel.device
+        sides = [answer.sides[side] for answer in batch]
+        logprobs_A = predict_sides(model, sides, indices, pack=self.config.data.pack, device=device)
+        reference_A = self.reference.of([batch[index] for index in indices], device)[:, side]
+        return logprobs_A - reference_A, logprobs_A
+
+    def _compared_with(self, kl: float) -> PairObjective[Policy, LabelledAnswer]:
+        def forward(model: Policy, batch: Sequence[LabelledAnswer], indices: list[int]) -> dict[str, Tensor]:
+            ratios_A, logprobs_A = self._ratios(model, batch, indices, _ANSWER)
+            labels = [batch[index].is_desirable for index in indices]
+            is_desirable_A = torch.tensor(labels, dtype=torch.bool, device=self.parallel.device)
+            losses_A, rewards_A = kto_loss(ratios_A, is_desirable_A, kl, self.config.loss)
+            good_A, bad_A = is_desirable_A.double(), (~is_desirable_A).double()
+            return {
+                "loss": losses_A,
+                "rewards/chosen": rewards_A * good_A,
+                "rewards/rejected": rewards_A * bad_A,
+                "logps/chosen": logprobs_A * good_A,
+                "logps/rejected": logprobs_A * bad_A,
+                "desirable": good_A,
+            }
+
+        def summarize(means: dict[str, float]) -> dict[str, float]:
+            shares = {"chosen": means["desirable"], "rejected": 1 - means["desirable"]}
+            metrics = {name: means[name] for name in ("loss", "desirable")} | {"kl": kl}
+            for side, share in shares.items():
+                names = (f"rewards/{side}", f"logps/{side}")
+                metrics |= {name: means[name] / share for name in names} if share else {}
+            if all(shares.values()):
+                metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+            return metrics
+
+        plan = partial(plan_sides, side=_ANSWER)
+        return PairObjective(forward, self.config.data, self.parallel, summarize, plan)

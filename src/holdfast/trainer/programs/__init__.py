@@ -1,0 +1,1 @@
+"""The training programs, one file each: `sft`, `dpo`, `reward-model`, `rl`."""

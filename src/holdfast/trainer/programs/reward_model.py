@@ -1,0 +1,141 @@
+"""Reward model training: `uv run reward-model @ configs/reverse_text/reward_model.toml`.
+
+The decoder of a language model and a new head learn to score the chosen side of a pair above the
+rejected one, each at its last token; the loop over the pairs is in `holdfast.trainer.preferences.training`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from holdfast.shared.config import RewardTrainingConfig
+from holdfast.shared.config.trainer import TrainedModelConfig
+from holdfast.shared.process.events import report
+from holdfast.trainer import parallel as parallel_module
+from holdfast.trainer.data.packing import Sample
+from holdfast.trainer.data.row_formats import PAIR_FORMATS, RATED_PAIR_FORMATS
+from holdfast.trainer.data.samples import load_tokenizer
+from holdfast.trainer.models.scalar_model import ScalarModel, build_scalar_model, score_samples
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.preferences.pairs import Pair, fingerprint_preferences, load_pairs, split_preferences
+from holdfast.trainer.preferences.reward_loss import reward_loss
+from holdfast.trainer.preferences.training import PairObjective, train_on_pairs
+from holdfast.trainer.session import Build, start_session
+from holdfast.trainer.train_state import seed_everything
+
+_log = logging.getLogger("trainer")
+
+
+def run(config: RewardTrainingConfig) -> None:
+    """Train until `max_steps`, then publish the weights."""
+    parallel = parallel_module.start(config.parallel)
+    seed_everything(config.seed, step=0, rank=parallel.rank)
+    report("reading data")
+    tokenizer = load_tokenizer(config.model.tokenizer_name)
+    pairs = load_pairs(config.data, tokenizer, formats=(*RATED_PAIR_FORMATS, *PAIR_FORMATS), parallel=parallel)
+    pairs = [end_at_stop_token(pair, tokenizer) for pair in pairs]
+    training, held_out = split_preferences(pairs, config.data.validation_fraction, seed=config.seed)
+    _log.info("%d pairs to train on, %d held out", len(training), len(held_out))
+    build = _with_padding(tokenizer, pairs)
+    with start_session(
+        config,
+        parallel,
+        tokenizer,
+        build,
+        pack=config.data.pack,
+        data_fingerprint=fingerprint_preferences(training),
+    ) as session:
+        train_on_pairs(config, session, reward_objective(config, parallel), training, held_out)
+        report("publishing weights", step=session.progress.step)
+        session.publisher.publish(session.progress.step)
+        session.publisher.prune({session.progress.step})
+    report("finished", step=session.progress.step)
+
+
+def end_at_stop_token(pair: Pair, tokenizer: PreTrainedTokenizerBase) -> Pair:
+    """Return the pair without the white space that some chat templates write behind an answer's stop token.
+
+    A sampled answer ends with the stop token, so this is where its score is read.
+    """
+
+    def shortened(side: Sample) -> Sample:
+        stops = np.flatnonzero((side.token_ids == tokenizer.eos_token_id) & side.loss_mask)
+        end = int(stops[-1]) + 1 if len(stops) else len(side.token_ids)
+        if str(tokenizer.decode(side.token_ids[end:])).strip():
+            return side
+        return side.cut(end)
+
+    return replace(pair, chosen=shortened(pair.chosen), rejected=shortened(pair.rejected))
+
+
+def reward_objective(config: RewardTrainingConfig, parallel: Parallel) -> PairObjective[ScalarModel, Pair]:
+    """Return the loss of pairs, with the rewards of both sides as metrics."""
+
+    def forward(model: ScalarModel, pairs: Sequence[Pair], indices: list[int]) -> dict[str, Tensor]:
+        rewards_P2 = score_pairs(model, pairs, indices, pack=config.data.pack, device=parallel.device)
+        margins_P = torch.tensor(
+            [pairs[index].margin for index in indices], dtype=torch.float64, device=parallel.device
+        )
+        losses_P = reward_loss(rewards_P2[:, 0], rewards_P2[:, 1], margins_P, config.loss)
+        rewards_P2 = rewards_P2.detach()
+        chosen_P, rejected_P = rewards_P2.unbind(1)
+        return {
+            "loss": losses_P,
+            "rewards/chosen": chosen_P,
+            "rewards/rejected": rejected_P,
+            "rewards/margins": chosen_P - rejected_P,
+            "rewards/accuracies": (chosen_P > rejected_P).double(),
+            "rewards/squares": rewards_P2.square().mean(1),
+        }
+
+    def summarize(means: dict[str, float]) -> dict[str, float]:
+        mean = (means["rewards/chosen"] + means["rewards/rejected"]) / 2
+        variance = means.pop("rewards/squares") - mean**2
+        return means | {"rewards/mean": mean, "rewards/std": max(0.0, variance) ** 0.5}
+
+    return PairObjective(forward, config.data, parallel, summarize)
+
+
+def score_pairs(
+    model: ScalarModel, pairs: Sequence[Pair], indices: list[int], *, pack: bool, device: torch.device
+) -> Tensor:
+    """Return the rewards (P, 2) in float64 of both sides of `pairs[indices]`, in one forward pass.
+
+    With no indices it takes part in the collectives of the pass, and the empty result has a gradient.
+    """
+    sides = [side for pair in pairs for side in pair.sides]
+    places = [2 * index + side for index in indices for side in (0, 1)]
+    return score_samples(model, sides, places, pack=pack, device=device).double().reshape(-1, 2)
+
+
+def _with_padding(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Pair]) -> Build[ScalarModel]:
+    """Return the builder of a model whose config names the token that transformers pads with.
+
+    transformers reads the score at the last token that is no padding, so nothing may end in that.
+    """
+
+    def build(config: TrainedModelConfig, parallel: Parallel, *, seed: int, weights: bool) -> ScalarModel:
+        model = build_scalar_model(config, parallel, seed=seed, weights=weights)
+        published = model.hf_model.config
+        if published.pad_token_id is None:
+            published.pad_token_id = tokenizer.pad_token_id
+        padding = published.pad_token_id
+        if padding is None:
+            _log.warning("neither model nor tokenizer has a pad token: transformers will score one text at a time only")
+        elif any(side.token_ids[-1] == padding for pair in pairs for side in pair.sides):
+            _log.warning(
+                "answers end in token %d, which is also the padding: transformers' own classification takes the token "
+                "before it, so its scores differ from those trained here. Set another pad_token_id in the model's "
+                "config.json.",
+                padding,
+            )
+        return model
+
+    return build

@@ -1,0 +1,173 @@
+"""The trainer of an RL run: `uv run rl @ configs/reverse_text/rl.toml`.
+
+Step N waits for batch N in the journal, trains on it, publishes the weights of version N and saves
+when it is due. At the start it publishes the version that it starts from, 0 or the resumed step, so
+the orchestrator has one way to begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from holdfast.shared.config import TrainerConfig
+from holdfast.shared.config.rl_trainer import JournalConfig
+from holdfast.shared.errors import WaitedInVain
+from holdfast.shared.files.journal import read_batch, wait_for
+from holdfast.shared.files.metrics import read_metrics
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.process.events import report
+from holdfast.shared.process.heartbeat import does
+from holdfast.trainer import parallel as parallel_module
+from holdfast.trainer.data.samples import check_same_tokens, load_tokenizer
+from holdfast.trainer.models.loading import trained_tensors
+from holdfast.trainer.models.policy import Policy, build_policy
+from holdfast.trainer.rl.alerts import Alerts
+from holdfast.trainer.rl.canary import measure_canary
+from holdfast.trainer.rl.ema import Ema
+from holdfast.trainer.rl.learner import Learner
+from holdfast.trainer.rl.ledger import Ledger
+from holdfast.trainer.rl.parts import RlParts
+from holdfast.trainer.rl.pretraining import PretrainingMix
+from holdfast.trainer.rl.provenance import check_provenance
+from holdfast.trainer.session import Session, start_session
+from holdfast.trainer.step import Stopwatch, step_metrics
+from holdfast.trainer.stop import STOP_REQUEST
+from holdfast.trainer.train_state import seed_everything
+
+
+def run(config: TrainerConfig) -> None:
+    """Train until `max_steps`."""
+    parallel = parallel_module.start(config.parallel)
+    seed_everything(config.seed, step=0, rank=parallel.rank)
+    tokenizer = load_tokenizer(config.model.tokenizer_name)
+    check_same_tokens(tokenizer, config.model.tokenizer_name)
+    pretraining = None
+    if config.pretraining is not None:
+        pretraining = PretrainingMix(config.pretraining, tokenizer, parallel, seed=config.seed)
+    parts = RlParts(config, parallel)
+    with start_session(
+        config,
+        parallel,
+        tokenizer,
+        build_policy,
+        pack=True,
+        parts=parts.begin,
+        data_fingerprint=pretraining.fingerprint if pretraining else "",
+        older_weights=config.async_level,
+    ) as session:
+        parts.resume(session.run_dir, session.progress.step)
+        parts.check_models()
+        learner = Learner(config, session, parts, pretraining)  # before anything is published: it may refuse
+        last_probed = _last_probed(session, config)
+
+        def publish(version: int) -> None:
+            goes_on = version < config.max_steps
+            is_probed = goes_on and version <= last_probed
+            canary = measure_canary(session.policy, tokenizer, parallel, config=config) if is_probed else None
+            session.publisher.publish(version, canary=canary, for_engines=goes_on)
+
+        publish(session.progress.step)
+        _train(config, session, parts, learner, publish)
+        if parts.ema is not None:
+            _publish_average(session, parts.ema)
+    report("finished", step=session.progress.step)
+
+
+def _train(
+    config: TrainerConfig,
+    session: Session[Policy],
+    parts: RlParts,
+    learner: Learner,
+    publish: Callable[[int], None],
+) -> None:
+    parallel, progress, saver, run_dir = session.parallel, session.progress, session.saver, session.run_dir
+    ledger = Ledger(run_dir, progress)
+    report("waiting for batches", step=progress.step, max_steps=config.max_steps)
+    kept = run_dir.committed_steps()  # read again only after a commit: listing them costs a read each
+    alerts = Alerts(config.alerts, history=read_metrics(run_dir.metrics) if parallel.is_main else ())
+    stopwatch = Stopwatch()
+    metrics: dict[str, float] = {}
+    first = progress.step + 1
+
+    while progress.step < config.max_steps:
+        step = progress.step + 1
+        does(f"its wait for batch {step}")
+        with stopwatch.phase("wait_for_batch"):
+            _wait_for_batch(run_dir, step, config)
+        if saver.is_asked_to_stop():
+            saver.stop(progress.step, metrics, ledger.attachments() | parts.attachments())
+        is_first = step == first
+        does(f"step {step}", bound_s=max(config.hang_timeout_s, config.startup_timeout_s * is_first))
+        batch = read_batch(run_dir, step)
+        ledger.accept(batch)
+        # Rank 0 alone looks: others might find the weights pruned meanwhile, and then take another way.
+        is_foreign = parallel.max({"is_foreign": float(parallel.is_main and not check_provenance(run_dir, batch))})
+        learned = learner.learn(batch, stopwatch, is_foreign=bool(is_foreign["is_foreign"]))
+        num_tokens = sum(len(rollout.token_ids) for rollout in batch.rollouts)
+        progress.advance(samples=len(batch.rollouts), tokens=num_tokens)
+
+        does(f"publishing and saving step {step}", bound_s=config.save_timeout_s)
+        with stopwatch.phase("publish_weights"):
+            publish(step)
+        metrics = batch.metrics | learned | step_metrics(session, stopwatch, num_tokens=num_tokens)
+        session.log(step, metrics)
+        for alert in alerts.check(metrics) if parallel.is_main else ():
+            report(f"ALERT: {alert}", step=step)
+        with stopwatch.phase("checkpoint"):
+            committed = saver.after_step(step, metrics, ledger.attachments() | parts.attachments())
+        kept = _prune_batches(session, config.journal) if committed else kept
+        session.publisher.prune(_needed_weights([*kept, *saver.unsettled(), step], config.async_level))
+
+    does("finishing", bound_s=config.save_timeout_s)
+    saver.wait()
+    kept = _prune_batches(session, config.journal)
+    session.publisher.prune(_needed_weights([*kept, progress.step], config.async_level))
+
+
+def _last_probed(session: Session[Policy], config: TrainerConfig) -> int:
+    """Return the last version by which the orchestrator of this attempt, which goes on behind the journal, may begin.
+
+    Up to there versions carry a canary, which costs a pass over the whole model. Collective.
+    """
+    begins_with = max(session.run_dir.published_batches(), default=0) - config.async_level
+    version = max(session.progress.step, begins_with)
+    return int(session.parallel.max({"version": float(version)})["version"])
+
+
+def _publish_average(session: Session[Policy], ema: Ema) -> None:
+    """Publish the average of the weights, in the place of the weights: nothing trains or saves them any more."""
+    step = session.progress.step
+    averages = ema.tensors()
+    with torch.no_grad():
+        for name, tensor in trained_tensors(session.policy.hf_model).items():
+            tensor.copy_(averages[name])
+    session.publisher.publish(step, path=session.run_dir.weights / f"ema_step_{step}")
+
+
+def _prune_batches(session: Session[Policy], journal: JournalConfig) -> list[int]:
+    """Remove the batches that no checkpoint needs any more, but for those to keep; return the steps with a checkpoint.
+
+    Batches up to the step of a checkpoint are never trained again: a resume begins behind it.
+    """
+    steps = session.run_dir.committed_steps()
+    if session.parallel.is_main and steps and journal.keep != "all":
+        session.run_dir.prune_batches(min(steps[0], session.progress.step - journal.keep))
+    return steps
+
+
+def _wait_for_batch(run_dir: RunDir, step: int, config: TrainerConfig) -> None:
+    """Wait for the batch of `step`, or for a signal. Every rank waits for itself: no collective can time out."""
+    came = wait_for(run_dir.batch(step), timeout_s=config.batch_timeout_s, unless=STOP_REQUEST.signal_number)
+    if not came and not STOP_REQUEST.signal_number():
+        raise WaitedInVain(
+            f"waiting for batches, policy version {step - 1}: the orchestrator published no batch {step} within "
+            f"{config.batch_timeout_s:g} s. "
+            "See the orchestrator's log, or raise trainer.batch_timeout_s."
+        )
+
+
+def _needed_weights(steps: list[int], async_level: int) -> set[int]:
+    """Return the versions that an engine may be asked for by a trainer that is at, or resumes from, one of `steps`."""
+    return {version for step in steps for version in range(max(0, step - async_level), step + 1)}

@@ -1,0 +1,295 @@
+"""Advantages: how much better a rollout is than its siblings of the same problem, or than the batch.
+
+Shape legend: P problems of the batch, G rollouts of one problem, T sampled tokens of one rollout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from holdfast.shared.errors import TrainingError
+
+# Added to the standard deviation, as in verl's `compute_grpo_outcome_advantage`.
+_EPSILON = 1e-6
+# Added to the variance, as in `masked_whiten` of TRL and verl.
+_WHITEN_EPSILON = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgedRollout:
+    """One rollout as an advantage sees it; it is only to be read. T: its sampled tokens, in their order.
+
+    Attributes:
+        environment: name of the environment.
+        task_id: position of the task in the environment's endless sequence.
+        token_ids: the whole session, prompt first, int32.
+        places: of the sampled tokens in `token_ids`, (T,).
+        turns: first token and end of every stretch of sampled tokens, as indices of T.
+        logprobs: under the policy that sampled, at its temperature, (T,), float32.
+        old_logprobs: under the trainer's weights before this step, (T,); None where the run has no need of them.
+        reference_logprobs: under the reference or a teacher, (T,); None without one.
+        truncated: a token limit ended the session or a turn.
+        is_trained: whether its tokens are in the loss; with `rewards.truncated = "mask"` truncated ones are not.
+        environment_reward: what the environment gave.
+        metrics: further numbers of the environment.
+        reward: what it earned as a whole: after reward model, length penalty, clip and scale, less its KL penalties.
+        step_ends: last token of every part that has a reward of its own, a turn or a token, as indices of T, (K,).
+        step_rewards: these rewards, as the environment gave them, (K,), float64.
+        token_rewards: all of it token by token, (T,), float64: KL penalties at each token, rewards of parts at their
+            last, the rest at the last of all.
+    """
+
+    environment: str
+    task_id: int
+    token_ids: np.ndarray
+    places: np.ndarray
+    turns: tuple[tuple[int, int], ...]
+    logprobs: np.ndarray
+    old_logprobs: np.ndarray | None
+    reference_logprobs: np.ndarray | None
+    truncated: bool
+    is_trained: bool
+    environment_reward: float
+    metrics: Mapping[str, float]
+    reward: float
+    step_ends: np.ndarray
+    step_rewards: np.ndarray
+    token_rewards: np.ndarray
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens were sampled: T."""
+        return len(self.places)
+
+    @property
+    def total_reward(self) -> float:
+        """The reward of the whole and of all its parts."""
+        return self.reward + math.fsum(self.step_rewards.tolist())
+
+
+OWN_REWARD = "reward"
+"""The environment's own reward, among the names of `rewards.weights`."""
+
+
+def components(reward: float, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return what an environment gave by name: its metrics, and its own reward as `reward`."""
+    return {**metrics, OWN_REWARD: reward}
+
+
+Groups = Sequence[Sequence[JudgedRollout]]
+"""The rollouts of a batch, problem by problem."""
+Given = float | Sequence[float] | np.ndarray
+"""What an advantage gives a rollout: one number, or one for each of its T sampled tokens."""
+Advantage = Callable[[Groups], Sequence[Sequence[Given]]]
+RewardsAdvantage = Callable[[Sequence[float]], list[float]]
+"""From the rewards of one problem, (G,), to as many advantages."""
+
+
+def sample_std(values_G: Sequence[float]) -> float:
+    """Return the sample standard deviation (denominator G - 1); 0 when all values are equal."""
+    if max(values_G) == min(values_G):
+        return 0.0
+    mean = math.fsum(values_G) / len(values_G)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values_G) / (len(values_G) - 1))
+
+
+def dr_grpo(rewards_G: Sequence[float]) -> list[float]:
+    """Return `r_i - mean(r)` (Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3.2).
+
+    Equal rewards give exactly 0, whatever their mean rounds to.
+    """
+    if max(rewards_G) == min(rewards_G):
+        return [0.0] * len(rewards_G)
+    mean = math.fsum(rewards_G) / len(rewards_G)
+    return [reward - mean for reward in rewards_G]
+
+
+def grpo(rewards_G: Sequence[float]) -> list[float]:
+    """Return `(r_i - mean(r)) / (std(r) + 1e-6)` (Shao et al. 2024, "DeepSeekMath", section 4.1.2).
+
+    The paper leaves the kind of std open; this is the sample std (G - 1), as `torch.std` gives it in
+    TRL's GRPOTrainer and in verl, whose epsilon it takes too.
+    """
+    std = sample_std(rewards_G)
+    return [centred / (std + _EPSILON) for centred in dr_grpo(rewards_G)]
+
+
+def rloo(rewards_G: Sequence[float]) -> list[float]:
+    """Return `r_i - mean of the others` (Ahmadian et al. 2024, "Back to Basics").
+
+    That is G / (G - 1) times `r_i - mean(r)`. A group of one has no others: 0.
+    """
+    size = len(rewards_G)
+    return [centred * size / max(1, size - 1) for centred in dr_grpo(rewards_G)]
+
+
+def max_rl(rewards_G: Sequence[float]) -> list[float]:
+    """Return `(r_i - mean(r)) / mean(r)` (Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning").
+
+    The rarer a reward is in its group, the more it counts.
+    For rewards of at least 0, such as 1 for success. Equal rewards, all 0 too, give exactly 0.
+
+    Raises:
+        TrainingError: a reward is negative.
+    """
+    if min(rewards_G) < 0:
+        raise TrainingError(
+            f"advantage = 'max_rl' divides by the mean reward and needs rewards of at least 0, got {min(rewards_G)}. "
+            "Shift the rewards, or choose another advantage."
+        )
+    mean = math.fsum(rewards_G) / len(rewards_G)
+    return [centred / mean if centred else 0.0 for centred in dr_grpo(rewards_G)]
+
+
+def pass_at_k(rewards_G: Sequence[float], *, k: int) -> list[float]:
+    """Return by how much a rollout raises the best reward of `k`: the mean of `max(S) - max(S without i)`.
+
+    The mean is over all sets S of `k` rollouts of the group with rollout i among them. With rewards of 0 and 1 it
+    raises pass@k; times k / G it is `s^(loo - 1)` of Walder and Karkhanis 2025, "Pass@K Policy Optimization", and with
+    k = G the estimate of Tang et al. 2025, "Optimizing Language Models for Inference Time Objectives using
+    Reinforcement Learning": the best less the second best for the best, 0 for the others (verl's `grpo_passk` without
+    its division by the std). It is never negative.
+
+    Raises:
+        TrainingError: there are fewer than `k` rollouts.
+    """
+    size = len(rewards_G)
+    if size < k:
+        raise TrainingError(
+            f"advantage = 'pass_at_k' takes the best of advantage_k = {k} rollouts, and a problem has {size}: lower "
+            "advantage_k, or raise orchestrator.group_size"
+        )
+    advantages = []
+    for index, reward in enumerate(rewards_G):
+        others = sorted([*rewards_G[:index], *rewards_G[index + 1 :]])
+        # The best of k - 1 others is the one of rank `rank` for this share of all choices.
+        shares = [math.comb(rank, k - 2) / math.comb(size - 1, k - 1) for rank in range(size - 1)]
+        gains = [share * max(reward - other, 0.0) for share, other in zip(shares, others, strict=True)]
+        advantages.append(math.fsum(gains))
+    return advantages
+
+
+def opo(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> list[float]:
+    """Return `r_i - sum(l r) / sum(l)`, `l` being the sampled tokens of a rollout.
+
+    The baseline of least variance where the gradients of tokens are alike and independent (Hao et al. 2025, "On-Policy
+    RL with Optimal Reward Baseline"; verl's `compute_opo_outcome_advantage`). Equal rewards give exactly 0.
+    """
+    total = sum(lengths_G)
+    if total == 0 or max(rewards_G) == min(rewards_G):
+        return [0.0] * len(rewards_G)
+    baseline = math.fsum(length * reward for length, reward in zip(lengths_G, rewards_G, strict=True)) / total
+    return [reward - baseline for reward in rewards_G]
+
+
+def batch_grpo(groups: Groups) -> list[list[float]]:
+    """Return `(r - mean of the group) / (std of the batch + 1e-6)`, sample std over the rewards of all rollouts.
+
+    TRL's `scale_rewards = "batch"`; Liu et al. 2025, "Tricks or Traps? A Deep Dive into RL for LLM Reasoning".
+    """
+    std = sample_std([one.total_reward for group in groups for one in group])
+    centred_PG = [dr_grpo([one.total_reward for one in group]) for group in groups]
+    return [[centred / (std + _EPSILON) for centred in centred_G] for centred_G in centred_PG]
+
+
+def gdpo(groups: Groups, weights: Mapping[str, float]) -> list[list[float]]:
+    """Return the weighted sum of `grpo` of each reward by itself, less its mean, over its std + 1e-6 in the batch.
+
+    So a reward with a large spread does not drown the others (Liu et al. 2026, "GDPO: Group reward-Decoupled
+    Normalization Policy Optimization"; TRL's `multi_objective_aggregation = "normalize_then_sum"`). Mean and sample
+    std of the batch count rollouts.
+
+    Raises:
+        TrainingError: there are rewards of parts, which have no weight.
+    """
+    if any(len(one.step_rewards) for group in groups for one in group):
+        raise TrainingError(
+            "advantage = 'gdpo' weighs the rewards of rewards.weights, and an environment gives rewards of turns or "
+            "tokens besides: leave these out, or take an advantage that knows them, such as grpo"
+        )
+    values_PG = [[components(one.environment_reward, one.metrics) for one in group] for group in groups]
+    sums = []
+    for values_G in values_PG:
+        normalised = {name: grpo([values[name] for values in values_G]) for name in weights}
+        sums += [math.fsum(weights[name] * normalised[name][i] for name in weights) for i in range(len(values_G))]
+    whitened = iter(grpo(sums))
+    return [[next(whitened) for _ in group] for group in groups]
+
+
+def with_steps(function: RewardsAdvantage, groups: Groups) -> list[list[Given]]:
+    """Return `function` of the rewards of the wholes and, where there are rewards of parts, of those as well.
+
+    Process supervision of Shao et al. 2024, "DeepSeekMath", section 4.1.3: the rewards of all parts of all rollouts of
+    a problem are normalised together, and a token gets the sum of those whose part ends with it or later. The outcome
+    is normalised by itself and added, as in Cui et al. 2025, "Process Reinforcement through Implicit Rewards".
+    """
+    return [_with_steps(function, group) for group in groups]
+
+
+def _with_steps(function: RewardsAdvantage, group: Sequence[JudgedRollout]) -> list[Given]:
+    outcomes_G = function([one.reward for one in group])
+    rewards_GK = [reward for one in group for reward in one.step_rewards.tolist()]
+    if not rewards_GK:
+        return list(outcomes_G)
+    of_steps = iter(function(rewards_GK))
+    given: list[Given] = []
+    for one, outcome in zip(group, outcomes_G, strict=True):
+        steps_T = np.zeros(one.num_tokens)
+        steps_T[one.step_ends] = [next(of_steps) for _ in one.step_ends]
+        given.append(outcome + rewards_to_go(steps_T))
+    return given
+
+
+def rewards_to_go(rewards_T: np.ndarray) -> np.ndarray:
+    """Return for each token the sum of its reward and all later ones, (T,)."""
+    return np.cumsum(rewards_T[::-1])[::-1]
+
+
+def whiten(values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return the arrays with mean 0 and variance 1 over all their numbers: `(v - mean) / sqrt(var + 1e-8)`.
+
+    The sample variance, as in `masked_whiten` of TRL and verl. Numbers that are all equal give exactly 0.
+    """
+    everything = np.concatenate([np.zeros(0), *values])
+    if not len(everything) or everything.min() == everything.max():
+        return [np.zeros(len(own)) for own in values]
+    mean, std = everything.mean(), math.sqrt(everything.var(ddof=1) + _WHITEN_EPSILON)
+    return [(own - mean) / std for own in values]
+
+
+def reinforce_pp(groups: Groups) -> list[list[np.ndarray]]:
+    """Return the rewards to go of every token, whitened over all sampled tokens of the batch.
+
+    Hu et al. 2025, "REINFORCE++": the advantage of token t is `r - coef * sum of the KL of t and later tokens`, less
+    its mean and divided by its std over the tokens of the batch. As verl's
+    `compute_reinforce_plus_plus_outcome_advantage` with gamma 1. The mean is a baseline, so rollouts that are not
+    trained count too.
+    """
+    return _whitened([[rewards_to_go(one.token_rewards) for one in group] for group in groups])
+
+
+def reinforce_pp_baseline(groups: Groups) -> list[list[np.ndarray]]:
+    """Return `r - mean` of the group at each token, whitened over all sampled tokens of the batch.
+
+    Hu et al. 2025, "REINFORCE++", with baseline; as verl's
+    `compute_reinforce_plus_plus_baseline_outcome_advantage`: a KL penalty counts as a sum.
+    """
+    return _whitened(
+        [
+            [
+                np.full(one.num_tokens, value)
+                for one, value in zip(group, dr_grpo([one.total_reward for one in group]), strict=True)
+            ]
+            for group in groups
+        ]
+    )
+
+
+def _whitened(values_PG: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
+    whitened = iter(whiten(list(chain.from_iterable(values_PG))))
+    return [[next(whitened) for _ in values_G] for values_G in values_PG]

@@ -1,0 +1,100 @@
+"""The critic of PPO: a model beside the policy that says what the rest of a sequence is worth, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from holdfast.shared.config.algorithm import CriticConfig
+from holdfast.shared.config.trainer import TrainedModelConfig
+from holdfast.shared.errors import TrainingError
+from holdfast.trainer.data.packing import build_micro_batch
+from holdfast.trainer.models.policy import reshard
+from holdfast.trainer.models.scalar_model import build_scalar_model, predict_values
+from holdfast.trainer.optim.optimizers import build_optimizer, clip_gradients, update_parameters
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.rl.advantages.gae import explained_variance, value_loss, value_sums
+from holdfast.trainer.rl.minibatches import Minibatch, annotate
+from holdfast.trainer.rl.rollouts import RETURN, VALUE
+from holdfast.trainer.train_state import ModelState
+
+
+class Critic:
+    """Model, optimizer and statistics of the critic.
+
+    Args:
+        model_config: how it is held in memory, and where it starts from unless `config.name` says otherwise.
+    """
+
+    def __init__(self, config: CriticConfig, model_config: TrainedModelConfig, parallel: Parallel, *, seed: int):
+        self._config = config
+        self._parallel = parallel
+        init = model_config.init if config.name is None else "pretrained"
+        own = model_config.model_copy(update={"name": config.name or model_config.name, "lora": None, "init": init})
+        self.model = build_scalar_model(own, parallel, seed=seed, head="zero")
+        self.optimizer = build_optimizer(self.model.hf_model, config.optim)
+        self.state = ModelState(self.model, self.optimizer)
+        self._sums: dict[str, float] = {}
+
+    def measure(self, minibatches: Sequence[Minibatch]) -> None:
+        """Give every sample the values before its targets, as `per_token[VALUE]`. Collective."""
+        self.model.eval()
+        annotate(
+            [VALUE],
+            lambda micro: [predict_values(self.model, micro)],
+            minibatches,
+            self._parallel,
+            pack=self.model.layout.packs,
+        )
+        reshard(self.model)
+        self.model.train()
+
+    def update(self, minibatch: Minibatch, *, lr: float) -> None:
+        """Take one optimizer step towards the returns of the minibatch: the mean over its tokens. Collective.
+
+        Raises:
+            TrainingError: loss or gradient is not finite; nothing was changed.
+        """
+        num_targets = max(1, minibatch.num_targets)
+        own = {"value_loss": 0.0, "value_clip_fraction": 0.0}
+        for indices in minibatch.micro_batches:
+            micro = build_micro_batch(
+                minibatch.samples, indices, pack=self.model.layout.packs, device=self._parallel.device
+            )
+            values_N = predict_values(self.model, micro)
+            weights_N = torch.full_like(values_N, 1 / num_targets)
+            returns_N = micro.per_token[RETURN]
+            loss, counts = value_loss(values_N, micro.per_token[VALUE], returns_N, weights_N, clip=self._config.clip)
+            # FSDP averages gradients over ranks; the weights sum to one over all of them.
+            (loss * self._parallel.world_size).backward()
+            own["value_loss"] += float(loss.detach())
+            own["value_clip_fraction"] += float(counts["value_clip_fraction"]) / num_targets
+            self._add(
+                {f"of_values/{name}": value for name, value in value_sums(returns_N, micro.per_token[VALUE]).items()}
+            )
+        norm = clip_gradients(self.model, self._config.optim.max_grad_norm)
+        summed = self._parallel.sum(own)
+        if not torch.isfinite(torch.tensor([summed["value_loss"], norm])).all():
+            raise TrainingError(
+                f"the critic's loss is {summed['value_loss']}, its gradient norm is {norm}. Nothing of this step was "
+                "saved or published. Lower critic.optim.lr, or look at this step's rewards; then go on with "
+                "--ckpt.resume-step latest."
+            )
+        update_parameters(self.optimizer, lr=lr)
+        self._add(summed | {"updates": 1.0, "value_grad_norm": norm})
+
+    def _add(self, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return `value_loss`, `value_clip_fraction`, `value_grad_norm` as means over the updates since the last call,
+        and `explained_variance` of the values before the step. Collective.
+        """
+        sums, self._sums = self._sums, {}
+        num_updates = sums.pop("updates")
+        prefix = "of_values/"
+        own = {name.removeprefix(prefix): sums.pop(name) for name in list(sums) if name.startswith(prefix)}
+        metrics = {name: value / num_updates for name, value in sums.items()}
+        return metrics | {"explained_variance": explained_variance(**self._parallel.sum(own))}

@@ -1,0 +1,317 @@
+"""One step of RL: from a batch of rollouts to changed weights.
+
+    learn: rollouts -> samples -> measure (no gradient) -> rewards and advantages -> updates -> averages, replay
+
+What the parts are: `holdfast.trainer.rl.parts`. With the default settings there is nothing to measure, and one update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from holdfast.shared.config import TrainerConfig
+from holdfast.shared.config.advantages import TOKEN_ADVANTAGES
+from holdfast.shared.config.algorithm import UpdatesConfig
+from holdfast.shared.config.schedule import learning_rate
+from holdfast.shared.errors import ConfigError
+from holdfast.shared.wire.rollouts import Batch, Rollout
+from holdfast.shared.wire.sampling import Sampling
+from holdfast.trainer.data.packing import MicroBatch, Sample
+from holdfast.trainer.models.logprobs import Reading
+from holdfast.trainer.models.policy import Policy, reshard
+from holdfast.trainer.optim.optimizers import clip_gradients, update_parameters
+from holdfast.trainer.rl import experience
+from holdfast.trainer.rl.advantages.chosen import choose_advantages
+from holdfast.trainer.rl.losses import policy_loss
+from holdfast.trainer.rl.losses.entropy_term import with_entropy_bonus
+from holdfast.trainer.rl.losses.kl_term import with_distillation_term, with_kl_term
+from holdfast.trainer.rl.metrics import PolicyStatistics
+from holdfast.trainer.rl.minibatches import Minibatch, annotate, plan_epochs
+from holdfast.trainer.rl.mismatch import MismatchCheck
+from holdfast.trainer.rl.parts import RlParts
+from holdfast.trainer.rl.pretraining import PretrainingMix
+from holdfast.trainer.rl.rewards.environment_rewards import rewards_of_batch
+from holdfast.trainer.rl.rollouts import (
+    AGE,
+    OLD_ENTROPY,
+    OLD_LOGPROB,
+    REFERENCE_LOGPROB,
+    assign_advantages,
+    group_rollouts,
+    to_samples,
+    without_truncated,
+)
+from holdfast.trainer.rl.step import policy_step
+from holdfast.trainer.rl.token_selection import select_tokens
+from holdfast.trainer.session import Session
+from holdfast.trainer.step import Stopwatch, check_finite, predict
+
+
+class Learner:
+    """Trains the policy, and what is trained beside it, on one batch after another."""
+
+    def __init__(
+        self, config: TrainerConfig, session: Session[Policy], parts: RlParts, pretraining: PretrainingMix | None
+    ) -> None:
+        self._config = config
+        self._session = session
+        self._parallel = session.parallel
+        self._policy = session.policy
+        self._parts = parts
+        self._pretraining = pretraining
+        self._loss = policy_loss(config.loss)
+        self._mismatch = MismatchCheck(config, session.policy, session.parallel)
+        self._advantage = None if config.advantage in TOKEN_ADVANTAGES else choose_advantages(config)
+        kl = config.kl
+        if kl is not None and parts.kl is not None and kl.place == "loss" and kl.coef > 0:
+            assert kl.estimator is not None  # the config fills it in
+            self._loss = with_kl_term(self._loss, config.loss, parts.kl, kl.estimator, unbiased=kl.unbiased)
+        distillation = config.distillation
+        self._teacher = None
+        if distillation is not None and distillation.divergence == "full":
+            self._teacher = parts.reference
+            self._loss = with_distillation_term(self._loss, config.loss, distillation.coef)
+        if parts.entropy is not None:
+            self._loss = with_entropy_bonus(self._loss, parts.entropy)
+
+    def learn(self, batch: Batch, stopwatch: Stopwatch, *, is_foreign: bool = False) -> dict[str, float]:
+        """Train on the batch of the next step; return its metrics. Collective.
+
+        Args:
+            is_foreign: other weights than the published ones of its version sampled it, so its log-probabilities
+                say nothing about whether the engine computes the same model.
+
+        Raises:
+            TrainingError: something is not finite, or the engine computes another model; then the step must not
+                be published or saved.
+        """
+        step, config, parts = batch.step, self._config, self._parts
+        fresh = group_rollouts(batch.rollouts)
+        old = parts.replay.sample(step, config.replay.groups) if parts.replay and config.replay else []
+        groups = fresh + old
+        rollouts = [rollout for group in groups for rollout in group]
+        samples = to_samples(rollouts, trained_version=step - 1)
+        trained = without_truncated(samples, rollouts) if config.rewards.truncated == "mask" else samples
+        epochs = self._plan(step, trained, config.updates)
+        reading = Reading(_learned_distribution(batch, config))
+        with stopwatch.phase("experience"):
+            left_out = [sample for sample, own in zip(samples, trained, strict=True) if own is not sample]
+            self._measure(reading, [*epochs[0], *self._plan(step, left_out, UpdatesConfig())[0]])
+            metrics = self._judge(groups, samples, trained, num_fresh=len(fresh))
+        self._mismatch.begin(
+            step,
+            batch.rollouts,
+            trained,
+            lambda found: self._annotate([OLD_LOGPROB], self._policy, reading, found),
+            is_foreign=is_foreign,
+            is_truncated=reading.sampling.is_truncated,
+        )
+        entropy = parts.entropy
+        has_bonus = entropy is not None and entropy.coef > 0
+        learning = replace(reading, entropy_gradient=has_bonus or ":" in config.loss.type)  # the user's may need it
+        metrics |= {"entropy_coef": entropy.coef} if entropy is not None else {}
+        metrics |= self._update(step, learning, trained, epochs, stopwatch)
+        metrics |= self._steer_kl(step, samples[: len(batch.rollouts)])
+        if entropy is not None and self._trains_policy(step) and any(sample.num_targets for sample in trained):
+            entropy.update(metrics["entropy"])
+        parts.after_step(step, self._policy)
+        if parts.replay is not None:
+            parts.replay.add(step, fresh)
+            metrics["replay/groups"] = float(len(old))
+        return metrics
+
+    def _plan(self, step: int, samples: Sequence[Sample], updates: UpdatesConfig) -> list[list[Minibatch]]:
+        config = self._config
+        return plan_epochs(
+            samples,
+            updates,
+            row_tokens=config.row_tokens,
+            arrangement=self._policy.layout.arrangement(pack=True),
+            parallel=self._parallel,
+            seed=config.seed,
+            step=step,
+        )
+
+    def _judge(
+        self, groups: list[list[Rollout]], samples: list[Sample], trained: list[Sample], *, num_fresh: int
+    ) -> dict[str, float]:
+        """Give every sample its advantages; return metrics.
+
+        Args:
+            samples: of the rollouts, measured.
+            trained: the same, with an empty mask where a rollout is not trained.
+            num_fresh: groups of this batch; those after them are replayed.
+        """
+        config, parts = self._config, self._parts
+        rewards_PG, metrics = rewards_of_batch(groups, samples, config, parts, num_fresh=num_fresh)
+        penalty = None
+        if config.kl is not None and parts.kl is not None:
+            metrics["kl_coef"] = parts.kl.coef
+            if config.kl.place == "reward" and config.kl.coef > 0:
+                assert config.kl.estimator is not None  # the config fills it in
+                penalty = experience.Penalty(parts.kl.coef, config.kl.estimator)
+        masks = config.rewards.truncated == "mask"
+        judged = experience.judge_rollouts(groups, samples, rewards_PG, penalty, mask_truncated=masks)
+        if config.critic is not None:
+            experience.critic_advantages(samples, judged, config.critic)
+            if config.critic.whiten:
+                experience.whiten_advantages(trained)
+        elif self._advantage is not None:
+            assign_advantages(samples, self._advantage(judged))
+        else:
+            assign_advantages(samples, [[0.0 for _ in group] for group in groups])
+        if config.distillation is not None and config.distillation.divergence == "sampled":
+            metrics |= experience.add_distillation(trained, config.distillation.coef)
+        return metrics | experience.advantage_metrics(trained)
+
+    def _trains_policy(self, step: int) -> bool:
+        """Whether `step` trains the policy, which the first steps of a run may leave as it is."""
+        critic = self._config.critic
+        return critic is None or step > critic.warmup_steps
+
+    def _steer_kl(self, step: int, samples: Sequence[Sample]) -> dict[str, float]:
+        """Take the divergence of the fresh samples before this step into the coefficient of the next; return it."""
+        coefficient, sampled = self._parts.kl, [sample for sample in samples if sample.num_targets]
+        measured = self._needs_old_logprobs and self._needs_reference_logprobs
+        if coefficient is None or not measured or not sampled:
+            return {}
+        sums = experience.kl_of_sequences(sampled)
+        mean = math.fsum(sums) / len(sums)
+        if self._trains_policy(step):
+            coefficient.update(mean, len(sums))
+        return {"kl/sequence": mean}
+
+    @property
+    def _needs_old_logprobs(self) -> bool:
+        """Whether log-probabilities before the step are needed beside those of the update."""
+        config, kl, distillation = self._config, self._config.kl, self._config.distillation
+        several = config.updates.epochs * config.updates.minibatches > 1
+        for_kl = kl is not None and (kl.target is not None or (kl.place == "reward" and kl.coef > 0))
+        judges = distillation is not None and distillation.divergence == "sampled"
+        of_step = judges or "online_dpo" in config.advantages
+        return several or for_kl or of_step or config.loss.selects_tokens
+
+    @property
+    def _needs_reference_logprobs(self) -> bool:
+        """Whether the reference is measured before the update; a teacher of whole vocabularies is read within it."""
+        kl, compares = self._config.kl, "online_dpo" in self._config.advantages
+        return kl is not None and (self._teacher is None or kl.coef > 0 or compares)
+
+    def _measure(self, reading: Reading, minibatches: Sequence[Minibatch]) -> None:
+        """Give every sample the numbers that no gradient is needed for. Collective."""
+        if self._needs_old_logprobs:
+            names = [OLD_LOGPROB, OLD_ENTROPY] if self._config.loss.top_entropy_share < 1 else [OLD_LOGPROB]
+            self._annotate(names, self._policy, reading, minibatches)
+        if self._parts.reference is not None and self._needs_reference_logprobs:
+            self._annotate([REFERENCE_LOGPROB], self._parts.reference, reading, minibatches)
+        if self._parts.critic is not None:
+            self._parts.critic.measure(minibatches)
+
+    def _annotate(
+        self, names: Sequence[str], policy: Policy, reading: Reading, minibatches: Sequence[Minibatch]
+    ) -> None:
+        """Give every sample what `names` say of its targets under `policy`, without dropout. Collective."""
+        was_training = policy.training
+        policy.eval()
+
+        def read(micro: MicroBatch) -> list[Tensor]:
+            predicted = predict(policy, micro, reading)
+            return [predicted.entropy_N if name == OLD_ENTROPY else predicted.logprobs_N for name in names]
+
+        annotate(names, read, minibatches, self._parallel, pack=policy.layout.packs)
+        reshard(policy)
+        policy.train(was_training)
+
+    def _update(
+        self,
+        step: int,
+        reading: Reading,
+        samples: list[Sample],
+        epochs: Sequence[Sequence[Minibatch]],
+        stopwatch: Stopwatch,
+    ) -> dict[str, float]:
+        """Take all updates of the step; return their metrics."""
+        config, parts, session = self._config, self._parts, self._session
+        # Every rank sees all samples, so all agree on the names of the metrics.
+        ages = sorted({int(age) for sample in samples for age in set(sample.per_token[AGE][sample.loss_mask].tolist())})
+        statistics = PolicyStatistics(
+            ages, has_reference=all(REFERENCE_LOGPROB in sample.per_token for sample in samples)
+        )
+        critic_alone = not self._trains_policy(step)
+        lr = 0.0 if critic_alone else learning_rate(step, config.optim, config.max_steps)
+        value_lr = learning_rate(step, config.critic.optim, config.max_steps) if config.critic is not None else 0.0
+        done = (step - 1) * config.updates.epochs * config.updates.minibatches
+        grad_norms, pretraining_losses = [], []
+        if critic_alone:
+            with stopwatch.phase("forward"):
+                self._observe(step, reading, epochs[0], statistics)
+        for minibatch in (minibatch for epoch in epochs for minibatch in epoch):
+            if not critic_alone:
+                select_tokens(minibatch, config.loss, seed=config.seed, update=done)
+                with stopwatch.phase("forward_backward"):
+                    loss = self._step(minibatch, statistics, reading)
+                    if self._pretraining is not None:
+                        pretraining_losses.append(self._pretraining.step(self._policy, done, self._parallel))
+                if not grad_norms:
+                    self._mismatch.before_update(step, statistics)
+                with stopwatch.phase("optimizer"):
+                    grad_norms.append(clip_gradients(self._policy, config.optim.max_grad_norm))
+                    check_finite(step, loss=loss, grad_norm=grad_norms[-1])
+                    update_parameters(session.optimizer, lr=lr)
+            if parts.critic is not None:
+                with stopwatch.phase("critic"):
+                    parts.critic.update(minibatch, lr=value_lr)
+            done += 1
+        metrics = statistics.reduce(self._parallel) | {"lr": lr}
+        for name, values in (("grad_norm", grad_norms), ("pretraining_loss", pretraining_losses)):
+            metrics |= {name: sum(values) / len(values)} if values else {}
+        if parts.critic is not None:
+            metrics |= parts.critic.take_metrics() | {"value_lr": value_lr}
+        return metrics
+
+    def _observe(
+        self, step: int, reading: Reading, minibatches: Sequence[Minibatch], statistics: PolicyStatistics
+    ) -> None:
+        """Measure the policy as an update would find it, in a step that does not train it. Collective."""
+        with torch.no_grad():
+            for minibatch in minibatches:
+                self._step(minibatch, statistics, reading)
+        reshard(self._policy)
+        self._mismatch.before_update(step, statistics)
+
+    def _step(self, minibatch: Minibatch, statistics: PolicyStatistics, reading: Reading) -> float:
+        loss = policy_step(
+            self._policy,
+            minibatch,
+            self._loss,
+            self._parallel,
+            statistics,
+            reading=reading,
+            teacher=self._teacher,
+        )
+        if self._teacher is not None:
+            reshard(self._teacher)
+        return loss
+
+
+def _learned_distribution(batch: Batch, config: TrainerConfig) -> Sampling:
+    """Return the distribution over tokens that the step changes: what the policy samples from.
+
+    What a teacher sampled is imitated by the whole distribution: what it never samples must become unlikely.
+
+    Raises:
+        ConfigError: a divergence is asked for, of distributions that have different tokens.
+    """
+    if not batch.weights_digest:
+        return batch.sampling.whole()
+    if batch.sampling.is_truncated and config.kl is not None:
+        raise ConfigError(
+            f"batch {batch.step} was sampled at {batch.sampling}, and trainer.kl compares distributions over all "
+            "tokens: leave orchestrator.sampling.top_p, top_k and min_p at 1, 0 and 0, or leave trainer.kl out"
+        )
+    return batch.sampling

@@ -1,0 +1,52 @@
+"""Divergences as terms of the loss: from the reference, and from a teacher."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from holdfast.shared.config.losses import PolicyLossConfig
+from holdfast.trainer.rl.kl import KlCoefficient, KlEstimator, estimate_kl
+from holdfast.trainer.rl.losses.base import PolicyLoss, PolicyLossInput, bounded, token_weights
+
+
+def with_kl_term(
+    loss: PolicyLoss,
+    config: PolicyLossConfig,
+    coefficient: KlCoefficient,
+    estimator: KlEstimator,
+    *,
+    unbiased: bool = False,
+) -> PolicyLoss:
+    """Return `loss + coef * sum_t w_t KL_t` (Shao et al. 2024, "DeepSeekMath", which has k3 there).
+
+    The weights w, and so the denominator, are those of the loss itself. `unbiased` multiplies the estimate of each
+    token by its ratio of policy to sampler, with its gradient (DeepSeek-AI 2025, "DeepSeek-V3.2", eq. 7): then k1 and
+    k3 have the gradient of KL(policy || reference), also on tokens of older weights.
+    """
+
+    def penalised(data: PolicyLossInput) -> tuple[Tensor, dict[str, Tensor]]:
+        assert data.reference_logprobs_N is not None, "a KL term needs a reference"
+        value, counts = loss(data)
+        kl_N = estimate_kl(data.logprobs_N, data.reference_logprobs_N, estimator)
+        if unbiased:
+            kl_N = kl_N * bounded(data.logprobs_N - data.sampler_logprobs_N).exp()
+        return value + coefficient.coef * (token_weights(data, config) * kl_N).sum(), counts
+
+    return penalised
+
+
+def with_distillation_term(loss: PolicyLoss, config: PolicyLossConfig, coef: float) -> PolicyLoss:
+    """Return `loss + coef * sum_t w_t KL(policy || teacher)_t`, the divergence over the whole vocabulary at each token.
+
+    The reverse KL of Gu et al. 2024, "MiniLLM", and Agarwal et al. 2024, "On-Policy Distillation of Language Models",
+    on rollouts of the policy; how an earlier token leads to a later one carries no gradient. The weights w are those
+    of the loss itself.
+    """
+
+    def taught(data: PolicyLossInput) -> tuple[Tensor, dict[str, Tensor]]:
+        assert data.teacher_kl_N is not None, "a distillation term needs a teacher"
+        value, counts = loss(data)
+        term = (token_weights(data, config) * data.teacher_kl_N).sum()
+        return value + coef * term, counts | {"distillation/kl": data.teacher_kl_N.detach().sum()}
+
+    return taught

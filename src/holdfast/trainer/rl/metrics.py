@@ -1,0 +1,101 @@
+"""Statistics of an RL step over the trained tokens of all its updates, micro-batches and ranks.
+
+Shape legend: N predicted tokens of one forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.rl.losses import PolicyLossInput
+from holdfast.trainer.supervised.loss import k3
+
+_QUANTILES = (0.5, 0.95, 0.99)
+_CLIPPED = ("clip_fraction/low", "clip_fraction/high", "clip_fraction/dual")
+_OF_TOKENS = ("entropy", "ppo_kl", "mismatch_kl", *_CLIPPED)
+
+
+class PolicyStatistics:
+    """Sums of this rank, reduced once a step.
+
+    Args:
+        ages: every version age of the step's tokens, so that all ranks agree on the names.
+        has_reference: whether the tokens have log-probabilities under a reference.
+    """
+
+    def __init__(self, ages: Sequence[int], *, has_reference: bool) -> None:
+        self._ages = ages
+        self._sums = dict.fromkeys(_OF_TOKENS, 0.0) | {"loss": 0.0, "tokens": 0.0, "updates": 0.0}
+        if has_reference:
+            self._sums["ref_kld"] = 0.0
+        for age in ages:
+            self._sums |= {f"mismatch_kl/age_{age}": 0.0, f"tokens/age_{age}": 0.0}
+        self._largest = 0.0
+        self._ratios: list[Tensor] = []
+
+    def add_update(self, loss: float) -> None:
+        """Count one update; `loss` is this rank's part."""
+        self._sums["loss"] += loss
+        self._sums["updates"] += 1
+
+    def add(self, data: PolicyLossInput, counts: Mapping[str, Tensor], entropy_N: Tensor, age_N: Tensor) -> None:
+        """Add the tokens of one forward pass.
+
+        Args:
+            counts: the loss's own counts of tokens.
+            entropy_N: in nats.
+            age_N: versions by which the sampler was older.
+        """
+        for name, count in counts.items():
+            self._sums[name] = self._sums.get(name, 0.0) + float(count)
+        if entropy_N.numel() == 0:
+            return
+        new_N, old_N = data.logprobs_N.detach().double(), data.old_logprobs_N.double()
+        log_ratio_N = old_N - data.sampler_logprobs_N.double()
+        mismatch_N = k3(log_ratio_N)
+        self._sums["tokens"] += entropy_N.numel()
+        self._sums["entropy"] += float(entropy_N.double().sum())
+        self._sums["ppo_kl"] += float(k3(new_N - old_N).sum())
+        self._sums["mismatch_kl"] += float(mismatch_N.sum())
+        if data.reference_logprobs_N is not None:
+            self._sums["ref_kld"] += float(k3(data.reference_logprobs_N.double() - new_N).sum())
+        for age in self._ages:
+            chosen_N = age_N == age
+            self._sums[f"mismatch_kl/age_{age}"] += float(mismatch_N[chosen_N].sum())
+            self._sums[f"tokens/age_{age}"] += float(chosen_N.sum())
+        self._largest = max(self._largest, float(log_ratio_N.abs().max()))
+        self._ratios.append(log_ratio_N.exp().cpu())
+
+    def fresh_mismatch(self, parallel: Parallel) -> float | None:
+        """Return the mean `mismatch_kl` so far of tokens of age 0; None where there are none. Collective."""
+        names = ("mismatch_kl/age_0", "tokens/age_0")
+        sums = parallel.sum({name: self._sums.get(name, 0.0) for name in names})
+        return sums[names[0]] / sums[names[1]] if sums[names[1]] else None
+
+    def reduce(self, parallel: Parallel) -> dict[str, float]:
+        """Return the metrics of the step, the same on every rank. Collective.
+
+        All are means over trained tokens but these: `loss`, the mean of the updates; `mismatch/ratio_*`,
+        quantiles and maximum of trainer over sampler; `mismatch/max_log_ratio`, in either direction.
+        """
+        ratios = torch.cat([*self._ratios, torch.zeros(0, dtype=torch.float64)])
+        ratios = parallel.concatenate(ratios)
+        sums = parallel.sum(self._sums)
+        num_tokens, num_updates = max(1.0, sums.pop("tokens")), max(1.0, sums.pop("updates") / parallel.world_size)
+        metrics = {"loss": sums.pop("loss") / num_updates}
+        of_ages = {age: sums.pop(f"tokens/age_{age}") for age in self._ages}
+        for name, value in sums.items():
+            age = name.removeprefix("mismatch_kl/age_")
+            metrics[name] = value / (max(1.0, of_ages[int(age)]) if age != name else num_tokens)
+        metrics["clip_fraction"] = sum(metrics[name] for name in _CLIPPED)
+        metrics |= parallel.max({"mismatch/max_log_ratio": self._largest})
+        if len(ratios):
+            found = torch.sort(ratios).values
+            places = {f"p{round(100 * share)}": round(share * (len(found) - 1)) for share in _QUANTILES}
+            places["max"] = len(found) - 1
+            metrics |= {f"mismatch/ratio_{name}": float(found[place]) for name, place in places.items()}
+        return metrics

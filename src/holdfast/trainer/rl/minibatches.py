@@ -1,0 +1,107 @@
+"""A step's samples as minibatches: one optimizer update each, packed and dealt to the ranks.
+
+The same plan serves the passes that only measure (log-probabilities before the step, under the
+reference, values) and the training: equal rows give equal bits, so a ratio that should be 1 is 1.
+
+Shape legend: T targets of a minibatch, N those of one forward pass, K names of what is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.shared.config.algorithm import UpdatesConfig
+from holdfast.trainer.data.packing import Arrangement, MicroBatch, Sample, build_micro_batch, plan_rows
+from holdfast.trainer.parallel import Parallel
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """What one optimizer update trains on.
+
+    Attributes:
+        samples: of all ranks.
+        micro_batches: this rank's forward passes, as indices into `samples`.
+    """
+
+    samples: list[Sample]
+    micro_batches: list[list[int]]
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens trained, on all ranks."""
+        return sum(sample.num_targets for sample in self.samples)
+
+
+def plan_epochs(
+    samples: Sequence[Sample],
+    config: UpdatesConfig,
+    *,
+    row_tokens: int,
+    parallel: Parallel,
+    seed: int,
+    step: int,
+    arrangement: Arrangement,
+) -> list[list[Minibatch]]:
+    """Return the minibatches of each epoch; every sample is in one of each epoch.
+
+    With several minibatches the samples are shuffled, anew in every epoch, as a function of seed, step
+    and epoch alone (numpy never changes what its SeedSequence gives).
+    """
+    epochs = []
+    for epoch in range(config.epochs):
+        order = np.arange(len(samples))
+        if config.minibatches > 1:
+            keys = np.random.SeedSequence(seed, spawn_key=(step, epoch)).generate_state(len(samples), np.uint64)
+            order = np.argsort(keys, kind="stable")
+        parts = [part for part in np.array_split(order, config.minibatches) if len(part)]
+        epochs.append([_plan([samples[index] for index in part], row_tokens, arrangement, parallel) for part in parts])
+    return epochs
+
+
+def _plan(samples: list[Sample], row_tokens: int, arrangement: Arrangement, parallel: Parallel) -> Minibatch:
+    plan = plan_rows(
+        [len(sample.token_ids) for sample in samples],
+        arrangement=arrangement,
+        budget=row_tokens,
+        rows_per_micro_batch=1,
+        world_size=parallel.world_size,
+    )
+    return Minibatch(samples, plan[parallel.rank])
+
+
+@torch.no_grad()
+def annotate(
+    names: Sequence[str],
+    forward: Callable[[MicroBatch], Sequence[Tensor]],
+    minibatches: Sequence[Minibatch],
+    parallel: Parallel,
+    *,
+    pack: bool,
+) -> None:
+    """Give every sample what `forward` says about its targets, as `per_token` of those names, 0 elsewhere. Collective.
+
+    Args:
+        forward: from the micro-batch to one number per target, (N,), for each name.
+        pack: whether the samples of a micro-batch share a row.
+    """
+    for minibatch in minibatches:
+        counts = [sample.num_targets for sample in minibatch.samples]
+        ends = np.cumsum(counts)
+        found_KT = torch.zeros(len(names), int(ends[-1]), dtype=torch.float32)
+        for indices in minibatch.micro_batches:
+            micro = build_micro_batch(minibatch.samples, indices, pack=pack, device=parallel.device)
+            values_KN = torch.stack([values_N.float() for values_N in forward(micro)]).cpu()
+            for index, part_KN in zip(indices, values_KN.split([counts[index] for index in indices], 1), strict=True):
+                found_KT[:, ends[index] - counts[index] : ends[index]] = part_KN
+        # Every target is one rank's; the others add zero, which changes no bit.
+        parts = np.split(parallel.sum_tensor(found_KT).numpy(), ends[:-1], axis=1)
+        for sample, part_KT in zip(minibatch.samples, parts, strict=True):
+            for name, part_T in zip(names, part_KT, strict=True):
+                sample.per_token[name] = np.zeros(len(sample.token_ids), dtype=np.float32)
+                sample.per_token[name][sample.targets] = part_T

@@ -1,0 +1,168 @@
+"""What an RL run has beside policy and optimizer: the parts that its algorithm asks for, and their state.
+
+Every part is in the checkpoints: tensors as `PART.*`, values below `PART`, the replay buffer as a file.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from holdfast.shared.config import TrainerConfig
+from holdfast.shared.errors import DataError
+from holdfast.shared.files.checkpoints import TRAINER_DIR
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.process.events import report
+from holdfast.trainer.checkpoints.commit import Attachment
+from holdfast.trainer.checkpoints.plain_state import State
+from holdfast.trainer.data.samples import refuse_other_tokens
+from holdfast.trainer.models.loading import trained_tensors
+from holdfast.trainer.models.policy import Policy, build_policy
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.rl.critic import Critic
+from holdfast.trainer.rl.ema import Ema
+from holdfast.trainer.rl.entropy import EntropyCoefficient
+from holdfast.trainer.rl.frozen import FollowingModel, FrozenModel, freeze
+from holdfast.trainer.rl.kl import KlCoefficient
+from holdfast.trainer.rl.replay import ReplayBuffer
+from holdfast.trainer.rl.rewards.moments import RunningMoments
+from holdfast.trainer.rl.rewards.reward_model import RewardModel
+from holdfast.trainer.self_check import check_model
+
+_REPLAY_NAME = f"{TRAINER_DIR}/replay.msgpack"
+
+
+class RlParts:
+    """The parts of one run; None where the configuration has no use for one. Collective to make.
+
+    Raises:
+        ConfigError: a setting is missing.
+        DataError: a model cannot be loaded, or knows the policy's tokens by other ids.
+    """
+
+    def __init__(self, config: TrainerConfig, parallel: Parallel) -> None:
+        self._config = config
+        self._parallel = parallel
+        self._state: dict[str, State] = {}
+        self.kl: KlCoefficient | None = None
+        self.entropy: EntropyCoefficient | None = None
+        self.reference: Policy | None = None
+        self.following: FollowingModel | None = None
+        self.critic: Critic | None = None
+        self.reward_model: RewardModel | None = None
+        self.moments: RunningMoments | None = None
+        self.ema: Ema | None = None
+        self.replay: ReplayBuffer | None = None
+        if config.kl is not None:
+            name = _reference_name(config)
+            report("loading the reference", model=name)
+            # One that is named has its own weights, also beside a policy that begins with random ones.
+            init = config.model.init if config.kl.reference is None else "pretrained"
+            if config.kl.reference is not None:
+                refuse_other_tokens(name, config.model.tokenizer_name, key="kl.reference")
+            model = config.model.model_copy(update={"name": name, "lora": None, "init": init})
+            self.reference = build_policy(model, parallel, seed=config.seed)
+            freeze(self.reference)
+            if config.kl.refresh_interval is None:
+                self._state["reference"] = FrozenModel(name, self.reference.hf_model, key="kl.reference")
+            self.kl = KlCoefficient(config.kl.coef, target=config.kl.target, horizon=config.kl.horizon)
+            self._state["kl"] = self.kl
+        if config.loss.entropy.coef > 0 or config.loss.entropy.target is not None:
+            self._state["entropy"] = self.entropy = EntropyCoefficient(config.loss.entropy)
+        if config.critic is not None:
+            report("loading the critic", model=config.critic.name or config.model.name)
+            if config.critic.name is not None:
+                refuse_other_tokens(config.critic.name, config.model.tokenizer_name, key="critic.name")
+            self.critic = Critic(config.critic, config.model, parallel, seed=config.seed)
+            self._state["critic"] = self.critic.state
+        if config.reward_model is not None:
+            name = config.reward_model.name
+            report("loading the reward model", model=name)
+            self.reward_model = RewardModel(name, config.model, parallel)
+            self._state["reward_model"] = FrozenModel(name, self.reward_model.model.hf_model, key="reward_model.name")
+        if config.rewards.scale == "running":
+            self._state["reward_moments"] = self.moments = RunningMoments()
+        if config.replay is not None:
+            self.replay = ReplayBuffer(config.replay.capacity, max_age=config.replay.max_age, seed=config.seed)
+
+    def begin(self, policy: Policy) -> tuple[dict[str, State], list[torch.optim.Optimizer]]:
+        """Return the state of the parts by name, and the optimizers that change it.
+
+        Args:
+            policy: with the weights that a new run begins with.
+
+        Raises:
+            DataError: the reference cannot do for the policy what it is to.
+        """
+        tensors, kl = trained_tensors(policy.hf_model), self._config.kl
+        if self._config.ema is not None:
+            self._state["ema"] = self.ema = Ema(tensors, decay=self._config.ema.decay)
+        if kl is not None and kl.refresh_interval is not None and self.reference is not None:
+            name, hf_model = _reference_name(self._config), self.reference.hf_model
+            self._state["reference"] = self.following = FollowingModel(
+                name, hf_model, tensors, interval=kl.refresh_interval, mixup=kl.refresh_mixup
+            )
+        distillation = self._config.distillation
+        if distillation is not None and distillation.divergence == "full" and self.reference is not None:
+            _check_comparable(policy, self.reference, name=_reference_name(self._config))
+        return self._state, [self.critic.optimizer] if self.critic is not None else []
+
+    def resume(self, run_dir: RunDir, step: int) -> None:
+        """Take over from the checkpoint of `step` what its tensors and values do not hold.
+
+        Raises:
+            CheckpointError: the replay buffer cannot be read.
+        """
+        path = run_dir.checkpoint(step) / _REPLAY_NAME
+        if self.replay is None or step == 0:
+            return
+        if path.exists():
+            self.replay.decode(path.read_bytes())
+        else:
+            report(f"WARNING: the checkpoint of step {step} holds no replay buffer: it starts afresh")
+
+    def after_step(self, step: int, policy: Policy) -> None:
+        """Take the weights that `step` has made into what follows them."""
+        tensors = trained_tensors(policy.hf_model)
+        if self.ema is not None:
+            self.ema.update(tensors)
+        if self.following is not None:
+            self.following.after_step(step, tensors)
+
+    def check_models(self) -> None:
+        """Compare every model beside the policy with transformers' own forward pass. Collective.
+
+        Raises:
+            DataError: one differs.
+        """
+        config, dtype = self._config, self._config.model.dtype
+        if config.kl is not None and self.reference is not None:
+            check_model(self.reference, self._parallel, name=_reference_name(config), pack=True, dtype=dtype)
+        if config.critic is not None and self.critic is not None:
+            name = config.critic.name or config.model.name
+            check_model(self.critic.model, self._parallel, name=name, pack=True, dtype=dtype)
+        if config.reward_model is not None and self.reward_model is not None:
+            name = config.reward_model.name
+            check_model(self.reward_model.model, self._parallel, name=name, pack=True, dtype=dtype)
+
+    def attachments(self) -> dict[str, Attachment]:
+        """Return what makes the files that belong into every checkpoint."""
+        return {_REPLAY_NAME: self.replay.encode} if self.replay is not None else {}
+
+
+def _reference_name(config: TrainerConfig) -> str:
+    assert config.kl is not None
+    return config.kl.reference or config.model.name
+
+
+def _check_comparable(policy: Policy, teacher: Policy, *, name: str) -> None:
+    own, other = (one.hf_model.config.get_text_config().vocab_size for one in (policy, teacher))
+    if own != other:
+        raise DataError(
+            f"distillation.divergence = 'full' compares whole vocabularies: kl.reference = '{name}' has {other} "
+            f"tokens, the policy {own}. Set distillation.divergence = 'sampled', or name a teacher with the same"
+        )
+    if policy.layout.packs != teacher.layout.packs:
+        raise DataError(
+            f"distillation.divergence = 'full' has the teacher read the rows of the policy, and only one of them takes "
+            f"several samples a row (kl.reference = '{name}'): set distillation.divergence = 'sampled'"
+        )

@@ -1,0 +1,59 @@
+"""The learned reward model of an RL run: frozen, beside the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from holdfast.shared.config.trainer import TrainedModelConfig
+from holdfast.shared.errors import DataError
+from holdfast.trainer.data.packing import Sample, plan_rows
+from holdfast.trainer.data.samples import refuse_other_tokens
+from holdfast.trainer.models.loading import is_classifier, load_model_config
+from holdfast.trainer.models.policy import reshard
+from holdfast.trainer.models.scalar_model import build_scalar_model, score_samples
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.rl.frozen import freeze
+
+
+class RewardModel:
+    """Scores whole sequences: the value at their last token, as `reward-model` trains it.
+
+    Args:
+        name: directory that `reward-model` published, or a hub model with one score; with the policy's tokenizer.
+        model_config: how it is held in memory.
+
+    Raises:
+        DataError: it cannot be loaded, is no reward model, or knows the policy's tokens by other ids.
+    """
+
+    def __init__(self, name: str, model_config: TrainedModelConfig, parallel: Parallel) -> None:
+        if not is_classifier(load_model_config(name)):
+            raise DataError(
+                f"reward_model.name = '{name}' is a language model without a score. Train one with `reward-model`, or "
+                "name the directory of a model for sequence classification with num_labels = 1."
+            )
+        refuse_other_tokens(name, model_config.tokenizer_name, key="reward_model.name")
+        own = model_config.model_copy(update={"name": name, "init": "pretrained", "lora": None})
+        self.model = build_scalar_model(own, parallel, seed=0)
+        self._parallel = parallel
+        freeze(self.model)
+
+    @torch.no_grad()
+    def score(self, samples: Sequence[Sample], *, row_tokens: int) -> list[float]:
+        """Return the score of every sample, the same on every rank. Collective."""
+        plan = plan_rows(
+            [len(sample.token_ids) for sample in samples],
+            arrangement=self.model.layout.arrangement(pack=True),
+            budget=row_tokens,
+            rows_per_micro_batch=1,
+            world_size=self._parallel.world_size,
+        )
+        scores_S = torch.zeros(len(samples))
+        for indices in plan[self._parallel.rank]:
+            found = score_samples(self.model, samples, indices, pack=True, device=self._parallel.device)
+            scores_S[indices] = found.cpu()
+        reshard(self.model)
+        # Every sample is one rank's; the others add zero, which changes no bit.
+        return self._parallel.sum_tensor(scores_S).tolist()

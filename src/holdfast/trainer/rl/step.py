@@ -1,0 +1,79 @@
+"""Forward and backward of one update of the policy.
+
+Shape legend: N predicted tokens of one forward pass.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from holdfast.trainer.data.packing import build_micro_batch
+from holdfast.trainer.models.logprobs import Reading
+from holdfast.trainer.models.policy import Policy
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.rl.losses import PolicyLoss, PolicyLossInput
+from holdfast.trainer.rl.metrics import PolicyStatistics
+from holdfast.trainer.rl.minibatches import Minibatch
+from holdfast.trainer.rl.rollouts import (
+    ADVANTAGE,
+    AGE,
+    HIGH_COVARIANCE,
+    OLD_LOGPROB,
+    REFERENCE_LOGPROB,
+    SAMPLER_LOGPROB,
+    SELECTED,
+)
+from holdfast.trainer.step import predict
+
+
+def policy_step(
+    policy: Policy,
+    minibatch: Minibatch,
+    loss_function: PolicyLoss,
+    parallel: Parallel,
+    statistics: PolicyStatistics,
+    *,
+    reading: Reading,
+    teacher: Policy | None = None,
+) -> float:
+    """Accumulate the gradients of one update; return its loss, of all ranks. Collective.
+
+    Args:
+        teacher: what `PolicyLossInput.teacher_kl_N` measures the divergence from; its parameters stay whole.
+
+    Where samples have no log-probabilities from before the step, the weights have not changed since:
+    the update is the only one of its step. Under `torch.no_grad` the forward passes are made alone, for `statistics`.
+    """
+    samples = minibatch.samples
+    num_targets = minibatch.num_targets
+    weights = [1 / (len(samples) * max(1, sample.num_targets)) for sample in samples]
+    weights_S = torch.tensor(weights, dtype=torch.float32, device=parallel.device)
+    own_loss = 0.0
+    for indices in minibatch.micro_batches:
+        micro = build_micro_batch(samples, indices, pack=policy.layout.packs, device=parallel.device)
+        predicted = predict(policy, micro, reading, teacher=teacher)
+        logprobs_N = predicted.logprobs_N
+        data = PolicyLossInput(
+            logprobs_N=logprobs_N,
+            old_logprobs_N=micro.per_token.get(OLD_LOGPROB, logprobs_N.detach()),
+            sampler_logprobs_N=micro.per_token[SAMPLER_LOGPROB],
+            reference_logprobs_N=micro.per_token.get(REFERENCE_LOGPROB),
+            advantages_N=micro.per_token[ADVANTAGE],
+            entropy_N=predicted.entropy_N,
+            teacher_kl_N=predicted.teacher_kl_N,
+            weights_N=weights_S[micro.sample_index_N],
+            correction_N=torch.ones_like(logprobs_N),
+            selected_N=micro.per_token.get(SELECTED, torch.ones_like(logprobs_N)),
+            high_covariance_N=micro.per_token.get(HIGH_COVARIANCE, torch.zeros_like(logprobs_N)),
+            sequence_N=micro.sample_index_N,
+            step_sequences=len(samples),
+            step_tokens=num_targets,
+        )
+        loss, counts = loss_function(data)
+        if torch.is_grad_enabled():
+            # FSDP averages gradients over ranks; the weights sum to one over all of them.
+            (loss * parallel.world_size).backward()
+        own_loss += float(loss.detach())
+        statistics.add(data, counts, predicted.entropy_N.detach(), micro.per_token[AGE])
+    statistics.add_update(own_loss)
+    return parallel.sum({"loss": own_loss})["loss"]

@@ -1,0 +1,192 @@
+"""When a training program saves: every so many steps or minutes, at the end, and when it is asked to stop."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Mapping
+
+from holdfast.shared.config import CkptConfig
+from holdfast.shared.errors import CheckpointError, SaveError, Stopped, nearest
+from holdfast.shared.files.checkpoints import BestMetric
+from holdfast.shared.process.events import report
+from holdfast.shared.process.heartbeat import does
+from holdfast.shared.remote.uploader import CLOSE_S as UPLOAD_S
+from holdfast.shared.remote.uploader import Uploader
+from holdfast.trainer.checkpoints.checkpointer import Checkpointer
+from holdfast.trainer.checkpoints.collective import Ranks
+from holdfast.trainer.checkpoints.commit import Attachment
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.stop import STOP_REQUEST, StopRequest
+
+_LONGER_S = 60.0
+_log = logging.getLogger("trainer")
+
+
+class GraceOver(SaveError):
+    """The time of grace was over before the save that a signal asked for was done."""
+
+
+class Saver:
+    """Drives a `Checkpointer` from the boundaries of steps. All methods are collective.
+
+    Args:
+        config: None where checkpoints are off: then nothing is saved and signals act as usual.
+        committed: the step that the run was resumed from, which needs no saving; None for a fresh start.
+        uploader: on rank 0, where checkpoints are copied to a store.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        config: CkptConfig | None,
+        parallel: Parallel,
+        *,
+        max_steps: int,
+        committed: int | None,
+        uploader: Uploader | None = None,
+        stop: StopRequest = STOP_REQUEST,
+    ) -> None:
+        self._checkpointer = checkpointer
+        self._config = config
+        self._parallel = parallel
+        self._max_steps = max_steps
+        self._uploader = uploader
+        # While rank 0 uploads, the others wait, longer than for any other collective: an early end of one of them
+        # would be taken for the end of all.
+        self._uploads: Ranks | None = None
+        if config is not None and config.dir is not None:
+            self._uploads = Ranks(timeout_s=max(UPLOAD_S, config.grace_s) + _LONGER_S)
+        self._stop = stop
+        self._asked = 0
+        self._is_time = False
+        self._has_said_best = False
+        self._committed: list[int] = []
+        self._newest = committed or 0
+        self._last_save_time = time.monotonic()
+
+    def is_asked_to_stop(self) -> bool:
+        """Whether a signal came, on whichever rank; call once at the start of every step, after waiting for data."""
+        if self._config is None:
+            return False
+        minutes = self._config.every_minutes
+        is_time = minutes is not None and time.monotonic() - self._last_save_time >= 60 * minutes
+        # The clock of rank 0 decides for all.
+        agreed = self._parallel.max(
+            {"signal": self._stop.signal_number(), "time": float(is_time and self._parallel.is_main)}
+        )
+        self._asked, self._is_time = int(agreed["signal"]), bool(agreed["time"])
+        return self._asked != 0
+
+    def after_step(
+        self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Attachment] | None = None
+    ) -> list[int]:
+        """Save if it is time to; return the steps that were committed since the last call.
+
+        Raises:
+            SaveError: a save failed, and the configuration says to stop then.
+        """
+        config = self._config
+        if config is None:
+            return []
+        is_last = step == self._max_steps
+        if is_last or self._is_time or (config.interval is not None and step % config.interval == 0):
+            self._save(step, metrics, attachments, urgent=is_last)
+        self._check_uploads()
+        self._poll()
+        committed, self._committed = self._committed, []
+        return committed
+
+    def _poll(self) -> None:
+        committed = self._checkpointer.poll()
+        self._committed += committed
+        self._newest = max([self._newest, *committed])
+
+    def _check_uploads(self) -> None:
+        if self._uploader is None or self._config is None:
+            return
+        try:
+            self._uploader.poll()
+        except CheckpointError as error:
+            if self._config.on_failure == "stop":
+                raise SaveError(str(error)) from error
+            _log.error("%s", error)
+
+    def _save(
+        self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Attachment] | None, *, urgent: bool
+    ) -> None:
+        self._check_best(step, metrics)
+        if self._checkpointer.save(step, metrics=metrics, attachments=attachments, urgent=urgent):
+            self._last_save_time = time.monotonic()
+            self._is_time = False
+
+    def _check_best(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Say once that a checkpoint lacks the metric that would make it the best: it may be misspelt."""
+        if self._config is None or self._config.keep_best is None or self._has_said_best:
+            return
+        name = BestMetric.parse(self._config.keep_best).name
+        if name not in metrics and self._parallel.is_main:
+            similar = nearest(name, metrics)
+            report(f"WARNING: step {step} has no metric '{name}' (ckpt.keep_best) to be the best by.{similar}")
+            self._has_said_best = True
+
+    def unsettled(self) -> list[int]:
+        """Steps whose save is not known to have ended."""
+        return [self._checkpointer.in_flight] if self._checkpointer.in_flight is not None else []
+
+    def stop(
+        self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Attachment] | None = None
+    ) -> None:
+        """Save the current step because a signal asked for it, wait until it is committed, and end.
+
+        Raises:
+            Stopped: always, when the step is saved.
+            SaveError: it could not be saved; `GraceOver`: not within the time of grace.
+        """
+        assert self._config is not None
+        name = signal.Signals(self._asked).name
+        deadline = self._stop.asked_s() + self._config.grace_s  # the launcher counts from the signal as well
+        report("saving before the stop", step=step, signal=name)
+        is_in_time = self._checkpointer.wait(max(0.0, deadline - time.monotonic()))  # it may be this step's
+        if is_in_time:
+            try:
+                self._poll()
+            except SaveError as error:  # of an earlier step: this one is saved for all that
+                _log.error("%s", error)
+            if step > self._newest:
+                self._save(step, metrics, attachments, urgent=True)
+                is_in_time = self._checkpointer.wait(max(0.0, deadline - time.monotonic()))
+        if not is_in_time:
+            raise GraceOver(f"{name}: the checkpoint of step {step} was not written within {self._config.grace_s:g} s")
+        self._finish_uploads(max(0.0, deadline - time.monotonic()))
+        self._checkpointer.close()
+        stopped = Stopped(f"stopped by {name}: step {step} is saved" if step else f"stopped by {name} before step 1")
+        stopped.exit_code = 128 + self._asked
+        raise stopped
+
+    def wait(self) -> None:
+        """Wait until what was saved is committed.
+
+        Raises:
+            SaveError: it failed, and the configuration says to stop then.
+        """
+        self._checkpointer.wait()
+        self._checkpointer.poll()
+
+    def close(self) -> None:
+        """Wait for the last save and its upload, then leave the process groups.
+
+        Raises:
+            SaveError: one of them failed.
+        """
+        self._checkpointer.close()
+        self._finish_uploads(UPLOAD_S)
+
+    def _finish_uploads(self, timeout_s: float) -> None:
+        """Wait on all ranks until rank 0 has uploaded what it can in time; its failure is every rank's."""
+        if self._uploads is None:
+            return
+        does("its wait for uploads", bound_s=timeout_s + 2 * _LONGER_S)
+        self._uploads.on_main(lambda: self._uploader.close(timeout_s) if self._uploader else None)
+        self._uploads.close()

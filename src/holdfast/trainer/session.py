@@ -1,0 +1,231 @@
+"""What every training program starts with: ranks, model, optimizer, counters, checkpoints, weights, metrics."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from holdfast.shared.config import CkptConfig
+from holdfast.shared.config.fingerprint import fingerprint
+from holdfast.shared.config.load import to_toml
+from holdfast.shared.config.trainer import TrainedModelConfig, TrainingCommand
+from holdfast.shared.files import manifest
+from holdfast.shared.files.checkpoints import MODEL_DIR, NAMES_NAME, TRAINER_DIR, Retention
+from holdfast.shared.files.metrics import MetricsWriter
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.process.events import report
+from holdfast.shared.remote.checkpoints import RemoteCheckpoints
+from holdfast.shared.remote.uploader import Uploader
+from holdfast.trainer import parallel as parallel_module
+from holdfast.trainer.checkpoints.checkpointer import Checkpointer
+from holdfast.trainer.checkpoints.commit import Identity
+from holdfast.trainer.checkpoints.plain_state import State
+from holdfast.trainer.checkpoints.warm_start import load_weights_only
+from holdfast.trainer.models.loading import trained_tensors
+from holdfast.trainer.models.lora import Adapters, is_adapted
+from holdfast.trainer.models.policy import Policy
+from holdfast.trainer.models.scalar_model import ScalarModel
+from holdfast.trainer.models.tensor_layout import TensorLayout, names_in_files
+from holdfast.trainer.models.weight_publisher import WeightPublisher
+from holdfast.trainer.optim.optimizers import build_optimizer
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.saving import GraceOver, Saver
+from holdfast.trainer.self_check import check_model
+from holdfast.trainer.stop import STOP_REQUEST
+from holdfast.trainer.train_state import Progress, TrainState
+
+_LAST_SAVE_S = 60.0
+_log = logging.getLogger("trainer")
+
+
+M = TypeVar("M", bound=Policy | ScalarModel)
+M_co = TypeVar("M_co", bound=Policy | ScalarModel, covariant=True)
+
+
+class Build(Protocol[M_co]):
+    """Makes the model that is trained; `weights`: whether to fill it, or leave that to a checkpoint."""
+
+    def __call__(self, config: TrainedModelConfig, parallel: Parallel, *, seed: int, weights: bool) -> M_co: ...
+
+
+@dataclass(frozen=True)
+class Session(Generic[M]):
+    """The parts of one training run on this rank, ready for the next step."""
+
+    parallel: Parallel
+    run_dir: RunDir
+    policy: M
+    optimizer: torch.optim.Optimizer
+    progress: Progress
+    checkpointer: Checkpointer
+    saver: Saver
+    publisher: WeightPublisher
+    metrics: MetricsWriter | None
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of `step`, on rank 0. Do so before saving: a step to resume from has its line."""
+        if self.metrics is not None:
+            self.metrics.write(step, metrics)
+
+    def __enter__(self) -> Session[M]:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait for the last save, also where training failed; then leave the process group."""
+        if kind is not None:
+            if not issubclass(kind, GraceOver):
+                self.checkpointer.wait(_LAST_SAVE_S)
+            return
+        self.saver.close()
+        if self.metrics is not None:
+            self.metrics.close()
+        self.parallel.barrier()
+        parallel_module.stop()
+
+
+def start_session(
+    config: TrainingCommand,
+    parallel: Parallel,
+    tokenizer: PreTrainedTokenizerBase,
+    build: Build[M],
+    *,
+    pack: bool,
+    parts: Callable[[M], tuple[Mapping[str, State], Sequence[torch.optim.Optimizer]]] | None = None,
+    data_fingerprint: str = "",
+    older_weights: int = 0,
+) -> Session[M]:
+    """Build the model and everything around it, and bring it to the step that the run goes on from. Collective.
+
+    Args:
+        build: makes the model.
+        pack: whether rows are to hold several samples.
+        parts: makes what else is in the state, and the further optimizers that change it, from the
+            model with the weights that a new run begins with.
+        data_fingerprint: of the training data, where the trainer has them.
+        older_weights: how many published versions before its own a checkpoint needs.
+    """
+    run_dir = RunDir(config.output_dir)
+    ckpt = config.ckpt
+    resume_step = ckpt.resume_step if ckpt else None
+    policy, layout = _build_model(config, parallel, build)
+    optimizer = build_optimizer(policy.hf_model, config.optim)
+    further, optimizers = parts(policy) if parts else ({}, ())
+    adapters = None
+    if is_adapted(policy.hf_model):
+        adapters = Adapters(policy.hf_model, layout, base_name=config.model.name)
+        further = {**further, "base": adapters}
+    progress = Progress()
+    publisher = WeightPublisher(
+        run_dir, policy, tokenizer, parallel, dtype=config.model.dtype, layout=layout, adapters=adapters
+    )
+    uploads = _Uploads(run_dir, ckpt, older_weights) if ckpt and ckpt.dir and parallel.is_main else None
+    metrics = MetricsWriter(run_dir.metrics) if parallel.is_main else None
+    checkpointer = Checkpointer(
+        run_dir.checkpoints,
+        TrainState(policy, optimizer, progress, further),
+        save_async=ckpt.save_async if ckpt else False,
+        when_busy=ckpt.when_busy if ckpt else "wait",
+        on_failure=ckpt.on_failure if ckpt else "stop",
+        retention=Retention.of(ckpt),
+        seed=config.seed,
+        identity=_identity(config, run_dir, publisher, layout, data_fingerprint),
+        on_commit=uploads.submit if uploads else None,
+        before_commit=metrics.flush if metrics else lambda: None,
+        may_remove=uploads.may_remove if uploads else _is_unhurried,
+        collective_timeout_s=config.parallel.collective_timeout_s,
+        updated_by=[optimizer, *optimizers],
+    )
+    if isinstance(resume_step, int):
+        _resume(checkpointer, run_dir.checkpoint(resume_step), data_fingerprint, parallel)
+        _log.info("resumed from step %d: %d samples trained", resume_step, progress.samples)
+    check_model(policy, parallel, name=config.model.name, pack=pack, dtype=config.model.dtype)
+    if ckpt is not None:
+        checkpointer.reserve()
+    if uploads and isinstance(resume_step, int):
+        uploads.submit(run_dir.checkpoint(resume_step))  # if the store has it already, nothing is sent
+    saver = Saver(
+        checkpointer,
+        ckpt,
+        parallel,
+        max_steps=config.max_steps,
+        committed=progress.step,
+        uploader=uploads.uploader if uploads else None,
+    )
+    return Session(parallel, run_dir, policy, optimizer, progress, checkpointer, saver, publisher, metrics)
+
+
+def _build_model(config: TrainingCommand, parallel: Parallel, build: Build[M]) -> tuple[M, TensorLayout]:
+    """Return the model, with the weights that a fresh run begins with, and how they lie in files."""
+    resume_step = config.ckpt.resume_step if config.ckpt else None
+    weights_only = config.ckpt.weights_only if config.ckpt else None
+    report("loading model")
+    has_other_weights = resume_step is not None or weights_only is not None
+    policy = build(config.model, parallel, seed=config.seed, weights=not has_other_weights)
+    layout = TensorLayout(policy.hf_model, names_in_files(config.model.name))
+    if weights_only is not None:
+        report("loading weights", path=str(weights_only))
+        tensors = trained_tensors(policy.hf_model)
+        load_weights_only(tensors, weights_only, how="size", layout=layout)  # the launcher read every byte
+    return policy, layout
+
+
+def _is_unhurried(_: int) -> bool:
+    """Whether there is time to remove a checkpoint: not when a signal has asked to stop."""
+    return not STOP_REQUEST.signal_number()
+
+
+class _Uploads:
+    """Sends each committed checkpoint to the configured store, with the weights that a resume of it needs."""
+
+    def __init__(self, run_dir: RunDir, config: CkptConfig, older_weights: int) -> None:
+        assert config.dir is not None
+        protected = {config.resume_step} if isinstance(config.resume_step, int) else set()
+        self._run_dir = run_dir
+        self._older_weights = older_weights
+        self.uploader = Uploader(
+            RemoteCheckpoints(config.dir),
+            retention=Retention.of(config),
+            protected=protected,
+            older_weights=older_weights,
+        )
+
+    def may_remove(self, step: int) -> bool:
+        """Whether retention may remove the checkpoint of `step` now: it is not being read, and nobody is in a hurry."""
+        return _is_unhurried(step) and self.uploader.release(step)
+
+    def submit(self, directory: Path) -> None:
+        """Have the committed checkpoint in `directory` uploaded."""
+        step = int(directory.name.removeprefix("step_"))
+        versions = range(max(0, step - self._older_weights), step)
+        weights = [self._run_dir.weights_of(version) for version in versions]
+        self.uploader.submit(directory, step, weights=[path for path in weights if path.exists()])
+
+
+def _identity(
+    config: TrainingCommand, run_dir: RunDir, publisher: WeightPublisher, layout: TensorLayout, data_fingerprint: str
+) -> Identity:
+    files = {f"{TRAINER_DIR}/config.toml": to_toml(config).encode()}
+    files |= {f"{MODEL_DIR}/{name}": content for name, content in publisher.config_files.items()}
+    if not layout.is_plain:
+        files[f"{MODEL_DIR}/{NAMES_NAME}"] = msgspec.json.encode(layout.names)
+    return Identity(run_dir.run_id(), data_fingerprint, fingerprint(config), files)
+
+
+def _resume(checkpointer: Checkpointer, directory: Path, data_fingerprint: str, parallel: Parallel) -> None:
+    """Load the step that the launcher has verified, byte for byte, before it started this process."""
+    step = int(directory.name.removeprefix("step_"))
+    report("loading checkpoint", step=step)
+    saved = manifest.read_manifest(directory)
+    checkpointer.load(step, verify="size")
+    if saved.fingerprints.data != data_fingerprint and parallel.is_main:
+        report(
+            f"WARNING: the training data are not those of step {step}: the position in them is kept, so samples may "
+            "be trained twice or never in this epoch"
+        )

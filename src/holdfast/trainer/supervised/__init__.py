@@ -1,0 +1,1 @@
+"""The cross-entropy of `sft`, and of the pretraining mix of `rl`."""

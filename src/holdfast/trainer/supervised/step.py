@@ -1,0 +1,46 @@
+"""Forward and backward of one supervised update: the cross-entropy of `sft`, and of the pretraining mix of `rl`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from holdfast.shared.config.trainer import SftDataConfig
+from holdfast.trainer.data.packing import Arrangement, Sample, build_micro_batch, plan_rows
+from holdfast.trainer.models.policy import Policy
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.step import predict
+from holdfast.trainer.supervised.loss import cross_entropy
+
+
+def supervised_step(
+    policy: Policy, batch: Sequence[Sample], config: SftDataConfig, parallel: Parallel, *, coef: float = 1.0
+) -> float:
+    """Accumulate `coef` times the gradients of the mean cross-entropy over all targets; return it. Collective."""
+    total_targets = sum(sample.num_targets for sample in batch)
+    loss_sum = torch.zeros((), dtype=torch.float64)
+    arrangement = policy.layout.arrangement(pack=config.pack)
+    for indices in plan_samples(batch, arrangement, config, parallel):
+        micro = build_micro_batch(batch, indices, pack=arrangement == "packed", device=parallel.device)
+        logprobs_N = predict(policy, micro).logprobs_N
+        weights_N = torch.full_like(logprobs_N, 1 / total_targets)
+        loss = cross_entropy(logprobs_N, weights_N)
+        # FSDP averages gradients over ranks; the weights above sum to one over all of them.
+        (loss * (coef * parallel.world_size)).backward()
+        loss_sum += loss.detach().double().cpu()
+    return parallel.sum({"loss": float(loss_sum)})["loss"]
+
+
+def plan_samples(
+    batch: Sequence[Sample], arrangement: Arrangement, config: SftDataConfig, parallel: Parallel
+) -> list[list[int]]:
+    """Return this rank's micro-batches of supervised samples, as indices into `batch`."""
+    plan = plan_rows(
+        [len(sample.token_ids) for sample in batch],
+        arrangement=arrangement,
+        budget=config.seq_len * config.micro_batch_size,
+        rows_per_micro_batch=config.micro_batch_size,
+        world_size=parallel.world_size,
+    )
+    return plan[parallel.rank]

@@ -1,0 +1,181 @@
+"""All that a training run needs to go on: the state that checkpoints hold.
+
+Tensors (parameters, persistent buffers, optimizer moments) go through torch.distributed.checkpoint;
+counters and random generators are typed JSON, one generator file per rank. Learning rate and weight
+decay are not state: they are functions of the configuration and the step.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from holdfast.trainer.checkpoints.plain_state import State
+from holdfast.trainer.models.loading import trained_tensors
+from holdfast.trainer.models.policy import Trained, trained_parameters
+from holdfast.trainer.optim.optimizers import initial_moments
+
+_log = logging.getLogger("trainer")
+
+
+class Progress(msgspec.Struct):
+    """Counters of a run.
+
+    Attributes:
+        step: optimizer steps done; also the policy version.
+        samples: samples trained; for `sft` the position in the endless sample order.
+        tokens: tokens of those samples, prompts included.
+    """
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+    def advance(self, *, samples: int, tokens: int) -> None:
+        """Count one optimizer step."""
+        self.step += 1
+        self.samples += samples
+        self.tokens += tokens
+
+
+class RandomState(msgspec.Struct):
+    """State of the random generators of one rank."""
+
+    torch_cpu: bytes
+    numpy_keys: bytes
+    numpy_rest: tuple[int, int, float]
+    python_version: int
+    python_keys: list[int]
+    python_gauss: float | None
+    torch_cuda: bytes | None = None
+
+
+class TrainState:
+    """Policy, optimizer and counters of one run, and what else it must remember, as one thing to save and load.
+
+    Args:
+        parts: further state by name, such as a critic or running moments. Tensors are saved as `NAME.*`,
+            values below `NAME`.
+    """
+
+    def __init__(
+        self,
+        policy: Trained,
+        optimizer: torch.optim.Optimizer,
+        progress: Progress,
+        parts: Mapping[str, State] | None = None,
+    ) -> None:
+        self.policy = policy
+        self.optimizer = optimizer
+        self.progress = progress
+        self.parts = dict(parts or {})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return every tensor of the state by name, as it lies in memory: `model.*`, `optim.*`, `PART.*`.
+
+        Loading writes into these tensors. The optimizer's are created where no step has been
+        taken yet.
+        """
+        tensors = ModelState(self.policy, self.optimizer).tensors()
+        for part, state in self.parts.items():
+            tensors |= {f"{part}.{name}": tensor for name, tensor in state.tensors().items()}
+        return tensors
+
+    def values(self) -> dict[str, Any]:
+        """Return the counters, and the values of the parts that have some."""
+        values = {name: state.values() for name, state in self.parts.items()}
+        return msgspec.to_builtins(self.progress) | {name: value for name, value in values.items() if value}
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Take over the counters of a checkpoint, and the values of the parts.
+
+        A part that the checkpoint knows nothing of keeps its initial values, out loud; and so it says
+        what the checkpoint holds besides.
+        """
+        counters = {name: value for name, value in values.items() if name in Progress.__struct_fields__}
+        restored = msgspec.convert(counters, Progress)
+        for field in Progress.__struct_fields__:
+            setattr(self.progress, field, getattr(restored, field))
+        for name, state in self.parts.items():
+            if name in values:
+                state.restore(values[name])
+            elif state.values():
+                _log.warning("the checkpoint holds no %s: it starts afresh", name)
+        for name in values.keys() - counters.keys() - self.parts.keys():
+            _log.warning("the checkpoint holds %s, which this configuration has no use for: it ends here", name)
+
+
+class ModelState:
+    """The tensors of a model and of its optimizer, as they lie in memory: `model.*`, `optim.*`."""
+
+    def __init__(self, model: Trained, optimizer: torch.optim.Optimizer) -> None:
+        self._hf_model = model.hf_model
+        self._optimizer = optimizer
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return every tensor by name; the optimizer's are created where no step has been taken yet."""
+        tensors = {f"model.{name}": tensor for name, tensor in trained_tensors(self._hf_model).items()}
+        for name, parameter in trained_parameters(self._hf_model).items():
+            state = self._moments(parameter)
+            tensors |= {f"optim.{name}.{key}": state[key] for key in sorted(state)}
+        return tensors
+
+    def values(self) -> dict[str, Any]:
+        """Return nothing: all of it is tensors."""
+        return {}
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Do nothing: there are no values."""
+
+    def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the optimizer's state of one parameter, made as its first step would make it."""
+        state = self._optimizer.state[parameter]
+        if not state:
+            state |= initial_moments(self._optimizer, parameter)
+        return cast(dict[str, Tensor], state)
+
+
+def capture_random_state() -> RandomState:
+    """Return the state of python's, numpy's and torch's generators of this rank."""
+    python_version, python_keys, python_gauss = random.getstate()
+    _, keys, position, has_gauss, gauss = cast(tuple[str, np.ndarray, int, int, float], np.random.get_state())
+    return RandomState(
+        torch_cpu=torch.get_rng_state().numpy().tobytes(),
+        numpy_keys=keys.astype("<u4").tobytes(),
+        numpy_rest=(position, has_gauss, gauss),
+        python_version=python_version,
+        python_keys=list(python_keys),
+        python_gauss=python_gauss,
+        torch_cuda=torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_available() else None,
+    )
+
+
+def restore_random_state(state: RandomState) -> None:
+    """Put the generators of this rank back into `state`."""
+    torch.set_rng_state(torch.frombuffer(bytearray(state.torch_cpu), dtype=torch.uint8))
+    keys = np.frombuffer(state.numpy_keys, dtype="<u4")
+    np.random.set_state(("MT19937", keys, *state.numpy_rest))
+    random.setstate((state.python_version, tuple(state.python_keys), state.python_gauss))
+    if state.torch_cuda is not None and torch.cuda.is_available():  # untested: needs a GPU
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(state.torch_cuda), dtype=torch.uint8))
+
+
+def seed_everything(seed: int, *, step: int, rank: int) -> None:
+    """Seed all generators of this rank as a function of (run seed, step, rank)."""
+    entropy = np.random.SeedSequence([seed, step, rank]).generate_state(3)
+    random.seed(int(entropy[0]))
+    np.random.seed(int(entropy[1]))
+    torch.manual_seed(int(entropy[2]))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, or the tensor itself where it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,222 @@
+"""Parts of a run that are started by hand: they take the journal along, and each is there once."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from holdfast.commands.resume.plan import prepare
+from holdfast.shared.config import TrainerConfig
+from holdfast.shared.config.load import to_toml
+from holdfast.shared.config.orchestrator import OrchestratorConfig
+from holdfast.shared.errors import RunDirError
+from holdfast.shared.files import journal, lock, manifest
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan
+from holdfast.shared.wire.sampling import PLAIN_SAMPLING
+from tests.processes import HANG_S
+
+pytestmark = pytest.mark.usefixtures("in_root")
+
+
+def _batch(step: int) -> Batch:
+    version = max(0, step - 2)
+    rollouts = [
+        Rollout(
+            environment="e",
+            task_id=step - 1,
+            sample_index=index,
+            token_ids=[5, 6],
+            loss_mask=[False, True],
+            logprobs=[0.0, -1.0],
+            versions=[VersionSpan(version, 1, 2)],
+            reward=float(index),
+        )
+        for index in range(2)
+    ]
+    return Batch(
+        step=step, policy_version=version, weights_digest=f"{version}", sampling=PLAIN_SAMPLING, rollouts=rollouts
+    )
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    """Return a run whose orchestrator is three batches ahead of the newest checkpoint, that of step 2."""
+    run_dir = RunDir(tmp_path)
+    run_dir.create()
+    for step in range(1, 6):
+        journal.publish_batch(run_dir, _batch(step), b"{}")
+    _commit(run_dir, 2)
+    return run_dir
+
+
+def _commit(run_dir: RunDir, step: int) -> None:
+    checkpoint = run_dir.checkpoint(step)
+    (checkpoint / "trainer").mkdir(parents=True)
+    (checkpoint / "trainer" / "x").write_bytes(b"x")
+    (checkpoint / "orchestrator").mkdir()
+    (checkpoint / "orchestrator" / journal.STATE_NAME).write_bytes(b"{}")
+    files = manifest.describe_files(checkpoint)
+    listing = manifest.Manifest(kind="checkpoint", step=step, policy_version=step, run_id=run_dir.run_id(), files=files)
+    manifest.write_manifest(checkpoint, listing)
+
+
+@pytest.fixture(autouse=True)
+def release_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock of a directory lasts as long as the process; here several launches share one."""
+    monkeypatch.setattr(RunDir, "lock", lambda _: None)
+
+
+def _config(run_dir: RunDir, **settings: object) -> TrainerConfig:
+    base = {"output_dir": str(run_dir.path), "model": {"name": "examples/reverse_text/model"}, "max_steps": 10}
+    return TrainerConfig.model_validate(base | {"ckpt": {"resume_step": "latest"}} | settings)
+
+
+def _start(config: TrainerConfig) -> None:
+    prepare(config, clean=False, dry_run=False)
+
+
+@contextmanager
+def _living_orchestrator(run_dir: RunDir) -> Iterator[None]:
+    """Hold its lock, as the command does that has become the orchestrator."""
+    code = (
+        "import os, sys; from pathlib import Path; from holdfast.shared.files.run_dir import RunDir\n"
+        "RunDir(Path(sys.argv[1])).lock_orchestrator(over_exec=True)\n"
+        "os.execv('/bin/sh', ['sh', '-c', 'echo held; exec cat'])"
+    )
+    pipe = subprocess.PIPE
+    held = subprocess.Popen([sys.executable, "-c", code, str(run_dir.path)], stdin=pipe, stdout=pipe, text=True)
+    assert held.stdout is not None and held.stdout.readline() == "held\n"
+    try:
+        yield
+    finally:
+        held.communicate()
+
+
+@pytest.mark.parametrize("was_configured", [True, False])
+def test_a_trainer_alone_keeps_the_batches_behind_its_checkpoint(run_dir: RunDir, was_configured: bool) -> None:
+    if was_configured:
+        run_dir.configs(1).mkdir(parents=True)
+        (run_dir.configs(1) / "trainer.toml").write_text(to_toml(_config(run_dir)))
+    _start(_config(run_dir))
+    assert run_dir.published_batches() == [1, 2, 3, 4, 5]
+
+
+def test_beside_a_living_orchestrator_nothing_of_its_own_is_touched(run_dir: RunDir) -> None:
+    unfinished = run_dir.rollouts / ".tmp-step_6-1"
+    unfinished.mkdir()
+    run_dir.generations(6).touch()
+    with _living_orchestrator(run_dir):
+        _start(_config(run_dir))
+    assert run_dir.published_batches() == [1, 2, 3, 4, 5]
+    assert unfinished.exists() and run_dir.generations(6).exists()
+    _start(_config(run_dir))
+    assert not unfinished.exists(), "of a dead one"
+
+
+def test_a_trainer_that_makes_other_weights_is_refused_beside_a_living_orchestrator(run_dir: RunDir) -> None:
+    """Which has made batches by the old ones, and would never make them again."""
+    run_dir.configs(1).mkdir(parents=True)
+    (run_dir.configs(1) / "trainer.toml").write_text(to_toml(_config(run_dir)))
+    other = _config(run_dir, optim={"lr": 0.5})
+    with _living_orchestrator(run_dir), pytest.raises(RunDirError, match="an orchestrator runs in .* batch 5 and what"):
+        _start(other)
+    assert run_dir.published_batches() == [1, 2, 3, 4, 5]
+    _start(other)
+    assert run_dir.published_batches() == [1, 2, 3, 4]
+
+
+def test_a_trainer_that_goes_back_is_refused_beside_a_living_orchestrator(run_dir: RunDir) -> None:
+    _commit(run_dir, 1)
+    older = _config(run_dir, ckpt={"resume_step": 1})
+    with _living_orchestrator(run_dir), pytest.raises(RunDirError, match="an orchestrator runs in .* batch 2 and what"):
+        _start(older)
+    assert run_dir.published_batches() == [1, 2, 3, 4, 5] and run_dir.committed_steps() == [1, 2]
+    _start(older)
+    assert run_dir.published_batches() == [1] and run_dir.committed_steps() == [1]
+
+
+def test_a_trainer_does_not_clear_the_run_of_a_living_orchestrator(run_dir: RunDir) -> None:
+    config = _config(run_dir, ckpt=None)
+    with _living_orchestrator(run_dir), pytest.raises(RunDirError, match="Stop it"):
+        prepare(config, clean=True, dry_run=False)
+    assert run_dir.published_batches() == [1, 2, 3, 4, 5]
+
+
+def test_a_second_orchestrator_and_one_beside_an_rl_are_refused(run_dir: RunDir, command: Callable[[str], str]) -> None:
+    words = [command("orchestrator"), "@", "configs/reverse_text/orch.toml", "--output-dir", str(run_dir.path)]
+    with _living_orchestrator(run_dir):
+        second = subprocess.run(words, capture_output=True, text=True)
+        assert second.returncode == 2
+        assert "has an orchestrator already (process " in second.stderr and "Traceback" not in second.stderr
+        with pytest.raises(RunDirError, match="has an orchestrator already"):
+            prepare(_config(run_dir), clean=False, dry_run=False, orchestrator=OrchestratorConfig())
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_filesystem_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def no_flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.undo()
+    monkeypatch.setattr(fcntl, "flock", no_flock)
+    with pytest.raises(RunDirError, match="cannot be locked: .* flock: mount Lustre with -o flock") as refused:
+        RunDir(tmp_path).lock()
+    assert refused.value.exit_code == 2
+    (tmp_path / "lock").touch()
+    with pytest.raises(RunDirError, match="cannot be locked"):
+        lock.is_held(tmp_path / "lock")
+    assert not lock.is_directory_locked(-1), "where nothing can be locked, nothing is"
+
+
+def test_a_directory_whose_lock_cannot_be_read_is_not_taken_for_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.undo()
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        lock.is_directory_locked(-1)
+
+
+def test_what_a_killed_holder_has_left_is_named_when_it_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = (
+        "import os, sys; from pathlib import Path; from holdfast.shared.files.lock import take; take(Path(sys.argv[1]))"
+    )
+    program += "; child = os.fork(); print(child, flush=True) if child else None; os.read(0, 1)"
+    monkeypatch.undo()
+    monkeypatch.setattr(lock, "_DYING_S", 0.2)
+    path = tmp_path / "lock"
+    command = [sys.executable, "-c", program, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        left = int(holder.stdout.readline())
+        holder.kill()
+        holder.wait()
+        with pytest.raises(RunDirError, match=rf"process {holder.pid} started and that did not end .* `fuser {path}`"):
+            lock.take(path)
+        os.kill(left, signal.SIGKILL)
+    monkeypatch.setattr(lock, "_DYING_S", HANG_S)
+    assert lock.take(path) is None
+
+
+def test_a_holder_of_another_container_is_never_taken_for_dead() -> None:
+    """Its process id means another process here, or none."""
+    me = lock.Holder.me()
+    nobody = 2**22 + 1  # beyond what a kernel gives
+    assert not me.is_dead and lock.Holder(nobody, me.host, me.pid_space).is_dead
+    boot_id, container = me.pid_space.split("/")
+    assert container == os.readlink("/proc/self/ns/pid")
+    assert not lock.Holder(nobody, me.host, f"{boot_id}/pid:[1]").is_dead
+    assert not lock.Holder(nobody, me.host, f"another boot/{container}").is_dead

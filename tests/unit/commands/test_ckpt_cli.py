@@ -1,0 +1,311 @@
+"""`ckpt ls`, `verify`, `prune` and the command line, on checkpoints of a real run."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.commands.tables import Grid, Report, age, size
+from holdfast.shared.files import manifest
+from holdfast.shared.files.metrics import read_metrics
+from holdfast.shared.files.run_dir import RunDir
+from tests.training_runs import run_sft
+
+Ckpt = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Any, sft_data: Path) -> Path:
+    """A run directory with the checkpoints of steps 1 to 4."""
+    output = tmp_path_factory.mktemp("finished") / "run"
+    run = run_sft(output, tiny_model(weights=False), sft_data, "--max-steps", "4", "--ckpt.interval", "1")
+    assert run.code == 0, run.output
+    return output
+
+
+@pytest.fixture
+def run_dir(finished: Path, tmp_path: Path) -> RunDir:
+    """A copy of the run, to be damaged."""
+    return RunDir(shutil.copytree(finished, tmp_path / "run"))
+
+
+@pytest.fixture
+def ckpt(run_command: Ckpt) -> Ckpt:
+    return partial(run_command, "ckpt")
+
+
+def flip(path: Path) -> None:
+    """Flip one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def set_metrics(directory: Path, metrics: dict[str, float]) -> None:
+    listing = manifest.read_manifest(directory)
+    listing.metrics = metrics
+    manifest.write_manifest(directory, listing)
+
+
+def listed(ckpt: Ckpt, run_dir: RunDir, *flags: str) -> tuple[int, dict[str, Any]]:
+    code, out, err = ckpt("ls", "--json", "--output-dir", run_dir.path, *flags)
+    assert err == ""
+    return code, json.loads(out)
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["ls", "-h"], ["ls"], ["verify"], ["prune", "--keep", "1", "--dry-run"]])
+def test_looking_imports_nothing_heavy(argv: list[str], finished: Path) -> None:
+    code = (
+        "import sys\nfrom holdfast.commands import cli\n"
+        "try:\n    cli.ckpt()\n"
+        "except SystemExit as end:\n    assert not end.code\n"
+        "print('HEAVY', sorted({'torch', 'transformers', 'datasets', 'numpy'} & sys.modules.keys()))\n"
+    )
+    words = [*argv, "--output-dir", str(finished)]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    assert "HEAVY []" in done.stdout
+
+
+def test_help_names_every_subcommand(ckpt: Ckpt) -> None:
+    for argv in ((), ("-h",), ("--help",)):
+        code, out, _ = ckpt(*argv)
+        assert code == 0
+        assert all(
+            f" {name} " in out for name in ("ls", "verify", "show", "diff", "export", "promote", "prune", "import")
+        )
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["lss"], "unknown subcommand 'lss'. Did you mean 'ls'?"),
+        (["ls", "--outputdir", "x"], "unknown flag '--outputdir'. Did you mean '--output-dir'?"),
+        (["ls", "--js"], "unknown flag '--js'."),
+        (["--json", "ls"], "Write it behind"),
+        (["show"], "required: STEP"),
+        (["ls", "7"], "unrecognized arguments: 7"),
+        (["export", "1"], "required: --to"),
+        (["export", "1", "--to", "x", "--max-shard-size", "4XB"], "'4XB' is not a size such as 4GB"),
+        (["promote", "1", "--name", "../x"], "'../x' is not a name"),
+        (["promote", "1", "--name", ".tmp-x"], "'.tmp-x' is not a name"),
+        (["prune", "--keep", "0"], "'0' is not a whole number above 0"),
+        (["verify", "--how", "half"], "invalid choice: 'half'"),
+        (["ls", "--output-dir", "nowhere"], "there is no directory nowhere"),
+        (["ls", "--output-dir", "."], "holds neither a run nor checkpoints"),
+        (["prune", "--keep-best", "loss"], "say how many with --keep"),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_code_2(
+    argv: list[str], message: str, ckpt: Ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = ckpt(*argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and message in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("argv", [["show", "9"], ["verify", "9"], ["export", "9", "--to", "x"], ["diff", "1", "9"]])
+def test_a_step_that_is_not_there_lists_those_that_are(argv: list[str], ckpt: Ckpt, finished: Path) -> None:
+    code, _, err = ckpt(*argv, "--output-dir", finished)
+    assert code == 2 and "step 9 is not in" in err and "1, 2, 3, 4" in err
+    code, _, err = ckpt("show", "nowhere", "--output-dir", finished)
+    assert code == 2 and "'nowhere' is neither a step nor the directory of a checkpoint, but nothing" in err
+
+
+def test_ls_shows_steps_and_marks_the_best(ckpt: Ckpt, run_dir: RunDir) -> None:
+    code, document = listed(ckpt, run_dir)
+    assert code == 0 and document["problems"] == [] and document["exports"] == []
+    assert document["metric"] == "loss"
+    assert set(document["steps"][0]) == {
+        "step", "status", "kind", "size_bytes", "age_s", "metric", "best", "world_size", "path", "reason"
+    }  # fmt: skip
+    steps = document["steps"]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert {(line["status"], line["kind"], line["world_size"]) for line in steps} == {("committed", "checkpoint", 1)}
+    losses = {int(line["step"]): line["loss"] for line in read_metrics(run_dir.metrics)}
+    assert {line["step"]: line["metric"] for line in steps} == pytest.approx(losses)
+    best = min(losses, key=lambda step: losses[step])
+    assert [line["step"] for line in steps if line["best"]] == [document["best"]] == [best]
+    size_on_disk = sum(path.stat().st_size for path in run_dir.checkpoint(2).rglob("*") if path.is_file())
+    assert steps[1]["size_bytes"] == size_on_disk
+    code, out, _ = ckpt("ls", "--output-dir", run_dir.path)
+    assert code == 0
+    assert [number for number, line in enumerate(out.splitlines()) if "best" in line] == [best]
+    assert "\x1b" not in out and all(line == line.rstrip() for line in out.splitlines())
+
+
+def test_the_metric_is_the_one_asked_for_then_the_configured_one(ckpt: Ckpt, run_dir: RunDir) -> None:
+    for step, value in ((1, 3.0), (2, 9.0), (3, 1.0), (4, 5.0)):
+        set_metrics(run_dir.checkpoint(step), {"loss": value, "reward/mean": value, "x": -value})
+    assert listed(ckpt, run_dir)[1]["best"] == 2  # the reward comes before the loss
+    assert listed(ckpt, run_dir, "--metric", "loss")[1]["best"] == 3
+    assert listed(ckpt, run_dir, "--metric", "min:x")[1]["best"] == 2
+    config = run_dir.configs(1) / "sft.toml"
+    config.write_text(config.read_text().replace("[ckpt]", '[ckpt]\nkeep_best = "max:x"'))
+    document = listed(ckpt, run_dir)[1]
+    assert (document["metric"], document["best"]) == ("x", 3)
+    code, _, err = ckpt("ls", "--metric", "val/loss", "--output-dir", run_dir.path)
+    assert code == 2 and "no step has the metric 'val/loss'. They have: loss, reward/mean, x." in err
+
+
+def test_a_torn_save_is_shown_and_is_no_problem(ckpt: Ckpt, run_dir: RunDir) -> None:
+    torn = run_dir.checkpoints / ".tmp-step_5"
+    shutil.copytree(run_dir.checkpoint(4), torn)
+    code, document = listed(ckpt, run_dir)
+    assert code == 0
+    assert [line["status"] for line in document["steps"]] == ["committed"] * 4 + ["torn"]
+    set_metrics(torn, {"loss": -1.0})
+    assert listed(ckpt, run_dir)[1]["best"] in (1, 2, 3, 4)
+    code, out, _ = ckpt("ls", "--output-dir", run_dir.path)
+    assert code == 0 and "cut off" in out
+    code, out, _ = ckpt("verify", "--json", "--output-dir", run_dir.path)
+    assert code == 0 and len(json.loads(out)["directories"]) == 4
+
+
+def test_damage_that_sizes_show_is_told_by_ls(ckpt: Ckpt, run_dir: RunDir) -> None:
+    (run_dir.checkpoint(1) / "manifest.json").write_bytes(b"")
+    (run_dir.checkpoint(2) / "trainer" / ".metadata").unlink()
+    data = run_dir.checkpoint(4) / "trainer" / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-1])
+    code, document = listed(ckpt, run_dir)
+    assert code == 1
+    assert [line["status"] for line in document["steps"]] == ["damaged", "damaged", "committed", "damaged"]
+    assert document["best"] == 3  # a damaged step never is the best
+    code, out, err = ckpt("ls", "--output-dir", run_dir.path)
+    assert (code, err) == (1, "")
+    for reason in ("step_1/manifest.json", "step_2/trainer/.metadata is missing", "__0_0.distcp is damaged"):
+        assert reason in out
+
+
+def test_verify_finds_one_flipped_bit_and_names_the_file(ckpt: Ckpt, run_dir: RunDir) -> None:
+    flip(run_dir.checkpoint(3) / "trainer" / "__0_0.distcp")
+    assert listed(ckpt, run_dir)[0] == 0
+    assert ckpt("verify", "--how", "size", "--output-dir", run_dir.path)[0] == 0
+    code, out, err = ckpt("verify", "--output-dir", run_dir.path)
+    assert (code, err) == (1, "")
+    assert "step_3/trainer/__0_0.distcp is damaged" in out and "3 of 4 OK" in out and "MB/s" in out
+    assert ckpt("verify", "3", "--output-dir", run_dir.path)[0] == 1
+    code, out, _ = ckpt("verify", "1", "latest", "--json", "--output-dir", run_dir.path)
+    document = json.loads(out)
+    assert code == 0 and document["problems"] == []
+    assert [Path(line["path"]).name for line in document["directories"]] == ["step_1", "step_4"]
+    assert document["size_bytes"] == sum(line["size_bytes"] for line in document["directories"]) > 0
+
+
+def test_a_step_under_another_number_is_damaged(ckpt: Ckpt, run_dir: RunDir) -> None:
+    shutil.rmtree(run_dir.checkpoint(2))
+    run_dir.checkpoint(3).rename(run_dir.checkpoint(2))
+    code, out, _ = ckpt("verify", "2", "--output-dir", run_dir.path)
+    assert code == 1 and "step_2/manifest.json is the manifest of step 3" in out
+    assert listed(ckpt, run_dir)[0] == 1
+
+
+def test_a_directory_of_checkpoints_alone_will_do(ckpt: Ckpt, run_dir: RunDir) -> None:
+    code, out, _ = ckpt("ls", "--json", "--output-dir", run_dir.checkpoints)
+    assert code == 0 and len(json.loads(out)["steps"]) == 4
+
+
+def test_a_run_without_checkpoints_is_no_mistake(ckpt: Ckpt, run_dir: RunDir) -> None:
+    shutil.rmtree(run_dir.checkpoints)
+    for command in ("ls", "verify", "prune"):
+        code, out, _ = ckpt(command, "--output-dir", run_dir.path)
+        assert code == 0 and ("no checkpoints in" in out or "removed 0" in out)
+
+
+def test_prune_keeps_newest_interval_and_best(ckpt: Ckpt, run_dir: RunDir) -> None:
+    for step, value in ((1, 1.0), (2, 4.0), (3, 3.0), (4, 2.0)):
+        set_metrics(run_dir.checkpoint(step), {"reward/mean": value})
+    rules = ("--keep", "1", "--keep-interval", "3", "--keep-best", "min:reward/mean")
+    sizes = sum(path.stat().st_size for path in run_dir.checkpoint(2).rglob("*") if path.is_file())
+    code, out, _ = ckpt("prune", *rules, "--dry-run", "--json", "--output-dir", run_dir.path)
+    assert code == 0 and json.loads(out)["dry_run"] is True and run_dir.committed_steps() == [1, 2, 3, 4]
+    code, out, _ = ckpt("prune", *rules, "--json", "--output-dir", run_dir.path)
+    document = json.loads(out)
+    assert code == 0
+    assert [(Path(line["path"]).name, line["reason"]) for line in document["removed"]] == [("step_2", "superseded")]
+    assert document["freed_bytes"] == sizes
+    assert document["steps"] == run_dir.committed_steps() == [1, 3, 4]
+
+
+def test_prune_without_rules_removes_torn_saves_alone(ckpt: Ckpt, run_dir: RunDir) -> None:
+    shutil.copytree(run_dir.checkpoint(4), run_dir.checkpoints / ".tmp-step_5")
+    code, out, _ = ckpt("prune", "--output-dir", run_dir.path)
+    assert code == 0 and "torn" in out and "removed 1 directories" in out
+    assert sorted(path.name for path in run_dir.checkpoints.iterdir()) == ["step_1", "step_2", "step_3", "step_4"]
+
+
+def test_prune_removes_exports_whose_writer_died(ckpt: Ckpt, run_dir: RunDir) -> None:
+    exports = run_dir.path / "exports"
+    for name in ("gold", ".tmp-dead", ".tmp-alive"):
+        (exports / name).mkdir(parents=True)
+    descriptor = os.open(exports / ".tmp-alive", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    statuses = {line["name"]: line["status"] for line in listed(ckpt, run_dir)[1]["exports"]}
+    assert statuses == {"gold": "damaged", ".tmp-dead": "torn", ".tmp-alive": "torn"}
+    assert ckpt("prune", "--output-dir", run_dir.path)[0] == 0
+    os.close(descriptor)
+    assert sorted(path.name for path in exports.iterdir()) == [".tmp-alive", "gold"]
+
+
+def test_prune_never_counts_a_damaged_step_as_kept(ckpt: Ckpt, run_dir: RunDir) -> None:
+    """Were the damaged newest step counted, the last whole ones would go."""
+    flip(run_dir.checkpoint(4) / "trainer" / "__0_0.distcp")
+    (run_dir.checkpoint(2) / "manifest.json").unlink()
+    code, out, _ = ckpt("prune", "--keep", "1", "--output-dir", run_dir.path)
+    assert code == 1 and "step 4 is damaged and stays" in out and "step 2 is damaged and stays" in out
+    left = sorted(path.name for path in run_dir.checkpoints.iterdir())
+    assert left == ["step_2", "step_3", "step_4"]
+
+
+def test_prune_refuses_a_run_that_goes_on(ckpt: Ckpt, run_dir: RunDir) -> None:
+    run_dir.lock()
+    code, _, err = ckpt("prune", "--keep", "1", "--output-dir", run_dir.path)
+    assert code == 2 and "in use by another run" in err
+    assert run_dir.committed_steps() == [1, 2, 3, 4]
+    assert ckpt("prune", "--keep", "1", "--dry-run", "--output-dir", run_dir.path)[0] == 0
+
+
+def test_a_narrow_table_gives_up_columns_and_no_line_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    grid = Grid((">step", "status", "kind", ">age"), [("1", "committed", "checkpoint", "3 min")], ("kind", "age"))
+    headings = {}
+    for width in (60, 25, 17):
+        console = Console(width=width, color_system=None)
+        with console.capture() as capture:
+            console.print(grid.fitted(console))
+        headings[width] = capture.get().splitlines()[0].split()
+        assert "committed" in capture.get()
+    assert headings == {60: ["step", "status", "kind", "age"], 25: ["step", "status", "age"], 17: ["step", "status"]}
+    Report({}, ["x" * 500]).print(as_json=False)
+    assert capsys.readouterr().out == "x" * 500 + "\n"
+
+
+def test_sizes_and_ages_are_short() -> None:
+    assert [size(value) for value in (0, 999, 1000, 12_345_678, 2.4e9, 5e12, 5e14)] == [
+        "0 B", "999 B", "1 kB", "12.3 MB", "2.4 GB", "5 TB", "500.0 TB",
+    ]  # fmt: skip
+    assert [age(value) for value in (-5, 59, 300, 8000, 400_000)] == ["0 s", "59 s", "5 min", "2 h", "5 d"]
+
+
+def test_ls_says_what_the_run_occupies(ckpt: Ckpt, run_dir: RunDir) -> None:
+    (run_dir.path / "discarded").mkdir()
+    shutil.copyfile(run_dir.metrics, run_dir.path / "discarded" / "old")
+    (run_dir.path / "discarded" / "linked").hardlink_to(run_dir.path / "discarded" / "old")
+    _, document = listed(ckpt, run_dir)
+    occupied = document["occupied_bytes"]
+    assert occupied["checkpoints"] == sum(step["size_bytes"] for step in document["steps"])
+    assert occupied["discarded"] == run_dir.metrics.stat().st_size, "what is linked counts once"
+    assert {"weights", "logs", "configs", "metrics.jsonl"} <= occupied.keys()
+    _, out, _ = ckpt("ls", "--output-dir", run_dir.path)
+    assert out.splitlines()[-1].startswith("occupied: ") and "checkpoints" in out.splitlines()[-1]

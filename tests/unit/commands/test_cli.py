@@ -1,0 +1,231 @@
+"""The commands as a user meets them: help, dry runs, exit codes, refusals."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.commands import cli
+from holdfast.commands.launcher.ports import reserve
+from holdfast.shared.config import RlConfig, SftConfig
+from holdfast.shared.config.load import read_toml
+from holdfast.shared.files.run_dir import RunDir
+from tests.inference_zygote import free_port
+
+MODEL = "examples/reverse_text/base"
+Run = Callable[..., tuple[int, str, str]]
+PROGRAMS = {"sft": cli.sft, "rl": cli.rl, "trainer": cli.trainer, "orchestrator": cli.orchestrator,
+            "inference": cli.inference}  # fmt: skip
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], in_root: Path) -> Run:
+    """Run a command in this process; return its exit code and what it printed."""
+
+    def command(program: str, *argv: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [program, *map(str, argv)])
+        with pytest.raises(SystemExit) as caught:
+            PROGRAMS[program]()
+        printed = capsys.readouterr()
+        code = caught.value.code
+        return (code if isinstance(code, int) else 0 if code is None else 1), printed.out, printed.err
+
+    return command
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_imports_nothing_heavy(program: str) -> None:
+    """What makes `--help` slow is importing torch and the like, so look at the imports and not at a clock."""
+    code = (
+        "import sys; sys.argv = [sys.argv[1], '--help']\n"
+        "from holdfast.commands import cli\n"
+        "try:\n    getattr(cli, sys.argv[0])()\n"
+        "except SystemExit as end:\n    assert not end.code\n"
+        "heavy = {'torch', 'transformers', 'vllm', 'datasets', 'numpy', 'pyarrow', 'fastapi', 'uvicorn', 'httpx'}\n"
+        "print('HEAVY', sorted(heavy & sys.modules.keys()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, program], capture_output=True, text=True, check=True)
+    assert f"usage: {program}" in done.stdout
+    assert "--output-dir" in done.stdout and "--seed" in done.stdout
+    assert "HEAVY []" in done.stdout
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "argv", [["--max-stepz", "3"], ["@", "nowhere.toml"], ["--seed", "many"]], ids=["flag", "file", "value"]
+)
+def test_a_mistake_is_one_message_and_exit_code_2(program: str, argv: list[str], run: Run) -> None:
+    code, out, err = run(program, *argv)
+    assert code == 2
+    assert err.startswith("error: ") and "Traceback" not in err and out == ""
+
+
+def test_the_installed_command_ends_the_same_way(command: Callable[[str], str], tmp_path: Path) -> None:
+    done = subprocess.run([command("sft"), "--max-steps", "0"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: flag --max-steps") and "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_writes_the_resolved_config_and_starts_nothing(run: Run, in_root: Path, tmp_path: Path) -> None:
+    code, out, _ = run("sft", "@", "configs/reverse_text/sft.toml", "--max-steps", "20", "--ckpt", "--dry-run",
+                       "--output-dir", tmp_path / "run")  # fmt: skip
+    assert code == 0
+    resolved = tmp_path / "run" / "configs" / "dry_run" / "sft.toml"
+    assert str(resolved) in out and "step 20" in out
+    config = read_toml(SftConfig, resolved)
+    assert config.max_steps == 20 and config.ckpt is not None
+    assert config.optim == read_toml(SftConfig, in_root / "configs/reverse_text/sft.toml").optim
+    assert [path for path in (tmp_path / "run").rglob("*") if path.is_file()] == [resolved]
+
+
+def test_a_dry_run_of_rl_writes_all_four(run: Run, tmp_path: Path) -> None:
+    code, out, _ = run("rl", "@", "configs/reverse_text/rl.toml", "--dry-run", "--output-dir", tmp_path,
+                       "--inference.server.port", "1")  # fmt: skip
+    assert code == 0
+    written = tmp_path / "configs" / "dry_run"
+    assert {path.name for path in written.iterdir()} == {
+        "trainer.toml",
+        "orchestrator.toml",
+        "inference.toml",
+        "rl.toml",
+    }
+    assert read_toml(RlConfig, written / "rl.toml").output_dir == tmp_path
+    assert not RunDir(tmp_path).holds_run()
+    assert all(str(written / f"{name}.toml") in out for name in ("trainer", "orchestrator", "inference"))
+
+
+@pytest.mark.parametrize("program", ["trainer", "orchestrator", "inference"])
+def test_a_dry_run_of_one_process(program: str, run: Run, tmp_path: Path) -> None:
+    code, _, _ = run(program, "--dry-run", "--output-dir", tmp_path)
+    assert code == 0
+    assert (tmp_path / "configs" / "dry_run" / f"{program}.toml").is_file()
+    assert not RunDir(tmp_path).holds_run()
+
+
+def test_a_server_at_a_port_that_is_taken_is_refused_before_anything_is_loaded(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.commands.launcher.launch.os.execv", None)  # this process must not become a server
+    port = free_port()
+    held = reserve("127.0.0.1", port)
+    assert held is not None
+    code, _, err = run("inference", "--model.name", MODEL, "--server.port", port, "--output-dir", tmp_path)
+    held.release()
+    assert code == 2 and f"http://127.0.0.1:{port} is in use, by another server or a run. Stop it, or choose" in err
+
+
+def test_a_dry_run_does_not_touch_the_run_that_is_there(run: Run, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.create()
+    code, _, err = run("sft", "--dry-run", "--output-dir", tmp_path)
+    assert code == 2 and "already holds a run" in err
+    code, _, _ = run("sft", "--dry-run", "--clean", "--output-dir", tmp_path)
+    assert code == 0 and run_dir.holds_run()
+
+
+def test_an_existing_run_is_refused_with_the_three_ways_out(run: Run, tmp_path: Path) -> None:
+    RunDir(tmp_path).create()
+    code, _, err = run("sft", "--output-dir", tmp_path)
+    assert code == 2
+    for way_out in ("--output-dir", "--clean", "no checkpoint"):
+        assert way_out in err
+    assert RunDir(tmp_path).holds_run()
+
+
+@pytest.mark.parametrize("wanted", ["latest", "-1", "20"])
+def test_resuming_from_nothing_is_refused_and_creates_no_run(wanted: str, run: Run, tmp_path: Path) -> None:
+    code, _, err = run("sft", "--output-dir", tmp_path, "--ckpt.resume-step", wanted)
+    assert code == 2
+    assert "no committed checkpoint" in err and wanted in err
+    assert not RunDir(tmp_path).holds_run()
+
+
+def test_clean_and_resume_contradict_each_other(run: Run, tmp_path: Path) -> None:
+    RunDir(tmp_path).create()
+    code, _, err = run("sft", "--output-dir", tmp_path, "--clean", "--ckpt.resume-step", "latest")
+    assert code == 2 and "--clean" in err and "--ckpt.resume-step" in err
+    assert RunDir(tmp_path).holds_run()
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--model.name", "no/such/model"], "no/such/model"),
+        (["--model.name", "src"], "no config.json"),
+        (["--data.name", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--data.name", "./nowhere"], "./nowhere"),
+    ],
+)
+def test_missing_model_or_data_is_told_before_anything_is_created(
+    argv: list[str], named: str, run: Run, tmp_path: Path
+) -> None:
+    code, _, err = run("sft", "--output-dir", tmp_path / "run", *argv)
+    assert code == 2 and named in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_output_directory_that_cannot_be_one_is_refused(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, _, err = run("sft", "--output-dir", tmp_path / "file")
+    assert code == 2 and str(tmp_path / "file") in err and "Traceback" not in err
+
+
+CODE = "import sys; from holdfast.commands import cli; sys.argv = ['orchestrator', *sys.argv[1:]]; cli.orchestrator()"
+
+
+def test_a_dry_run_may_write_nothing_at_all(run: Run) -> None:
+    code, out, err = run("orchestrator", "--model.name", MODEL, "--output-dir", "/dev/null", "--dry-run")
+    assert (code, err) == (0, "") and "resolved configuration: /dev/null\n" in out
+
+
+def test_a_reader_that_has_had_enough_is_no_error(tmp_path: Path, in_root: Path) -> None:
+    """As `| head -1` is: it closes its end and goes."""
+    read, write = os.pipe()
+    os.close(read)
+    argv = [sys.executable, "-c", CODE, "--model.name", MODEL, "--output-dir", str(tmp_path), "--dry-run"]
+    done = subprocess.run(argv, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_names_that_the_locale_has_no_characters_for_end_nothing(tmp_path: Path, in_root: Path) -> None:
+    where = tmp_path / "café"
+    where.mkdir()
+    environment = os.environ | {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    argv = [sys.executable, "-c", CODE, "--model.name", MODEL, "--dry-run", "--output-dir"]
+
+    def started(output_dir: bytes) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*argv, output_dir], env=environment, capture_output=True, text=True, check=False)
+
+    for strange in (str(where).encode(), str(tmp_path).encode() + b"/caf\xe9"):
+        done = started(strange)
+        assert done.returncode in (0, 2) and "Traceback" not in done.stderr
+        assert done.returncode == 0 or "must be text in UTF-8" in done.stderr
+
+
+def test_an_error_of_the_system_is_one_line_and_an_interrupt_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(error: BaseException) -> tuple[object, str]:
+        def run() -> int:
+            raise error
+
+        with pytest.raises(SystemExit) as caught:
+            cli._exit(run)
+        return caught.value.code, capsys.readouterr().err
+
+    advice = "Check permissions and free space there, or choose another directory with --output-dir.\n"
+    full = OSError(errno.ENOSPC, "No space left on device", "/run")
+    assert ends(full) == (2, f"error: No space left on device: /run. {advice}")
+    assert ends(OSError("no such thing")) == (2, f"error: no such thing. {advice}")
+    monkeypatch.setattr(sys, "stdout", io.StringIO())  # as in a notebook
+    assert ends(KeyboardInterrupt()) == (128 + signal.SIGINT, "")

@@ -1,0 +1,255 @@
+"""A resumed run says which settings are not those of before, and what follows from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.commands.resume.config_diff import (
+    compare_settings,
+    describe_stretch,
+    read_settings,
+    refuse_other_model,
+    refuse_other_tensors,
+    settings_of,
+)
+from holdfast.shared.config import RlConfig, SftConfig, TrainerConfig
+from holdfast.shared.config.base import CkptConfig
+from holdfast.shared.config.fingerprint import FREE, fingerprint, makes_same_batches
+from holdfast.shared.config.load import to_toml
+from holdfast.shared.config.orchestrator import OrchestratorConfig, TeacherConfig
+from holdfast.shared.config.schedule import learning_rate
+from holdfast.shared.errors import CheckpointError
+
+
+def test_changed_settings_are_named_with_both_values_in_two_groups() -> None:
+    before = SftConfig(max_steps=20, ckpt=CkptConfig(interval=5))
+    after = before.model_copy(deep=True)
+    after.max_steps, after.optim.lr, after.val_interval, after.parallel.num_ranks = 40, 0.5, 7, 2
+    after.data.name, after.seed = "other.jsonl", 3
+    drift = compare_settings(settings_of(before), settings_of(after))
+    assert drift.computing == [
+        "data.name: 'examples/reverse_text/sft.jsonl' -> 'other.jsonl'", "optim.lr: 1e-05 -> 0.5", "seed: 0 -> 3"
+    ]  # fmt: skip
+    assert drift.free == ["max_steps: 20 -> 40", "parallel.num_ranks: 1 -> 2", "val_interval: unset -> 7"]
+    assert drift.describe("sft", "the checkpoint of step 5") == [
+        "sft: differs from the checkpoint of step 5; changes what is computed from here on:",
+        *(f"  {line}" for line in drift.computing),
+        "sft: differs from the checkpoint of step 5; free to change:",
+        *(f"  {line}" for line in drift.free),
+    ]
+    assert compare_settings(settings_of(after), settings_of(after)).describe("sft", "before") == []
+
+
+def test_where_and_from_which_step_an_attempt_starts_is_no_drift() -> None:
+    before = SftConfig(ckpt=CkptConfig(interval=5))
+    ckpt = CkptConfig(interval=5, resume_step=5, resume_dir=Path("other/checkpoints/step_5"))
+    after = SftConfig(ckpt=ckpt, clean=True, dry_run=True, output_dir=Path("elsewhere"))
+    assert compare_settings(settings_of(before), settings_of(after)).describe("sft", "before") == []
+    warm = SftConfig(ckpt=CkptConfig(interval=5, weights_only=Path("model")))
+    assert compare_settings(settings_of(before), settings_of(warm)).describe("sft", "before") == []
+
+
+def test_settings_of_one_environment_are_named_with_its_place() -> None:
+    section: dict[str, Any] = {"id": "reverse_text", "weight": 2.0, "timeout_s": 5.0}
+    teacher = {"urls": ["http://here:1"], "model": "m"}
+    before = OrchestratorConfig.model_validate({"environments": [section], "teacher": teacher})
+    after = OrchestratorConfig.model_validate(
+        {"environments": [section | {"weight": 3.0, "timeout_s": 9.0}], "teacher": teacher | {"urls": ["http://b:2"]}}
+    )
+    drift = compare_settings(settings_of(before), settings_of(after))
+    assert drift.computing == ["environments[0].weight: 2.0 -> 3.0"]
+    assert drift.free == [
+        "environments[0].timeout_s: 5.0 -> 9.0",
+        "teacher.urls: ['http://here:1'] -> ['http://b:2']",
+    ]
+
+
+def test_every_free_setting_is_one() -> None:
+    """A name that no process has would be dead; `engine.threads` is one of the inference server."""
+    config = RlConfig()
+    config.orchestrator.teacher = TeacherConfig(urls=["http://here:1"], model="m")
+    processes = [config.trainer, config.orchestrator, config.inference, SftConfig(ckpt=CkptConfig())]
+    for key in FREE:
+        first, _, rest = key.replace("[]", "").partition(".")
+        owners = [process for process in processes if first in type(process).model_fields]
+        if "[]" in key:  # the trainer has environments by name
+            owners = [process for process in owners if isinstance(getattr(process, first), list)]
+        assert owners, key
+        parts = [getattr(owner, first) for owner in owners] if rest else []
+        for part in parts:
+            assert rest in type(part[0] if isinstance(part, list) else part).model_fields, key
+
+
+def test_settings_are_read_from_the_checkpoint_or_refused(tmp_path: Path) -> None:
+    config = SftConfig(max_steps=7)
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(config))
+    assert read_settings(path) == settings_of(config)
+    path.write_text("max_steps = ")
+    with pytest.raises(CheckpointError, match="config.toml is damaged"):
+        read_settings(path)
+
+
+def sft(max_steps: int, schedule: str = "linear", **optim: Any) -> SftConfig:
+    return SftConfig.model_validate({"max_steps": max_steps, "optim": {"lr": 0.5, "schedule": schedule, **optim}})
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_another_max_steps_stretches_the_schedule_and_is_told_with_both_rates(schedule: str) -> None:
+    before, after = sft(20, schedule), sft(40, schedule)
+    told = describe_stretch(settings_of(before), after, step=10)
+    was, now = learning_rate(11, before.optim, 20), learning_rate(11, after.optim, 40)
+    assert told == (
+        f"the {schedule} schedule now ends at step 40 instead of 20: the learning rate of step 11 is {now:.6g} instead "
+        f"of {was:.6g}. Keep the old schedule with --optim.schedule-steps 20."
+    )
+    kept = sft(40, schedule, schedule_steps=20)
+    assert learning_rate(11, kept.optim, 40) == was != now, "the flag does what the message says"
+    assert describe_stretch(settings_of(before), kept, step=10) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (sft(20), sft(20)),
+        (sft(20, "constant"), sft(40, "constant")),
+        (sft(20, schedule_steps=20), sft(40, schedule_steps=20)),
+        (sft(20, "constant"), sft(40, "linear")),
+    ],
+    ids=["same", "constant", "fixed end", "another schedule, which the diff names"],
+)
+def test_no_schedule_is_stretched_elsewhere(before: SftConfig, after: SftConfig) -> None:
+    assert describe_stretch(settings_of(before), after, step=10) is None
+
+
+def test_a_schedule_of_another_version_is_left_to_the_diff() -> None:
+    before = settings_of(sft(20))
+    assert describe_stretch(before | {"optim": {"schedule": "spiral"}}, sft(40), step=10) is None
+    assert describe_stretch(before, sft(40), step=10) is not None
+
+
+def test_dropping_the_fixed_end_stretches_the_schedule_too() -> None:
+    told = describe_stretch(settings_of(sft(40, schedule_steps=20)), sft(40), step=10)
+    assert told is not None and "ends at step 40 instead of 20" in told
+
+
+def test_the_fingerprint_follows_the_end_of_the_schedule() -> None:
+    assert fingerprint(sft(20)) != fingerprint(sft(40))
+    assert fingerprint(sft(20)) == fingerprint(sft(20, schedule_steps=20)) == fingerprint(sft(40, schedule_steps=20))
+    assert fingerprint(sft(20, "constant")) == fingerprint(sft(40, "constant", schedule_steps=3))
+    for free in ({"batch_timeout_s": 1}, {"alerts": {"window": 99}}):
+        assert fingerprint(TrainerConfig.model_validate(free)) == fingerprint(TrainerConfig())
+    assert fingerprint(TrainerConfig(row_tokens=8)) != fingerprint(TrainerConfig())
+
+
+def test_the_fingerprint_follows_the_end_of_the_critics_schedule() -> None:
+    def fingerprint_of(max_steps: int, **optim: Any) -> str:
+        settings = {"max_steps": max_steps, "advantage": "gae", "critic": {"optim": {"schedule": "linear", **optim}}}
+        return fingerprint(TrainerConfig.model_validate(settings))
+
+    assert fingerprint_of(20) != fingerprint_of(40)
+    assert fingerprint_of(20) == fingerprint_of(40, schedule_steps=20)
+    assert fingerprint_of(20, schedule="constant") == fingerprint_of(40, schedule="constant")
+
+
+def test_batches_are_the_same_when_nothing_that_makes_them_changed() -> None:
+    base = OrchestratorConfig()
+    for same in ({"max_steps": 7}, {"output_dir": "x"}, {"client": {"urls": ["http://other"]}}, {"ckpt": {}}):
+        assert makes_same_batches(base, OrchestratorConfig.model_validate(same))
+    # What only says how long is waited, and for whom, makes no other batch.
+    timeouts = ({"timeout_s": 9.0}, {"ready_timeout_s": 9.0}, {"urls": ["http://there:2"]}, {"max_concurrency": 7})
+    teacher: dict[str, Any] = {"urls": ["http://here:1"], "model": "m"}
+    taught = OrchestratorConfig.model_validate({"teacher": teacher})
+    for changed in timeouts:
+        assert makes_same_batches(taught, OrchestratorConfig.model_validate({"teacher": teacher | changed}))
+    assert makes_same_batches(base, OrchestratorConfig.model_validate({"environments": [{"timeout_s": 60.0}]}))
+    for other in ({"teacher": teacher}, {"environments": [{"timeout_s": 60.0, "args": {"max_length": 9}}]}):
+        assert not makes_same_batches(base, OrchestratorConfig.model_validate(other))
+    assert not makes_same_batches(taught, OrchestratorConfig.model_validate({"teacher": teacher | {"model": "n"}}))
+    for other in (
+        {"seed": 7},
+        {"group_size": 2},
+        {"sampling": {"temperature": 0.5}},
+        {"sampling": {"top_p": 0.9}},
+        {"async_level": 0},
+    ):
+        assert not makes_same_batches(base, OrchestratorConfig.model_validate(other))
+
+
+def _models(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
+    for name, content in (("before.json", before), ("after.json", after)):
+        (tmp_path / name).write_text(json.dumps(content))
+    refuse_other_model(tmp_path / "before.json", tmp_path / "after.json", model_name="my/model", step=5)
+
+
+def test_another_model_is_refused_with_every_key_that_shapes_it(tmp_path: Path) -> None:
+    before = {"model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 2, "rope_theta": 1.0, "use_cache": True}
+    with pytest.raises(CheckpointError) as caught:
+        _models(tmp_path, before, before | {"hidden_size": 64, "num_hidden_layers": 3, "use_cache": False})
+    message = str(caught.value)
+    assert "step 5 is of another model than model.name = 'my/model'" in message and "--model.name" in message
+    assert "hidden_size: 32 -> 64" in message and "num_hidden_layers: 2 -> 3" in message
+    assert "use_cache" not in message and caught.value.exit_code == 2
+
+
+def test_a_config_that_is_no_json_is_named(tmp_path: Path) -> None:
+    for name in ("before.json", "after.json"):
+        (tmp_path / name).write_text("{")
+    with pytest.raises(CheckpointError, match=r"before\.json or .*after\.json is not JSON"):
+        refuse_other_model(tmp_path / "before.json", tmp_path / "after.json", model_name="m", step=5)
+
+
+def test_models_that_differ_in_nothing_that_shapes_them_are_accepted(tmp_path: Path) -> None:
+    before = {"model_type": "qwen3", "hidden_size": 32, "head_dim": None, "attention_dropout": 0.0}
+    _models(tmp_path, before, {"model_type": "qwen3", "hidden_size": 32, "head_dim": 8, "attention_dropout": 0.3})
+    refuse_other_model(tmp_path / "nowhere.json", tmp_path / "after.json", model_name="m", step=5)
+    with pytest.raises(CheckpointError, match="text_config.vocab_size: 5 -> 6"):
+        _models(tmp_path, {"text_config": {"vocab_size": 5}}, {"text_config": {"vocab_size": 6}})
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ({}, {"advantage": "gae", "critic": {}}, "critic: unset -> set"),
+        ({"advantage": "gae", "critic": {}}, {}, "critic: set -> unset"),
+        ({"ema": {}}, {}, "ema: set -> unset"),
+        ({"model": {"lora": {}}}, {"ema": {}}, "model.lora: set -> unset"),
+        ({"kl": {"refresh_interval": 3}}, {"kl": {}}, "kl.refresh_interval: 3 -> unset"),
+        ({}, {"optim": {"type": "muon"}}, "optim.type: 'adamw' -> 'muon'"),
+        (
+            {"advantage": "gae", "critic": {"optim": {"type": "muon"}}},
+            {"advantage": "gae", "critic": {}},
+            "critic.optim.type: 'muon' -> 'adamw'",
+        ),
+        ({}, {"kl": {"refresh_interval": 3}}, "kl.refresh_interval: unset -> 3"),
+    ],
+)
+def test_tensors_that_the_checkpoint_lacks_or_has_besides_are_refused(
+    before: dict[str, Any], after: dict[str, Any], says: str
+) -> None:
+    settings = settings_of(TrainerConfig.model_validate(before))
+    with pytest.raises(CheckpointError) as caught:
+        refuse_other_tensors(settings, TrainerConfig.model_validate(after), step=5)
+    message = str(caught.value)
+    assert "the checkpoint of step 5 holds other tensors" in message and says in message
+    assert "ckpt export STEP --to DIR" in message and caught.value.exit_code == 2
+
+
+def test_parts_without_tensors_may_come_and_go() -> None:
+    plain = TrainerConfig()
+    parts = TrainerConfig.model_validate(
+        {"kl": {"coef": 0.1}, "replay": {}, "rewards": {"scale": "running"}, "updates": {"epochs": 2}}
+    )
+    refuse_other_tensors(settings_of(plain), parts, step=5)
+    refuse_other_tensors(settings_of(parts), plain, step=5)
+    one, other = (
+        TrainerConfig.model_validate(
+            {"advantage": "gae", "critic": {"lam": lam}, "kl": {"refresh_interval": int(10 * lam)}}
+        )
+        for lam in (0.9, 1.0)
+    )
+    refuse_other_tensors(settings_of(one), other, step=5)

@@ -1,0 +1,60 @@
+"""The label of a wheel that names the wrong Python is corrected, and only that."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.commands.installation import correct_wheel_label
+
+
+def _install(folder: Path, tag: str) -> Path:
+    information = folder / "example_wheel-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: example-wheel\nVersion: 1.0\n")
+    (information / "WHEEL").write_text(f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {tag}\n")
+    (information / "RECORD").write_text("example_wheel-1.0.dist-info/WHEEL,,\nexample_wheel-1.0.dist-info/METADATA,,\n")
+    return information / "WHEEL"
+
+
+def test_a_wrong_label_is_corrected_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    label = _install(tmp_path, "cp26-cp26-linux_x86_64")
+    linked = tmp_path / "cache"
+    linked.hardlink_to(label)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert correct_wheel_label("example-wheel")
+    assert label.read_text() == "Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: cp38-abi3-linux_x86_64\n"
+    assert "cp26-cp26" in linked.read_text()
+    assert not correct_wheel_label("example-wheel")
+
+
+def test_a_right_label_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    label = _install(tmp_path, f"{here}-{here}-linux_x86_64")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not correct_wheel_label("example-wheel")
+    assert here in label.read_text()
+
+
+def test_what_is_not_installed_is_no_error() -> None:
+    assert not correct_wheel_label("no-such-distribution")
+
+
+def test_a_label_that_cannot_be_written_is_left_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise PermissionError("not yours")
+
+    caplog.set_level("INFO", logger="holdfast")
+    label = _install(tmp_path, "cp26-cp26-linux_x86_64")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr("holdfast.shared.files.durable.write_file", fail)
+        assert not correct_wheel_label("example-wheel")
+    assert f"the label of example-wheel in {label} could not be corrected: not yours" in caplog.text
+    (label.parent / "RECORD").unlink()
+    assert not correct_wheel_label("example-wheel"), "which files belong to it is not known"
+    assert "cp26-cp26" in label.read_text()

@@ -1,0 +1,190 @@
+"""What --dry-run refuses, a real run refuses as well, before anything is started: in one line, with exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+from holdfast.commands import cli
+from holdfast.commands.launcher import preflight
+from holdfast.shared.config import TrainerConfig
+from holdfast.shared.errors import ConfigError, HoldfastError
+from tests.inference_zygote import free_port
+
+Launch = Callable[..., str]
+
+_ENVIRONMENT = """
+from holdfast.orchestrator.environments.interface import Environment
+
+class Counting(Environment):
+    def __init__(self, limit: int = 3) -> None:
+        raise SystemExit("constructors of a user's environment are not called by a check")
+"""
+_LOSS = """
+print("chatter of a module")
+
+def loss(data, *, strength=1.0):
+    return None
+"""
+
+
+@pytest.fixture
+def refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], in_root: Path, tmp_path: Path
+) -> Launch:
+    """Run a command with these flags, with and without --dry-run; return the line that it refused both with."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "counting.py").write_text(_ENVIRONMENT)
+    (tmp_path / "code" / "my_loss.py").write_text(_LOSS)
+    (tmp_path / "code" / "broken.py").write_text("1 / 0\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"))
+
+    def launch(program: str, *flags: str) -> str:
+        said = []
+        for extra in ([], ["--dry-run"]):
+            monkeypatch.setattr(sys, "argv", [program, "--output-dir", str(tmp_path / "run"), *flags, *extra])
+            with pytest.raises(SystemExit) as caught:
+                getattr(cli, program)()
+            printed = capsys.readouterr()
+            assert caught.value.code == 2, printed
+            assert "Traceback" not in printed.err
+            assert not (tmp_path / "run").exists(), "something was made before it was refused"
+            said.append(printed.err)
+        assert said[0] == said[1]
+        return said[0]
+
+    return launch
+
+
+def environment(identity: str, **args: object) -> tuple[str, str]:
+    return "--orchestrator.environments", json.dumps([{"id": identity, "args": args}])
+
+
+QUICK_START = ("rl", "@", "configs/reverse_text/rl.toml", "--inference.server.port", str(free_port()))
+
+
+def test_environments_and_their_arguments(refused: Launch) -> None:
+    assert "there is no environment 'nope'" in refused(*QUICK_START, *environment("nope"))
+    assert "Jsonl needs path" in refused(*QUICK_START, *environment("jsonl"))
+    assert "no/file.jsonl cannot be read" in refused(*QUICK_START, *environment("jsonl", path="no/file.jsonl"))
+    assert "there is no module 'no_module'" in refused(*QUICK_START, *environment("no_module:Class"))
+    assert "has no environment 'Count'" in refused(*QUICK_START, *environment("counting:Count"))
+    assert "Counting has no such argument" in refused(*QUICK_START, *environment("counting:Counting", limits=1))
+    assert "ZeroDivisionError" in refused(*QUICK_START, *environment("broken:Thing"))
+
+
+def test_functions_of_the_user(refused: Launch) -> None:
+    assert "there is no module 'nope'" in refused(*QUICK_START, "--trainer.loss.type", "nope:loss")
+    args = ("--trainer.loss.type", "my_loss:loss", "--trainer.loss.args", '{"power": 2}')
+    assert "cannot be called as function(data, **args)" in refused(*QUICK_START, *args)
+    assert "my_loss has no function 'los'. Did you mean 'loss'?" in refused(
+        *QUICK_START, "--trainer.advantage", "my_loss:los"
+    )
+
+
+def test_a_check_that_dies_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text("import os, sys; print('no licence', file=sys.stderr, flush=True); os._exit(7)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(
+        HoldfastError, match=r"checking the configuration failed \(exit code 7\):\nno licence"
+    ) as caught:
+        preflight._check_in_child(
+            "holdfast.commands.launcher.check_functions", TrainerConfig(advantage="dies:advantage")
+        )
+    assert caught.value.exit_code == 1
+
+
+def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"vllm"}
+
+    def distribution(name: str) -> None:
+        if name not in installed:
+            raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("holdfast.commands.launcher.preflight.distribution", distribution)
+    preflight.require_vllm()
+    installed.clear()
+    with pytest.raises(ConfigError, match="needs vLLM, which is not installed: `uv sync`"):
+        preflight.require_vllm()
+
+
+def test_local_models_and_files_of_the_form_of_a_hub_id(
+    refused: Launch, in_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "models" / "bare"
+    model.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert "model.name = 'models/bare' has no config.json" in refused("sft", "--model.name", "models/bare")
+    (model / "config.json").write_text("{}")
+    assert "model.name = 'models/bare' has no *.safetensors" in refused("sft", "--model.name", "models/bare")
+    assert "`ckpt import`" in refused("sft", "--model.name", "models/bare")
+    quick_model = ("--model.name", str(in_root / "examples" / "reverse_text" / "model"))
+    (model / "rows.csv").write_text("prompt,completion\n")
+    said = refused("sft", *quick_model, "--data.name", "models/bare/rows.csv")
+    assert "use a .jsonl, .json or .parquet file" in said
+    for missing in ("data/rows.csv", "data/rows.jsonl.gz"):
+        assert "there is no such file or directory" in refused("sft", *quick_model, "--data.name", missing)
+
+
+def test_a_word_that_is_no_setting(refused: Launch) -> None:
+    assert "unexpected 'my.toml'. Settings are '--name value', files '@ file.toml'" in refused("sft", "my.toml")
+
+
+def test_models_data_and_lengths(refused: Launch) -> None:
+    assert "model.name = 'no/such/dir'" in refused("inference", "--model.name", "no/such/dir")
+    assert "kl.reference = './no'" in refused(*QUICK_START, "--trainer.kl.reference", "./no")
+    critic = ("--trainer.advantage", "gae", "--trainer.critic.name", "./no")
+    assert "critic.name = './no'" in refused(*QUICK_START, *critic)
+    assert "seq_len = 65 is more than inference.model.max_len = 64" in refused(
+        *QUICK_START, "--orchestrator.seq-len", "65"
+    )
+    assert "data.name = 'no.jsonl'" in refused("sft", "--data.name", "no.jsonl")
+    assert "pretraining.data.name = 'no.jsonl'" in refused(*QUICK_START, "--trainer.pretraining.data.name", "no.jsonl")
+    assert "low has no effect with correction.type = 'none'" in refused(
+        *QUICK_START, "--trainer.loss.correction.low", "0.1"
+    )
+
+
+def test_a_trainer_by_itself_must_be_told_what_rl_would_hand_down(refused: Launch) -> None:
+    model = ("--model.name", "examples/reverse_text/model")
+    assert "needs loss.constant_tokens: set it to orchestrator.sampling.max_tokens" in refused(
+        "trainer", *model, "--loss.type", "dr_grpo"
+    )
+
+
+def test_what_can_be_used_passes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refused: Launch, tmp_path: Path
+) -> None:
+    """The constructor of a user's environment is not called, and what modules print is not shown."""
+    flags = (*QUICK_START, *environment("counting:Counting", limit=2), "--trainer.loss.type", "my_loss:loss")
+    monkeypatch.setattr(sys, "argv", [*flags, "--output-dir", str(tmp_path / "run"), "--dry-run"])
+    with pytest.raises(SystemExit) as caught:
+        cli.rl()
+    printed = capsys.readouterr()
+    assert caught.value.code == 0, printed.err
+    assert "would start afresh" in printed.out and "chatter" not in printed.out
+
+
+def test_what_a_users_module_starts_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refused: Launch, tmp_path: Path
+) -> None:
+    """It inherits what the check writes to, and may live as long as it likes."""
+    module = "import pathlib, subprocess, sys\n"
+    waits = f"import pathlib, time; time.sleep(60); pathlib.Path({str(tmp_path / 'ended')!r}).touch()"
+    module += f"child = subprocess.Popen([sys.executable, '-c', {waits!r}])\n"
+    module += f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n" + _ENVIRONMENT
+    (tmp_path / "code" / "starting.py").write_text(module)
+    flags = (*QUICK_START, *environment("starting:Counting"), "--output-dir", str(tmp_path / "run"), "--dry-run")
+    monkeypatch.setattr(sys, "argv", [*flags])
+    with pytest.raises(SystemExit) as caught:
+        cli.rl()
+    assert caught.value.code == 0, capsys.readouterr().err
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    assert not (tmp_path / "ended").exists()

@@ -1,0 +1,778 @@
+"""Where an attempt starts: its own checkpoints, another run's, other weights; and what is refused, with which words.
+
+The launcher knows checkpoints by their manifests and files, so files with any content will do here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.commands import cli
+from holdfast.commands.resume import fork
+from holdfast.commands.resume.attempt import Attempt, with_resume, write_config
+from holdfast.commands.resume.plan import prepare
+from holdfast.shared.config import RlConfig, SftConfig, TrainerConfig
+from holdfast.shared.config.algorithm import KlConfig
+from holdfast.shared.config.base import CkptConfig
+from holdfast.shared.config.load import to_toml
+from holdfast.shared.config.orchestrator import OrchestratorConfig
+from holdfast.shared.config.rl import hand_down_shared
+from holdfast.shared.errors import CheckpointError, ConfigError, RunDirError
+from holdfast.shared.files import durable, manifest
+from holdfast.shared.files.checkpoints import Kind
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.remote.object_store import StorageError
+from holdfast.shared.wire.arrays import Logprobs, LossMask, TokenIds
+from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan, encode_batch
+from holdfast.shared.wire.sampling import Sampling
+
+Sft = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def sft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], in_root: Path, tmp_path: Path) -> Sft:
+    """Run `sft --dry-run` into tmp_path/new; return its exit code and what it printed."""
+
+    def command(*argv: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        flags = ["--output-dir", tmp_path / "new", "--dry-run", *argv]
+        monkeypatch.setattr(sys, "argv", ["sft", *map(str, flags)])
+        with pytest.raises(SystemExit) as caught:
+            cli.sft()
+        printed = capsys.readouterr()
+        assert isinstance(caught.value.code, int)
+        return caught.value.code, printed.out, printed.err
+
+    return command
+
+
+def config_of(run: RunDir, *, max_steps: int = 100, **ckpt: Any) -> SftConfig:
+    return SftConfig(output_dir=run.path, max_steps=max_steps, ckpt=CkptConfig(**ckpt))
+
+
+def start(config: SftConfig, *, clean: bool = False, dry_run: bool = False) -> Attempt:
+    return prepare(config, clean=clean, dry_run=dry_run)
+
+
+@pytest.fixture(autouse=True)
+def release_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock of a directory lasts as long as the process; here many launches share one."""
+    monkeypatch.setattr(RunDir, "lock", lambda _: None)
+    monkeypatch.setattr(RunDir, "lock_orchestrator", lambda _, over_exec=False: None)
+
+
+def add_checkpoint(run: RunDir, step: int, *, files: dict[str, str] | None = None) -> Path:
+    directory = run.checkpoint(step)
+    for name, content in {"trainer/.metadata": "index", "trainer/__0_0.distcp": f"{step}", **(files or {})}.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(content)
+    listing = manifest.Manifest(kind="checkpoint", step=step, policy_version=step, run_id=run.run_id(),
+                                files=manifest.describe_files(directory))  # fmt: skip
+    manifest.write_manifest(directory, listing)
+    return directory
+
+
+def add_weights(run: RunDir, version: int) -> Path:
+    directory = run.weights_of(version)
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    header = json.dumps({f"weights_{version}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}).encode()
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    files = manifest.describe_files(directory)
+    listing = manifest.Manifest(kind="weights", step=version, policy_version=version, files=files)
+    manifest.write_manifest(directory, listing)
+    return directory
+
+
+def add_batch(run: RunDir, step: int, *, version: int, rollouts: Sequence[Rollout] = ()) -> Path:
+    directory = run.batch(step)
+    directory.mkdir(parents=True)
+    batch = Batch(step=step, policy_version=version, weights_digest="", sampling=Sampling(1.0), rollouts=list(rollouts))
+    (directory / "batch.msgpack").write_bytes(encode_batch(batch))
+    files = manifest.describe_files(directory)
+    listing = manifest.Manifest(kind="batch", step=step, policy_version=version, files=files)
+    manifest.write_manifest(directory, listing)
+    return directory
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> RunDir:
+    """A finished run with checkpoints of steps 5 and 10."""
+    run = RunDir(tmp_path / "other")
+    run.create()
+    for step in (5, 10):
+        add_checkpoint(run, step)
+    return run
+
+
+@pytest.fixture
+def new(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "new")
+
+
+def tree(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+# Forking.
+
+
+def test_a_fork_begins_with_the_other_runs_checkpoint(
+    other: RunDir, new: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tree(other.path)
+    attempt = start(config_of(new, resume_dir=other.checkpoint(5)))
+    assert (attempt.number, attempt.resume_step) == (1, 5)
+    assert new.committed_steps() == [5] and tree(new.checkpoint(5)) == tree(other.checkpoint(5))
+    identity = json.loads((new.path / "run.json").read_text())
+    source = {"run_id": other.run_id(), "step": 5, "path": str(other.checkpoint(5))}
+    assert identity["forked_from"] == source and identity["run_id"] != other.run_id()
+    out = capsys.readouterr().out
+    assert f"forked {other.checkpoint(5)} (run {other.run_id()})" in out and "resuming from step 5" in out
+    assert (new.checkpoint(5) / "trainer/.metadata").samefile(other.checkpoint(5) / "trainer/.metadata")
+    # The other run goes on, and may even lose the step.
+    shutil.rmtree(other.checkpoint(5))
+    manifest.verify(new.checkpoint(5), step=5)
+    del before["checkpoints/step_5/manifest.json"]
+    assert {name for name in before if "step_5" not in name} == tree(other.path).keys()
+
+
+def test_a_fork_copies_where_the_filesystem_cannot_link(
+    other: RunDir, new: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cross_device(*_: object) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", cross_device)
+    start(config_of(new, resume_dir=other.checkpoint(5)))
+    assert tree(new.checkpoint(5)) == tree(other.checkpoint(5))
+    assert not (new.checkpoint(5) / "trainer/.metadata").samefile(other.checkpoint(5) / "trainer/.metadata")
+
+
+def test_a_fork_that_runs_out_of_space_leaves_nothing_and_can_be_tried_again(
+    other: RunDir, new: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: Path, target: Path) -> bool:
+        if target.name == "manifest.json":
+            raise OSError(28, "No space left on device")
+        shutil.copyfile(source, target)
+        return False
+
+    config = config_of(new, resume_dir=other.checkpoint(5))
+    with monkeypatch.context() as patch:
+        patch.setattr(fork, "_link_or_copy", full)
+        with pytest.raises(CheckpointError, match="step_5 could not be copied to .*No space left on device"):
+            start(config)
+    assert list(new.checkpoints.iterdir()) == []
+    assert start(config).resume_step == 5 and new.committed_steps() == [5]
+
+
+@pytest.mark.parametrize("step", [None, "auto"])
+def test_a_requeued_fork_goes_on_from_its_own_checkpoints(
+    step: Any, other: RunDir, new: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(new, resume_dir=other.checkpoint(5), resume_step=step)
+    start(config)
+    add_checkpoint(new, 7)
+    shutil.rmtree(other.path)
+    capsys.readouterr()
+    assert start(config).resume_step == 7
+    assert "has a checkpoint of its own (step 7): --ckpt.resume-dir" in capsys.readouterr().out
+
+
+def test_a_fork_into_a_directory_with_another_run_is_refused_unless_auto_is_asked(other: RunDir, new: RunDir) -> None:
+    new.create()
+    add_checkpoint(new, 3)
+    with pytest.raises(RunDirError, match="holds a run that was not forked from .*step_5: resume it"):
+        start(config_of(new, resume_dir=other.checkpoint(5)))
+    assert start(config_of(new, resume_dir=other.checkpoint(5), resume_step="auto")).resume_step == 3
+    assert new.forked_from() is None
+
+
+def test_auto_forks_into_a_run_that_has_no_checkpoint_and_sets_its_traces_aside(other: RunDir, new: RunDir) -> None:
+    new.create()
+    run_id = new.run_id()
+    add_weights(new, 2)
+    new.configs(1).mkdir(parents=True)
+    new.metrics.write_text('{"step": 1}\n')
+    attempt = start(config_of(new, resume_dir=other.checkpoint(5), resume_step="auto"))
+    assert (attempt.number, attempt.resume_step) == (2, 5)
+    assert new.run_id() == run_id and new.forked_from() == str(other.checkpoint(5))
+    assert new.metrics.read_text() == "" and (new.discarded(2) / "weights" / "step_2").exists()
+
+
+def test_clean_forks_afresh_but_only_from_a_checkpoint_that_is_whole(other: RunDir, new: RunDir) -> None:
+    new.create()
+    add_checkpoint(new, 3)
+    with pytest.raises(CheckpointError, match="step_6"):
+        start(config_of(new, resume_dir=other.checkpoint(6)), clean=True)
+    assert new.committed_steps() == [3], "nothing is removed for a start that is refused"
+    start(config_of(new, resume_dir=other.checkpoint(5)), clean=True)
+    assert new.committed_steps() == [5]
+
+
+def test_a_dry_run_of_a_fork_checks_everything_and_touches_nothing(other: RunDir, sft: Sft, tmp_path: Path) -> None:
+    code, out, _ = sft("--ckpt.resume-dir", other.checkpoint(5))
+    assert code == 0 and f"would start from step 5 of {other.checkpoint(5)}" in out
+    assert [path.name for path in (tmp_path / "new").rglob("*") if path.is_file()] == ["sft.toml"]
+    (other.checkpoint(5) / "trainer" / ".metadata").write_text("INDEX")
+    code, _, err = sft("--ckpt.resume-dir", other.checkpoint(5))
+    assert code == 2 and ".metadata is damaged" in err and "Other committed steps there: 10" in err
+    code, _, err = sft("--ckpt.resume-dir", other.checkpoint(5), "--ckpt.verify", "size")
+    assert code == 0, err
+
+
+def other_kinds(path: Path, other: RunDir, model: Path) -> dict[Kind | str, tuple[Path, str]]:
+    """What else people may name, and what the message must say of it and advise."""
+    dcp, file = path / "dcp", path / "model.safetensors"
+    dcp.mkdir()
+    (dcp / ".metadata").write_text("")
+    shutil.copy(model / "model.safetensors", file)
+    (path / "empty").mkdir()
+    weights = add_weights(other, 10)
+    return {
+        Kind.DCP: (dcp, "--ckpt.weights-only"),
+        Kind.WEIGHTS: (weights, f"--ckpt.weights-only {weights} or --model.name {weights}"),
+        Kind.HUGGING_FACE: (model, f"--ckpt.weights-only {model} or --model.name {model}"),
+        Kind.TENSORS: (file, f"--ckpt.weights-only {file}"),
+        "a run directory with the steps 5, 10": (other.path, "OTHER/checkpoints/step_"),
+        "a directory of checkpoints with the steps 5, 10": (other.checkpoints, "OTHER/checkpoints/step_"),
+        "nothing: there is no such file": (path / "nowhere", "OTHER/checkpoints/step_"),
+        "an empty directory": (path / "empty", "OTHER/checkpoints/step_"),
+        "a torch.distributed.checkpoint directory. ": (
+            other.checkpoint(5) / "trainer",
+            f"--ckpt.resume-dir {other.checkpoint(5)}.",
+        ),
+    }
+
+
+def test_what_is_no_checkpoint_is_named_with_what_is_needed_and_the_flag_that_fits(
+    other: RunDir, sft: Sft, tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    for found, (path, advice) in other_kinds(tmp_path, other, tiny_model()).items():
+        code, _, err = sft("--ckpt.resume-dir", path)
+        assert code == 2 and err.startswith("error: ") and "Traceback" not in err
+        assert f"ckpt.resume_dir = {path} is " in err and str(found) in err and advice in err, err
+        assert "Needed: a checkpoint of a run" in err and "optimizer" in err
+        assert not RunDir(tmp_path / "new").holds_run()
+
+
+def test_a_batch_or_a_misnamed_step_is_no_checkpoint_to_fork(other: RunDir, sft: Sft) -> None:
+    code, _, err = sft("--ckpt.resume-dir", add_batch(other, 6, version=5))
+    assert code == 2 and "holds batch, not a checkpoint" in err
+    other.checkpoint(5).rename(other.checkpoint(7))
+    code, _, err = sft("--ckpt.resume-dir", other.checkpoint(7))
+    assert code == 2 and "manifest of step 5, not of step 7" in err
+
+
+def test_a_run_cannot_fork_itself(new: RunDir, sft: Sft) -> None:
+    new.create()
+    step = add_checkpoint(new, 5)
+    code, _, err = sft("--ckpt.resume-dir", step, "--clean")
+    assert code == 2 and "the run's own directory" in err and "--ckpt.resume-step N" in err
+    assert step.exists()
+
+
+def test_a_fork_must_lie_before_the_end(other: RunDir, sft: Sft) -> None:
+    code, _, err = sft("--ckpt.resume-dir", other.checkpoint(10), "--max-steps", 7)
+    assert code == 2 and "max_steps = 7 lies before step 10" in err and "Raise --max-steps." in err
+
+
+def test_sft_and_rl_do_not_go_on_from_each_others_checkpoints(other: RunDir, new: RunDir) -> None:
+    with pytest.raises(CheckpointError, match="a checkpoint of sft, and rl cannot .*--ckpt.weights-only"):
+        prepare(rl(new, resume_dir=other.checkpoint(5)).trainer, clean=False, dry_run=True)
+    both = add_checkpoint(other, 12, files={"orchestrator/orchestrator.json": "{}"})
+    with pytest.raises(CheckpointError, match="a checkpoint of rl, and sft cannot .*--ckpt.weights-only"):
+        start(config_of(new, resume_dir=both), dry_run=True)
+    for loss, program in (("center_coef = 0.0", "reward-model"), ("beta = 0.1", "dpo")):
+        settings = {"trainer/config.toml": f"[loss]\n{loss}\n"}
+        saved = add_checkpoint(other, 13 + len(program), files=settings)
+        with pytest.raises(CheckpointError, match=f"a checkpoint of {program}, and sft cannot .*--ckpt.weights-only"):
+            start(config_of(new, resume_dir=saved), dry_run=True)
+
+
+# Contradictions, and warm starts.
+
+
+@pytest.mark.parametrize("flag", ["--ckpt.resume-dir", "--ckpt.weights-only"])
+@pytest.mark.parametrize("step", ["5", "latest", "-1"])
+def test_a_step_of_this_run_and_another_start_contradict_each_other(
+    flag: str, step: str, other: RunDir, sft: Sft
+) -> None:
+    code, _, err = sft(flag, other.checkpoint(5), "--ckpt.resume-step", step)
+    assert code == 2 and "give one of them" in err and f"--ckpt.resume-step auto {flag} {other.checkpoint(5)}" in err
+    code, out, _ = sft(flag, other.checkpoint(5), "--ckpt.resume-step", "auto")
+    assert code == 0 and "would start" in out
+
+
+def test_a_warm_start_is_a_fresh_one_unless_auto_finds_a_checkpoint(other: RunDir, new: RunDir) -> None:
+    config = config_of(new, weights_only=other.checkpoint(5), resume_step="auto")
+    attempt = start(config)
+    assert attempt.resume_step is None
+    ckpt = with_resume(config, attempt.resume_step).ckpt
+    assert ckpt is not None and (ckpt.weights_only, ckpt.resume_step) == (other.checkpoint(5), None)
+    add_checkpoint(new, 7)
+    attempt = start(config)
+    assert attempt.resume_step == 7
+    ckpt = with_resume(config, attempt.resume_step).ckpt
+    assert ckpt is not None and (ckpt.weights_only, ckpt.resume_step) == (None, 7)
+    with pytest.raises(RunDirError, match="already holds a run: resume it"):
+        start(config_of(new, weights_only=other.checkpoint(5)))
+
+
+def test_a_warm_start_needs_weights(other: RunDir, sft: Sft, tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    model = ("--model.name", tiny_model())
+    for found, (path, _) in other_kinds(tmp_path, other, tiny_model()).items():
+        code, _, err = sft("--ckpt.weights-only", path, *model)
+        if found is Kind.WEIGHTS:
+            assert code == 2 and "none of its 1 tensors (such as weights_10) has the name" in err, err
+        elif isinstance(found, Kind) or path.name == "trainer":
+            assert code == 0, err
+        else:
+            assert code == 2 and f"from {path} (ckpt.weights_only): it is {found}" in err and "Needed: " in err
+
+
+def test_damaged_or_other_weights_are_refused_before_anything_starts(
+    other: RunDir, sft: Sft, tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    model = ("--model.name", tiny_model())
+    (other.checkpoint(5) / "trainer" / ".metadata").write_text("INDEX")
+    code, _, err = sft("--ckpt.weights-only", other.checkpoint(5), *model)
+    assert code == 2 and ".metadata is damaged" in err
+    assert sft("--ckpt.weights-only", other.checkpoint(5), "--ckpt.verify", "size", *model)[0] == 0
+
+    code, _, err = sft("--ckpt.weights-only", tiny_model(hidden_size=64), *model)
+    assert code == 2 and "of another model" in err and "hidden_size is 64 there, 32 here" in err
+    file = tmp_path / "wide.safetensors"
+    shutil.copy(tiny_model(hidden_size=64) / "model.safetensors", file)
+    code, _, err = sft("--ckpt.weights-only", file, *model)
+    assert code == 2 and "does not fit" in err and " there, (" in err and "; and " in err
+    file.write_bytes(file.read_bytes()[:-1])
+    code, _, err = sft("--ckpt.weights-only", file, "--model.name", tiny_model(hidden_size=64))
+    assert code == 2 and f"{file} cannot be read: it has " in err
+    nameless = add_weights(other, 3) / "model.safetensors"
+    code, _, err = sft("--ckpt.weights-only", nameless, "--model.name", tiny_model(weights=False))
+    assert code == 2 and "hidden states are 32 wide" in err
+    assert not RunDir(tmp_path / "new").holds_run()
+
+
+@pytest.mark.parametrize("flags", [["--clean"], ["--ckpt.resume-step", "auto"]])
+def test_a_fresh_start_does_not_clear_the_weights_that_it_starts_from(
+    flags: list[str], new: RunDir, sft: Sft, tiny_model: Callable[..., Path]
+) -> None:
+    new.create()
+    shutil.copytree(tiny_model(), new.weights_of(6))
+    for flag in ("--ckpt.weights-only", "--model.name"):
+        code, _, err = sft(flag, new.weights_of(6), *flags)
+        assert code == 2 and f"= {new.weights_of(6)} lies in {new.path}" in err and "--output-dir" in err
+    code, _, err = sft("--model.name", shutil.copytree(tiny_model(), new.path / "model"), *flags)
+    assert code == 0, err
+
+
+# Resuming, and what differs from before.
+
+
+def test_every_process_is_handed_the_number_and_nothing_else(other: RunDir) -> None:
+    config = config_of(other, resume_dir=Path("elsewhere"), resume_step="auto")
+    ckpt = with_resume(config, 10).ckpt
+    assert ckpt is not None and (ckpt.resume_step, ckpt.resume_dir) == (10, None)
+
+
+def test_latest_falls_back_sets_the_damage_aside_and_says_so(other: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    add_checkpoint(other, 2)
+    add_checkpoint(other, 15)
+    (other.checkpoint(15) / "trainer" / "__0_0.distcp").write_text("xx")
+    for step in (2, 10):
+        (other.checkpoint(step) / "manifest.json").unlink()
+    leftover = durable.temporary_sibling(other.checkpoint(20))
+    leftover.mkdir()
+    assert start(config_of(other, resume_step="latest")).resume_step == 5
+    out = capsys.readouterr().out
+    for text in ("skipping the checkpoint of step 15", "skipping the checkpoint of step 10",
+                 f"removed checkpoints/{leftover.name}",
+                 "set aside discarded/attempt_1/checkpoints/step_2, as it is damaged",
+                 "set aside discarded/attempt_1/checkpoints/step_10, as it is damaged",
+                 "checkpoints/step_15", "resuming from step 5"):  # fmt: skip
+        assert text in out, text
+    assert [path.name for path in other.checkpoints.iterdir()] == ["step_5"]
+    aside = other.discarded(1) / "checkpoints"
+    assert sorted(path.name for path in aside.iterdir()) == ["step_10", "step_15", "step_2"]
+
+
+def test_checkpoints_without_a_run_are_not_taken_for_a_fresh_directory(other: RunDir) -> None:
+    (other.path / "run.json").unlink()
+    with pytest.raises(RunDirError, match="--ckpt.resume-step latest .step 10."):
+        start(config_of(other))
+    assert start(config_of(other, resume_step="latest")).resume_step == 10
+    assert other.holds_run()
+
+
+def test_the_diff_to_the_checkpoint_is_shown_in_groups(other: RunDir, sft: Sft, new: RunDir) -> None:
+    before = SftConfig(max_steps=20, output_dir=other.path, ckpt=CkptConfig(interval=5))
+    before.optim.schedule, before.optim.lr = "linear", 0.5
+    step = add_checkpoint(other, 11, files={"trainer/config.toml": to_toml(before)})
+    flags = ["--optim.schedule", "linear", "--optim.lr", 0.5, "--max-steps", 40, "--data.batch-size", 32]
+    code, out, _ = sft("--ckpt.resume-dir", step, *flags)
+    assert code == 0
+    group = "sft: differs from the checkpoint of step 11; "
+    assert f"{group}changes what is computed from here on:\n  data.batch_size: 64 -> 32\n{group}free to change:" in out
+    assert "  max_steps: 20 -> 40\n" in out and "  ckpt.interval: 5 -> unset\n" in out
+    assert (
+        "the linear schedule now ends at step 40 instead of 20: the learning rate of step 12 is 0.3625 instead of 0.225"
+        in out
+    )
+    assert "--optim.schedule-steps 20." in out
+    code, out, _ = sft("--ckpt.resume-dir", step, *flags, "--optim.schedule-steps", 20)
+    assert code == 0 and "schedule now ends" not in out
+
+
+def test_without_a_configuration_in_the_checkpoint_the_last_attempt_is_compared(
+    other: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = config_of(other, resume_step="latest")
+    write_config(Attempt(other, 1, None), "sft", first, dry_run=False)
+    changed = first.model_copy(update={"seed": 8})
+    write_config(start(changed), "sft", changed, dry_run=False)
+    assert (
+        "sft: differs from the last attempt; changes what is computed from here on:\n  seed: 0 -> 8"
+        in capsys.readouterr().out
+    )
+
+
+def test_another_architecture_is_refused_before_anything_moves(
+    other: RunDir, sft: Sft, tiny_model: Callable[..., Path]
+) -> None:
+    model = tiny_model(weights=False)
+    files = {"model/config.json": (model / "config.json").read_text()}
+    step = add_checkpoint(other, 11, files=files)
+    code, _, err = sft("--ckpt.resume-dir", step, "--model.name", model)
+    assert code == 0, err
+    wider = tiny_model(weights=False, hidden_size=64, num_hidden_layers=3)
+    code, _, err = sft("--ckpt.resume-dir", step, "--model.name", wider)
+    assert code == 2 and f"the checkpoint of step 11 is of another model than model.name = '{wider}'" in err
+    assert "hidden_size: 32 -> 64" in err and "num_hidden_layers: 2 -> 3" in err and "Traceback" not in err
+    before = tree(other.path)
+    config = config_of(other, resume_step=11)
+    config.model.name = str(wider)
+    with pytest.raises(CheckpointError, match="another model"):
+        start(config)
+    assert tree(other.path) == before
+
+
+# RL: weights and journal.
+
+
+def rl(run: RunDir, *, async_level: int = 1, **ckpt: Any) -> RlConfig:
+    config = RlConfig(output_dir=run.path, async_level=async_level, max_steps=100, ckpt=CkptConfig(**ckpt))
+    return hand_down_shared(config)
+
+
+def start_rl(config: RlConfig) -> Attempt:
+    """As `launch_rl` does: prepare, then write the configuration of both."""
+    sections = {"trainer": config.trainer, "orchestrator": config.orchestrator, "inference": config.inference}
+    attempt = prepare(
+        config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator, inference=config.inference
+    )
+    for name, section in sections.items():
+        write_config(attempt, name, section, dry_run=False)
+    return attempt
+
+
+STATE = {"orchestrator/orchestrator.json": "{}"}
+
+
+@pytest.mark.parametrize(("async_level", "brought"), [(0, []), (1, [4]), (2, [3, 4]), (3, [3, 4])])
+def test_a_fork_brings_the_older_weights_that_batches_need(
+    async_level: int, brought: list[int], other: RunDir, new: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_checkpoint(other, 5, files=STATE)
+    for version in (3, 4, 5):
+        add_weights(other, version)
+    start_rl(rl(new, async_level=async_level, resume_dir=other.checkpoint(5)))
+    assert new.published_weights() == brought
+    for version in brought:
+        assert tree(new.weights_of(version)) == tree(other.weights_of(version))
+    assert (f"{other.weights_of(2)} is no longer there" in capsys.readouterr().out) is (async_level == 3)
+
+
+def test_damaged_older_weights_are_refused(other: RunDir, new: RunDir) -> None:
+    add_checkpoint(other, 5, files=STATE)
+    (add_weights(other, 4) / "model.safetensors").write_text("WEIGHTS 4")
+    with pytest.raises(CheckpointError, match="weights/step_4/model.safetensors is damaged"):
+        start_rl(rl(new, resume_dir=other.checkpoint(5)))
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> RunDir:
+    """An RL run with checkpoints 4 and 6 whose journal went on to batch 9: batch N by version N - 2."""
+    run = RunDir(tmp_path / "killed")
+    start_rl(rl(run))
+    for step in (4, 6):
+        add_checkpoint(run, step, files=STATE)
+    for step in range(5, 10):
+        add_batch(run, step, version=step - 2)
+    run.generations(10).write_text("finished")
+    return run
+
+
+def replayed(run: RunDir, resume_step: Any = "latest", **changes: Any) -> list[int]:
+    """Resume with changed settings; return the batches behind the resumed step that are kept."""
+    config = rl(run, resume_step=resume_step)
+    for key, value in changes.items():
+        section, _, name = key.rpartition("__")
+        target: Any = config
+        for part in section.split("__"):
+            target = getattr(target, part)
+        setattr(target, name, value)
+    attempt = start_rl(config)
+    assert attempt.resume_step is not None
+    return [step for step in run.published_batches() if step > attempt.resume_step]
+
+
+def test_an_unchanged_run_trains_its_journal_again(killed: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert replayed(killed) == [7, 8, 9] and killed.generations(10).exists()
+    assert "batches 7 to 9 are in the journal: they are trained again" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("token_id", "logprob", "said"),
+    [(10**6, -1.0, "token_ids holds 1000000, the model has"), (5, math.inf, "logprobs holds inf")],
+)
+def test_a_batch_that_nobody_can_have_sampled_is_made_again(
+    killed: RunDir, token_id: int, logprob: float, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A version that checked less may have journaled it, and a trainer that reads it dies at every start."""
+    rollout = Rollout(
+        environment="a",
+        task_id=0,
+        sample_index=0,
+        token_ids=TokenIds([1, token_id]),
+        loss_mask=LossMask([0, 1]),
+        logprobs=Logprobs([0.0, logprob]),
+        versions=[VersionSpan(6, 1, 2)],
+        reward=0.0,
+        truncated=False,
+        metrics={},
+    )
+    shutil.rmtree(killed.batch(8))
+    add_batch(killed, 8, version=6, rollouts=[rollout])
+    assert replayed(killed) == [7]
+    assert f"batch 8 is made again, for nobody can have sampled it: a, task 0: {said}" in capsys.readouterr().out
+
+
+def test_batches_that_were_trained_and_kept_are_not_trained_again(
+    killed: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in range(1, 5):
+        add_batch(killed, step, version=step - 2)
+    assert replayed(killed) == [7, 8, 9]
+    assert "batches 7 to 9 are in the journal" in capsys.readouterr().out
+    assert killed.published_batches() == list(range(1, 10)), "they stay where they are"
+    assert replayed(killed, resume_step=4) == [] and killed.published_batches() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("file", ["trainer/__0_0.distcp", "manifest.json"])
+def test_falling_back_past_damage_keeps_the_journal(killed: RunDir, file: str) -> None:
+    (killed.checkpoint(6) / file).write_text("damaged")
+    assert replayed(killed) == [5, 6, 7, 8, 9] and killed.generations(10).exists()
+    assert killed.committed_steps() == [4] and (killed.discarded(2) / "checkpoints" / "step_6").exists()
+
+
+@pytest.mark.parametrize("written", [(), ("trainer.toml",)])
+def test_a_start_that_was_killed_before_it_started_anything_costs_no_batch(
+    killed: RunDir, written: tuple[str, ...]
+) -> None:
+    killed.configs(2).mkdir()
+    for name in written:
+        shutil.copy(killed.configs(1) / name, killed.configs(2))
+    assert replayed(killed) == [7, 8, 9] and killed.generations(10).exists()
+
+
+def test_the_settings_of_the_engine_outlive_starts_that_were_killed_before_they_wrote_their_own(killed: RunDir) -> None:
+    killed.configs(2).mkdir()
+    for name in ("trainer.toml", "orchestrator.toml"):
+        shutil.copy(killed.configs(1) / name, killed.configs(2))
+    config = rl(killed, resume_step="latest")
+    config.trainer.keep_attempts = 1
+    start_rl(config)
+    assert (killed.configs(1) / "inference.toml").exists()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_deaths_do_not_fill_the_disk_with_weights_that_come_out_again(killed: RunDir, again: bool) -> None:
+    """Only a start by hand, which may be one with other settings, keeps the later ones aside."""
+    for version in (5, 6, 7, 8):
+        add_weights(killed, version)
+    config = rl(killed, resume_step="latest")
+    prepare(config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator, again=again)
+    assert killed.published_weights() == [5]  # the trainer publishes 6 itself
+    assert (killed.discarded(2) / "weights").exists() is not again
+
+
+def test_a_run_that_is_under_way_goes_on_without_its_store_and_one_that_begins_does_not(
+    killed: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "store").write_text("no directory any more")
+    config = rl(killed, resume_step="auto", dir=f"file://{tmp_path}/store/run")
+    with pytest.raises(StorageError, match="listing it"):
+        prepare(config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator)
+    attempt = prepare(config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator, again=True)
+    assert attempt.resume_step == 6 and killed.published_batches() == [5, 6, 7, 8, 9]
+    warning = "WARNING: going on by the checkpoints of this machine alone: "
+    assert warning not in capsys.readouterr().out, "with a whole newest step there is nothing to ask the store for"
+    (killed.checkpoint(6) / "manifest.json").write_text("damaged")
+    attempt = prepare(config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator, again=True)
+    assert attempt.resume_step == 4 and warning in capsys.readouterr().out
+
+
+def test_without_checkpoints_a_trainer_that_died_trains_all_batches_of_the_journal_again(
+    new: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = hand_down_shared(RlConfig(output_dir=new.path, max_steps=100))
+    start_rl(config)
+    for step in range(1, 6):
+        add_batch(new, step, version=max(0, step - 2))
+    attempt = prepare(config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator, again=True)
+    assert attempt.resume_step is None and new.published_batches() == [1, 2, 3, 4, 5]
+    assert "batches 1 to 5 are in the journal: they are trained again" in capsys.readouterr().out
+
+
+def test_a_fresh_start_with_other_weights_makes_the_batches_again(killed: RunDir, other: RunDir) -> None:
+    """No checkpoint was committed yet; batches 1 and 2 were sampled by the weights of the model."""
+    for step in (4, 6):
+        shutil.rmtree(killed.checkpoint(step))
+    for step in (1, 2):
+        add_batch(killed, step, version=0)
+    same, warm = rl(killed, resume_step="auto"), rl(killed, resume_step="auto", weights_only=other.checkpoint(5))
+    assert start_rl(same).resume_step is None and killed.published_batches() == [1, 2, 5, 6, 7, 8, 9][:2]
+    assert start_rl(warm).resume_step is None and killed.published_batches() == []
+    add_batch(killed, 1, version=0)
+    start_rl(warm)
+    assert killed.published_batches() == [1], "these are of the same weights"
+
+
+def test_a_run_from_other_weights_must_name_its_reference(other: RunDir, new: RunDir) -> None:
+    config = rl(new, weights_only=other.checkpoint(5))
+    config.trainer.kl = KlConfig()
+    with pytest.raises(ConfigError, match=r"kl\.reference is needed with ckpt\.weights_only"):
+        start_rl(config)
+    assert not new.holds_run()
+    config.trainer.kl.reference = str(other.path)
+    assert start_rl(config).resume_step is None
+
+
+def test_going_back_on_purpose_makes_the_batches_again(killed: RunDir) -> None:
+    assert replayed(killed, resume_step=4) == []
+    assert not killed.generations(10).exists() and (killed.discarded(2) / "rollouts" / "step_9").exists()
+
+
+def test_asking_for_the_newest_by_number_keeps_the_journal(killed: RunDir) -> None:
+    assert replayed(killed, resume_step=6) == [7, 8, 9]
+
+
+def test_what_makes_other_batches_makes_them_all_again(killed: RunDir) -> None:
+    assert replayed(killed, orchestrator__group_size=4) == []
+    assert not killed.generations(10).exists()
+
+
+def test_what_an_engine_computes_otherwise_makes_the_batches_again(killed: RunDir) -> None:
+    moved = {"inference__server__port": 8017, "inference__engine__max_num_seqs": 3}
+    assert replayed(killed, **moved) == [7, 8, 9]
+    assert replayed(killed, inference__model__dtype="bfloat16") == []
+
+
+def test_what_changes_the_weights_keeps_batches_of_older_versions_only(killed: RunDir) -> None:
+    """Versions after 6 come out differently at another learning rate; batch 9 was sampled by version 7."""
+    assert replayed(killed, trainer__optim__lr=0.1) == [7, 8]
+    assert killed.published_batches() == [5, 6, 7, 8] and not killed.generations(10).exists()
+
+
+def test_settings_that_compute_nothing_keep_the_journal(killed: RunDir) -> None:
+    changes = {"trainer__max_steps": 200, "orchestrator__max_steps": 200, "orchestrator__client__timeout_s": 5.0}
+    assert replayed(killed, **changes) == [7, 8, 9]
+
+
+def test_a_stretched_schedule_changes_the_weights(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    config = rl(run)
+    config.trainer.optim.schedule = "linear"
+    start_rl(config)
+    add_checkpoint(run, 6, files=STATE)
+    for step in (7, 8, 9):
+        add_batch(run, step, version=step - 2)
+    assert replayed(run, trainer__optim__schedule="linear") == [7, 8, 9]
+    assert replayed(run, trainer__optim__schedule="linear", trainer__max_steps=200) == [7, 8]
+
+
+@pytest.mark.parametrize("damage", ["gap", "bit"])
+def test_the_journal_holds_until_its_first_gap_or_damage(
+    killed: RunDir, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if damage == "gap":
+        shutil.rmtree(killed.batch(8))
+    else:
+        (killed.batch(8) / "batch.msgpack").write_text("BATCH 8")
+    assert replayed(killed) == [7]
+    assert (killed.discarded(2) / "rollouts" / "step_9").exists()
+    assert ("WARNING: batch 8 is made again: " in capsys.readouterr().out) is (damage == "bit")
+
+
+def test_a_journal_of_an_unknown_configuration_is_not_trusted(killed: RunDir) -> None:
+    (killed.configs(1) / "trainer.toml").write_text("unknown = 1\n")
+    assert replayed(killed) == []
+
+
+def test_an_orchestrator_alone_does_not_fork(tmp_path: Path, other: RunDir) -> None:
+    from holdfast.commands.launcher.launch import launch_orchestrator
+
+    config = OrchestratorConfig(output_dir=tmp_path / "new", ckpt=CkptConfig(resume_dir=other.checkpoint(5)))
+    with pytest.raises(ConfigError, match=re.escape("the trainer's command brings the checkpoint into the run")):
+        launch_orchestrator(config)
+
+
+def test_a_trainer_alone_brings_the_weights_that_its_async_level_needs(other: RunDir, new: RunDir) -> None:
+    add_checkpoint(other, 5, files=STATE)
+    add_weights(other, 4)
+    config = TrainerConfig(output_dir=new.path, ckpt=CkptConfig(resume_dir=other.checkpoint(5)))
+    prepare(config, clean=False, dry_run=False)
+    assert new.published_weights() == [4]
+
+
+def test_old_attempts_leave_nothing_behind(new: RunDir) -> None:
+    new.create()
+    add_checkpoint(new, 3)
+    for number in range(1, 8):
+        for directory in (new.configs(number), new.logs(number), new.discarded(number)):
+            directory.mkdir(parents=True)
+            (directory / "something").touch()
+    add_batch(new, 3, version=1)
+    config = SftConfig(output_dir=new.path, keep_attempts=3, ckpt=CkptConfig(resume_step="latest"))
+    assert start(config).number == 8
+    left = {parent: sorted(path.name for path in (new.path / parent).iterdir()) for parent in ("logs", "configs")}
+    assert left == {"logs": ["attempt_6", "attempt_7"], "configs": ["attempt_6", "attempt_7"]}
+    assert not new.discarded(5).exists() and new.discarded(6).exists()
+    (new.configs(8)).mkdir()
+    start(config.model_copy(update={"keep_attempts": "all"}))
+    assert new.logs(6).exists()
+
+
+def test_the_settings_that_a_start_compares_its_own_with_stay(new: RunDir) -> None:
+    """The launchers of the attempts since may all have been killed before they started anything."""
+    new.create()
+    add_checkpoint(new, 3)
+    for number in range(1, 8):
+        new.configs(number).mkdir(parents=True)
+    for name in ("trainer", "orchestrator"):
+        (new.configs(2) / f"{name}.toml").touch()
+    start(SftConfig(output_dir=new.path, keep_attempts=1, ckpt=CkptConfig(resume_step="latest")))
+    assert not new.configs(1).exists() and new.configs(2).exists()

@@ -1,0 +1,308 @@
+"""The command `rollouts` on a journal of its own: what it shows, exports, and refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow.parquet as parquet
+import pytest
+from tokenizers import Tokenizer
+
+from holdfast.shared.files import durable
+from holdfast.shared.files.journal import Accepted, Counts, publish_batch, read_batch
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.wire.arrays import Logprobs, LossMask, Rewards, TokenIds, decode_packed
+from holdfast.shared.wire.rollouts import Batch, Dropped, Rollout, StepRewards, VersionSpan
+from holdfast.shared.wire.sampling import Sampling
+from tests.conftest import BASE
+
+Command = Callable[..., tuple[int, str, str]]
+PROMPT, ANSWER, FEEDBACK = "abc>", "cba<|end|>", "again>"
+
+
+@pytest.fixture
+def rollouts(run_command: Command) -> Command:
+    return partial(run_command, "rollouts")
+
+
+def encode(text: str) -> list[int]:
+    return Tokenizer.from_file(str(BASE / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+
+
+def make_rollout(environment: str, task: int, sample: int, *, version: int) -> Rollout:
+    turns = [(False, encode(PROMPT)), (True, encode(ANSWER)), (False, encode(FEEDBACK)), (True, encode("abc"))]
+    token_ids = [token for _, ids in turns for token in ids]
+    return Rollout(
+        environment=environment, task_id=task, sample_index=sample, token_ids=TokenIds(token_ids),
+        loss_mask=LossMask([sampled for sampled, ids in turns for _ in ids]),
+        logprobs=Logprobs([-0.1 * place for place in range(len(token_ids))]),
+        versions=[VersionSpan(version, len(turns[0][1]), len(token_ids))], reward=float(sample),
+        truncated=sample == 1, metrics={"exact": float(sample)},
+        reference_logprobs=Logprobs([-0.5] * len(token_ids)) if sample == 0 else None,
+        step_rewards=StepRewards(TokenIds([7, len(token_ids) - 1]), Rewards([0.1, -1 / 3])) if sample == 1 else None,
+    )  # fmt: skip
+
+
+def make_batch(step: int) -> Batch:
+    """Two problems of two rollouts."""
+    pairs = [("a", step - 1), ("b", step - 1)]
+    made = [make_rollout(*pair, sample, version=step - 1) for pair in pairs for sample in (0, 1)]
+    return Batch(
+        step=step,
+        policy_version=step - 1,
+        weights_digest="d" * 32,
+        sampling=Sampling(0.5, min_p=0.25),
+        rollouts=made,
+        metrics={"reward/mean": 0.5},
+    )
+
+
+def state_after(step: int) -> Accepted:
+    """The orchestrator's state, which has dropped a group of 10 tokens before batch 2."""
+    return Accepted(step, 2 * step + 1, 4 * step + 2, 100 * step + 10, dropped={"timeout": Counts(1, 2, 10)})
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    """Batches 2, 3 and 4, as retention leaves them."""
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create()
+    settings = f'[model]\nname = "{BASE}"\n'.encode()
+    durable.write_file(run_dir.configs(1) / "orchestrator.toml", settings)
+    for step in (2, 3, 4):
+        publish_batch(run_dir, make_batch(step), msgspec.json.encode(state_after(step)))
+    return run_dir
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def document(rollouts: Command, run_dir: RunDir, *argv: object, code: int = 0) -> dict[str, Any]:
+    found, out, err = rollouts(*argv, "--json", "--output-dir", run_dir.path)
+    assert (found, err) == (code, "")
+    return json.loads(out)
+
+
+def test_stats_has_a_line_per_batch(rollouts: Command, run_dir: RunDir) -> None:
+    lines = document(rollouts, run_dir, "stats")["batches"]
+    assert [line["step"] for line in lines] == [2, 3, 4]
+    length = len(make_batch(2).rollouts[0].token_ids)
+    assert lines[0] | {"path": ""} == {
+        "step": 2, "path": "", "status": "committed", "policy_version": 1, "problems": 2, "environments": ["a", "b"],
+        "weights_digest": "d" * 32,
+        "rollouts": 4, "reward_mean": 0.5, "reward_std": 0.5, "tokens": 4 * length, "tokens_mean": length,
+        "sampled_tokens": 4 * len(encode(ANSWER) + encode("abc")), "truncated": 2, "versions": [1], "dropped": {},
+    }  # fmt: skip
+    code, out, _ = rollouts("stats", "3-4", "--output-dir", run_dir.path)
+    assert code == 0 and [line.split()[0] for line in out.splitlines()] == ["step", "3", "4", "up"]
+    assert [line["step"] for line in document(rollouts, run_dir, "stats", "4", "latest", "2")["batches"]] == [4, 2]
+
+
+def test_dropped_groups_are_counted_by_reason_and_listed(rollouts: Command, run_dir: RunDir) -> None:
+    batch = make_batch(5)
+    batch.dropped = [
+        Dropped(environment="a", task_id=4, reason="zero_signal", rollouts=2, tokens=60),
+        Dropped(environment="b", task_id=4, reason="environment_error", rollouts=2, tokens=7, detail="too bright"),
+        Dropped(environment="a", task_id=5, reason="zero_signal", rollouts=2, tokens=40),
+    ]
+    dropped = {"zero_signal": Counts(2, 4, 100), "environment_error": Counts(1, 2, 7)}
+    state = msgspec.structs.replace(state_after(4), step=5, problems=14, rollouts=28, tokens=617, dropped=dropped)
+    publish_batch(run_dir, batch, msgspec.json.encode(state))
+    found = document(rollouts, run_dir, "stats")
+    assert found["batches"][-1]["dropped"] == msgspec.to_builtins(dropped)
+    assert found["ledger"] == {
+        "step": 5,
+        "accepted": {"problems": 14, "rollouts": 28, "tokens": 617},
+        "batched": {"problems": 11, "rollouts": 22, "tokens": 510},
+        "dropped": msgspec.to_builtins(dropped),
+    }
+    _, out, _ = rollouts("stats", "--output-dir", run_dir.path)
+    assert "2 zero_signal, 1 environment_error" in out.splitlines()[-2]
+    assert out.splitlines()[-1] == (
+        "up to batch 5: 14 problems accepted, 11 in batches, dropped: 2 zero_signal, 1 environment_error"
+    )
+    assert [one["task_id"] for one in document(rollouts, run_dir, "show", "5")["dropped"]] == [4, 4, 5]
+    _, out, _ = rollouts("show", "5", "--output-dir", run_dir.path)
+    assert ["environment_error", "b", "4", "2", "7", "too", "bright"] in [line.split() for line in out.splitlines()]
+
+
+def test_a_damaged_batch_is_named_and_the_others_shown(rollouts: Command, run_dir: RunDir) -> None:
+    flip(run_dir.batch(3) / "batch.msgpack")
+    found = document(rollouts, run_dir, "stats", code=1)
+    assert [line["status"] for line in found["batches"]] == ["committed", "damaged", "committed"]
+    assert "step_3 is damaged" in found["problems"][0] and "batch.msgpack" in found["problems"][0]
+    code, out, _ = rollouts("stats", "--output-dir", run_dir.path)
+    assert code == 1 and "batch.msgpack is damaged: checksum" in out
+
+
+def test_show_lists_the_problems_of_a_batch(rollouts: Command, run_dir: RunDir) -> None:
+    found = document(rollouts, run_dir, "show", "3")
+    assert (found["step"], found["policy_version"], found["metrics"]) == (3, 2, {"reward/mean": 0.5})
+    named = [(line["problem"], line["environment"], line["task_id"], line["rollouts"]) for line in found["problems"]]
+    assert named == [(0, "a", 2, 2), (1, "b", 2, 2)]
+    _, out, _ = rollouts("show", "latest", "--output-dir", run_dir.path)
+    assert f"batch 4, sampled by version 3 with digest {'d' * 32} at temperature 0.5, min_p 0.25" in out
+
+
+def test_show_decodes_the_turns_of_a_problem(rollouts: Command, run_dir: RunDir) -> None:
+    found = document(rollouts, run_dir, "show", "3", "--problem", "1")
+    assert (found["environment"], found["task_id"], found["no_text"]) == ("b", 2, None)
+    assert [line["reward"] for line in found["rollouts"]] == [0.0, 1.0]
+    tokenizer = Tokenizer.from_file(str(BASE / "tokenizer.json"))
+    turns = found["rollouts"][1]["turns"]
+    assert [turn["sampled"] for turn in turns] == [False, True, False, True]
+    expected = [tokenizer.decode(encode(text), skip_special_tokens=False) for text in (PROMPT, ANSWER, FEEDBACK, "abc")]
+    assert [turn["text"] for turn in turns] == expected and expected[1] == "cba<|end|>"
+    _, out, _ = rollouts("show", "3", "--problem", "1", "--output-dir", run_dir.path)
+    assert "sample 1: reward 1, truncated, 2 steps: 0.1 -0.33333" in out and f"  sampled | {expected[1]}" in out
+
+
+def test_without_a_tokenizer_the_ids_are_shown_and_the_reason(rollouts: Command, run_dir: RunDir) -> None:
+    (run_dir.configs(1) / "orchestrator.toml").write_text('[model]\nname = "owner/model"\n')
+    code, out, _ = rollouts("show", "3", "--problem", "0", "--output-dir", run_dir.path)
+    assert code == 0 and "there is no tokenizer.json in owner/model" in out
+    assert "  sampled | " + " ".join(map(str, encode(ANSWER))) in out
+    assert document(rollouts, run_dir, "show", "3", "--problem", "0")["rollouts"][0]["turns"][0]["text"] is None
+
+
+def test_a_tokenizer_that_cannot_be_read_is_the_reason(rollouts: Command, run_dir: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    (run_dir.configs(1) / "orchestrator.toml").write_text(f'[model]\nname = "{tmp_path}"\n')
+    code, out, _ = rollouts("show", "3", "--problem", "0", "--output-dir", run_dir.path)
+    assert code == 0 and f"{tmp_path}/tokenizer.json cannot be read: " in out
+    assert "  sampled | " + " ".join(map(str, encode(ANSWER))) in out
+
+
+def test_a_batch_of_a_teacher_says_so(rollouts: Command, run_dir: RunDir) -> None:
+    batch = msgspec.structs.replace(make_batch(5), weights_digest="", teacher_digest="t" * 32)
+    publish_batch(run_dir, batch, msgspec.json.encode(state_after(5)))
+    _, out, _ = rollouts("show", "5", "--output-dir", run_dir.path)
+    assert f"batch 5, sampled by the teacher with digest {'t' * 32} at temperature 0.5, min_p 0.25" in out
+
+
+def test_what_was_set_aside_is_shown_by_its_path(rollouts: Command, run_dir: RunDir) -> None:
+    run_dir.set_aside_after(3, 2)
+    aside = run_dir.discarded(2) / "rollouts" / "step_4"
+    assert document(rollouts, run_dir, "show", aside)["step"] == 4
+    assert [line["step"] for line in document(rollouts, run_dir, "stats")["batches"]] == [2, 3]
+
+
+def test_export_to_lines_holds_every_rollout(rollouts: Command, run_dir: RunDir, tmp_path: Path) -> None:
+    target = tmp_path / "new" / "out.jsonl"
+    found = document(rollouts, run_dir, "export", "2-3", "--to", target)
+    assert (found["batches"], found["rollouts"], found["size_bytes"]) == (2, 8, target.stat().st_size)
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [row.pop("step") for row in rows] == [2] * 4 + [3] * 4
+    assert {row.pop("policy_version") for row in rows} == {1, 2}
+    names = ("temperature", "top_p", "top_k", "min_p")
+    assert {tuple(row.pop(name) for name in names) for row in rows} == {(0.5, 1.0, 0, 0.25)}
+    assert (
+        msgspec.convert(rows, list[Rollout], dec_hook=decode_packed)
+        == read_batch(run_dir, 2).rollouts + read_batch(run_dir, 3).rollouts
+    )
+    assert [path.name for path in target.parent.iterdir()] == ["out.jsonl"]
+
+
+def test_export_to_parquet_holds_every_rollout(rollouts: Command, run_dir: RunDir, tmp_path: Path) -> None:
+    target = tmp_path / "out.parquet"
+    assert document(rollouts, run_dir, "export", "all", "--to", target)["rollouts"] == 12
+    rows = parquet.read_table(target).to_pylist()
+    assert [row.pop("step") for row in rows] == [2] * 4 + [3] * 4 + [4] * 4
+    kept = [rollout for step in (2, 3, 4) for rollout in read_batch(run_dir, step).rollouts]
+    assert (
+        msgspec.convert(
+            [row | {"metrics": dict(row["metrics"])} for row in rows], list[Rollout], dec_hook=decode_packed
+        )
+        == kept
+    )
+
+
+def test_export_writes_nothing_when_a_batch_is_damaged(rollouts: Command, run_dir: RunDir, tmp_path: Path) -> None:
+    flip(run_dir.batch(4) / "orchestrator.json")
+    target = tmp_path / "out" / "out.jsonl"
+    code, out, err = rollouts("export", "all", "--to", target, "--output-dir", run_dir.path)
+    assert (code, out) == (2, "") and "orchestrator.json is damaged" in err and not target.parent.exists()
+
+
+def test_export_that_fails_leaves_nothing(
+    rollouts: Command, run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(durable, "fsync_file", full)
+    target = tmp_path / "out" / "out.jsonl"
+    code, _, err = rollouts("export", "all", "--to", target, "--output-dir", run_dir.path)
+    assert code == 2 and f"{target} cannot be written: No space left" in err and list(target.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["sho", "1"], "unknown subcommand 'sho'. Did you mean 'show'?"),
+        (["stats", "--jso"], "unknown flag '--jso'. Did you mean '--json'?"),
+        (["show"], "required: STEP"),
+        (["show", "7"], "batch 7 is not in"),
+        (["show", "7"], "it has 2, 3, 4"),
+        (["stats", "3-5"], "batch 3-5 is not in"),
+        (["show", "2-3"], "show takes one batch, '2-3' means 2"),
+        (["show", "x"], "'x' is no STEP"),
+        (["show", "3", "--problem", "2"], "batch 3 has the problems 0 to 1"),
+        (["show", "3", "--problem", "-1"], "batch 3 has the problems 0 to 1"),
+        (["export", "3"], "required: --to"),
+        (["export", "3", "--to", "out.csv"], "must end in .jsonl or .parquet"),
+        (["export", "3", "--to", "there.jsonl"], "exists already"),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_code_2(
+    argv: list[str],
+    message: str,
+    rollouts: Command,
+    run_dir: RunDir,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("there.jsonl").touch()
+    code, out, err = rollouts(*argv, "--output-dir", run_dir.path)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and message in err and "Traceback" not in err
+
+
+def test_a_directory_without_a_run_is_refused_and_a_run_without_batches_is_not(
+    rollouts: Command, tmp_path: Path
+) -> None:
+    code, _, err = rollouts("stats", "--output-dir", tmp_path / "nowhere")
+    assert code == 2 and "there is no directory" in err
+    code, _, err = rollouts("stats", "--output-dir", tmp_path)
+    assert code == 2 and "holds no rl run" in err
+    RunDir(tmp_path).create()
+    code, out, _ = rollouts("stats", "--output-dir", tmp_path)
+    assert code == 0 and out.startswith("no batches in")
+    code, _, err = rollouts("export", "all", "--to", tmp_path / "x.jsonl", "--output-dir", tmp_path)
+    assert code == 2 and "there is no batch in" in err
+    code, _, err = rollouts("show", "latest", "--output-dir", tmp_path)
+    assert code == 2 and "it has none" in err
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["stats"], ["show", "3"]])
+def test_looking_imports_nothing_heavy(argv: list[str], run_dir: RunDir) -> None:
+    code = (
+        "import sys\nfrom holdfast.commands import cli\n"
+        "try:\n    cli.rollouts()\n"
+        "except SystemExit as end:\n    assert not end.code\n"
+        "print('HEAVY', sorted({'torch', 'transformers', 'pyarrow', 'numpy', 'tokenizers'} & sys.modules.keys()))\n"
+    )
+    words = [*argv, "--output-dir", str(run_dir.path)]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    assert "HEAVY []" in done.stdout

@@ -1,0 +1,478 @@
+"""Which server and port a run gets beside other runs, servers and programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from fastapi import HTTPException
+from orchestrator_fakes import MODEL, FakeEngine, serving
+
+from holdfast.commands.launcher.ports import Reservation, reserve, reserve_first_free
+from holdfast.commands.launcher.servers import Servers, chosen_servers, picks_its_port
+from holdfast.shared.config import RlConfig
+from holdfast.shared.config.load import parse_command_line
+from holdfast.shared.config.rl import hand_down_shared
+from holdfast.shared.errors import ConfigError, InferenceError
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.wire.owner import directory_name
+
+HOST = "127.0.0.1"
+
+
+def free_run_of_ports() -> int:
+    """Return the first of several ports that nothing uses, outside the range that the kernel hands out."""
+    for first in range(20000, 30000, 10):
+        held = [reserve(HOST, port) for port in range(first, first + 5)]
+        for reservation in held:
+            if reservation is not None:
+                reservation.release()
+        if all(held):
+            return first
+    raise AssertionError("no ports are free")
+
+
+@pytest.fixture
+def first_port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """The default port of this test's runs."""
+    return free_run_of_ports()
+
+
+class Launcher:
+    """As much of an `rl` command as chooses its server."""
+
+    def __init__(self, directory: Path, port: int, *flags: str) -> None:
+        config = parse_command_line(
+            RlConfig, [*flags, "--output-dir", str(directory), "--model.name", MODEL], program="rl"
+        )
+        self.picks = picks_its_port(config)
+        self.config = hand_down_shared(config)
+        if self.picks:  # as if the default were this
+            self.config.inference.server.port = port
+            self.config.orchestrator.client.urls = [f"http://{HOST}:{port}"]
+
+    def choose(self, stack: ExitStack) -> Servers:
+        return stack.enter_context(chosen_servers(self.config, picks_port=self.picks))
+
+    @property
+    def port(self) -> int:
+        assert self.config.orchestrator.client.urls == [f"http://{HOST}:{self.config.inference.server.port}"]
+        return self.config.inference.server.port
+
+
+def explicit(directory: Path, port: int) -> Launcher:
+    launcher = Launcher(directory, port, "--inference.server.port", str(port))
+    assert not launcher.picks
+    return launcher
+
+
+def test_runs_side_by_side_get_ports_and_servers_of_their_own(tmp_path: Path, first_port: int) -> None:
+    with ExitStack() as stack:
+        launchers = [Launcher(tmp_path / str(number), first_port) for number in range(3)]
+        chosen = [launcher.choose(stack) for launcher in launchers]
+        assert [launcher.port for launcher in launchers] == [first_port, first_port + 1, first_port + 2]
+        assert all(servers.starts_own for servers in chosen)
+        assert chosen[0].line == ""
+        assert chosen[1].line == (
+            f"port {first_port} is not free (another run or program has it): the inference server of this run gets "
+            f"{first_port + 1}"
+        )
+    with ExitStack() as stack:
+        assert Launcher(tmp_path / "0", first_port).choose(stack).line == "", "the ports are free again"
+
+
+def test_launchers_of_the_same_moment_never_get_the_same_port(first_port: int) -> None:
+    start = threading.Barrier(8)
+    ports: list[Reservation] = []
+
+    def launch() -> None:
+        start.wait()
+        ports.append(reserve_first_free(HOST, first_port))
+
+    threads = [threading.Thread(target=launch) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    try:
+        assert len({reservation.port for reservation in ports}) == 8
+    finally:
+        for reservation in ports:
+            reservation.release()
+
+
+_RESERVES = f"import os; from holdfast.commands.launcher.ports import reserve; held = reserve('{HOST}', PORT)"
+_SERVER = [sys.executable, "-c", "print('holds', flush=True); input()"]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(f"{_RESERVES}; print('holds', flush=True); input()", id="the launcher itself"),
+        pytest.param(
+            f"{_RESERVES}; held.keep_over_exec(); os.execv({_SERVER[0]!r}, {_SERVER!r})",
+            id="the program that takes its place",
+        ),
+    ],
+)
+def test_a_port_is_held_until_its_holder_is_killed(program: str, first_port: int) -> None:
+    command = [sys.executable, "-c", program.replace("PORT", str(first_port))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"holds\n"
+        assert reserve(HOST, first_port) is None
+        process.kill()
+    again = reserve(HOST, first_port)
+    assert again is not None
+    again.release()
+
+
+def test_a_free_server_at_the_default_address_is_used_owned_and_given_back(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    with serving(engine):
+        port = int(engine.url.rsplit(":", 1)[1])
+        with ExitStack() as stack:
+            launcher = Launcher(tmp_path / "first", port)
+            servers = launcher.choose(stack)
+            assert not servers.starts_own and servers.line.startswith(
+                f"using the inference server that answers at {engine.url}"
+            )
+            assert engine.owner is not None
+            second = Launcher(tmp_path / "second", port)
+            assert second.choose(stack).starts_own
+            assert second.port != port
+            with pytest.raises(
+                InferenceError, match=r"belongs to the run in .*:.*first.*--inference\.server\.port"
+            ) as no:
+                explicit(tmp_path / "third", port).choose(stack)
+            assert no.value.exit_code == 2
+            # The same run, started again, has its server still.
+            assert not Launcher(tmp_path / "first", port).choose(stack).starts_own
+        assert engine.owner is None
+
+
+def test_a_free_server_of_another_user_is_used_only_where_it_is_named(tmp_path: Path) -> None:
+    engine = FakeEngine(lie_uid=1)
+    with serving(engine), ExitStack() as stack:
+        port = int(engine.url.rsplit(":", 1)[1])
+        launcher = Launcher(tmp_path / "first", port)
+        servers = launcher.choose(stack)
+        assert servers.starts_own and launcher.port > port and engine.owner is None
+        assert f"is another user's (uid {os.getuid() + 1})" in servers.line
+        assert not explicit(tmp_path / "second", port).choose(stack).starts_own
+        assert engine.owner is not None
+
+
+def started_again(directory: Path, port: int, stack: ExitStack, left: ExitStack, told: Callable[[], str]) -> Servers:
+    """Choose for a run whose last start has `left` something at `port`, which ends once the user was told of it."""
+    found: list[Servers] = []
+    thread = threading.Thread(target=lambda: found.append(explicit(directory, port).choose(stack)))
+    thread.start()
+    said = ""
+    while "Waiting for up to 30 s: the last start of this run may have left it" not in said and thread.is_alive():
+        said += told()
+        time.sleep(0.01)
+    left.close()
+    thread.join()
+    return found[0]
+
+
+def test_a_run_that_was_killed_and_is_started_again_waits_for_what_it_has_left_at_its_port(
+    tmp_path: Path, first_port: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told() -> str:
+        return capsys.readouterr().out
+
+    RunDir(tmp_path).create()
+    engine = FakeEngine(owner="mine", directory=directory_name(RunDir(tmp_path)), lease_s=None)
+    with ExitStack() as left, ExitStack() as stack:
+        left.enter_context(serving(engine))
+        port = int(engine.url.rsplit(":", 1)[1])
+        # Nobody asked for this port, so there is nothing to wait for.
+        other = Launcher(tmp_path, port)
+        assert other.choose(stack).starts_own and other.port > port
+        assert started_again(tmp_path, port, stack, left, told).starts_own
+    with ExitStack() as left, ExitStack() as stack:  # it still loads, and answers nothing
+        loading = left.enter_context(socket.socket())
+        loading.bind((HOST, first_port))
+        assert started_again(tmp_path, first_port, stack, left, told).starts_own
+    monkeypatch.setattr("holdfast.commands.launcher.servers._ENDING_S", 0.2)
+    with socket.socket() as stays, ExitStack() as stack:
+        stays.bind((HOST, first_port))
+        with pytest.raises(InferenceError, match=f":{first_port} is in use"):
+            explicit(tmp_path, first_port).choose(stack)
+    assert "Waiting for up to 0.2 s" in told()
+    RunDir(tmp_path).lock()  # from here on it is under way
+    with socket.socket() as loading, ExitStack() as stack:
+        loading.bind((HOST, first_port))
+        with pytest.raises(InferenceError, match=f":{first_port} is in use"):
+            explicit(tmp_path, first_port).choose(stack)
+    assert "Waiting" not in told()
+
+
+def test_what_a_stranger_at_the_port_says_is_one_harmless_line(tmp_path: Path) -> None:
+    engine = FakeEngine(model="\x1b[2J\nerror: forged " + "x" * 5000)
+    with serving(engine), ExitStack() as stack:
+        line = Launcher(tmp_path, int(engine.url.rsplit(":", 1)[1])).choose(stack).line
+    assert "serves the model '" in line and line.isprintable() and len(line) < 1000
+    engine = FakeEngine(model="x" * (1 << 21))
+    with serving(engine), ExitStack() as stack:
+        line = Launcher(tmp_path, int(engine.url.rsplit(":", 1)[1])).choose(stack).line
+    assert "is not an inference server of holdfast" in line, "what has no end is not read to it"
+
+
+def test_a_server_with_another_model_is_left_alone(tmp_path: Path) -> None:
+    engine = FakeEngine(model="another/model")
+    with serving(engine), ExitStack() as stack:
+        port = int(engine.url.rsplit(":", 1)[1])
+        launcher = Launcher(tmp_path, port)
+        assert "serves the model 'another/model'" in launcher.choose(stack).line
+        assert launcher.port != port and engine.owner is None
+        with pytest.raises(InferenceError, match="serves the model 'another/model', this run trains"):
+            explicit(tmp_path, port).choose(stack)
+
+
+@pytest.fixture
+def foreign() -> Iterator[int]:
+    """The port of a web server that is not ours."""
+    with HTTPServer((HOST, 0), BaseHTTPRequestHandler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+def test_a_program_that_is_not_ours_is_passed_by(tmp_path: Path, foreign: int) -> None:
+    with ExitStack() as stack:
+        launcher = Launcher(tmp_path, foreign)
+        servers = launcher.choose(stack)
+        assert servers.starts_own and launcher.port > foreign
+        assert "is not an inference server of holdfast" in servers.line
+        with pytest.raises(InferenceError, match="is not an inference server of holdfast") as no:
+            explicit(tmp_path, foreign).choose(stack)
+        assert no.value.exit_code == 2
+
+
+def test_a_program_that_speaks_no_http_is_passed_by(tmp_path: Path) -> None:
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+    with socket.create_server((HOST, 0)) as listener, ExitStack() as stack:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        launcher = Launcher(tmp_path, listener.getsockname()[1])
+        assert "is not an inference server of holdfast (BadStatusLine" in launcher.choose(stack).line
+        thread.join()
+
+
+def test_addresses_of_servers(tmp_path: Path) -> None:
+    for host, url in (("::1", "http://[::1]:8123"), ("::", "http://127.0.0.1:8123"), ("node", "http://node:8123")):
+        flags = ("--inference.server.host", host, "--inference.server.port", "8123")
+        assert Launcher(tmp_path, 8123, *flags).config.orchestrator.client.urls == [url]
+
+
+def test_a_launcher_that_finds_its_run_under_way_does_not_give_its_server_away(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    with serving(engine), ExitStack() as running:
+        port = int(engine.url.rsplit(":", 1)[1])
+        Launcher(tmp_path, port).choose(running)
+        with ExitStack() as second:
+            assert not Launcher(tmp_path, port).choose(second).starts_own
+        assert engine.owner is not None
+
+
+def test_a_launcher_claims_its_server_as_long_as_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.commands.launcher.servers._SIGN_OF_LIFE_S", 0.01)
+    engine = FakeEngine()
+    with serving(engine), ExitStack() as stack:
+        Launcher(tmp_path, int(engine.url.rsplit(":", 1)[1])).choose(stack)
+
+        async def refuse_for_a_while() -> None:
+            if engine.claims < 5:
+                raise HTTPException(503, "loading")
+
+        engine.on_claim = refuse_for_a_while
+        engine.owner = None  # restarted
+        while engine.owner is None:
+            time.sleep(0.01)
+        RunDir(tmp_path).create()
+        while engine.owner != RunDir(tmp_path).run_id():
+            time.sleep(0.01)
+        stack.close()
+        assert engine.owner is None
+
+
+def test_a_launcher_whose_run_it_was_gives_back_what_was_claimed_before(tmp_path: Path) -> None:
+    """A sign of life that came after the orchestrator gave it back would hold the server for a lease more."""
+    engine = FakeEngine(directory=directory_name(RunDir(tmp_path)), owner="the run before")
+    with serving(engine):
+        for is_own in (False, True):
+            with ExitStack() as stack:
+                Launcher(tmp_path, int(engine.url.rsplit(":", 1)[1])).choose(stack)
+                if is_own:
+                    RunDir(tmp_path).lock()
+            assert (engine.owner is None) is is_own
+
+
+def test_a_server_that_cannot_be_given_back_is_told_and_one_that_has_ended_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("ended", "replaced"):
+        with ExitStack() as stack:
+            engine = FakeEngine()
+            with serving(engine):
+                port = int(engine.url.rsplit(":", 1)[1])
+                Launcher(tmp_path / name, port).choose(stack)
+            if name == "replaced":
+                with HTTPServer((HOST, port), BaseHTTPRequestHandler) as stranger:
+                    thread = threading.Thread(target=stranger.handle_request)
+                    thread.start()
+                    stack.close()
+                    thread.join()
+        told = capsys.readouterr().out
+        assert ("was not given back, so other runs cannot use it yet: HTTP Error 501" in told) is (name == "replaced")
+
+
+def test_a_server_that_refuses_the_claim_or_does_not_answer_it_is_not_taken(tmp_path: Path) -> None:
+    async def taken_just_now() -> None:
+        engine.owner = "another"
+
+    async def loading() -> None:
+        raise HTTPException(503, "loading")
+
+    engine = FakeEngine()
+    with serving(engine), ExitStack() as stack:
+        port = int(engine.url.rsplit(":", 1)[1])
+        engine.token = "secret"
+        with pytest.raises(InferenceError, match=r"asks for its admin token \(HOLDFAST_ADMIN_TOKEN\)"):
+            explicit(tmp_path, port).choose(stack)
+        engine.token = None
+        for on_claim, why in ((loading, "says HTTP Error 503"), (taken_just_now, "was taken by another run just now")):
+            engine.on_claim = on_claim
+            with pytest.raises(InferenceError, match=f"{engine.url} {why}"):
+                explicit(tmp_path, port).choose(stack)
+
+    class Ending(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({"model": MODEL, "uid": os.getuid(), "owner": None}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            self.close_connection = True
+
+    with HTTPServer((HOST, 0), Ending) as server, ExitStack() as stack:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        with pytest.raises(InferenceError, match=r"gave no answer \(Remote end closed connection"):
+            explicit(tmp_path, server.server_port).choose(stack)
+        server.shutdown()
+        thread.join()
+
+
+def test_a_server_that_was_claimed_before_the_wait_for_another_is_given_back_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    RunDir(tmp_path).create()
+    free, ending = FakeEngine(), FakeEngine(owner="mine", directory=directory_name(RunDir(tmp_path)), lease_s=None)
+    with serving(free, ending), ExitStack() as stack:
+        launcher = Launcher(tmp_path, 1, "--orchestrator.client.urls", f'["{free.url}", "{ending.url}"]')
+        thread = threading.Thread(target=lambda: launcher.choose(stack))
+        thread.start()
+        said = ""
+        while "Waiting for up to 30 s" not in said:
+            said += capsys.readouterr().out
+            time.sleep(0.01)
+        ending.owner = None
+        thread.join()
+        assert free.claims >= 2 and free.owner == ending.owner == RunDir(tmp_path).run_id()
+        RunDir(tmp_path).lock()  # it is this run's, so all is given back
+        stack.close()
+        assert free.released == ending.released == [RunDir(tmp_path).run_id()]
+
+
+def test_where_the_teacher_samples_no_server_is_chosen(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    with serving(engine), ExitStack() as stack:
+        port = int(engine.url.rsplit(":", 1)[1])
+        flags = ("--orchestrator.teacher.model", MODEL, "--orchestrator.teacher.urls", '["http://127.0.0.1:9"]')
+        flags += ("--orchestrator.teacher.mode", "samples", "--trainer.loss.type", "sft")
+        servers = Launcher(tmp_path, port, *flags).choose(stack)
+        assert servers == Servers(False, "the teacher samples: the policy needs no inference server")
+        assert engine.owner is None
+
+
+def test_a_server_is_given_back_also_when_the_storage_is_away(tmp_path: Path) -> None:
+    """And what ended the run is told, not that."""
+    engine, directory = FakeEngine(), tmp_path / "run"
+    with serving(engine), pytest.raises(RuntimeError, match="the end of the run"), ExitStack() as stack:
+        Launcher(directory, int(engine.url.rsplit(":", 1)[1])).choose(stack)
+        RunDir(directory).lock()
+        directory.rename(tmp_path / "away")
+        directory.symlink_to(directory)  # whatever is looked for there is an error
+        raise RuntimeError("the end of the run")
+    assert engine.owner is None
+
+
+def test_the_server_of_the_teacher_is_not_taken_for_the_policy(tmp_path: Path, first_port: int) -> None:
+    engine = FakeEngine()
+    with serving(engine), ExitStack() as stack:
+        port = int(engine.url.rsplit(":", 1)[1])
+        teacher = ("--orchestrator.teacher.model", MODEL, "--orchestrator.teacher.urls")
+        launcher = Launcher(tmp_path, port, *teacher, f'["{engine.url}/"]')
+        assert launcher.choose(stack).starts_own and launcher.port > port and engine.owner is None
+        later = Launcher(tmp_path, first_port, *teacher, f'["http://{HOST}:{first_port}"]')
+        assert later.choose(stack).starts_own and later.port == first_port + 1, "its teacher will be served there"
+        both = Launcher(tmp_path, 1, *teacher, f'["{engine.url}"]', "--orchestrator.client.urls", f'["{engine.url}"]')
+        with pytest.raises(InferenceError, match=r"is where the teacher is served.*--orchestrator\.client\.urls"):
+            both.choose(stack)
+
+
+def test_a_port_that_was_asked_for_and_belongs_to_a_run_that_loads_is_refused(tmp_path: Path, first_port: int) -> None:
+    with ExitStack() as stack:
+        Launcher(tmp_path / "first", first_port).choose(stack)
+        with pytest.raises(InferenceError, match=f":{first_port} is in use, by a run that starts"):
+            explicit(tmp_path / "second", first_port).choose(stack)
+
+
+def test_a_dry_run_holds_nothing(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    with serving(engine), ExitStack() as stack:
+        port = int(engine.url.rsplit(":", 1)[1])
+        assert not Launcher(tmp_path, port, "--dry-run").choose(stack).starts_own
+        assert engine.owner is None
+
+
+def test_servers_that_were_named_are_used_if_no_other_run_has_them(tmp_path: Path) -> None:
+    free, taken = FakeEngine(), FakeEngine(owner="another run")
+    with serving(free, taken), ExitStack() as stack:
+        named = Launcher(tmp_path, 1, "--orchestrator.client.urls", f'["{free.url}"]')
+        assert not named.choose(stack).starts_own and free.owner is not None
+        both = Launcher(tmp_path, 1, "--orchestrator.client.urls", f'["{free.url}", "{taken.url}"]')
+        with pytest.raises(InferenceError, match=f"{taken.url} belongs to the run in node:/elsewhere"):
+            both.choose(stack)
+        absent = Launcher(tmp_path, 1, "--orchestrator.client.urls", '["http://127.0.0.1:9"]')
+        assert absent.choose(stack).line == "using the inference servers at http://127.0.0.1:9"
+
+
+def test_ports_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.commands.launcher.ports.NUM_CANDIDATES", 1)
+    with socket.create_server((HOST, 0)) as busy:
+        port = busy.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"no port from {port} to {port} is free"):
+            reserve_first_free(HOST, port)

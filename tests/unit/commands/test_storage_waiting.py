@@ -1,0 +1,210 @@
+"""A storage that fails is told apart from a crash, by its own exit code, and waited for with patience."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from holdfast.commands.launcher.console import Tail
+from holdfast.commands.launcher.full_disk import Patience, fullest
+from holdfast.shared.errors import (
+    STORAGE_FAILED,
+    DataError,
+    EnvironmentFailure,
+    InferenceError,
+    RunDirError,
+    SaveError,
+    TrainingError,
+    is_storage_failure,
+)
+from holdfast.shared.files.metrics import MetricsWriter
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.process.child import _LossyFile
+from holdfast.shared.process.events import EVENTS_ENV, report
+from holdfast.shared.remote.object_store import _code
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/x")
+
+
+def caused(error: Exception, cause: BaseException) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+def flagged(error: SaveError) -> SaveError:
+    error.exit_code = STORAGE_FAILED
+    return error
+
+
+DISK = [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EREMOTEIO]
+SHARED = [errno.EMFILE, errno.ENFILE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN]
+
+
+@pytest.mark.parametrize("number", [*DISK, *SHARED])
+def test_full_broken_read_only_and_lost_storages_are_storage_failures(number: int) -> None:
+    assert is_storage_failure(OSError(number, "said"))
+    assert is_storage_failure(caused(SaveError("not saved"), caused(RunDirError("why"), OSError(number, "said"))))
+    assert is_storage_failure(Exception(f"Error while serializing: I/O error: said (os error {number})"))
+
+
+@pytest.mark.parametrize("number", SHARED)
+@pytest.mark.parametrize("told", [InferenceError("gone"), EnvironmentFailure("gone"), httpx.ConnectError("gone")])
+def test_what_a_network_did_to_others_is_none(told: Exception, number: int) -> None:
+    assert not is_storage_failure(caused(told, OSError(number, "said")))
+    assert not is_storage_failure(caused(DataError("no such model"), caused(told, OSError(number, "said"))))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError(errno.EACCES, "no"),
+        ConnectionRefusedError(errno.ECONNREFUSED, "no"),
+        Exception("Permission denied (os error 13)"),
+        SaveError("step 4 exists already"),
+        TrainingError("the loss is NaN"),
+        OSError("without a number"),
+    ],
+)
+def test_other_errors_are_not(error: Exception) -> None:
+    assert not is_storage_failure(error)
+    assert not is_storage_failure(caused(SaveError("not saved"), error))
+
+
+def test_an_error_that_is_its_own_cause_has_no_more_causes() -> None:
+    """`raise error from error` makes it so; the process that told of it never ended."""
+    error, other = ValueError("no"), ValueError("neither")
+    error.__cause__ = error
+    assert not is_storage_failure(error)
+    error.__cause__, other.__cause__ = other, error
+    assert not is_storage_failure(caused(EnvironmentFailure("it raised"), error))
+    assert _code(error) == ""
+
+
+def test_the_flag_of_a_failure_on_another_rank_counts() -> None:
+    assert is_storage_failure(caused(SaveError("not saved"), flagged(SaveError("rank 1: No space left on device"))))
+
+
+RAISE = """
+import errno, os
+from holdfast.shared.errors import RunDirError
+from holdfast.shared.process.child import exit_code_of, run_reporting_errors, set_up_logging
+set_up_logging("test")
+def run():
+    import logging
+    logging.getLogger("test").warning("about to fail")
+    print("on stdout")
+    try:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/x")
+    except OSError as error:
+        {how}
+"""
+TOLD = "raise RunDirError('batch 3 cannot be written') from error"
+
+
+@pytest.mark.parametrize("how", ["raise", TOLD])
+@pytest.mark.parametrize("end", ["run_reporting_errors(run)", "import sys; sys.exit(exit_code_of(run))"])
+def test_a_process_says_so_by_its_exit_code_also_where_its_log_is_on_the_full_disk(how: str, end: str) -> None:
+    code = f"{RAISE.format(how=how)}\n{end}"
+    heard = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert heard.returncode == STORAGE_FAILED and "Traceback" not in heard.stderr, heard.stderr
+    assert "about to fail" in heard.stderr and heard.stdout == "on stdout\n"
+    message = "the storage failed at /disk/x: No space left on device" if how == "raise" else "batch 3 cannot be"
+    assert f"error: {message}" in heard.stderr
+    with open("/dev/full", "w") as full:
+        unheard = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=full)
+    assert unheard.returncode == STORAGE_FAILED
+
+
+def test_output_that_its_disk_cannot_take_is_dropped_and_the_rest_is_written() -> None:
+    code = (
+        "import os, sys\n"
+        "from holdfast.shared.process.child import make_output_lossy\n"
+        "make_output_lossy(); make_output_lossy()\n"
+        "print('lost'); log = os.dup(1); os.dup2(int(sys.argv[1]), 1); print('kept ü')\n"
+    )
+    read, write = os.pipe()
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([sys.executable, "-c", code, str(write)], stdout=full, pass_fds=[write])
+    os.close(write)
+    with open(read, encoding="utf-8") as kept:
+        assert (ended.returncode, kept.read()) == (0, "kept ü\n")
+
+
+def test_output_that_is_closed_is_an_error(tmp_path: Path) -> None:
+    """Which is no full disk, and would hide whatever the process says."""
+    output = _LossyFile(tmp_path / "log", "w")
+    assert output.write(b"said") == 4
+    os.close(output.fileno())
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        output.write(b"more")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        output.close()
+
+
+def test_an_event_that_cannot_be_told_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(EVENTS_ENV, "/dev/full")
+    report("training", step=3)
+
+
+def test_metrics_that_cannot_be_written_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    with pytest.raises(OSError, match="No space left on device"):
+        writer.write(1, {"loss": 0.5})
+
+
+def test_a_torn_line_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"phase": "a"}\n{"phase": "b", "ti{"phase": "c"}\n{"phase": "d"}\n{"phase"')
+    assert [event["phase"] for event in Tail(path, from_end=False)] == ["a", "d"]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Return a function that lets seconds pass."""
+    now = 1000.0
+    monkeypatch.setattr("holdfast.commands.launcher.full_disk.awake_s", lambda: now)
+
+    def pass_s(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    return pass_s
+
+
+def test_the_wait_grows_up_to_a_limit_and_ends(clock: Callable[[float], None]) -> None:
+    patience, delays = Patience(100), []
+    while (delay := patience.delay_s(7)) is not None:
+        delays.append(delay)
+        clock(delay)
+    assert delays == [1, 2, 4, 8, 16, 30, 30, 9]
+
+
+def test_the_time_begins_anew_with_a_step_that_was_never_trained_before(clock: Callable[[float], None]) -> None:
+    patience = Patience(10)
+    assert patience.delay_s(7) == 1
+    clock(9)
+    assert patience.delay_s(8) == 1
+    clock(9)
+    assert patience.delay_s(6) == 1, "the second failure at step 8 or before, one second left"
+    clock(1)
+    assert patience.delay_s(8) is None
+
+
+def test_no_patience_is_no_wait() -> None:
+    assert Patience(0).delay_s(3) is None
+
+
+def test_the_fullest_directory_is_named(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.path.mkdir()
+    assert fullest(run_dir)[0] == run_dir.path
+    run_dir.rollouts.symlink_to("/proc")  # a filesystem without room
+    assert fullest(run_dir) == (run_dir.rollouts, 0)

@@ -1,0 +1,43 @@
+"""The time left, as the console tells it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from holdfast.commands.launcher.console import Console, TimeLeft, duration, step_line
+
+
+def test_it_is_the_mean_of_the_last_steps_times_those_that_are_left() -> None:
+    left = TimeLeft(100)
+    assert left.after(10, now=5.0) is None
+    assert left.after(11, now=7.0) == 2.0 * 89
+    assert left.after(13, now=9.0) == pytest.approx((9 - 5) / 3 * 87), "two lines may be read at once"
+    for step in range(14, 65):
+        left.after(step, now=9.0 + (step - 13))
+    assert left.after(65, now=61.0) == pytest.approx(35), "only the last fifty count"
+    assert left.after(100, now=99.0) == 0
+
+
+def test_the_first_step_says_itself_and_one_that_comes_again_begins_anew() -> None:
+    left = TimeLeft(10)
+    assert left.after(1, now=50.0, step_s=3.0) == 27.0
+    left.after(2, now=60.0)
+    assert left.after(2, now=100.0, step_s=1.0) == 8.0
+
+
+def test_durations_and_the_line_of_a_step() -> None:
+    assert [duration(seconds) for seconds in (0.4, 59.6, 725, 11240)] == ["0:00", "1:00", "12:05", "3:07:20"]
+    line = step_line({"step": 3, "loss": 0.5, "time/step": 2.0}, 10, left_s=14.0)
+    assert line.startswith("step  3/10") and line.endswith("left 0:14")
+    assert "left" not in step_line({"step": 10, "loss": 0.5}, 10, left_s=0.0)
+
+
+def test_a_plain_console_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    with Console(metrics=metrics, events=tmp_path / "events.jsonl", first_step=0, max_steps=4) as console:
+        metrics.write_text("".join(json.dumps({"step": step, "time/step": 60.0}) + "\n" for step in (1,)))
+        console.refresh()
+    assert capsys.readouterr().out.strip().endswith("60.00 s  left 3:00")

@@ -1,0 +1,132 @@
+"""Checkpoints of somebody else's: reading one runs no code of it, and touches no file outside of it."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.commands.resume.fork import bring_in, find_fork
+from holdfast.shared.errors import CheckpointError
+from holdfast.shared.files import manifest
+from holdfast.shared.files.checkpoints import require_weights
+from holdfast.shared.files.manifest import FileEntry, decode_manifest, encode_manifest
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.trainer.checkpoints.checkpointer import save_state
+from holdfast.trainer.checkpoints.dcp import saved_tensors
+from holdfast.trainer.checkpoints.index import IndexReader
+from holdfast.trainer.checkpoints.warm_start import load_weights_only
+from holdfast.trainer.conversion.reading import TensorReader
+from tests.checkpoint_files import write_checkpoint
+
+NAMES = [
+    "os system",
+    "posix system",
+    "builtins eval",
+    "builtins exec",
+    "builtins getattr",
+    "builtins __import__",
+    "subprocess Popen",
+    "importlib import_module",
+    "functools partial",
+    "operator attrgetter",
+    "pathlib Path.touch",
+    "pathlib os.system",
+    "pickle loads",
+    "torch load",
+    "torch hub.load",
+    "torch Size.__class__",
+    "torch.serialization load",
+    "torch.serialization os.system",
+    "torch.distributed.checkpoint.metadata os.system",
+    "torch.distributed.checkpoint.filesystem FileSystem.rm_file",
+    "collections abc",
+]
+
+Read = Callable[[Path], object]
+
+
+def read_names(directory: Path) -> object:
+    """List the tensors of the directory."""
+    return saved_tensors(IndexReader(directory))
+
+
+def load_weights(directory: Path) -> object:
+    """Fill a model from the directory."""
+    return load_weights_only({"weight": torch.zeros(2)}, directory)
+
+
+def calls(name: str, argument: str) -> list[bytes]:
+    """Return pickles that call a function, as the old and the new protocols name it."""
+    module, attribute = name.split(" ")
+    given = b"(V" + argument.encode() + b"\ntR."
+    return [
+        f"c{module}\n{attribute}\n".encode() + given,
+        b"\x80\x04" + f"V{module}\nV{attribute}\n".encode() + b"\x93" + given,
+    ]
+
+
+@pytest.mark.parametrize("read", [read_names, TensorReader, load_weights])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_index_can_name_nothing_but_parts_of_an_index(name: str, read: Read, tmp_path: Path) -> None:
+    """Before, the index was unpickled as it was, and ran what it named."""
+    mark = tmp_path / "mark"
+    (tmp_path / "index").mkdir()
+    for content in calls(name, f"touch {mark}"):
+        (tmp_path / "index/.metadata").write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: it names .* no part of an index"):
+            read(tmp_path / "index")
+    assert not mark.exists()
+
+
+def test_an_index_must_be_one(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps([1, 2]))
+    with pytest.raises(CheckpointError, match="it holds a list, not an index of tensors"):
+        read_names(tmp_path)
+
+
+def test_a_spoilt_index_is_an_index_or_an_error(tmp_path: Path) -> None:
+    save_state(tmp_path / "made", {"model": torch.nn.Linear(2, 2), "progress": {"step": 1}})
+    path = tmp_path / "made/trainer/.metadata"
+    original = path.read_bytes()
+    assert read_names(path.parent)
+    draw = random.Random(11)
+    for _ in range(300):
+        spoilt = bytearray(original)
+        for _ in range(draw.choice((1, 2, 8))):
+            spoilt[draw.randrange(len(spoilt))] = draw.randrange(256)
+        path.write_bytes(spoilt)
+        try:
+            read_names(path.parent)
+        except CheckpointError as error:
+            assert ".metadata cannot be read" in str(error) or "not tensors" in str(error)
+
+
+def test_weights_beside_a_foreign_index_are_refused(tmp_path: Path) -> None:
+    """Before, the index came first: a directory that looks like one of safetensors ran its code."""
+    for name in ("config.json", "model.safetensors", ".metadata"):
+        (tmp_path / name).write_bytes(calls("os system", f"touch {tmp_path}/mark")[0])
+    for read in (require_weights, load_weights):
+        with pytest.raises(CheckpointError, match="two kinds at once .*move away what is not meant"):
+            read(tmp_path)
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("name", ["../../payload", "/etc/passwd", "trainer/../../x", "", "a\0b"])
+def test_a_manifest_names_files_of_its_directory_alone(name: str, tmp_path: Path) -> None:
+    other, mine = RunDir(tmp_path / "other"), RunDir(tmp_path / "mine")
+    directory = write_checkpoint(other, 1)
+    listing = manifest.read_manifest(directory)
+    listing.files[name] = FileEntry(0, "")
+    with pytest.raises(CheckpointError, match="names a file outside of its directory"):
+        decode_manifest(encode_manifest(listing), "it")
+    manifest.write_manifest(directory, listing)
+    with pytest.raises(CheckpointError, match="names a file outside"):
+        manifest.verify(directory)
+    with pytest.raises(CheckpointError, match="names a file outside"):
+        bring_in(find_fork(directory, mine, how="full"), mine, how="full")
+    assert not mine.checkpoints.exists()

@@ -1,0 +1,158 @@
+"""What the launcher starts again, what it leaves alone, and what it waits for."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from holdfast.shared.errors import NOT_SAVED, STORAGE_FAILED, ProcessDied
+from tests.inference_zygote import free_port
+from tests.processes import HANG_S
+from tests.unit.stand_ins import Stands
+
+pytestmark = pytest.mark.usefixtures("restored_signals")
+
+
+def counted(name: str, code: str) -> str:
+    """Return a program that notes each of its starts; `start` is the number of this one."""
+    return (
+        f"with open('{name}_starts', 'a') as starts: starts.write('x')\n"
+        f"start = Path('{name}_starts').stat().st_size\n{code}"
+    )
+
+
+def starts(stands: Stands, name: str) -> int:
+    return (stands.run_dir.path / f"{name}_starts").stat().st_size
+
+
+_SERVES = """
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Well(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+HTTPServer(("127.0.0.1", {port}), Well).serve_forever()
+"""
+_MAKES_A_BATCH = "if not Path('rollouts/step_1').exists(): made('rollouts/step_1')"
+_UNTIL_A_BATCH = "while not Path('rollouts/step_1').exists(): time.sleep(0.02)\n"
+
+
+def test_a_dead_trainer_takes_the_orchestrator_along_and_leaves_the_server(stands: Stands) -> None:
+    trainer = _UNTIL_A_BATCH + f"if start == 1: os.kill(os.getpid(), {signal.SIGKILL:d})\nmade('weights/step_1')"
+    orchestrator = _MAKES_A_BATCH + "\nwhile not Path('weights/step_1').exists(): time.sleep(0.02)"
+    port = free_port()
+    code = stands.watch(
+        health_url=f"http://127.0.0.1:{port}/health",
+        inference=counted("inference", _SERVES.format(port=port)),
+        trainer=counted("trainer", trainer),
+        orchestrator=counted("orchestrator", orchestrator),
+    )
+    assert code == 0 and stands.attempts == 2
+    assert [starts(stands, name) for name in ("trainer", "orchestrator", "inference")] == [2, 2, 1]
+
+
+def test_a_server_that_dies_before_it_says_a_word_did_not_die_of_what_the_one_before_said(stands: Stands) -> None:
+    said = "00:00:01 inference INFO loading vllm\\n(EngineCore pid=1) Traceback (most recent call last):\\n"
+    said += "(EngineCore pid=1) ValueError: no"
+    inference = f"if start == 1: print('{said}', flush=True); os._exit(75)\nif start == 2: os._exit(1)\ntime.sleep(600)"
+    trainer = (
+        "while not Path('inference_starts').exists() or Path('inference_starts').stat().st_size < 3: time.sleep(0.02)"
+    )
+    trainer += "\nmade('weights/step_1')"
+    code = stands.watch(inference=counted("inference", inference), trainer=trainer, orchestrator=_MAKES_A_BATCH)
+    assert code == 0 and starts(stands, "inference") == 3
+
+
+def test_the_launcher_waits_where_it_cannot_write_itself(stands: Stands, capfd: pytest.CaptureFixture[str]) -> None:
+    stands.full_disks = 2
+    trainer = f"if start == 1: os.kill(os.getpid(), {signal.SIGKILL:d})\n{_UNTIL_A_BATCH}made('weights/step_1')"
+    assert stands.watch(trainer=counted("trainer", trainer), orchestrator=_MAKES_A_BATCH) == 0
+    said = capfd.readouterr().out
+    assert said.count("waiting for storage: ") == 2 and "(next try in 2 s)" in said
+    assert stands.attempts == 2
+
+
+@pytest.fixture
+def terminated_when(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[[str], None]]:
+    """Return what has SIGTERM sent to this process as soon as it has printed a text."""
+    is_over = threading.Event()
+    threads: list[threading.Thread] = []
+
+    def send_when(text: str) -> None:
+        said = ""
+        while text not in said and not is_over.is_set():
+            said += capfd.readouterr().out
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGTERM)
+
+    def arrange(text: str) -> None:
+        threads.append(threading.Thread(target=send_when, args=(text,)))
+        threads[-1].start()
+
+    yield arrange
+    is_over.set()
+    for thread in threads:
+        thread.join()
+
+
+def test_a_signal_while_the_storage_is_waited_for_ends_the_run(
+    stands: Stands, terminated_when: Callable[[str], None]
+) -> None:
+    """The trainer that cannot save has ended, so its step is not saved."""
+    trainer = f"""
+Path("metrics.jsonl").write_text('{{"step": 1}}\\n')
+print("error: the checkpoint of step 1 could not be saved"); sys.exit({STORAGE_FAILED})
+"""
+    terminated_when("waiting for storage")
+    assert stands.watch(trainer=trainer, orchestrator="time.sleep(600)", ckpt={}) == NOT_SAVED
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_scheduler_may_ask_the_trainer_alone(
+    stands: Stands, number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It saves and ends; that is a stop of the run and no death."""
+    trainer = f"sys.exit({128 + number})"
+    assert stands.watch(trainer=trainer, orchestrator="time.sleep(600)", ckpt={}) == 128 + number
+    assert "starting it again" not in capfd.readouterr().out
+
+
+def test_an_engine_that_dies_twice_of_the_same_at_the_same_step_ends_the_run(stands: Stands) -> None:
+    dies = "print('(EngineCore pid=1) ERROR 11-22 00:12:32 [core.py:1] ' + line, flush=True)"
+    lines = ("EngineCore encountered a fatal error.", "Traceback (most recent call last):", "ValueError: no such head")
+    inference = f"print('00:12:20 inference INFO loading vllm')\nfor line in {lines!r}: {dies}\nsys.exit(75)"
+    with pytest.raises(ProcessDied, match="ValueError: no such head"):
+        stands.watch(
+            inference=counted("inference", inference), trainer="time.sleep(600)", orchestrator="time.sleep(600)"
+        )
+    assert starts(stands, "inference") == 2, "of 3 restarts that are left"
+
+
+_WAITS_IN_VAIN_ONCE = f"""
+from holdfast.shared.files.journal import wait_for
+if not wait_for(Path("rollouts/step_1"), timeout_s=2 if start == 1 else {HANG_S}): sys.exit(6)
+made("weights/step_1")
+"""
+
+
+def test_what_has_no_bound_of_its_own_is_bounded_by_who_waits_for_it(stands: Stands) -> None:
+    """As an environment whose constructor never returns: it beats, and says no bound."""
+    constructor = f"if start == 1: time.sleep(600)\n{_MAKES_A_BATCH}"
+    code = stands.watch(
+        trainer=counted("trainer", _WAITS_IN_VAIN_ONCE), orchestrator=counted("orchestrator", constructor)
+    )
+    assert code == 0
+    assert (starts(stands, "trainer"), starts(stands, "orchestrator")) == (2, 2)
+
+
+def test_without_healing_nobody_is_watched_or_started_again(stands: Stands) -> None:
+    """As `sft`, `dpo`, `reward-model` and a trainer that is started by hand."""
+    slow = "does('a loss of its own', bound_s=0.1)\ntime.sleep(3)\nmade('weights/step_1')"
+    assert stands.watch(heals=False, trainer=slow) == 0
+    (stands.run_dir.path / "weights" / "step_1").rmdir()
+    with pytest.raises(ProcessDied, match="trainer was killed by signal 9"):
+        stands.watch(heals=False, trainer=counted("trainer", f"os.kill(os.getpid(), {signal.SIGKILL:d})"))
+    assert starts(stands, "trainer") == 1

@@ -1,0 +1,135 @@
+"""Checks before vLLM is imported."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from holdfast.inference.access import is_loopback
+from holdfast.inference.main import _read_arguments as read_arguments
+from holdfast.inference.preflight import bind, required_token, resolve_model
+from holdfast.orchestrator.engines.transport import Transport
+from holdfast.shared.config import InferenceConfig
+from holdfast.shared.config.inference import ServerConfig
+from holdfast.shared.config.orchestrator import ClientConfig
+from holdfast.shared.errors import ConfigError, DataError
+
+
+def _server(**fields: str | int) -> ServerConfig:
+    return ServerConfig.model_validate(fields)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.1.2.3", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("example.org", False),
+        ("", False),
+    ],
+)
+def test_only_loopback_addresses_are_private(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+def test_a_public_server_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    public = _server(host="0.0.0.0", admin_token_env="SOME_TOKEN")
+    for value in (None, ""):
+        monkeypatch.delenv("SOME_TOKEN", raising=False)
+        if value is not None:
+            monkeypatch.setenv("SOME_TOKEN", value)
+        with pytest.raises(ConfigError, match="SOME_TOKEN"):
+            required_token(public)
+    monkeypatch.setenv("SOME_TOKEN", "secret")
+    assert required_token(public) == "secret"
+    assert required_token(_server(admin_token_env="SOME_TOKEN")) == "secret", "on loopback too"
+    monkeypatch.delenv("SOME_TOKEN")
+    assert required_token(_server(admin_token_env="SOME_TOKEN")) is None
+
+
+@pytest.mark.parametrize("token", ["S3CRET\n", " S3CRET", "S3 CRET", "S3CRETé", " ", "S3CRET\x7f"])
+def test_a_token_that_no_header_can_hold_is_refused_on_both_sides(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_ADMIN_TOKEN", token)
+    for read in (lambda: required_token(_server()), lambda: Transport(ClientConfig(), key="client")):
+        with pytest.raises(ConfigError, match="HOLDFAST_ADMIN_TOKEN holds spaces, line breaks or") as caught:
+            read()
+        assert "S3" not in str(caught.value)
+
+
+def test_a_port_is_bound_once() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: Address already in use"):
+            bind(_server(port=port))
+    with bind(_server(port=port)) as sock:
+        assert sock.getsockname() == ("127.0.0.1", port)
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot listen on 192.0.2.1:8000"):
+        bind(_server(host="192.0.2.1"))
+
+
+def _config(**model: str) -> InferenceConfig:
+    return InferenceConfig.model_validate({"model": model})
+
+
+def test_a_model_directory_must_be_complete(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="is a file"):
+        resolve_model(_config(name=str(tmp_path / "file")))
+    with pytest.raises(DataError, match="there is no such directory"):
+        resolve_model(_config(name="./nowhere"))
+    model, tokenizer = tmp_path / "model", tmp_path / "tokenizer"
+    model.mkdir()
+    tokenizer.mkdir()
+    with pytest.raises(DataError, match="has no config.json"):
+        resolve_model(_config(name=str(model)))
+    (model / "config.json").write_text("{")
+    with pytest.raises(DataError, match="cannot be read"):
+        resolve_model(_config(name=str(model)))
+    (model / "config.json").write_text("{}")
+    with pytest.raises(DataError, match="--model.load dummy"):
+        resolve_model(_config(name=str(model)))
+    with pytest.raises(DataError, match="has no tokenizer"):
+        resolve_model(_config(name=str(model), load="dummy"))
+    (tokenizer / "tokenizer.json").write_text("{}")
+    found = resolve_model(_config(name=str(model), load="dummy", tokenizer=str(tokenizer)))
+    assert found == (model, tokenizer)
+
+
+def test_a_model_of_the_hub_is_taken_from_the_cache_or_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--someone--model/snapshots" / ("c" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot / "tokenizer.json").write_text("{}")
+    (tmp_path / "models--someone--model/refs").mkdir()
+    (tmp_path / "models--someone--model/refs/main").write_text("c" * 40)
+    assert resolve_model(_config(name="someone/model", load="dummy")) == (snapshot, snapshot)
+    with pytest.raises(
+        DataError, match=r"'someone/other': there is no such directory, and the hub gave no such model \("
+    ):
+        resolve_model(_config(name="someone/other", load="dummy"))
+
+
+def test_configurations_that_are_none_of_the_inference_server(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text("max_steps = 3")
+    for arguments, said in (
+        ([], "usage: python -m holdfast.inference.main .* got 0 arguments"),
+        ([str(tmp_path / "no.toml")], "cannot read .*no.toml: No such file or directory"),
+        ([str(wrong)], r"wrong\.toml: .*max_steps"),
+    ):
+        with pytest.raises(ConfigError, match=re.compile(said, re.DOTALL)):
+            read_arguments(arguments)

@@ -1,0 +1,109 @@
+"""A server has one owner: who may push to it, when that ends, and who is told what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.inference.errors import RequestError
+from holdfast.inference.ownership import Ownership
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.wire.owner import Owner, owner_of
+
+MINE, OTHER = Owner("mine", "node:/mine"), Owner("other", "node:/other")
+LEASE_S = 90.0
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def ownership(clock: Clock) -> Ownership:
+    return Ownership(LEASE_S, clock=clock)
+
+
+def owner(ownership: Ownership) -> str | None:
+    status = ownership.status()
+    return None if status is None else status.run_id
+
+
+def test_an_owned_server_refuses_the_weights_of_others(ownership: Ownership, clock: Clock) -> None:
+    ownership.claim(MINE)
+    clock.now += LEASE_S
+    for intruder in (OTHER, None):
+        with pytest.raises(RequestError, match=r"owned by the run in node:/mine \(run mine, last heard of 90 s") as no:
+            ownership.claim(intruder)
+        assert (no.value.status, no.value.code) == (409, "owned")
+    assert owner(ownership) == "mine"
+
+
+def test_a_silent_run_owns_it_no_more(ownership: Ownership, clock: Clock) -> None:
+    ownership.claim(MINE)
+    clock.now += LEASE_S + 0.1
+    assert ownership.status() is None
+    ownership.claim(OTHER)
+    assert owner(ownership) == "other"
+    with pytest.raises(RequestError, match="owned by the run in node:/other"):
+        ownership.claim(MINE)
+
+
+def test_every_sign_of_life_of_the_owner_counts_and_of_nobody_else(ownership: Ownership, clock: Clock) -> None:
+    ownership.claim(MINE)
+    clock.now += 60
+    ownership.renew("mine")
+    clock.now += 60
+    ownership.renew("other")
+    assert owner(ownership) == "mine"
+    clock.now += 31
+    assert owner(ownership) is None
+    # It was only silent, and nobody took the server meanwhile.
+    ownership.renew("mine")
+    assert owner(ownership) == "mine"
+
+
+def test_the_owner_gives_it_back_and_nobody_else_can(ownership: Ownership) -> None:
+    ownership.claim(MINE)
+    ownership.release(OTHER)
+    assert owner(ownership) == "mine"
+    ownership.release(MINE)
+    assert owner(ownership) is None
+    ownership.claim(None)
+    assert owner(ownership) is None, "who names no run owns nothing"
+
+
+def test_the_same_run_and_the_next_in_its_directory_take_it_at_once(ownership: Ownership) -> None:
+    ownership.claim(MINE)
+    ownership.claim(Owner("mine", "node:/moved"))
+    assert owner(ownership) == "mine"
+    ownership.claim(Owner("begun anew", "node:/moved"))
+    assert owner(ownership) == "begun anew"
+
+
+def test_a_server_of_one_run_is_that_of_no_other_for_good(clock: Clock) -> None:
+    ownership = Ownership(LEASE_S, reserved=MINE, clock=clock)
+    clock.now += 100 * LEASE_S
+    with pytest.raises(RequestError, match="was started for that run alone"):
+        ownership.claim(OTHER)
+    ownership.claim(MINE)
+    ownership.release(MINE)
+    status = ownership.status()
+    assert status is not None and (status.run_id, status.lease_s) == ("mine", None)
+
+
+def test_a_run_is_known_by_its_id_and_its_place(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.create()
+    found = owner_of(run_dir)
+    assert found.run_id == run_dir.run_id() and found.directory.endswith(f":{tmp_path}")

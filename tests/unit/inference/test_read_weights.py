@@ -1,0 +1,157 @@
+"""Reading weights: the digest's definition, shards, dtypes, and models without weights."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from safetensors.torch import save_file
+
+from holdfast.inference.weight_files import Architecture, read_architecture, read_weights
+from holdfast.shared.errors import DataError
+from holdfast.shared.files.weights_digest import weights_digest
+from tests.inference_models import write_model
+
+ARCHITECTURE = Architecture(shapes={"a": (2, 3), "b": (4,)}, tied=False)
+
+
+def _shards(directory: Path, *, dtype: torch.dtype = torch.float32) -> None:
+    save_file({"a": torch.full((2, 3), 1.25, dtype=dtype)}, directory / "model-2.safetensors")
+    save_file({"b": torch.arange(4).to(dtype)}, directory / "model-10.safetensors")
+
+
+def test_the_digest_is_what_it_is_defined_to_be(tmp_path: Path) -> None:
+    _shards(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    lines = b""
+    for name in ("model-10.safetensors", "model-2.safetensors"):
+        content = (tmp_path / name).read_bytes()
+        lines += f"{name}\0{len(content)}\0{xxhash.xxh3_128_hexdigest(content)}\n".encode()
+    expected = xxhash.xxh3_128_hexdigest(lines)
+    assert weights_digest(tmp_path) == expected
+    assert read_weights(tmp_path, ARCHITECTURE, dtype=torch.float32).digest == expected
+    (tmp_path / "model-2.safetensors").rename(tmp_path / "model-3.safetensors")
+    assert weights_digest(tmp_path) != expected
+    for path in tmp_path.glob("*.safetensors"):
+        path.unlink()
+    with pytest.raises(DataError, match="no .*safetensors"):
+        weights_digest(tmp_path)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("engine", [torch.float32, torch.bfloat16])
+def test_weights_come_in_the_dtype_of_the_engine(tmp_path: Path, stored: torch.dtype, engine: torch.dtype) -> None:
+    _shards(tmp_path, dtype=stored)
+    tensors = read_weights(tmp_path, ARCHITECTURE, dtype=engine).tensors
+    assert {tensor.dtype for tensor in tensors.values()} == {engine}
+    assert torch.equal(tensors["a"].float(), torch.full((2, 3), 1.25))
+    assert torch.equal(tensors["b"].float(), torch.arange(4).float())
+
+
+def test_a_value_that_the_engine_cannot_hold_is_refused(tmp_path: Path) -> None:
+    _shards(tmp_path)
+    save_file({"b": torch.tensor([3.4e38, 0, 0, 0])}, tmp_path / "model-10.safetensors")
+    read_weights(tmp_path, ARCHITECTURE, dtype=torch.float32)
+    with pytest.raises(DataError, match="'b' holds NaN or infinity"):
+        read_weights(tmp_path, ARCHITECTURE, dtype=torch.bfloat16)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    _shards(tmp_path)
+    save_file({"b": torch.zeros(4)}, tmp_path / "model-3.safetensors")
+    with pytest.raises(DataError, match="tensor 'b' is also in another file"):
+        read_weights(tmp_path, ARCHITECTURE, dtype=torch.float32)
+
+
+def test_tied_weights_may_repeat_the_embedding_but_not_contradict_it(tmp_path: Path) -> None:
+    name = "model.embed_tokens.weight"
+    architecture = Architecture(shapes={name: (3, 2)}, tied=True)
+    embedding = torch.arange(6.0).view(3, 2)
+    save_file({name: embedding, "lm_head.weight": embedding.clone()}, tmp_path / "model.safetensors")
+    assert list(read_weights(tmp_path, architecture, dtype=torch.float32).tensors) == [name]
+    save_file({name: embedding, "lm_head.weight": embedding + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(DataError, match="the model's config ties them"):
+        read_weights(tmp_path, architecture, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_config_alone_tells_the_same_architecture_as_weights(tmp_path: Path, tied: bool) -> None:
+    full = read_architecture(write_model(tmp_path / "full", seed=0, tied=tied))
+    bare = read_architecture(write_model(tmp_path / "bare", seed=0, tied=tied, weights=False))
+    assert bare == full
+    assert full.tied is tied
+    assert ("lm_head.weight" in full.shapes) is not tied
+
+
+def test_a_model_without_memory_leaves_the_dtype_of_other_threads_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine goes on while an update is read, and its tensors get the default dtype of the process."""
+    directory = write_model(tmp_path, seed=0, tied=True, weights=False)
+    config = json.loads((directory / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (directory / "config.json").write_text(json.dumps(config))
+    set_dtype, seen = torch.set_default_dtype, []
+
+    def note(dtype: torch.dtype) -> None:
+        seen.append(dtype)
+        set_dtype(dtype)
+
+    monkeypatch.setattr(torch, "set_default_dtype", note)
+    assert read_architecture(directory).shapes
+    assert set(seen) <= {torch.get_default_dtype()}
+
+
+def _refused(directory: Path, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read_weights(directory, ARCHITECTURE, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "model.safetensors.index.json", "base.json", "adapter_config.json", "model-4.safetensors"]
+)
+def test_only_regular_files_are_opened(tmp_path: Path, name: str) -> None:
+    """Whoever opens a pipe waits until somebody writes into it; `/dev/zero` has no end."""
+    _shards(tmp_path)
+    os.mkfifo(tmp_path / name)
+    _refused(tmp_path, f"{name} is no regular file, but a pipe")
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    _refused(tmp_path, f"{name} is no regular file, but a device")
+
+
+def test_files_larger_than_the_weights_can_be_are_not_read(tmp_path: Path) -> None:
+    _shards(tmp_path)
+    for name, message in (
+        ("model-4.safetensors", r"holds 2\d{11} bytes of weights, this model can have \d{8} at most"),
+        ("manifest.json", r"manifest.json has 2\d{11} bytes, allowed are \d{8}"),
+    ):
+        with open(tmp_path / name, "wb") as sparse:
+            sparse.truncate(200_000_000_000)
+        _refused(tmp_path, message)
+        (tmp_path / name).unlink()
+    header = json.dumps(
+        {f"{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(40_000)}
+    )
+    (tmp_path / "model-4.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    _refused(tmp_path, r"a header of \d{7} bytes, allowed are \d{7} for 2 tensors")
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ('{"weight_map": {"a": "x", "b": 3}}', "names 3 as a file"),
+        ('{"weight_map": {"a": [1]}}', "cannot be read"),
+        ('{"weight_map": ' + "[" * 100_000 + "]" * 100_000 + "}", "cannot be read"),
+        ("[]", "cannot be read"),
+        ("\xff", "cannot be read"),
+    ],
+    ids=["number", "list", "deep", "no map", "no text"],
+)
+def test_an_index_that_is_none_is_refused(tmp_path: Path, index: str, message: str) -> None:
+    _shards(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_bytes(index.encode("latin-1"))
+    _refused(tmp_path, message)

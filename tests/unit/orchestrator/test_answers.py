@@ -1,0 +1,168 @@
+"""Answers that no engine can have sampled: refused by name, and nothing of them is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from fastapi import Response
+from orchestrator_fakes import MODEL, STOP_TOKEN, FakeEngine, FakeTrainer, make_config, serving
+
+from holdfast.orchestrator.engines.answers import load_vocab_size
+from holdfast.orchestrator.main import orchestrate
+from holdfast.shared.errors import ConfigError, DataError, InferenceError
+from holdfast.shared.files import journal
+from holdfast.shared.files.record_log import RecordLog, read_records
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.wire.sampled import problem_of_logprobs, vocab_size_in
+
+VOCAB_SIZE = json.loads((Path(MODEL) / "config.json").read_text())["vocab_size"]
+Alter = Callable[[dict[str, Any]], None]
+
+
+def one(field: str, value: Any, place: int = 0) -> Alter:
+    """Put `value` at a place of a list of one choice."""
+
+    def alter(answer: dict[str, Any]) -> None:
+        answer["choices"][0][field][place] = value
+
+    return alter
+
+
+def whole(field: str, make: Callable[[dict[str, Any]], Any]) -> Alter:
+    """Replace a field of one choice by what `make` makes of the choice."""
+
+    def alter(answer: dict[str, Any]) -> None:
+        answer["choices"][0][field] = make(answer["choices"][0])
+
+    return alter
+
+
+def spans(*borders: tuple[int, int]) -> Alter:
+    """Give spans with these borders; negative ends count from the number of tokens."""
+
+    def make(choice: dict[str, Any]) -> list[dict[str, Any]]:
+        count = len(choice["token_ids"])
+        span = choice["versions"][0]
+        return [span | {"start": start, "end": end if end > 0 else count + end} for start, end in borders]
+
+    return whole("versions", make)
+
+
+def stop_inside(answer: dict[str, Any]) -> None:
+    choice = max(answer["choices"], key=lambda one: len(one["token_ids"]))
+    assert len(choice["token_ids"]) > 1
+    choice["token_ids"][0] = STOP_TOKEN
+
+
+def outer_version(answer: dict[str, Any]) -> None:
+    answer["version"] = 99
+
+
+@pytest.mark.parametrize(
+    ("alter", "said"),
+    [
+        (lambda answer: answer["choices"].pop(), r"answered 4 seeds with the choices \[1, 2, 3\]"),
+        (lambda answer: answer["choices"].append(answer["choices"][0]), r"the choices \[0, 1, 2, 3, 3\]"),
+        (whole("logprobs", lambda one: one["logprobs"][:-1]), r"token ids with \d+ logprobs"),
+        (whole("token_ids", lambda one: []), "it has 0 token ids"),
+        (one("logprobs", 3.5), "logprobs holds 3.5, allowed are numbers from -1000 up to 0"),
+        (one("logprobs", 1e39), "(logprobs holds inf|not Logprobs)"),
+        (one("logprobs", True), "logprobs holds 1, allowed"),
+        (one("logprobs", -1e38), "logprobs holds -1e[+]38, allowed"),
+        (one("token_ids", VOCAB_SIZE), f"token_ids holds {VOCAB_SIZE}, the model has {VOCAB_SIZE} tokens"),
+        (one("token_ids", -1), "token_ids holds -1, allowed are 0 and above"),
+        (one("token_ids", 2**31), "not TokenIds"),
+        (spans((0, 1), (3, 0)), "(made them; every token needs one|versions holds)"),
+        (spans((0, 0), (-3, 0)), "versions holds {version: 0, start: -3, end: "),
+        (whole("versions", lambda one: [one["versions"][0] | {"end": len(one["token_ids"]) + 5}]), "end: "),
+        (whole("versions", lambda one: [one["versions"][0] | {"version": -1}]), "version: -1"),
+        (outer_version, "says that version 99 answered, and its choices are of version 0"),
+        (whole("finish_reason", lambda one: "banana"), "finish_reason is 'banana', allowed are stop and length"),
+        (
+            whole("finish_reason", lambda one: {"stop": "length", "length": "stop"}[one["finish_reason"]]),
+            "finish_reason is '(stop|length)' a",
+        ),
+        (stop_inside, "stop tokens (are )?at [[]0"),
+    ],
+)
+def test_what_cannot_have_been_sampled_is_refused_and_not_kept(tmp_path: Path, alter: Alter, said: str) -> None:
+    engine, run_dir = FakeEngine(alter=alter), RunDir(tmp_path)
+    with serving(engine):
+        config = make_config(tmp_path, engine, max_steps=1)
+        with FakeTrainer(run_dir, start=0, max_steps=1), pytest.raises(InferenceError, match=said):
+            asyncio.run(orchestrate(config))
+    assert run_dir.published_batches() == []
+    assert len(read_records(run_dir.generations(1))[0]) <= 1, "the header alone"
+    engine.alter = None
+    with serving(engine), FakeTrainer(run_dir, start=0, max_steps=1):
+        asyncio.run(orchestrate(make_config(tmp_path, engine, max_steps=1)))
+    assert run_dir.published_batches() == [1], "with a sound engine the run goes on"
+
+
+def spoil(answer: dict[str, Any], how: str) -> None:
+    """Make one answer in a log of generations what a version that checked less may have logged."""
+    completion = answer["completions"][0]
+    match how:
+        case "id":
+            completion["token_ids"] = struct.pack("<i", VOCAB_SIZE + 100) + completion["token_ids"][4:]
+        case "logprob":
+            completion["logprobs"] = struct.pack("<f", float("inf")) + completion["logprobs"][4:]
+        case "count":
+            answer["completions"].pop()
+        case "type":
+            completion["token_ids"] = "text"
+
+
+@pytest.mark.parametrize("how", ["id", "logprob", "count", "type"])
+def test_what_was_logged_wrong_is_dropped_and_asked_again(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = RunDir(tmp_path)
+    engine = FakeEngine(intercept=lambda count: Response(status_code=400) if count == 3 else None)
+    with serving(engine), FakeTrainer(run_dir, start=0, max_steps=1):
+        client = {"urls": [engine.url], "max_concurrency": 4}  # one group at a time
+        config = make_config(tmp_path, engine, max_steps=1, client=client)
+        with pytest.raises(InferenceError, match="answered 400"):
+            asyncio.run(orchestrate(config))
+        payloads, _ = read_records(run_dir.generations(1))
+        assert len(payloads) == 3, "a header and two answers, before the third request failed"
+        answer = msgspec.msgpack.decode(payloads[1])
+        spoil(answer, how)
+        log = RecordLog(run_dir.generations(1), valid_bytes=0)
+        for payload in (payloads[0], msgspec.msgpack.encode(answer), payloads[2]):
+            log.append(payload)
+        log.close(wait=True)
+        engine.intercept = None
+        asyncio.run(orchestrate(config))
+    assert "1 of 2 answers cannot be right and are asked for again; the first: " in caplog.text
+    assert len(engine.requests) == 2 + 2, "the answer that was wrong and the one that failed"
+    ids = [token for rollout in journal.read_batch(run_dir, 1).rollouts for token in rollout.token_ids]
+    assert max(ids) < VOCAB_SIZE
+
+
+def test_the_size_of_the_vocabulary_comes_from_the_model(tmp_path: Path) -> None:
+    assert load_vocab_size(MODEL) == VOCAB_SIZE
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 77}}))
+    assert load_vocab_size(str(tmp_path)) == 77
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(DataError, match="has no vocab_size"):
+        load_vocab_size(str(tmp_path))
+    with pytest.raises(ConfigError, match="is no directory and no model on the hub"):
+        load_vocab_size(str(tmp_path / "nothing" / "there"))
+
+
+def test_a_config_that_cannot_be_read_and_numbers_whose_sum_is_none(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="config.json cannot be read: .*No such file"):
+        vocab_size_in(tmp_path / "config.json")
+    assert problem_of_logprobs("logprobs", [-1e308, -1e308]) is None
+    assert (
+        problem_of_logprobs("logprobs", [-1e308, math.nan]) == "logprobs holds nan, allowed are finite numbers up to 0"
+    )

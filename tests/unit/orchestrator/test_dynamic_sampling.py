@@ -1,0 +1,256 @@
+"""Whole runs of the orchestrator that drop groups: without signal, by failed environments, by deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from orchestrator_fakes import FakeEngine, FakeTrainer, commit_checkpoint, make_config, read_rollouts, serving
+
+from holdfast.orchestrator.batches.selection import has_signal
+from holdfast.orchestrator.environments.interface import Environment, Message, Score, Session, Task, TaskSeed
+from holdfast.orchestrator.main import orchestrate
+from holdfast.shared.config.orchestrator import OrchestratorConfig
+from holdfast.shared.errors import EnvironmentFailure
+from holdfast.shared.files import journal
+from holdfast.shared.files.journal import Accepted, Counts
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.wire.rollouts import Batch
+from holdfast.trainer.rl.ledger import check_tasks
+
+STEPS = 4
+
+
+class Signals(Environment):
+    """Two of three tasks give all their rollouts the same reward."""
+
+    too_long = -1
+
+    def make_task(self, seed: TaskSeed) -> Task:
+        text = f"task {seed.index} " * (20 if seed.index == self.too_long else 1)
+        return Task(prompt=[Message("user", text)], answer=f"{seed.index}")
+
+    async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
+        teaches = int(task.answer) % 3 == 2
+        return [Score(float(teaches and place == 0)) for place in range(len(sessions))]
+
+
+class Never(Signals):
+    """No task has a signal."""
+
+    async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
+        return [Score(0.5) for _ in sessions]
+
+
+class Fails(Signals):
+    """Task 1 makes one of its sessions fail, task 4 has a prompt that is too long."""
+
+    too_long = 4
+
+    async def run(self, session: Session, task: Task) -> None:
+        await session.sample()
+        if task.answer == "1" and len(session.token_ids) % 2 == 0:
+            raise ValueError("the moon is too bright")
+
+
+class Hangs(Signals):
+    """No session ever ends."""
+
+    async def run(self, session: Session, task: Task) -> None:
+        await asyncio.Event().wait()
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+def run(config: OrchestratorConfig, *, start: int = 0) -> None:
+    with FakeTrainer(RunDir(config.output_dir), start=start, max_steps=config.max_steps):
+        asyncio.run(orchestrate(config))
+
+
+def configure(output_dir: Path, engine: FakeEngine, kind: type[Environment], **changes: Any) -> OrchestratorConfig:
+    values: dict[str, Any] = {"max_steps": STEPS, "environments": [{"id": f"{__name__}:{kind.__name__}", "name": "a"}]}
+    return make_config(output_dir, engine, **(values | changes))
+
+
+def checked_batches(run_dir: RunDir) -> list[Batch]:
+    """Every batch, after the ledger has checked it against the states around it."""
+    batches = []
+    before = Accepted()
+    for step in range(1, STEPS + 1):
+        batch = journal.read_batch(run_dir, step)
+        after = journal.read_accepted(run_dir.batch(step) / journal.STATE_NAME, step=step)
+        check_tasks(batch, before=before, after=after)
+        before = after
+        batches.append(batch)
+    return batches
+
+
+def totals(run_dir: RunDir) -> Accepted:
+    return journal.read_accepted(run_dir.batch(STEPS) / journal.STATE_NAME, step=STEPS)
+
+
+def tasks_of(batch: Batch) -> list[int]:
+    return list(dict.fromkeys(rollout.task_id for rollout in batch.rollouts))
+
+
+def test_groups_without_signal_are_replaced_in_rounds_of_what_is_missing(tmp_path: Path, engine: FakeEngine) -> None:
+    with serving(engine):
+        run(configure(tmp_path, engine, Signals, dynamic_sampling={}))
+    batches = checked_batches(RunDir(tmp_path))
+    # Of tasks 0, 1, 2 the last has a signal; then 3, 4 (none), 5, 6 (5 has), 7, and 8, which ends the batch.
+    assert tasks_of(batches[0]) == [2, 5, 8]
+    assert [one.task_id for one in batches[0].dropped] == [0, 1, 3, 4, 6, 7]
+    assert [tasks_of(batch) for batch in batches[1:]] == [[11, 14, 17], [20, 23, 26], [29, 32, 35]]
+    assert all(one.reason == "zero_signal" and one.rollouts == 4 for batch in batches for one in batch.dropped)
+    assert len(engine.requests) == 9 * STEPS
+    accepted = totals(RunDir(tmp_path))
+    assert accepted.problems == 36 and accepted.dropped["zero_signal"].problems == 24
+    assert accepted.batched.rollouts == sum(len(batch.rollouts) for batch in batches) == 12 * STEPS
+    metrics = batches[0].metrics
+    assert (metrics["groups/drawn"], metrics["groups/dropped/zero_signal"], metrics["groups/dropped/timeout"]) == (
+        9,
+        6,
+        0,
+    )
+    assert metrics["groups/zero_variance"] == pytest.approx(6 / 9)
+    # Rewards are those of everything that was sampled: 3 of 36 rollouts.
+    assert metrics["reward/mean"] == pytest.approx(3 / 36)
+
+
+def test_at_the_limit_the_earliest_groups_without_signal_fill_the_batch(
+    tmp_path: Path, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(engine):
+        run(configure(tmp_path / "never", engine, Never, dynamic_sampling={"max_problems_per_step": 5}))
+        run(configure(tmp_path / "few", engine, Signals, dynamic_sampling={"max_problems_per_step": 6}))
+    never = checked_batches(RunDir(tmp_path / "never"))
+    assert [tasks_of(batch) for batch in never[:2]] == [[0, 1, 2], [5, 6, 7]]
+    assert [[one.task_id for one in batch.dropped] for batch in never[:2]] == [[3, 4], [8, 9]]
+    few = checked_batches(RunDir(tmp_path / "few"))
+    assert [tasks_of(batch) for batch in few[:2]] == [[0, 2, 5], [6, 8, 11]]
+    assert "batch 1: 3 of its 3 groups have no signal after 5 problems" in caplog.text
+
+
+def test_without_dynamic_sampling_groups_without_signal_are_trained(tmp_path: Path, engine: FakeEngine) -> None:
+    with serving(engine):
+        run(configure(tmp_path, engine, Signals))
+    assert [tasks_of(batch) for batch in checked_batches(RunDir(tmp_path))] == [
+        [0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11],
+    ]  # fmt: skip
+    assert totals(RunDir(tmp_path)).dropped == {}
+
+
+@pytest.mark.parametrize("at_request", [2, 5, 9, 14])
+def test_a_kill_between_rounds_changes_nothing_and_samples_nothing_twice(
+    tmp_path: Path, engine: FakeEngine, at_request: int
+) -> None:
+    straight, killed = RunDir(tmp_path / "straight"), RunDir(tmp_path / "killed")
+
+    async def kill(config: OrchestratorConfig) -> None:
+        work = asyncio.ensure_future(orchestrate(config))
+        loop = asyncio.get_running_loop()
+        engine.on_generate = lambda count: loop.call_soon_threadsafe(work.cancel) if count == at_request else None
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        engine.on_generate = None
+
+    with serving(engine):
+        run(configure(straight.path, engine, Signals, dynamic_sampling={}))
+        engine.requests.clear()
+        config = configure(killed.path, engine, Signals, dynamic_sampling={})
+        with FakeTrainer(killed, start=0, max_steps=STEPS):
+            asyncio.run(kill(config))
+        asked = len(engine.requests)
+        run(config)
+    assert read_rollouts(straight, range(1, STEPS + 1)) == read_rollouts(killed, range(1, STEPS + 1))
+    assert [batch.dropped for batch in checked_batches(straight)] == [
+        batch.dropped for batch in checked_batches(killed)
+    ]
+    assert totals(straight) == totals(killed)
+    # What was in flight at the kill is asked for again, nothing else.
+    assert len(engine.requests) <= 9 * STEPS + 3 and asked < len(engine.requests)
+
+
+def test_a_resume_draws_the_problems_of_the_uninterrupted_run(tmp_path: Path, engine: FakeEngine) -> None:
+    straight, resumed = RunDir(tmp_path / "straight"), RunDir(tmp_path / "resumed")
+    with serving(engine):
+        run(configure(straight.path, engine, Signals, dynamic_sampling={}))
+        run(configure(resumed.path, engine, Signals, dynamic_sampling={}, max_steps=3))
+        commit_checkpoint(resumed, 2)
+        resumed.set_aside_after(2, attempt=1)
+        run(configure(resumed.path, engine, Signals, dynamic_sampling={}, ckpt={"resume_step": 2}), start=2)
+    assert read_rollouts(straight, range(1, STEPS + 1)) == read_rollouts(resumed, range(1, STEPS + 1))
+    assert totals(straight) == totals(resumed)
+
+
+def fail_settings(**changes: Any) -> dict[str, Any]:
+    return {"environments": [{"id": f"{__name__}:Fails", "name": "a", "on_error": "drop"}], "seq_len": 64} | changes
+
+
+def test_failed_groups_are_dropped_with_their_reason_and_counted_exactly(tmp_path: Path, engine: FakeEngine) -> None:
+    with serving(engine):
+        for name in ("one", "two"):
+            run(configure(tmp_path / name, engine, Fails, **fail_settings()))
+    batches = checked_batches(RunDir(tmp_path / "one"))
+    assert [tasks_of(batch) for batch in batches] == [[0, 2], [3, 5], [6, 7, 8], [9, 10, 11]]
+    (failed,), (too_long,) = batches[0].dropped, batches[1].dropped
+    assert (failed.task_id, failed.reason, failed.rollouts) == (1, "environment_error", 4)
+    seed = TaskSeed(run_seed=0, environment="a", index=1).number
+    assert f"environment 'a' failed on task 1 (seed {seed}): run() raised ValueError: the moon" in failed.detail
+    assert (too_long.task_id, too_long.reason, too_long.rollouts, too_long.tokens) == (4, "prompt_too_long", 0, 0)
+    assert "allowed are 1 to 63" in too_long.detail
+    # The other sessions of a failed group are played to their end, so its tokens do not depend on timing.
+    assert checked_batches(RunDir(tmp_path / "two"))[0].dropped == [failed]
+    assert totals(RunDir(tmp_path / "one")).dropped == {
+        "environment_error": Counts(1, 4, failed.tokens),
+        "prompt_too_long": Counts(1, 0, 0),
+    }
+    assert batches[0].metrics["groups/dropped/environment_error"] == 1.0
+
+
+def test_failed_groups_are_replaced_under_dynamic_sampling(tmp_path: Path, engine: FakeEngine) -> None:
+    with serving(engine):
+        run(configure(tmp_path, engine, Fails, **fail_settings(dynamic_sampling={})))
+    batches = checked_batches(RunDir(tmp_path))
+    assert tasks_of(batches[0]) == [2, 5, 8]
+    reasons = {one.task_id: one.reason for one in batches[0].dropped}
+    assert reasons.pop(1) == "environment_error" and reasons.pop(4) == "prompt_too_long"
+    assert set(reasons.values()) == {"zero_signal"}
+    assert all(has_signal(batch.rollouts) for batch in batches)
+
+
+def hanging(**settings: Any) -> list[dict[str, Any]]:
+    return [{"id": "reverse_text"}, {"id": f"{__name__}:Hangs", "name": "slow", "timeout_s": 0.02, **settings}]
+
+
+def test_a_deadline_drops_the_group_and_the_run_goes_on(tmp_path: Path, engine: FakeEngine) -> None:
+    with serving(engine):
+        run(configure(tmp_path, engine, Hangs, environments=hanging(on_error="drop"), max_steps=STEPS))
+    batches = checked_batches(RunDir(tmp_path))
+    dropped = [one for batch in batches for one in batch.dropped]
+    assert [(one.environment, one.task_id, one.reason) for one in dropped] == [("slow", n, "timeout") for n in range(6)]
+    assert "run() took longer than 0.02 s (timeout_s)" in dropped[0].detail
+    assert all({rollout.environment for rollout in batch.rollouts} == {"reverse_text"} for batch in batches)
+
+
+def test_a_deadline_ends_the_run_unless_told_otherwise(tmp_path: Path, engine: FakeEngine) -> None:
+    with serving(engine), pytest.raises(EnvironmentFailure, match=r"'slow' failed on task 0.*longer than 0\.02 s"):
+        run(configure(tmp_path, engine, Hangs, environments=hanging()))
+
+
+def test_a_batch_with_nothing_left_ends_the_run(tmp_path: Path, engine: FakeEngine) -> None:
+    settings = hanging(on_error="drop")[1:]
+    message = r"batch 1: all 3 groups were dropped \(3 timeout\).*longer than 0\.02 s"
+    with serving(engine), pytest.raises(EnvironmentFailure, match=message):
+        run(configure(tmp_path, engine, Hangs, environments=settings))
+
+
+def test_a_limit_below_the_batch_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="max_problems_per_step = 2 is less than problems_per_step = 3"):
+        make_config(tmp_path, client={}, dynamic_sampling={"max_problems_per_step": 2})

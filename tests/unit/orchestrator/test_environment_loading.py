@@ -1,0 +1,207 @@
+"""Environments by name, their arguments, and the tasks of the built-in ones."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from orchestrator_fakes import make_config
+
+from holdfast.orchestrator.check import check_environments
+from holdfast.orchestrator.environments import load_environment
+from holdfast.orchestrator.environments.interface import Environment, Message, TaskSeed
+from holdfast.orchestrator.environments.jsonl import Jsonl
+from holdfast.orchestrator.environments.reverse_text import ReverseText
+from holdfast.shared.config.orchestrator import EnvironmentConfig
+from holdfast.shared.errors import ConfigError, DataError, EnvironmentFailure, HoldfastError
+
+if TYPE_CHECKING:
+    from decimal import Decimal
+
+
+class NeedsWord(Environment):
+    """Takes one argument that it cannot do without."""
+
+    def __init__(self, word: str, times: int = 1) -> None:
+        if word == "bad":
+            raise RuntimeError("no such word")
+        self.word = word * times
+
+
+class Opaque:
+    """Pydantic knows nothing of it."""
+
+
+@dataclass
+class HalfOpaque:
+    """Has a field of a class that is not there."""
+
+    word: Decimal
+
+
+class ForCheckers(Environment):
+    """Has annotations that are there for type checkers alone."""
+
+    def __init__(self, word: Decimal, frames: Opaque, more: HalfOpaque, times: int = 1) -> None:
+        self.word, self.frames, self.more, self.times = word, frames, more, times
+
+
+def load(name: str, **args: Any) -> Environment:
+    return load_environment(EnvironmentConfig(id=name, args=args), key="environments[0]")
+
+
+def seed(index: int, *, run_seed: int = 0, environment: str = "env") -> TaskSeed:
+    return TaskSeed(run_seed=run_seed, environment=environment, index=index)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "kind", "said"),
+    [
+        ("revers_text", {}, ConfigError, "Did you mean 'reverse_text'\\?.*reverse_text, jsonl, or 'module:Class'"),
+        ("no_such_module:Thing", {}, ConfigError, "there is no module 'no_such_module'"),
+        (f"{__name__}:NeedsWords", {}, ConfigError, "Did you mean 'NeedsWord'\\?"),
+        (f"{__name__}:NeedsWord", {}, ConfigError, "needs word. Allowed: word, times"),
+        ("reverse_text", {"min_lenght": 3}, ConfigError, "args.min_lenght.*Did you mean 'min_length'\\?.*max_length"),
+        ("reverse_text", {"min_length": "many"}, ConfigError, "environments\\[0\\].args.min_length: .*got 'many'"),
+        ("reverse_text", {"min_length": 9, "max_length": 8}, ConfigError, "1 <= min_length <= max_length"),
+        (f"{__name__}:NeedsWord", {"word": "bad"}, EnvironmentFailure, "constructor: RuntimeError: no such word"),
+        ("jsonl", {"path": "x.jsonl", "scorer": "exakt"}, ConfigError, "no scorer 'exakt'. Did you mean 'exact'"),
+        ("jsonl", {"path": "x.jsonl", "scorer": "regex"}, ConfigError, "`pattern` belongs to scorer 'regex'"),
+        ("jsonl", {"path": "x.jsonl", "scorer": "regex", "pattern": "("}, ConfigError, "not a regular expression"),
+    ],
+)
+def test_what_does_not_load_says_why(name: str, args: dict[str, Any], kind: type[HoldfastError], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        load(name, **args)
+
+
+def test_own_environments_load_with_converted_arguments() -> None:
+    environment = load(f"{__name__}:NeedsWord", word="ab", times="2")
+    assert isinstance(environment, sys.modules[__name__].NeedsWord) and vars(environment) == {"word": "abab"}
+
+
+class Open(Environment):
+    """Takes anything."""
+
+    def __init__(self, word, **others: Any) -> None:  # type: ignore[no-untyped-def]
+        self.given = {"word": word, **others}
+
+
+class Bare(Environment):
+    """Says nothing of the type of its argument."""
+
+    def __init__(self, word) -> None:  # type: ignore[no-untyped-def]
+        self.word = word
+
+
+def test_arguments_that_nothing_is_said_of_are_given_as_they_are() -> None:
+    assert vars(load(f"{__name__}:Open", word="2", more=[1])) == {"given": {"word": "2", "more": [1]}}
+    assert vars(load(f"{__name__}:Bare", word="2")) == {"word": "2"}
+
+
+def test_what_a_module_of_the_users_lacks_is_its_own_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needs_a_library.py").write_text("import no_such_library")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(EnvironmentFailure, match="importing needs_a_library failed: No module named 'no_such_library'"):
+        load("needs_a_library:Thing")
+
+
+def test_a_check_makes_what_is_built_in_and_only_looks_for_the_rest(tmp_path: Path) -> None:
+    def check(name: str, **args: Any) -> None:
+        check_environments(
+            make_config(tmp_path, environments=[{"id": "reverse_text"}, {"id": name, "args": args}], client={})
+        )
+
+    check(f"{__name__}:NeedsWord", word="bad")
+    with pytest.raises(ConfigError, match=r"environments\[1\].id: .*no environment 'NeedsWords'"):
+        check(f"{__name__}:NeedsWords")
+    with pytest.raises(DataError, match="no.jsonl cannot be read"):
+        check("jsonl", path=str(tmp_path / "no.jsonl"))
+
+
+def test_annotations_that_are_for_checkers_alone_are_not_held_against_arguments() -> None:
+    environment = load(f"{__name__}:ForCheckers", word="ab", times="2", frames=[1], more={"word": 1})
+    assert vars(environment) == {"word": "ab", "frames": [1], "more": {"word": 1}, "times": 2}
+
+
+def test_reverse_text_tasks_depend_on_the_seed_alone() -> None:
+    environment = load("reverse_text", min_length=3, max_length=5)
+    tasks = [environment.make_task(seed(index)) for index in range(200)]
+    texts = [task.prompt[0].content for task in tasks if isinstance(task.prompt[0], Message)]
+    assert {len(text) for text in texts} == {3, 4, 5}
+    assert all(text.isascii() and text.islower() and text.isalpha() for text in texts)
+    assert [task.answer for task in tasks] == [text[::-1] for text in texts]
+    assert ReverseText(3, 5).make_task(seed(7)) == tasks[7]
+    for other in (seed(7, run_seed=1), seed(7, environment="other"), seed(8)):
+        assert environment.make_task(other) != tasks[7]
+
+
+def test_task_seeds_are_stable_63_bit_numbers() -> None:
+    assert seed(3).number == 7176022789499974418
+    assert all(0 <= seed(index).number < 2**63 for index in range(1000))
+
+
+def write_rows(path: Path, *rows: Any) -> Path:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return path
+
+
+def test_jsonl_uses_every_row_once_per_epoch_in_a_new_order(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", *({"prompt": f"q{n}", "answer": n} for n in range(7)))
+    environment = load("jsonl", path=str(path))
+    epochs = [[environment.make_task(seed(7 * epoch + n)).answer for n in range(7)] for epoch in range(3)]
+    assert all(sorted(epoch) == [str(n) for n in range(7)] for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    again = load("jsonl", path=str(path))
+    assert [again.make_task(seed(n)).answer for n in range(13, 6, -1)] == epochs[1][::-1]
+    in_order = load("jsonl", path=str(path), shuffle=False)
+    assert [in_order.make_task(seed(n)).answer for n in range(8)] == ["0", "1", "2", "3", "4", "5", "6", "0"]
+
+
+def test_jsonl_reads_messages_and_other_columns(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "6 x 7"}]
+    path = write_rows(tmp_path / "rows.jsonl", {"question": chat, "right": 42}, "")
+    task = Jsonl(path, prompt="question", answer="right").make_task(seed(0))
+    assert task.prompt == (Message("system", "be brief"), Message("user", "6 x 7"))
+    assert task.answer == "42"
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (
+            [{"prompt": "q", "answer": "a"}, {"promt": "q", "answer": "a"}],
+            "rows.jsonl:2 has no column 'prompt'.*'promt'",
+        ),
+        ([{"prompt": "q", "answr": "a", "id": 1}], "Columns there: prompt, answr, id"),
+        (["{not json}"], "rows.jsonl:1 is not JSON"),
+        ([{"prompt": "a", "answer": "b", "tools": [{"name": "f"}]}], "rows.jsonl:1 has `tools`, which prompts of rl"),
+        ([[1, 2]], "rows.jsonl:1 is list, expected an object"),
+        ([{"prompt": "q", "answer": ["a"]}], "'answer' is \\[\"a\"\\], expected text or a number"),
+        ([{"prompt": [{"role": "user"}], "answer": "a"}], "rows.jsonl:1: 'prompt' is .*expected text or a list"),
+        ([{"prompt": [], "answer": "a"}], "empty list of messages"),
+        ([], "has no rows"),
+    ],
+)
+def test_jsonl_names_file_line_and_what_is_there(tmp_path: Path, rows: list[Any], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        Jsonl(write_rows(tmp_path / "rows.jsonl", *rows))
+
+
+def test_jsonl_lines_end_where_those_of_json_do(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "a\u2028b\x85", "answer": "c"}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert Jsonl(path).make_task(seed(0)).prompt == (Message("user", "a\u2028b\x85"),)
+    path.write_bytes(b'{"prompt": "\xff", "answer": "c"}\n')
+    with pytest.raises(DataError, match="is not UTF-8"):
+        Jsonl(path)
+
+
+def test_jsonl_names_the_files_that_are_there(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", {"prompt": "q", "answer": "a"})
+    with pytest.raises(DataError, match=r"cannot be read \(No such file.*Did you mean 'rows.jsonl'\?"):
+        Jsonl(tmp_path / "row.jsonl")

@@ -1,0 +1,655 @@
+"""What environments do that they should not, and what they may do: one line that names it, and never our traceback."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+import torch
+from fastapi.responses import JSONResponse
+from orchestrator_fakes import FakeEngine, FakeTrainer, make_config, publish_weights, serving
+
+from holdfast.orchestrator.environments.interface import Environment, Score, Session, SessionFull, Task, TaskSeed
+from holdfast.orchestrator.environments.scores import PromptTooLong
+from holdfast.orchestrator.environments.silence import watching_calls
+from holdfast.orchestrator.main import orchestrate
+from holdfast.shared.config.orchestrator import EnvironmentConfig, OrchestratorConfig
+from holdfast.shared.errors import STUCK, DataError, EnvironmentFailure, InferenceError, RunDirError, is_storage_failure
+from holdfast.shared.files import journal
+from holdfast.shared.files.record_log import RecordLog
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.wire.rollouts import Batch
+from tests.processes import HANG_S
+
+
+class Plain(Environment):
+    """Right, with neither `async` nor `Message`."""
+
+    def make_task(self, seed: TaskSeed) -> Task:
+        a, b = seed.random().randint(0, 10**9), seed.random().randint(0, 10**9)
+        return Task(prompt=[{"role": "user", "content": f"{a} and {b}"}], answer=f"{a} {b}")
+
+    async def run(self, session: Session, task: Task) -> None:
+        await session.sample()
+        session.append_messages([{"role": "user", "content": "again"}])
+        await session.sample()
+
+    def score(self, task: Task, sessions: Sequence[Session]) -> Any:  # type: ignore[override]
+        numbers = (np.float32(0.5), np.int64(2), torch.tensor(0.25), True)
+        return [Score(number, {"np": np.float64(3)}) for number in numbers]  # type: ignore[arg-type]
+
+
+class Scored(Plain):
+    """Gives what `what` names."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def score(self, task: Task, sessions: Sequence[Session]) -> Any:
+        rewards: dict[str, Any] = {"huge": 10**400, "large": 1e308, "text": "0.5", "array": np.zeros(2), "nan": np.nan}
+        metrics: dict[str, Any] = {
+            "name": {"x" * 50_000_000: 1.0},
+            "many": {f"{number}": 1.0 for number in range(2000)},
+            "number": {3: 1.0},
+            "surrogate": {"\ud800": 1.0},
+            "list": [1.0],
+            "none": {"x": None},
+        }
+        parts: dict[str, dict[str, Any]] = {
+            "turns": {"turn_rewards": [1.0, 2.0, 3.0]},
+            "tokens": {"token_rewards": []},
+            "both": {"turn_rewards": [1.0], "token_rewards": [1.0]},
+            "unlisted": {"turn_rewards": 1.0},
+            "word": {"turn_rewards": "a"},
+            "endless": {"turn_rewards": [float("inf")]},
+        }
+        match self.what:
+            case "nothing":
+                return None
+            case "numbers":
+                return [1.0] * 4
+            case "few":
+                return [Score(1.0)] * 3
+            case _:
+                reward, values = rewards.get(self.what, 1.0), metrics.get(self.what, {})
+                return [Score(reward, values, **parts.get(self.what, {})) for _ in sessions]
+
+
+class Tasks(Plain):
+    """Makes what `what` names."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def make_task(self, seed: TaskSeed) -> Any:
+        prompts: dict[str, Any] = {
+            "key": [{"role": "user", "contents": "x"}], "content": [{"role": "user", "content": 3}],
+            "surrogate": "a\ud800", "number": 7, "strings": ["hello"],
+            "calls": [{"role": "assistant", "content": "", "tool_calls": [{"function": "f"}]}],
+            "unwritten": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "weather"}}]}],
+        }  # fmt: skip
+        return {"prompt": "x"} if self.what == "dict" else Task(prompt=prompts[self.what])
+
+
+class Lacks(Environment):
+    """Defines what `what` names alone, and never samples."""
+
+    def __init__(self, what: str) -> None:
+        if what != "make_task":
+            self.make_task = lambda seed: Task(prompt="x")
+        if what != "run":
+            self.run = super().run
+        if what != "score":
+            self.score = lambda task, sessions: [Score(1.0)] * len(sessions)
+
+    async def run(self, session: Session, task: Task) -> None:
+        """Sample nothing."""
+
+
+class Raises(Plain):
+    """Raises what `what` names, where `where` says."""
+
+    def __init__(self, what: str, where: str = "run") -> None:
+        self.what, self.where = what, where
+        if where == "init":
+            self._raise()
+
+    def _raise(self) -> None:
+        match self.what:
+            case "exit":
+                sys.exit(0)
+            case "cancelled":
+                raise asyncio.CancelledError
+            case "interrupt":
+                raise KeyboardInterrupt
+            case _:
+                raise BaseException("\ud800" + "x" * 10_000)
+
+    async def run(self, session: Session, task: Task) -> None:
+        if self.where == "run":
+            self._raise()
+        await session.sample()
+
+    def score(self, task: Task, sessions: Sequence[Session]) -> Any:
+        self._raise()
+
+
+class Forges(Plain):
+    """Writes into the field of the session that `what` names."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    async def run(self, session: Session, task: Task) -> None:
+        await session.sample()
+        match self.what:
+            case "logprobs":
+                session.logprobs[-1] = float("nan")
+            case "token_ids":
+                session.token_ids[-1] = -5
+            case "loss_mask":
+                session.loss_mask[-1] = 200
+            case "versions":
+                session.versions.clear()
+            case "lengths":
+                session.logprobs.append(-1.0)
+            case "what_could_be":  # another token of the vocabulary, with a log-probability that it could have
+                session.token_ids[-1] = 5 if session.token_ids[-1] != 5 else 6
+
+
+class Replaces(Plain):
+    """Gives the field of the session that `what` names another value."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    async def run(self, session: Session, task: Task) -> None:
+        await session.sample()
+        setattr(session, self.what, None if self.what == "truncated" else list(getattr(session, self.what).tolist()))
+
+
+class Overlaps(Plain):
+    """Does something else with a session while it is sampled."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.left: list[asyncio.Task[str]] = []
+
+    async def run(self, session: Session, task: Task) -> None:
+        match self.what:
+            case "gather":
+                await asyncio.gather(session.sample(), session.sample())
+            case "leave":
+                self.left.append(asyncio.create_task(session.sample()))
+                await asyncio.sleep(0)
+            case _:
+                await asyncio.gather(session.sample(), self.append(session))
+
+    async def append(self, session: Session) -> None:
+        session.append_text("b") if self.what == "text" else session.append_messages([{"role": "user", "content": "b"}])
+
+
+class Mute:
+    """Shows nothing of itself."""
+
+    def __repr__(self) -> str:
+        raise KeyError("repr")
+
+    def __float__(self) -> float:
+        raise KeyError("float")
+
+
+class MuteError(Exception):
+    """Says nothing of itself."""
+
+    def __str__(self) -> str:
+        raise KeyError("str")
+
+
+class RaisesWhere(Plain):
+    """Raises what `what` names in the method that `where` names."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.where = what.split(" in ")
+
+    def _raise(self) -> None:
+        errors = {"full": SessionFull("full"), "data": DataError("bad row"), "mute": MuteError()}
+        raise errors[self.what]
+
+    def make_task(self, seed: TaskSeed) -> Task:
+        if self.where == "make_task":
+            self._raise()
+        return super().make_task(seed)
+
+    def score(self, task: Task, sessions: Sequence[Session]) -> Any:
+        self._raise()
+
+
+class Mutes(Plain):
+    """Hands over what cannot be shown, as what `what` names."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def make_task(self, seed: TaskSeed) -> Any:
+        mute: Any = Mute()
+        tasks = {"task": mute, "prompt": Task(prompt=mute), "message": Task(prompt=[mute])}
+        return tasks.get(self.what) or super().make_task(seed)
+
+    def score(self, task: Task, sessions: Sequence[Session]) -> Any:
+        mute: Any = Mute()
+        return mute if self.what == "scores" else [Score(mute) for _ in sessions]
+
+
+class Swallows(Plain):
+    """Takes whatever the engine fails with for a bad answer."""
+
+    async def run(self, session: Session, task: Task) -> None:
+        await session.sample()
+        try:
+            session.append_messages([{"role": "user", "content": "again"}])
+            await session.sample()
+        except Exception:  # noqa: BLE001 - the mistake
+            session.append_text(" ")
+
+
+class Persists(Plain):
+    """Asks again and again, whatever the engine fails with."""
+
+    async def run(self, session: Session, task: Task) -> None:
+        while not session.texts:
+            try:
+                await session.sample()
+            except Exception:  # noqa: BLE001 - the mistake
+                await asyncio.sleep(0.01)
+
+
+class Long(Plain):
+    """Appends 50 MB, or asks with it."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def make_task(self, seed: TaskSeed) -> Task:
+        texts: dict[str, Any] = {"prompt": "ab" * 25_000_000}
+        texts["messages"] = [{"role": "user", "content": texts["prompt"]}]
+        return Task(prompt=texts.get(self.where, "hello"))
+
+    async def run(self, session: Session, task: Task) -> None:
+        await session.sample()
+        if self.where == "text":
+            session.append_text("ab" * 25_000_000)
+        session.append_messages([{"role": "user", "content": "ab" * 25_000_000}])
+
+
+class Goes(Plain):
+    """Goes on with messages that the chat template cannot write."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    async def run(self, session: Session, task: Task) -> None:
+        await session.sample()
+        session.append_messages([{"role": "user", "content": "x", "tool_calls": [{"function": {"name": self.what}}]}])
+
+
+class BlocksInTurn(Plain):
+    """Two calls block in one turn of the event loop: the second one for ever."""
+
+    num_calls = 0
+
+    async def run(self, session: Session, task: Task) -> None:
+        await session.sample()
+        self.num_calls += 1
+        match self.num_calls:
+            case 1:
+                time.sleep(1.5)
+            case 2:
+                os.read(os.pipe()[0], 2)
+
+
+class Exits(Plain):
+    """Ends the process from a task of its own."""
+
+    async def run(self, session: Session, task: Task) -> None:
+        async def leave() -> None:
+            sys.exit(0)
+
+        leaving = asyncio.create_task(leave())
+        await session.sample()
+        await leaving
+
+
+class Works(Plain):
+    """Samples in a task that was there before any call."""
+
+    def __init__(self) -> None:
+        self._asked: asyncio.Queue[tuple[Session, asyncio.Future[None]]] = asyncio.Queue()
+        self._worker = asyncio.create_task(self._work())
+
+    async def _work(self) -> None:
+        while True:
+            session, is_done = await self._asked.get()
+            await session.sample()
+            is_done.set_result(None)
+
+    async def run(self, session: Session, task: Task) -> None:
+        is_done = asyncio.get_running_loop().create_future()
+        self._asked.put_nowait((session, is_done))
+        await is_done
+
+
+class Reflects(Plain):
+    """Lets the policy go on with all sessions at once before it scores."""
+
+    async def run(self, session: Session, task: Task) -> None:
+        await session.sample()
+
+    async def score(self, task: Task, sessions: Sequence[Session]) -> Any:
+        for session in sessions:
+            session.append_messages([{"role": "user", "content": "sure?"}])
+        await asyncio.gather(*(session.sample() for session in sessions))
+        return [Score(float(len(session.texts))) for session in sessions]
+
+
+class Waits(Plain):
+    """Waits for ever, for something else than the engine."""
+
+    async def run(self, session: Session, task: Task) -> None:
+        await session.sample()
+        await self.judge()
+
+    async def judge(self) -> None:
+        await asyncio.Event().wait()
+
+
+class BlocksApart(Plain):
+    """Blocks the event loop for a while, in a task of its own."""
+
+    async def run(self, session: Session, task: Task) -> None:
+        async def block() -> None:
+            time.sleep(0.7)
+
+        await session.sample()
+        await asyncio.create_task(block())
+
+
+class Blocks(Plain):
+    """Blocks the event loop for ever."""
+
+    def score(self, task: Task, sessions: Sequence[Session]) -> Any:
+        os.read(os.pipe()[0], 1)
+
+
+def section(kind: type[Environment], **settings: Any) -> list[dict[str, Any]]:
+    return [{"id": f"{__name__}:{kind.__name__}", "name": "mine", **settings}]
+
+
+def run(directory: Path, kind: type[Environment], **settings: Any) -> Batch:
+    """Return the first batch, if there is one."""
+    engine = FakeEngine()
+    with serving(engine):
+        config = make_config(directory, engine, environments=section(kind, **settings), max_steps=1)
+        with FakeTrainer(RunDir(directory), start=0, max_steps=1):
+            asyncio.run(orchestrate(config))
+    return journal.read_batch(RunDir(directory), 1)
+
+
+def test_messages_as_dicts_methods_without_async_and_numbers_of_numpy_and_torch(tmp_path: Path) -> None:
+    batch = run(tmp_path, Plain)
+    assert [rollout.reward for rollout in batch.rollouts[:4]] == [0.5, 2.0, 0.25, 1.0]
+    assert batch.rollouts[0].metrics == {"np": 3.0}
+    assert all(type(rollout.reward) is float for rollout in batch.rollouts)
+
+
+def test_draws_differ_and_a_task_made_again_is_the_same() -> None:
+    seed = TaskSeed(run_seed=0, environment="mine", index=0)
+    tasks = [Plain().make_task(seed) for _ in range(3)]
+    a, b = tasks[0].answer.split()
+    assert a != b and tasks[0] == tasks[1] == tasks[2]
+    assert seed.fresh().random().random() == seed.random().random() != seed.random().random()
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "said"),
+    [
+        (Scored, "huge", r"score\(\) gave reward = 10{78}.*\(int\), expected a finite number, at most 1e\+30"),
+        (Scored, "large", r"reward = 1e\+308"),
+        (Scored, "text", r"reward = '0.5' \(str\)"),
+        (Scored, "array", r"reward = array\(\[0., 0.\]\)"),
+        (Scored, "nan", "reward = nan"),
+        (Scored, "number", r"gave a metric the name 3 \(int\): expected text"),
+        (Scored, "surrogate", "half of a surrogate pair"),
+        (Scored, "list", r"metrics = \[1.0\] \(list\), expected names with numbers"),
+        (Scored, "none", r"gave x = None \(NoneType\), expected a finite number"),
+        (Scored, "name", "gave a metric the name 'x+ … .str.: it has 50000000 characters, allowed are 200"),
+        (Scored, "many", "gave 2000 metrics, allowed are 1000"),
+        (Scored, "turns", r"score\(\) gave 3 turn_rewards for \d sampled turns"),
+        (Scored, "tokens", r"score\(\) gave 0 token_rewards for \d+ sampled tokens"),
+        (Scored, "both", r"score\(\) gave turn_rewards and token_rewards; give one of them"),
+        (Scored, "unlisted", r"score\(\) gave turn_rewards = 1.0 \(float\), expected a list of numbers"),
+        (Scored, "word", r"score\(\) gave turn_rewards = 'a' \(str\), expected a list of numbers"),
+        (Scored, "endless", r"score\(\) gave turn_rewards\[0\] = inf \(float\), expected a finite number"),
+        (Forges, "logprobs", r"run\(\) or score\(\) changed session.logprobs to what was never sampled"),
+        (Forges, "token_ids", "changed session.token_ids"),
+        (Forges, "loss_mask", "changed session.loss_mask"),
+        (Forges, "versions", "changed session.versions"),
+        (Forges, "lengths", "changed session.logprobs"),
+        (Forges, "what_could_be", "changed session.token_ids"),
+        (Scored, "nothing", r"score\(\) must return a list of 4 Score objects, got None"),
+        (Scored, "numbers", r"score\(\) must return Score objects, got 1.0 \(float\)"),
+        (Tasks, "key", "the prompt of its task: message 1 is .*`contents`"),
+        (Tasks, "content", "message 1 is .*Expected `str`, got `int`"),
+        (Tasks, "surrogate", "the prompt of its task: character 1 is '.ud800', half of a surrogate pair"),
+        (Tasks, "calls", "the prompt of its task: message 1: a tool call needs a function with a `name`"),
+        (
+            Tasks,
+            "unwritten",
+            "the prompt of its task: message 1 has `tool_calls`, which the chat template .* not write",
+        ),
+        (Tasks, "number", r"expected text or a list of messages, got 7 \(int\)"),
+        (Tasks, "strings", r"message 1 is 'hello': expected Message\(role, content\) or a dict"),
+        (Tasks, "dict", r"make_task\(\) must return a Task, got \{'prompt': 'x'\}"),
+        (Goes, "f", r"run\(\) raised DataError: .*`tool_calls`, which the chat template .* not write"),
+        (Replaces, "token_ids", r"run\(\) or score\(\) replaced session.token_ids by \[.* \(list\). Sessions grow"),
+        (Replaces, "loss_mask", r"replaced session.loss_mask by \["),
+        (Replaces, "truncated", r"replaced session.truncated by None"),
+        (Overlaps, "gather", r"run\(\) raised RuntimeError: sample\(\) while a sample\(\) of the same session goes on"),
+        (Overlaps, "text", r"RuntimeError: append_text\(\) while a sample\(\)"),
+        (Overlaps, "messages", r"RuntimeError: append_messages\(\) while a sample\(\)"),
+        (Overlaps, "leave", r"run\(\) ended while a session.sample\(\) went on: await every one"),
+        (RaisesWhere, "full in make_task", rf"make_task\(\) raised SessionFull: full \({re.escape(__file__)}:\d+\)"),
+        (RaisesWhere, "full in score", r"score\(\) raised SessionFull: full"),
+        (RaisesWhere, "data in make_task", r"make_task\(\) raised DataError: bad row"),
+        (RaisesWhere, "data in score", rf"score\(\) raised DataError: bad row \({re.escape(__file__)}:\d+\)"),
+        (RaisesWhere, "mute in score", r"score\(\) raised MuteError: \(its __str__ raised KeyError\)"),
+        (Mutes, "task", r"make_task\(\) must return a Task, got \(its __repr__ raised KeyError\) \(Mute\)"),
+        (Mutes, "prompt", r"expected text or a list of messages, got \(its __repr__ raised KeyError\) \(Mute\)"),
+        (Mutes, "message", r"message 1 is \(its __repr__ raised KeyError\): expected Message"),
+        (Mutes, "scores", r"score\(\) must return a list of 4 Score objects, got \(its __repr__ raised"),
+        (Mutes, "reward", r"score\(\) gave reward = \(its __repr__ raised KeyError\) \(Mute\), expected a finite"),
+        (Scored, "few", r"score\(\) returned 3 scores for 4 sessions"),
+        (Lacks, "make_task", r"NotImplementedError: Lacks needs a method make_task\(seed\)"),
+        (Lacks, "score", r"NotImplementedError: Lacks needs a method score\(task, sessions\)"),
+        (Lacks, "run", r"run\(\) ended without a sampled turn; write `await session.sample\(\)`"),
+        (Raises, "exit", rf"run\(\) raised SystemExit: 0 \({re.escape(__file__)}:\d+\)"),
+        (Raises, "cancelled", r"run\(\) raised CancelledError"),
+        (Raises, "interrupt", r"run\(\) raised KeyboardInterrupt"),
+        (Raises, "base", r"run\(\) raised BaseException: .ud800x+ … \(10001 characters\)"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path: Path, kind: type[Environment], what: str, said: str) -> None:
+    """Where the run ends by it, and where the group is dropped: what was raised is shown in both."""
+    on_error = "drop" if kind in (Raises, Goes, RaisesWhere, Overlaps) or what in ("surrogate", "huge") else "stop"
+    with pytest.raises(EnvironmentFailure, match=said) as caught:
+        run(tmp_path, kind, args={"what": what}, on_error=on_error)
+    first = r"environment 'mine' failed on task \d" if on_error == "stop" else "all 3 groups were dropped"
+    assert re.search(first, str(caught.value)) and len(str(caught.value)) < 1200
+
+
+@pytest.mark.parametrize("on_error", ["stop", "drop"])
+@pytest.mark.parametrize(("kind", "answers"), [(Swallows, 3), (Persists, 0)])
+def test_an_engine_that_fails_ends_the_run_though_the_environment_takes_it_for_an_answer(
+    tmp_path: Path, kind: type[Environment], answers: int, on_error: str
+) -> None:
+    refusal = {"error": "out of order"}
+    engine = FakeEngine(intercept=lambda count: JSONResponse(refusal, 400) if count > answers else None)
+    with serving(engine), FakeTrainer(RunDir(tmp_path), start=0, max_steps=1):
+        settings = section(kind, on_error=on_error, timeout_s=math.inf)
+        config = make_config(tmp_path, engine, environments=settings, max_steps=1)
+        with pytest.raises(InferenceError, match="was answered 400: out of order"):
+            asyncio.run(asyncio.wait_for(orchestrate(config), 60))
+    assert RunDir(tmp_path).published_batches() == []
+
+
+def test_a_full_disk_is_one_though_the_environment_takes_it_for_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, kept = RecordLog.append, []
+
+    def fill_up(log: RecordLog, payload: bytes) -> None:
+        if len(kept) > 3:  # a header, and the first turns of three groups
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(log, payload)
+        kept.append(payload)
+
+    monkeypatch.setattr(RecordLog, "append", fill_up)
+    with pytest.raises(RunDirError, match="finished generations of batch 1 cannot be kept .* No space left") as caught:
+        run(tmp_path, Swallows)
+    assert is_storage_failure(caught.value)
+
+
+@pytest.mark.parametrize("where", ["prompt", "messages"])
+def test_a_prompt_that_cannot_fit_is_not_tokenised(tmp_path: Path, where: str) -> None:
+    with pytest.raises(PromptTooLong, match="the prompt has 50000000 characters, more than 1023 tokens can stand for"):
+        run(tmp_path, Long, args={"where": where})
+
+
+@pytest.mark.parametrize("where", ["text", "message"])
+def test_a_text_that_cannot_fit_ends_the_session_without_being_tokenised(tmp_path: Path, where: str) -> None:
+    assert all(rollout.truncated for rollout in run(tmp_path, Long, args={"where": where}).rollouts)
+
+
+def test_a_long_traceback_is_cut_in_the_log_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(EnvironmentFailure):
+        run(tmp_path, Raises, args={"what": "base"})
+    assert "in _raise" in caplog.text and len(caplog.text) < 6000 and "x" * 1000 not in caplog.text
+
+
+@pytest.mark.parametrize("where", ["score", "init"])
+def test_leaving_is_a_failure_wherever_it_happens(tmp_path: Path, where: str) -> None:
+    with pytest.raises(EnvironmentFailure, match="SystemExit: 0"):
+        run(tmp_path, Raises, args={"what": "exit", "where": where})
+
+
+def line_of(text: str) -> str:
+    """Return a pattern for the place of the first line here that holds `text`."""
+    lines = Path(__file__).read_text().splitlines()
+    return re.escape(f"{__file__}:{next(number for number, line in enumerate(lines, 1) if text in line)}")
+
+
+def process(config: OrchestratorConfig, prelude: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the orchestrator's program to its end."""
+    path = config.output_dir / "resolved.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
+    code = f"{prelude}\nfrom holdfast.orchestrator.main import main\nmain([{str(path)!r}])"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=HANG_S)
+
+
+def test_a_task_of_its_own_cannot_end_the_process_in_silence(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    publish_weights(RunDir(tmp_path), 0, b"zero")
+    with serving(engine):
+        ended = process(make_config(tmp_path, engine, environments=section(Exits), max_steps=1))
+    assert ended.returncode == 3
+    assert "error: an environment raised SystemExit(0) in a task or callback of its own" in ended.stderr
+    assert "Traceback" not in ended.stderr.partition("error: ")[0]
+
+
+def test_a_call_that_waits_is_named_with_its_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The time with the engine does not count: the deadline of 2 s."""
+    caplog.set_level("INFO")
+
+    async def watched() -> None:
+        environment = EnvironmentConfig(id=f"{__name__}:Waits", name="mine", timeout_s=2)
+        engine = FakeEngine(on_generate=lambda count: time.sleep(2.2) if count == 1 else None)
+        with serving(engine), FakeTrainer(RunDir(tmp_path), start=0, max_steps=1), watching_calls(silent_s=0.2):
+            settings = [environment.model_dump()]
+            await orchestrate(make_config(tmp_path, engine, environments=settings, max_steps=1))
+
+    with pytest.raises(EnvironmentFailure, match=r"run\(\) took longer than 2 s"):
+        asyncio.run(watched())
+    at = line_of("Event().wait()")
+    expected = rf"environment 'mine', task \d is silent for \d+ s in run\(\) at {at} \(and \d+ more like it\)"
+    assert re.search(expected, caplog.text), caplog.text
+
+
+def test_a_call_is_not_named_for_what_a_task_of_its_own_blocks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+
+    async def watched() -> None:
+        engine = FakeEngine()
+        with serving(engine), FakeTrainer(RunDir(tmp_path), start=0, max_steps=1), watching_calls(silent_s=0.2):
+            environments = section(BlocksApart)
+            await orchestrate(
+                make_config(tmp_path, engine, environments=environments, max_steps=1, problems_per_step=1)
+            )
+
+    asyncio.run(watched())
+    assert RunDir(tmp_path).published_batches() == [1] and "blocks all others" not in caplog.text
+
+
+def test_sampling_in_a_task_that_was_there_before_any_call(tmp_path: Path) -> None:
+    batch = run(tmp_path, Works)
+    assert [rollout.loss_mask.num_stretches for rollout in batch.rollouts] == [1] * 12
+
+
+@pytest.mark.parametrize("timeout_s", [1.0, math.inf])
+def test_the_clock_of_a_call_stands_still_until_the_last_of_its_sessions_was_sampled(
+    tmp_path: Path, timeout_s: float
+) -> None:
+    """And an answer that has come already starts it for nobody."""
+    engine = FakeEngine(on_generate=lambda count: asyncio.sleep(1.3) if count == 5 else None)
+    with serving(engine), FakeTrainer(RunDir(tmp_path), start=0, max_steps=1):
+        environments = section(Reflects, timeout_s=timeout_s)
+        config = make_config(tmp_path, engine, environments=environments, max_steps=1, problems_per_step=1)
+        asyncio.run(orchestrate(config))
+    assert len(engine.requests) == 5
+    assert [rollout.reward for rollout in journal.read_batch(RunDir(tmp_path), 1).rollouts] == [2.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "line"),
+    [(Blocks, "score", "os.read(os.pipe()[0], 1)"), (BlocksInTurn, "run", "os.read(os.pipe()[0], 2)")],
+)
+def test_a_call_that_blocks_is_named_and_ended(tmp_path: Path, kind: type[Environment], method: str, line: str) -> None:
+    """Nothing else runs in that process: no deadline of asyncio can end it."""
+    engine = FakeEngine()
+    prelude = "import holdfast.orchestrator.environments.silence as silence\n"
+    prelude += "silence._BENEFIT_OF_DOUBT_S = 0; silence.SILENT_S = 1"
+    prelude += "\nsilence.watching_calls.__wrapped__.__kwdefaults__['silent_s'] = 1"
+    publish_weights(RunDir(tmp_path), 0, b"zero")
+    with serving(engine):
+        config = make_config(tmp_path, engine, environments=section(kind, timeout_s=2), max_steps=1)
+        ended = process(config, prelude)
+    assert ended.returncode == STUCK, "which is started again"
+    at = line_of(line)
+    assert re.search(rf"environment 'mine', task \d blocks all others for \d+ s in {method}\(\) at {at}", ended.stderr)
+    said = rf"error: environment 'mine' failed on task \d .*{method}\(\) has blocked .* 2 s \(timeout_s\), at {at}"
+    assert re.search(said, ended.stderr), ended.stderr

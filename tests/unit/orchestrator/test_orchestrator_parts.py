@@ -1,0 +1,422 @@
+"""The parts of the orchestrator one by one: client, mix, seeds, log of generations, publisher, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from orchestrator_fakes import STOP_TOKEN, FakeEngine, commit_checkpoint, make_config, publish_weights, serving
+
+from holdfast.orchestrator.batches import scheduler
+from holdfast.orchestrator.batches.metrics import BatchTimes, batch_metrics, pass_at_k
+from holdfast.orchestrator.batches.mix import adopt_mix, integer_weights, next_environment
+from holdfast.orchestrator.batches.publisher import Publisher
+from holdfast.orchestrator.batches.scheduler import Start, find_start
+from holdfast.orchestrator.batches.seeds import TaskSeed, request_seed
+from holdfast.orchestrator.batches.selection import Outcome, select
+from holdfast.orchestrator.batches.state import OrchestratorState
+from holdfast.orchestrator.concurrency import run_all
+from holdfast.orchestrator.engines.client import InferenceClient
+from holdfast.orchestrator.engines.protocol import GenerateRequest
+from holdfast.orchestrator.environments.calls import place_of, place_of_task
+from holdfast.orchestrator.environments.interface import Completion
+from holdfast.orchestrator.rollouts.generations import GenerationLog, discard_generations
+from holdfast.orchestrator.weight_push.published import PublishedWeights, describe_weights, wait_for_weights
+from holdfast.shared.config.orchestrator import ClientConfig, EnvironmentConfig
+from holdfast.shared.errors import CheckpointError, ConfigError, InferenceError, RunDirError
+from holdfast.shared.files import durable, journal, manifest
+from holdfast.shared.files.manifest import MANIFEST_NAME, Manifest
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.files.weights_digest import weights_digest
+from holdfast.shared.wire.arrays import Logprobs, LossMask, Rewards, TokenIds
+from holdfast.shared.wire.rollouts import Batch, Dropped, Rollout, StepRewards, VersionSpan
+from holdfast.shared.wire.sampling import Sampling
+from tests.processes import HANG_S
+
+
+def test_integer_weights_are_exact() -> None:
+    assert integer_weights({"a": 0.1, "b": 0.2, "c": 0.7}) == {"a": 1, "b": 2, "c": 7}
+    assert integer_weights({"a": 4.0, "b": 6.0}) == {"a": 2, "b": 3}
+    assert integer_weights({"a": 0.3}) == {"a": 1}
+
+
+def test_the_mix_keeps_its_shares_over_any_stretch() -> None:
+    state = OrchestratorState()
+    adopt_mix(state, {"a": 0.5, "b": 0.3, "c": 0.2})
+    chosen = [next_environment(state) for _ in range(100)]
+    for start in range(0, 100, 10):
+        assert Counter(chosen[start : start + 10]) == {"a": 5, "b": 3, "c": 2}
+    assert chosen[:5] != ["a"] * 5
+
+
+def test_the_mix_resumes_from_its_state_and_a_changed_mix_starts_anew(caplog: pytest.LogCaptureFixture) -> None:
+    weights = {"a": 3.0, "b": 2.0}
+    straight, resumed = OrchestratorState(), OrchestratorState()
+    adopt_mix(straight, weights)
+    expected = [next_environment(straight) for _ in range(13)]
+    adopt_mix(resumed, weights)
+    begun = [next_environment(resumed) for _ in range(4)]
+    resumed = resumed.copy()
+    adopt_mix(resumed, weights)
+    assert begun + [next_environment(resumed) for _ in range(9)] == expected
+    assert not caplog.records
+    resumed.environments["a"].next_task = 5
+    adopt_mix(resumed, {"a": 1.0, "new": 1.0})
+    assert "mix of environments changed" in caplog.text
+    assert [next_environment(resumed) for _ in range(4)] == ["a", "new", "a", "new"]
+    assert resumed.environments["a"].next_task == 5 and resumed.environments["b"].weight == 0
+
+
+def test_request_seeds_differ_in_every_part() -> None:
+    task, other = (TaskSeed(run_seed=0, environment="env", index=index) for index in range(2))
+    seeds = {
+        request_seed(one, step=step, sample_index=sample, turn=turn)
+        for one in (task, other)
+        for step in range(4)
+        for sample in range(4)
+        for turn in range(4)
+    }
+    assert len(seeds) == 2 * 4**3
+    assert seeds.isdisjoint({task.number, other.number, task.shared("epoch", 0)})
+
+
+async def generate(client: InferenceClient, weights: PublishedWeights) -> list[Completion]:
+    request = GenerateRequest(
+        token_ids=[1, 5, 3, 2],
+        seeds=[8, 9],
+        max_tokens=4,
+        stop_token_ids=[3],
+        weights_digest=weights.digest,
+    )
+    return list(await client.generate(request, engine=0))
+
+
+def run_client(config: ClientConfig, run_dir: RunDir) -> tuple[list[Completion], float]:
+    async def use() -> tuple[list[Completion], float]:
+        async with InferenceClient(config, run_dir=run_dir) as client:
+            weights = describe_weights(run_dir, 0)
+            await client.serve(weights)
+            return await generate(client, weights), client.busy_s
+
+    return asyncio.run(use())
+
+
+def test_the_client_returns_choices_in_the_order_of_the_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, run_dir = FakeEngine(token="secret"), RunDir(tmp_path)
+    publish_weights(run_dir, 0, b"zero")
+    monkeypatch.setenv("HOLDFAST_ADMIN_TOKEN", "secret")
+    with serving(engine):
+        choices, busy_s = run_client(make_config(tmp_path, engine).client, run_dir)
+    assert engine.digest == weights_digest(run_dir.weights_of(0)) == describe_weights(run_dir, 0).digest
+    answers = {choice["index"]: choice["token_ids"] for choice in engine._answer(engine.requests[0])["choices"]}
+    assert [choice.token_ids.tolist() for choice in choices] == [answers[0], answers[1]]
+    assert all((choice.finish_reason == "stop") == (choice.token_ids[-1] == STOP_TOKEN) for choice in choices)
+    assert busy_s > 0
+
+
+def test_weights_are_replaced_also_where_the_new_ones_have_the_number_of_the_old(tmp_path: Path) -> None:
+    """ext4 gives the inode of a removed file to the next one."""
+    run_dir = RunDir(tmp_path)
+    publish_weights(run_dir, 0, b"zero")
+    found = describe_weights(run_dir, 0)
+    assert not found.was_replaced()
+    manifest = found.path / MANIFEST_NAME
+    inode = manifest.stat().st_ino
+    manifest.write_bytes(manifest.read_bytes())
+    assert manifest.stat().st_ino == inode and found.was_replaced()
+    shutil.rmtree(found.path)
+    assert found.was_replaced()
+
+
+def test_weights_that_serve_already_are_not_pushed_again(tmp_path: Path) -> None:
+    engine, run_dir = FakeEngine(), RunDir(tmp_path)
+    publish_weights(run_dir, 0, b"zero")
+    with serving(engine):
+        for _ in range(2):
+            run_client(make_config(tmp_path, engine).client, run_dir)
+    assert engine.pushed == [0]
+
+
+def test_a_lost_server_is_told_with_its_address() -> None:
+    engine = FakeEngine()
+    with serving(engine):
+        pass
+    client = ClientConfig(urls=[engine.url], ready_timeout_s=0.05)
+    with pytest.raises(InferenceError, match=rf"{engine.url} did not become ready within 0\.05 s.*Connect"):
+        asyncio.run(_wait(client))
+
+
+async def _wait(config: ClientConfig, *, seq_len: int = 1024) -> None:
+    async with InferenceClient(config) as client:
+        await client.wait_until_ready(model="examples/reverse_text/base", seq_len=seq_len)
+
+
+def test_readiness_checks_model_length_and_url(tmp_path: Path) -> None:
+    engine = FakeEngine(model=str(Path("examples/reverse_text/base").absolute()), max_model_len=512)
+    with serving(engine):
+        config = make_config(tmp_path, engine).client
+        asyncio.run(_wait(config, seq_len=512))
+        with pytest.raises(
+            ConfigError, match=r"sessions of 513 tokens are more than .* serves \(model\.max_len = 512\)"
+        ):
+            asyncio.run(_wait(config, seq_len=513))
+        engine.max_model_len = "many"  # type: ignore[assignment]
+        asyncio.run(_wait(config, seq_len=513))  # the server itself refuses what is too long
+
+
+def test_the_place_of_an_error_that_came_through_no_code() -> None:
+    assert place_of(ValueError("never raised")) == place_of_task(None) == "an unknown place"
+
+
+def test_weights_are_described_by_their_manifest_and_known_to_be_replaced(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    publish_weights(run_dir, 0, b"zero")
+    weights = describe_weights(run_dir, 0)
+    assert not weights.was_replaced()
+    publish_weights(run_dir, 0, b"zero")
+    assert weights.was_replaced()
+    weights = describe_weights(run_dir, 0)
+    durable.remove_directory(weights.path)
+    assert weights.was_replaced()
+    weights.path.mkdir()
+    (weights.path / "config.json").write_text("{}")
+    files = manifest.describe_files(weights.path)
+    manifest.write_manifest(weights.path, Manifest(kind="weights", step=0, policy_version=0, files=files))
+    with pytest.raises(CheckpointError, match=r"step_0 lists no \*\.safetensors file in its manifest"):
+        describe_weights(run_dir, 0)
+
+
+def test_weights_that_are_taken_away_while_they_are_described_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = RunDir(tmp_path)
+    publish_weights(run_dir, 0, b"zero")
+
+    def take_away(run_dir: RunDir, version: int) -> PublishedWeights:
+        monkeypatch.undo()
+        durable.remove_directory(run_dir.weights_of(version))
+        return describe_weights(run_dir, version)
+
+    monkeypatch.setattr("holdfast.orchestrator.weight_push.published.describe_weights", take_away)
+    check = lambda: publish_weights(run_dir, 0, b"one")  # noqa: E731
+    found = asyncio.run(wait_for_weights(run_dir, 0, timeout_s=HANG_S, check=check))
+    assert found == describe_weights(run_dir, 0)
+
+
+def test_a_log_of_generations_that_is_empty_or_cannot_be_opened(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    log = make_log(run_dir)
+    log.close()
+    header = log.path.read_bytes()
+    log.path.write_bytes(b"")
+    make_log(run_dir).close()
+    assert log.path.read_bytes() == header
+    log.path.unlink()
+    log.path.mkdir()
+    with pytest.raises(RunDirError, match=r"generations of batch 1 cannot be kept in .*: Is a directory"):
+        make_log(run_dir)
+
+
+def test_a_start_that_the_trainer_overtakes_goes_by_its_newest_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = RunDir(tmp_path)
+    for step in (1, 2, 3):
+        publish_weights(run_dir, step, b"weights")
+        journal.publish_batch(run_dir, make_batch(step), msgspec.json.encode(OrchestratorState(step=step)))
+    commit_checkpoint(run_dir, 1)
+    start_after = scheduler._start_after
+
+    def overtake(run_dir: RunDir, trainer_step: int, published: set[int]) -> Start:
+        monkeypatch.undo()
+        commit_checkpoint(run_dir, 3)
+        for step in (2, 3):
+            durable.remove_directory(run_dir.batch(step))
+        return start_after(run_dir, trainer_step, published)
+
+    monkeypatch.setattr(scheduler, "_start_after", overtake)
+    start = find_start(run_dir, 1)
+    assert (start.trainer_step, start.state.step) == (3, 3)
+
+
+def test_a_start_without_the_state_of_its_step_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="step_5.*is missing"):
+        find_start(RunDir(tmp_path), 5)
+
+
+def make_log(run_dir: RunDir, *, digest: str = "d", step: int = 1, top_p: float = 1.0) -> GenerationLog:
+    sampling = Sampling(1.0, top_p)
+    return GenerationLog(run_dir, step, weights_digest=digest, sampling=sampling, stop_token_ids=[3])
+
+
+def test_the_log_of_generations_survives_a_torn_end_and_belongs_to_its_weights(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    logprobs, spans = Logprobs([-1.0, -0.5]), [VersionSpan(0, 0, 2)]
+    first, second = (Completion(TokenIds([number, 3]), logprobs, "stop", spans) for number in (5, 6))
+    log = make_log(run_dir)
+    log.append([1, 2], max_tokens=4, seeds=[10], completions=[first])
+    log.append([1, 2], max_tokens=4, seeds=[11], completions=[second])
+    log.close()
+    whole = log.path.read_bytes()
+    for end in (len(whole) - 1, len(whole) - 30):
+        log.path.write_bytes(whole[:end])
+        torn = make_log(run_dir)
+        assert torn.find([1, 2], max_tokens=4, seed=10) == first
+        assert torn.find([1, 2], max_tokens=4, seed=11) is None
+        torn.append([1, 2], max_tokens=4, seeds=[11], completions=[second])
+        torn.close()
+        assert log.path.read_bytes() == whole
+    again = make_log(run_dir)
+    assert again.find([1, 2], max_tokens=4, seed=11) == second
+    assert again.find([1, 2], max_tokens=5, seed=11) is None and again.find([1], max_tokens=4, seed=11) is None
+    again.close()
+    for other in (make_log(run_dir, top_p=0.9), make_log(run_dir, digest="e")):
+        assert other.find([1, 2], max_tokens=4, seed=10) is None
+        other.close()
+    make_log(run_dir, step=2).close()
+    discard_generations(run_dir, up_to=1)
+    assert [path.name for path in run_dir.rollouts.iterdir()] == ["generations_2.log"]
+
+
+def make_batch(step: int) -> Batch:
+    return Batch(step=step, policy_version=0, weights_digest="d" * 32, sampling=Sampling(1.0), rollouts=[])
+
+
+def test_batches_are_published_in_order_and_a_failure_is_told(tmp_path: Path) -> None:
+    async def publish() -> None:
+        async with Publisher(RunDir(tmp_path)) as publisher:
+            for step in (1, 2, 3):
+                await publisher.submit(make_batch(step), b"{}")
+            await publisher.settle()
+            assert RunDir(tmp_path).published_batches() == [1, 2, 3]
+            await publisher.submit(make_batch(3), b"{}")
+            with pytest.raises(RunDirError, match=r"batch 3 cannot be written.*step_3 exists already"):
+                await publisher.settle()
+            with pytest.raises(RunDirError):
+                publisher.check()
+
+    asyncio.run(publish())
+
+
+def test_the_first_failure_stops_the_others() -> None:
+    stopped = []
+
+    async def wait_forever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.append(True)
+
+    async def fail() -> None:
+        await run_all([_raise(), wait_forever()])
+
+    async def _raise() -> None:
+        raise InferenceError("gone")
+
+    with pytest.raises(InferenceError, match="gone"):
+        asyncio.run(run_all([wait_forever(), fail()]))
+    assert stopped == [True, True]
+
+
+def make_rollout(reward: float, *, environment: str = "a", sampled: int = 2, **metrics: float) -> Rollout:
+    return Rollout(
+        environment=environment,
+        task_id=0,
+        sample_index=0,
+        token_ids=TokenIds([1] * (sampled + 1)),
+        loss_mask=LossMask([False] + [True] * sampled),
+        logprobs=Logprobs([0.0] * (sampled + 1)),
+        versions=[VersionSpan(5 if sampled > 2 else 6, 1, sampled + 1)],
+        reward=reward,
+        truncated=sampled > 2,
+        metrics=metrics,
+    )
+
+
+TIMES = BatchTimes(period=2.0, wait_for_weights=0.5, update_weights=0.1, generate=1.0, busy=0.5)
+
+
+def metrics_of(outcomes: Sequence[Outcome], *, num_groups: int = 8, **settings: object) -> dict[str, float]:
+    environments = [EnvironmentConfig.model_validate({"name": name, **settings}) for name in ("a", "b")]
+    selection = select(outcomes, num_groups=num_groups)
+    return batch_metrics(selection, TIMES, step=8, num_reused=3, environments=environments)
+
+
+def test_metrics_of_a_batch() -> None:
+    first = [make_rollout(1.0, exact=1.0), make_rollout(0.0, exact=0.0)]
+    second = [make_rollout(0.5, environment="b", sampled=4), make_rollout(0.5, environment="b")]
+    metrics = metrics_of([first, second])
+    assert metrics["reward/mean"] == 0.5
+    assert metrics["reward/std"] == pytest.approx(0.125**0.5)
+    assert (metrics["reward/a/mean"], metrics["reward/b/mean"], metrics["a/exact"]) == (0.5, 0.5, 0.5)
+    assert (metrics["reward/a/std"], metrics["reward/b/std"]) == (0.5, 0.0)
+    assert metrics["rollout/tokens_mean"] == 3.5 and metrics["rollout/sampled_tokens_mean"] == 2.5
+    assert metrics["rollout/tokens_max"] == 5.0
+    assert metrics["rollout/truncated"] == 0.25 and metrics["groups/zero_variance"] == 0.5
+    assert (metrics["groups/drawn"], metrics["groups/dropped/zero_signal"]) == (2.0, 0.0)
+    # 4 tokens by version 5, two steps behind batch 8, and 6 tokens by version 6.
+    assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.4, 2.0)
+    assert metrics["rollouts_per_s"] == 2.0 and metrics["engine/idle_share"] == 0.75
+    assert all(type(value) is float for value in metrics.values())
+
+
+def test_metrics_are_about_what_was_sampled_not_about_what_is_trained() -> None:
+    unequal, equal = [make_rollout(1.0), make_rollout(0.0)], [make_rollout(1.0), make_rollout(1.0)]
+    failed = Dropped(environment="a", task_id=0, reason="timeout", rollouts=2, tokens=9)
+    metrics = metrics_of([equal, failed, unequal], num_groups=1)
+    assert metrics["reward/mean"] == 0.75 and metrics["groups/zero_variance"] == 0.5
+    assert {name: metrics[f"groups/{name}"] for name in ("drawn", "dropped/zero_signal", "dropped/timeout")} == {
+        "drawn": 3.0, "dropped/zero_signal": 1.0, "dropped/timeout": 1.0,
+    }  # fmt: skip
+
+
+def test_quantiles_of_rewards_are_those_of_linear_interpolation() -> None:
+    rewards = [0.3, 0.9, 0.1, 0.4, 0.7, 0.2, 0.8]
+    metrics = metrics_of([[make_rollout(reward) for reward in rewards]])
+    expected = np.quantile(rewards, [0.1, 0.5, 0.9])
+    assert [metrics[f"reward/a/{name}"] for name in ("p10", "p50", "p90")] == pytest.approx(expected)
+
+
+def test_the_rewards_of_steps_are_summed_over_a_rollout() -> None:
+    with_steps = make_rollout(1.0)
+    with_steps.step_rewards = StepRewards(TokenIds([1, 2]), Rewards([0.5, 2.0]))
+    assert metrics_of([[with_steps, make_rollout(1.0)]])["reward/steps_mean"] == 1.25
+    assert "reward/steps_mean" not in metrics_of([[make_rollout(1.0)]])
+
+
+def test_a_single_rollout_has_metrics_and_nothing_to_be_compared_with() -> None:
+    metrics = metrics_of([[make_rollout(0.5, exact=1.0)]])
+    assert [metrics[f"reward/a/{name}"] for name in ("mean", "std", "p10", "p50", "p90")] == [0.5, 0.0, 0.5, 0.5, 0.5]
+    assert metrics["a/pass@1"] == 1.0 and "groups/zero_variance" not in metrics
+
+
+def test_turns_are_stretches_of_sampled_tokens() -> None:
+    rollout = make_rollout(1.0)
+    rollout.token_ids, rollout.logprobs = TokenIds([1] * 7), Logprobs([0.0] * 7)
+    rollout.loss_mask = LossMask([False, True, True, False, True, False, False])
+    assert metrics_of([[rollout, make_rollout(0.0)]])["rollout/turns"] == 1.5
+
+
+def test_pass_at_k_is_the_share_of_draws_that_hold_a_solution() -> None:
+    for num_solved in range(6):
+        samples = [place < num_solved for place in range(5)]
+        for k in range(1, 6):
+            draws = [any(draw) for draw in itertools.combinations(samples, k)]
+            assert pass_at_k(5, num_solved, k) == pytest.approx(sum(draws) / len(draws))
+
+
+def test_pass_at_k_goes_by_the_metric_exact_or_by_the_reward() -> None:
+    exact = [make_rollout(0.0, exact=float(place == 0)) for place in range(4)]
+    metrics = metrics_of([exact, [make_rollout(0.0, exact=0.0) for _ in range(4)]])
+    assert [metrics[f"a/pass@{k}"] for k in (1, 2, 4)] == pytest.approx([0.125, 0.25, 0.5])
+    assert "a/pass@3" not in metrics
+    graded = [[make_rollout(reward) for reward in (0.2, 0.5, 0.6, 0.1)]]
+    assert not any("pass@" in name for name in metrics_of(graded))
+    assert metrics_of(graded, success_reward=0.5)["a/pass@1"] == 0.5

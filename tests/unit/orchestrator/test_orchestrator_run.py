@@ -1,0 +1,488 @@
+"""Whole runs of the orchestrator against a real HTTP server: the schedule, the journal, resume, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import tomli_w
+from orchestrator_fakes import (
+    FakeEngine,
+    FakeTrainer,
+    commit_checkpoint,
+    make_config,
+    publish_weights,
+    read_rollouts,
+    serving,
+)
+
+from holdfast.orchestrator.batches.state import OrchestratorState, read_state
+from holdfast.orchestrator.environments.interface import Environment, Message, Score, Session, Task, TaskSeed
+from holdfast.orchestrator.environments.scoring import SCORERS
+from holdfast.orchestrator.main import _read_config as read_config
+from holdfast.orchestrator.main import orchestrate
+from holdfast.orchestrator.weight_push.published import describe_weights
+from holdfast.shared.chat.files import load_tokenizer
+from holdfast.shared.config.orchestrator import OrchestratorConfig
+from holdfast.shared.errors import (
+    STORAGE_FAILED,
+    CheckpointError,
+    ConfigError,
+    EnvironmentFailure,
+    InferenceError,
+    is_storage_failure,
+)
+from holdfast.shared.files import journal
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.process import heartbeat
+from holdfast.shared.wire.rollouts import Batch
+from tests.processes import HANG_S
+
+_MIX = [{"id": "reverse_text", "weight": 2}, {"id": "reverse_text", "name": "short", "args": {"max_length": 9}}]
+
+
+class TwoTurns(Environment):
+    """Asks a question, then a second one that depends on the first answer."""
+
+    def make_task(self, seed: TaskSeed) -> Task:
+        return Task(prompt=[Message("user", f"task {seed.index}")])
+
+    async def run(self, session: Session, task: Task) -> None:
+        first = await session.sample()
+        session.append_messages([Message("user", f"you said {len(first)}")])
+        await session.sample()
+
+    async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
+        return [
+            Score(
+                float(len(session.completion)),
+                {"turns": len(session.texts)},
+                turn_rewards=np.array([len(text) / 3 for text in session.texts]),
+            )
+            for session in sessions
+        ]
+
+
+class Clock(TwoTurns):
+    """Makes its tasks of the time."""
+
+    def make_task(self, seed: TaskSeed) -> Task:
+        return Task(prompt=[Message("user", f"task {seed.index} at {time.monotonic_ns()}")])
+
+
+class Bounds(TwoTurns):
+    """Says what bounds the event loop that it runs in."""
+
+    async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
+        return [Score(0.0, {"bound_s": heartbeat._own.beat.bound_s or 0.0}) for _ in sessions]
+
+
+class Raises(TwoTurns):
+    """Fails in `run` on one task."""
+
+    async def run(self, session: Session, task: Task) -> None:
+        if task.prompt[0] == Message("user", "task 4"):
+            raise ValueError("the moon is too bright")
+        await session.sample()
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+def run(config: OrchestratorConfig, *, start: int = 0) -> None:
+    """Run the orchestrator to its end beside a trainer that starts at `start`."""
+    with FakeTrainer(RunDir(config.output_dir), start=start, max_steps=config.max_steps):
+        asyncio.run(orchestrate(config))
+
+
+@pytest.mark.parametrize("async_level", [0, 1, 2])
+def test_strict_schedule_decides_which_version_makes_which_batch(
+    tmp_path: Path, engine: FakeEngine, async_level: int
+) -> None:
+    with serving(engine):
+        run(make_config(tmp_path, engine, async_level=async_level, max_steps=6))
+    for step, (version, rollouts) in enumerate(read_rollouts(RunDir(tmp_path), range(1, 7)), start=1):
+        assert version == max(0, step - 1 - async_level)
+        assert {span.version for rollout in rollouts for span in rollout.versions} == {version}
+    assert engine.pushed == list(range(6 - async_level))
+
+
+def test_a_group_is_one_request_and_a_batch_is_whole_and_ordered(tmp_path: Path, engine: FakeEngine) -> None:
+    with serving(engine):
+        run(make_config(tmp_path, engine, max_steps=2, environments=_MIX))
+    assert [len(request["seeds"]) for request in engine.requests] == [4] * 6
+    seeds = [seed for request in engine.requests for seed in request["seeds"]]
+    assert len(set(seeds)) == 24 and all(0 <= seed < 2**63 for seed in seeds)
+    batch = journal.read_batch(RunDir(tmp_path), 2)
+    keys = [(rollout.environment, rollout.task_id, rollout.sample_index) for rollout in batch.rollouts]
+    expected = [("reverse_text", 2), ("short", 1), ("reverse_text", 3)]
+    assert keys == [(name, task, sample) for name, task in expected for sample in range(4)]
+    for rollout in batch.rollouts:
+        assert len(rollout.token_ids) == len(rollout.loss_mask) == len(rollout.logprobs)
+        prompt_tokens = rollout.loss_mask.index(True)
+        assert rollout.token_ids[prompt_tokens - 1] == 2 and all(rollout.loss_mask[prompt_tokens:])
+        assert not any(rollout.logprobs[:prompt_tokens])
+        assert [(span.start, span.end) for span in rollout.versions] == [(prompt_tokens, len(rollout.token_ids))]
+    for name in ("reward/mean", "reward/short/mean", "reverse_text/exact", "engine/idle_share", "time/generate"):
+        assert name in batch.metrics
+    state = read_state(RunDir(tmp_path).batch(2) / journal.STATE_NAME, step=2)
+    assert (state.problems, state.rollouts) == (6, 24)
+    assert {name: position.next_task for name, position in state.environments.items()} == {
+        "reverse_text": 4,
+        "short": 2,
+    }
+
+
+def test_requests_spread_over_engines_change_nothing(tmp_path: Path, engine: FakeEngine) -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    with serving(engine, *engines):
+        run(make_config(tmp_path / "one", engine, max_steps=4))
+        run(make_config(tmp_path / "two", *engines, max_steps=4))
+    assert all(other.requests for other in engines)
+    assert read_rollouts(RunDir(tmp_path / "one"), range(1, 5)) == read_rollouts(RunDir(tmp_path / "two"), range(1, 5))
+
+
+@pytest.mark.parametrize("async_level", [0, 2])
+def test_resume_makes_the_batches_of_the_uninterrupted_run(
+    tmp_path: Path, engine: FakeEngine, async_level: int
+) -> None:
+    settings = {"async_level": async_level, "environments": [*_MIX, {"id": f"{__name__}:TwoTurns", "weight": 0.5}]}
+    straight, resumed = RunDir(tmp_path / "straight"), RunDir(tmp_path / "resumed")
+    with serving(engine):
+        run(make_config(straight.path, engine, **settings))
+        run(make_config(resumed.path, engine, max_steps=5, **settings))
+        commit_checkpoint(resumed, 3)
+        resumed.set_aside_after(3, attempt=1)
+        run(make_config(resumed.path, engine, ckpt={"resume_step": 3}, **settings), start=3)
+    assert read_rollouts(straight, range(1, 9)) == read_rollouts(resumed, range(1, 9))
+    states = [(run_dir.batch(8) / journal.STATE_NAME).read_bytes() for run_dir in (straight, resumed)]
+    assert states[0] == states[1]
+
+
+def test_batches_after_the_checkpoint_are_not_made_again(tmp_path: Path, engine: FakeEngine) -> None:
+    with serving(engine):
+        run(make_config(tmp_path / "straight", engine))
+        run(make_config(tmp_path / "resumed", engine, max_steps=5))
+        commit_checkpoint(RunDir(tmp_path / "resumed"), 3)
+        engine.requests.clear()
+        run(make_config(tmp_path / "resumed", engine, ckpt={"resume_step": 3}), start=3)
+    assert len(engine.requests) == 3 * 3
+    straight, resumed = RunDir(tmp_path / "straight"), RunDir(tmp_path / "resumed")
+    assert read_rollouts(straight, range(1, 9)) == read_rollouts(resumed, range(1, 9))
+
+
+def test_batches_of_an_environment_that_asks_a_clock_are_others_each_time(tmp_path: Path, engine: FakeEngine) -> None:
+    settings = {"max_steps": 1, "environments": [{"id": f"{__name__}:Clock"}]}
+    with serving(engine):
+        for name in ("one", "two"):
+            run(make_config(tmp_path / name, engine, **settings))
+    one, two = (read_rollouts(RunDir(tmp_path / name), range(1, 2)) for name in ("one", "two"))
+    assert one != two
+
+
+def test_the_event_loop_may_be_blocked_for_as_long_as_is_set(tmp_path: Path, engine: FakeEngine) -> None:
+    environments = [{"id": f"{__name__}:Bounds"}]
+    with serving(engine):
+        run(make_config(tmp_path / "set", engine, max_steps=1, environments=environments, hang_timeout_s=77))
+        run(make_config(tmp_path / "unset", engine, max_steps=1, environments=environments))
+    for name, bound_s in (("set", 77.0), ("unset", 900.0)):
+        (rollout, *_) = journal.read_batch(RunDir(tmp_path / name), 1).rollouts
+        assert rollout.metrics["bound_s"] == bound_s
+
+
+def test_without_the_older_weights_the_resumed_version_is_used_and_said(
+    tmp_path: Path, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = RunDir(tmp_path)
+    with serving(engine):
+        run(make_config(tmp_path, engine, max_steps=5, async_level=2))
+        commit_checkpoint(run_dir, 3)
+        run_dir.set_aside_after(3, attempt=1)
+        (run_dir.weights_of(1) / "manifest.json").unlink()
+        run(make_config(tmp_path, engine, async_level=2, ckpt={"resume_step": 3}), start=3)
+    assert [version for version, _ in read_rollouts(run_dir, range(4, 9))] == [3, 2, 3, 4, 5]
+    assert "policy version 1 is no longer in" in caplog.text
+
+
+def test_a_killed_batch_reuses_what_was_sampled(tmp_path: Path, engine: FakeEngine) -> None:
+    settings = {"max_steps": 3, "environments": [{"id": f"{__name__}:TwoTurns"}]}
+    straight, killed = RunDir(tmp_path / "straight"), RunDir(tmp_path / "killed")
+
+    async def kill_at_request(config: OrchestratorConfig, number: int) -> None:
+        work = asyncio.ensure_future(orchestrate(config))
+        loop = asyncio.get_running_loop()
+        engine.on_generate = lambda count: loop.call_soon_threadsafe(work.cancel) if count == number else None
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        engine.on_generate = None
+
+    with serving(engine):
+        run(make_config(straight.path, engine, **settings))
+        engine.requests.clear()
+        with FakeTrainer(killed, start=0, max_steps=3):
+            asyncio.run(kill_at_request(make_config(killed.path, engine, **settings), number=23))
+        before = killed.published_batches()
+        run(make_config(killed.path, engine, **settings))
+    assert before == [1]
+    assert read_rollouts(straight, range(1, 4)) == read_rollouts(killed, range(1, 4))
+    assert journal.read_batch(killed, 2).metrics["rollout/reused_turns"] > 0
+    assert not list(killed.rollouts.glob("generations_*"))
+
+
+def test_only_new_tokens_are_appended_over_turns(tmp_path: Path, engine: FakeEngine) -> None:
+    with serving(engine):
+        run(make_config(tmp_path, engine, max_steps=1, environments=[{"id": f"{__name__}:TwoTurns"}]))
+    asked = {tuple(request["token_ids"]) for request in engine.requests}
+    for rollout in journal.read_batch(RunDir(tmp_path), 1).rollouts:
+        first, second = rollout.versions
+        assert rollout.loss_mask.tolist() == [
+            first.start <= index < first.end or second.start <= index for index in range(len(rollout.token_ids))
+        ]
+        # What the engine is asked to continue is the session itself, sampled ids and all.
+        assert tuple(rollout.token_ids[: second.start]) in asked
+        assert rollout.metrics["turns"] == 2.0
+        assert rollout.step_rewards is not None and len(rollout.step_rewards.rewards) == 2
+        assert rollout.step_rewards.places.tolist() == [first.end - 1, second.end - 1]
+
+
+@pytest.mark.parametrize(
+    ("lie", "said"),
+    [
+        ({"lie_version": 1}, "given policy version 0 and reports version 1"),
+        ({"lie_digest": "0" * 32}, "was published with digest"),
+        ({"refuse": "tensor lm_head.weight is missing"}, "409: tensor lm_head.weight is missing"),
+        ({"lie_about_rollouts": 2}, "sampled by policy version 2 with digest .*, asked for was version 0"),
+        ({"model": "another/model"}, "serves the model 'another/model'"),
+        ({"token": "secret"}, "Set HOLDFAST_ADMIN_TOKEN"),
+    ],
+)
+def test_an_engine_that_serves_something_else_is_refused(tmp_path: Path, lie: dict[str, object], said: str) -> None:
+    engine = FakeEngine(**lie)  # type: ignore[arg-type]
+    with serving(engine), pytest.raises(InferenceError, match=said):
+        run(make_config(tmp_path, engine, max_steps=1))
+    assert RunDir(tmp_path).published_batches() == []
+
+
+def test_weights_that_an_engine_cannot_read_are_a_failure_of_the_storage(tmp_path: Path) -> None:
+    """Which is waited for; the engine serves what it served."""
+    engine = FakeEngine(cannot_read=True)
+    with serving(engine), pytest.raises(InferenceError, match="answered 507: the storage failed") as caught:
+        run(make_config(tmp_path, engine, max_steps=1))
+    assert caught.value.exit_code == STORAGE_FAILED and is_storage_failure(caught.value)
+
+
+@pytest.mark.parametrize("forget", [False, True])
+def test_an_engine_that_comes_back_gets_its_weights_again(tmp_path: Path, engine: FakeEngine, forget: bool) -> None:
+    with serving(engine):
+        run(make_config(tmp_path / "straight", engine, max_steps=2))
+        engine.fail_requests, engine.forget_weights = 2, forget
+        run(make_config(tmp_path / "lost", engine, max_steps=2))
+    assert read_rollouts(RunDir(tmp_path / "straight"), range(1, 3)) == read_rollouts(
+        RunDir(tmp_path / "lost"), range(1, 3)
+    )
+
+
+def test_an_answer_that_was_aborted_is_asked_for_again_and_spans_of_one_version_are_one(
+    tmp_path: Path, engine: FakeEngine
+) -> None:
+    def abort_once(answer: dict[str, Any]) -> None:
+        if len(engine.requests) == 2:
+            answer["choices"][1]["finish_reason"] = "abort"
+        for choice in answer["choices"]:
+            (span,) = choice["versions"]
+            if span["end"] > 1:
+                choice["versions"] = [span | {"end": 1}, span | {"start": 1}]
+
+    with serving(engine):
+        run(make_config(tmp_path / "straight", engine, max_steps=2))
+        engine.requests.clear()
+        engine.alter = abort_once
+        run(make_config(tmp_path / "aborted", engine, max_steps=2))
+    assert len(engine.requests) == 2 * 3 + 1
+    assert read_rollouts(RunDir(tmp_path / "straight"), range(1, 3)) == read_rollouts(
+        RunDir(tmp_path / "aborted"), range(1, 3)
+    )
+
+
+def test_weights_that_are_published_again_while_an_engine_loads_them_are_loaded_again(
+    tmp_path: Path, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = RunDir(tmp_path)
+    contents = [b"once more", b"and again", b"and for ever", b"again"]
+    publish_weights(run_dir, 0, b"zero")
+    engine.before_update = lambda: publish_weights(run_dir, 0, contents.pop())
+    engine.lie_digest = "0" * 32
+    with serving(engine):
+        with pytest.raises(InferenceError, match=r"step_0 was published again 3 times while it was loaded"):
+            asyncio.run(orchestrate(make_config(tmp_path, engine, max_steps=1)))
+        assert contents == [b"once more"] and run_dir.published_batches() == []
+        engine.before_update = lambda: publish_weights(run_dir, 0, contents.pop()) if contents else None
+        engine.lie_digest = None
+        asyncio.run(orchestrate(make_config(tmp_path, engine, max_steps=1)))
+    assert caplog.text.count("was published again while it was loaded; loading it again") == 3 + 1
+    assert journal.read_batch(run_dir, 1).weights_digest == engine.digest == describe_weights(run_dir, 0).digest
+
+
+def test_an_attempt_that_finds_all_made_gives_the_servers_back(tmp_path: Path, engine: FakeEngine) -> None:
+    with serving(engine):
+        config = make_config(tmp_path, engine, max_steps=2)
+        run(config)
+        requests = len(engine.requests)
+        engine.owner = RunDir(tmp_path).run_id()  # as where the attempt before died at its end
+        asyncio.run(orchestrate(config))
+    assert engine.owner is None and len(engine.requests) == requests
+
+
+def test_rows_of_a_file_are_scored_by_the_scorer_that_was_chosen(tmp_path: Path, engine: FakeEngine) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "say it", "answer": "abcdefghij"}\n')
+    args = {"path": str(rows), "scorer": "lcs"}
+    with serving(engine):
+        run(make_config(tmp_path / "run", engine, max_steps=1, environments=[{"id": "jsonl", "args": args}]))
+    tokenizer = load_tokenizer(engine.model)
+    rollouts = journal.read_batch(RunDir(tmp_path / "run"), 1).rollouts
+    for rollout in rollouts:
+        said = tokenizer.decode(
+            [token for token, is_said in zip(rollout.token_ids, rollout.loss_mask, strict=True) if is_said]
+        )
+        expected = SCORERS["lcs"](said, "abcdefghij")
+        assert rollout.reward == expected and rollout.metrics == {"lcs": expected}
+    assert len({rollout.reward for rollout in rollouts}) > 1
+
+
+def test_configurations_that_are_none_of_the_orchestrator(tmp_path: Path, engine: FakeEngine) -> None:
+    with pytest.raises(ConfigError, match=r"ckpt\.resume_step = latest: .*needs the number that the launcher resolved"):
+        asyncio.run(orchestrate(make_config(tmp_path, ckpt={"resume_step": "latest"}, client={})))
+    resolved = tmp_path / "resolved.toml"
+    resolved.write_text("max_steps = 0")
+    for arguments, said in (
+        ([], r"usage: python -m orchestrator\.main <resolved\.toml>"),
+        ([str(resolved)], r"resolved\.toml is no configuration of the orchestrator: .*max_steps"),
+        ([str(tmp_path / "no.toml")], r"no\.toml is no configuration of the orchestrator: .*No such file"),
+    ):
+        with pytest.raises(ConfigError, match=re.compile(said, re.DOTALL)):
+            read_config(arguments)
+
+
+def test_an_environment_that_raises_is_named(tmp_path: Path, engine: FakeEngine) -> None:
+    with serving(engine):
+        config = make_config(tmp_path, engine, environments=[{"id": f"{__name__}:Raises", "name": "moon"}])
+        with pytest.raises(EnvironmentFailure) as caught:
+            run(config)
+    message = str(caught.value)
+    seed = TaskSeed(run_seed=0, environment="moon", index=4).number
+    assert f"environment 'moon' failed on task 4 (seed {seed}): run() raised ValueError" in message
+    assert "the moon is too bright" in message and f"{Path(__file__).name}:" in message
+
+
+def test_weights_of_another_version_are_refused(tmp_path: Path, engine: FakeEngine) -> None:
+    run_dir = RunDir(tmp_path)
+    publish_weights(run_dir, 7, b"seven")
+    run_dir.weights_of(7).rename(run_dir.weights_of(0))
+    with serving(engine), pytest.raises(CheckpointError, match="holds weights of version 7, expected"):
+        asyncio.run(orchestrate(make_config(tmp_path, engine)))
+
+
+def test_generation_goes_no_further_ahead_than_the_schedule(tmp_path: Path, engine: FakeEngine) -> None:
+    run_dir = RunDir(tmp_path)
+    publish_weights(run_dir, 0, b"zero")
+    with serving(engine), pytest.raises(InferenceError, match=r"published no .*step_1 within"):
+        asyncio.run(orchestrate(make_config(tmp_path, engine, weights_timeout_s=0.1)))
+    assert run_dir.published_batches() == [1, 2]
+    assert len(engine.requests) == 2 * 3
+
+
+def test_a_batch_is_published_while_the_next_is_generated(
+    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    next_has_begun = threading.Event()
+    engine.on_generate = lambda count: next_has_begun.set() if count > 3 else None
+    publish = journal.publish_batch
+
+    def slow_publish(run_dir: RunDir, batch: Batch, state: bytes) -> Path:
+        assert next_has_begun.wait(timeout=HANG_S), "generation waits for publishing"
+        return publish(run_dir, batch, state)
+
+    monkeypatch.setattr(journal, "publish_batch", slow_publish)
+    with serving(engine):
+        run(make_config(tmp_path, engine, max_steps=3))
+    assert RunDir(tmp_path).published_batches() == [1, 2, 3]
+
+
+def test_missing_weights_are_told_after_the_deadline(tmp_path: Path, engine: FakeEngine) -> None:
+    with serving(engine), pytest.raises(InferenceError, match=r"published no .*step_0 within 0\.05 s"):
+        asyncio.run(orchestrate(make_config(tmp_path, engine, weights_timeout_s=0.05)))
+
+
+def test_damaged_state_is_a_checkpoint_error(tmp_path: Path) -> None:
+    path = tmp_path / "orchestrator.json"
+    with pytest.raises(CheckpointError, match="is missing"):
+        read_state(path, step=3)
+    path.write_bytes(b'{"format": 1, "step": "three"}')
+    with pytest.raises(CheckpointError, match="is damaged"):
+        read_state(path, step=3)
+    path.write_bytes(msgspec.json.encode(OrchestratorState(step=2)))
+    with pytest.raises(CheckpointError, match="after step 2, expected step 3"):
+        read_state(path, step=3)
+    path.write_bytes(msgspec.json.encode(OrchestratorState(format=9, step=3)))
+    with pytest.raises(CheckpointError, match="format 9"):
+        read_state(path, step=3)
+
+
+def _start_process(config: OrchestratorConfig) -> subprocess.Popen[str]:
+    path = config.output_dir / "resolved.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
+    command = [
+        "sh",
+        "-c",
+        "trap '' INT; exec \"$@\"",
+        "sh",
+        sys.executable,
+        "-m",
+        "holdfast.orchestrator.main",
+        str(path),
+    ]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def test_sigterm_stops_the_process_cleanly(tmp_path: Path, engine: FakeEngine) -> None:
+    """And an interrupt does not, where whoever started the process has it ignored, as `nohup` and `&` do."""
+    with serving(engine), _start_process(make_config(tmp_path, engine)) as process:
+        assert process.stderr is not None
+        seen = ""
+        while "waiting for weights" not in seen:
+            seen = process.stderr.readline()
+            assert seen, "the process ended before it waited for weights"
+        process.send_signal(signal.SIGINT)
+        publish_weights(RunDir(tmp_path), 0, b"zero")
+        while not engine.requests:
+            time.sleep(0.01)
+            assert process.poll() is None, "the interrupt ended it"
+        process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+    assert process.returncode == 0
+    assert "stopped" in rest and "Traceback" not in rest
+
+
+def test_a_failure_is_one_message_and_a_non_zero_exit(tmp_path: Path) -> None:
+    config = make_config(tmp_path, environments=[{"id": "revers_text"}], client={})
+    with _start_process(config) as process:
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert process.returncode == 2
+    assert "error: environments[0].id: there is no environment 'revers_text'. Did you mean 'reverse_text'?" in said
+    assert "Traceback" not in said

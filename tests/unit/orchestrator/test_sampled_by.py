@@ -1,0 +1,287 @@
+"""Who sampled what: an engine that was restarted, or that somebody else pushed to, is noticed and never trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import HTTPException
+from orchestrator_fakes import FakeEngine, FakeTrainer, make_config, read_rollouts, serving
+
+from holdfast.orchestrator.engines.client import InferenceClient
+from holdfast.orchestrator.engines.transport import Transport, Unavailable, _new_pool
+from holdfast.orchestrator.main import orchestrate
+from holdfast.orchestrator.weight_push.published import describe_weights
+from holdfast.shared.config.orchestrator import ClientConfig, OrchestratorConfig
+from holdfast.shared.errors import InferenceError
+from holdfast.shared.files import journal
+from holdfast.shared.files.manifest import read_manifest
+from holdfast.shared.files.run_dir import RunDir
+
+STEPS = 6
+TWO_TURNS = [{"id": "test_orchestrator_run:TwoTurns"}]
+
+
+def restarted(engine: FakeEngine) -> None:
+    """The server came back with `load = auto`: it serves the files of model.name as its version 0."""
+    engine.version, engine.digest, engine.boot_id = 0, "of model.name, not of the run", "second"
+
+
+def pushed_to(engine: FakeEngine) -> None:
+    """Another run pushed its weights of the same number."""
+    engine.digest = "of another run"
+
+
+class DisturbedEngine(FakeEngine):
+    """`disturb` happens after answer `number`: no request is in flight then, if that is the last of a batch or turn."""
+
+    number = 0
+    disturb: Callable[[FakeEngine], None] | None = None
+    answers = 0
+
+    def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        answer = super()._answer(body)
+        self.answers += 1
+        if self.answers == self.number and self.disturb is not None:
+            self.disturb(self)
+        return answer
+
+
+def run(config: OrchestratorConfig) -> None:
+    with FakeTrainer(RunDir(config.output_dir), start=0, max_steps=config.max_steps):
+        asyncio.run(orchestrate(config))
+
+
+def rollouts_of(directory: Path, engine: FakeEngine, **settings: Any) -> object:
+    with serving(engine):
+        run(make_config(directory, engine, max_steps=STEPS, **settings))
+    return read_rollouts(RunDir(directory), range(1, STEPS + 1))
+
+
+# A batch is three requests, one per group; of two turns: three, and then one per sample.
+@pytest.mark.parametrize(
+    ("disturb", "number", "settings"),
+    [
+        pytest.param(restarted, 3, {}, id="restarted between two batches of version 0"),
+        pytest.param(restarted, 13, {}, id="restarted within a later batch"),
+        pytest.param(pushed_to, 13, {}, id="pushed to under the same number"),
+        pytest.param(restarted, 3, {"environments": TWO_TURNS}, id="restarted between two turns of version 0"),
+        pytest.param(restarted, 3 * 15 + 3, {"environments": TWO_TURNS}, id="restarted between two later turns"),
+    ],
+)
+def test_what_others_sampled_is_sampled_again(
+    tmp_path: Path, disturb: Callable[[FakeEngine], None], number: int, settings: dict[str, Any]
+) -> None:
+    expected = rollouts_of(tmp_path / "alone", FakeEngine(), **settings)
+    engine = DisturbedEngine()
+    engine.number, engine.disturb = number, disturb
+    assert rollouts_of(tmp_path / "disturbed", engine, **settings) == expected
+    assert engine.answers > number
+    repeated = [version for version in engine.pushed if engine.pushed.count(version) > 1]
+    assert repeated, "the disturbance did not come to pass"
+    for step in range(1, STEPS + 1):
+        run_dir = RunDir(tmp_path / "disturbed")
+        batch = journal.read_batch(run_dir, step)
+        assert batch.weights_digest == describe_weights(run_dir, batch.policy_version).digest
+        assert read_manifest(run_dir.batch(step)).weights_digest == batch.weights_digest
+
+
+def test_a_server_that_is_restarted_before_its_weights_are_read_back_gets_them_again(tmp_path: Path) -> None:
+    expected = rollouts_of(tmp_path / "alone", FakeEngine())
+    engine = FakeEngine()
+    disturbances = [restarted]
+
+    def disturb() -> None:
+        if engine.version == 1 and disturbances:
+            disturbances.pop()(engine)
+
+    engine.on_update = disturb
+    assert rollouts_of(tmp_path / "disturbed", engine) == expected
+    assert engine.pushed == [0, 1, 1, 2, 3, 4] and not disturbances
+
+
+def test_weights_that_change_while_a_request_is_answered_are_noticed(tmp_path: Path) -> None:
+    expected = rollouts_of(tmp_path / "alone", FakeEngine())
+    engine = FakeEngine()
+
+    def swap(count: int) -> None:
+        if count == 5:
+            pushed_to(engine)
+
+    engine.on_generate = swap
+    assert rollouts_of(tmp_path / "disturbed", engine) == expected
+    assert engine.pushed == [0, 0, 1, 2, 3, 4]
+
+
+def test_a_server_that_keeps_answering_by_other_weights_ends_the_run(tmp_path: Path) -> None:
+    engine = FakeEngine(admits_everything=True, lie_about_rollouts=2)
+    with (
+        serving(engine),
+        pytest.raises(InferenceError, match=r"lost 5 times .* sampled by policy version 2 .* asked for was version 0"),
+    ):
+        run(make_config(tmp_path, engine, max_steps=1))
+    assert RunDir(tmp_path).published_batches() == []
+    log = RunDir(tmp_path).generations(1).read_bytes()
+    assert b"completions" not in log, "what others sampled must not be kept"
+
+
+def test_a_server_that_another_run_took_over_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    engine = FakeEngine()
+
+    def take_over(count: int) -> None:
+        if count == 4:
+            engine.owner, engine.directory, engine.digest = "another run", "node:/elsewhere", "of another run"
+
+    engine.on_generate = take_over
+    with serving(engine), pytest.raises(InferenceError, match="owned by the run in node:/elsewhere") as ended:
+        run(make_config(tmp_path, engine, max_steps=STEPS))
+    assert ended.value.exit_code == 3
+    assert RunDir(tmp_path).published_batches() == [1]
+
+
+def test_a_server_is_owned_by_the_run_and_given_back_at_its_end(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    owners = []
+    engine.on_generate = lambda _: owners.append(engine.owner)
+    with serving(engine):
+        run(make_config(tmp_path, engine, max_steps=1))
+    run_id = RunDir(tmp_path).run_id()
+    assert set(owners) == {run_id}
+    assert engine.released == [run_id] and engine.owner is None
+
+
+@pytest.fixture
+def lively(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[FakeEngine, RunDir]:
+    """Return a server, and a run whose client gives it signs of life without a pause."""
+    monkeypatch.setattr("holdfast.orchestrator.engines.client._SIGN_OF_LIFE_S", 0.01)
+    run_dir = RunDir(tmp_path)
+    run_dir.create()
+    return FakeEngine(version=0, digest="any"), run_dir
+
+
+def test_a_restarted_server_hears_who_owns_it(tmp_path: Path, lively: tuple[FakeEngine, RunDir]) -> None:
+    engine, run_dir = lively
+
+    async def disturb() -> None:
+        async with InferenceClient(make_config(tmp_path, engine).client, run_dir=run_dir) as client:
+            await client.wait_until_ready(model=engine.model, seq_len=8)
+            engine.owner = None  # its weights are the same, so nothing is pushed
+            while engine.owner is None:
+                await asyncio.sleep(0.01)
+            await client.release()
+            assert engine.owner is None
+            await asyncio.sleep(0.1)
+            assert engine.owner is None, "given back for good"
+
+    with serving(engine):
+        asyncio.run(disturb())
+
+
+def test_signs_of_life_go_on_after_one_that_failed_and_a_lost_server_is_not_given_back(
+    tmp_path: Path, lively: tuple[FakeEngine, RunDir], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", logger="orchestrator")
+    engine, run_dir = lively
+
+    async def refuse_some() -> None:
+        if engine.claims in (3, 4):
+            raise HTTPException(400, "not now")
+
+    engine.on_claim = refuse_some
+
+    async def live() -> None:
+        with ExitStack() as stack:
+            stack.enter_context(serving(engine))
+            async with InferenceClient(make_config(tmp_path, engine).client, run_dir=run_dir) as client:
+                await client.wait_until_ready(model=engine.model, seq_len=8)
+                while engine.claims < 6:
+                    await asyncio.sleep(0.01)
+                await asyncio.to_thread(stack.close)
+                await client.release()
+
+    asyncio.run(live())
+    assert caplog.text.count("did not hear a sign of life") >= 2
+    assert f"{engine.url} was not given back, so other runs cannot use it yet" in caplog.text
+
+
+def test_signs_of_life_come_from_the_event_loop_that_environments_run_on(
+    tmp_path: Path, lively: tuple[FakeEngine, RunDir]
+) -> None:
+    engine, run_dir = lively
+
+    async def block() -> None:
+        async with InferenceClient(make_config(tmp_path, engine).client, run_dir=run_dir) as client:
+            await client.wait_until_ready(model=engine.model, seq_len=8)
+            while engine.claims < 3:
+                await asyncio.sleep(0.01)
+            before = engine.claims
+            time.sleep(0.5)
+            assert engine.claims <= before + 1, "one was under way"
+            while engine.claims < before + 3:
+                await asyncio.sleep(0.01)
+
+    with serving(engine):
+        asyncio.run(block())
+
+
+def test_a_sign_of_life_that_is_under_way_takes_nothing_back(tmp_path: Path, lively: tuple[FakeEngine, RunDir]) -> None:
+    engine, run_dir = lively
+    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    async def take_long() -> None:
+        begun.set()
+        await asyncio.to_thread(go_on.wait, 30)
+        asyncio.get_running_loop().call_soon(ended.set)
+
+    async def give_back() -> None:
+        async with InferenceClient(make_config(tmp_path, engine).client, run_dir=run_dir) as client:
+            await client.wait_until_ready(model=engine.model, seq_len=8)
+            engine.on_claim = take_long
+            assert await asyncio.to_thread(begun.wait, 30)
+            releasing = asyncio.create_task(client.release())
+            await asyncio.wait([releasing], timeout=0.5)
+            go_on.set()
+            await releasing
+            assert await asyncio.to_thread(ended.wait, 30)
+
+    with serving(engine):
+        asyncio.run(give_back())
+    assert len(engine.released) == 1 and engine.owner is None
+
+
+def test_a_machine_that_is_cut_off_is_asked_for_by_the_kernel() -> None:
+    """Nothing of it would ever arrive: no end of the connection, and no answer."""
+    asked = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE), (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)]
+    asked += [(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL), (socket.IPPROTO_TCP, socket.TCP_KEEPCNT)]
+    asked += [(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)]
+
+    async def options_of(url: str) -> list[int]:
+        async with _new_pool(verify=False) as pool, pool.stream("GET", f"{url}/health") as answer:
+            connection = answer.extensions["network_stream"].get_extra_info("socket")
+            return [connection.getsockopt(*option) for option in asked]
+
+    engine = FakeEngine()
+    with serving(engine):
+        assert asyncio.run(options_of(engine.url)) == [1, 30, 10, 6, 90_000]
+
+
+def test_a_frozen_server_is_waited_for_by_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.orchestrator.engines.transport.PROBE_TIMEOUT_S", 0.05)
+
+    async def ask(url: str) -> None:
+        transport = Transport(ClientConfig(urls=[url], timeout_s=0.05), key="client")
+        with pytest.raises(Unavailable, match="no answer to POST .*/claim within 0.05 s"):
+            await transport.post_as_admin(url, "/claim", b"{}", is_probe=True)
+        with pytest.raises(Unavailable, match=r"within 0.05 s \(client.timeout_s\), and is not well"):
+            await transport.post_as_admin(url, "/update_weights", b"{}")
+        await transport.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        asyncio.run(ask(f"http://127.0.0.1:{frozen.getsockname()[1]}"))

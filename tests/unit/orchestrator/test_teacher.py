@@ -1,0 +1,193 @@
+"""Runs with a teacher: what it is asked for, what a kill loses, and which teachers are refused."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from orchestrator_fakes import FakeEngine, FakeTrainer, make_config, read_rollouts, serving
+
+from holdfast.orchestrator.batches.state import read_state
+from holdfast.orchestrator.main import orchestrate
+from holdfast.shared.config.orchestrator import OrchestratorConfig
+from holdfast.shared.errors import CheckpointError, ConfigError, InferenceError
+from holdfast.shared.files import journal
+from holdfast.shared.files.run_dir import RunDir
+
+STEPS = 3
+GROUP, PROBLEMS = 4, 3
+
+
+class FakeTeacher(FakeEngine):
+    """Its log-probability of a prompt's token is a function of the token and its place."""
+
+    def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        answer = super()._answer(body)
+        ids = body["token_ids"]
+        for choice in answer["choices"]:
+            if body["prompt_logprobs"]:
+                choice["prompt_logprobs"] = [expected_logprob(ids, place) for place in range(1, len(ids))]
+        return answer
+
+
+def expected_logprob(token_ids: list[int], place: int) -> float:
+    return -(token_ids[place] + place) / 8  # exact in float32
+
+
+@pytest.fixture
+def policy() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def teacher() -> FakeTeacher:
+    return FakeTeacher(model="the/teacher", version=0, digest="fixed")
+
+
+def configure(
+    output_dir: Path, policy: FakeEngine, *teachers: FakeEngine, mode: str, **changes: Any
+) -> OrchestratorConfig:
+    section = {"urls": [one.url for one in teachers], "model": "the/teacher", "mode": mode, "ready_timeout_s": 5}
+    return make_config(output_dir, policy, max_steps=STEPS, teacher=section, **changes)
+
+
+def run(config: OrchestratorConfig) -> None:
+    with FakeTrainer(RunDir(config.output_dir), start=0, max_steps=config.max_steps):
+        asyncio.run(orchestrate(config))
+
+
+def test_a_teacher_judges_every_sampled_token(tmp_path: Path, policy: FakeEngine, teacher: FakeTeacher) -> None:
+    with serving(policy, teacher):
+        run(configure(tmp_path / "judged", policy, teacher, mode="logprobs"))
+        run(make_config(tmp_path / "plain", policy, max_steps=1))
+    judged = journal.read_batch(RunDir(tmp_path / "judged"), 1).rollouts
+    for rollout in judged:
+        ids, found = rollout.token_ids.tolist(), rollout.reference_logprobs
+        assert found is not None
+        assert found.tolist() == [
+            expected_logprob(ids, place) if rollout.loss_mask[place] else 0.0 for place in range(len(ids))
+        ]
+    # What is sampled is what is sampled without a teacher.
+    plain = journal.read_batch(RunDir(tmp_path / "plain"), 1).rollouts
+    assert [rollout.token_ids for rollout in plain] == [rollout.token_ids for rollout in judged]
+    assert all(rollout.reference_logprobs is None for rollout in plain)
+    assert teacher.pushed == [] and all(request["max_tokens"] == 1 for request in teacher.requests)
+    assert teacher.owner is None and teacher.released == [], "other runs may learn from it, too"
+    assert read_state(RunDir(tmp_path / "judged").batch(1) / journal.STATE_NAME, step=1).teacher_digest == "fixed"
+
+
+def test_a_killed_batch_asks_the_teacher_for_nothing_twice(
+    tmp_path: Path, policy: FakeEngine, teacher: FakeTeacher
+) -> None:
+    straight, killed = RunDir(tmp_path / "straight"), RunDir(tmp_path / "killed")
+
+    async def kill(config: OrchestratorConfig) -> None:
+        work = asyncio.ensure_future(orchestrate(config))
+        loop = asyncio.get_running_loop()
+        teacher.on_generate = lambda count: loop.call_soon_threadsafe(work.cancel) if count == 19 else None
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        teacher.on_generate = None
+
+    with serving(policy, teacher):
+        run(configure(straight.path, policy, teacher, mode="logprobs"))
+        num_questions = len(teacher.requests)
+        teacher.requests.clear()
+        config = configure(killed.path, policy, teacher, mode="logprobs")
+        # One question at a time, so that 18 of them are answered when the 19th kills.
+        assert config.teacher is not None
+        config.teacher.max_concurrency = 1
+        with FakeTrainer(killed, start=0, max_steps=STEPS):
+            asyncio.run(kill(config))
+        run(config)
+    assert read_rollouts(straight, range(1, STEPS + 1)) == read_rollouts(killed, range(1, STEPS + 1))
+    # Only the question that was in flight comes again.
+    assert num_questions == GROUP * PROBLEMS * STEPS and len(teacher.requests) <= num_questions + 1
+
+
+def test_a_teacher_samples_in_place_of_the_policy(tmp_path: Path, policy: FakeEngine, teacher: FakeTeacher) -> None:
+    with serving(teacher):
+        policy.url = "http://127.0.0.1:9"  # nobody answers there, and nobody may be asked
+        run(configure(tmp_path, policy, teacher, mode="samples"))
+        asyncio.run(orchestrate(configure(tmp_path, policy, teacher, mode="samples")))  # it had made all
+        assert teacher.released == [], "nothing is given back that was never claimed"
+        other = FakeTeacher(model="the/teacher", version=0, digest="other")
+        with serving(other):
+            run(configure(tmp_path / "other", policy, other, mode="samples"))
+    batches = [journal.read_batch(RunDir(tmp_path), step) for step in range(1, STEPS + 1)]
+    assert [batch.policy_version for batch in batches] == [0, 0, 1]
+    rollouts = [rollout for batch in batches for rollout in batch.rollouts]
+    assert all(rollout.versions == [] and rollout.reference_logprobs is None for rollout in rollouts)
+    assert all(any(rollout.loss_mask) and min(rollout.logprobs) < 0 for rollout in rollouts)
+    assert teacher.pushed == [] and not policy.requests
+    assert not any(name.startswith("staleness") for name in batches[0].metrics)
+    others = journal.read_batch(RunDir(tmp_path / "other"), 1).rollouts
+    assert [one.token_ids for one in others] != [one.token_ids for one in batches[0].rollouts]
+
+
+def test_another_teacher_is_refused_on_resume(tmp_path: Path, policy: FakeEngine, teacher: FakeTeacher) -> None:
+    with serving(policy, teacher):
+        run(configure(tmp_path, policy, teacher, mode="logprobs"))
+        teacher.digest = "retrained"
+        longer = configure(tmp_path, policy, teacher, mode="logprobs").model_copy(update={"max_steps": STEPS + 1})
+        with pytest.raises(CheckpointError, match=r"digest retrained; the batches so far were made with digest fixed"):
+            asyncio.run(orchestrate(longer))
+
+
+def test_teachers_that_cannot_be_used_are_refused(tmp_path: Path, policy: FakeEngine, teacher: FakeTeacher) -> None:
+    def refused(kind: type[Exception], message: str, *teachers: FakeEngine, mode: str = "logprobs") -> None:
+        with pytest.raises(kind, match=message):
+            asyncio.run(orchestrate(configure(tmp_path, policy, *teachers, mode=mode)))
+
+    other = FakeTeacher(model="the/teacher", version=0, digest="other")
+    empty = FakeTeacher(model="the/teacher")
+    wrong = FakeTeacher(model="another/model", version=0, digest="x")
+    short = FakeTeacher(model="the/teacher", version=0, digest="fixed", max_model_len=1024)
+    with serving(policy, teacher, other, empty, wrong, short):
+        refused(InferenceError, r"all servers of teacher\.urls must serve the same", teacher, other)
+        refused(InferenceError, r"has no weights\. Start it with --model\.load auto", empty)
+        refused(InferenceError, r"this run needs 'the/teacher'.*teacher\.urls", wrong)
+        refused(ConfigError, r"sessions of 1025 tokens are more than", short)
+    assert RunDir(tmp_path).published_batches() == []
+
+
+@pytest.mark.parametrize("is_lost", [True, False], ids=["restarted", "trained meanwhile"])
+@pytest.mark.parametrize("mode", ["logprobs", "samples"])
+def test_a_teacher_that_comes_back_with_other_weights_ends_the_run(
+    tmp_path: Path, policy: FakeEngine, teacher: FakeTeacher, mode: str, is_lost: bool
+) -> None:
+    def replace(count: int) -> None:
+        if count == 2:
+            teacher.digest, teacher.fail_requests = "other", int(is_lost)
+
+    teacher.on_generate = replace
+    with serving(policy, teacher), pytest.raises(InferenceError, match="came back with other weights: digest other"):
+        run(configure(tmp_path, policy, teacher, mode=mode))
+
+
+def test_a_teacher_that_comes_back_with_the_same_weights_is_asked_again(
+    tmp_path: Path, policy: FakeEngine, teacher: FakeTeacher
+) -> None:
+    with serving(policy, teacher):
+        run(configure(tmp_path / "straight", policy, teacher, mode="logprobs"))
+        teacher.fail_requests = 1
+        run(configure(tmp_path / "lost", policy, teacher, mode="logprobs"))
+    straight, lost = (read_rollouts(RunDir(tmp_path / name), range(1, STEPS + 1)) for name in ("straight", "lost"))
+    assert straight == lost
+
+
+class ForgetfulTeacher(FakeTeacher):
+    """Judges all tokens but the last."""
+
+    def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        answer = super()._answer(body)
+        answer["choices"][0]["prompt_logprobs"].pop()
+        return answer
+
+
+def test_a_teacher_must_judge_every_token(tmp_path: Path, policy: FakeEngine) -> None:
+    teacher = ForgetfulTeacher(model="the/teacher", version=0, digest="fixed")
+    with serving(policy, teacher), pytest.raises(InferenceError, match=r"gave \d+ log-probabilities for \d+ tokens"):
+        run(configure(tmp_path, policy, teacher, mode="logprobs"))

@@ -1,0 +1,112 @@
+"""What counts the statements that tests run: every branch has two ends, and a death loses nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.coverage import __main__ as coverage
+from tests.coverage.marking import Marking
+
+SOURCE = '''"""Text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+class Thing:
+    """Text."""
+
+    size: int = 3
+    """Text."""
+
+    def grown(self, by: int) -> int:
+        if by > 5:
+            by = 5
+        while by:
+            self.size += 1
+            by -= 1
+        try:
+            return self.size // (self.size - 4)
+        except ZeroDivisionError:
+            return -1
+        finally:
+            by = 0
+
+def unused(device) -> None:  # untested: there is no such device
+    if device:
+        device()
+
+def kind(value):
+    match value:
+        case 1:
+            return "one"
+        case _:
+            return "other"
+'''
+
+
+def missed(code: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[tuple[int, str]], int]:
+    """Run the marked source and then `code`; return what was not run, and how much has an excuse."""
+    marking = Marking(SOURCE, "thing.py", 0)
+    compiled = marking.code()
+    marks = bytearray(len(marking.points))
+    monkeypatch.setitem(sys.modules, "_coverage_marks", SimpleNamespace(marks=marks))
+    names: dict[str, object] = {"__name__": "thing"}
+    exec(compiled, names)
+    exec(code, names)
+    points = [(point, mark) for point, mark in zip(marking.points, marks, strict=True) if not point.excused]
+    return [(point.line, point.kind) for point, mark in points if not mark], len(marks) - len(points)
+
+
+UNUSED = [(17, "branch"), *((line, "statement") for line in (17, 18)), (19, "branch"),
+          *((line, "statement") for line in (19, 20, 21, 22, 23, 25, 27, 34, 36, 38))]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("code", "not_run"),
+    [
+        ("", UNUSED),
+        ("Thing().grown(1); kind(1)", [(18, "statement"), (38, "statement")]),
+        ("Thing().grown(6); kind(2)", [(17, "branch"), (25, "statement"), (36, "statement")]),
+        ("Thing().grown(6); Thing().grown(1); kind(1); kind(2)", []),
+    ],
+)
+def test_what_is_not_run_is_named(code: str, not_run: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    found, excused = missed(code, monkeypatch)
+    assert sorted(found) == sorted(not_run)
+    assert excused == 4, "the function, its condition and both ends"
+
+
+def test_what_a_killed_process_has_run_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "src/holdfast").mkdir(parents=True)
+    (tmp_path / "src/holdfast/thing.py").write_text(SOURCE)
+    monkeypatch.setattr(coverage, "ROOT", tmp_path)
+    monkeypatch.setattr(coverage, "MARKS", tmp_path / "marks")
+    monkeypatch.setattr(coverage, "_PTH", tmp_path / "start.pth")
+    coverage.begin()
+    program = (
+        "import os, sys; import _coverage_marks; sys.path.insert(0, 'src')\n"
+        "import holdfast.thing\n"
+        "if os.fork() == 0: holdfast.thing.kind(1); os.kill(os.getpid(), 9)\n"
+        "os.wait(); holdfast.thing.kind(2); os.kill(os.getpid(), 9)"
+    )
+    environment = os.environ | {"COVERAGE_MARKS": str(tmp_path / "marks"), "PYTHONPATH": str(coverage._STARTUP)}
+    ended = subprocess.run([sys.executable, "-S", "-c", program], cwd=tmp_path, env=environment, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert coverage.report(50.0) == 1
+    assert "holdfast/thing.py: 11 of 19 not run: 17-23, 25, 27; never passed by: 17, 19" in capsys.readouterr().out
+    assert coverage.report(40.0) == 0
+    coverage.end()
+    assert not (tmp_path / "start.pth").exists()

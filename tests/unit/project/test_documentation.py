@@ -1,0 +1,331 @@
+"""README and docs say what is so: their commands, programs, settings, links and tables."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from holdfast.commands.launcher import full_disk as storage
+from holdfast.commands.launcher import liveness as vitals
+from holdfast.commands.launcher import servers
+from holdfast.shared import errors
+from holdfast.shared.config import InferenceConfig, RlConfig
+from holdfast.shared.config.fingerprint import FREE
+from holdfast.shared.config.orchestrator import EnvironmentConfig
+from holdfast.shared.files import record_log
+from tests import guarantees
+from tests.conftest import BASE, ROOT
+from tests.documentation import LANGUAGES, PAGES, Block, Command, anchors, blocks, commands, links, prose, shows
+from tests.documented_runs import Checkout, settings_file
+from tests.integration.test_documented_commands import STARTED
+
+RunCommand = Callable[..., tuple[int, str, str]]
+IDS = [str(page.relative_to(ROOT)) for page in PAGES]
+EVERYWHERE = [block for page in PAGES for block in blocks(page)]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
+    """An own checkout, which is also the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return Checkout(tmp_path)
+
+
+def test_every_fence_names_its_language() -> None:
+    assert not [block.where for block in EVERYWHERE if block.language not in LANGUAGES]
+    fences = sum(page.read_text().count("```") for page in PAGES)
+    assert fences == 2 * len(EVERYWHERE), "a fence is not closed, or closes another"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        target, _, anchor = link.partition("#")
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists() and path.is_relative_to(ROOT), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(path), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_commands_hold_in_the_order_of_their_page(page: Path, checkout: Checkout, run_command: RunCommand) -> None:
+    """None is refused by what those before it have left; what is resumed or looked into was made before."""
+    checkout.save_files(page)
+    for command in commands(page):
+        if page.name not in STARTED:
+            checkout.dry_run(command, run_command)
+    for number, line in enumerate(re.findall(r"`uv run ([^`]+)`", prose(page))):
+        alone = Command(f"{page.name}, inline {number}", line, line.split())
+        checkout.made.clear()
+        if alone.words[0] not in ("ckpt", "rollouts"):
+            checkout.dry_run(alone, run_command)
+
+
+@pytest.mark.parametrize("block", [b for b in EVERYWHERE if b.language == "toml"], ids=lambda block: block.where)
+def test_settings_can_be_used(block: Block, checkout: Checkout, run_command: RunCommand) -> None:
+    checkout.save_files(block.page)
+    base = ROOT / "configs" / "reverse_text" / f"{block.info[1]}.toml"
+    flags = ("@", base, "@", settings_file(block, checkout.path), "--output-dir", checkout.path / "run", "--dry-run")
+    code, _, err = run_command(block.info[1], *flags)
+    assert code == 0, f"{block.where}: {err}"
+
+
+@pytest.mark.parametrize("block", [b for b in EVERYWHERE if b.language == "bash"], ids=lambda block: block.where)
+def test_scripts_are_scripts(block: Block) -> None:
+    checked = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.parametrize("block", [b for b in EVERYWHERE if b.language == "python"], ids=lambda block: block.where)
+def test_programs_compile_and_import_what_exists(block: Block) -> None:
+    """What they do is tested below, in test_plain_loop.py and in test_losses.py."""
+    tree = ast.parse(block.text)
+    own = {"shout", "guessing"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module not in own and node.module != "__future__":
+            names = ", ".join(alias.name for alias in node.names)
+            assert node.module is not None
+            if not node.module.startswith(("trainer", "torch")):  # these take seconds: compiled only
+                exec(f"from {node.module} import {names}", {})
+
+
+@pytest.fixture
+def documented(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> Checkout:
+    """A checkout with the programs of README and docs/environments.md, from which they can be imported."""
+    checkout.save_files(ROOT / "README.md")
+    checkout.save_files(ROOT / "docs" / "environments.md")
+    monkeypatch.syspath_prepend(checkout.path)
+    for name in ("addition", "shout", "guessing", "ranked", "checked", "warmer"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return checkout
+
+
+def play(environment: object, index: int, answers: list[str]) -> tuple[object, object]:
+    """Play one session in which the policy says `answers`; return its task and the session."""
+    from holdfast.orchestrator.environments.interface import Completion, Environment, Session, TaskSeed
+    from holdfast.shared.chat.files import load_tokenizer
+    from holdfast.shared.wire.arrays import Logprobs, TokenIds
+
+    assert isinstance(environment, Environment)
+    tokenizer = load_tokenizer(str(BASE))
+    stop = tokenizer.stop_token_ids[0]
+
+    async def say(token_ids: list[int], turn: int, max_tokens: int) -> Completion:
+        ids = [*tokenizer.encode(answers[turn]), stop]
+        return Completion(TokenIds(ids), Logprobs([-1.0] * len(ids)), "stop", [])
+
+    task = environment.make_task(TaskSeed(0, "documented", index))
+    assert not isinstance(task.prompt, str)
+    prompt = tokenizer.prompt(task.prompt)
+    session = Session(prompt, tokenizer=tokenizer, sample_turn=say, seq_len=256, max_tokens=16)
+    asyncio.run(environment.run(session, task))
+    return task, session
+
+
+def scores_of(environment: object, task: object, *sessions: object) -> list[float]:
+    return [score.reward for score in asyncio.run(environment.score(task, sessions))]  # type: ignore[attr-defined]
+
+
+def test_the_environment_of_the_readme_adds_different_numbers(documented: Checkout) -> None:
+    from addition import Addition  # type: ignore[import-not-found]
+
+    from holdfast.orchestrator.environments.interface import TaskSeed
+
+    tasks = [Addition().make_task(TaskSeed(0, "addition", index)) for index in range(50)]
+    sums = [[int(number) for number in task.prompt[0].content.rstrip("=").split("+")] for task in tasks]
+    assert sum(a != b for a, b in sums) > 40, "the same number twice"
+    assert len({tuple(pair) for pair in sums}) > 40, "the same task again and again"
+    assert all(str(a + b) == task.answer for (a, b), task in zip(sums, tasks, strict=True))
+    task, wrong = play(Addition(), 7, ["1000"])
+    _, right = play(Addition(), 7, [f" {task.answer} "])  # type: ignore[attr-defined]
+    assert scores_of(Addition(), task, right, wrong) == [1.0, 0.0]
+
+
+def test_the_environments_of_their_page_do_what_it_says(documented: Checkout) -> None:
+    from checked import Checked  # type: ignore[import-not-found]
+    from guessing import Guessing  # type: ignore[import-not-found]
+    from ranked import Shortest  # type: ignore[import-not-found]
+    from shout import Shout  # type: ignore[import-not-found]
+    from warmer import Warmer  # type: ignore[import-not-found]
+
+    from holdfast.orchestrator.environments.interface import TaskSeed
+    from holdfast.orchestrator.environments.scores import checked_scores
+
+    words = ["yes", "no"]
+    for environment, expected in (
+        (Shout(words), [1.0, 0.0]),
+        (Checked(words), [1.0, 0.0]),
+        (Shortest(words), [1, 0.5]),
+    ):
+        task, session = play(environment, 1, ["x"])
+        _, right = play(environment, 1, [task.answer])  # type: ignore[attr-defined]
+        _, long = play(environment, 1, ["nonsense"])
+        assert session.completion == "x"  # type: ignore[attr-defined]
+        assert scores_of(environment, task, right, long) == expected, environment
+    secret = Guessing().make_task(TaskSeed(0, "documented", 3))
+    low, high = str(secret.number - 1), str(secret.number + 1)
+    task, session = play(Guessing(), 3, [low, high, secret.answer])
+    assert session.texts == [low, high, secret.answer] and scores_of(Guessing(), task, session) == [1 / 3]  # type: ignore[attr-defined]
+    _, lost = play(Guessing(), 3, [low] * 9)
+    assert len(lost.texts) == 4 and scores_of(Guessing(), task, lost) == [0.0]  # type: ignore[attr-defined]
+    (score,) = asyncio.run(Warmer().score(task, [session]))
+    assert (score.reward, score.turn_rewards) == (1.0, [0.5, 0.5, 1.0])
+    assert checked_scores([score], [session], what="documented") == [score]  # type: ignore[list-item]
+
+
+def test_an_environment_can_be_tried_without_a_model(documented: Checkout) -> None:
+    tried = subprocess.run([sys.executable, "try_shout.py"], capture_output=True, text=True)
+    assert tried.returncode == 0, tried.stderr
+    assert len(tried.stdout.splitlines()) == 3 and tried.stdout.count("reward=1.0") == 3
+
+
+def test_batches_and_logs_are_read_by_the_programs_of_the_journals_page(checkout: Checkout) -> None:
+    from holdfast.shared.files.journal import publish_batch
+    from holdfast.shared.files.record_log import RecordLog
+    from holdfast.shared.files.run_dir import RunDir
+    from holdfast.shared.wire.arrays import Logprobs, TokenIds, encode_packed
+    from tests.unit.commands.test_rollouts_cli import make_batch, state_after
+
+    checkout.save_files(ROOT / "docs" / "journal.md")
+    run_dir = RunDir(checkout.path / "run")
+    run_dir.create()
+    publish_batch(run_dir, make_batch(2), msgspec.json.encode(state_after(2)))
+    printed = _run("print_batch.py", run_dir.batch(2) / "batch.msgpack")
+    assert [line.split()[:3] for line in printed][:2] == [["a", "1", "0.0"], ["a", "1", "1.0"]] and len(printed) == 4
+
+    log = checkout.path / "generations_3.log"
+    answer = {"token_ids": encode_packed(TokenIds([5, 6])), "logprobs": encode_packed(Logprobs([-0.5, -1.0]))}
+    records = [{"format": 3, "step": 3}, {"prompt": "ab", "seeds": [7], "completions": [answer]}]
+    writer = RecordLog(log, valid_bytes=0)
+    for record in records:
+        writer.append(msgspec.msgpack.encode(record))
+    writer.close(wait=True)
+    header, shown = (msgspec.json.decode(line) for line in _run("print_log.py", log))
+    assert header == records[0]
+    assert shown["completions"] == [{"token_ids": [5, 6], "logprobs": [-0.5, -1.0]}]
+
+
+def _run(program: str, *arguments: Path) -> list[str]:
+    done = subprocess.run([sys.executable, program, *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_table_of_exit_codes_is_whole() -> None:
+    page = (ROOT / "docs" / "checkpoints.md").read_text()
+    table = page[page.index("## Exit codes") :]
+    documented = re.findall(r"^\| (\d+|128 \+ signal) \|", table, re.MULTILINE)
+    classes = [value for value in vars(errors).values() if isinstance(value, type) and hasattr(value, "exit_code")]
+    codes = {value.exit_code for value in classes} | {0, 1, errors.NOT_SAVED, errors.STORAGE_FAILED}
+    assert documented == [*map(str, sorted(codes)), "128 + signal"]
+
+
+def test_what_a_resume_may_change_freely_is_listed() -> None:
+    page = (ROOT / "docs" / "checkpoints.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith("| free |"))
+    documented = {name.removesuffix(".*") for name in re.findall(r"`([^`]+)`", row)}
+    assert documented == FREE - {"dry_run", "clean"}
+
+
+def test_messages_to_look_up_are_those_of_the_code() -> None:
+    source = "".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))
+    said = re.sub(r"\{[^{}]*\}", "...", re.sub(r'"\s*\n\s*f?"', "", source))
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    messages = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
+    parts = [part.strip(" '") for message in messages for part in message.split("...") if part.strip(" '")]
+    assert len(messages) >= 10
+    assert not [part for part in parts if part not in said]
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *sorted((ROOT / "docs" / "decisions").glob("*.md"))], ids=lambda page: page.name
+)
+def test_tests_that_a_page_names_exist(page: Path) -> None:
+    assert not [name for name in guarantees.named_tests(page.read_text()) if not guarantees.exists(name)]
+
+
+def test_every_claim_of_the_guarantees_names_a_test() -> None:
+    page = guarantees.PAGE.read_text()
+    notes, claims = guarantees.footnotes(page), list(guarantees.claims(page))
+    assert len(claims) > 100
+    assert not [one for one in claims if not guarantees.tests_of(one, notes) and not guarantees.is_not_tried(one)]
+    assert notes.keys() == guarantees.notes_used(page), "footnotes without a claim, or claims without a footnote"
+    assert all("::" in test for tests in notes.values() for test in tests) and all(notes.values())
+
+
+def test_claims_without_a_test_are_noticed() -> None:
+    page = """# Title
+
+It lives.[^lives] It `is. It` well[^lives]. It is a claim! It was not tried on
+the moon.
+
+Rows:
+
+| what | test |
+|---|---|
+| one | `test_x.py` |
+| two | none |
+
+- **Bold.** With a note.[^other]
+- Without one
+
+## Measured
+
+Nothing.
+
+[^lives]: `test_x.py::test_lives`,
+    `test_y.py::test_lives_on`
+"""
+    notes = guarantees.footnotes(page)
+    assert notes == {"lives": ["test_x.py::test_lives", "test_y.py::test_lives_on"]}
+    claims = [one for one in guarantees.claims(page) if not guarantees.is_not_tried(one)]
+    without = [one for one in claims if not guarantees.tests_of(one, notes)]
+    assert without == ["It is a claim!", "| two | none |", "- **Bold.** With a note[^other].", "- Without one"]
+    assert guarantees.notes_used(page) == {"lives", "other"}
+
+
+def test_defaults_that_the_guarantees_name_are_those_of_the_settings() -> None:
+    named = list(guarantees.defaults(guarantees.PAGE.read_text()))
+    assert len(named) >= 15
+    for path, value in named:
+        found: list[object] = []
+        for config in (RlConfig(), InferenceConfig(), EnvironmentConfig()):
+            for part in path.split("."):
+                config = getattr(config, part, None)
+            found.append(config)
+        assert value in found, f"{path}: {found}"
+
+
+def test_constants_that_the_guarantees_name_are_those_of_the_code() -> None:
+    from holdfast.orchestrator.engines import retry as patience
+    from holdfast.orchestrator.engines import transport
+    from holdfast.orchestrator.environments import silence
+
+    page = " ".join(guarantees.PAGE.read_text().split())
+    for text in (
+        f"again after {patience.FIRST_BACKOFF_S:g} s, then twice as long each time up to {patience.LAST_BACKOFF_S:g} s",
+        f"`Retry-After` says ({patience._LONGEST_PAUSE_S:g} s at most)",
+        f"for {['no', 'one', 'two'][round(transport._FAILING_PATIENCE_S / 60)]} minutes with 500",
+        f"silent from {vitals._FIRST_BEAT_S:g} s after its start",
+        f"named after {silence.SILENT_S:g} s with environment",
+        f"after {storage._FIRST_DELAY_S:g} s, then 2, 4, ... up to {storage._LAST_DELAY_S:g} s",
+        f"takes the server at port {InferenceConfig().server.port} if it is nobody's",
+        f"waits up to {servers._ENDING_S:g} s for what a killed launcher",
+        f"The answers of the last {1000 * record_log._BETWEEN_SYNCS_S:g} ms",
+    ):
+        assert text in page, text
+
+
+def test_the_comparison_with_a_page_notices_what_differs() -> None:
+    printed = "directory  status  size\nstep_20    OK      7.56 MB\n2 of 2 OK; 15.1 MB in 0.06 s\n"
+    assert shows(["directory status size", "step_7 OK 1,234.5 MB", "2 of 2 OK; ..."], printed) is None
+    assert shows(["step_20 damaged 7.56 MB"], printed) == "step_20 damaged 7.56 MB"
+    assert shows(["2 of 2 OK; ...", "step_20 OK 7.56 MB"], printed) == "step_20 OK 7.56 MB", "another order"

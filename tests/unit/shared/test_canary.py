@@ -1,0 +1,134 @@
+"""The canary: what the trainer computes is what transformers computes, and an engine that differs is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from holdfast.orchestrator.engines.client import InferenceClient
+from holdfast.orchestrator.weight_push.published import describe_weights, read_canary
+from holdfast.shared.config import TrainerConfig
+from holdfast.shared.config.orchestrator import ClientConfig
+from holdfast.shared.config.trainer import TrainedModelConfig
+from holdfast.shared.errors import CheckpointError, InferenceError
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.wire.canary import CANARY_NAME, TEXT, Canary, deviation
+from holdfast.trainer.models.policy import build_policy
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.rl.canary import measure_canary
+from tests.unit.orchestrator_fakes import FakeEngine, publish_weights, serving
+
+MODEL = Path(__file__).parents[3] / "examples" / "reverse_text" / "model"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "expected"),
+    [
+        ([-1.0, -2.0, -3.0], 0.0),
+        ([-1.5, -2.0, -2.0], 0.5),
+        ([-1.0, -2.0], math.inf),
+        ([], math.inf),
+        ([float("nan")] * 3, math.nan),
+    ],
+)
+def test_a_deviation_is_a_mean_absolute_difference(theirs: list[float], expected: float) -> None:
+    found = deviation(Canary([5, 6, 7, 8], [-1.0, -2.0, -3.0], 0.1), theirs)
+    assert found == pytest.approx(expected, nan_ok=True)
+
+
+def test_a_canary_is_cut_to_what_engines_take() -> None:
+    canary = Canary([5, 6, 7, 8], [-1.0, -2.0, -3.0], 0.1)
+    assert canary.head(9) == canary.head(4) == canary
+    assert canary.head(2) == Canary([5, 6], [-1.0], 0.1)
+    assert canary.head(1) == Canary([5], [], 0.1) and deviation(canary.head(1), []) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "allowed"),
+    [
+        ({}, math.sqrt(2e-6)),
+        ({"sampler_dtype": "bfloat16"}, math.sqrt(0.1)),
+        ({"model": {"dtype": "bfloat16"}}, math.sqrt(0.1)),
+        ({"mismatch_limit": 0.5}, 1.0),
+        ({"mismatch_limit": math.inf}, None),
+    ],
+)
+def test_what_is_allowed_follows_dtypes_and_the_setting(
+    changes: dict[str, Any], allowed: float | None, parallel: Parallel
+) -> None:
+    config = TrainerConfig.model_validate({"model": {"name": str(MODEL)}} | changes)
+    policy = build_policy(TrainedModelConfig(name=str(MODEL)), parallel, seed=0)
+    data = measure_canary(policy, AutoTokenizer.from_pretrained(MODEL), parallel, config=config)
+    assert data is not None
+    assert msgspec.json.decode(data, type=Canary).allowed_nats == (allowed and pytest.approx(allowed))
+
+
+def test_the_trainer_measures_what_transformers_computes(parallel: Parallel) -> None:
+    policy = build_policy(TrainedModelConfig(name=str(MODEL)), parallel, seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    before = torch.get_rng_state()
+    data = measure_canary(policy, tokenizer, parallel, config=TrainerConfig())
+    assert data is not None
+    canary = msgspec.json.decode(data, type=Canary)
+    assert policy.training and torch.equal(torch.get_rng_state(), before), "training goes on as if nothing was measured"
+    assert canary.token_ids == tokenizer(TEXT, add_special_tokens=False)["input_ids"][: len(canary.token_ids)]
+    ids = torch.tensor([canary.token_ids])
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(MODEL)(ids).logits[0, :-1].log_softmax(-1)
+    expected = logits.gather(1, ids[0, 1:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(canary.logprobs), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_one_token_says_nothing_of_what_follows_it(parallel: Parallel) -> None:
+    policy = build_policy(TrainedModelConfig(name=str(MODEL)), parallel, seed=0)
+
+    def tokenizer(text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [5]}
+
+    assert measure_canary(policy, tokenizer, parallel, config=TrainerConfig()) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("logprob", "allowed", "is_fine"),
+    [(-1.5, 1e-3, True), (-1.505, 1e-3, False), (-1.6, 0.2, True), (-2.5, 0.2, False), (-2.5, None, True)],
+)
+def test_an_engine_that_computes_something_else_is_refused(
+    logprob: float, allowed: float | None, is_fine: bool
+) -> None:
+    engine = FakeEngine()
+    engine.version, engine.digest = 0, "digest"
+    canary = Canary([4, 5, 6], [logprob, logprob], allowed)
+
+    async def check() -> None:
+        async with InferenceClient(ClientConfig(urls=[engine.url])) as client:
+            await client.check_canary(canary, weights_digest="digest")
+
+    with serving(engine):
+        if is_fine:
+            asyncio.run(check())
+        else:
+            with pytest.raises(
+                InferenceError, match=f"computes other log-probabilities.* {abs(logprob + 1.5):.3g} nats apart"
+            ):
+                asyncio.run(check())
+
+
+def test_weights_may_come_without_a_canary_but_not_with_a_broken_one(
+    tmp_path: Path,
+) -> None:
+    run_dir = RunDir(tmp_path)
+    publish_weights(run_dir, 3, b"weights")
+    weights = describe_weights(run_dir, 3)
+    assert read_canary(weights) is None
+    (weights.path / CANARY_NAME).write_bytes(b'{"token_ids": [1, 2], "logprobs": [-0.5], "allowed_nats": null}')
+    assert read_canary(weights) == Canary([1, 2], [-0.5], None)
+    (weights.path / CANARY_NAME).write_bytes(b"{")
+    with pytest.raises(CheckpointError, match=r"canary\.json is damaged"):
+        read_canary(weights)

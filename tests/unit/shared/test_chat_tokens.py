@@ -1,0 +1,409 @@
+"""Chats as tokens: equal to transformers for templates and tokenizers of every kind, with the right mask."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.shared.chat.masking import Chat, encode_chat, encode_completion, encode_text
+from holdfast.shared.chat.tokenizer import Tokenizer
+from holdfast.shared.errors import ConfigError, DataError
+from holdfast.trainer.data.samples import chat_tokenizer, check_same_tokens, load_tokenizer
+from tests.chat_templates import KINDS, ODD, SPECIAL, TEMPLATES, make_tokenizer
+
+_WORDS = ["a", "fox", "The dog", "It is 12.", "  ", "\n", "é", "東京", "😀", "###", "12", *SPECIAL[3:6], "</s>"]
+_TEXTS = st.lists(st.sampled_from(_WORDS), max_size=5).map("".join) | st.text(max_size=6)
+
+
+@cache
+def tokenizers_of(kind: str, template: str, adds_bos: bool) -> tuple[Any, Tokenizer]:
+    theirs = make_tokenizer(kind, (TEMPLATES | ODD)[template], adds_bos=adds_bos)
+    return theirs, chat_tokenizer(theirs)
+
+
+@st.composite
+def chats(draw: st.DrawFn) -> list[dict[str, str]]:
+    messages = [{"role": "system", "content": draw(_TEXTS)}] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 3))):
+        messages.append({"role": "user", "content": draw(_TEXTS)})
+        messages.append({"role": "assistant", "content": draw(_TEXTS)})
+    return messages
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("template", TEMPLATES)
+@settings(max_examples=25, derandomize=True)
+@given(messages=chats(), adds_bos=st.booleans(), train_on=st.sampled_from(["all", "last"]))
+def test_a_chat_has_the_tokens_of_transformers_or_is_refused(
+    kind: str, template: str, messages: list[dict[str, str]], adds_bos: bool, train_on: Any
+) -> None:
+    theirs, ours = tokenizers_of(kind, template, adds_bos)
+    try:
+        encoded = encode_chat(Chat(messages), ours, train_on=train_on)
+    except DataError as error:
+        assert any(reason in str(error) for reason in REASONS), error
+        return
+    assert encoded.ids == theirs.apply_chat_template(messages, return_dict=False)
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    spans = spans_of(encoded.mask)
+    prompts = []
+    for number in turns if train_on == "all" else turns[-1:]:
+        prompt = theirs.apply_chat_template(messages[:number], add_generation_prompt=True, return_dict=False)
+        assert ours.prompt(messages[:number]) == prompt, "what rl feeds"
+        assert encoded.ids[: len(prompt)] == prompt
+        prompts.append(len(prompt))
+    assert [start for start, _ in spans] == prompts, "every trained turn begins where its prompt ends"
+    for number, (start, end) in zip(turns if train_on == "all" else turns[-1:], spans, strict=True):
+        said = "".join(ours.decode(encoded.ids[start:end], skip_special_tokens=False).split())
+        if kind != "wordpiece":  # which does not give back every text
+            assert "".join(messages[number]["content"].split()) in said
+
+
+REASONS = (
+    "System role not supported",
+    "Only user and assistant roles",
+    "the tokenizer joins the end of its prompt",
+    "the generation prompt of the chat template ends with '<think>",
+    "takes the thoughts out",
+    "changes earlier turns",
+    "leaves out part",
+)
+
+
+def spans_of(mask: list[bool]) -> list[tuple[int, int]]:
+    """Return the (first, one after the last) of the stretches that are trained."""
+    around = [False, *mask, False]
+    edges = [place for place in range(len(mask) + 1) if around[place] != around[place + 1]]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plain_chat_is_refused_only_for_a_reason(kind: str) -> None:
+    messages = [*chat("What is it?", "It is 12."), *chat("The dog", "The fox.")]
+    for template in TEMPLATES:
+        theirs, ours = tokenizers_of(kind, template, True)
+        if template == "opened" or (template, kind) == ("llama 3", "byte-level"):
+            with pytest.raises(DataError, match="ends with '<think>|joins the end of its prompt"):
+                encode_chat(Chat(messages), ours)
+            continue
+        encoded = encode_chat(Chat(messages), ours)
+        assert encoded.ids == theirs.apply_chat_template(messages, return_dict=False)
+        said = [ours.decode(encoded.ids[start:end]).strip() for start, end in spans_of(encoded.mask)]
+        assert [text.removeprefix("<think>").strip().removeprefix("</think>").strip() for text in said] == [
+            "It is 12.",
+            "The fox.",
+        ]
+
+
+def chat(question: str, answer: str, **more: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **more}]
+
+
+THOUGHT = chat("What?", "<think>\nLet me think.\n</think>\n\nIt is 12.")
+
+
+def trained(kind: str, template: str, row: Chat, train_on: Any = "all") -> list[str]:
+    """Return the trained stretches as text, with special tokens."""
+    _, ours = tokenizers_of(kind, template, False)
+    encoded = encode_chat(row, ours, train_on=train_on)
+    return [ours.decode(encoded.ids[start:end], skip_special_tokens=False) for start, end in spans_of(encoded.mask)]
+
+
+@pytest.mark.parametrize("template", ["qwen 3", "opened"])
+def test_stripped_thoughts_are_refused_and_the_last_turn_works(template: str) -> None:
+    with pytest.raises(DataError) as caught:
+        trained("byte-level", template, Chat([*THOUGHT, *THOUGHT]))
+    assert "message 2" in str(caught.value) and "data.train_on = last" in str(caught.value)
+    if template == "qwen 3":
+        assert "takes the thoughts out of earlier turns" in str(caught.value)
+    opened = "" if template == "opened" else "<think>\n"
+    expected = [f"{opened}Let me think.\n</think>\n\nIt is 12.<|im_end|>\n"]
+    assert trained("byte-level", template, Chat([*THOUGHT, *THOUGHT]), "last") == expected
+    apart = Chat(
+        [
+            {"role": "user", "content": "What?"},
+            {"role": "assistant", "content": "It is 12.", "reasoning_content": "Let me think."},
+        ]
+    )
+    if template == "qwen 3":
+        assert trained("byte-level", template, apart) == expected
+
+
+def test_thoughts_that_the_template_drops_even_at_the_end_are_refused() -> None:
+    with pytest.raises(DataError, match=r"message 2: the chat template leaves out part .* \(thoughts"):
+        trained("byte-level", "deepseek r1", Chat(THOUGHT))
+
+
+def test_a_marking_template_trains_what_it_marks() -> None:
+    messages = [*chat("a", "It is 12."), *chat("b", "The fox.")]
+    assert trained("byte-level", "marked", Chat(messages)) == ["It is 12.<|im_end|>\n", "The fox.<|im_end|>\n"]
+    for kind in KINDS:
+        theirs, ours = tokenizers_of(kind, "marked", False)
+        encoded = encode_chat(Chat(messages), ours, train_on="template")
+        whole = theirs.apply_chat_template(messages, return_assistant_tokens_mask=True)
+        assert encoded.ids == whole["input_ids"]
+        assert [int(is_trained) for is_trained in encoded.mask] == whole["assistant_masks"]
+        later = encode_chat(Chat(messages, first_trained=2), ours, train_on="template")
+        assert len(spans_of(later.mask)) == 1 and later.mask[-2:] == encoded.mask[-2:]
+    with pytest.raises(ConfigError, match="marks no turns"):
+        trained("byte-level", "chatml", Chat(messages), "template")
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def call(arguments: object) -> dict[str, Any]:
+    return {"id": "callcall0", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+
+
+@pytest.mark.parametrize("template", ["hermes", "qwen 3"])
+@pytest.mark.parametrize("as_text", [True, False])
+def test_tools_and_calls_are_rendered_as_transformers_does(template: str, as_text: bool) -> None:
+    theirs, ours = tokenizers_of("byte-level", template, False)
+    content = "" if template == "qwen 3" else None
+    asked = {"role": "assistant", "content": content, "tool_calls": [call({"city": "東京"})]}
+    messages = [{"role": "user", "content": "Hot?"}, asked, {"role": "tool", "content": "12"}, chat("", "It is 12.")[1]]
+    given = (
+        messages if not as_text else [messages[0], {**asked, "tool_calls": [call('{"city": "東京"}')]}, *messages[2:]]
+    )
+    encoded = encode_chat(Chat(given, tools=TOOLS), ours)
+    assert encoded.ids == theirs.apply_chat_template(messages, tools=TOOLS, return_dict=False)
+    text = ours.decode(encoded.ids, skip_special_tokens=False)
+    assert '{"type": "function", "function": {"name": "weather"' in text
+    first, second = (ours.decode(encoded.ids[start:end]) for start, end in spans_of(encoded.mask))
+    assert "<tool_call>" in first and '"arguments": {"city": "東京"}' in first and "It is 12." in second
+
+
+def test_what_a_template_would_silently_leave_out_is_refused_or_told() -> None:
+    with pytest.raises(DataError, match="`tools`, which the chat template .* does not write"):
+        trained("byte-level", "chatml", Chat(THOUGHT, tools=TOOLS))
+    with pytest.raises(DataError, match="message 2 has `tool_calls`"):
+        trained("byte-level", "chatml", Chat(chat("a", "b", tool_calls=[call({})])))
+    with pytest.raises(DataError, match="message 2: .*writes None for its null content"):
+        row = chat("a", "", tool_calls=[call({})])
+        row[1]["content"] = None
+        _, ours = tokenizers_of("byte-level", "writes None", False)
+        encode_chat(Chat(row), ours)
+    with pytest.raises(DataError, match="`documents`"):
+        trained("byte-level", "chatml", Chat(THOUGHT, documents=[{"title": "t", "text": "fox"}]))
+    with pytest.raises(DataError, match="does not read. Did you mean 'enable_thinking'"):
+        trained("byte-level", "qwen 3", Chat(THOUGHT, options={"enable_thinkng": False}))
+    with pytest.raises(DataError, match="must not hold `tools`: it has a column of its own"):
+        trained("byte-level", "qwen 3", Chat(THOUGHT, options={"tools": TOOLS}))
+    _, ours = tokenizers_of("byte-level", "chatml", False)
+    remarks = encode_chat(Chat(chat("a", "b", weight=0)), ours).remarks
+    assert remarks == ("messages have `weight`, which the chat template does not read",)
+
+
+def test_documents_are_taken_where_the_template_writes_them_whole() -> None:
+    theirs, ours = tokenizers_of("byte-level", "documents", False)
+    documents = [{"title": "The fox", "text": "It is quick."}]
+    encoded = encode_chat(Chat(chat("a", "It is 12."), documents=documents), ours)
+    assert encoded.ids == theirs.apply_chat_template(chat("a", "It is 12."), documents=documents, return_dict=False)
+    assert "The fox: It is quick." in ours.decode(encoded.ids)
+    for left_out in ({"title": "The fox", "text": "t", "body": "It is 13."}, {"body": 3}, "fox"):
+        with pytest.raises(DataError, match="`documents`, which the chat template .* does not write whole"):
+            encode_chat(Chat(chat("a", "It"), documents=[left_out]), ours)
+
+
+def test_calls_are_given_to_a_template_in_the_form_that_it_reads() -> None:
+    """With or without `function` around the function, its arguments as an object or as text."""
+    _, ours = tokenizers_of("byte-level", "calls as text", False)
+    as_text = '{"city": "東京"}'
+    function = {"name": "weather", "arguments": {"city": "東京"}}
+    for asked in (call({"city": "東京"}), call(as_text), function, function | {"arguments": as_text}):
+        encoded = encode_chat(Chat(chat("a", "", tool_calls=[asked])), ours)
+        said = ours.decode([token for token, is_trained in zip(encoded.ids, encoded.mask, strict=True) if is_trained])
+        assert said == f"<call>weather {as_text}</call>\n", asked
+
+
+def test_marks_that_are_not_to_be_told_apart_or_not_there_are_refused() -> None:
+    rows = [*chat("a", "b"), *chat("c", "d")]
+    changes = "{% if message.role == 'user' and loop.last %}!{% endif %}"
+    for template, reason in (
+        (TEMPLATES["marked"].replace("{% for message in messages %}", "{% for message in messages %}" + changes),
+         "renders the prompt in another way before the answer than alone"),
+        (TEMPLATES["marked"].replace("== 'assistant'", "== 'model'"), "marks nothing in this chat with {% generation"),
+        (TEMPLATES["marked"] + "{{ raise_exception('No.') }}",
+         r"refuses a chat of \[user, assistant, user, assistant\]: No"),
+    ):  # fmt: skip
+        ours = chat_tokenizer(make_tokenizer("byte-level", template, adds_bos=False))
+        with pytest.raises(DataError, match=reason):
+            encode_chat(Chat(rows, first_trained=3), ours, train_on="template")
+
+
+def test_a_turn_that_is_opened_in_another_way_once_others_follow_is_refused() -> None:
+    template = (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+        "{% if message.role == 'assistant' and not loop.last %}{{ '<think>' }}{% endif %}"
+        "{{ message.content + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% endif %}"
+    )
+    ours = chat_tokenizer(make_tokenizer("byte-level", template, adds_bos=False))
+    with pytest.raises(DataError, match="message 2: the chat template changes earlier turns once others follow"):
+        encode_chat(Chat([*chat("a", "It is 12."), *chat("b", "The fox.")]), ours)
+
+
+def test_variables_of_the_template_come_from_the_row() -> None:
+    theirs, ours = tokenizers_of("llama 3", "qwen 3", False)
+    encoded = encode_chat(Chat(chat("a", "It is 12."), options={"enable_thinking": False}), ours)
+    assert encoded.ids == theirs.apply_chat_template(chat("a", "It is 12."), enable_thinking=False, return_dict=False)
+    ((start, _),) = spans_of(encoded.mask)
+    assert encoded.ids[:start] == ours.prompt([{"role": "user", "content": "a"}], options={"enable_thinking": False})
+
+
+def test_content_of_text_parts_is_read_as_the_template_can() -> None:
+    parts = [{"type": "text", "text": "It is"}, {"type": "text", "text": " 12."}]
+    assert trained("byte-level", "chatml", Chat(chat("a", parts))) == ["It is 12.<|im_end|>\n"]  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="message 1: only text can be trained"):
+        trained("byte-level", "chatml", Chat([{"role": "user", "content": [{"type": "image"}]}, *chat("a", "b")[1:]]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_text_has_one_bos_and_no_blank_inside(kind: str, adds_bos: bool) -> None:
+    theirs, ours = tokenizers_of(kind, "chatml", adds_bos)
+    prompt, completion = "The dog:", "It is 12."
+    whole = theirs(prompt + completion)["input_ids"]
+    if kind == "wordpiece" and adds_bos:
+        assert whole.pop() == ours.eos_token_id, "the end that BERT adds comes once, at the very end"
+    encoded = encode_completion(prompt, completion, ours)
+    assert encoded.ids == [*whole, ours.eos_token_id]
+    start = encoded.mask.index(True)
+    assert encoded.ids[:start] == ours.text_prompt(prompt), "what rl feeds for Task(prompt=text)"
+    assert ours.text_prompt(f"<s>{prompt}").count(whole[0]) == 1 or not adds_bos
+    assert encode_text(prompt + completion, ours).ids == encoded.ids
+    assert all(encode_text("a", ours).mask)
+
+
+@pytest.mark.parametrize("kind", ["metaspace-first", "metaspace-always", "sentencepiece", "byte-level"])
+def test_a_completion_that_joins_the_prompt_is_tokenised_alone_and_reads_the_same(kind: str) -> None:
+    _, ours = tokenizers_of(kind, "chatml", True)
+    encoded = encode_completion("The qui", "ck brown", ours)
+    assert encoded.ids[: encoded.mask.index(True)] == ours.text_prompt("The qui")
+    assert ours.decode(encoded.ids) == "The quick brown"
+    _, wordpiece = tokenizers_of("wordpiece", "chatml", True)
+    with pytest.raises(DataError, match="joins the end of the prompt"):
+        encode_completion("The qui", "ck brown", wordpiece)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_session_that_goes_on_has_the_tokens_of_the_whole_chat(kind: str) -> None:
+    for template in ("chatml", "gemma", "zephyr", "hermes", "marked"):
+        theirs, ours = tokenizers_of(kind, template, True)
+        messages = [*chat("What is it?", "It is 12."), {"role": "user", "content": "The dog"}]
+        encoded = encode_chat(Chat(messages[:2]), ours)
+        sampled = encoded.ids[encoded.mask.index(True) :]
+        stop = next(place for place, token in enumerate(sampled) if token in ours.stop_token_ids)
+        session = [*ours.prompt(messages[:1]), *sampled[: stop + 1]]
+        session += ours.continuation(messages[2:], last_token_id=session[-1])
+        assert session == theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False), template
+
+
+_LLAMA_2 = """{% for message in messages %}{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + message['content'].strip() + ' [/INST]' }}\
+{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}"""  # noqa: E501
+_GLM_4 = """{% for message in messages %}{{ '<|' + message.role + '|>' + message.content }}{% endfor %}\
+{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_token_behind_white_space_that_closes_a_turn_stops_sampling(kind: str) -> None:
+    template = "{% for message in messages %}<|{{ message.role }}|> {{ message.content }} \n<|end|>{% endfor %}"
+    ours = chat_tokenizer(make_tokenizer(kind, template, adds_bos=True))
+    assert ours.encode("<|end|>")[-1] in ours.stop_token_ids and len(ours.stop_token_ids) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_turn_that_the_policy_closed_is_not_closed_again(kind: str) -> None:
+    """Llama 2 writes a blank before the token that closes a turn, which the policy need not sample."""
+    ours = chat_tokenizer(make_tokenizer(kind, _LLAMA_2, adds_bos=True))
+    closed = ours.continuation([{"role": "user", "content": "The dog"}], last_token_id=ours.eos_token_id or 0)
+    assert ours.eos_token_id not in closed
+    assert ours.decode(closed, skip_special_tokens=False).lstrip().startswith("<s>")
+    still_open = ours.continuation([{"role": "user", "content": "The dog"}], last_token_id=ours.encode("dog")[-1])
+    assert still_open.count(ours.eos_token_id or 0) == 1 and still_open[-len(closed) :] == closed
+
+
+def test_what_a_template_would_leave_out_of_a_session_is_refused_or_told(caplog: pytest.LogCaptureFixture) -> None:
+    ours = chat_tokenizer(make_tokenizer("byte-level", _LLAMA_2, adds_bos=True))
+    with pytest.raises(DataError, match="leaves out what messages of role `tool` say"):
+        ours.continuation([{"role": "tool", "content": "It is 12."}], last_token_id=1)
+    with pytest.raises(DataError, match="message 2 has `tool_calls`"):
+        ours.prompt([*chat("a", "b", tool_calls=[call({})]), *chat("c", "")[:1]])
+    ours.prompt([{"role": "system", "content": "The fox."}, *chat("a", "")[:1]])
+    assert "leaves out what messages of role `system` say" in caplog.text
+
+
+def test_a_template_that_adds_nothing_cannot_continue_a_chat() -> None:
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    ours = chat_tokenizer(make_tokenizer("byte-level", template, adds_bos=True))
+    with pytest.raises(DataError, match="adds nothing after an assistant's turn.*use append_text"):
+        ours.continuation([{"role": "user", "content": ""}], last_token_id=1)
+
+
+def test_a_template_that_writes_the_date_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    template = "Of {{ strftime_now('%Y') }}. {% for message in messages %}{{ message.content }}{% endfor %}"
+    ours = chat_tokenizer(make_tokenizer("byte-level", template, adds_bos=False))
+    for _ in range(2):
+        assert re.fullmatch(r"Of 20\d\d\. a", ours.render([{"role": "user", "content": "a"}], open_turn=False))
+    assert caplog.text.count("writes today's date into the prompts") == 1
+
+
+def test_a_tokenizer_without_a_template_or_the_one_that_is_needed() -> None:
+    backend = make_tokenizer("byte-level", "", adds_bos=False).backend_tokenizer
+    plain = Tokenizer(backend, name="plain", templates=None, special={})
+    assert (plain.stop_token_ids, encode_text("a", plain).ids) == ([], plain.encode("a")), "no token ends a text"
+    several = Tokenizer(backend, name="several", templates={"rag": "{{ messages }}", "tool_use": "a"}, special={})
+    assert several.template(TOOLS).source == "a"
+    with pytest.raises(ConfigError, match=r"several chat templates and none is named `default`: rag, tool_use\. Name"):
+        several.template()
+
+
+def test_turns_without_an_end_are_told() -> None:
+    ours = chat_tokenizer(make_tokenizer("byte-level", _GLM_4, adds_bos=True))
+    (remark,) = encode_chat(Chat([*chat("a", "It is 12."), *chat("b", "The fox.")]), ours).remarks
+    assert "does not learn to stop" in remark
+    assert not encode_chat(Chat(chat("a", "It is 12.</s>")), ours).remarks
+
+
+@pytest.mark.parametrize("as_class", ["LlamaTokenizer", "GemmaTokenizer", "Qwen2Tokenizer"])
+def test_tokenizers_that_transformers_builds_in_another_way_are_refused_by_rl(as_class: str, tmp_path: Path) -> None:
+    kind = {"LlamaTokenizer": "sentencepiece", "GemmaTokenizer": "sentencepiece", "Qwen2Tokenizer": "byte-level"}[
+        as_class
+    ]
+    make_tokenizer(kind, TEMPLATES["chatml"], adds_bos=False).save_pretrained(tmp_path)
+    check_same_tokens(load_tokenizer(str(tmp_path)), str(tmp_path))
+    described = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**described, "tokenizer_class": as_class}))
+    theirs = load_tokenizer(str(tmp_path))
+    with pytest.raises(ConfigError, match="transformers makes other tokens of .*save_pretrained"):
+        check_same_tokens(theirs, str(tmp_path))
+    theirs.save_pretrained(tmp_path / "written")  # the remedy
+    check_same_tokens(load_tokenizer(str(tmp_path / "written")), str(tmp_path / "written"))
+
+
+def test_a_tokenizer_that_ends_texts_or_chats_in_another_way_is_refused_by_rl(tmp_path: Path) -> None:
+    make_tokenizer("byte-level", TEMPLATES["chatml"], adds_bos=False).save_pretrained(tmp_path)
+    theirs = load_tokenizer(str(tmp_path))
+    theirs.eos_token = "<|end|>"
+    with pytest.raises(ConfigError, match="other tokens of the token that ends a text"):
+        check_same_tokens(theirs, str(tmp_path))
+    theirs = load_tokenizer(str(tmp_path))
+    theirs.chat_template = "{{ raise_exception('No.') }}"
+    with pytest.raises(ConfigError, match="other tokens of a chat"):
+        check_same_tokens(theirs, str(tmp_path))
+
+
+def test_a_tokenizer_without_a_fast_backend_is_refused() -> None:
+    class Slow:
+        name_or_path = "a/model"
+
+    with pytest.raises(DataError, match="the tokenizer 'a/model' is a Slow, which has no tokenizer.json"):
+        chat_tokenizer(Slow())  # type: ignore[arg-type]

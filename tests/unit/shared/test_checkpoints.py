@@ -1,0 +1,232 @@
+"""A directory of checkpoints: what is what, which state a step is in, and what retention may remove."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.shared.config.base import CkptConfig
+from holdfast.shared.errors import CheckpointError
+from holdfast.shared.files import durable, manifest
+from holdfast.shared.files.checkpoints import (
+    BestMetric,
+    Kind,
+    Retention,
+    describe_found,
+    kind_of,
+    list_entries,
+    require_weights,
+    verify_checkpoint,
+)
+
+
+def write(directory: Path, *names: str) -> Path:
+    for name in names:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(name)
+    return directory
+
+
+def commit(directory: Path, step: int, kind: str = "checkpoint", **fields: object) -> Path:
+    write(directory, "trainer/.metadata", "trainer/__0_0.distcp")
+    files = manifest.describe_files(directory)
+    listing = manifest.Manifest(kind=kind, step=step, policy_version=step, files=files, **fields)  # type: ignore[arg-type]
+    manifest.write_manifest(directory, listing)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (["trainer/.metadata", "trainer/__0_0.distcp", "manifest.json"], Kind.CHECKPOINT),
+        (["trainer/.metadata"], Kind.CHECKPOINT),
+        (["manifest.json"], Kind.CHECKPOINT),
+        ([".metadata", "__0_0.distcp"], Kind.DCP),
+        ([".metadata", "config.json", "model.safetensors"], Kind.AMBIGUOUS),
+        ([".metadata", "pytorch_model.bin"], Kind.AMBIGUOUS),
+        (["trainer/.metadata", "manifest.json", "config.json", "model.safetensors"], Kind.AMBIGUOUS),
+        (["config.json", "model.safetensors", "manifest.json"], Kind.WEIGHTS),
+        (["config.json", "model.safetensors"], Kind.HUGGING_FACE),
+        (["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"], Kind.HUGGING_FACE),
+        (["config.json", "pytorch_model.bin"], Kind.HUGGING_FACE),
+        (["config.json"], Kind.UNKNOWN),
+        (["model.safetensors"], Kind.UNKNOWN),
+        (["checkpoints/step_1/manifest.json", "run.json"], Kind.UNKNOWN),
+    ],
+)
+def test_kinds_are_told_apart_by_names(names: list[str], kind: Kind, tmp_path: Path) -> None:
+    assert kind_of(write(tmp_path / "it", *names)) is kind
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("a.safetensors", Kind.TENSORS), ("a.bin", Kind.TENSORS), ("a.pt", Kind.TENSORS), ("a.txt", Kind.UNKNOWN)],
+)
+def test_files_are_told_apart_by_their_endings(name: str, kind: Kind, tmp_path: Path) -> None:
+    assert kind_of(write(tmp_path, name) / name) is kind
+    assert kind_of(tmp_path / "missing.pt") is Kind.UNKNOWN
+
+
+def test_what_was_found_is_said_in_words(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    commit(run / "checkpoints" / "step_5", 5)
+    commit(run / "checkpoints" / "step_10", 10)
+    write(run / "checkpoints" / "step_7", "trainer/.metadata")
+    (tmp_path / "empty").mkdir()
+    expected = {
+        run: "a run directory with the steps 5, 10",
+        run / "checkpoints": "a directory of checkpoints with the steps 5, 10",
+        run / "checkpoints" / "step_5": "a checkpoint",
+        run / "checkpoints" / "step_5" / "trainer": "a torch.distributed.checkpoint directory",
+        write(tmp_path / "hf", "config.json", "model.safetensors"): "a Hugging Face directory",
+        tmp_path / "empty": "an empty directory",
+        write(tmp_path / "notes", "a.txt"): "a directory of no known kind",
+        tmp_path / "notes" / "a.txt": "a file of no known kind",
+        tmp_path / "nowhere": "nothing: there is no such file or directory",
+        write(tmp_path / "new_run", "run.json"): "a run directory without checkpoints",
+        write(tmp_path / "lost", "checkpoints/step_3/trainer/.metadata"): "a run directory with no committed step",
+    }
+    assert {path: describe_found(path) for path in expected} == expected
+    for path, found in expected.items():
+        if kind_of(path) is Kind.UNKNOWN:
+            with pytest.raises(CheckpointError, match="Needed: a checkpoint") as caught:
+                require_weights(path)
+            assert f"{path} (ckpt.weights_only): it is {found}" in str(caught.value)
+        else:
+            assert require_weights(path) is kind_of(path)
+
+
+def test_entries_are_committed_damaged_or_torn_and_strangers_are_left_out(tmp_path: Path) -> None:
+    commit(tmp_path / "step_10", 10)
+    commit(tmp_path / "step_9", 9)
+    (commit(tmp_path / "step_2", 2) / "manifest.json").unlink()
+    (commit(tmp_path / "step_3", 3) / "manifest.json").write_text("{")
+    shutil.copytree(tmp_path / "step_9", tmp_path / "step_4")
+    write(durable.temporary_sibling(tmp_path / "step_11"), "trainer/__0_0.distcp")
+    write(tmp_path / f"{durable.TEMPORARY_PREFIX}step_12", "trainer/__0_0.distcp")
+    for stranger in ("step_x", "step_7_backup", "step_08", "best", f"{durable.TEMPORARY_PREFIX}notes"):
+        write(tmp_path / stranger, "trainer/.metadata")
+    write(tmp_path, "step_8")
+    entries = list_entries(tmp_path)
+    assert [(entry.step, entry.status) for entry in entries] == [
+        (2, "damaged"), (3, "damaged"), (4, "damaged"), (9, "committed"), (10, "committed"), (11, "torn"), (12, "torn")
+    ]  # fmt: skip
+    assert "manifest.json is missing" in entries[0].reason and "manifest of step 9" in entries[2].reason
+    assert all((entry.manifest is not None) == (entry.status == "committed") == (not entry.reason) for entry in entries)
+    data = sum(path.stat().st_size for path in (tmp_path / "step_10").rglob("*") if path.is_file())
+    assert entries[4].size_bytes == data > 0
+    shutil.rmtree(tmp_path / "step_10")
+    assert entries[4].size_bytes == 0, "retention may remove a step while it is looked at"
+    assert list_entries(tmp_path / "nowhere") == []
+
+
+def test_a_checkpoint_is_verified_as_one(tmp_path: Path) -> None:
+    step = commit(tmp_path / "step_5", 5)
+    assert verify_checkpoint(step, how="full", step=5).step == verify_checkpoint(step, how="size").step == 5
+    with pytest.raises(CheckpointError, match="not of step 6"):
+        verify_checkpoint(step, how="size", step=6)
+    with pytest.raises(CheckpointError, match="holds weights, not a checkpoint"):
+        verify_checkpoint(commit(tmp_path / "weights", 5, kind="weights"), how="full")
+    (step / "trainer" / "__0_0.distcp").write_text("TRAINER/__0_0.distcp")
+    verify_checkpoint(step, how="size")
+    with pytest.raises(CheckpointError, match="__0_0.distcp is damaged: checksum"):
+        verify_checkpoint(step, how="full")
+
+
+# Which step is the best.
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "lower"),
+    [
+        ("min:reward/mean", "reward/mean", True), ("max:loss", "loss", False), ("val/loss", "val/loss", True),
+        ("reward/mean", "reward/mean", False), ("mismatch_kl", "mismatch_kl", True), ("accuracy", "accuracy", False),
+        ("eval/perplexity", "eval/perplexity", True), ("other:name", "other:name", False),
+    ],
+)  # fmt: skip
+def test_the_best_metric_is_read_with_its_direction(text: str, name: str, lower: bool) -> None:
+    assert BestMetric.parse(text) == BestMetric(name, lower)
+
+
+values = st.one_of(st.just(math.nan), st.sampled_from([-1.0, 0.0, 1.0]), st.floats(allow_nan=False))
+saved_steps = st.dictionaries(
+    st.integers(0, 60), st.dictionaries(st.sampled_from(["loss", "reward"]), values, max_size=2), max_size=12
+)
+
+
+@given(saved=saved_steps, name=st.sampled_from(["loss", "reward"]), lower=st.booleans())
+def test_the_best_step_has_no_better_and_no_earlier_equal(
+    saved: dict[int, dict[str, float]], name: str, lower: bool
+) -> None:
+    best = BestMetric(name, lower).best(saved)
+    known = {step: metrics[name] for step, metrics in saved.items() if not math.isnan(metrics.get(name, math.nan))}
+    assert (best is None) == (not known)
+    if best is not None:
+        for step, value in known.items():
+            assert value >= known[best] if lower else value <= known[best]
+            assert value != known[best] or step >= best
+
+
+# What retention removes.
+
+retentions = st.builds(
+    Retention,
+    keep=st.none() | st.integers(1, 5),
+    keep_interval=st.none() | st.integers(1, 20),
+    keep_best=st.none() | st.builds(BestMetric, st.sampled_from(["loss", "reward"]), st.booleans()),
+)
+
+
+@given(retention=retentions, saved=saved_steps, protected=st.sets(st.integers(0, 60), max_size=4))
+def test_what_is_superseded_is_exactly_what_nothing_keeps(
+    retention: Retention, saved: dict[int, dict[str, float]], protected: set[int]
+) -> None:
+    removed = retention.superseded(saved, protected)
+    assert removed == sorted(set(removed)) and set(removed) <= saved.keys()
+    newest = sorted(saved)[-(retention.keep or len(saved) or 1) :]
+    best = retention.keep_best.best(saved) if retention.keep_best else None
+    for step in saved:
+        kept = (
+            step in newest
+            or step in protected
+            or (retention.keep_interval is not None and step % retention.keep_interval == 0)
+            or step == best
+        )
+        assert kept is (step not in removed), step
+
+
+@given(retention=retentions, saved=saved_steps, protected=st.sets(st.integers(0, 60), max_size=4))
+def test_removing_again_removes_nothing_and_the_newest_always_stays(
+    retention: Retention, saved: dict[int, dict[str, float]], protected: set[int]
+) -> None:
+    removed = retention.superseded(saved, protected)
+    left = {step: metrics for step, metrics in saved.items() if step not in removed}
+    assert retention.superseded(left, protected) == []
+    assert not saved or max(saved) in left
+
+
+@given(saved=saved_steps, keep=st.integers(1, 5))
+def test_a_run_that_prunes_after_every_save_never_loses_its_best(saved: dict[int, dict[str, float]], keep: int) -> None:
+    """The best so far survives every pruning, so the best of all is there at the end."""
+    retention = Retention(keep=keep, keep_best=BestMetric("loss", lower_is_better=True))
+    left: dict[int, dict[str, float]] = {}
+    for step in sorted(saved):
+        left[step] = saved[step]
+        for old in retention.superseded(left):
+            del left[old]
+    best = BestMetric("loss", lower_is_better=True).best(saved)
+    assert best is None or best in left
+    assert len(left) <= keep + 1
+
+
+def test_without_keep_all_stay_and_the_configuration_is_taken_over() -> None:
+    saved = {step: {"loss": float(step)} for step in range(1, 11)}
+    assert Retention().superseded(saved) == Retention.of(None).superseded(saved) == []
+    retention = Retention.of(CkptConfig(keep=2, keep_interval=4, keep_best="min:loss"))
+    assert retention == Retention(2, 4, BestMetric("loss", True))
+    assert retention.superseded(saved, protected=[5]) == [2, 3, 6, 7]

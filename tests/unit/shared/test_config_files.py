@@ -1,0 +1,305 @@
+"""The command line: files from left to right, sections from files, flags over files, and every error."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.shared.config import OrchestratorConfig, RlConfig, SftConfig
+from holdfast.shared.config.base import Command
+from holdfast.shared.config.load import parse_command_line
+from holdfast.shared.errors import ConfigError
+
+Write = Callable[[str, str], str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def to_file(name: str, content: str) -> str:
+        path = tmp_path / name
+        path.write_text(content)
+        return str(path)
+
+    return to_file
+
+
+def sft(*argv: str) -> SftConfig:
+    return parse_command_line(SftConfig, list(argv), program="sft")
+
+
+def rl(*argv: str) -> RlConfig:
+    return parse_command_line(RlConfig, list(argv), program="rl")
+
+
+def refused(*argv: str, command: type[Command] = SftConfig) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_command_line(command, list(argv), program="test")
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_files_compose_from_left_to_right_key_by_key(write: Write) -> None:
+    first = write("first.toml", "max_steps = 7\nseed = 3\n[optim]\nlr = 0.5\nschedule = 'linear'\n")
+    second = write("second.toml", "max_steps = 9\n[optim]\nlr = 0.25\n")
+    config = sft("@", first, "@", second)
+    assert (config.max_steps, config.seed, config.optim.lr, config.optim.schedule) == (9, 3, 0.25, "linear")
+    config = sft("@", second, "@", first)
+    assert (config.max_steps, config.optim.lr) == (7, 0.5)
+
+
+def test_an_at_sign_may_touch_its_file(write: Write) -> None:
+    assert sft("@" + write("a.toml", "seed = 5")).seed == 5
+
+
+def test_flags_win_over_files_wherever_they_stand(write: Write) -> None:
+    path = write("a.toml", "max_steps = 7\n[optim]\nlr = 0.5\nwarmup_steps = 2\n")
+    for argv in (["--max-steps=8", "--optim.lr", "0.1", "--data.pack", "@", path],
+                 ["@", path, "--max-steps=8", "--optim.lr", "0.1"]):  # fmt: skip
+        config = sft(*argv)
+        assert (config.max_steps, config.optim.lr, config.optim.warmup_steps) == (8, 0.1, 2)
+
+
+def test_a_section_is_filled_from_a_file(write: Write) -> None:
+    train = write("train.toml", "max_steps = 5\n[optim]\nlr = 0.5\n")
+    client = write("client.toml", "timeout_s = 3.0\n")
+    config = rl("--trainer", "@", train, "--orchestrator.client", "@", client, "--trainer.optim.lr", "0.1")
+    assert config.trainer.max_steps == 5
+    assert config.trainer.optim.lr == 0.1
+    assert config.orchestrator.client.timeout_s == 3.0
+
+
+def test_a_file_behind_a_switch_is_a_file_of_the_whole(write: Write) -> None:
+    path = write("a.toml", "max_steps = 7")
+    config = sft("--dry-run", "@", path)
+    assert config.dry_run and config.max_steps == 7
+    assert sft("--no-data.pack", "@", path).max_steps == 7
+
+
+def test_a_section_from_a_file_adds_to_what_another_file_says(write: Write) -> None:
+    whole = write("whole.toml", "seed = 4\n[ckpt]\nkeep = 3\n")
+    section = write("section.toml", "interval = 2\n")
+    config = sft("@", whole, "--ckpt", "@", section)
+    assert config.ckpt is not None and (config.ckpt.interval, config.ckpt.keep, config.seed) == (2, 3, 4)
+
+
+def test_a_bare_ckpt_switches_checkpoints_on_with_defaults() -> None:
+    assert sft().ckpt is None
+    bare = sft("--max-steps", "20", "--ckpt")
+    assert bare.ckpt is not None and bare.ckpt.interval is None and bare.ckpt.resume_step is None
+    both = sft("--ckpt", "--ckpt.interval", "5", "--ckpt.keep", "2")
+    assert both.ckpt is not None and (both.ckpt.interval, both.ckpt.keep) == (5, 2)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("advantag = 'grpo'", "unknown key 'trainer.environments.sums.advantag'. Did you mean 'advantage'?"),
+        ("weight = 0", "'trainer.environments.sums.weight' should be greater than 0, got 0"),
+        ("advantage = 3", "'trainer.environments.sums.advantage' should be a valid string, got 3"),
+    ],
+)
+def test_a_mistake_in_a_table_that_the_user_named_is_told_with_that_name(write: Write, line: str, says: str) -> None:
+    path = write("rl.toml", f"[trainer.environments.sums]\n{line}\n")
+    assert refused("@", path, command=RlConfig) == f"{path}: {says}"
+    assert "'trainer.environments.sums' " in refused("--trainer.environments", '{"sums": 3}', command=RlConfig)
+
+
+@pytest.mark.parametrize(("word", "value"), [("20", 20), ("-1", -1), ("latest", "latest"), ("auto", "auto")])
+def test_resume_step_takes_a_number_or_a_word(word: str, value: object) -> None:
+    config = sft("--ckpt.resume-step", word)
+    assert config.ckpt is not None and config.ckpt.resume_step == value
+
+
+def test_booleans_lists_and_tuples_as_flags() -> None:
+    assert sft("--no-data.pack").data.pack is False
+    assert sft("--data.pack").data.pack is True
+    assert sft("--optim.betas", "0.5,0.75").optim.betas == (0.5, 0.75)
+    config = parse_command_line(
+        OrchestratorConfig, ["--client.urls", "http://a", "--client.urls", "http://b"], program="orchestrator"
+    )
+    assert config.client.urls == ["http://a", "http://b"]
+
+
+def test_the_environment_of_the_user_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SEED", "MAX_STEPS", "OUTPUT_DIR", "CLEAN"):
+        monkeypatch.setenv(name, "17")
+    assert sft() == SftConfig()
+    assert sft().seed == 0
+
+
+def test_an_unknown_key_names_file_dotted_key_and_nearest_spelling(write: Write) -> None:
+    good = write("good.toml", "seed = 1")
+    bad = write("bad.toml", "[optim]\nschdule = 'linear'\n")
+    message = refused("@", good, "@", bad)
+    assert bad in message and good not in message
+    assert "'optim.schdule'" in message and "'schedule'" in message
+
+
+def test_an_unknown_key_of_a_section_file_is_named_with_the_section(write: Write) -> None:
+    path = write("train.toml", "[optim]\nlearning_rate = 1\n")
+    message = refused("--trainer", "@", path, command=RlConfig)
+    assert path in message and "trainer.optim.learning_rate" in message
+    assert "lr" in message, "with nothing similar the allowed keys are listed"
+
+
+def test_an_unknown_section_is_a_key_error(write: Write) -> None:
+    path = write("train.toml", "max_steps = 3\n")
+    message = refused("--traner", "@", path, command=RlConfig)
+    assert path in message and "'traner'" in message and "'trainer'" in message
+
+
+def test_an_unknown_key_in_an_element_of_a_list(write: Write) -> None:
+    path = write("orch.toml", "[[environments]]\nid = 'reverse_text'\nwieght = 2.0\n")
+    message = refused("@", path, command=OrchestratorConfig)
+    assert path in message and "environments.0.wieght" in message and "'weight'" in message
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [("--max-stepz", "--max-steps"), ("--max_steps", "--max-steps"), ("--max-st", "--max-steps"),
+     ("--optim.lrr", "--optim.lr"), ("--ckpt.resume_step", "--ckpt.resume-step")],
+)  # fmt: skip
+def test_an_unknown_flag_names_the_nearest(flag: str, meant: str) -> None:
+    message = refused(flag, "3")
+    assert f"'{flag}'" in message and f"'{meant}'" in message
+
+
+@pytest.mark.parametrize(
+    ("toml", "key", "given", "allowed"),
+    [
+        ("max_steps = 'many'", "max_steps", '"many"', "integer"),
+        ("max_steps = 0", "max_steps", "0", "greater than or equal to 1"),
+        ("max_steps = 2.5", "max_steps", "2.5", "integer"),
+        ("optim = 3", "optim", "3", "OptimConfig"),
+        ("[optim]\nlr = -1.0", "optim.lr", "-1.0", "greater than 0"),
+        ("[optim]\nbetas = [1, 2, 3]", "optim.betas", "[1, 2, 3]", "2"),
+        ("[optim]\nschedule = 'cosin'", "optim.schedule", '"cosin"', "'cosine'"),
+        ("[model]\ndtype = 'float16'", "model.dtype", '"float16"', "'bfloat16'"),
+        ("[data]\nvalidation_fraction = 1.0", "data.validation_fraction", "1.0", "less than 1"),
+        ("[data]\npack = 'perhaps'", "data.pack", '"perhaps"', "boolean"),
+        ("[ckpt]\nresume_step = 'newest'", "ckpt.resume_step", '"newest"', "'latest' or 'auto'"),
+        ("[ckpt]\ninterval = 0", "ckpt.interval", "0", "greater than or equal to 1"),
+    ],
+)
+def test_a_wrong_type_or_value_names_file_key_value_and_what_is_allowed(
+    toml: str, key: str, given: str, allowed: str, write: Write
+) -> None:
+    path = write("a.toml", toml)
+    message = refused("@", path)
+    assert message.startswith(path)
+    assert f"'{key}'" in message and given in message and allowed in message
+    assert "int," not in message and "literal[" not in message, "alternatives of a union are not keys"
+
+
+def test_a_wrong_flag_is_named_as_the_flag_even_when_a_file_says_the_same_key(write: Write) -> None:
+    path = write("a.toml", "[optim]\nlr = 0.5\n")
+    message = refused("@", path, "--optim.lr", "fast")
+    assert "--optim.lr" in message and "fast" in message and path not in message
+
+
+def test_all_mistakes_are_told_at_once(write: Write) -> None:
+    first = write("first.toml", "sed = 1\n[optim]\nlr = -1.0\n")
+    second = write("second.toml", "[data]\nbatchsize = 3\n")
+    message = refused("@", first, "@", second, "--max-steps", "0")
+    for part in (f"{first}: unknown key 'sed'", f"{first}: 'optim.lr'", f"{second}: unknown key 'data.batchsize'",
+                 "--max-steps"):  # fmt: skip
+        assert part in message
+    assert len(message.splitlines()) == 4
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    message = refused("--optim.warmup-steps", "20", "--max-steps", "10")
+    assert "warmup_steps (20)" in message and "max_steps (10)" in message
+    twice = '[{"id": "reverse_text"}, {"id": "reverse_text"}]'
+    assert "distinct names" in refused("--environments", twice, command=OrchestratorConfig)
+
+
+def test_a_missing_file_is_named() -> None:
+    assert "'@ nowhere/a.toml'" in refused("@", "nowhere/a.toml")
+    assert "path" in refused("@")
+    assert "path" in refused("--trainer", "@", command=RlConfig)
+
+
+def test_a_directory_and_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    assert str(tmp_path) in refused("@", str(tmp_path))
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    assert "binary.toml" in refused("@", str(tmp_path / "binary.toml"))
+
+
+def test_bad_toml_names_file_and_line(write: Write) -> None:
+    path = write("bad.toml", "seed = 1\nmax_steps = = 3\n")
+    message = refused("@", path)
+    assert path in message and "line 2" in message
+
+
+@pytest.mark.parametrize("argv", [["stray"], ["--max-steps"], ["--data.pack=maybe"], ["--ckpt", "stray"]])
+def test_words_that_fit_nowhere_are_refused(argv: list[str]) -> None:
+    assert argv[-1].split("=")[-1].removeprefix("--") in refused(*argv)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("seed = " + "1" * 10_000, "is not valid TOML: Exceeds the limit"),
+        ("x = " + "[" * 100_000 + "]" * 100_000, "nested too deeply|not valid TOML"),
+        ("a." * 50_000 + "b = 1", "nested too deeply|not valid TOML"),
+        ("[" + ".".join("a" * 50_000) + "]\nb = 1", "nested too deeply|not valid TOML"),
+        ("seed = true", "'seed' should be a number, not true or false, got true"),
+        ("[optim]\nlr = true", "'optim.lr' should be a number, not true or false"),
+        ("[optim]\nlr = inf", "'optim.lr' should be a finite number, got Infinity"),
+        ("[optim]\nlr = nan", "'optim.lr' should be "),
+        ('[model]\nname = "a\\u0000b"', "'model.name' must not hold the character NUL"),
+        ('output_dir = "a\\u0000b"', "'output_dir' must not hold the character NUL"),
+    ],
+    ids=["digits", "array", "keys", "table", "bool", "bool for float", "inf", "nan", "NUL", "NUL in a path"],
+)
+def test_values_that_nothing_can_do_with_are_told_in_a_line(write: Write, content: str, said: str) -> None:
+    message = refused("@", write("strange.toml", content))
+    assert "strange.toml" in message and re.search(said, message) and len(message) < 1500
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--seed", "1" * 10_000], "seed"),
+        (["--client.urls", "[" * 100_000 + "]" * 100_000], "."),
+        (["--client.urls", "[" + "1" * 10_000 + "]"], "."),
+        (["--environments", '[{"id": "reverse_text", "weight": 1e999}]'], "environments.0.weight"),
+        (["--weights-timeout-s", "inf"], "weights_timeout_s.* finite number"),
+        (["--client.ready-timeout-s", "nan"], "client.ready_timeout_s"),
+        (["--output-dir", os.fsdecode(b"caf\xe9")], "must be text in UTF-8"),
+    ],
+    ids=["digits", "array", "digits in an array", "weight", "timeout", "nan", "latin-1"],
+)
+def test_flags_that_nothing_can_do_with_are_told_in_a_line(flags: list[str], said: str) -> None:
+    message = refused(*flags, command=OrchestratorConfig)
+    assert re.search(said, message) and len(message) < 1500
+
+
+def test_where_there_need_be_no_limit_infinity_is_one(write: Write) -> None:
+    assert sft("--optim.max-grad-norm", "inf").optim.max_grad_norm == math.inf
+    path = write("orch.toml", "[[environments]]\ntimeout_s = inf\n")
+    orchestrator = parse_command_line(OrchestratorConfig, ["@", path], program="orchestrator")
+    assert orchestrator.environments[0].deadline_s is None
+
+
+def test_only_regular_files_of_a_size_are_read(tmp_path: Path) -> None:
+    """A pipe without a writer would be waited for, and `/dev/zero` has no end."""
+    pipe, sparse = tmp_path / "pipe.toml", tmp_path / "sparse.toml"
+    os.mkfifo(pipe)
+    with open(sparse, "wb") as file:
+        file.truncate(1 << 34)
+    assert "is no regular file" in refused("@", str(pipe))
+    assert "is no regular file" in refused("@", "/dev/zero")
+    assert "has 17179869184 bytes, allowed are" in refused("@", str(sparse))
+
+
+def test_many_mistakes_are_not_all_listed(write: Write) -> None:
+    path = write("many.toml", "".join(f"unknown_{number} = 1\n" for number in range(10_000)))
+    message = refused("@", path)
+    assert "and 9980 more like these" in message and len(message) < 10_000

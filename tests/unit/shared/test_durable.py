@@ -1,0 +1,169 @@
+"""Writing durably: the old content or the new, whatever fails on the way."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from holdfast.shared.files import durable
+
+
+class Failing:
+    """Stands for `os` and fails at the given call, as a full or broken disk does."""
+
+    def __init__(self, name: str, nth: int = 1) -> None:
+        self._name, self._left = name, nth
+
+    def __getattr__(self, name: str) -> object:
+        real = getattr(os, name)
+        if name != self._name:
+            return real
+
+        def call(*args: object, **kwargs: object) -> object:
+            self._left -= 1
+            if self._left == 0:
+                raise OSError(28, "No space left on device")
+            return real(*args, **kwargs)
+
+        return call
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_file_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file"
+    durable.write_file(path, b"one")
+    durable.write_file(path, b"two")
+    assert path.read_bytes() == b"two" and names(path.parent) == ["file"]
+
+
+@pytest.mark.parametrize("call", ["fsync", "rename"])
+def test_a_failed_write_leaves_the_old_file_and_no_rest(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    durable.write_file(path, b"old")
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "os", Failing(call))
+        with pytest.raises(OSError, match="No space"):
+            durable.write_file(path, b"new")
+    assert path.read_bytes() == b"old" and names(tmp_path) == ["file"]
+
+
+def make_tree(path: Path) -> None:
+    (path / "sub").mkdir(parents=True)
+    (path / "a").write_bytes(b"a")
+    (path / "sub" / "b").write_bytes(b"b")
+
+
+def test_a_directory_appears_whole(tmp_path: Path) -> None:
+    temporary, final = durable.temporary_sibling(tmp_path / "step_1"), tmp_path / "step_1"
+    make_tree(temporary)
+    durable.publish_directory(temporary, final)
+    assert names(tmp_path) == ["step_1"] and (final / "sub" / "b").read_bytes() == b"b"
+
+
+def test_everything_is_flushed_before_the_name_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary, final = durable.temporary_sibling(tmp_path / "step_1"), tmp_path / "step_1"
+    make_tree(temporary)
+    happened: list[str] = []
+    real_fsync, real_rename = os.fsync, os.rename
+
+    def fsync(descriptor: int) -> None:
+        happened.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real_fsync(descriptor)
+
+    def rename(source: Path, target: Path) -> None:
+        happened.append("rename")
+        real_rename(source, target)
+
+    monkeypatch.setattr(durable.os, "fsync", fsync)
+    monkeypatch.setattr(durable.os, "rename", rename)
+    durable.publish_directory(temporary, final)
+    flushed, after = happened[: happened.index("rename")], happened[happened.index("rename") + 1 :]
+    assert set(flushed) == {str(temporary / name) for name in ("", "a", "sub", "sub/b")} | {str(temporary)} - {
+        f"{temporary}/"
+    }
+    assert after == [str(tmp_path)]
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_directory_that_cannot_be_flushed_is_not_published(
+    nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary, final = durable.temporary_sibling(tmp_path / "step_1"), tmp_path / "step_1"
+    make_tree(temporary)
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "os", Failing("fsync", nth))
+        with pytest.raises(OSError, match="No space"):
+            durable.publish_directory(temporary, final)
+    assert not final.exists()
+    assert durable.clear_leftovers(tmp_path) == [temporary] and names(tmp_path) == []
+
+
+def test_a_published_directory_is_never_written_over(tmp_path: Path) -> None:
+    make_tree(tmp_path / "step_1")
+    other = durable.temporary_sibling(tmp_path / "step_1")
+    make_tree(other)
+    (other / "a").write_bytes(b"changed")
+    with pytest.raises(FileExistsError, match="step_1"):
+        durable.publish_directory(other, tmp_path / "step_1")
+    assert (tmp_path / "step_1" / "a").read_bytes() == b"a"
+
+
+def test_a_removal_that_stops_half_way_leaves_no_half_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tree(tmp_path / "step_1")
+
+    def killed(path: Path) -> None:
+        (path / "a").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            durable.remove_directory(tmp_path / "step_1")
+    assert not (tmp_path / "step_1").exists()
+    assert len(durable.clear_leftovers(tmp_path)) == 1 and names(tmp_path) == []
+
+
+def test_only_leftovers_are_cleared(tmp_path: Path) -> None:
+    make_tree(tmp_path / "step_1")
+    (tmp_path / "notes").write_text("mine")
+    assert durable.clear_leftovers(tmp_path) == [] and durable.clear_leftovers(tmp_path / "nowhere") == []
+    assert names(tmp_path) == ["notes", "step_1"]
+
+
+def test_a_new_directory_is_flushed_into_each_of_its_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[Path] = []
+    real = durable.fsync_directory
+    monkeypatch.setattr(durable, "fsync_directory", lambda path: (flushed.append(path), real(path)))
+    durable.make_directory(tmp_path / "a" / "b")
+    assert flushed == [tmp_path, tmp_path / "a"]
+    durable.make_directory(tmp_path / "a" / "b")
+    assert len(flushed) == 2
+
+
+def test_a_directory_whose_files_cannot_be_listed_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, what was in it was never flushed, and it got its name all the same."""
+    temporary = tmp_path / ".tmp-step_1"
+    (temporary / "sub").mkdir(parents=True)
+    (temporary / "sub/file").write_bytes(b"content")
+    scandir = os.scandir
+
+    def fail(path: str | Path) -> object:
+        if Path(path).name == "sub":
+            raise OSError(5, "Input/output error", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        durable.publish_directory(temporary, tmp_path / "step_1")
+    assert not (tmp_path / "step_1").exists()

@@ -1,0 +1,270 @@
+"""Signs of life: beats of real processes, answers of a real health route, and their absence."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from holdfast.commands.launcher.liveness import Health, Vitals, place_of_beats
+from holdfast.shared.process.heartbeat import HEARTBEAT_ENV, PERIOD_S, does, start_heartbeat
+from tests.processes import HANG_S
+
+_BEAT = (
+    "import sys, time; from holdfast.shared.process.heartbeat import start_heartbeat; "
+    "start_heartbeat(sys.argv[1]); time.sleep(600)"
+)
+
+
+def _until(condition: Callable[[], bool], timeout_s: float = HANG_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _watch(vitals: Vitals, seconds: float) -> None:
+    """Listen for so long, in which who does not beat falls silent; a busy machine may listen late."""
+    beginning = time.monotonic()
+    while time.monotonic() - beginning < seconds:
+        vitals.silent_s()
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def beating(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
+    """Return a starter of processes that beat, given the end of the name."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(name: str) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, HEARTBEAT_ENV: str(tmp_path / "heartbeats" / "trainer")}
+        started.append(subprocess.Popen([sys.executable, "-c", _BEAT, name], env=environment))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_a_stopped_part_makes_the_whole_silent(
+    tmp_path: Path, beating: Callable[[str], subprocess.Popen[bytes]]
+) -> None:
+    vitals = Vitals(tmp_path / "heartbeats" / "trainer")
+    assert vitals.silent_s() == 0  # before the first beat: it may still import
+    beating("")
+    rank = beating("_rank_0")
+    _until(lambda: len(list((tmp_path / "heartbeats").glob("*"))) == 2)
+    _watch(vitals, 2.5 * PERIOD_S)
+    _until(lambda: vitals.silent_s() < PERIOD_S)
+    rank.send_signal(signal.SIGSTOP)
+    _until(lambda: vitals.silent_s() > 3 * PERIOD_S)
+    rank.send_signal(signal.SIGCONT)
+    _until(lambda: vitals.silent_s() < PERIOD_S)
+
+
+def test_a_new_process_is_not_blamed_for_the_silence_of_the_old(tmp_path: Path) -> None:
+    prefix = tmp_path / "heartbeats" / "orchestrator"
+    prefix.parent.mkdir()
+    prefix.touch()
+    vitals = Vitals(prefix)
+    vitals.silent_s()
+    _until(lambda: vitals.silent_s() > 0.1)
+    vitals.forget()
+    assert vitals.silent_s() == 0
+    assert not prefix.exists()
+
+
+def test_a_process_that_never_beats_is_silent_after_a_time_for_its_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("holdfast.commands.launcher.liveness.awake_s", lambda: now)
+    vitals = Vitals(tmp_path / "heartbeats" / "orchestrator")
+    now += 30
+    assert vitals.silent_s() == 0
+    now += 5
+    assert vitals.silent_s() == 5
+    vitals.forget()
+    assert vitals.silent_s() == 0
+
+
+def test_who_takes_the_place_of_another_has_to_beat_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("holdfast.commands.launcher.liveness.awake_s", lambda: now)
+    (tmp_path / "orchestrator").write_text("{}")
+    vitals = Vitals(tmp_path / "orchestrator")
+    assert vitals.silent_s() == 0
+    now += 500
+    vitals.forget()
+    now += 30
+    assert vitals.silent_s() == 0, "it imports"
+    now += 5
+    assert vitals.silent_s() == 5
+
+
+def test_a_part_that_has_ended_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HEARTBEAT_ENV, str(tmp_path / "heartbeats" / "trainer"))
+    whole, rank = start_heartbeat(), start_heartbeat("_rank_0")
+    vitals = Vitals(tmp_path / "heartbeats" / "trainer")
+    _until(lambda: len(list((tmp_path / "heartbeats").glob("*"))) == 2)
+    vitals.silent_s()
+    rank.end()
+    _watch(vitals, 2.5 * PERIOD_S)
+    _until(lambda: vitals.silent_s() < PERIOD_S)
+    whole.end()
+    assert not list((tmp_path / "heartbeats").iterdir())
+
+
+def test_a_heartbeat_outlives_a_storage_that_fails(
+    tmp_path: Path, beating: Callable[[str], subprocess.Popen[bytes]]
+) -> None:
+    folder = tmp_path / "heartbeats"
+
+    def point_to(place: Path) -> None:
+        """Let the folder be another one, in one step: a process may be about to write."""
+        (tmp_path / "link").symlink_to(place)
+        (tmp_path / "link").replace(folder)
+
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "broken").write_text("not a directory")
+    point_to(tmp_path / "whole")
+    beating("")
+    _until(lambda: (folder / "trainer").exists())
+    point_to(tmp_path / "broken")
+    (tmp_path / "whole" / "trainer").unlink(missing_ok=True)
+    time.sleep(1.5 * PERIOD_S)
+    point_to(tmp_path / "whole")
+    _until(lambda: (folder / "trainer").exists())
+
+
+def test_a_full_memory_makes_no_living_process_look_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setenv(HEARTBEAT_ENV, str(tmp_path / "trainer"))
+    beat = start_heartbeat()
+    vitals = Vitals(tmp_path / "trainer")
+    _until(beat.path.exists if beat.path else bool)
+    _watch(vitals, 2.5 * PERIOD_S)
+    _until(lambda: vitals.silent_s() < PERIOD_S)
+    beat.end()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"heartbeats are not written whole: {OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))}"
+    ], "once: it may take hours"
+
+
+def test_beats_of_directories_with_one_name_lie_apart(tmp_path: Path) -> None:
+    """As containers have them that share their memory."""
+    run = tmp_path / "run"
+    run.mkdir()
+    with place_of_beats(run) as one:
+        run.rename(tmp_path / "other")
+        run.mkdir()
+        with place_of_beats(run) as other:
+            assert one != other and one.is_dir() and other.is_dir()
+            assert not os.access("/dev/shm", os.W_OK) or one.parent == Path("/dev/shm"), "no disk can fill up there"
+    with place_of_beats(run) as again:
+        assert again == other
+
+
+def test_what_somebody_else_made_in_the_place_of_beats_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, elsewhere, run = (tmp_path / name for name in ("memory", "elsewhere", "run"))
+    for directory in (memory, elsewhere, run):
+        directory.mkdir()
+    monkeypatch.setattr("holdfast.commands.launcher.liveness._MEMORY", memory)
+    with place_of_beats(run) as usual:
+        assert usual.parent == memory
+    for make in (lambda: usual.symlink_to(elsewhere), usual.touch):
+        make()
+        with place_of_beats(run) as own:
+            assert own.is_dir() and own.parent != memory and own.stat().st_mode & 0o777 == 0o700
+        assert not own.exists()
+        usual.unlink()
+    assert elsewhere.is_dir()
+
+
+class _Route(BaseHTTPRequestHandler):
+    status = 200
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def answer(self) -> None:
+        self.send_response(type(self).status)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def health_url() -> Iterator[str]:
+    _Route.status = 200
+    server = HTTPServer(("127.0.0.1", 0), _Route)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/health"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_an_engine_that_beats_but_is_not_well_is_silent(tmp_path: Path, health_url: str) -> None:
+    vitals = Vitals(tmp_path / "inference", Health(health_url), probe_period_s=0.05)
+    _until(lambda: vitals.silent_s() > 0)
+    _watch(vitals, 1)
+    _until(lambda: vitals.silent_s() < 0.5)
+    _Route.status = 503
+    _until(lambda: vitals.silent_s() > 1.5)
+    vitals.forget()
+    assert vitals.silent_s() == 0  # the next one may take its time to start
+    _Route.status = 200
+    _until(lambda: 0 < vitals.silent_s() < 0.5)
+    vitals.end()
+
+
+def test_an_answer_is_waited_for_as_long_as_the_server_may_take(
+    tmp_path: Path, health_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(route: BaseHTTPRequestHandler) -> None:
+        time.sleep(0.5)
+        _Route.answer(route)
+
+    monkeypatch.setattr(_Route, "do_GET", slow)
+    hasty = Vitals(tmp_path / "hasty", Health(health_url, timeout_s=0.05), probe_period_s=0.05)
+    patient = Vitals(tmp_path / "patient", Health(health_url, timeout_s=300), probe_period_s=0.05)
+    _until(lambda: patient.is_well)
+    assert not hasty.is_well
+    for vitals in (hasty, patient):
+        vitals.end()
+
+
+def test_a_beat_is_written_over_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place, so that it needs no room; a longer one before leaves nothing behind."""
+    monkeypatch.setenv(HEARTBEAT_ENV, str(tmp_path / "trainer"))
+    beat = start_heartbeat()
+    assert beat.path is not None
+    _until(beat.path.exists)
+    inode = beat.path.stat().st_ino
+    for doing in ("x" * 3000, "y"):
+        does(doing)
+        _until(lambda doing=doing: b'"' + doing.encode() + b'"' in beat.path.read_bytes())
+        json.loads(beat.path.read_bytes())
+    assert beat.path.stat().st_ino == inode and beat.path.stat().st_size == 1024
+    beat.end()

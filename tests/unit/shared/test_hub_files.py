@@ -1,0 +1,124 @@
+"""A tokenizer of a model on the hub: what is there, what is not, and what nobody knows."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from holdfast.shared.chat.files import load_tokenizer
+from holdfast.shared.errors import ConfigError, DataError
+
+LOAD = """
+import sys, time
+time.sleep = lambda _: None  # between the tries of the hub's own library
+from holdfast.shared.chat.files import load_tokenizer
+from holdfast.shared.errors import HoldfastError
+try:
+    print(sorted(load_tokenizer("someone/model")._templates))
+except HoldfastError as error:
+    sys.exit(str(error))
+"""
+
+
+@contextmanager
+def hub(files: dict[str, bytes], *, fails: set[str] = frozenset()) -> Iterator[str]:
+    """Serve one model as the hub does; for `fails` it answers 503."""
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self._answer(with_body=False)
+
+        def do_GET(self) -> None:
+            self._answer(with_body=True)
+
+        def _answer(self, *, with_body: bool) -> None:
+            name = self.path.rsplit("/", 1)[1]
+            content = files.get(name)
+            self.send_response(503 if name in fails else 200 if content is not None else 404)
+            if content is None and name not in fails:
+                self.send_header("X-Error-Code", "EntryNotFound")
+            self.send_header("X-Repo-Commit", "c" * 40)
+            self.send_header("ETag", f'"{len(content or b"")}"')
+            self.send_header("Content-Length", str(len(content or b"")))
+            self.end_headers()
+            if with_body and content is not None:
+                self.wfile.write(content)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def load(endpoint: str, home: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    wanted = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", LOAD], env=os.environ | wanted | environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_a_template_that_nobody_knows_of_is_not_taken_for_missing(
+    tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    """With the fallback of a broken connection the model would be trained on another chat format."""
+    files = {path.name: path.read_bytes() for path in tiny_model().iterdir() if path.name.startswith("tokenizer")}
+    files["chat_template.jinja"] = b"{{ messages }}"
+    with hub(files, fails={"chat_template.jinja"}) as endpoint:
+        broken = load(endpoint, tmp_path / "cache")
+    assert broken.returncode == 1
+    assert "whether 'someone/model' has chat_template.jinja is not known" in broken.stderr
+    assert "HF_HUB_OFFLINE=1" in broken.stderr
+    with hub(files) as endpoint:
+        whole = load(endpoint, tmp_path / "cache")
+    assert (whole.returncode, whole.stdout) == (0, "['default']\n"), whole.stderr
+    gone = load("http://127.0.0.1:9", tmp_path / "cache")
+    assert (gone.returncode, gone.stdout) == (0, "['default']\n"), "all is in the cache, also what is not there"
+    (copied,) = (tmp_path / "cache").rglob("generation_config.json")
+    copied.unlink()  # as where somebody has copied the snapshot alone
+    assert load("http://127.0.0.1:9", tmp_path / "cache").returncode == 1
+    offline = load("http://127.0.0.1:9", tmp_path / "cache", HF_HUB_OFFLINE="1")
+    assert (offline.returncode, offline.stdout) == (0, "['default']\n"), offline.stderr
+    unknown = load("http://127.0.0.1:9", tmp_path / "empty", HF_HUB_OFFLINE="1")
+    assert unknown.returncode == 1 and "'someone/model' is no directory, and the hub is silent" in unknown.stderr
+
+
+def test_a_name_that_can_be_no_model_is_refused_as_such() -> None:
+    with pytest.raises(ConfigError, match="model.tokenizer: 'no/such/directory' is no directory and no model on the"):
+        load_tokenizer("no/such/directory")
+
+
+def test_files_of_a_tokenizer_that_are_damaged_or_missing(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(tiny_model(), tmp_path / "model"))
+    config = directory / "tokenizer_config.json"
+    named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": named}))
+    tokenizer = load_tokenizer(str(directory))
+    assert [tokenizer.template(tools).source for tools in (None, [{}])] == ["a", "b"]
+    config.write_text("{")
+    with pytest.raises(DataError, match=r"tokenizer_config\.json is not JSON"):
+        load_tokenizer(str(directory))
+    (directory / "tokenizer.json").write_text("{")
+    with pytest.raises(DataError, match=r"tokenizer\.json cannot be read"):
+        load_tokenizer(str(directory))
+    (directory / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json\. Write one with"):
+        load_tokenizer(str(directory))

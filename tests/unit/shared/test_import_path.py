@@ -1,0 +1,56 @@
+"""What is left of PYTHONPATH for a process whose children import nothing of the user."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from holdfast.commands.launcher.check_functions import check_functions
+from holdfast.shared.config import TrainerConfig
+from holdfast.shared.errors import ConfigError
+from holdfast.shared.process.import_path import import_users, leave_out_working_directory
+from holdfast.shared.user_functions import load_function
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [(".", None), ("", None), ("{here}:/cluster/packages", "/cluster/packages"), ("/a::else:{here}/", "/a:else")],
+)
+def test_the_working_directory_leaves_and_what_a_cluster_provides_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str, left: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", given.format(here=tmp_path))
+    leave_out_working_directory()
+    assert os.environ.get("PYTHONPATH") == left
+
+
+def test_a_module_that_was_made_by_hand_takes_nobodys_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "made_by_hand.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "made_by_hand", made := ModuleType("made_by_hand"))
+    assert import_users("made_by_hand") is made
+
+
+def test_a_module_of_the_users_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "exits.py").write_text("import sys; sys.exit('no licence')")
+    (tmp_path / "own_functions.py").write_text("def loss(data, *, clip): ...\ndef advantage(rewards): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"advantage = 'exits:f': importing exits failed: SystemExit: no licence"):
+        load_function("exits:f", key="advantage")
+
+    def check(**settings: object) -> None:
+        check_functions(TrainerConfig.model_validate(settings))
+
+    check()
+    check(advantage="own_functions:advantage", loss={"type": "own_functions:loss", "args": {"clip": 1}})
+    with pytest.raises(ConfigError, match="cannot be called as function"):
+        check(loss={"type": "own_functions:loss", "args": {"clop": 1}})
+    with pytest.raises(ConfigError, match="has no function 'advantages'. Did you mean 'advantage'"):
+        check(advantage="own_functions:advantages")
+    with pytest.raises(ConfigError, match="has no function 'advantages'. Did you mean 'advantage'"):
+        check(environments={"a": {"advantage": "own_functions:advantages"}})

@@ -1,0 +1,108 @@
+"""`metrics.jsonl`, events and the lines of the console."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from holdfast.commands.launcher.console import Console, Tail, step_line
+from holdfast.shared.errors import DataError
+from holdfast.shared.files.metrics import MetricsWriter, read_metrics
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.process.events import EVENTS_ENV, PROCESS_ENV, report
+
+
+def test_every_step_is_one_json_line(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    writer = MetricsWriter(path)
+    writer.write(1, {"loss": 0.123456789123, "samples": 2**40, "reward/a b/mean": 1.0})
+    writer.write(2, {"loss": float("nan"), "grad_norm": float("inf")})
+    writer.close()
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+    assert lines == [
+        {"step": 1, "loss": 0.12345679, "samples": 2**40, "reward/a b/mean": 1.0},
+        {"step": 2, "loss": None, "grad_norm": None},
+    ]
+    assert read_metrics(path) == lines
+
+
+def test_a_resumed_run_appends(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 2):
+        writer = MetricsWriter(path)
+        writer.write(step, {})
+        writer.close()
+    assert [line["step"] for line in read_metrics(path)] == [1, 2]
+
+
+def test_a_torn_last_line_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    assert read_metrics(path) == [{"step": 1}]
+
+
+def test_a_tail_gives_each_complete_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    tail = Tail(path, from_end=False)
+    assert list(tail) == []
+    path.write_text('{"a": 1}\n{"a": ')
+    assert list(tail) == [{"a": 1}]
+    with open(path, "a") as file:
+        file.write('2}\n{"a": 3}\n')
+    assert list(tail) == [{"a": 2}, {"a": 3}]
+    assert list(tail) == []
+    assert list(Tail(path, from_end=True)) == []
+
+
+def test_phases_are_reported_to_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "events.jsonl"
+    monkeypatch.setenv(EVENTS_ENV, str(path))
+    monkeypatch.setenv(PROCESS_ENV, "trainer")
+    report("loading model", path=Path("somewhere"))
+    report("training", step=0)
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    assert (first["process"], first["phase"], first["path"]) == ("trainer", "loading model", "somewhere")
+    assert second["phase"] == "training" and second["step"] == 0 and second["time"] >= first["time"]
+    monkeypatch.delenv(EVENTS_ENV)
+    report("finished")
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_a_step_is_one_aligned_line() -> None:
+    metrics = {"step": 3, "loss": 0.5, "reward/mean": 0.25, "mismatch_kl": 1.2e-5, "lr": 1e-4, "tokens_per_s": 12345.6,
+               "time/step": 0.5, "time/wait_for_batch": 0.1, "memory_gib": 1.5, "val/loss": None}  # fmt: skip
+    line = step_line(metrics, 100)
+    assert line.startswith("step   3/100  reward  0.250  loss   0.5000")
+    assert "12,346 tok/s" in line and "mismatch  1.2e-05" in line and "1.50 GiB" in line
+    assert "val" not in line and "\n" not in line
+    assert len(step_line(metrics | {"step": 99}, 100)) == len(line)
+
+
+def test_the_console_shows_phases_and_only_the_new_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics, events = tmp_path / "metrics.jsonl", tmp_path / "events.jsonl"
+    metrics.write_text('{"step": 4, "loss": 9.0}\n')
+    with Console(metrics=metrics, events=events, first_step=4, max_steps=6) as console:
+        events.write_text('{"time": 1, "process": "inference", "phase": "loading vllm"}\n')
+        console.refresh()
+        with open(metrics, "a") as file:
+            file.write('{"step": 5, "loss": 1.0}\n')
+        console.refresh()
+        with open(metrics, "a") as file:
+            file.write('{"step": 6, "loss": 0.5}\n')
+    shown = capsys.readouterr().out
+    assert "inference" in shown and "loading vllm (usually" in shown
+    assert "step 4/6" not in shown and shown.index("step 5/6") < shown.index("step 6/6")
+    assert console.last_step == 6
+
+
+def test_a_damaged_line_is_named_and_a_resume_sets_it_aside(run_dir: RunDir) -> None:
+    """Before, each resume of the run ended in a traceback."""
+    whole, damaged = b'{"step": 1, "loss": 1.0}\n', b'{"step": 2, "l\xefss": 1.0}\n'
+    run_dir.metrics.write_bytes(whole + damaged)
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2, is damaged: .*Remove the line"):
+        read_metrics(run_dir.metrics)
+    assert [line["step"] for line in Tail(run_dir.metrics, from_end=False)] == [1]
+    (aside,) = run_dir.set_aside_after(5, 1)
+    assert aside.read_bytes() == damaged and run_dir.metrics.read_bytes() == whole

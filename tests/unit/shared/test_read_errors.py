@@ -1,0 +1,201 @@
+"""A file that cannot be read is no damage: nothing is passed over, moved aside, made again or replaced for it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from holdfast.commands.ckpt.inspecting import verify as ckpt_verify
+from holdfast.commands.ckpt.listing import ls
+from holdfast.commands.ckpt.places import Places
+from holdfast.commands.launcher.console import Tail
+from holdfast.commands.resume.remote import fetch
+from holdfast.orchestrator.batches.scheduler import StrictSchedule, find_start
+from holdfast.orchestrator.batches.state import OrchestratorState
+from holdfast.shared.errors import CheckpointError, ReadError, RunDirError, is_storage_failure
+from holdfast.shared.files import durable, journal
+from holdfast.shared.files.journal import read_accepted
+from holdfast.shared.files.manifest import MANIFEST_NAME, is_committed, read_manifest, verify
+from holdfast.shared.files.run_dir import RunDir, resolve_resume_step
+from holdfast.shared.remote.checkpoints import RemoteCheckpoints
+from holdfast.shared.wire.rollouts import Batch
+from holdfast.shared.wire.sampling import Sampling
+from tests.checkpoint_files import contents, write_checkpoint, write_weights
+
+
+@contextmanager
+def unreadable(path: Path) -> Iterator[None]:
+    """Make every read of `path` fail: the kernel answers with an I/O error for address 0 of a process."""
+    kept = path.with_name(f"{path.name}.kept")
+    path.rename(kept)
+    path.symlink_to("/proc/self/mem")
+    try:
+        yield
+    finally:
+        path.unlink()
+        kept.rename(path)
+
+
+@pytest.fixture
+def three(run_dir: RunDir) -> RunDir:
+    """Return a run with the checkpoints of three steps."""
+    for step in (10, 20, 30):
+        write_checkpoint(run_dir, step, run_id=run_dir.run_id())
+    return run_dir
+
+
+def test_an_error_of_reading_keeps_its_cause(three: RunDir) -> None:
+    path = three.checkpoint(30) / MANIFEST_NAME
+    with unreadable(path):
+        for read in (read_manifest, is_committed, verify):
+            with pytest.raises(ReadError, match=f"{path} cannot be read: Input/output error") as caught:
+                read(three.checkpoint(30))
+            assert is_storage_failure(caught.value)
+        with pytest.raises(ReadError):
+            read_accepted(path, step=3)
+    assert verify(three.checkpoint(30)).step == 30
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.ETIMEDOUT, errno.ENOTCONN])
+def test_no_older_step_is_taken_for_one_that_cannot_be_read(
+    three: RunDir, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the newest step was skipped as damaged and moved aside."""
+
+    def fail(path: Path) -> str:
+        raise OSError(number, os.strerror(number), str(path))
+
+    with monkeypatch.context() as faulty:
+        faulty.setattr("holdfast.shared.files.manifest.file_digest", fail)
+        for wanted in ("auto", "latest", 30):
+            with pytest.raises(ReadError) as caught:
+                resolve_resume_step(three, wanted)
+            assert is_storage_failure(caught.value)
+    assert resolve_resume_step(three, "auto") == 30
+
+
+def test_an_older_step_can_still_be_asked_for_by_number(three: RunDir) -> None:
+    with unreadable(three.checkpoint(30) / MANIFEST_NAME):
+        with pytest.raises(ReadError, match=r"choose one by number: 10, 20\.$"):
+            resolve_resume_step(three, "auto")
+        assert resolve_resume_step(three, 20) == 20
+        with pytest.raises(ReadError):
+            three.committed_steps()
+        assert three.set_aside_damaged(2) == []
+    assert three.committed_steps() == [10, 20, 30]
+
+
+def test_the_commands_call_it_unreadable_and_remove_nothing(
+    three: RunDir, run_command: Callable[..., tuple[int, str, str]]
+) -> None:
+    places = Places(three.path)
+    with unreadable(three.checkpoint(10) / MANIFEST_NAME):
+        (problem,) = ls(places, metric=None).problems
+        assert problem.startswith("step 10 is unreadable: ")
+        (problem,) = ckpt_verify(places, steps=[], how="full").problems
+        assert "cannot be read: Input/output error" in problem
+        code, out, _ = run_command("ckpt", "prune", "--keep", "1", "--output-dir", three.path)
+        assert code == 1 and "steps that stay: 10, 30" in out
+    assert three.committed_steps() == [10, 30]
+
+
+def test_a_file_of_a_step_that_cannot_even_be_looked_at_makes_it_unreadable(
+    three: RunDir, run_command: Callable[..., tuple[int, str, str]]
+) -> None:
+    shard = three.checkpoint(10) / "trainer/__0.distcp"
+    kept = shard.rename(shard.with_name("kept"))
+    shard.symlink_to(shard)
+    (problem,) = ls(Places(three.path), metric=None).problems
+    assert problem.startswith("step 10 is unreadable: ") and "__0.distcp cannot be read: Too many levels of" in problem
+    code, out, _ = run_command("ckpt", "prune", "--keep", "1", "--output-dir", three.path)
+    assert code == 1 and "step 10 is unreadable and stays: " in out
+    shard.unlink()
+    kept.rename(shard)
+    assert three.committed_steps() == [10, 30]
+
+
+def test_batches_and_weights_that_cannot_be_read_are_not_replaced(run_dir: RunDir) -> None:
+    """Before, the batch was made again, and another version of the weights sampled the next one."""
+    write_weights(run_dir, 3)
+    schedule = StrictSchedule(run_dir, None, async_level=1, trainer_step=4, timeout_s=1)  # type: ignore[arg-type]
+    with unreadable(run_dir.weights_of(3) / MANIFEST_NAME), pytest.raises(ReadError):
+        schedule.version_for(5)
+    assert schedule.version_for(5) == 3
+    state = msgspec.structs.replace(OrchestratorState(), step=1)
+    batch = Batch(step=1, policy_version=0, weights_digest="", sampling=Sampling(1.0), rollouts=[])
+    directory = journal.publish_batch(run_dir, batch, state.encode())
+    with unreadable(directory / MANIFEST_NAME), pytest.raises(ReadError) as caught:
+        find_start(run_dir, None)
+    assert is_storage_failure(caught.value)
+    assert find_start(run_dir, None).state.step == 1
+
+
+def test_the_console_waits_for_lines_that_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"phase": "a"}\n')
+    tail = Tail(path, from_end=False)
+    with unreadable(path):
+        assert list(tail) == []
+    assert [event["phase"] for event in tail] == ["a"]
+    with pytest.raises(IsADirectoryError):
+        list(Tail(tmp_path, from_end=False))
+
+
+@pytest.fixture
+def store(three: RunDir, tmp_path: Path) -> str:
+    """Return the URL of a store with all three steps."""
+    url = f"file://{tmp_path}/store"
+    for step in three.committed_steps():
+        RemoteCheckpoints(url).upload(three.checkpoint(step), step)
+    return url
+
+
+def test_a_full_disk_here_is_not_held_against_the_store(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, each newer step of the store counted as damaged, and was then made not to exist."""
+    here = RunDir(tmp_path / "scratch")
+    write_checkpoint(here, 10)
+    for name in ("make_directory", "publish_directory"):
+
+        def fail(*paths: Path) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(paths[0]))
+
+        with monkeypatch.context() as full:
+            full.setattr(durable, name, fail)
+            with pytest.raises(RunDirError, match=r"step_30 cannot be written: .*No space left") as caught:
+                fetch(store, here, "auto")
+        assert is_storage_failure(caught.value) and here.committed_steps() == [10]
+    assert RemoteCheckpoints(store).steps() == [10, 20, 30]
+    assert fetch(store, here, "auto") == 30
+
+
+def test_a_write_that_fails_half_way_is_of_this_machine(store: str, tmp_path: Path) -> None:
+    (tmp_path / "full").symlink_to("/dev/full")
+    remote = RemoteCheckpoints(store)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        remote._store.get("step_10/trainer/__0.distcp", tmp_path / "full")
+    assert not isinstance(caught.value, CheckpointError)
+
+
+def test_a_checkpoint_here_that_cannot_be_read_is_not_replaced_by_that_of_the_store(store: str, three: RunDir) -> None:
+    before = contents(three.checkpoint(30))
+    for wanted in ("auto", 30):
+        with unreadable(three.checkpoint(30) / MANIFEST_NAME), pytest.raises(ReadError):
+            fetch(store, three, wanted)
+    assert contents(three.checkpoint(30)) == before
+
+
+def test_a_damaged_checkpoint_that_the_store_has_is_set_aside(store: str, three: RunDir) -> None:
+    """Before, it was removed."""
+    shard = three.checkpoint(30) / "trainer/__0.distcp"
+    shard.write_bytes(b"damaged")
+    assert fetch(store, three, "auto") == 30
+    assert verify(three.checkpoint(30)).step == 30
+    assert (three.discarded(1) / "checkpoints/step_30/trainer/__0.distcp").read_bytes() == b"damaged"

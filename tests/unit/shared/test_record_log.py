@@ -1,0 +1,240 @@
+"""The log of records: whole ones are found whatever happened to the others, and one sync covers many."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.orchestrator.environments.interface import Completion
+from holdfast.orchestrator.rollouts.generations import GenerationLog
+from holdfast.shared.errors import RunDirError
+from holdfast.shared.files import durable, record_log
+from holdfast.shared.files.record_log import MARKER, RecordLog, read_records
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.wire.arrays import Logprobs, TokenIds
+from holdfast.shared.wire.rollouts import VersionSpan
+from holdfast.shared.wire.sampling import Sampling
+from tests.conftest import ROOT
+from tests.processes import HANG_S
+
+PAYLOADS = [bytes([number]) * (50 * number + 1) for number in range(6)]
+
+
+def write(path: Path, payloads: list[bytes], *, valid_bytes: int = 0) -> None:
+    log = RecordLog(path, valid_bytes=valid_bytes)
+    for payload in payloads:
+        log.append(payload)
+    log.close(wait=True)
+    assert log.durable_bytes == path.stat().st_size
+
+
+def starts(payloads: list[bytes]) -> list[int]:
+    found = [0]
+    for payload in payloads:
+        found.append(found[-1] + 16 + len(payload))
+    return found
+
+
+def test_records_come_out_as_they_went_in_and_more_can_follow(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "one.log"
+    write(path, PAYLOADS[:3])
+    assert read_records(path) == (PAYLOADS[:3], [])
+    write(path, PAYLOADS[3:], valid_bytes=path.stat().st_size)
+    assert read_records(path) == (PAYLOADS, [])
+
+
+def test_every_torn_end_is_found_and_told(tmp_path: Path) -> None:
+    path = tmp_path / "one.log"
+    write(path, PAYLOADS)
+    whole, ends = path.read_bytes(), starts(PAYLOADS)
+    for cut in range(len(whole)):
+        path.write_bytes(whole[:cut])
+        payloads, damages = read_records(path)
+        count = max(number for number, end in enumerate(ends) if end <= cut)
+        assert payloads == PAYLOADS[:count]
+        told = [(damage.record, damage.start, damage.num_bytes, damage.is_tail) for damage in damages]
+        assert told == ([(count, ends[count], cut - ends[count], True)] if cut > ends[count] else [])
+
+
+def test_zeros_that_a_filesystem_leaves_at_the_end_are_a_torn_end(tmp_path: Path) -> None:
+    path = tmp_path / "one.log"
+    write(path, PAYLOADS[:2])
+    path.write_bytes(path.read_bytes() + bytes(4096))
+    assert read_records(path)[0] == PAYLOADS[:2]
+    assert str(read_records(path)[1][0]) == "4096 bytes at record 2 (offset 84): the torn end is cut"
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_damage_costs_only_the_record_that_it_hit(data: st.DataObject, tmp_path: Path) -> None:
+    path = tmp_path / "one.log"
+    payloads = [MARKER + payload for payload in PAYLOADS]  # what looks like a record inside of one is none
+    write(path, payloads)
+    content, ends = bytearray(path.read_bytes()), starts(payloads)
+    place = data.draw(st.integers(0, len(content) - 1))
+    content[place] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(content)
+    hit = max(number for number, start in enumerate(ends) if start <= place)
+    found, damages = read_records(path)
+    assert found == payloads[:hit] + payloads[hit + 1 :]
+    assert [(damage.record, damage.start, damage.is_tail) for damage in damages] == [(hit, ends[hit], hit == 5)]
+    assert damages[0].num_bytes == 16 + len(payloads[hit])
+
+
+def test_one_sync_covers_all_that_came_meanwhile_and_nobody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    syncs: list[int] = []
+    begun, go_on = threading.Event(), threading.Event()
+    sync = os.fdatasync
+
+    def slow_disk(descriptor: int) -> None:
+        syncs.append(os.fstat(descriptor).st_size)
+        begun.set()
+        assert go_on.wait(HANG_S)
+        sync(descriptor)
+
+    monkeypatch.setattr(record_log.os, "fdatasync", slow_disk)
+    log = RecordLog(tmp_path / "one.log", valid_bytes=0)
+    log.append(b"first")
+    assert begun.wait(HANG_S)
+    for number in range(1000):
+        log.append(b"%d" % number)
+    assert len(read_records(log.path)[0]) == 1001 and log.durable_bytes == 0
+    go_on.set()
+    log.close(wait=True)
+    assert syncs == [21, log.path.stat().st_size] and log.durable_bytes == syncs[1]
+
+
+def test_the_name_of_a_new_log_is_durable_before_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(durable, "fsync_directory", lambda path: calls.append(f"directory {path.name}"))
+    monkeypatch.setattr(record_log.os, "fdatasync", lambda _: calls.append("file"))
+    write(tmp_path / "rollouts" / "one.log", PAYLOADS[:1])
+    assert calls == [f"directory {tmp_path.name}", "directory rollouts", "file"]
+
+
+def test_what_cannot_be_made_durable_is_told_at_the_next_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(_: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(record_log.os, "fdatasync", broken)
+    log = RecordLog(tmp_path / "one.log", valid_bytes=0)
+    log.append(b"first")
+    with pytest.raises(OSError, match="Input/output"):
+        log.close(wait=True)
+    with pytest.raises(OSError, match="Input/output"):
+        log.append(b"second")
+    assert "one.log cannot be made durable" in caplog.text
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from holdfast.shared.files.record_log import RecordLog
+from holdfast.shared.wire.sampling import Sampling
+log = RecordLog(Path(sys.argv[1]), valid_bytes=0)
+number = 0
+while True:
+    log.append(b"%d" % number * 400)
+    number += 1
+    if number % 100 == 0:
+        print(number, flush=True)
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_killed_process_loses_nothing_that_it_appended(seed: int, tmp_path: Path) -> None:
+    path = tmp_path / "one.log"
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        for _ in range(random.Random(seed).randrange(5, 50)):
+            told = int(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+        told = max([told, *map(int, process.stdout.read().split())])
+    payloads, damages = read_records(path)
+    assert len(payloads) >= told and len(damages) <= 1
+    assert payloads == [b"%d" % number * 400 for number in range(len(payloads))]
+
+
+def completion(number: int) -> Completion:
+    return Completion(TokenIds([10 + number, 3]), Logprobs([-1.0, -0.5]), "stop", [VersionSpan(0, 0, 2)])
+
+
+def make_log(run_dir: RunDir, answers: int = 0) -> GenerationLog:
+    log = GenerationLog(run_dir, 7, weights_digest="d", sampling=Sampling(1.0), stop_token_ids=[3])
+    for number in range(answers):
+        log.append([1, 2], max_tokens=4, seeds=[number], completions=[completion(number)])
+    log.close()
+    return log
+
+
+def found(log: GenerationLog) -> list[int]:
+    return [number for number in range(5) if log.find([1, 2], max_tokens=4, seed=number) == completion(number)]
+
+
+@pytest.mark.parametrize(
+    ("place", "left", "message"),
+    [
+        (-1, [0, 1, 2, 3], r"generations_7\.log: \d+ bytes at record 5 \(offset \d+\): the torn end is cut"),
+        (500, [0, 1, 3, 4], r"\d+ bytes at record 3 \(offset \d+\): they are damaged and passed over"),
+        (20, [], r"generations_7\.log has lost its header"),
+    ],
+)
+def test_a_damaged_log_of_generations_is_said_and_the_rest_used(
+    place: int, left: list[int], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = RunDir(tmp_path)
+    path = make_log(run_dir, answers=5).path
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+    log = make_log(run_dir)
+    assert found(log) == left
+    assert re.search(message, caplog.text)
+    caplog.clear()
+    assert found(make_log(run_dir)) == left
+    assert ("passed over" in caplog.text) is (place == 500), "what was cut is gone, what was passed over is not"
+    assert "torn" not in caplog.text and "header" not in caplog.text
+
+
+def test_a_full_disk_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = GenerationLog(RunDir(tmp_path), 7, weights_digest="d", sampling=Sampling(1.0), stop_token_ids=[3])
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(record_log.os, "write", full)
+    with pytest.raises(RunDirError, match=r"of batch 7 cannot be kept in .*generations_7\.log: No space left"):
+        log.append([1, 2], max_tokens=4, seeds=[0], completions=[completion(0)])
+    log.close()
+    with pytest.raises(RunDirError, match="No space left"):
+        make_log(RunDir(tmp_path / "other"))
+
+
+def test_the_example_of_the_documentation_reads_a_log(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "journal.md").read_text()
+    example = text.split("```python file=print_log.py\n")[1].split("```")[0]
+    path = make_log(RunDir(tmp_path), answers=3).path
+    path.write_bytes(path.read_bytes()[:-1])
+    printed = subprocess.run(
+        [sys.executable, "-c", example, str(path)], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    header, *answers = map(msgspec.json.decode, printed)
+    assert (header["format"], header["step"], header["weights_digest"]) == (4, 7, "d")
+    assert [answer["seeds"] for answer in answers] == [[0], [1]]
+    printed_completion = answers[1]["completions"][0]
+    assert printed_completion["token_ids"] == [11, 3] and printed_completion["logprobs"] == [-1.0, -0.5]

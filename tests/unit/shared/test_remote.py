@@ -1,0 +1,740 @@
+"""Remote checkpoints, the part that every store has in common: on a directory, through fsspec."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import botocore.exceptions
+import msgspec
+import pytest
+from fsspec.exceptions import FSTimeoutError
+
+from holdfast.commands.resume.plan import prepare
+from holdfast.commands.resume.remote import fetch, set_aside_after
+from holdfast.shared.config import SftConfig
+from holdfast.shared.errors import CheckpointError, ConfigError, ReadError, RunDirError
+from holdfast.shared.files import manifest
+from holdfast.shared.files.checkpoints import BestMetric, Retention
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.remote.checkpoints import RemoteCheckpoints
+from holdfast.shared.remote.object_store import ObjectStore, StorageError, is_transient
+from holdfast.shared.remote.uploader import Uploader
+from tests.checkpoint_files import contents, write_checkpoint, write_weights
+from tests.processes import HANG_S
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "here")
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "empty")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "store [a]*"  # names are names, not patterns
+
+
+@pytest.fixture
+def remote(place: Path) -> RemoteCheckpoints:
+    return RemoteCheckpoints(f"file://{place}")
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_step_is_copied_byte_for_byte_and_back(here: RunDir, remote: RemoteCheckpoints, empty: RunDir) -> None:
+    assert remote.steps() == []
+    original = write_checkpoint(here, 3, metrics={"loss": 0.5})
+    assert remote.upload(original, 3)
+    assert remote.steps() == [3] and remote.read_manifest(3).metrics == {"loss": 0.5}
+    remote.download(3, empty.checkpoint(3))
+    assert contents(empty.checkpoint(3)) == contents(original)
+
+
+def test_memory_is_a_store_too(here: RunDir, empty: RunDir) -> None:
+    remote = RemoteCheckpoints("memory://of-this-test/prefix")
+    remote.upload(write_checkpoint(here, 12), 12)
+    remote.upload(write_checkpoint(here, 1), 1)
+    assert RemoteCheckpoints("memory://of-this-test/prefix/").steps() == [1, 12]
+    remote.download(1, empty.checkpoint(1))
+    assert contents(empty.checkpoint(1)) == contents(here.checkpoint(1))
+    remote.remove(1)
+    assert remote.steps() == [12] and ObjectStore("memory://of-this-test/prefix").sizes("step_1") == {}
+
+
+def test_a_step_that_is_there_is_left_alone(here: RunDir, remote: RemoteCheckpoints, place: Path) -> None:
+    directory = write_checkpoint(here, 3)
+    remote.upload(directory, 3)
+    before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
+    assert not remote.upload(directory, 3)
+    assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before
+
+
+def test_a_step_that_lost_a_file_is_uploaded_again(here: RunDir, remote: RemoteCheckpoints, place: Path) -> None:
+    directory = write_checkpoint(here, 3)
+    remote.upload(directory, 3)
+    (place / "step_3/trainer/.metadata").unlink()
+    assert remote.upload(directory, 3)
+    assert contents(place / "step_3") == contents(directory)
+
+
+def test_another_step_of_the_same_number_replaces_all_of_it(
+    here: RunDir, empty: RunDir, remote: RemoteCheckpoints, place: Path
+) -> None:
+    remote.upload(write_checkpoint(here, 3), 3)
+    (place / "step_3/trainer/__2.distcp").write_bytes(b"of a run with three ranks")
+    other = write_checkpoint(empty, 3, content="rewritten")
+    assert remote.upload(other, 3)
+    assert contents(place / "step_3") == contents(other)
+
+
+def test_a_damaged_checkpoint_is_not_uploaded(here: RunDir, remote: RemoteCheckpoints) -> None:
+    directory = write_checkpoint(here, 3)
+    flip(directory / "trainer/__1.distcp")
+    with pytest.raises(CheckpointError, match=f"{directory}/trainer/__1.distcp is damaged: checksum"):
+        remote.upload(directory, 3)
+    assert remote.steps() == []
+
+
+def test_a_checkpoint_of_another_step_is_not_uploaded(here: RunDir, remote: RemoteCheckpoints) -> None:
+    with pytest.raises(CheckpointError, match="is the checkpoint of step 3, not of step 4"):
+        remote.upload(write_checkpoint(here, 3), 4)
+    assert remote.steps() == []
+
+
+def test_a_removed_step_is_gone_and_others_are_not(here: RunDir, remote: RemoteCheckpoints, place: Path) -> None:
+    for step in (1, 10):
+        remote.upload(write_checkpoint(here, step), step)
+    remote.remove(1)
+    assert remote.steps() == [10] and not (place / "step_1").exists()
+    assert contents(place / "step_10") == contents(here.checkpoint(10))
+    with pytest.raises(CheckpointError, match=r"step_1/manifest\.json is missing"):
+        remote.read_manifest(1)
+
+
+def test_leftovers_are_steps_without_a_manifest(here: RunDir, remote: RemoteCheckpoints, place: Path) -> None:
+    for step in (1, 2):
+        remote.upload(write_checkpoint(here, step), step, weights=[write_weights(here, step)])
+    (place / "step_1/manifest.json").unlink()
+    (place / "weights/step_2/manifest.json").unlink()
+    (place / "step_notes").mkdir()
+    (place / "step_notes/mine").write_text("not ours")
+    removed = remote.clear_leftovers()
+    assert len(removed) == 7 and all(name.startswith(("step_1/", "weights/step_2/")) for name in removed)
+    assert remote.steps() == [2] and (place / "step_notes/mine").exists() and (place / "weights/step_1").exists()
+
+
+def test_a_step_set_aside_does_not_exist_but_keeps_its_files(
+    here: RunDir, remote: RemoteCheckpoints, place: Path
+) -> None:
+    for step in (1, 2, 3):
+        remote.upload(write_checkpoint(here, step), step)
+    manifest_3 = (place / "step_3/manifest.json").read_bytes()
+    assert remote.set_aside_after(1) == [2, 3]
+    assert remote.steps() == [1] and remote.clear_leftovers() == []
+    assert (place / "step_3/discarded.json").read_bytes() == manifest_3
+    assert remote.upload(here.checkpoint(3), 3) and contents(place / "step_3") == contents(here.checkpoint(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("trainer/__0.distcp", r"step_3/trainer/__0\.distcp is damaged: checksum"),
+        ("manifest.json", r"step_3/manifest\.json is damaged"),
+    ],
+)
+def test_a_flipped_bit_is_named_and_nothing_is_left(
+    here: RunDir, remote: RemoteCheckpoints, place: Path, empty: RunDir, name: str, message: str
+) -> None:
+    remote.upload(write_checkpoint(here, 3), 3)
+    flip(place / "step_3" / name)
+    with pytest.raises(CheckpointError, match=message):
+        remote.download(3, empty.checkpoint(3))
+    assert contents(empty.path) == {}
+
+
+def test_files_of_another_step_are_refused(here: RunDir, remote: RemoteCheckpoints, place: Path, empty: RunDir) -> None:
+    for step in (3, 4):
+        remote.upload(write_checkpoint(here, step), step)
+    (place / "step_3/manifest.json").write_bytes((place / "step_4/manifest.json").read_bytes())
+    with pytest.raises(CheckpointError, match=r"step_3/manifest\.json is the manifest of checkpoint 4"):
+        remote.download(3, empty.checkpoint(3))
+
+
+def test_a_manifest_cannot_name_files_outside(here: RunDir, remote: RemoteCheckpoints, place: Path) -> None:
+    from holdfast.shared.files import manifest
+
+    remote.upload(write_checkpoint(here, 3), 3)
+    listing = manifest.read_manifest(place / "step_3")
+    listing.files["../../../evil"] = listing.files["orchestrator/empty"]
+    manifest.write_manifest(place / "step_3", listing)
+    with pytest.raises(CheckpointError, match=r"names a file outside of its directory: '\.\./\.\./\.\./evil'"):
+        remote.download(3, here.checkpoint(4))
+
+
+def test_retention_goes_by_the_metrics_of_the_manifests(here: RunDir, remote: RemoteCheckpoints, place: Path) -> None:
+    for step, loss in ((1, 0.1), (2, 0.9), (3, 0.8), (4, 0.7), (5, 0.6)):
+        remote.upload(write_checkpoint(here, step, metrics={"loss": loss}), step)
+    (place / "step_3/manifest.json").write_bytes(b"{")  # damaged: somebody should look at it
+    retention = Retention(keep=1, keep_best=BestMetric.parse("loss"))
+    assert remote.apply_retention(retention, protected=[4]) == [2]
+    assert remote.steps() == [1, 3, 4, 5]
+
+
+def test_retention_removes_nothing_of_a_store_that_fails(
+    here: RunDir, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        remote.upload(write_checkpoint(here, step), step)
+    _fail_once(monkeypatch, "cat_file", "step_2/manifest.json", nth=2)
+    with pytest.raises(StorageError, match="not yours"):
+        remote.apply_retention(Retention(keep=1))
+    assert remote.steps() == [1, 2]
+
+
+def test_weights_are_copied_again_where_others_or_nothing_whole_lies_there(
+    here: RunDir, remote: RemoteCheckpoints, place: Path
+) -> None:
+    checkpoint, weights = write_checkpoint(here, 2), write_weights(here, 1)
+    remote.upload(checkpoint, 2, weights=[weights])
+    there = place / "weights/step_1"
+    listing = manifest.read_manifest(weights)
+    for content, is_kept in (
+        (manifest.encode_manifest(msgspec.structs.replace(listing, run_id="fork")), True),  # the same files
+        (b"{", False),
+    ):
+        (there / "manifest.json").write_bytes(content)
+        remote.upload(checkpoint, 2, weights=[weights])
+        assert ((there / "manifest.json").read_bytes() == content) is is_kept
+    assert contents(there) == contents(weights)
+    (weights / "manifest.json").unlink()
+    with pytest.raises(ReadError, match=r"weights/step_1/manifest\.json cannot be read: No such file"):
+        remote.upload(checkpoint, 2, weights=[weights])
+
+
+def test_a_store_that_keeps_what_was_removed_is_not_trusted(
+    here: RunDir, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote.upload(write_checkpoint(here, 1), 1)
+    remote.remove(7)  # which is not there
+    monkeypatch.setattr(remote._store._fs, "rm_file", lambda path: None)
+    with pytest.raises(StorageError, match=r"step_1/manifest\.json is still there after it was removed"):
+        remote.remove(1)
+
+
+def test_a_key_that_may_not_give_up_unfinished_uploads_clears_the_rest(
+    place: Path, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (place / "step_7").mkdir(parents=True)
+    (place / "step_7/torn").touch()
+    monkeypatch.setattr(remote._store._fs, "list_multipart_uploads", None, raising=False)
+    _fail_once(monkeypatch, "call_s3", "list_multipart_uploads")
+    assert remote.clear_leftovers() == ["step_7/torn"]
+    assert "parts of unfinished uploads may be left" in caplog.text and "not yours" in caplog.text
+
+
+def test_what_of_a_transfer_is_the_fault_of_this_machine(
+    tmp_path: Path, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, file = remote._store, tmp_path / "file"
+    with pytest.raises(FileNotFoundError):
+        store.put(file, "name")
+    file.write_bytes(b"x")
+    store.put(file, "name")
+    with pytest.raises(IsADirectoryError):
+        store.get("name", tmp_path)
+    _fail_once(monkeypatch, "get_file", "name", error=ValueError("driver"))
+    with pytest.raises(StorageError, match="reading name failed: ValueError: driver"):
+        store.get("name", tmp_path / "copy")
+    _fail_once(monkeypatch, "put_file", "name", error=FileNotFoundError("404"))
+    with pytest.raises(StorageError, match="writing name failed: FileNotFoundError: 404"):
+        store.put(file, "name")
+    _fail_once(monkeypatch, "pipe_file", "name", error=FileNotFoundError("404"))
+    with pytest.raises(StorageError, match="writing name failed: FileNotFoundError: 404"):
+        store.write("name", b"x")
+
+
+def test_weights_go_when_no_kept_step_needs_them(here: RunDir, remote: RemoteCheckpoints, place: Path) -> None:
+    for step in (2, 4, 6):
+        weights = [write_weights(here, version) for version in (step - 2, step - 1)]
+        remote.upload(write_checkpoint(here, step), step, weights=weights)
+    (place / "step_4/manifest.json").write_bytes(b"{")  # damaged, not given up
+    assert remote.apply_retention(Retention(keep=1), older_weights=2) == [2]
+    assert sorted(path.name for path in (place / "weights").iterdir()) == ["step_2", "step_3", "step_4", "step_5"]
+    remote.remove(4)
+    assert remote.apply_retention(Retention(keep=1)) == [] and len(list((place / "weights").iterdir())) == 4
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("nowhere://bucket/prefix", "Protocol not known"),
+        ("s3://", "names no place"),
+        ("", "names no place"),
+    ],
+)
+def test_a_url_that_cannot_be_used_is_an_input_error(url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        RemoteCheckpoints(url)
+    assert caught.value.exit_code == 2
+
+
+def test_a_missing_driver_names_the_extra() -> None:
+    program = (
+        "import sys; sys.modules['s3fs'] = None  # as if it were not installed\n"
+        "from holdfast.shared.errors import ConfigError\n"
+        "from holdfast.shared.remote.checkpoints import RemoteCheckpoints\n"
+        "try: RemoteCheckpoints('s3://bucket/prefix')\n"
+        "except ConfigError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "ckpt.dir = 's3://bucket/prefix'" in done.stdout and "uv sync --extra s3" in done.stdout, done
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (ConnectionResetError("reset"), True),
+        (TimeoutError("slow"), True),
+        (FSTimeoutError("slow"), True),
+        (OSError(errno.EBUSY, "slow down"), True),
+        (OSError(errno.EREMOTEIO, "internal error"), True),
+        (botocore.exceptions.EndpointConnectionError(endpoint_url="http://x"), True),
+        (botocore.exceptions.ReadTimeoutError(endpoint_url="http://x"), True),
+        (botocore.exceptions.NoCredentialsError(), False),
+        (PermissionError("no"), False),
+        (FileNotFoundError("no"), False),
+        (OSError(errno.ENOSPC, "full"), False),
+        (ValueError("no"), False),
+    ],
+)
+def test_what_may_pass(error: Exception, passes: bool) -> None:
+    assert is_transient(error) is passes
+
+
+class TestFetch:
+    """What a resume gets from the store."""
+
+    @pytest.fixture
+    def url(self, here: RunDir, remote: RemoteCheckpoints) -> str:
+        for step in (1, 2, 3):
+            remote.upload(write_checkpoint(here, step), step, weights=[write_weights(here, step - 1)])
+        return remote.url
+
+    @pytest.mark.parametrize(("wanted", "step"), [("latest", 3), ("auto", 3), (-1, 3), (2, 2)])
+    def test_an_empty_machine_gets_the_step_and_the_identity(
+        self, url: str, here: RunDir, empty: RunDir, wanted: int, step: int
+    ) -> None:
+        assert fetch(url, empty, wanted) == step
+        assert contents(empty.checkpoint(step)) == contents(here.checkpoint(step))
+        assert empty.run_id() == "run" and empty.committed_steps() == [step]
+        assert fetch(url, empty, wanted) is None
+
+    def test_older_weights_come_along(self, url: str, here: RunDir, empty: RunDir) -> None:
+        fetch(url, empty, 3, older_weights=2)
+        assert empty.published_weights() == [1, 2]
+        assert contents(empty.weights_of(1)) == contents(here.weights_of(1))
+
+    def test_a_damaged_step_falls_back_out_loud(self, url: str, place: Path, empty: RunDir) -> None:
+        flip(place / "step_3/trainer/__1.distcp")
+        said: list[str] = []
+        assert fetch(url, empty, "latest", say=said.append) == 2
+        assert "WARNING: skipping the remote checkpoint of step 3" in said[0] and "__1.distcp is damaged" in said[0]
+
+    def test_a_damaged_step_asked_for_by_number_is_an_error(self, url: str, place: Path, empty: RunDir) -> None:
+        flip(place / "step_3/trainer/__1.distcp")
+        with pytest.raises(CheckpointError, match=r"resume_step = 3: .*__1\.distcp is damaged.*1, 2, 3"):
+            fetch(url, empty, 3)
+        assert not empty.holds_run() and contents(empty.path) == {}
+
+    def test_nothing_but_damage_is_no_fresh_start(self, url: str, place: Path, empty: RunDir) -> None:
+        for step in (1, 2, 3):
+            (place / f"step_{step}/trainer/.metadata").unlink()
+        with pytest.raises(CheckpointError, match="every checkpoint at .* is damaged"):
+            fetch(url, empty, "auto", say=lambda text: None)
+
+    def test_what_is_here_and_newer_stays(self, url: str, empty: RunDir) -> None:
+        write_checkpoint(empty, 4)
+        assert fetch(url, empty, "latest") is None
+        assert fetch(url, empty, 4) is None and empty.committed_steps() == [4]
+
+    def test_a_damaged_one_here_is_replaced_by_the_intact_one_there(
+        self, url: str, here: RunDir, empty: RunDir
+    ) -> None:
+        flip(write_checkpoint(empty, 3) / "trainer/__0.distcp")
+        assert fetch(url, empty, "latest") == 3
+        assert contents(empty.checkpoint(3)) == contents(here.checkpoint(3))
+
+    def test_a_step_that_is_nowhere_is_an_error_that_lists_both(self, url: str, empty: RunDir) -> None:
+        write_checkpoint(empty, 7)
+        with pytest.raises(CheckpointError, match=r"= 5 is neither in .*\(committed steps: 7\).*steps: 1, 2, 3\)"):
+            fetch(url, empty, 5)
+
+    def test_an_empty_store_leaves_everything_to_this_machine(self, remote: RemoteCheckpoints, empty: RunDir) -> None:
+        assert fetch(remote.url, empty, "auto") is None
+        assert fetch(remote.url, empty, "latest") is None
+        assert fetch(remote.url, empty, None) is None
+
+    def test_a_fresh_start_does_not_mix_with_another_run(self, url: str, empty: RunDir) -> None:
+        with pytest.raises(RunDirError, match="holds the checkpoints of steps 1, 2, 3 of an earlier run"):
+            fetch(url, empty, None)
+
+    def test_a_resume_does_not_mix_with_another_run(self, url: str, empty: RunDir) -> None:
+        empty.create()
+        with pytest.raises(RunDirError, match=f"of run run, .* holds run {empty.run_id()}"):
+            fetch(url, empty, "latest")
+
+    def test_a_fork_may_hold_the_checkpoint_that_it_began_with(self, url: str, empty: RunDir) -> None:
+        empty.create(forked_from={"run_id": "run", "step": 3, "path": "/elsewhere/checkpoints/step_3"})
+        assert fetch(url, empty, "latest") == 3
+
+    def test_going_on_from_an_older_step_sets_later_ones_aside_out_loud(
+        self, url: str, empty: RunDir, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        set_aside_after(url, 1)
+        assert "as it lies after step 1: step_2, step_3" in capsys.readouterr().out
+        assert fetch(url, empty, "latest") == 1
+
+    def test_the_launcher_asks_the_store(self, url: str, empty: RunDir) -> None:
+        settings = {"output_dir": empty.path, "max_steps": 5, "ckpt": {"dir": url, "resume_step": 2}}
+        attempt = prepare(SftConfig.model_validate(settings), clean=False, dry_run=False)
+        assert attempt.resume_step == 2 and attempt.checkpoint == empty.checkpoint(2)
+        assert empty.run_id() == "run" and RemoteCheckpoints(url).steps() == [1, 2]
+
+    def test_a_dry_run_leaves_the_store_alone(
+        self, url: str, empty: RunDir, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        settings = {"output_dir": empty.path, "max_steps": 5, "ckpt": {"dir": url, "resume_step": "auto"}}
+        assert prepare(SftConfig.model_validate(settings), clean=False, dry_run=True).resume_step is None
+        assert f"a dry run does not look for checkpoints at {url}" in capsys.readouterr().out
+        assert contents(empty.path) == {}
+
+    def test_damaged_weights_are_done_without_out_loud(self, url: str, place: Path, empty: RunDir) -> None:
+        flip(place / "weights/step_1/model.safetensors")
+        said: list[str] = []
+        assert fetch(url, empty, 3, older_weights=2, say=said.append) == 3
+        assert empty.published_weights() == [2] and "going on without the weights of version 1" in "".join(said)
+
+    @pytest.mark.parametrize(
+        ("method", "name", "nth", "wanted"),
+        [
+            ("cat_file", "step_3/manifest.json", 2, "latest"),  # whose run it is
+            ("get_file", "step_3/trainer/.metadata", 1, "latest"),
+            ("get_file", "step_3/trainer/.metadata", 1, 3),
+            ("get_file", "weights/step_1/model.safetensors", 1, 3),
+        ],
+    )
+    def test_a_store_that_fails_is_not_taken_for_damage(
+        self, url: str, empty: RunDir, monkeypatch: pytest.MonkeyPatch, method: str, name: str, nth: int, wanted: Any
+    ) -> None:
+        """Else the run would go on from an older step, or without weights, for a broken connection."""
+        empty.create(forked_from={"run_id": "run", "step": 0, "path": "/elsewhere"})
+        _fail_once(monkeypatch, method, name, nth=nth)
+        said: list[str] = []
+        with pytest.raises(StorageError, match=f"reading {name} failed: PermissionError: not yours") as caught:
+            fetch(url, empty, wanted, older_weights=2, say=said.append)
+        assert "Choose another step" not in str(caught.value) and "WARNING" not in "".join(said)
+
+    def test_damaged_manifests_say_nothing_of_whose_run_it_is(self, url: str, place: Path, empty: RunDir) -> None:
+        empty.create()
+        (place / "step_3/manifest.json").write_text("{")
+        with pytest.raises(RunDirError, match=f"of run run, .* holds run {empty.run_id()}"):
+            fetch(url, empty, "latest")
+        for step in (1, 2):
+            (place / f"step_{step}/manifest.json").write_text("{")
+        with pytest.raises(CheckpointError, match="every checkpoint at .* is damaged"):
+            fetch(url, empty, "latest", say=lambda text: None)
+
+    def test_weights_that_are_here_or_nowhere_are_passed_over(self, url: str, place: Path, empty: RunDir) -> None:
+        own = contents(write_weights(empty, 2, content="own"))
+        shutil.rmtree(place / "weights/step_1")
+        said: list[str] = []
+        assert fetch(url, empty, 3, older_weights=3, say=said.append) == 3
+        assert empty.published_weights() == [0, 2] and contents(empty.weights_of(2)) == own
+        assert sum("copied the weights" in line for line in said) == 1
+
+
+def _fail_once(
+    monkeypatch: pytest.MonkeyPatch, method: str, name: str, *, nth: int = 1, error: Exception | None = None
+) -> None:
+    """Let the nth call of a method of stores that is about `name` fail."""
+    once, found = ObjectStore._once, []
+
+    def fail(self: ObjectStore, called: str, *arguments: Any, **options: Any) -> Any:
+        if called == method and any(str(argument).endswith(name) for argument in arguments):
+            found.append(called)
+            if len(found) == nth:
+                raise error or PermissionError("not yours")
+        return once(self, called, *arguments, **options)
+
+    monkeypatch.setattr(ObjectStore, "_once", fail)
+
+
+class _Slow(RemoteCheckpoints):
+    """Uploads when it is allowed to."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.entered = threading.Event()
+        self.allowed = threading.Event()
+
+    def upload(self, directory: Path, step: int, **options: object) -> bool:
+        self.entered.set()
+        assert self.allowed.wait(HANG_S)
+        return super().upload(directory, step)
+
+
+class TestUploader:
+    """The thread behind the training."""
+
+    def test_steps_arrive_in_order_and_old_ones_go(self, here: RunDir, remote: RemoteCheckpoints) -> None:
+        uploader = Uploader(remote, retention=Retention(keep=2), protected=[1])
+        for step in (1, 2, 3, 4):
+            uploader.submit(write_checkpoint(here, step), step)
+        uploader.close()
+        assert remote.steps() == [1, 3, 4]
+
+    def test_a_step_below_stale_ones_is_not_pruned_by_its_own_upload(
+        self, here: RunDir, remote: RemoteCheckpoints
+    ) -> None:
+        for step in (8, 9):
+            remote.upload(write_checkpoint(here, step), step)
+        uploader = Uploader(remote, retention=Retention(keep=2))
+        uploader.submit(write_checkpoint(here, 3), 3)
+        uploader.close()
+        assert remote.steps() == [3, 8, 9]
+
+    def test_the_step_being_read_is_in_use(self, here: RunDir, place: Path) -> None:
+        remote = _Slow(f"file://{place}")
+        uploader = Uploader(remote)
+        uploader.submit(write_checkpoint(here, 1), 1)
+        uploader.submit(write_checkpoint(here, 2), 2)
+        assert remote.entered.wait(HANG_S) and not uploader.release(1)
+        assert not uploader.wait(timeout_s=0.01)
+        remote.allowed.set()
+        assert uploader.wait(timeout_s=HANG_S) and uploader.release(1) and uploader.release(2)
+        uploader.close()
+
+    def test_a_step_that_retention_was_given_is_not_begun(self, here: RunDir, place: Path) -> None:
+        """Before, the upload began to read what was just about to go, and its failure ended the run."""
+        remote = _Slow(f"file://{place}")
+        uploader = Uploader(remote)
+        for step in (1, 2, 3):
+            uploader.submit(write_checkpoint(here, step), step)
+        assert remote.entered.wait(HANG_S) and uploader.release(2)
+        remote.allowed.set()
+        assert uploader.wait(timeout_s=HANG_S)
+        uploader.close()
+        assert remote.steps() == [1, 3]
+
+    def test_a_store_that_is_away_loses_nothing_and_is_asked_again(
+        self, here: RunDir, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Before, each step was tried for a few seconds, and then ended the run or was never uploaded."""
+        away = _Away(remote, monkeypatch)
+        uploader = Uploader(remote)
+        for step in (1, 2):
+            uploader.submit(write_checkpoint(here, step), step)
+        assert away.asked.wait(HANG_S)
+        uploader.poll()
+        away.is_over.set()
+        assert uploader.wait(timeout_s=HANG_S)
+        uploader.close()
+        assert remote.steps() == [1, 2]
+
+    def test_one_that_stays_away_counts_at_the_end(
+        self, here: RunDir, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        away = _Away(remote, monkeypatch)
+        uploader = Uploader(remote)
+        for step in (1, 2):
+            uploader.submit(write_checkpoint(here, step), step)
+        assert away.asked.wait(HANG_S) and not uploader.wait(timeout_s=0.01)
+        with pytest.raises(CheckpointError, match=r"step 1, 2 was given up after .* \(.*no route.*whole in"):
+            uploader.close(timeout_s=0.05)
+        assert not uploader._thread.is_alive()
+
+    def test_who_refuses_the_first_upload_has_something_to_correct(
+        self, here: RunDir, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        away = _Away(remote, monkeypatch, error=PermissionError("not yours"))
+        uploader = Uploader(remote)
+        uploader.submit(write_checkpoint(here, 1), 1)
+        with pytest.raises(StorageError, match="not yours"):
+            uploader.wait(timeout_s=HANG_S)
+        away.is_over.set()
+        uploader.submit(write_checkpoint(here, 2), 2)
+        assert uploader.wait(timeout_s=HANG_S)
+        away.is_over.clear()
+        uploader.submit(write_checkpoint(here, 3), 3)
+        assert not uploader.wait(timeout_s=0.01), "credentials that were good may be renewed"
+        away.is_over.set()
+        assert uploader.wait(timeout_s=HANG_S)
+        uploader.close()
+        assert remote.steps() == [2, 3]
+
+    def test_a_queued_step_that_was_removed_is_skipped_and_said(
+        self, here: RunDir, place: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        from holdfast.shared.files import durable
+
+        remote = _Slow(f"file://{place}")
+        uploader = Uploader(remote)
+        for step in (1, 2, 3):
+            uploader.submit(write_checkpoint(here, step), step)
+        assert remote.entered.wait(HANG_S)
+        durable.remove_directory(here.checkpoint(2))
+        with caplog.at_level(logging.WARNING):
+            remote.allowed.set()
+            uploader.close()
+        assert remote.steps() == [1, 3]
+        assert f"step 2 is not uploaded: {here.checkpoint(2)} was removed meanwhile" in caplog.text
+
+    def test_a_failure_surfaces_once_and_later_steps_are_uploaded(
+        self, here: RunDir, remote: RemoteCheckpoints
+    ) -> None:
+        uploader = Uploader(remote)
+        flip(write_checkpoint(here, 1) / "trainer/__0.distcp")
+        uploader.submit(here.checkpoint(1), 1)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            uploader.wait(timeout_s=HANG_S)
+        uploader.poll()
+        uploader.submit(write_checkpoint(here, 2), 2)
+        uploader.close()
+        assert remote.steps() == [2]
+
+    def test_the_first_of_several_failures_is_told_and_all_are_logged(
+        self, here: RunDir, remote: RemoteCheckpoints, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        uploader = Uploader(remote)
+        for step in (1, 2):
+            flip(write_checkpoint(here, step) / "trainer/__0.distcp")
+            uploader.submit(here.checkpoint(step), step)
+        with pytest.raises(CheckpointError, match=f"{here.checkpoint(1)}/trainer"):
+            uploader.close()
+        assert "uploading step 1 failed" in caplog.text and "uploading step 2 failed" in caplog.text
+
+    def test_what_is_there_already_is_not_told_and_nothing_comes_after_the_end(
+        self, here: RunDir, remote: RemoteCheckpoints, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO)
+        uploader = Uploader(remote)
+        for _ in range(2):
+            uploader.submit(here.checkpoint(1) if remote.steps() else write_checkpoint(here, 1), 1)
+            assert uploader.wait(HANG_S)
+        uploader.close()
+        assert caplog.text.count("uploaded step 1 to") == 1
+        with pytest.raises(RuntimeError, match="the uploader is closed"):
+            uploader.submit(here.checkpoint(1), 1)
+
+    def test_closing_tells_of_a_failure(self, here: RunDir, remote: RemoteCheckpoints) -> None:
+        uploader = Uploader(remote)
+        flip(write_checkpoint(here, 1) / "trainer/__0.distcp")
+        uploader.submit(here.checkpoint(1), 1)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            uploader.close()
+
+    def test_closing_gives_up_in_time_and_says_what_is_missing(
+        self, here: RunDir, place: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("holdfast.shared.remote.uploader._GIVE_UP_S", 0.01)
+        remote = _Slow(f"file://{place}")
+        uploader = Uploader(remote)
+        for step in (1, 2):
+            uploader.submit(write_checkpoint(here, step), step)
+        assert remote.entered.wait(HANG_S)
+        with pytest.raises(CheckpointError, match=f"uploading step 1, 2 was given up.*whole in {here.checkpoints}"):
+            uploader.close(timeout_s=0.01)
+        remote.allowed.set()
+        uploader._thread.join(HANG_S)
+        assert RemoteCheckpoints(remote.url).steps() == []
+
+    def test_leftovers_are_cleared_after_the_first_upload(
+        self, here: RunDir, remote: RemoteCheckpoints, place: Path
+    ) -> None:
+        (place / "step_7/trainer").mkdir(parents=True)
+        (place / "step_7/trainer/__0.distcp").write_bytes(b"torn")
+        uploader = Uploader(remote)
+        uploader.submit(write_checkpoint(here, 1), 1)
+        uploader.close()
+        assert not (place / "step_7").exists() and remote.steps() == [1]
+
+
+class _Away:
+    """Lets every call of a store fail until it is over."""
+
+    def __init__(
+        self, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None
+    ) -> None:
+        self.asked, self.is_over = threading.Event(), threading.Event()
+        error = error or ConnectionError("no route to it")
+        once = remote._store._once
+
+        def fail(*arguments: object, **options: object) -> object:
+            if self.is_over.is_set():
+                return once(*arguments, **options)
+            self.asked.set()
+            raise error
+
+        monkeypatch.setattr(remote._store, "_once", fail)
+        for module, name in (("object_store", "FIRST_DELAY_S"), ("uploader", "_FIRST_PAUSE_S")):
+            monkeypatch.setattr(f"holdfast.shared.remote.{module}.{name}", 0.001)
+        monkeypatch.setattr("holdfast.shared.remote.uploader._LONGEST_PAUSE_S", 0.05)
+
+
+def test_tries_leave_the_generator_alone_that_the_training_saves(
+    remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _Away(remote, monkeypatch)
+    before = random.getstate()
+    with pytest.raises(StorageError, match="It was tried 4 times") as caught:
+        remote.steps()
+    assert random.getstate() == before and caught.value.may_pass
+
+
+def test_an_aborted_store_fails_at_once(remote: RemoteCheckpoints) -> None:
+    remote.abort()
+    with pytest.raises(StorageError, match="was given up, as the run ends"):
+        remote.steps()
+
+
+def test_a_call_that_is_cancelled_fails_and_one_that_begins_as_the_run_ends_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("holdfast.shared.remote.object_store.STALLED_S", 5.0)
+    store = ObjectStore("s3://bucket/prefix")
+
+    async def cancelled(*_: object) -> bytes:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(store._fs, "_cat_file", cancelled)
+    with pytest.raises(StorageError, match="reading name failed: CancelledError"):
+        store.read("name")
+
+    def begin(*_: object) -> Coroutine[None, None, bool]:
+        store.abort()
+        return asyncio.Event().wait()
+
+    monkeypatch.setattr(store._fs, "_cat_file", begin)
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="reading name was given up, as the run ends"):
+        store.read("name")
+    assert time.monotonic() - began < 5.0

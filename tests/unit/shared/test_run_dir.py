@@ -1,0 +1,308 @@
+"""The run directory: one owner, what a resume sets aside, and which step it goes on from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from holdfast.shared.errors import CheckpointError, RunDirError
+from holdfast.shared.files import durable, manifest
+from holdfast.shared.files.run_dir import RunDir, resolve_resume_step
+from tests.processes import HANG_S
+
+
+def commit(run_dir: RunDir, step: int) -> Path:
+    directory = run_dir.checkpoint(step)
+    directory.mkdir(parents=True)
+    (directory / "data").write_bytes(b"%d" % step)
+    files = manifest.describe_files(directory)
+    manifest.write_manifest(
+        directory, manifest.Manifest(kind="checkpoint", step=step, policy_version=step, files=files)
+    )
+    return directory
+
+
+def test_a_run_directory_touches_nothing_until_asked(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    assert not run_dir.holds_run() and run_dir.committed_steps() == [] and run_dir.next_attempt() == 1
+    assert run_dir.clear_leftovers() == [] and run_dir.set_aside_after(0, 1) == []
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_keeps_its_id(run_dir: RunDir) -> None:
+    assert run_dir.holds_run()
+    assert RunDir(run_dir.path).run_id() == run_dir.run_id() != ""
+
+
+def test_a_second_process_is_told_who_holds_the_directory(tmp_path: Path) -> None:
+    hold = (
+        "import sys; from pathlib import Path; from holdfast.shared.files.run_dir import RunDir\n"
+        "held = RunDir(Path(sys.argv[1])); held.lock(); print('held', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", hold, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with pytest.raises(RunDirError, match=f"in use by another run \\(process {holder.pid}\\)") as caught:
+            RunDir(tmp_path).lock()
+        assert caught.value.exit_code == 2
+    finally:
+        holder.kill()
+        holder.communicate()
+    RunDir(tmp_path).lock()  # the kernel freed it
+
+
+def test_children_of_the_holder_do_not_keep_the_lock(tmp_path: Path) -> None:
+    """A child started while the directory is held must not hold it on when the launcher is gone."""
+    code = (
+        "import subprocess, sys; from pathlib import Path; from holdfast.shared.files.run_dir import RunDir\n"
+        "held = RunDir(Path(sys.argv[1])); held.lock()\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import sys; sys.stdin.read()'], stdin=sys.stdin)\n"
+        "print(child.pid, flush=True)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None and int(holder.stdout.readline()) > 0
+        assert holder.wait(HANG_S) == 0
+        RunDir(tmp_path).lock()
+
+
+def test_the_lock_of_a_killed_holder_is_waited_for_while_its_ranks_end(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from holdfast.shared.files.run_dir import RunDir\n"
+        "RunDir(Path(sys.argv[1])).lock()\n"
+        "if os.fork() == 0: print('held', flush=True)\n"
+        "sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdin is not None and holder.stdout is not None and holder.stdout.readline() == "held\n"
+    holder.kill()
+    holder.wait(HANG_S)
+    with ThreadPoolExecutor() as pool:
+        taken = pool.submit(RunDir(tmp_path).lock)
+        with pytest.raises(TimeoutError):
+            taken.result(timeout=0.3)
+        holder.stdin.close()  # now its child ends
+        taken.result(timeout=HANG_S)
+    holder.stdout.close()
+
+
+def test_steps_and_attempts_are_sorted_by_number_and_strangers_ignored(run_dir: RunDir) -> None:
+    for step in (10, 9, 100):
+        commit(run_dir, step)
+    (run_dir.checkpoints / "step_x").mkdir()
+    (run_dir.checkpoints / "step_7_backup").mkdir()
+    (run_dir.checkpoints / "step_8").write_text("a file")
+    assert run_dir.committed_steps() == [9, 10, 100]
+    for attempt in (2, 10):
+        run_dir.configs(attempt).mkdir(parents=True)
+    (run_dir.path / "configs" / "dry_run").mkdir()
+    assert run_dir.next_attempt() == 11
+
+
+def test_a_step_without_a_readable_manifest_does_not_exist(run_dir: RunDir) -> None:
+    commit(run_dir, 1)
+    (commit(run_dir, 2) / manifest.MANIFEST_NAME).unlink()
+    (commit(run_dir, 3) / manifest.MANIFEST_NAME).write_text("{")
+    assert run_dir.committed_steps() == [1]
+
+
+@pytest.mark.parametrize(("wanted", "step"), [(None, None), ("latest", 20), (-1, 20), ("auto", 20), (5, 5), (20, 20)])
+def test_the_step_to_resume_from(wanted: object, step: int | None, run_dir: RunDir) -> None:
+    for committed in (5, 20):
+        commit(run_dir, committed)
+    assert resolve_resume_step(run_dir, wanted) == step  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wanted", [7, 0, -2, 21])
+def test_a_step_that_is_not_there_lists_those_that_are(wanted: int, run_dir: RunDir) -> None:
+    for committed in (5, 20):
+        commit(run_dir, committed)
+    with pytest.raises(CheckpointError, match="5, 20") as caught:
+        resolve_resume_step(run_dir, wanted)
+    assert str(wanted) in str(caught.value) and caught.value.exit_code == 2
+
+
+def test_without_checkpoints_auto_starts_afresh_and_the_others_are_refused(run_dir: RunDir) -> None:
+    assert resolve_resume_step(run_dir, "auto") is None
+    for wanted in ("latest", -1, 3):
+        with pytest.raises(CheckpointError, match="no committed checkpoint"):
+            resolve_resume_step(run_dir, wanted)  # type: ignore[arg-type]
+
+
+def test_leftovers_of_writers_are_cleared_and_named(run_dir: RunDir) -> None:
+    commit(run_dir, 1)
+    leftovers = [durable.temporary_sibling(parent / "step_3") for parent in
+                 (run_dir.checkpoints, run_dir.rollouts, run_dir.weights)]  # fmt: skip
+    for path in leftovers:
+        path.mkdir(parents=True)
+        (path / "part").write_text("half")
+    half_file = durable.temporary_sibling(run_dir.metrics)
+    half_file.write_text("half")
+    run_dir.batch(4).mkdir(parents=True)
+    assert sorted(run_dir.clear_leftovers()) == sorted([*leftovers, half_file])
+    assert not any(path.exists() for path in [*leftovers, half_file])
+    assert run_dir.checkpoint(1).exists() and run_dir.batch(4).exists() and run_dir.holds_run()
+
+
+def test_setting_aside_moves_exactly_the_future(run_dir: RunDir) -> None:
+    for step in (1, 2, 3, 10):
+        commit(run_dir, step)
+        for directory in (run_dir.batch(step), run_dir.weights_of(step)):
+            directory.mkdir(parents=True)
+            (directory / "content").write_text(str(step))
+    lines = [json.dumps({"step": step, "loss": step / 8}) + "\n" for step in (1, 2, 3, 10)]
+    run_dir.metrics.write_text("".join(lines) + '{"step": 11, "lo')
+    run_dir.generations(11).write_text("finished")
+    moved = run_dir.set_aside_after(2, attempt=4)
+
+    assert run_dir.committed_steps() == run_dir.published_batches() == [1, 2]
+    assert run_dir.published_weights() == [1], "the trainer publishes the resumed version again"
+    assert run_dir.metrics.read_text() == "".join(lines[:2])
+    aside = run_dir.discarded(4)
+    assert (aside / "metrics.jsonl").read_text() == "".join(lines[2:]) + '{"step": 11, "lo'
+    for step in (3, 10):
+        assert manifest.verify(aside / "checkpoints" / f"step_{step}").step == step
+        assert (aside / "weights" / f"step_{step}" / "content").read_text() == str(step)
+        assert (aside / "rollouts" / f"step_{step}" / "content").read_text() == str(step)
+    assert (aside / "rollouts" / "generations_11.log").read_text() == "finished"
+    assert len(moved) == 8 and all(path.exists() for path in moved)
+    assert run_dir.set_aside_after(2, attempt=5) == []
+
+
+def test_the_journal_may_stay_to_be_trained_again(run_dir: RunDir) -> None:
+    for step in (1, 2, 3, 4):
+        run_dir.batch(step).mkdir(parents=True)
+    for step in (4, 5):
+        run_dir.generations(step).write_text("finished")
+    run_dir.weights_of(2).mkdir(parents=True)
+    moved = run_dir.set_aside_after(1, attempt=2, last_batch=3)
+    aside = run_dir.discarded(2)
+    assert moved == [
+        aside / "weights" / "step_2",
+        aside / "rollouts" / "step_4",
+        aside / "rollouts" / "generations_5.log",
+    ]
+    assert run_dir.published_batches() == [1, 2, 3] and run_dir.generations(4).exists()
+
+
+def test_what_an_attempt_set_aside_that_died_of_it_is_not_written_over(run_dir: RunDir) -> None:
+    for loss in (1, 2):
+        (commit(run_dir, 2) / "data").write_bytes(b"%d" % loss)
+        run_dir.metrics.write_text(json.dumps({"step": 2, "loss": loss}) + "\n")
+        run_dir.set_aside_after(1, attempt=2)
+    aside = run_dir.discarded(2)
+    assert [(aside / "checkpoints" / name / "data").read_bytes() for name in ("step_2", "step_2.2")] == [b"1", b"2"]
+    assert [json.loads((aside / name).read_text())["loss"] for name in ("metrics.jsonl", "metrics.jsonl.2")] == [1, 2]
+
+
+def test_damaged_checkpoints_are_set_aside_wherever_they_lie(run_dir: RunDir) -> None:
+    for step in (1, 2, 3):
+        commit(run_dir, step)
+    (run_dir.checkpoint(1) / manifest.MANIFEST_NAME).unlink()
+    shutil.copy(run_dir.checkpoint(2) / manifest.MANIFEST_NAME, run_dir.checkpoint(3))
+    set_aside = run_dir.set_aside_damaged(4)
+    aside = run_dir.discarded(4) / "checkpoints"
+    assert [path for path, _ in set_aside] == [aside / "step_1", aside / "step_3"]
+    assert "manifest.json is missing" in set_aside[0][1] and "the manifest of step 2" in set_aside[1][1]
+    assert (aside / "step_1" / "data").read_bytes() == b"1" and (aside / "step_3" / "data").read_bytes() == b"3"
+    assert [entry.step for entry in run_dir.entries()] == run_dir.committed_steps() == [2]
+
+
+def test_batches_that_no_checkpoint_needs_are_removed(run_dir: RunDir) -> None:
+    for step in (1, 2, 10):
+        run_dir.batch(step).mkdir(parents=True)
+    run_dir.prune_batches(2)
+    assert run_dir.published_batches() == [10]
+
+
+def test_cleaning_removes_the_run_and_nothing_else(run_dir: RunDir) -> None:
+    commit(run_dir, 1)
+    run_dir.logs(1).mkdir(parents=True)
+    run_dir.metrics.write_text("{}\n")
+    (run_dir.path / "notes.txt").write_text("mine")
+    run_dir.remove_run()
+    assert [path.name for path in run_dir.path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("wanted", ["latest", "auto", -1])
+@pytest.mark.parametrize("damaged_file", ["data", manifest.MANIFEST_NAME])
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_the_newest_falls_back_past_damage_and_says_so(
+    run_dir: RunDir, wanted: Literal["latest", "auto", -1], damaged_file: str, is_gone: bool
+) -> None:
+    for step in (5, 10, 15):
+        commit(run_dir, step)
+    damaged = run_dir.checkpoint(15) / damaged_file
+    damaged.write_bytes(b"\xff" + damaged.read_bytes()[1:])
+    if is_gone:
+        damaged.unlink()
+    said: list[str] = []
+    assert resolve_resume_step(run_dir, wanted, say=said.append) == 10
+    assert len(said) == 1 and "skipping the checkpoint of step 15" in said[0] and str(damaged) in said[0]
+    run_dir.set_aside_after(10, 2)
+    assert not run_dir.checkpoint(15).exists()  # so that step 15 can be saved again
+    assert (run_dir.discarded(2) / "checkpoints" / "step_15").exists()
+
+
+def test_a_damaged_step_that_was_asked_for_is_an_error(run_dir: RunDir) -> None:
+    for step in (5, 10, 15):
+        commit(run_dir, step)
+    (run_dir.checkpoint(10) / "data").write_bytes(b"xx")
+    with pytest.raises(CheckpointError, match="resume_step = 10: .*data is damaged.*other committed steps: 5"):
+        resolve_resume_step(run_dir, 10)
+    (run_dir.checkpoint(15) / manifest.MANIFEST_NAME).unlink()
+    with pytest.raises(CheckpointError, match="resume_step = 15: .*manifest.json is missing.*steps: 5, 10.$"):
+        resolve_resume_step(run_dir, 15)
+    assert resolve_resume_step(run_dir, 5) == 5
+
+
+def test_sizes_alone_are_checked_where_that_is_asked_for(run_dir: RunDir) -> None:
+    for step in (5, 10):
+        commit(run_dir, step)
+    data = run_dir.checkpoint(10) / "data"
+    data.write_bytes(b"xx")
+    assert resolve_resume_step(run_dir, "latest", how="size") == resolve_resume_step(run_dir, 10, how="size") == 10
+    assert resolve_resume_step(run_dir, "latest", how="full", say=lambda _: None) == 5
+    data.write_bytes(b"xxx")
+    assert resolve_resume_step(run_dir, "latest", how="size", say=lambda _: None) == 5
+
+
+def test_files_of_another_step_or_kind_are_no_checkpoint(run_dir: RunDir) -> None:
+    commit(run_dir, 5)
+    shutil.copytree(run_dir.checkpoint(5), run_dir.checkpoint(10))
+    with pytest.raises(CheckpointError, match="resume_step = 10: .*the manifest of step 5, not of step 10"):
+        resolve_resume_step(run_dir, 10)
+    weights = run_dir.checkpoint(15)
+    weights.mkdir()
+    manifest.write_manifest(weights, manifest.Manifest(kind="weights", step=15, policy_version=15, files={}))
+    with pytest.raises(CheckpointError, match="holds weights, not a checkpoint"):
+        resolve_resume_step(run_dir, 15)
+
+
+@pytest.mark.parametrize("wanted", ["latest", "auto"])
+@pytest.mark.parametrize("file", ["data", manifest.MANIFEST_NAME])
+def test_only_damaged_checkpoints_are_never_a_fresh_start(
+    run_dir: RunDir, wanted: Literal["latest", "auto"], file: str
+) -> None:
+    (commit(run_dir, 5) / file).unlink()
+    with pytest.raises(CheckpointError, match=f"every checkpoint is damaged: .*{file} is missing"):
+        resolve_resume_step(run_dir, wanted, say=lambda _: None)
+
+
+def test_a_run_remembers_what_it_was_forked_from_and_keeps_its_id(run_dir: RunDir) -> None:
+    assert run_dir.forked_from() is None and RunDir(run_dir.path / "nowhere").forked_from() is None
+    before = run_dir.run_id()
+    run_dir.create(forked_from={"run_id": "other", "step": 3, "path": "/other/checkpoints/step_3"})
+    assert run_dir.forked_from() == "/other/checkpoints/step_3" and run_dir.run_id() == before

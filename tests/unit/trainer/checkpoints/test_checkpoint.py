@@ -1,0 +1,356 @@
+"""Checkpoints: bit-equal after loading, refused when they do not fit or are damaged."""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+
+from holdfast.shared.errors import CheckpointError
+from holdfast.shared.files import manifest
+from holdfast.shared.files.checkpoints import ORCHESTRATOR_DIR, TRAINER_DIR, BestMetric, Retention
+from holdfast.shared.files.journal import STATE_NAME
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.trainer.checkpoints import commit
+from holdfast.trainer.checkpoints.checkpointer import Checkpointer
+from holdfast.trainer.checkpoints.commit import Identity
+from holdfast.trainer.checkpoints.index import IndexReader
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.train_state import (
+    TrainState,
+    capture_random_state,
+    local_part,
+    restore_random_state,
+    seed_everything,
+)
+from tests.train_states import MakeState, copied, draw, same, train
+
+both = pytest.mark.parametrize("save_async", [False, True], ids=["sync", "async"])
+
+
+def save(run_dir: RunDir, state: TrainState, **options: Any) -> Path:
+    """Save one step to its end."""
+    with Checkpointer(run_dir.checkpoints, state) as checkpointer:
+        checkpointer.save(state.progress.step, **options)
+    return run_dir.checkpoint(state.progress.step)
+
+
+def load(run_dir: RunDir, state: TrainState, step: int) -> None:
+    with Checkpointer(run_dir.checkpoints, state) as checkpointer:
+        assert checkpointer.load(step) == step
+
+
+@both
+def test_all_state_comes_back_bit_for_bit(make_state: MakeState, run_dir: RunDir, save_async: bool) -> None:
+    seed_everything(5, step=0, rank=0)
+    state = make_state(steps=3)
+    random.gauss(0, 1)  # leaves the second of a pair behind, which is state too
+    checkpointer = Checkpointer(run_dir.checkpoints, state, save_async=save_async)
+    assert checkpointer.save(3)
+    saved, progress = copied(state.tensors()), (state.progress.step, state.progress.samples, state.progress.tokens)
+    next_numbers = draw()
+    train(state, 2)
+    straight = copied(state.tensors())
+    checkpointer.close()
+    assert run_dir.committed_steps() == [3]
+
+    resumed = make_state(seed=1, weights=False)
+    seed_everything(99, step=7, rank=3)
+    load(run_dir, resumed, 3)
+    assert same(copied(resumed.tensors()), saved)
+    assert (resumed.progress.step, resumed.progress.samples, resumed.progress.tokens) == progress == (3, 24, 300)
+    assert draw() == next_numbers
+    train(resumed, 2)
+    assert same(copied(resumed.tensors()), straight), "the next steps are the same steps"
+
+
+def test_the_state_has_every_parameter_with_both_moments(make_state: MakeState) -> None:
+    state = make_state(steps=1, tied=True)
+    names = state.tensors().keys()
+    parameters = [name for name, _ in state.policy.hf_model.named_parameters()]
+    assert "lm_head.weight" not in parameters and len(parameters) > 20
+    assert set(names) == {f"model.{name}" for name in parameters} | {
+        f"optim.{name}.{key}" for name in parameters for key in ("step", "exp_avg", "exp_avg_sq")
+    }
+    moments = [tensor for name, tensor in state.tensors().items() if name.endswith("exp_avg")]
+    assert all(torch.count_nonzero(local_part(tensor)) for tensor in moments)
+
+
+def test_state_made_for_loading_is_what_adamw_would_make(make_state: MakeState) -> None:
+    empty, stepped = make_state(), make_state(steps=1)
+    for (name, made), real in zip(empty.tensors().items(), stepped.tensors().values(), strict=True):
+        assert (made.shape, made.dtype, type(made)) == (real.shape, real.dtype, type(real)), name
+        assert made.stride() == real.stride(), name
+
+
+@both
+def test_a_resume_before_the_first_step(make_state: MakeState, run_dir: RunDir, save_async: bool) -> None:
+    seed_everything(0, step=0, rank=0)
+    state = make_state()
+    with Checkpointer(run_dir.checkpoints, state, save_async=save_async) as checkpointer:
+        checkpointer.save(0)
+        train(state, 2)
+    resumed = make_state(seed=1)
+    load(run_dir, resumed, 0)
+    train(resumed, 2)
+    assert same(copied(resumed.tensors()), copied(state.tensors()))
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ({"num_hidden_layers": 3}, {}),
+        ({}, {"num_hidden_layers": 3}),
+        ({"intermediate_size": 48}, {}),
+        ({"tied": False}, {"tied": True}),
+        ({"kind": "llama"}, {"kind": "qwen3"}),
+    ],
+    ids=["more layers", "fewer layers", "other width", "untied", "other kind"],
+)
+def test_another_model_is_refused_and_nothing_is_touched(
+    saved: dict[str, Any], loaded: dict[str, Any], make_state: MakeState, run_dir: RunDir
+) -> None:
+    save(run_dir, make_state(steps=1, **saved))
+    state = make_state(seed=3, **loaded)
+    before, generators = copied(state.tensors()), capture_random_state()
+    with pytest.raises(CheckpointError, match="does not fit this model") as caught:
+        load(run_dir, state, 1)
+    assert caught.value.exit_code == 2 and "step_1" in str(caught.value)
+    assert same(copied(state.tensors()), before) and state.progress.step == 0
+    assert capture_random_state() == generators
+
+
+def test_another_dtype_is_refused(make_state: MakeState, run_dir: RunDir) -> None:
+    save(run_dir, make_state(steps=1))
+
+    class Half(TrainState):
+        def tensors(self) -> dict[str, Tensor]:
+            return {name: tensor.bfloat16() for name, tensor in super().tensors().items()}
+
+    state = make_state()
+    with pytest.raises(CheckpointError, match="float32 there, .* torch.bfloat16 here"):
+        load(run_dir, Half(state.policy, state.optimizer, state.progress), 1)
+
+
+@pytest.mark.parametrize("kind", ["flipped", "truncated", "missing", "swapped"])
+def test_damage_to_any_file_is_found_before_a_byte_is_used(kind: str, make_state: MakeState, run_dir: RunDir) -> None:
+    save(run_dir, make_state(steps=1))
+    save(run_dir, other := make_state(steps=2))
+    files = sorted(manifest.verify(run_dir.checkpoint(2)).files)
+    assert len(files) == 4 and f"{TRAINER_DIR}/__0_0.distcp" in files
+    before = copied(other.tensors())
+    for name in files:
+        path = run_dir.checkpoint(2) / name
+        whole = path.read_bytes()
+        middle = len(whole) // 2
+        if kind == "flipped":
+            path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 4]) + whole[middle + 1 :])
+        elif kind == "truncated":
+            path.write_bytes(whole[:-1])
+        elif kind == "missing":
+            path.unlink()
+        else:
+            shutil.copyfile(run_dir.checkpoint(1) / name, path)
+            if path.read_bytes() == whole:
+                continue
+        with pytest.raises(CheckpointError) as caught:
+            load(run_dir, other, 2)
+        assert str(path) in str(caught.value)
+        path.write_bytes(whole)
+    assert same(copied(other.tensors()), before)
+    load(run_dir, other, 2)
+
+
+def damage(run_dir: RunDir, step: int) -> None:
+    path = run_dir.checkpoint(step) / TRAINER_DIR / "progress.json"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def test_latest_falls_back_past_damage_and_says_so(
+    make_state: MakeState, run_dir: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    for steps in (1, 2, 3):
+        save(run_dir, make_state(steps=steps))
+    damage(run_dir, 3)
+    state = make_state()
+    with Checkpointer(run_dir.checkpoints, state) as checkpointer:
+        assert checkpointer.load("latest") == 2 == state.progress.step
+        assert "skipping the checkpoint of step 3" in caplog.text and "progress.json is damaged" in caplog.text
+        with pytest.raises(CheckpointError, match="progress.json is damaged"):
+            checkpointer.load(3)
+        with pytest.raises(CheckpointError, match="step_9"):
+            checkpointer.load(9)
+        damage(run_dir, 1)
+        damage(run_dir, 2)
+        for choice in ("latest", "auto"):
+            with pytest.raises(CheckpointError, match="every checkpoint is damaged"):
+                checkpointer.load(choice)
+    assert state.progress.step == 2
+
+
+def test_loading_reads_the_index_once(make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of hundreds of ranks it is read for seconds."""
+    state, read, paths = make_state(steps=1), IndexReader._read_index, []
+    save(run_dir, state)
+
+    def noting(reader: IndexReader, path: Path) -> Metadata:
+        paths.append(path)
+        return read(reader, path)
+
+    monkeypatch.setattr(IndexReader, "_read_index", noting)
+    with Checkpointer(run_dir.checkpoints, make_state()) as checkpointer:
+        checkpointer.load()
+    assert paths == [run_dir.checkpoint(1) / TRAINER_DIR / ".metadata"]
+
+
+def test_auto_starts_afresh_where_latest_is_refused(make_state: MakeState, run_dir: RunDir) -> None:
+    state = make_state(steps=1)
+    before = copied(state.tensors())
+    with Checkpointer(run_dir.checkpoints, state) as checkpointer:
+        assert checkpointer.load("auto") == 0
+        with pytest.raises(CheckpointError, match="there is no checkpoint in .*auto"):
+            checkpointer.load()
+    assert same(copied(state.tensors()), before)
+
+
+def test_a_load_waits_for_the_save_before_it(make_state: MakeState, run_dir: RunDir) -> None:
+    state = make_state(steps=1)
+    with Checkpointer(run_dir.checkpoints, state) as checkpointer:
+        for _ in range(5):
+            checkpointer.save(state.progress.step)
+            assert checkpointer.load() == state.progress.step
+            train(state, 1)
+
+
+@both
+def test_only_the_newest_are_kept(make_state: MakeState, run_dir: RunDir, save_async: bool) -> None:
+    state = make_state()
+    checkpointer = Checkpointer(run_dir.checkpoints, state, save_async=save_async, retention=Retention(keep=2))
+    for step in range(1, 5):
+        train(state, 1)
+        checkpointer.save(step)
+        checkpointer.wait()
+        assert run_dir.committed_steps() == list(range(max(1, step - 1), step + 1))
+    checkpointer.close()
+    assert sorted(path.name for path in run_dir.checkpoints.iterdir()) == ["step_3", "step_4"]
+
+
+def test_retention_spares_the_best_every_third_what_was_loaded_and_what_is_in_use(
+    make_state: MakeState, run_dir: RunDir
+) -> None:
+    state = make_state()
+    save(run_dir, state)
+    retention = Retention(keep=1, keep_interval=3, keep_best=BestMetric.parse("min:loss"))
+    with Checkpointer(
+        run_dir.checkpoints, state, retention=retention, may_remove=lambda step: step != 4
+    ) as checkpointer:
+        checkpointer.load(0)
+        for step, loss in enumerate((5.0, 2.0, 9.0, 7.0, float("inf"), 8.0, 7.0), start=1):
+            checkpointer.save(step, metrics={"loss": loss, "nothing": float("nan")})
+    assert run_dir.committed_steps() == [0, 2, 3, 4, 6, 7]
+    assert manifest.read_manifest(run_dir.checkpoint(2)).metrics == {"loss": 2.0}
+
+
+def test_a_metric_without_bounds_does_not_spoil_the_manifest(make_state: MakeState, run_dir: RunDir) -> None:
+    save(run_dir, make_state(steps=1), metrics={"loss": float("inf"), "worse": float("-inf"), "lr": 0.5})
+    assert manifest.verify(run_dir.checkpoint(1)).metrics == {"lr": 0.5}
+
+
+def test_a_damaged_step_does_not_count_as_one_of_the_kept(make_state: MakeState, run_dir: RunDir) -> None:
+    state = make_state()
+    checkpointer = Checkpointer(run_dir.checkpoints, state, save_async=False, retention=Retention(keep=2))
+    for step in (1, 2, 3):
+        checkpointer.save(step)
+        if step == 2:
+            (run_dir.checkpoint(2) / manifest.MANIFEST_NAME).write_text("{")
+    assert run_dir.committed_steps() == [1, 3]
+
+
+def test_attachments_are_part_of_the_commit(make_state: MakeState, run_dir: RunDir, tmp_path: Path) -> None:
+    source = tmp_path / STATE_NAME
+    source.write_bytes(b'{"next_task": 17}')
+    state = make_state(steps=1)
+    name = f"{ORCHESTRATOR_DIR}/{STATE_NAME}"
+    linked = save(run_dir, state, attachments={name: source}) / name
+    assert linked.read_bytes() == source.read_bytes()
+    source.unlink()
+    assert name in manifest.verify(run_dir.checkpoint(1)).files
+    linked.write_bytes(b'{"next_task": 18}')
+    with pytest.raises(CheckpointError, match=STATE_NAME):
+        load(run_dir, state, 1)
+
+
+def test_an_attachment_on_another_filesystem_is_copied(
+    make_state: MakeState, run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / STATE_NAME
+    source.write_bytes(b"{}")
+
+    def no_link(*_: object) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(commit.os, "link", no_link)
+    directory = save(run_dir, make_state(steps=1), attachments={"a/b.json": source})
+    assert (directory / "a" / "b.json").read_bytes() == b"{}"
+
+
+def test_the_manifest_says_who_wrote_it(make_state: MakeState, run_dir: RunDir) -> None:
+    files = {f"{TRAINER_DIR}/config.toml": b"lr = 1", "model/config.json": b"{}"}
+    identity = Identity("a run", "data", "config", files)
+    state = make_state(steps=2)
+    with Checkpointer(run_dir.checkpoints, state, identity=identity) as checkpointer:
+        checkpointer.save(2)
+    listing = manifest.verify(run_dir.checkpoint(2))
+    assert (listing.kind, listing.step, listing.policy_version, listing.world_size) == ("checkpoint", 2, 2, 1)
+    assert (listing.run_id, listing.fingerprints.data, listing.fingerprints.config) == ("a run", "data", "config")
+    assert "torch" in listing.libraries and files.keys() <= listing.files.keys()
+    assert (run_dir.checkpoint(2) / "model" / "config.json").read_bytes() == b"{}"
+    other = commit.fingerprint_tensors(make_state(num_hidden_layers=3).tensors())
+    assert listing.fingerprints.model == commit.fingerprint_tensors(state.tensors()) != other
+
+
+def test_a_rank_that_the_checkpoint_does_not_know_derives_its_generator(
+    make_state: MakeState, run_dir: RunDir, parallel: Parallel
+) -> None:
+    state = make_state(steps=1)
+    directory = save(run_dir, state)
+    listing = manifest.read_manifest(directory)
+    listing.world_size = 2
+    manifest.write_manifest(directory, listing)
+    load(run_dir, state, 1)
+    got = draw()
+    seed_everything(0, step=1, rank=parallel.rank)
+    assert draw() == got
+
+
+def test_random_state_is_restored_exactly() -> None:
+    seed_everything(3, step=0, rank=0)
+    draw()
+    state = capture_random_state()
+    expected = [draw() for _ in range(3)]
+    assert [draw() for _ in range(3)] != expected
+    restore_random_state(state)
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_seeds_differ_by_seed_step_and_rank() -> None:
+    drawn = []
+    for seed, step, rank in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)):
+        seed_everything(seed, step=step, rank=rank)
+        drawn.append(draw())
+    assert drawn[0] == drawn[-1] and len(set(drawn)) == 4
+
+
+def test_a_save_that_nothing_disturbs_warns_of_nothing(
+    make_state: MakeState, run_dir: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        save(run_dir, make_state(steps=1))
+    assert not caplog.records

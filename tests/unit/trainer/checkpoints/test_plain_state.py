@@ -1,0 +1,371 @@
+"""State of plain PyTorch objects: every optimizer resumes bit for bit, and what cannot be saved is named."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from holdfast.shared.errors import CheckpointError
+from holdfast.shared.files.checkpoints import TRAINER_DIR
+from holdfast.trainer.checkpoints.checkpointer import Checkpointer, load_state_with_optimizer, save_state
+from holdfast.trainer.checkpoints.plain_state import ObjectsState, module_tensors
+from holdfast.trainer.checkpoints.plain_values import decode, encode
+from holdfast.trainer.checkpoints.warm_start import load_weights_only
+
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+
+
+class Net(nn.Module):
+    """Dropout, batch statistics, a tied weight, a frozen one, one that gets no gradient, a transient buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.dropout = nn.Dropout(0.3)
+        self.last = nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(3))
+        self.scalar = nn.Parameter(torch.randn(()))
+        self.register_buffer("transient", torch.ones(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.dropout(self.norm(self.first(x)))) * self.frozen * self.scalar
+
+
+def make_net(seed: int) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def step(model: nn.Module, optimizer: Optimizer) -> float:
+    """In the order of most loops: gradients are still there afterwards."""
+    optimizer.zero_grad()
+    loss = model(torch.randn(8, 4)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def everything(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, bytes]]:
+    """All tensors and settings as bytes, read by PyTorch's own means."""
+    found = [(name, tensor.detach().numpy().tobytes()) for name, tensor in model.state_dict().items()]
+    saved = optimizer.state_dict()
+    for number, state in saved["state"].items():
+        for key, value in sorted(state.items()):
+            data = value.numpy().tobytes() if isinstance(value, Tensor) else repr(value).encode()
+            found.append((f"{number}.{key}", data))
+    return [*found, ("groups", repr(saved["param_groups"]).encode())]
+
+
+def tuned(kind: Callable[..., Optimizer], **options: Any) -> MakeOptimizer:
+    return lambda model: kind(model.parameters(), **options)
+
+
+def in_two_groups(model: nn.Module) -> Optimizer:
+    thin = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    wide = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    return torch.optim.AdamW([{"params": thin, "weight_decay": 0.0}, {"params": wide}], lr=0.01, betas=(0.8, 0.9))
+
+
+class Counting(torch.optim.SGD):
+    """State that is no tensor, and that decides what a step does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["calls"] = state.get("calls", 0) + 1
+                    state["history"] = (*state.get("history", ()), state["calls"])
+                    parameter.grad.div_(state["calls"])
+        return super().step(closure)
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "SGD": tuned(torch.optim.SGD, lr=0.1),
+    "SGD momentum": tuned(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
+    "Adam amsgrad": tuned(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "AdamW": tuned(torch.optim.AdamW, lr=0.01),
+    "AdamW fused": tuned(torch.optim.AdamW, lr=0.01, fused=True),
+    "AdamW tensor lr": tuned(torch.optim.AdamW, lr=torch.tensor(0.01)),
+    "AdamW groups": in_two_groups,
+    "NAdam": tuned(torch.optim.NAdam, lr=0.01),
+    "RAdam": tuned(torch.optim.RAdam, lr=0.01),
+    "Adagrad": tuned(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.3),
+    "Adadelta": tuned(torch.optim.Adadelta),
+    "Adafactor": tuned(torch.optim.Adafactor, lr=0.01),
+    "Adamax": tuned(torch.optim.Adamax, lr=0.01),
+    "ASGD": tuned(torch.optim.ASGD, lr=0.01, t0=1),
+    "RMSprop": tuned(torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.5),
+    "Rprop": tuned(torch.optim.Rprop, lr=0.01),
+    "state without tensors": tuned(Counting, lr=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("done", [0, 3])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_every_optimizer_resumes_bit_for_bit(kind: str, done: int, tmp_path: Path) -> None:
+    """Also one saved before its first step: saving must neither make its state nor guess it."""
+
+    def start(seed: int) -> tuple[nn.Module, Optimizer]:
+        model = make_net(seed)
+        return model, OPTIMIZERS[kind](model)
+
+    model, optimizer = start(0)
+    straight = [step(model, optimizer) for _ in range(done + 3)]
+    expected = everything(model, optimizer)
+
+    model, optimizer = start(0)
+    losses = [step(model, optimizer) for _ in range(done)]
+    save_state(tmp_path / "saved", {"model": model, "optimizer": optimizer}, step=done)
+    untouched = [step(model, optimizer) for _ in range(3)]
+    assert losses + untouched == straight and everything(model, optimizer) == expected, "saving changes nothing"
+
+    for steps_before_loading in (0, 2):  # a fresh optimizer, and one with state to be replaced
+        model, optimizer = start(1)
+        for _ in range(steps_before_loading):
+            step(model, optimizer)
+        assert load_state_with_optimizer(tmp_path / "saved", {"model": model, "optimizer": optimizer}) == done
+        assert losses + [step(model, optimizer) for _ in range(3)] == straight
+        assert everything(model, optimizer) == expected
+
+
+def test_gradients_that_are_there_do_no_harm(tmp_path: Path) -> None:
+    """torch.distributed.checkpoint.state_dict leaves the moments out then, without a word."""
+    model = make_net(0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    assert model.first.weight.grad is not None
+    gradient = model.first.weight.grad.clone()
+    save_state(tmp_path / "saved", {"model": model, "optimizer": optimizer})
+    assert torch.equal(model.first.weight.grad, gradient)
+    expected = everything(model, optimizer)
+    other = make_net(1)
+    loaded = torch.optim.AdamW(other.parameters())
+    other(torch.randn(8, 4)).sum().backward()
+    load_state_with_optimizer(tmp_path / "saved", {"model": other, "optimizer": loaded})
+    assert everything(other, loaded) == expected
+
+
+def test_tensors_have_the_names_of_their_parameters() -> None:
+    model = make_net(0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    names = ObjectsState({"model": model, "optimizer": optimizer}).tensors().keys()
+    assert {"model.first.weight", "model.norm.running_mean", "optimizer.model.first.weight.exp_avg"} <= names
+    assert not names & {"model.last.weight", "model.transient", "optimizer.model.unused.exp_avg"}
+
+
+def test_two_modules_with_the_same_parameter_names_share_an_optimizer(tmp_path: Path) -> None:
+    def start(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        actor, critic = nn.Linear(2, 2), nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW([*actor.parameters(), *critic.parameters()])
+        (actor(torch.randn(3, 2)).sum() * 3 + critic(torch.randn(3, 2)).square().sum()).backward()
+        optimizer.step()
+        return {"actor": actor, "critic": critic, "optimizer": optimizer}
+
+    saved, loaded = start(0), start(1)
+    save_state(tmp_path / "saved", saved)
+    load_state_with_optimizer(tmp_path / "saved", loaded)
+    for name in ("actor", "critic"):
+        assert everything(loaded[name], loaded["optimizer"]) == everything(saved[name], saved["optimizer"])
+
+
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "LambdaLR": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n)),
+    "CosineAnnealingLR": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10),
+    "MultiStepLR": lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4]),
+    "OneCycleLR": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10),
+    "ReduceLROnPlateau": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_every_scheduler_goes_on(kind: str, tmp_path: Path) -> None:
+    """One of them counts by integer keys, another starts from an infinite best."""
+
+    def start(seed: int) -> tuple[dict[str, Any], Callable[[], float]]:
+        model = make_net(seed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler = SCHEDULERS[kind](optimizer)
+
+        def advance() -> float:
+            loss = step(model, optimizer)
+            scheduler.step(*([loss] if kind == "ReduceLROnPlateau" else []))
+            return optimizer.param_groups[0]["lr"]
+
+        return {"model": model, "optimizer": optimizer, "scheduler": scheduler}, advance
+
+    state, advance = start(0)
+    save_state(tmp_path / "first", state)
+    rates = [advance() for _ in range(3)]
+    save_state(tmp_path / "third", state)
+    rates += [advance() for _ in range(3)]
+    for name, done in (("first", 0), ("third", 3)):
+        state, advance = start(1)
+        load_state_with_optimizer(tmp_path / name, state)
+        assert rates[:done] + [advance() for _ in range(6 - done)] == rates
+
+
+VALUES: dict[str, Any] = {
+    "counters": {"step": 3, "loss": 0.1, "done": True, "none": None, "text": "é\n", "large": 2**80, "tiny": 5e-324},
+    "tuples": {"state": (3, (1, 2), None), "list": [1, [2]], "empty": ()},
+    "infinite": {"best": float("inf"), "worst": float("-inf")},
+    "keys": {1: "a", (2, 3): {"b": 4}, None: 5, False: 6},
+    "bytes": {"data": b"\x00\xff", "$tuple": [1], "$x": {"$float": "inf"}},
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_values_come_back_as_they_were(kind: str, tmp_path: Path) -> None:
+    save_state(tmp_path / "saved", {"values": VALUES[kind]}, step=7)
+    found: dict[Any, Any] = {"old": 1}
+    assert load_state_with_optimizer(tmp_path / "saved", {"values": found}) == 7
+    assert found == VALUES[kind] and repr(found) == repr(VALUES[kind])
+
+
+def test_not_a_number_and_counters_survive() -> None:
+    assert repr(decode(encode({"a": float("nan")}, "x"))) == "{'a': nan}"
+    assert decode(encode(Counter("aab"), "x")) == {"a": 2, "b": 1}
+
+
+class WithState:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": [self.value]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("never saved")
+
+
+class ExtraState(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"seen": 1}
+
+
+def lbfgs_after_a_step() -> dict[str, Any]:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)  # type: ignore[arg-type]
+    return {"model": model, "optimizer": optimizer}
+
+
+def with_global_state() -> dict[str, Any]:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state["shared"]["count"] = 1  # type: ignore[index]
+    return {"model": model, "optimizer": optimizer}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: {"thing": 3}, "'thing' is a int: a checkpoint takes modules, optimizers, dicts"),
+        (lambda: {"a.b": {}}, "'a.b' has a dot"),
+        (lambda: {"values": {"x": {"y": [torch.zeros(1)]}}}, r"values.x.y\[0\] is a Tensor.*\.tolist\(\)"),
+        (lambda: {"values": {"when": {1, 2}}}, "values.when is a set"),
+        (lambda: {"thing": WithState(object())}, r"thing.inner\[0\] is a object"),
+        (lambda: {"model": nn.Sequential(ExtraState(1, 1))}, "the module '0' .ExtraState. has extra state"),
+        (lambda: {"model": nn.ParameterList([torch.eye(2).to_sparse()])}, "'model.0' is a sparse tensor"),
+        (lbfgs_after_a_step, r"optimizer.state.model.weight.(al|old_dirs)\[0\] is a Tensor"),
+        (with_global_state, "'optimizer' .SGD. keeps state under 'shared'"),
+    ],
+    ids=["number", "dot", "tensor", "set", "object", "extra state", "sparse", "LBFGS", "global state"],
+)
+def test_what_cannot_be_saved_is_refused_with_its_place(
+    make: Callable[[], dict[str, Any]], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        save_state(tmp_path / "saved", make())
+    assert not list(tmp_path.iterdir())
+
+
+def whole_state(**other: Any) -> dict[str, Any]:
+    model = make_net(0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    return {"model": model, "optimizer": optimizer, "progress": {"step": 1}} | other
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: {"net" if k == "model" else k: v for k, v in whole_state().items()}, r"lacks .*net\.first\.bias"),
+        (lambda: {"opt" if k == "optimizer" else k: v for k, v in whole_state().items()}, r"besides optimizer\."),
+        (lambda: {"count" if k == "progress" else k: v for k, v in whole_state().items()}, r"\['count', 'optimizer'\]"),
+        (lambda: whole_state(model=nn.Linear(2, 2)), "does not fit this model"),
+        (lambda: whole_state(extra={}), "the names that it was saved with"),
+    ],
+    ids=["model", "optimizer", "dict", "another model", "one more"],
+)
+def test_other_names_are_refused_and_nothing_is_touched(
+    make: Callable[[], dict[str, Any]], message: str, tmp_path: Path
+) -> None:
+    save_state(tmp_path / "saved", whole_state())
+    state = make()
+    before = {name: tensor.clone() for name, tensor in ObjectsState(state).tensors().items()}
+    with pytest.raises(CheckpointError, match=message):
+        load_state_with_optimizer(tmp_path / "saved", state)
+    after = ObjectsState(state).tensors()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_another_number_of_groups_is_refused(tmp_path: Path) -> None:
+    model = make_net(0)
+    save_state(tmp_path / "saved", {"model": model, "optimizer": in_two_groups(model)})
+    with pytest.raises(CheckpointError, match="'optimizer' of the checkpoint has 2 parameter groups, this one 1"):
+        load_state_with_optimizer(
+            tmp_path / "saved", {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+        )
+
+
+def test_what_holds_weights_alone_is_no_full_state(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    save_state(tmp_path / "saved", {"model": nn.Linear(1, 1)})
+    (tmp_path / "saved" / TRAINER_DIR).rename(tmp_path / "dcp")
+    torch.save({"weight": torch.zeros(2)}, tmp_path / "weights.pt")
+    for path, found in (
+        (tiny_model(), "Hugging Face"),
+        (tmp_path / "dcp", "torch.distributed.checkpoint"),
+        (tmp_path / "weights.pt", "weights"),
+        (tmp_path / "none", "no such file or directory"),
+    ):
+        with pytest.raises(CheckpointError, match=f"holds .*{found}.*optimizer and counters.*load_weights_only"):
+            load_state_with_optimizer(path, {"model": nn.Linear(1, 1)})
+
+
+def test_the_weights_alone_can_be_taken(tmp_path: Path) -> None:
+    saved = whole_state()
+    with Checkpointer(tmp_path, saved) as checkpointer:
+        checkpointer.save(5)
+    other = make_net(3)
+    load_weights_only(module_tensors(other), tmp_path / "step_5")
+    mine, theirs = module_tensors(other), module_tensors(saved["model"])
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_state_has_a_directory_of_any_name_and_is_not_written_over(tmp_path: Path) -> None:
+    state = whole_state()
+    save_state(str(tmp_path / "deep" / "best"), state, step=4)
+    with pytest.raises(Exception, match="best exists already"):
+        save_state(tmp_path / "deep" / "best", state)
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["best"]
+    assert load_state_with_optimizer(tmp_path / "deep" / "best", state) == 4

@@ -1,0 +1,347 @@
+"""Warm start: the weights of every kind of source are taken exactly, and nothing that does not fit is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from holdfast.shared.config.lora import LoraConfig
+from holdfast.shared.config.trainer import TrainedModelConfig
+from holdfast.shared.errors import CheckpointError
+from holdfast.shared.files import manifest
+from holdfast.shared.files.checkpoints import kind_of
+from holdfast.shared.files.warm_start import check_warm_start
+from holdfast.trainer.checkpoints.warm_start import load_weights_only
+from holdfast.trainer.models.loading import trained_tensors
+from holdfast.trainer.parallel import Parallel
+from tests.conftest import ModelFactory
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+def model(request: pytest.FixtureRequest, tiny_model: ModelFactory) -> Path:
+    return tiny_model(tied=request.param, num_hidden_layers=1)
+
+
+def weights_of(model: Path) -> dict[str, Tensor]:
+    return load_file(model / "model.safetensors")
+
+
+def empty(model: Path, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Tensors as a trainer would have them, filled with what must not stay."""
+    causal_lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=dtype)
+    tensors = trained_tensors(causal_lm)
+    for tensor in tensors.values():
+        tensor.fill_(float("nan"))
+    return tensors
+
+
+def assert_loaded(path: Path, model: Path) -> None:
+    tensors, expected = empty(model), weights_of(model)
+    load_weights_only(tensors, path)
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def commit(directory: Path, kind: Any, step: int = 3) -> Path:
+    files = manifest.describe_files(directory)
+    manifest.write_manifest(directory, manifest.Manifest(kind=kind, step=step, policy_version=step, files=files))
+    return directory
+
+
+def make_checkpoint(model: Path, directory: Path) -> Path:
+    weights = weights_of(model)
+    tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
+    tensors |= {f"optim.{name}.exp_avg": torch.zeros_like(tensor) for name, tensor in weights.items()}
+    dcp.save(tensors, checkpoint_id=directory / "trainer", no_dist=True)
+    return commit(directory, "checkpoint")
+
+
+def as_hugging_face(model: Path, directory: Path) -> Path:
+    return Path(shutil.copytree(model, directory))
+
+
+def as_shards(model: Path, directory: Path) -> Path:
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(directory, max_shard_size="20KB")
+    assert len(list(directory.glob("*.safetensors"))) > 1
+    return directory
+
+
+def as_published_weights(model: Path, directory: Path) -> Path:
+    return commit(as_hugging_face(model, directory), "weights")
+
+
+def as_bin(model: Path, directory: Path) -> Path:
+    directory.mkdir()
+    shutil.copy(model / "config.json", directory)
+    torch.save(weights_of(model), directory / "pytorch_model.bin")
+    return directory
+
+
+def as_old_bin(model: Path, directory: Path) -> Path:
+    """The format before torch 1.6, which cannot be mapped into memory."""
+    torch.save(weights_of(model), as_bin(model, directory) / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    return directory
+
+
+def as_bin_shards(model: Path, directory: Path) -> Path:
+    as_bin(model, directory)
+    (directory / "pytorch_model.bin").unlink()
+    weight_map = {name: f"pytorch_model-{number % 2}.bin" for number, name in enumerate(weights_of(model))}
+    for file in set(weight_map.values()):
+        torch.save({name: weights_of(model)[name] for name in weight_map if weight_map[name] == file}, directory / file)
+    (directory / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return directory
+
+
+def as_dcp(model: Path, directory: Path) -> Path:
+    dcp.save(dict(weights_of(model)), checkpoint_id=directory, no_dist=True)
+    return directory
+
+
+def as_dcp_of_an_app(model: Path, directory: Path) -> Path:
+    """As torch's tutorials write it: nested, with an optimizer, and with an object that is no tensor."""
+    weights = dict(weights_of(model))
+    optimizer = {"state": {name: {"exp_avg": tensor * 0} for name, tensor in weights.items()}}
+    state = {"app": {"model": weights, "optim": optimizer, "step": {"a": object}}}
+    dcp.save(state, checkpoint_id=directory, no_dist=True)
+    return directory
+
+
+def as_dcp_beside_an_optimizer(model: Path, directory: Path) -> Path:
+    state = {**weights_of(model), "optimizer": {"exp_avg": torch.zeros(3)}}
+    dcp.save(state, checkpoint_id=directory, no_dist=True)
+    return directory
+
+
+def as_file(model: Path, directory: Path) -> Path:
+    return Path(shutil.copy(model / "model.safetensors", directory.with_suffix(".safetensors")))
+
+
+def as_training_state(model: Path, directory: Path) -> Path:
+    """As a plain training loop saves it, from behind DistributedDataParallel."""
+    wrapped = {f"module.{name}": tensor for name, tensor in weights_of(model).items()}
+    torch.save({"model": wrapped, "optimizer": {"lr": 1.0}, "step": 7}, directory.with_suffix(".pt"))
+    return directory.with_suffix(".pt")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [make_checkpoint, as_hugging_face, as_shards, as_published_weights, as_bin, as_old_bin, as_bin_shards, as_dcp,
+     as_dcp_of_an_app, as_dcp_beside_an_optimizer, as_file, as_training_state],
+)  # fmt: skip
+def test_every_kind_of_source_gives_the_same_weights(
+    make: Callable[[Path, Path], Path], model: Path, tmp_path: Path
+) -> None:
+    assert_loaded(make(model, tmp_path / "source"), model)
+
+
+@pytest.mark.parametrize("make", [make_checkpoint, as_dcp, as_file, as_bin])
+def test_sharded_tensors_are_filled(
+    make: Callable[[Path, Path], Path], tiny_model: ModelFactory, tmp_path: Path, parallel: Parallel
+) -> None:
+    model = tiny_model(num_hidden_layers=1)
+    causal_lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.float32)
+    fully_shard(causal_lm, mesh=parallel.mesh)
+    tensors = trained_tensors(causal_lm)
+    load_weights_only(tensors, make(model, tmp_path / "source"))
+    for name, expected in weights_of(model).items():
+        assert torch.equal(tensors[name].full_tensor(), expected), name  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("make", [as_dcp, as_file, as_bin])
+def test_other_dtypes_are_cast_and_the_log_says_so(
+    make: Callable[[Path, Path], Path],
+    tiny_model: ModelFactory,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("holdfast.trainer.checkpoints.warm_start._BUFFER_BYTES", 5000)  # several groups of buffers
+    half = tmp_path / "half"
+    half.mkdir()
+    model = tiny_model(num_hidden_layers=1)
+    expected = {name: tensor.bfloat16() for name, tensor in weights_of(model).items()}
+    save_file(expected, half / "model.safetensors")
+    shutil.copy(model / "config.json", half)
+    tensors = empty(model)
+    with caplog.at_level(logging.INFO, logger="trainer"):
+        load_weights_only(tensors, make(half, tmp_path / "source"))
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, expected[name].float()), name
+    assert "cast from torch.bfloat16 to torch.float32" in caplog.text
+
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def written(path: Path, tensors: dict[str, Tensor]) -> Path:
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
+    return path
+
+
+def test_a_tied_model_takes_either_name_or_both(tiny_model: ModelFactory, tmp_path: Path) -> None:
+    model = tiny_model(num_hidden_layers=1)
+    weights = weights_of(model)
+    assert HEAD not in weights
+    assert_loaded(written(tmp_path / "both.safetensors", weights | {HEAD: weights[EMBEDDING]}), model)
+    head_only = {name: tensor for name, tensor in weights.items() if name != EMBEDDING}
+    assert_loaded(written(tmp_path / "head.safetensors", head_only | {HEAD: weights[EMBEDDING]}), model)
+    values = "lm_head.weight differs from model.embed_tokens.weight .*tie_word_emb"
+    kind = "it lacks nothing and has besides lm_head.weight"
+    for other, said in (
+        (weights[EMBEDDING] + 1, values),
+        (weights[EMBEDDING].half(), values),
+        (weights[EMBEDDING][1:], kind),
+    ):
+        different = written(tmp_path / "different.safetensors", weights | {HEAD: other})
+        with pytest.raises(CheckpointError, match=said):
+            load_weights_only(empty(model), different)
+
+
+def test_numbers_of_an_unknown_kind_are_refused(model: Path, tmp_path: Path) -> None:
+    file = written(tmp_path / "odd.safetensors", weights_of(model) | {"odd": torch.ones(2, dtype=torch.uint64)})
+    with pytest.raises(CheckpointError, match=f"{file}: odd has the dtype U64, which is not known"):
+        load_weights_only(empty(model), file)
+
+
+def test_an_untied_model_does_not_take_the_weights_of_a_tied_one(tiny_model: ModelFactory) -> None:
+    with pytest.raises(CheckpointError, match="it lacks lm_head.weight and has besides nothing"):
+        load_weights_only(empty(tiny_model(tied=False, num_hidden_layers=1)), tiny_model(num_hidden_layers=1))
+
+
+def test_what_older_files_hold_besides_weights_is_ignored(model: Path, tmp_path: Path) -> None:
+    computed = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    assert_loaded(written(tmp_path / "old.safetensors", weights_of(model) | computed), model)
+
+
+@pytest.mark.parametrize("make", [make_checkpoint, as_dcp, as_file, as_bin, as_published_weights])
+def test_another_model_is_refused_before_a_tensor_is_touched(
+    make: Callable[[Path, Path], Path], tiny_model: ModelFactory, tmp_path: Path
+) -> None:
+    source = make(tiny_model(num_hidden_layers=1), tmp_path / "source")
+    for model, text in (
+        (tiny_model(num_hidden_layers=2), "lacks model.layers.1.* and 8 more and has besides nothing"),
+        (tiny_model(num_hidden_layers=1, hidden_size=16), r"model.embed_tokens.weight is \(128, 32\).* \(128, 16\)"),
+    ):  # fmt: skip
+        tensors = empty(model)
+        with pytest.raises(CheckpointError, match=text) as caught:
+            load_weights_only(tensors, source)
+        assert str(source) in str(caught.value) and str(kind_of(source)) in str(caught.value)
+        assert all(tensor.isnan().all() for tensor in tensors.values())
+    with pytest.raises(CheckpointError, match="has besides model.layers.1"):
+        load_weights_only(empty(tiny_model(num_hidden_layers=1)), tiny_model(num_hidden_layers=2))
+
+
+def test_quantized_weights_are_refused(model: Path, tmp_path: Path) -> None:
+    weights = weights_of(model) | {EMBEDDING: torch.zeros(128, 32, dtype=torch.int8)}
+    with pytest.raises(CheckpointError, match="torch.int8 there"):
+        load_weights_only(empty(model), written(tmp_path / "q.safetensors", weights))
+
+
+@pytest.mark.parametrize("make", [make_checkpoint, as_published_weights])
+def test_damage_is_found_before_a_tensor_is_touched(
+    make: Callable[[Path, Path], Path], model: Path, tmp_path: Path
+) -> None:
+    source = make(model, tmp_path / "source")
+    largest = max((path for path in source.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[-1] ^= 1
+    largest.write_bytes(content)
+    tensors = empty(model)
+    with pytest.raises(CheckpointError, match=f"{largest} is damaged"):
+        load_weights_only(tensors, source)
+    assert all(tensor.isnan().all() for tensor in tensors.values())
+    load_weights_only(tensors, source, how="size")
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(as_hugging_face, "model.safetensors"), (as_bin, "pytorch_model.bin"), (as_old_bin, "pytorch_model.bin"),
+     (as_shards, "model.safetensors.index.json"), (as_dcp, ".metadata"), (as_dcp, "__0_0.distcp")],
+)  # fmt: skip
+def test_a_cut_file_is_one_message_that_names_it(
+    make: Callable[[Path, Path], Path], name: str, model: Path, tmp_path: Path
+) -> None:
+    source = make(model, tmp_path / "source")
+    content = (source / name).read_bytes()
+    (source / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match=str(source)):
+        load_weights_only(empty(model), source)
+
+
+def test_a_missing_file_of_an_index_is_named(model: Path, tmp_path: Path) -> None:
+    source = as_shards(model, tmp_path / "source")
+    gone = sorted(source.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(CheckpointError, match=f"{gone} cannot be read"):
+        load_weights_only(empty(model), source)
+
+
+class Malicious:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("/nonexistent/touched"),))
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [([1, 2], "no table of tensors"), ({"step": 3}, "no table of tensors"), ({}, "no table of tensors"),
+     ({"model": Malicious()}, "cannot be read: .*Weights only load failed")],
+)  # fmt: skip
+def test_a_file_without_tensors_is_refused_and_runs_no_code(
+    content: Any, text: str, model: Path, tmp_path: Path
+) -> None:
+    torch.save(content, tmp_path / "state.pt")
+    with pytest.raises(CheckpointError, match=text):
+        load_weights_only(empty(model), tmp_path / "state.pt")
+
+
+def test_what_holds_no_weights_is_named(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").write_text("")
+    for name, found in (("empty", "an empty directory"), ("notes.txt", "a file of no known kind"), ("no", "nothing:")):
+        with pytest.raises(CheckpointError, match=f"{tmp_path / name} .*it is {found}.*Needed: a checkpoint"):
+            load_weights_only(empty(model), tmp_path / name)
+
+
+def refusal(path: Path, model: Path | str, **changes: Any) -> str:
+    """Return why a launcher refuses weights before anything starts; empty where it does not."""
+    try:
+        check_warm_start(path, TrainedModelConfig(name=str(model), **changes), how="full")
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_an_adapter_is_taken_only_by_a_model_with_adapters(model: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    save_file({"base_model.model.x.lora_A.weight": torch.zeros(2, 3)}, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 4}')
+    assert "holds a LoRA adapter and no weights. Train it on with --model.lora" in refusal(adapter, model)
+    assert not refusal(adapter, model, lora=LoraConfig())
+
+
+def test_a_launcher_says_what_it_can_read_and_leaves_the_rest_to_the_trainer(model: Path, tmp_path: Path) -> None:
+    saved = as_hugging_face(model, tmp_path / "saved")
+    assert not refusal(saved, model)
+    assert not refusal(saved / "model.safetensors", "a/model on the hub")
+    (saved / "config.json").write_text("{")
+    assert f"{saved}/config.json cannot be read: " in refusal(saved, model)
+    file = tmp_path / "huge.safetensors"
+    file.write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
+    assert f"{file} cannot be read: its header says that it is {1 << 40} bytes long" in refusal(file, model)

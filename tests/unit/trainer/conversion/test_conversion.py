@@ -1,0 +1,139 @@
+"""Reading and comparing torch.distributed.checkpoint directories tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor
+
+from holdfast.commands.ckpt.comparing import _drift, _setting_lines, _tensor_lines
+from holdfast.commands.ckpt.requests import Compare, Describe, Export, Group, Import
+from holdfast.shared.errors import CheckpointError, SaveError
+from holdfast.shared.files import manifest
+from holdfast.shared.files.manifest import Manifest
+from holdfast.trainer.conversion.importing import import_weights
+from holdfast.trainer.conversion.reading import TensorReader, compare, describe
+from holdfast.trainer.conversion.writing import export, new_directory
+from holdfast.trainer.models.hf_files import SafetensorsWriter
+from holdfast.trainer.parallel import Parallel
+
+
+def saved(directory: Path, tensors: dict[str, Tensor]) -> Path:
+    dcp.save(dict(tensors), checkpoint_id=directory)
+    return directory
+
+
+@pytest.fixture
+def pair(parallel: Parallel, tmp_path: Path) -> tuple[Path, Path]:
+    """Two directories that differ in every way that there is."""
+    shared = {"model.same": torch.tensor([math.nan, 0.0]), "optim.same.step": torch.tensor(3.0)}
+    before = {
+        "model.near": torch.tensor([3.0, 4.0]),
+        "model.far": torch.ones(4),
+        "model.from_zero": torch.zeros(2),
+        "model.sign": torch.zeros(2),
+        "model.shape": torch.ones(2),
+        "model.dtype": torch.ones(2),
+        "model.gone": torch.ones(1),
+    }
+    after = {
+        "model.near": torch.tensor([3.0, 5.0]),
+        "model.far": torch.full((4,), 3.0),
+        "model.from_zero": torch.ones(2),
+        "model.sign": -torch.zeros(2),
+        "model.shape": torch.ones(3),
+        "model.dtype": torch.ones(2, dtype=torch.bfloat16),
+        "model.new": torch.ones(1),
+    }
+    return saved(tmp_path / "before", shared | before), saved(tmp_path / "after", shared | after)
+
+
+def test_tensors_are_read_one_by_one(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    reader = TensorReader(pair[0])
+    assert torch.equal(reader.read("model.near"), torch.tensor([3.0, 4.0]))
+    assert reader.read("optim.same.step").shape == ()
+    assert TensorReader(pair[1]).read("model.dtype").dtype == torch.bfloat16
+    for file in pair[0].glob("*.distcp"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match=r"model\.near cannot be read from .*before"):
+        reader.read("model.near")
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read"):
+        TensorReader(tmp_path)
+
+
+def test_tensors_are_counted_by_the_first_part_of_their_names(pair: tuple[Path, Path]) -> None:
+    groups = describe(Describe(str(pair[1]))).groups
+    assert groups == {"model": Group(8, 18, 16 * 4 + 2 * 2), "optim": Group(1, 1, 4)}
+
+
+def test_a_comparison_tells_every_kind_of_difference(pair: tuple[Path, Path]) -> None:
+    found = compare(Compare(str(pair[0]), str(pair[1])))
+    assert (found.only_before, found.only_after) == (["model.gone"], ["model.new"])
+    assert found.reshaped == ["model.dtype", "model.shape"]
+    shown = [(item.name, item.equal, item.relative) for item in found.tensors]
+    assert shown == [
+        ("model.from_zero", False, None),
+        ("model.far", False, pytest.approx(2.0)),
+        ("model.near", False, pytest.approx(0.2)),
+        ("model.same", True, 0.0),  # NaN equals itself
+        ("model.sign", False, 0.0),  # 0 and -0 are other bits
+        ("optim.same.step", True, 0.0),
+    ]
+    by_name = {item.name: item for item in found.tensors}
+    assert (by_name["model.near"].norm_before, by_name["model.near"].norm_after) == (5.0, pytest.approx(34**0.5))
+    assert by_name["model.same"].norm_before is None
+
+
+def test_files_hold_no_more_than_asked_unless_one_tensor_does(tmp_path: Path) -> None:
+    writer = SafetensorsWriter(tmp_path, max_file_bytes=100)
+    for name, elements in (("a", 10), ("b", 16), ("c", 50), ("d", 1), ("e", 24)):
+        writer.add(name, torch.zeros(elements))
+    writer.close()
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == [
+        f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)
+    ]
+    assert (writer.num_tensors, writer.num_elements, writer.num_bytes) == (5, 101, 404)
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"), [(OSError(28, "No space left on device"), SaveError), (KeyboardInterrupt(), KeyboardInterrupt)]
+)
+def test_a_directory_that_is_not_finished_goes_away(
+    raised: BaseException, seen: type[BaseException], tmp_path: Path
+) -> None:
+    with pytest.raises(seen), new_directory(tmp_path / "exports" / "x") as directory:
+        (directory / "part-0.safetensors").write_bytes(b"half")
+        raise raised
+    assert list((tmp_path / "exports").iterdir()) == []
+
+
+def test_what_differs_is_listed_and_what_cannot_be_compared_is_said(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    lines = _tensor_lines(compare(Compare(str(pair[0]), str(pair[1]))))
+    assert "tensors only before: model.gone" in lines and "tensors only after: model.new" in lines
+    assert "tensors of another shape or dtype: model.dtype, model.shape" in lines
+    assert _setting_lines(_drift(*pair)) == ["settings: not compared, as one of the checkpoints holds none"]
+
+
+def test_a_checkpoint_that_cannot_be_exported_as_asked_is_refused(parallel: Parallel, tmp_path: Path) -> None:
+    def refused(name: str, tensors: dict[str, Tensor], said: str, **options: str) -> None:
+        step = tmp_path / name
+        saved(step / "trainer", tensors)
+        files = manifest.describe_files(step)
+        manifest.write_manifest(step, Manifest(kind="checkpoint", step=1, policy_version=1, files=files))
+        with pytest.raises(CheckpointError, match=said):
+            export(Export(step_directory=str(step), target=str(tmp_path / "exported"), **options))
+        assert not (tmp_path / "exported").exists()
+
+    refused("step_1", {"optim.x": torch.ones(1)}, r"holds no tensors named 'model\.\*'; it has optim\.x")
+    refused("step_2", {"model.x": torch.ones(1)}, "holds whole weights, not a LoRA adapter: leave out --base", base="b")
+
+
+def test_weights_that_come_without_a_config_need_a_model(tmp_path: Path) -> None:
+    save_file({"x": torch.ones(1)}, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match=r"comes without a config\.json: say with --model"):
+        import_weights(Import(source=str(tmp_path / "x.safetensors"), target=str(tmp_path / "imported")))

@@ -1,0 +1,196 @@
+"""Packing: every sample once, within budget, the same number of forward passes on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from holdfast.shared.config.trainer import TrainedModelConfig
+from holdfast.trainer.data.packing import Arrangement, Sample, build_micro_batch, first_fit_decreasing, plan_rows
+from holdfast.trainer.models.policy import Policy, build_policy
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.supervised.loss import cross_entropy
+
+CPU = torch.device("cpu")
+some_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=80)
+
+
+@given(lengths=some_lengths, budget=st.integers(1, 100))
+def test_every_sample_is_in_one_row_and_no_row_is_over_budget(lengths: list[int], budget: int) -> None:
+    rows = first_fit_decreasing(lengths, budget)
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    for row in rows:
+        assert len(row) == 1 or sum(lengths[index] for index in row) <= budget
+    assert first_fit_decreasing(lengths, budget) == rows, "every rank must come to the same plan"
+
+
+@given(lengths=some_lengths)
+def test_rows_are_filled_well(lengths: list[int]) -> None:
+    """First-fit leaves at most one row half empty."""
+    fill = [sum(lengths[index] for index in row) for row in first_fit_decreasing(lengths, 60)]
+    assert sum(tokens <= 30 for tokens in fill) <= 1
+
+
+@given(
+    lengths=some_lengths,
+    arrangement=st.sampled_from(["packed", "grouped", "rows"]),
+    budget=st.integers(60, 300),
+    rows=st.integers(1, 9),
+    world_size=st.integers(1, 5),
+)
+def test_every_rank_gets_as_many_micro_batches_and_every_sample_is_trained_once(
+    lengths: list[int], arrangement: Arrangement, budget: int, rows: int, world_size: int
+) -> None:
+    plan = plan_rows(lengths, arrangement=arrangement, budget=budget, rows_per_micro_batch=rows, world_size=world_size)
+    assert len(plan) == world_size
+    assert len({len(rank) for rank in plan}) == 1, "each forward is a collective"
+    assert sorted(i for rank in plan for micro in rank for i in micro) == list(range(len(lengths)))
+    assert all(any(rank) for rank in plan[:1])
+    for micro in (micro for rank in plan for micro in rank):
+        sizes = [lengths[i] for i in micro]
+        if arrangement == "rows":
+            assert len(sizes) <= rows
+        elif arrangement == "packed":
+            assert sum(sizes) <= budget
+        else:
+            assert len(sizes) * max(sizes, default=0) <= budget
+    empty = sum(not micro for rank in plan for micro in rank)
+    assert empty < world_size, "only the last round may have ranks without work"
+
+
+def sample(tokens: list[int], trained: list[bool]) -> Sample:
+    return Sample(
+        np.asarray(tokens, dtype=np.int32),
+        np.asarray(trained, dtype=bool),
+        per_token={"advantage": np.asarray(tokens, dtype=np.float32) / 8},
+    )
+
+
+SAMPLES = [
+    sample([11, 12, 13, 14], [False, False, True, True]),
+    sample([21, 22], [False, True]),
+    sample([31, 32, 33], [False, True, False]),
+]
+
+
+def test_a_packed_micro_batch_by_hand() -> None:
+    micro = build_micro_batch(SAMPLES, [2, 0], pack=True, device=CPU)
+    assert micro.input_ids_BL.tolist() == [[31, 32, 33, 11, 12, 13, 14]]
+    assert micro.position_ids_BL.tolist() == [[0, 1, 2, 0, 1, 2, 3]]
+    assert micro.predict_index_N.tolist() == [0, 4, 5]
+    assert micro.target_ids_N.tolist() == [32, 13, 14]
+    assert micro.sample_index_N.tolist() == [2, 0, 0]
+    assert micro.per_token["advantage"].tolist() == [32 / 8, 13 / 8, 14 / 8]
+    assert micro.packed_index is not None and micro.packed_index.cu_seqlens.tolist() == [0, 3, 7]
+
+
+def test_an_unpacked_micro_batch_by_hand() -> None:
+    micro = build_micro_batch(SAMPLES, [0, 1], pack=False, device=CPU)
+    assert micro.input_ids_BL.tolist() == [[11, 12, 13, 14], [21, 22, 0, 0]]
+    assert micro.predict_index_N.tolist() == [1, 2, 4]
+    assert micro.target_ids_N.tolist() == [13, 14, 22]
+    assert micro.sample_index_N.tolist() == [0, 0, 1] and micro.packed_index is None
+
+
+@given(data=st.data(), pack=st.booleans())
+def test_the_token_before_predicts_each_target(data: st.DataObject, pack: bool) -> None:
+    samples = [
+        sample(
+            list(range(100 * k, 100 * k + length)), data.draw(st.lists(st.booleans(), min_size=length, max_size=length))
+        )
+        for k, length in enumerate(data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=6)))
+    ]
+    micro = build_micro_batch(samples, list(range(len(samples))), pack=pack, device=CPU)
+    assert len(micro.target_ids_N) == sum(s.num_targets for s in samples)
+    flat = micro.input_ids_BL.flatten()
+    assert torch.equal(flat[micro.predict_index_N], micro.target_ids_N - 1)
+    assert torch.equal(flat[micro.predict_index_N + 1], micro.target_ids_N)
+    assert torch.equal(micro.target_ids_N // 100, micro.sample_index_N)
+    assert torch.equal(micro.per_token["advantage"], micro.target_ids_N.float() / 8)
+
+
+def test_the_first_token_is_never_a_target() -> None:
+    everything = sample([5, 6], [True, True])
+    assert everything.num_targets == 1
+    assert build_micro_batch([everything], [0], pack=True, device=CPU).target_ids_N.tolist() == [6]
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model: Callable[..., Path], parallel: Parallel) -> Policy:
+    return build_policy(TrainedModelConfig(name=str(tiny_model())), parallel, seed=0)
+
+
+def ragged(seed: int) -> list[Sample]:
+    generator = np.random.default_rng(seed)
+    return [
+        sample(generator.integers(5, 100, length).tolist(), (generator.random(length) < 0.6).tolist())
+        for length in generator.integers(2, 30, 12)
+    ]
+
+
+def loss_and_gradients(
+    policy: Policy, samples: list[Sample], groups: list[list[int]], *, pack: bool
+) -> tuple[float, dict[str, Tensor]]:
+    total = sum(s.num_targets for s in samples)
+    loss_sum = 0.0
+    for group in groups:
+        micro = build_micro_batch(samples, group, pack=pack, device=CPU)
+        logprobs, *_ = policy(
+            micro.input_ids_BL, micro.position_ids_BL, micro.predict_index_N, micro.target_ids_N,
+            packed_index=micro.packed_index,
+        )  # fmt: skip
+        loss = cross_entropy(logprobs, torch.full_like(logprobs, 1 / total))
+        loss.backward()
+        loss_sum += loss.item()
+    gradients = {}
+    for name, parameter in policy.hf_model.named_parameters():
+        assert parameter.grad is not None
+        gradients[name] = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+    policy.zero_grad(set_to_none=True)
+    return loss_sum, gradients
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_however_a_step_is_split_loss_and_gradients_are_those_of_transformers(
+    seed: int, policy: Policy, tiny_model: Callable[..., Path]
+) -> None:
+    samples = ragged(seed)
+    total = sum(s.num_targets for s in samples)
+    reference = AutoModelForCausalLM.from_pretrained(tiny_model(), attn_implementation="eager", dtype=torch.float32)
+    loss_sum = 0.0
+    for one in samples:  # one sample at a time, the plainest way there is
+        ids = torch.as_tensor(one.token_ids, dtype=torch.long)[None]
+        labels = ids.masked_fill(torch.as_tensor(~one.loss_mask)[None], -100)
+        logits = reference(ids).logits[0, :-1]
+        loss = torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="sum") / total
+        loss.backward()
+        loss_sum += loss.item()
+    lengths = [len(s.token_ids) for s in samples]
+    splits = {
+        "one packed row": ([list(range(len(samples)))], True),
+        "packed rows": (first_fit_decreasing(lengths, 40), True),
+        "packed rows and empty ones": ([[], *first_fit_decreasing(lengths, 64), []], True),
+        "one padded batch": ([list(range(len(samples)))], False),
+        "one sample a time": ([[k] for k in range(len(samples))], False),
+    }
+    for name, (groups, pack) in splits.items():
+        got, gradients = loss_and_gradients(policy, samples, groups, pack=pack)
+        assert got == pytest.approx(loss_sum, rel=1e-5), name
+        for key, parameter in reference.named_parameters():
+            assert parameter.grad is not None
+            torch.testing.assert_close(gradients[key], parameter.grad, rtol=1e-3, atol=2e-6, msg=f"{name}: {key}")
+
+
+def test_a_micro_batch_of_nothing_contributes_exactly_nothing(policy: Policy) -> None:
+    loss, gradients = loss_and_gradients(policy, SAMPLES, [[]], pack=True)
+    assert loss == 0.0
+    assert all(torch.count_nonzero(gradient) == 0 for gradient in gradients.values())

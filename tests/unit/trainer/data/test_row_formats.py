@@ -1,0 +1,230 @@
+"""Row formats and files, and rows on several cores: what becomes of each, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from holdfast.shared.config.dpo import PreferenceDataConfig
+from holdfast.shared.errors import ProcessDied
+from holdfast.trainer.data.samples import fingerprint_samples
+from holdfast.trainer.data.tokenizing import cores_of_this_rank
+from holdfast.trainer.preferences.pairs import load_pairs
+from tests.chat_templates import make_tokenizer
+from tests.unit.trainer.data.test_data import load, refused, tokenize_row, trained_text, whole_text, write
+
+Tokenizer = PreTrainedTokenizerBase
+USER, HELLO = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}
+CHAT = "<|user|>ab<|end|><|assistant|>ba<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("row", "text", "trained"),
+    [
+        ({"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "ba"}]}, CHAT, "ba<|end|>"),
+        ({"conversations": [USER, HELLO]}, CHAT, "ba<|end|>"),
+        ({"instruction": "ab", "output": "ba"}, CHAT, "ba<|end|>"),
+        ({"instruction": "ab", "input": "", "output": "ba", "history": []}, CHAT, "ba<|end|>"),
+        (
+            {"instruction": "a", "input": "c", "output": "b", "history": [["ab", "ba"]], "system": "s"},
+            f"<|system|>s<|end|>{CHAT}<|user|>a\nc<|end|><|assistant|>b<|end|>",
+            "ba<|end|>b<|end|>",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "ba"}], "system": "s"},
+            f"<|system|>s<|end|>{CHAT}",
+            "ba<|end|>",
+        ),
+        ({"messages": [USER, HELLO], "chat_template_kwargs": {"unset": None}}, CHAT, "ba<|end|>"),
+        ({"text": "abc"}, "abc<|end|>", "abc<|end|>"),
+        ({"text": "abc<|end|>"}, "abc<|end|>", "abc<|end|>"),
+        ({"prompt": "ab", "completion": "c<|end|>"}, "abc<|end|>", "c<|end|>"),
+    ],
+)
+def test_formats(row: dict[str, Any], text: str, trained: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (sample,) = load(write(tmp_path / "a.jsonl", [row]), tokenizer)
+    assert (whole_text(sample, tokenizer), trained_text(sample, tokenizer)) == (text, trained)
+
+
+def test_the_last_turn_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"messages": [USER, HELLO, USER, HELLO]}])
+    assert trained_text(load(path, tokenizer)[0], tokenizer) == "ba<|end|>ba<|end|>"
+    assert trained_text(load(path, tokenizer, train_on="last")[0], tokenizer) == "ba<|end|>"
+
+
+def test_files_that_hold_the_same_rows(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    import datasets
+
+    rows = [{"messages": [USER, HELLO]}, {"messages": [USER, HELLO, USER, HELLO]}]
+    plain = write(tmp_path / "a.jsonl", rows)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    table = datasets.Dataset.from_list(rows)
+    table.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": table, "test": table}).save_to_disk(str(tmp_path / "several"))
+    expected = fingerprint_samples(load(plain, tokenizer))
+    for name in ("a.jsonl.gz", "a.json", "one", "several"):
+        assert fingerprint_samples(load(tmp_path / name, tokenizer)) == expected, name
+    assert "['test', 'train']" in refused(tmp_path / "several", tokenizer, split="trian")
+    (tmp_path / "b.jsonl.gz").write_bytes(b"no gzip")
+    assert "could not be read" in refused(tmp_path / "b.jsonl.gz", tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"conversations": [{"from": "robot", "value": "x"}]}, "`from` is 'robot'; known are"),
+        ({"conversations": [{"said": "x"}]}, "message 1: a turn needs `from` and `value`"),
+        ({"instruction": ["x"], "output": "y"}, "`instruction` must be text"),
+        ({"conversations": [{"from": ["human"], "value": "x"}]}, "`from` is ['human']; known are"),
+        ({"text": 3}, "`text` must be text"),
+        ({"text": "ab\ud800"}, "half of a surrogate pair, behind 'ab'"),
+        ({"prompt": [USER], "completion": [USER, HELLO]}, "would come twice"),
+        ({"conversations": {"from": "human"}}, "`conversations` must be a list, got {'from'"),
+        (
+            {"conversations": [{"from": "function_call", "value": "{"}]},
+            "message 1: the value of a function_call is not",
+        ),
+        ({"instruction": "x", "output": "y", "history": [["x"]]}, "`history` must be a list of [instruction, output]"),
+        ({"messages": [USER, HELLO], "documents": {"text": "x"}}, "`documents` must be a list of objects, got {'te"),
+        ({"messages": [USER, HELLO], "chat_template_kwargs": "x"}, "`chat_template_kwargs` must be an object, got 'x'"),
+        ({"messages": [USER, {"role": "assistant", "content": 3}]}, "message 2: `content` must be text or a list of"),
+        ({"messages": [USER, {**HELLO, "tool_calls": {"name": "f"}}]}, "message 2: `tool_calls` must be a list, got {"),
+        ({"messages": [USER, HELLO], "tools": {"name": "f"}}, "`tools` must be a list of JSON objects, got {'name'"),
+        ({"messages": [USER, HELLO], "tools": ["3"]}, "`tools` must be a list of JSON objects, got ['3']"),
+        ({"prompt": [USER], "completion": "ba"}, "both text or both lists of messages"),
+        ({"messages": [USER, HELLO], "tools": "{"}, "`tools` is not JSON"),
+        ({"messages": [USER, HELLO], "tools": [{"name": "f"}]}, "`tools`, which the chat template"),
+        ({"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, "`tools` goes with messages"),
+    ],
+)
+def test_rows_that_cannot_be_used(row: dict[str, Any], said: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    message = refused(write(tmp_path / "a.jsonl", [row]), tokenizer)
+    assert "a.jsonl, row 1: " in message and said in message
+
+
+def test_calls_of_share_gpt_are_those_of_messages() -> None:
+    template = (
+        "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+        "{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    theirs = make_tokenizer("byte-level", template, adds_bos=False)
+    calls = [{"name": "weather", "arguments": {"city": "東京"}}, {"name": "time", "arguments": {}}]
+    tool_calls = [{"type": "function", "function": function} for function in calls]
+    expected = tokenize_row(
+        {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": tool_calls}]}, theirs
+    ).token_ids.tolist()
+    for value in (calls, json.dumps(calls)):
+        turns = [{"from": "human", "value": "ab"}, {"from": "function_call", "value": value}]
+        assert tokenize_row({"conversations": turns}, theirs).token_ids.tolist() == expected
+    one = [{"from": "human", "value": "ab"}, {"from": "function_call", "value": json.dumps(calls[0])}]
+    text = theirs.decode(tokenize_row({"conversations": one}, theirs).token_ids.tolist())
+    assert text.endswith('<|assistant|>{"name": "weather", "arguments": {"city": "東京"}}<|end|>')
+
+
+def test_alpaca_without_a_chat_template_has_the_prompt_of_stanford_alpaca(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    plain = copy.copy(tokenizer)
+    plain.chat_template = None
+    begin = "Below is an instruction that describes a task"
+    end = "Write a response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n"
+    for more, prompt in (
+        ({}, f"{begin}. {end}### Response:"),
+        (
+            {"input": "1+2"},
+            f"{begin}, paired with an input that provides further context. {end}### Input:\n1+2\n\n### Response:",
+        ),
+    ):
+        sample = tokenize_row({"instruction": "Add.", "output": "3", **more}, plain)
+        assert plain.decode(sample.token_ids[~sample.loss_mask]) == prompt
+        assert trained_text(sample, plain) == "3<|end|>"
+    for name, value in (("system", "s"), ("history", [["ab", "ba"]])):
+        path = write(tmp_path / "a.jsonl", [{"instruction": "Add.", "output": "3", name: value}])
+        assert f"row 1: `{name}` needs a chat template" in refused(path, plain)
+
+
+def test_a_broken_line_is_named_by_its_number_in_the_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n{"text": \n')
+    assert "row 3 is not JSON" in refused(tmp_path / "a.jsonl", tokenizer)
+
+
+def test_pairs_of_text_with_an_implicit_prompt(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    rows = [{"chosen": "q a> good day", "rejected": "q a> good evening"}]
+    config = PreferenceDataConfig(name=str(write(tmp_path / "a.jsonl", rows)))
+    (pair,) = load_pairs(config, tokenizer)
+    assert [trained_text(side, tokenizer) for side in pair.sides] == [" day<|end|>", " evening<|end|>"]
+    assert (~pair.chosen.loss_mask).sum() == (~pair.rejected.loss_mask).sum() == len("q a> good")
+
+
+def test_rows_are_tokenised_on_the_cores_of_the_machine_shared_among_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.trainer.data.tokenizing.available_cores", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads of torch: no word about these workers
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert cores_of_this_rank() == 8
+    for ranks, share in (("2", 4), ("3", 2), ("16", 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert cores_of_this_rank() == share
+
+
+def test_several_workers_make_the_same_samples_and_name_the_first_bad_row(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("holdfast.trainer.data.tokenizing._FEW_ROWS", 100)
+    monkeypatch.setattr("holdfast.trainer.data.tokenizing._CHUNK_ROWS", 30)
+    monkeypatch.setattr("holdfast.trainer.data.tokenizing._REPORT_S", 0.0)
+    caplog.set_level("INFO")
+    rows = [{"messages": [USER, {**HELLO, "content": "x" * (place % 7), "weight": 1}]} for place in range(400)]
+    path = write(tmp_path / "a.jsonl", rows)
+    monkeypatch.setattr("holdfast.trainer.data.tokenizing.available_cores", lambda: 1)
+    serial = load(path, tokenizer)
+    assert "(400 rows)" in caplog.text and "have `weight`" in caplog.text
+    monkeypatch.setattr("holdfast.trainer.data.tokenizing.available_cores", lambda: 3)
+    caplog.clear()
+    assert fingerprint_samples(load(path, tokenizer)) == fingerprint_samples(serial)
+    assert "(400 rows)" in caplog.text and "rows=400 of 400" in caplog.text
+    for bad in (390, 200, 95):
+        rows[bad] = {"messages": "text"}
+        assert f"row {bad + 1}: " in refused(write(path, rows), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", '{"text": "a"}\n[1]\n', "row 2 is list, expected an object with columns"),
+        ("a.json", '[{"text": "a"}, 3]', "row 2 is int, expected an object with columns"),
+        ("a.json", '[{"text": "a"}, ', "is no JSON array: "),
+    ],
+)
+def test_files_of_something_else_than_objects_are_refused(
+    name: str, content: str, said: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert said in refused(tmp_path / name, tokenizer)
+
+
+def test_a_worker_that_dies_is_named(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.trainer.data.tokenizing._FEW_ROWS", 100)
+    monkeypatch.setattr("holdfast.trainer.data.tokenizing._CHUNK_ROWS", 30)
+    monkeypatch.setattr("holdfast.trainer.data.tokenizing.available_cores", lambda: 2)
+    path = write(tmp_path / "a.jsonl", [{"text": "abc"}] * 200)
+    here = os.getpid()
+
+    def is_killed() -> None:
+        assert os.getpid() != here
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def fails() -> None:
+        raise MemoryError
+
+    for end, how in ((is_killed, "was killed by signal 9"), (fails, "ended with exit code 1")):
+        monkeypatch.setattr("holdfast.trainer.data.tokenizing._encode_chunk", lambda *_, end=end: end())
+        with pytest.raises(ProcessDied, match=f"a.jsonl: a process that tokenises rows {how}"):
+            load(path, tokenizer)

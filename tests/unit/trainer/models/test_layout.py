@@ -1,0 +1,219 @@
+"""What is found out about a model before it is trained, and which models are refused: structure, attention, head."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from holdfast.shared.config.trainer import TrainedModelConfig
+from holdfast.shared.errors import DataError
+from holdfast.trainer.models import layout
+from holdfast.trainer.models.attention import PackedIndex, packed_attention
+from holdfast.trainer.models.head import has_plain_head
+from holdfast.trainer.models.layout import PACKED, Layout, find_layout
+from holdfast.trainer.models.policy import Policy, build_policy, naming_failures
+from holdfast.trainer.models.structure import decoder_layers, decoder_of, last_position
+from holdfast.trainer.parallel import Parallel
+
+Models = Callable[..., Path]
+CPU = torch.device("cpu")
+
+
+class Flat(PreTrainedModel):
+    """A decoder without layers."""
+
+    config_class = LlamaConfig
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.words = nn.Embedding(8, 4)
+
+
+class WithFlat(PreTrainedModel):
+    """A model around one."""
+
+    config_class = LlamaConfig
+    base_model_prefix = "model"
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model = Flat(config)
+
+
+@pytest.fixture
+def hf_model(tiny_model: Models) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(tiny_model("llama"), attn_implementation="packed")
+
+
+def without_positions(hf_model: PreTrainedModel) -> None:
+    """Take from a decoder the argument by which it is told the positions of tokens."""
+    decoder = decoder_of(hf_model)
+    forward = decoder.forward
+
+    def along_the_row(input_ids: Tensor, **others: Any) -> Any:
+        return forward(input_ids=input_ids, **others)
+
+    decoder.forward = along_the_row  # type: ignore[method-assign]
+
+
+def layout_of(hf_model: PreTrainedModel, attention: str = "packed", **arguments: Any) -> Layout:
+    """Return the layout of a model whose decoder is called with more arguments."""
+
+    def run(ids_1L: Tensor) -> Tensor:
+        index = PackedIndex.from_lengths([ids_1L.shape[1]], device=CPU)
+        return decoder_of(hf_model)(ids_1L, packed_index=index, use_cache=False, **arguments).last_hidden_state[0]
+
+    return find_layout(hf_model, run, attention)
+
+
+def test_a_model_that_cannot_be_packed_says_why(hf_model: PreTrainedModel) -> None:
+    assert layout_of(hf_model) == PACKED
+    unknown = layout_of(hf_model, banana=torch.ones(1))
+    assert (unknown.packs, unknown.attention) == (False, "sdpa")
+    assert "its attention is not that of packed rows (LlamaAttention calls its attention with banana" in unknown.reason
+    assert layout_of(hf_model, is_causal=False).reason == "its attention is not causal"
+    without_positions(hf_model)
+    assert layout_of(hf_model) == Layout(False, "sdpa", "it counts positions along the row by itself")
+
+
+def test_an_attention_that_was_chosen_is_kept_or_refused(hf_model: PreTrainedModel, tiny_model: Models) -> None:
+    assert [layout_of(hf_model, name) for name in ("sdpa", "eager")] == [Layout(True, "sdpa"), Layout(True, "eager")]
+    capped = AutoModelForCausalLM.from_pretrained(tiny_model("gemma2", head_dim=16), attn_implementation="eager")
+    assert layout_of(capped, "eager").attention == "eager"
+    with pytest.raises(DataError, match=r"sdpa is not the attention of Gemma2ForCausalLM \(the results are .* apart\)"):
+        layout_of(capped, "sdpa")
+
+
+def test_attention_of_fewer_keys_and_of_modules_without_an_own_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = layout._Record()
+    monkeypatch.setattr(layout, "_recorded", record)
+    query, key = torch.ones(1, 2, 6, 4), torch.ones(1, 2, 3, 4)
+    out, _ = layout._probe_attention(nn.Identity(), query, key, key, None)
+    assert out.shape == (1, 6, 2, 4) and not out.any()
+    assert record.faults == ["its queries and keys differ in number"]
+    assert record.differs == {}, "there is nothing to compare with"
+
+
+def test_a_mask_that_looks_something_up_by_position_is_no_window() -> None:
+    table = torch.ones(70, dtype=torch.bool)
+
+    def looks_up(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & table[query]
+
+    def causal(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return key <= query
+
+    assert layout._is_causal_window(causal, None, CPU, nn.Identity())
+    assert not layout._is_causal_window(looks_up, None, CPU, nn.Identity())
+
+
+def test_packed_attention_refuses_what_it_does_not_know() -> None:
+    query = torch.ones(1, 2, 6, 4)
+    for arguments, said in (({"banana": 1}, "with banana,"), ({"is_causal": False}, "with is_causal = False,")):
+        with pytest.raises(DataError, match=f"Identity calls its attention {said} .*set model.attention to eager"):
+            packed_attention(nn.Identity(), query, query, query, None, **arguments)  # type: ignore[arg-type]
+    packed_attention(nn.Identity(), query, query, query, None, banana=None, use_cache=False)
+
+
+def test_models_without_a_decoder_layers_or_a_head(hf_model: PreTrainedModel) -> None:
+    config = LlamaConfig()
+    with pytest.raises(DataError, match="Flat has no decoder apart from its head"):
+        decoder_of(Flat(config))
+    with pytest.raises(DataError, match="WithFlat has no list of decoder layers and cannot be sharded"):
+        decoder_layers(WithFlat(config))
+    assert not has_plain_head(decoder_of(hf_model), None)
+
+
+def test_a_model_that_names_no_last_position_has_none(tiny_model: Models) -> None:
+    opt, mamba = (
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model(kind, **fields)))
+        for kind, fields in (("opt", {"max_position_embeddings": 16}), ("mamba", {}))
+    )
+    del mamba.config.max_position_embeddings
+    assert (last_position(opt), last_position(mamba)) == (16, None)
+
+
+def test_rotary_embeddings_that_depend_on_the_row_need_positions(tiny_model: Models) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    policy = Policy(
+        AutoModelForCausalLM.from_pretrained(tiny_model("llama", rope_parameters=rope), attn_implementation="packed"),
+        logits_chunk_tokens=8,
+    )
+    without_positions(policy.hf_model)
+    with pytest.raises(DataError, match="LlamaForCausalLM turns its rotary embeddings by the length of a row"):
+        policy.prepare()
+
+
+def test_a_buffer_that_nobody_can_compute_is_named(
+    tiny_model: Models, parallel: Parallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    begin = LlamaMLP.__init__
+
+    def with_a_buffer(self: LlamaMLP, config: LlamaConfig) -> None:
+        begin(self, config)
+        self.register_buffer("odd", torch.ones(2), persistent=False)
+
+    monkeypatch.setattr(LlamaMLP, "__init__", with_a_buffer)
+    with pytest.raises(DataError, match=r"does not say how to compute its buffer model\.layers\.0\.mlp\.odd"):
+        build(tiny_model("llama"), parallel)
+
+
+def build(directory: Path, parallel: Parallel, **config: Any) -> Policy:
+    return build_policy(TrainedModelConfig.model_validate({"name": str(directory), **config}), parallel, seed=0)
+
+
+def test_what_a_model_cannot_be_configured_to_is_refused(
+    tiny_model: Models, parallel: Parallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tiny_model("llama")
+    with pytest.raises(DataError, match="transformers cannot build a causal language model of type llama with banana"):
+        build(directory, parallel, attention="banana")
+    monkeypatch.setattr(
+        "transformers.models.llama.modeling_llama.LlamaPreTrainedModel.supports_gradient_checkpointing", False
+    )
+    with pytest.raises(DataError, match="transformers cannot recompute the layers of LlamaForCausalLM"):
+        build(directory, parallel, activation_checkpointing=True)
+
+
+def test_layers_are_compiled_where_that_is_asked_for(tiny_model: Models, parallel: Parallel) -> None:
+    for is_asked in (True, False):
+        layers = decoder_layers(build(tiny_model("llama"), parallel, compile=is_asked).hf_model)
+        assert {layer._compiled_call_impl is not None for layer in layers} == {is_asked}
+
+
+def test_a_lack_of_memory_is_not_taken_for_a_bad_model(
+    tiny_model: Models, parallel: Parallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        build(tiny_model("llama"), parallel)
+
+
+@pytest.mark.parametrize(("dtype", "advice"), [("bfloat16", True), ("float32", False)])
+def test_a_forward_pass_that_fails_names_the_model(
+    hf_model: PreTrainedModel, dtype: str, advice: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    policy = Policy(hf_model, logits_chunk_tokens=8)
+    with pytest.raises(DataError) as caught, naming_failures(policy, "a/model", dtype):
+        torch.ones(2, 3) @ torch.ones(2, 3)
+    said = str(caught.value)
+    assert f"'a/model': transformers' forward pass of LlamaForCausalLM fails with this config.json in {dtype}" in said
+    assert "RuntimeError: mat1 and mat2 shapes" in said and ("Try model.dtype = float32." in said) is advice
+    assert "Traceback" in caplog.text
+    for error in (DataError("known"), torch.OutOfMemoryError("full")):
+        with pytest.raises(type(error)) as passed, naming_failures(policy, "a/model", dtype):
+            raise error
+        assert passed.value is error

@@ -1,0 +1,286 @@
+"""LoRA: what is trained, what it starts with, what checkpoints and published directories hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from holdfast.shared.config.trainer import OptimConfig, TrainedModelConfig
+from holdfast.shared.errors import CheckpointError, DataError
+from holdfast.shared.files.adapter import ADAPTER_DIR, ADAPTER_NAME, Base, read_base, tensors_digest
+from holdfast.shared.files.checkpoints import TRAINER_DIR, Kind, kind_of
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.trainer.checkpoints.checkpointer import load_state_with_optimizer, save_state
+from holdfast.trainer.checkpoints.warm_start import load_weights_only
+from holdfast.trainer.data.packing import Sample, build_micro_batch
+from holdfast.trainer.models.loading import trained_tensors
+from holdfast.trainer.models.lora import Adapters, base_tensors, digest_of, merged
+from holdfast.trainer.models.policy import Policy, build_policy
+from holdfast.trainer.models.tensor_layout import TensorLayout
+from holdfast.trainer.models.weight_publisher import WeightPublisher
+from holdfast.trainer.optim.optimizers import build_optimizer
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.step import predict
+from holdfast.trainer.train_state import Progress, TrainState, local_part
+from tests.train_states import copied, same, train
+
+Models = Callable[..., Path]
+LORA = {"rank": 2, "alpha": 6.0}
+
+
+@pytest.fixture
+def build(tiny_model: Models, parallel: Parallel) -> Callable[..., Policy]:
+    """Return a maker of adapted policies: `build(directory, seed=0, dtype=..., **lora)`."""
+
+    def make(directory: Path | None = None, *, seed: int = 0, dtype: str = "float32", **lora: Any) -> Policy:
+        config = {"name": str(directory or tiny_model()), "dtype": dtype, "lora": LORA | lora}
+        return build_policy(TrainedModelConfig.model_validate(config), parallel, seed=seed)
+
+    return make
+
+
+def state_of(policy: Policy, *, name: str = "base", steps: int = 0) -> TrainState:
+    optimizer = build_optimizer(policy.hf_model, OptimConfig(lr=0.01))
+    state = TrainState(
+        policy,
+        optimizer,
+        Progress(),
+        {"base": Adapters(policy.hf_model, TensorLayout(policy.hf_model, None), base_name=name)},
+    )
+    train(state, steps)
+    return state
+
+
+def logprobs(policy: Policy) -> Tensor:
+    ids = np.arange(5, 40, dtype=np.int32)
+    micro = build_micro_batch([Sample(ids, np.ones(35, dtype=bool))], [0], pack=True, device=torch.device("cpu"))
+    return predict(policy, micro)[0]
+
+
+def fill(policy: Policy, *, seed: int = 1) -> Policy:
+    """Give the adapters values under which they matter."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for factor in trained_tensors(policy.hf_model).values():
+            local = local_part(factor)
+            local.copy_(torch.randn(local.shape, generator=generator) * 0.2)
+    return policy
+
+
+def test_a_merge_is_the_sum_of_the_paper() -> None:
+    weight, a, b = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), torch.tensor([[1.0, 0.0, -2.0]]), [[3.0], [-1.0]]
+    # B A = [[3, 0, -6], [-1, 0, 2]], and alpha / rank = 0.5
+    expected = torch.tensor([[2.5, 2.0, 0.0], [3.5, 5.0, 7.0]])
+    assert torch.equal(merged(weight, a, torch.tensor(b), scale=0.5), expected)
+
+
+def test_a_new_adapter_changes_nothing_and_a_trained_one_does(
+    build: Any, tiny_model: Models, parallel: Parallel
+) -> None:
+    plain = build_policy(TrainedModelConfig(name=str(tiny_model())), parallel, seed=0)
+    policy = build()
+    with torch.no_grad():
+        assert torch.equal(logprobs(policy), logprobs(plain))
+        assert not torch.allclose(logprobs(fill(policy)), logprobs(plain), atol=1e-2)
+
+
+def test_adapters_start_from_the_seed_alone(build: Any) -> None:
+    torch.manual_seed(1)
+    first = copied(trained_tensors(build(seed=5).hf_model))
+    torch.manual_seed(2)
+    again, other = (copied(trained_tensors(build(seed=seed).hf_model)) for seed in (5, 6))
+    assert same(first, again) and not same(first, other)
+    for name, tensor in first.items():
+        if name.endswith("lora_B.weight"):
+            assert not tensor.any(), name
+        else:  # uniform within 1 / sqrt(inputs): Kaiming with a = sqrt(5)
+            bound = tensor.shape[1] ** -0.5
+            assert 0.8 * bound < tensor.abs().max() <= bound, name
+
+
+def test_every_linear_layer_of_the_decoder_is_adapted_and_nothing_else_is_trained(build: Any) -> None:
+    policy = build()
+    names = set(trained_tensors(policy.hf_model))
+    layers = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+    layers += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    assert names == {f"model.layers.{i}.{layer}.lora_{f}.weight" for i in (0, 1) for layer in layers for f in "AB"}
+    before = copied(base_tensors(policy.hf_model))
+    assert "model.embed_tokens.weight" in before and "model.layers.0.self_attn.q_proj.weight" in before
+    logprobs(policy).sum().backward()
+    got = {name for name, parameter in policy.named_parameters() if parameter.grad is not None}
+    assert len(got) == len(names) and all(".lora_" in name for name in got)
+    optimizer = build_optimizer(policy.hf_model, OptimConfig(lr=0.1))
+    optimizer.step()
+    assert same(copied(base_tensors(policy.hf_model)), before)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(names)
+
+
+def test_target_modules_choose_layers_by_the_ends_of_their_names(build: Any) -> None:
+    policy = build(target_modules=["0.mlp.up_proj", "v_proj"])
+    adapted = {name.split(".lora_")[0] for name in trained_tensors(policy.hf_model)}
+    assert adapted == {"model.layers.0.mlp.up_proj", *(f"model.layers.{i}.self_attn.v_proj" for i in (0, 1))}
+    with pytest.raises(DataError, match=r"ends like 'q_prj'. Did you mean 'q_proj'.* Its layers: down_proj, gate_proj"):
+        build(target_modules=["q_prj"])
+    with pytest.raises(DataError, match="ends like 'lm_head'"):
+        build(target_modules=["lm_head"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_are_those_of_the_merged_model(
+    build: Any, dtype: str, tiny_model: Models, parallel: Parallel
+) -> None:
+    """By the chain rule dL/dB = alpha / rank * dL/dW A^T and dL/dA = alpha / rank * B^T dL/dW."""
+    policy = fill(build(dtype=dtype))
+    logprobs(policy).sum().backward()
+    named = {name: local_part(parameter) for name, parameter in policy.hf_model.named_parameters()}
+    plain = build_policy(TrainedModelConfig(name=str(tiny_model())), parallel, seed=0)
+    layer, factor = "model.layers.1.mlp.down_proj", "model.layers.1.mlp.down_proj.lora_{}.default.weight"
+    with torch.no_grad():
+        for name, weight in plain.hf_model.named_parameters():
+            prefix = name.removesuffix(".weight")
+            if f"{prefix}.lora_A.default.weight" in named:
+                a, b = (named[f"{prefix}.lora_{f}.default.weight"] for f in "AB")
+                weight.copy_(merged(weight, a, b, scale=3.0))
+    logprobs(plain).sum().backward()
+    gradient = plain.hf_model.get_parameter(f"{layer}.weight").grad
+    assert gradient is not None
+    tolerance = 1e-4 if dtype == "float32" else 0.2
+    for f, expected in (
+        ("A", 3.0 * named[factor.format("B")].T @ gradient),
+        ("B", 3.0 * gradient @ named[factor.format("A")].T),
+    ):
+        found = policy.hf_model.get_parameter(factor.format(f)).grad
+        assert found is not None
+        difference = torch.linalg.vector_norm(local_part(found) - expected) / torch.linalg.vector_norm(expected)
+        assert difference < tolerance, f
+
+
+def test_a_checkpoint_holds_the_adapters_and_their_moments_alone(build: Any, tmp_path: Path) -> None:
+    state = state_of(build(), steps=2)
+    tensors = state.tensors()
+    assert all(".lora_" in name for name in tensors)
+    assert len(tensors) == 4 * len(trained_tensors(state.policy.hf_model))  # with step and two moments
+    save_state(tmp_path / "step_2", state, step=2)
+    whole = sum(tensor.nbytes for tensor in base_tensors(state.policy.hf_model).values())
+    held = sum(tensor.nbytes for tensor in tensors.values())
+    (data,) = (tmp_path / "step_2" / TRAINER_DIR).glob("*.distcp")
+    assert held < whole / 2  # of a model 32 wide; the share falls as rank / width
+    assert held <= data.stat().st_size < held + 2000 * len(tensors)
+
+    fresh = state_of(build(seed=9))
+    assert not same(copied(fresh.tensors()), copied(tensors))
+    assert load_state_with_optimizer(tmp_path / "step_2", fresh) == 2
+    assert same(copied(fresh.tensors()), copied(tensors))
+
+
+def test_a_resume_with_another_base_is_refused_before_anything_is_loaded(
+    build: Any, tiny_model: Models, tmp_path: Path
+) -> None:
+    save_state(tmp_path / "step_1", state_of(build(), name="here", steps=1), step=1)
+    other = state_of(build(tiny_model(seed=1)), name="there")
+    before = copied(other.tensors())
+    with pytest.raises(CheckpointError, match="trained on other weights: those of model.name = 'here' .*'there' has"):
+        load_state_with_optimizer(tmp_path / "step_1", other)
+    assert same(copied(other.tensors()), before)
+
+
+def test_the_digest_of_a_base_is_what_it_is_defined_to_be() -> None:
+    tensors = {"b": torch.tensor([1.5], dtype=torch.bfloat16), "a": torch.zeros(2, 3)}
+    by_hand = [("a", (2, 3), memoryview(bytes(24))), ("b", (1,), memoryview(np.float32(1.5).tobytes()))]
+    assert digest_of(tensors) == tensors_digest(by_hand)
+    assert digest_of(tensors) != digest_of(tensors | {"b": torch.tensor([1.25])})
+    assert digest_of({"a": torch.zeros(2, 3)}) != digest_of({"a": torch.zeros(3, 2)})
+
+
+@pytest.fixture
+def published(
+    build: Any, tiny_model: Models, parallel: Parallel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> tuple[WeightPublisher, Policy]:
+    policy = fill(build())
+    adapters = Adapters(policy.hf_model, TensorLayout(policy.hf_model, None), base_name=str(tiny_model()))
+    run_dir = RunDir(tmp_path / "run")
+    return WeightPublisher(run_dir, policy, tokenizer, parallel, dtype="float32", adapters=adapters), policy
+
+
+def test_published_weights_are_merged_as_peft_merges_them(published: Any, tiny_model: Models) -> None:
+    publisher, policy = published
+    directory = publisher.publish(1)
+    assert kind_of(directory) is Kind.WEIGHTS and kind_of(directory / ADAPTER_DIR) is Kind.ADAPTER
+    merged_here, findings = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not findings["missing_keys"] and not findings["unexpected_keys"]
+    base = AutoModelForCausalLM.from_pretrained(tiny_model())
+    by_peft = peft.PeftModel.from_pretrained(base, str(directory / ADAPTER_DIR)).eval()
+    ids = torch.arange(5, 40)[None]
+    with torch.no_grad():
+        ours = logprobs(policy)
+        for model in (by_peft, merged_here.eval()):
+            theirs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    whole = by_peft.merge_and_unload()
+    for name, tensor in trained_tensors(merged_here).items():
+        assert torch.equal(tensor, whole.get_parameter(name)), name
+
+
+def test_publishing_twice_gives_the_same_bytes(published: Any) -> None:
+    publisher, _ = published
+    first, second = publisher.publish(1), publisher.publish(2)
+    for path in first.rglob("*"):
+        if path.is_file() and path.name != "manifest.json":
+            assert path.read_bytes() == (second / path.relative_to(first)).read_bytes(), path
+    settings = json.loads((first / ADAPTER_DIR / "adapter_config.json").read_text())
+    assert settings["target_modules"] == sorted(settings["target_modules"])
+    assert (settings["r"], settings["lora_alpha"]) == (2, 6.0)
+
+
+def test_engines_get_the_adapter_alone(published: Any, tiny_model: Models) -> None:
+    publisher, policy = published
+    whole, alone = publisher.publish(1), publisher.publish(2, for_engines=True)
+    assert kind_of(alone) is Kind.ADAPTER
+    assert {path.name for path in alone.iterdir()} == {
+        ADAPTER_NAME, "adapter_config.json", "base.json", "manifest.json"
+    }  # fmt: skip
+    assert (alone / ADAPTER_NAME).read_bytes() == (whole / ADAPTER_DIR / ADAPTER_NAME).read_bytes()
+    assert (alone / ADAPTER_NAME).stat().st_mode & 0o444 == 0o444
+    assert read_base(alone) == Base(str(tiny_model()), digest_of(base_tensors(policy.hf_model)))
+
+
+def test_adapters_of_ours_and_of_peft_are_warm_starts_of_adapted_models_alone(
+    published: Any, build: Any, tiny_model: Models, parallel: Parallel, tmp_path: Path
+) -> None:
+    publisher, policy = published
+    directory = publisher.publish(1)
+    wanted = copied(trained_tensors(policy.hf_model))
+    save_state(tmp_path / "step_1", state_of(policy), step=1)
+    base = AutoModelForCausalLM.from_pretrained(tiny_model())
+    peft.PeftModel.from_pretrained(base, str(directory / ADAPTER_DIR)).save_pretrained(str(tmp_path / "by_peft"))
+    for source in (directory / ADAPTER_DIR, tmp_path / "by_peft", publisher.publish(2, for_engines=True)):
+        fresh = trained_tensors(build(seed=4).hf_model)
+        load_weights_only(fresh, source)
+        assert same(copied(fresh), wanted), source
+    fresh = trained_tensors(build(seed=4).hf_model)
+    load_weights_only(fresh, tmp_path / "step_1")
+    assert same(copied(fresh), wanted)
+    with pytest.raises(CheckpointError, match="holds no LoRA adapter, and with model.lora nothing else is loaded"):
+        load_weights_only(fresh, directory)
+    plain = build_policy(TrainedModelConfig(name=str(tiny_model())), parallel, seed=0)
+    with pytest.raises(CheckpointError, match="holds a LoRA adapter and no weights"):
+        load_weights_only(trained_tensors(plain.hf_model), tmp_path / "step_1")
+
+
+def test_a_damaged_adapter_is_no_warm_start(published: Any, build: Any) -> None:
+    publisher, _ = published
+    directory = publisher.publish(1, for_engines=True)
+    tensors = load_file(directory / ADAPTER_NAME)
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, directory / ADAPTER_NAME)
+    with pytest.raises(CheckpointError, match=ADAPTER_NAME):
+        load_weights_only(trained_tensors(build().hf_model), directory)

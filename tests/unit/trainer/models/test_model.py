@@ -1,0 +1,349 @@
+"""The policy against transformers: values, gradients, dtypes, initialisation, errors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from holdfast.shared.config.trainer import TrainedModelConfig
+from holdfast.shared.errors import DataError
+from holdfast.shared.wire.sampling import Sampling
+from holdfast.trainer.data.packing import Sample, build_micro_batch
+from holdfast.trainer.models.layout import Layout
+from holdfast.trainer.models.loading import trained_tensors
+from holdfast.trainer.models.logprobs import Reading
+from holdfast.trainer.models.policy import Policy, build_policy, reshard
+from holdfast.trainer.models.structure import decoder_layers
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.step import predict
+from holdfast.trainer.train_state import local_part
+
+Models = Callable[..., Path]
+KINDS = {
+    "qwen3 tied": ("qwen3", {"tied": True}),
+    "qwen3 untied": ("qwen3", {"tied": False}),
+    "llama tied": ("llama", {"tied": True}),
+    "llama untied": ("llama", {"tied": False}),
+    "qwen2 with biases": ("qwen2", {"tied": True}),
+    "llama with scaled rotary": (
+        "llama",
+        {"tied": False, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}},
+    ),
+}
+LENGTHS = (7, 3, 12)
+CPU = torch.device("cpu")
+
+
+def samples() -> list[Sample]:
+    generator = np.random.default_rng(0)
+    return [Sample(generator.integers(5, 100, n).astype(np.int32), np.ones(n, dtype=bool)) for n in LENGTHS]
+
+
+def logprobs(policy: Policy, *, temperature: float = 1.0) -> Tensor:
+    micro = build_micro_batch(samples(), [0, 1, 2], pack=True, device=CPU)
+    values, *_ = policy(
+        micro.input_ids_BL, micro.position_ids_BL, micro.predict_index_N, micro.target_ids_N,
+        packed_index=micro.packed_index, reading=Reading(Sampling(temperature)),
+    )  # fmt: skip
+    return values
+
+
+def reference_logprobs(model: PreTrainedModel, *, temperature: float = 1.0) -> Tensor:
+    parts = []
+    for sample in samples():
+        ids = torch.as_tensor(sample.token_ids, dtype=torch.long)
+        values = (model(ids[None]).logits[0, :-1].float() / temperature).log_softmax(-1)
+        parts.append(values.gather(1, ids[1:, None])[:, 0])
+    return torch.cat(parts)
+
+
+def reference(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+
+
+def gradients(policy: Policy) -> dict[str, Tensor]:
+    found = {name: local_part(p.grad).clone() for name, p in policy.hf_model.named_parameters() if p.grad is not None}
+    policy.zero_grad(set_to_none=True)
+    return found
+
+
+def build(directory: Path, parallel: Parallel, *, seed: int = 0, **config: Any) -> Policy:
+    return build_policy(TrainedModelConfig(name=str(directory), **config), parallel, seed=seed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pretrained_policy_computes_what_transformers_computes(
+    kind: str, tiny_model: Models, parallel: Parallel
+) -> None:
+    name, fields = KINDS[kind]
+    directory = tiny_model(name, **fields)
+    policy, model = build(directory, parallel, logits_chunk_tokens=5), reference(directory)
+    for temperature in (1.0, 0.7):
+        ours, theirs = logprobs(policy, temperature=temperature), reference_logprobs(model, temperature=temperature)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        ours.sum().backward()
+        theirs.sum().backward()
+    ours_by_name = gradients(policy)
+    assert ours_by_name.keys() == dict(model.named_parameters()).keys()
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(ours_by_name[key], parameter.grad, rtol=1e-3, atol=1e-4, msg=key)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_rows_are_those_of_transformers_by_its_own_attention_too(
+    attention: str, tiny_model: Models, parallel: Parallel
+) -> None:
+    directory = tiny_model()
+    policy = build(directory, parallel, attention=attention).eval()
+    assert policy.layout == Layout(packs=True, attention=attention)
+    torch.testing.assert_close(logprobs(policy), reference_logprobs(reference(directory)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rotary_buffers_are_those_of_transformers(kind: str, tiny_model: Models, parallel: Parallel) -> None:
+    name, fields = KINDS[kind]
+    directory = tiny_model(name, **fields)
+    expected = dict(reference(directory).named_buffers())
+    got = dict(build(directory, parallel).hf_model.named_buffers())
+    assert any("inv_freq" in key for key in expected) and got.keys() == expected.keys()
+    for key, buffer in expected.items():
+        assert torch.equal(got[key], buffer), key
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_tensor_is_loaded_bit_for_bit_and_tied_ones_once(
+    tied: bool, tiny_model: Models, parallel: Parallel
+) -> None:
+    directory = tiny_model("qwen3", tied=tied)
+    policy = build(directory, parallel)
+    expected = reference(directory).state_dict()
+    got = {name: local_part(tensor) for name, tensor in trained_tensors(policy.hf_model).items()}
+    assert ("lm_head.weight" in got) is not tied
+    assert got.keys() == expected.keys() - ({"lm_head.weight"} if tied else set())
+    assert all(torch.equal(got[name], expected[name]) for name in got)
+    embedding, head = policy.hf_model.get_input_embeddings(), policy.hf_model.get_output_embeddings()
+    assert head is not None and (head.weight is embedding.weight) is tied
+
+
+def test_a_random_policy_is_a_function_of_the_seed(tiny_model: Models, parallel: Parallel) -> None:
+    directory = tiny_model(weights=False)
+
+    def tensors(seed: int) -> dict[str, Tensor]:
+        policy = build(directory, parallel, seed=seed, init="random")
+        return {name: local_part(tensor) for name, tensor in trained_tensors(policy.hf_model).items()}
+
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    first = tensors(0)
+    assert torch.equal(torch.get_rng_state(), before), "initialisation must not move the run's generator"
+    torch.rand(10)
+    again, other = tensors(0), tensors(1)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    embedding = "model.embed_tokens.weight"
+    assert not torch.equal(first[embedding], other[embedding])
+    assert 0.08 < first[embedding].std().item() < 0.12, "initializer_range is 0.1"
+    assert all(torch.isfinite(tensor).all() for tensor in first.values())
+
+
+def test_without_weights_the_buffers_are_right_all_the_same(tiny_model: Models, parallel: Parallel) -> None:
+    config = TrainedModelConfig(name=str(tiny_model()))
+    policy = build_policy(config, parallel, seed=0, weights=False)
+    expected = dict(reference(tiny_model()).named_buffers())
+    assert all(torch.equal(buffer, expected[key]) for key, buffer in policy.hf_model.named_buffers())
+
+
+def test_recomputed_activations_give_the_same_gradients(tiny_model: Models, parallel: Parallel) -> None:
+    results = []
+    for recompute in (False, True):
+        policy = build(tiny_model(), parallel, activation_checkpointing=recompute)
+        values = logprobs(policy)
+        values.sum().backward()
+        results.append((values.detach(), gradients(policy)))
+    (plain, plain_gradients), (recomputed, recomputed_gradients) = results
+    assert torch.equal(plain, recomputed)
+    assert all(torch.equal(plain_gradients[key], recomputed_gradients[key]) for key in plain_gradients)
+
+
+def test_recomputing_happens(tiny_model: Models, parallel: Parallel) -> None:
+    calls = {}
+    for recompute in (False, True):
+        policy = build(tiny_model(), parallel, activation_checkpointing=recompute)
+        count = 0
+
+        def counted(*_: object) -> None:
+            nonlocal count
+            count += 1
+
+        decoder_layers(policy.hf_model)[0].get_submodule("mlp").register_forward_pre_hook(counted)
+        logprobs(policy).sum().backward()
+        calls[recompute] = count
+    assert calls == {False: 1, True: 2}
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters(tiny_model: Models, parallel: Parallel) -> None:
+    directory = tiny_model("qwen3", tied=False)
+    policy = build(directory, parallel, dtype="bfloat16")
+    assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
+    seen = []
+    decoder_layers(policy.hf_model)[0].get_submodule("mlp").register_forward_hook(
+        lambda *args: seen.append(args[2].dtype)
+    )
+    values = logprobs(policy)
+    assert seen == [torch.bfloat16] and values.dtype == torch.float32
+    low = reference_logprobs(reference(directory, torch.bfloat16))
+    exact = reference_logprobs(reference(directory))
+    assert (values - exact).abs().mean() < 2 * (low - exact).abs().mean() + 1e-3
+    values.sum().backward()
+    assert {gradient.dtype for gradient in gradients(policy).values()} == {torch.float32}
+
+
+HEADS = {
+    "tied": ("qwen3", {}),
+    "untied": ("qwen3", {"tied": False}),
+    "bias": ("phi", {"tied": False}),
+    "capped": ("gemma2", {"final_logit_softcapping": 3.0}),
+    "own": ("granite", {"logits_scaling": 0.25}),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("lora", [None, {}])
+def test_a_float32_head_rounds_no_logit(
+    head: str, lora: dict[str, Any] | None, tiny_model: Models, parallel: Parallel
+) -> None:
+    """Hidden states and weights are those in bfloat16, as in the engine; the rest is within float32 of float64."""
+    kind, fields = HEADS[head]
+    policies = [
+        build(tiny_model(kind, **fields), parallel, dtype="bfloat16", lora=lora, logits_chunk_tokens=5, fp32_lm_head=on)
+        for on in (True, False)
+    ]
+    assert policies[0].has_plain_head == (head != "own")
+    errors = []
+    for policy in policies:
+        hidden: list[Tensor] = []
+        policy.hf_model.base_model.register_forward_hook(
+            lambda *args, seen=hidden: seen.append(args[2].last_hidden_state[0])
+        )
+        values = logprobs(policy)
+        module, config = policy.hf_model.get_output_embeddings(), policy.hf_model.config
+        assert module is not None
+        weight = local_part(module.weight).bfloat16().double().requires_grad_()
+        bias = local_part(module.bias).bfloat16().double() if module.bias is not None else 0.0
+        micro = build_micro_batch(samples(), [0, 1, 2], pack=True, device=CPU)
+        logits = hidden[0].double()[micro.predict_index_N] @ weight.T + bias
+        if head == "own":
+            logits = logits / config.logits_scaling
+        if head == "capped":
+            logits = 3.0 * torch.tanh(logits / 3.0)
+        expected = logits.log_softmax(-1).gather(1, micro.target_ids_N[:, None])[:, 0]
+        errors.append((values - expected).abs().max().item())
+        if policy is policies[0] and lora is None and head == "untied":
+            (expected_gradient,) = torch.autograd.grad(expected.sum(), weight)
+            values.sum().backward()
+            gradient = gradients(policy)["lm_head.weight"].double()
+            # The gradient of a weight in bfloat16 is rounded once, when all chunks are summed.
+            torch.testing.assert_close(gradient, expected_gradient, rtol=2.0**-8, atol=1e-4)
+    assert errors[0] < 1e-5 < 1e-3 < errors[1]
+
+
+def test_after_a_forward_alone_the_parameters_go_back_to_shards(tiny_model: Models, parallel: Parallel) -> None:
+    policy = build(tiny_model(), parallel, dtype="bfloat16")
+    with torch.no_grad():
+        logprobs(policy)
+    reshard(policy)
+    assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
+    assert all(isinstance(tensor, DTensor) for tensor in trained_tensors(policy.hf_model).values())
+
+
+def test_a_policy_starts_in_training_mode_with_dropout(tiny_model: Models, parallel: Parallel) -> None:
+    policy = build(tiny_model(attention_dropout=0.5), parallel)
+    assert policy.training
+    assert not torch.allclose(logprobs(policy), logprobs(policy))
+    policy.eval()
+    torch.testing.assert_close(logprobs(policy), logprobs(policy), rtol=0, atol=0)
+
+
+def without_a_tensor(directory: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def with_another_shape(directory: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(7)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def with_config(**fields: Any) -> Callable[[Path], object]:
+    def change(directory: Path) -> None:
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("prepare", "said"),
+    [
+        (lambda path: (path / "config.json").unlink(), "no model config"),
+        (lambda path: (path / "config.json").write_text("{"), "no model config"),
+        (lambda path: (path / "config.json").write_text('{"model_type": "no_such_kind"}'), "no model config"),
+        (lambda path: (path / "model.safetensors").unlink(), "model.init = random"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"\0" * 64), "could not be loaded"),
+        (without_a_tensor, "lack 1 tensors, such as model.layers.1.mlp.up_proj.weight"),
+        (with_another_shape, "'model.norm.weight' has shape [7] in its files and [32] by its config.json"),
+        (with_config(num_attention_heads=5), "has shape [32, 32] in its files and [32, 40] by its config.json"),
+        (with_config(hidden_act="no_such"), "could not be loaded. KeyError: 'no_such'"),
+        (with_config(rope_parameters={"rope_type": "no_such"}), "could not be loaded. KeyError: 'no_such'"),
+        (with_config(hidden_size="32"), "Field 'hidden_size' expected int"),
+        (with_config(num_hidden_layers=3), "`num_hidden_layers` (3) must be equal to the number of `layer_types` (2)"),
+        (with_config(quantization_config={"quant_method": "gptq", "bits": 4}), "its weights are quantised (gptq, see"),
+        (with_config(quantization_config={"quant_method": "fp8"}), "its weights are quantised (fp8, see"),
+    ],
+)
+def test_a_directory_that_is_no_model_is_named(
+    prepare: Callable[[Path], object], said: str, tiny_model: Models, parallel: Parallel, tmp_path: Path
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_model(), directory)
+    prepare(directory)
+    with pytest.raises(DataError) as caught:
+        build(directory, parallel)
+    assert caught.value.exit_code == 2
+    assert str(directory) in str(caught.value) and said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "fields"), [("gpt2", {}), ("opt", {}), ("gptj", {"rotary_dim": 4})])
+@pytest.mark.parametrize("pack", [True, False])
+def test_a_sample_beyond_the_last_position_is_refused(
+    kind: str, fields: dict[str, Any], pack: bool, tiny_model: Models, parallel: Parallel
+) -> None:
+    policy = build(tiny_model(kind, max_position_embeddings=16, **fields), parallel)
+
+    def run(length: int) -> None:
+        sample = Sample(np.arange(length, dtype=np.int32), np.ones(length, dtype=bool))
+        micro = build_micro_batch([sample], [0], pack=pack and policy.layout.packs, device=parallel.device)
+        predict(policy, micro)
+
+    run(16)
+    with pytest.raises(DataError, match="a sample has 17 tokens, and .* has positions for 16"):
+        run(17)
+
+
+def test_rotary_positions_have_no_last_one(tiny_model: Models, parallel: Parallel) -> None:
+    policy = build(tiny_model("llama", max_position_embeddings=16), parallel)
+    sample = Sample(np.arange(40, dtype=np.int32), np.ones(40, dtype=bool))
+    predict(policy, build_micro_batch([sample], [0], pack=True, device=parallel.device))

@@ -1,0 +1,324 @@
+"""Models that transformers holds otherwise than their files do: published by the names of the original."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from holdfast.commands.ckpt.requests import Export, Import
+from holdfast.inference.adapters import BaseWeights, read_adapter
+from holdfast.inference.weight_files import read_architecture, read_weights
+from holdfast.shared.config.trainer import TrainedModelConfig
+from holdfast.shared.errors import CheckpointError, DataError
+from holdfast.shared.files.adapter import read_base
+from holdfast.shared.files.checkpoints import NAMES_NAME
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.trainer.checkpoints.checkpointer import Checkpointer
+from holdfast.trainer.checkpoints.commit import Identity
+from holdfast.trainer.checkpoints.warm_start import load_weights_only
+from holdfast.trainer.conversion.importing import import_weights
+from holdfast.trainer.conversion.writing import export
+from holdfast.trainer.models import hf_files
+from holdfast.trainer.models.loading import initial_weights, load_model_config, trained_tensors
+from holdfast.trainer.models.lora import Adapters
+from holdfast.trainer.models.policy import Policy, build_policy
+from holdfast.trainer.models.tensor_layout import TensorLayout, names_in_files
+from holdfast.trainer.models.weight_publisher import WeightPublisher
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.train_state import local_part
+from tests.conftest import ModelFactory
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": EXPERTS,
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1,
+        "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16, "v_head_dim": 16, "head_dim": 16, "num_key_value_heads": 4,
+    },
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
+}  # fmt: skip
+GATE = "model.layers.1.mlp.experts.0.gate_proj.weight"
+PER_EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"
+Publish = Callable[..., tuple[Path, Policy]]
+
+
+@pytest.fixture
+def publish(parallel: Parallel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Publish:
+    """Return a maker of (published directory, its policy), changed since the directory `model` was loaded."""
+
+    def make(model: Path, *, dtype: str = "float32", layout: str = "original", **fields: Any) -> tuple[Path, Policy]:
+        config = TrainedModelConfig.model_validate({"name": str(model), "dtype": dtype, **fields})
+        policy = build_policy(config, parallel, seed=0)
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                local_part(parameter).mul_(1.25)
+        names = names_in_files(str(model)) if layout == "original" else None
+        publisher = WeightPublisher(
+            RunDir(tmp_path), policy, tokenizer, parallel, dtype=dtype, layout=TensorLayout(policy.hf_model, names)
+        )
+        return publisher.publish(3), policy
+
+    return make
+
+
+def tensors_of(directory: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in directory.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def without_prefix(model: Path, prefix: str, target: Path) -> Path:
+    """Copy a model as the files of base models call its tensors, those of GPT-2 on the hub for one."""
+    target.mkdir()
+    for path in model.iterdir():
+        if path.suffix != ".safetensors":
+            (target / path.name).write_bytes(path.read_bytes())
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors_of(model).items()}
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def original_of(family: str, tiny_model: ModelFactory, tmp_path: Path) -> Path:
+    model = tiny_model(family, tied=family == "gpt2", **FAMILIES.get(family, {}))
+    return without_prefix(model, "transformer.", tmp_path / "original") if family == "gpt2" else model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_published_names_and_shapes_are_the_originals_and_load_bit_for_bit(
+    family: str, publish: Publish, tiny_model: ModelFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf_files, "MAX_FILE_BYTES", 20_000)  # groups are cut by the borders of files
+    model = original_of(family, tiny_model, tmp_path)
+    directory, policy = publish(model)
+    original, published = tensors_of(model), tensors_of(directory)
+    assert {name: one.shape for name, one in published.items()} == {name: one.shape for name, one in original.items()}
+    for name, tensor in original.items():
+        if tensor.is_floating_point() and "e_score_correction_bias" not in name:  # a buffer, which was not changed
+            torch.testing.assert_close(published[name], tensor * 1.25, rtol=1e-6, atol=0)
+    loaded, findings = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not findings["missing_keys"] and not findings["unexpected_keys"] and not findings["mismatched_keys"]
+    expected = trained_tensors(policy.hf_model)
+    found = trained_tensors(loaded)
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, local_part(expected[name])), name
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_an_engine_takes_what_is_published_for_a_mixture_of_experts(
+    family: str, publish: Publish, tiny_model: ModelFactory, tmp_path: Path
+) -> None:
+    model = original_of(family, tiny_model, tmp_path)
+    directory, _ = publish(model, dtype="bfloat16")
+    checked = read_weights(directory, read_architecture(model), dtype=torch.bfloat16, version=3)
+    assert checked.tensors.keys() == tensors_of(model).keys()
+
+
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [
+        ("gpt2", {"h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8), "h.1.attn.bias": torch.ones(1, 1, 4, 4)}),
+        ("llama", {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
+        ("deepseek_v3", {"model.layers.61.mlp.up_proj.weight": torch.ones(3, 3)}),
+    ],
+)
+@pytest.mark.parametrize("adapted", [False, True], ids=["whole", "adapter"])
+def test_an_engine_does_not_ask_for_what_transformers_leaves_out_of_the_original(
+    family: str, extra: dict[str, Tensor], adapted: bool, publish: Publish, tiny_model: ModelFactory, tmp_path: Path
+) -> None:
+    model = original_of(family, tiny_model, tmp_path)
+    with_extra = tmp_path / "with_extra"
+    shutil.copytree(model, with_extra)
+    names = tensors_of(model).keys()
+    save_file(tensors_of(model) | extra, with_extra / "model.safetensors", metadata={"format": "pt"})
+    directory, _ = publish(with_extra)
+    architecture = read_architecture(with_extra)
+    assert architecture.ignored == extra.keys()
+    assert tensors_of(directory).keys() == names
+    if adapted:
+        plain = BaseWeights(model, read_architecture(model))
+        assert BaseWeights(with_extra, architecture).digest == plain.digest
+        return
+    assert read_weights(directory, architecture, dtype=torch.float32, version=3).tensors.keys() == names
+    read_weights(with_extra, architecture, dtype=torch.float32)
+    name = min(names - {"lm_head.weight"})
+    save_file(
+        {one: tensor for one, tensor in tensors_of(directory).items() if one != name}, tmp_path / "lacking.safetensors"
+    )
+    with pytest.raises(DataError, match=rf"'{name}' is missing \(1 of"):
+        read_weights(tmp_path, architecture, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_without_an_original_the_names_are_those_of_save_pretrained(
+    family: str, publish: Publish, tiny_model: ModelFactory
+) -> None:
+    bare = tiny_model(family, tied=False, weights=False, **FAMILIES[family])
+    directory, _ = publish(bare, layout="none", init="random")
+    names = tensors_of(tiny_model(family, tied=False, **FAMILIES[family])).keys()
+    assert tensors_of(directory).keys() == names
+    assert read_architecture(bare).shapes.keys() == names, "an engine that waits for its first weights expects the same"
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["plain", "sharded"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_warm_starts_take_published_files_exactly(
+    family: str, is_sharded: bool, publish: Publish, tiny_model: ModelFactory, parallel: Parallel, tmp_path: Path
+) -> None:
+    directory, policy = publish(original_of(family, tiny_model, tmp_path))
+    causal_lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
+    if is_sharded:
+        fully_shard(causal_lm, mesh=parallel.mesh)
+    tensors = trained_tensors(causal_lm)
+    for tensor in tensors.values():
+        local_part(tensor).fill_(-7)
+    layout = TensorLayout(causal_lm, None)
+    load_weights_only(tensors, directory, layout=layout)
+    for name, expected in trained_tensors(policy.hf_model).items():
+        assert torch.equal(local_part(tensors[name]), local_part(expected)), name
+
+
+def test_a_file_that_lacks_one_expert_is_no_warm_start(publish: Publish, tiny_model: ModelFactory) -> None:
+    directory, policy = publish(tiny_model("qwen3_moe", tied=False, **EXPERTS))
+    tensors = tensors_of(directory)
+    layout = TensorLayout(policy.hf_model, None)
+    for name, reason in ((PER_EXPERT, r"experts.down_proj is \(3, "), (GATE, "do not make one of this model")):
+        rest = {other: tensor for other, tensor in tensors.items() if other != name}
+        save_file(rest, directory.with_name("lacking.safetensors"))
+        with pytest.raises(CheckpointError, match=reason):
+            load_weights_only(
+                trained_tensors(policy.hf_model), directory.with_name("lacking.safetensors"), layout=layout
+            )
+
+
+def test_an_engine_merges_an_adapter_of_a_model_with_other_names_as_the_trainer_does(
+    tiny_model: ModelFactory, parallel: Parallel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    model = original_of("mixtral", tiny_model, tmp_path)
+    config = TrainedModelConfig.model_validate({"name": str(model), "lora": {"rank": 2}})
+    policy = build_policy(config, parallel, seed=0)
+    with torch.no_grad():
+        for factor in trained_tensors(policy.hf_model).values():
+            factor.normal_()
+    layout = TensorLayout(policy.hf_model, names_in_files(str(model)))
+    adapters = Adapters(policy.hf_model, layout, base_name=str(model))
+    publisher = WeightPublisher(
+        RunDir(tmp_path), policy, tokenizer, parallel, dtype="float32", layout=layout, adapters=adapters
+    )
+    merged, alone = publisher.publish(1), publisher.publish(2, for_engines=True)
+    adapters.base = msgspec.structs.replace(adapters.base, regrouped=["a.weight"])
+    with pytest.raises(DataError, match=r"files of model\.name hold 'a\.weight' in another layout"):
+        publisher.publish(3, for_engines=True)
+    architecture = read_architecture(model)
+    base = BaseWeights(model, architecture)
+    assert read_base(alone).digest == base.digest
+    ours = read_adapter(alone, base, dtype=torch.float32, version=2)
+    theirs = read_weights(merged, architecture, dtype=torch.float32, version=1)
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for name, tensor in theirs.tensors.items():
+        assert torch.equal(ours.tensors[name], tensor), name
+
+
+def test_an_adapted_matrix_that_files_call_otherwise_is_found(tiny_model: ModelFactory, tmp_path: Path) -> None:
+    """No family with a plain linear layer of another name is small, so names are made other ones here."""
+    model = without_prefix(tiny_model("llama", tied=False), "model.", tmp_path / "original")
+    config = TrainedModelConfig(name=str(model))
+    with torch.device("meta"):
+        meta = AutoModelForCausalLM.from_config(load_model_config(str(model)))
+    layout = TensorLayout(meta, names_in_files(str(model)))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert layout.name_in_files(name) == "layers.0.self_attn.q_proj.weight"
+    weights = initial_weights(config, load_model_config(str(model)), seed=0)
+    written = dict(layout.to_files(weights.items()))
+    assert written.keys() == tensors_of(model).keys()
+
+
+def test_a_checkpoint_is_imported_with_the_names_that_it_is_exported_with(
+    tiny_model: ModelFactory, tmp_path: Path
+) -> None:
+    """Before, an import gave the tensors of a checkpoint the names that `save_pretrained` has for them."""
+    model = without_prefix(tiny_model("llama", tied=False), "model.", tmp_path / "original")
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    layout = TensorLayout(loaded, names_in_files(str(model)))
+    files = {f"model/{path.name}": path.read_bytes() for path in model.iterdir() if path.suffix != ".safetensors"}
+    identity = Identity(files=files | {f"model/{NAMES_NAME}": msgspec.json.encode(layout.names)})
+    with Checkpointer(tmp_path / "checkpoints", {"model": loaded}, identity=identity) as checkpointer:
+        checkpointer.save(1)
+    exported, imported = tmp_path / "exported", tmp_path / "imported"
+    export(Export(step_directory=str(tmp_path / "checkpoints/step_1"), target=str(exported)))
+    import_weights(Import(source=str(tmp_path / "checkpoints/step_1"), target=str(imported)))
+    assert tensors_of(exported).keys() == tensors_of(model).keys()
+    assert tensors_of(imported).keys() == tensors_of(model).keys()
+
+
+def test_experts_are_not_whole_matrices_of_files(tiny_model: ModelFactory) -> None:
+    with torch.device("meta"):
+        config = load_model_config(str(tiny_model("qwen3_moe", tied=False, **EXPERTS)))
+        layout = TensorLayout(AutoModelForCausalLM.from_config(config), None)
+    assert layout.name_in_files("model.layers.0.mlp.experts.down_proj") is None
+    assert layout.name_in_files("model.norm.weight") == "model.norm.weight"
+    assert PER_EXPERT in layout.names and not layout.is_plain
+
+
+def test_names_come_from_an_index_a_file_or_the_hub(
+    tiny_model: ModelFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama", tied=False)
+    expected = names_in_files(str(model))
+    assert expected == sorted(tensors_of(model))
+    shards, hub = tmp_path / "shards", tmp_path / "hub"
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(shards, max_shard_size="20KB")
+    assert not (shards / "model.safetensors").exists() and names_in_files(str(shards)) == expected
+    for name, source in (("single", model), ("sharded", shards), ("empty", tiny_model("llama", weights=False))):
+        cached = hub / f"models--someone--{name}"
+        shutil.copytree(source, cached / "snapshots" / ("c" * 40))
+        (cached / "refs").mkdir()
+        (cached / "refs/main").write_text("c" * 40)
+    for module in ("huggingface_hub.constants", "transformers.utils.hub.constants"):
+        monkeypatch.setattr(f"{module}.HF_HUB_CACHE", str(hub))
+    found = [names_in_files(f"someone/{name}") for name in ("single", "sharded", "empty")]
+    assert found == [expected, expected, None]
+    (shards / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(DataError, match="the names of its tensors cannot be read"):
+        names_in_files(str(shards))
+
+
+class Forgetful(TensorLayout):
+    """Loads all tensors but one."""
+
+    def from_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: one for name, one in super().from_files(tensors).items() if name != "model.norm.weight"}
+
+
+class Transposing(TensorLayout):
+    """Loads one tensor in another shape."""
+
+    def from_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = super().from_files(tensors)
+        return found | {"lm_head.weight": found["lm_head.weight"].T}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Forgetful, "model.norm.weight"), (Transposing, "lm_head.weight")])
+def test_a_layout_in_which_files_do_not_come_back_is_refused(
+    kind: type[TensorLayout], name: str, tiny_model: ModelFactory
+) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_model_config(str(tiny_model("llama", tied=False))))
+    with pytest.raises(DataError, match=rf"{name} would not come back from the files \(1 such tensors\)"):
+        kind(model, None)

@@ -1,0 +1,347 @@
+"""Preference pairs: reading, refusing, planning; and the gradients of a step, however it is split."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from holdfast.shared.config import CkptConfig, DpoConfig
+from holdfast.shared.config.dpo import PreferenceDataConfig
+from holdfast.shared.config.lora import LoraConfig
+from holdfast.shared.config.trainer import TrainedModelConfig
+from holdfast.shared.errors import CheckpointError, DataError
+from holdfast.trainer.data.packing import Arrangement
+from holdfast.trainer.data.row_formats import PAIR_FORMATS, RATED_PAIR_FORMATS
+from holdfast.trainer.models.policy import Policy, build_policy
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.preferences.pairs import Pair, fingerprint_preferences, load_pairs, plan_pairs, split_preferences
+from holdfast.trainer.preferences.reference import (
+    OtherReference,
+    Reference,
+    other_reference,
+    predict_pairs,
+    reference_logprobs,
+)
+from holdfast.trainer.preferences.reference import _read as read_reference
+from holdfast.trainer.programs.dpo import dpo_objective
+from holdfast.trainer.programs.reward_model import end_at_stop_token
+from tests.plain_logprobs import answer_logprob
+
+TEXTS = [{"prompt": "ab>", "chosen": "ba", "rejected": "ab done"}, {"prompt": "cde>", "chosen": "edc", "rejected": "c"}]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def settings(path: Path, rows: list[dict[str, Any]], **more: Any) -> PreferenceDataConfig:
+    file = path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return PreferenceDataConfig.model_validate({"name": str(file), "seq_len": 32, **more})
+
+
+def trained(tokenizer: PreTrainedTokenizerBase, pair: Pair) -> tuple[str, str]:
+    """Return what is trained of both sides, as text."""
+    texts = [str(tokenizer.decode(side.token_ids[side.loss_mask], skip_special_tokens=True)) for side in pair.sides]
+    return texts[0], texts[1]
+
+
+def test_rows_of_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    pairs = load_pairs(settings(tmp_path, TEXTS), tokenizer)
+    assert [trained(tokenizer, pair) for pair in pairs] == [("ba", "ab done"), ("edc", "c")]
+    assert [pair.number for pair in pairs] == [0, 1]
+    for pair in pairs:
+        assert (~pair.chosen.loss_mask).sum() == (~pair.rejected.loss_mask).sum(), "both follow the same prompt"
+
+
+def test_messages_and_whole_conversations_give_the_same_pairs(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prompt = [user("ab"), assistant("ba"), user("cd")]
+    apart = {"prompt": prompt, "chosen": [assistant("dc")], "rejected": [assistant("cd")]}
+    whole = {"chosen": [*prompt, assistant("dc")], "rejected": [*prompt, assistant("cd")]}
+    expected = load_pairs(settings(tmp_path, [apart]), tokenizer)
+    assert trained(tokenizer, expected[0]) == ("dc", "cd"), "earlier answers belong to the prompt"
+    assert fingerprint_preferences(load_pairs(settings(tmp_path, [whole]), tokenizer)) == fingerprint_preferences(
+        expected
+    )
+    named = {"prompt": "cd", **whole}  # as some datasets have it: the prompt's text again, beside the chats
+    assert fingerprint_preferences(load_pairs(settings(tmp_path, [named]), tokenizer)) == fingerprint_preferences(
+        expected
+    )
+
+
+def test_parquet_gives_the_same_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    import datasets
+
+    config = settings(tmp_path, TEXTS)
+    parquet = tmp_path / "pairs.parquet"
+    datasets.Dataset.from_list(TEXTS).to_parquet(parquet)
+    other = config.model_copy(update={"name": str(parquet)})
+    assert fingerprint_preferences(load_pairs(other, tokenizer)) == fingerprint_preferences(
+        load_pairs(config, tokenizer)
+    )
+
+
+def test_the_fingerprint_tells_the_sides_apart(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    turned = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in TEXTS]
+    straight = fingerprint_preferences(load_pairs(settings(tmp_path, TEXTS), tokenizer))
+    assert fingerprint_preferences(load_pairs(settings(tmp_path, turned), tokenizer)) != straight
+
+
+def test_margins_are_read_by_who_asks_for_them(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    rated = [{**row, "margin": margin} for row, margin in zip(TEXTS, (0.25, -3), strict=True)]
+    data = settings(tmp_path, rated)
+    ignored, read = load_pairs(data, tokenizer), load_pairs(data, tokenizer, formats=RATED_PAIR_FORMATS)
+    assert [pair.margin for pair in ignored] == [0, 0] and [pair.margin for pair in read] == [0.25, -3]
+    assert fingerprint_preferences(ignored) != fingerprint_preferences(read)
+    cut = load_pairs(settings(tmp_path, rated, seq_len=9, too_long="truncate"), tokenizer, formats=RATED_PAIR_FORMATS)
+    assert [end_at_stop_token(pair, tokenizer).margin for pair in cut] == [0.25, -3]
+    either = (*RATED_PAIR_FORMATS, *PAIR_FORMATS)
+    assert [pair.margin for pair in load_pairs(settings(tmp_path, TEXTS), tokenizer, formats=either)] == [0, 0]
+
+
+@pytest.mark.parametrize("margin", [None, "1", True, float("nan"), float("inf")])
+def test_margins_that_are_no_numbers_are_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, margin: Any
+) -> None:
+    data = settings(tmp_path, [{**TEXTS[0], "margin": 1}, {**TEXTS[1], "margin": margin}])
+    with pytest.raises(DataError, match="row 2: `margin` must be a number in every row"):
+        load_pairs(data, tokenizer, formats=(*RATED_PAIR_FORMATS, *PAIR_FORMATS))
+    with pytest.raises(DataError, match=r"has the columns .* loss\.odpo_alpha, `margin`, a number"):
+        load_pairs(settings(tmp_path, TEXTS), tokenizer, formats=RATED_PAIR_FORMATS)
+
+
+def test_pairs_that_teach_nothing_are_left_out(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    equal = {"prompt": "x>", "chosen": "x", "rejected": "x"}
+    pairs = load_pairs(settings(tmp_path, [equal, *TEXTS]), tokenizer)
+    assert [pair.number for pair in pairs] == [0, 1]
+    assert "1 pairs have the same tokens on both sides" in caplog.text
+    with pytest.raises(DataError, match="no pairs to train on"):
+        load_pairs(settings(tmp_path, [equal]), tokenizer)
+    long = {"prompt": "abcdefgh>", "chosen": "x", "rejected": "y"}  # cut, nothing of the answers is left
+    (pair,) = load_pairs(settings(tmp_path, [long, TEXTS[1]], seq_len=9, too_long="truncate"), tokenizer)
+    assert trained(tokenizer, pair) == ("edc", "c")
+
+
+def test_a_reference_that_is_not_there_or_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoints/step_1/reference.npz"
+    path.parent.mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"is missing: .* Resume it with --loss\.reference none"):
+        read_reference(path, "pairs", None)
+    path.write_bytes(b"no zip")
+    with pytest.raises(CheckpointError, match="cannot be read: .* Resume from another step"):
+        read_reference(path, "pairs", None)
+    with path.open("wb") as file:
+        np.savez(file, logprobs=np.ones((1, 2)), pairs=np.asarray("pairs"), model=np.asarray(""))
+    assert read_reference(path, "pairs", None).tolist() == [[1.0, 1.0]]
+    with pytest.raises(CheckpointError, match="is about other pairs than these"):
+        read_reference(path, "others", None)
+
+
+def test_a_run_goes_on_with_the_reference_that_it_began_with(tmp_path: Path) -> None:
+    path, other = tmp_path / "reference.npz", OtherReference("models/b", "abc", None)
+    with path.open("wb") as file:
+        np.savez(file, logprobs=np.ones((1, 2)), pairs=np.asarray("pairs"), model=np.asarray(""))
+    with pytest.raises(CheckpointError, match=r"the weights that the run began with, and .* = 'models/b' has abc"):
+        read_reference(path, "pairs", other)
+    with path.open("wb") as file:
+        np.savez(file, logprobs=np.ones((1, 2)), pairs=np.asarray("pairs"), model=np.asarray("abc"))
+    assert read_reference(path, "pairs", other).tolist() == [[1.0, 1.0]]
+    assert read_reference(path, "pairs", replace(other, name="elsewhere")).tolist() == [[1.0, 1.0]]
+    with pytest.raises(CheckpointError, match="a reference model with digest abc, and it is unset now"):
+        read_reference(path, "pairs", None)
+    with pytest.raises(CheckpointError, match="with digest abc, and .* has abd: .* as the run began with it"):
+        read_reference(path, "pairs", replace(other, digest="abd"))
+
+
+def test_another_reference_says_what_its_own_weights_say(tiny_model: Callable[..., Path], parallel: Parallel) -> None:
+    name, pairs = str(tiny_model(seed=1)), ragged_pairs(5)
+    of_policy = {"model": {"name": str(tiny_model())}, "data": {"seq_len": 16}}
+    assert other_reference(DpoConfig.model_validate(of_policy), pairs, parallel) is None
+    config = DpoConfig.model_validate({**of_policy, "loss": {"reference_model": name}, "output_dir": "x"})
+    found = other_reference(config, pairs, parallel)
+    assert found is not None and found.logprobs_P2 is not None and found.name == name
+    theirs = build_policy(TrainedModelConfig(name=name), parallel, seed=0)
+    assert found.logprobs_P2.tolist() == reference_logprobs(theirs, pairs, config.data, parallel).tolist()
+    alive = sum(isinstance(thing, Policy) for thing in gc.get_objects())
+    other_reference(config, pairs, parallel)
+    assert sum(isinstance(thing, Policy) for thing in gc.get_objects()) == alive, "it is out of memory again"
+    adapted = config.model_copy(update={"model": config.model.model_copy(update={"lora": LoraConfig()})})
+    beside = other_reference(adapted, pairs, parallel)
+    assert beside is not None and beside.logprobs_P2 is not None and beside.digest == found.digest
+    assert beside.logprobs_P2.tolist() == found.logprobs_P2.tolist(), "it has no adapters"
+    resumed = config.model_copy(update={"ckpt": CkptConfig(resume_step=4)})
+    assert other_reference(resumed, pairs, parallel) == replace(found, logprobs_P2=None)
+
+
+def test_a_reference_with_other_tokens_is_refused(
+    tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model(seed=1), other)
+    content = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    config = DpoConfig.model_validate({"model": {"name": str(tiny_model())}, "loss": {"reference_model": str(other)}})
+    with pytest.raises(DataError, match=r"loss\.reference_model = .* has another tokenizer .*: 2 tokens differ"):
+        other_reference(config, ragged_pairs(1), parallel)
+
+
+def test_too_long_pairs_are_refused_dropped_or_cut(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(DataError, match=r"row 1: a side of the pair has \d+ tokens, data.seq_len is 9"):
+        load_pairs(settings(tmp_path, TEXTS, seq_len=9), tokenizer)
+    dropped = load_pairs(settings(tmp_path, TEXTS, seq_len=9, too_long="drop"), tokenizer)
+    assert [trained(tokenizer, pair) for pair in dropped] == [("edc", "c")]
+    cut = load_pairs(settings(tmp_path, TEXTS, seq_len=9, too_long="truncate"), tokenizer)
+    assert len(cut) == 2 and max(len(side.token_ids) for pair in cut for side in pair.sides) == 9
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"prompt": "a", "completion": "b"}, "chosen"),
+        ({"prompt": "a", "chosen": "b", "rejected": [assistant("c")]}, "row 1: rows need"),
+        ({"chosen": "b", "rejected": "c"}, "row 1: rows need .* begin differently"),
+        ({"prompt": [user("a")], "chosen": "b", "rejected": "c"}, "row 1: rows need"),
+        ({"chosen": [assistant("b")], "rejected": [assistant("c")]}, "row 1: rows need .* begin with different"),
+        (
+            {"prompt": "q", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]},
+            "row 1: `prompt` is 'q', which none of the messages says",
+        ),
+        (
+            {"prompt": [user("a")], "chosen": [user("a"), assistant("b")], "rejected": [assistant("c")]},
+            "row 1: the answer begins with the messages of `prompt`",
+        ),
+    ],
+)
+def test_rows_that_are_no_pairs_are_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(DataError, match=named) as caught:
+        load_pairs(settings(tmp_path, [row]), tokenizer)
+    assert caught.value.exit_code == 2
+
+
+def ragged_pairs(count: int) -> list[Pair]:
+    """Return pairs of random tokens and lengths."""
+    from holdfast.trainer.data.packing import Sample
+
+    random = np.random.default_rng(0)
+    pairs = []
+    for number in range(count):
+        prompt = random.integers(5, 40, random.integers(1, 6))
+        sides = []
+        for _ in range(2):
+            answer = random.integers(5, 40, random.integers(1, 9))
+            mask = np.repeat([False, True], [len(prompt), len(answer)])
+            sides.append(Sample(np.concatenate([prompt, answer]).astype(np.int32), mask))
+        pairs.append(Pair(sides[0], sides[1], number=number))
+    return pairs
+
+
+def test_held_out_pairs_keep_their_numbers() -> None:
+    pairs = ragged_pairs(20)
+    training, held_out = split_preferences(pairs, 0.25, seed=1)
+    assert (len(training), len(held_out)) == (15, 5)
+    assert sorted(pair.number for pair in training + held_out) == list(range(20))
+    assert all(pairs[pair.number] is pair for pair in training + held_out)
+    with pytest.raises(DataError, match="validation_fraction"):
+        split_preferences([], 0.9, seed=1)
+
+
+@pytest.mark.parametrize("arrangement", ["packed", "grouped", "rows"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_pair_is_in_one_micro_batch_of_one_rank(arrangement: Arrangement, world_size: int) -> None:
+    pairs = ragged_pairs(17)
+    config = PreferenceDataConfig(seq_len=16, micro_batch_size=2)
+    plans = [plan_pairs(pairs, arrangement, config, rank=rank, world_size=world_size) for rank in range(world_size)]
+    assert len({len(plan) for plan in plans}) == 1
+    assert sorted(index for plan in plans for micro in plan for index in micro) == list(range(17))
+    for micro in (micro for plan in plans for micro in plan):
+        assert sum(pairs[index].num_tokens for index in micro) <= 2 * 16 * 2
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model: Callable[..., Path], parallel: Parallel) -> Policy:
+    return build_policy(TrainedModelConfig(name=str(tiny_model()), init="pretrained"), parallel, seed=0)
+
+
+def step_of(policy: Policy, parallel: Parallel, pairs: list[Pair], **data: Any) -> tuple[dict[str, float], Tensor]:
+    """Return metrics and gradients of one step over all pairs, with the reference a little off the policy."""
+    config = DpoConfig.model_validate({"data": {"seq_len": 16, **data}, "loss": {"beta": 0.3}})
+    offsets = np.random.default_rng(1).normal(size=(len(pairs), 2))
+    reference = Reference(reference_logprobs(policy, pairs, config.data, parallel) + offsets, {})
+    policy.zero_grad(set_to_none=True)
+    metrics = dpo_objective(config, reference, parallel).accumulate_gradients(policy, pairs)
+    gradients = [parameter.grad.flatten() for parameter in policy.parameters() if parameter.grad is not None]
+    return metrics, torch.cat(gradients)
+
+
+def test_a_step_is_the_same_however_it_is_split(policy: Policy, parallel: Parallel) -> None:
+    pairs = ragged_pairs(12)
+    metrics, gradients = step_of(policy, parallel, pairs, micro_batch_size=12)
+    assert gradients.norm() > 1e-3 and 0 < metrics["rewards/accuracies"] < 1
+    assert metrics["rewards/margins"] == pytest.approx(metrics["rewards/chosen"] - metrics["rewards/rejected"])
+    for split in (
+        {"micro_batch_size": 1},
+        {"micro_batch_size": 5, "pack": False},
+        {"micro_batch_size": 1, "pack": False},
+    ):
+        other_metrics, other = step_of(policy, parallel, pairs, **split)
+        assert other_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-6), split
+        torch.testing.assert_close(other, gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_is_what_transformers_logits_and_the_formula_give(policy: Policy, parallel: Parallel) -> None:
+    pairs = ragged_pairs(4)
+    metrics, gradients = step_of(policy, parallel, pairs)
+    offsets = torch.from_numpy(np.random.default_rng(1).normal(size=(4, 2)))
+
+    policy.zero_grad(set_to_none=True)
+    loss = torch.zeros((), dtype=torch.float64)
+    for pair, offset in zip(pairs, offsets, strict=True):
+        w, l = (answer_logprob(policy, side) for side in pair.sides)  # noqa: E741
+        h = 0.3 * ((w - (w.detach() + offset[0])) - (l - (l.detach() + offset[1])))
+        loss = loss - torch.log(torch.sigmoid(h)) / 4
+    loss.backward()
+    slow = torch.cat([parameter.grad.flatten() for parameter in policy.parameters() if parameter.grad is not None])
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    torch.testing.assert_close(gradients, slow, rtol=1e-4, atol=1e-6)
+
+
+def test_the_reference_is_computed_without_dropout_and_leaves_training_on(policy: Policy, parallel: Parallel) -> None:
+    pairs = ragged_pairs(7)
+    config = PreferenceDataConfig(seq_len=16, micro_batch_size=1, batch_size=3)  # blocks of 3, 3 and 1
+    logprobs = reference_logprobs(policy, pairs, config, parallel)
+    assert policy.training and logprobs.shape == (7, 2) and (logprobs < 0).all()
+    alone = [predict_pairs(policy, pairs, [k], pack=False, device=parallel.device).tolist()[0] for k in range(7)]
+    np.testing.assert_allclose(logprobs, alone, rtol=1e-5)
+
+
+def test_a_rank_without_pairs_takes_part_with_a_gradient_of_zero(policy: Policy, parallel: Parallel) -> None:
+    policy.zero_grad(set_to_none=True)
+    nothing = predict_pairs(policy, ragged_pairs(2), [], pack=True, device=parallel.device)
+    assert nothing.shape == (0, 2)
+    nothing.sum().backward()
+    assert all(not parameter.grad.any() for parameter in policy.parameters() if parameter.grad is not None)

@@ -1,0 +1,334 @@
+"""Preference losses against values worked out by hand, a slow reference and finite differences."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from holdfast.shared.config import DpoConfig, RewardTrainingConfig
+from holdfast.shared.config.dpo import PreferenceLossConfig
+from holdfast.trainer.preferences.losses import PairLogprobs, PairLosses, preference_loss, sequence_sums
+
+MARGINS = torch.tensor([0.5, 0.0, 3.0, -1.0], dtype=torch.float64)
+LENGTHS = torch.tensor([[4, 6], [3, 3], [5, 1], [2, 8]], dtype=torch.float64)
+
+
+def config(kind: str, **settings: Any) -> PreferenceLossConfig:
+    return PreferenceLossConfig.model_validate({"type": kind, **settings})
+
+
+def pairs(policy_P2: Tensor, reference_P2: Tensor, tokens_P2: Tensor) -> PairLogprobs:
+    margins_P = MARGINS[: len(policy_P2)]
+    return PairLogprobs(*policy_P2.unbind(1), *reference_P2.unbind(1), *tokens_P2.unbind(1), margins_P)
+
+
+def one(kind: str, policy: tuple[float, float], reference: tuple[float, float] = (0, 0), **settings: Any) -> PairLosses:
+    """Return the loss of a pair whose chosen answer has 2 tokens, and whose rejected one has 4; its margin is 0.5."""
+    rows = [torch.tensor([row], dtype=torch.float64) for row in (policy, reference, (2, 4))]
+    return preference_loss(config(kind, **settings))(pairs(*rows))
+
+
+def random_logprobs() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    policy, reference = (-LENGTHS * (0.05 + 2 * torch.rand(4, 2, generator=generator).double()) for _ in range(2))
+    return policy.requires_grad_(), reference
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def slow(
+    settings: PreferenceLossConfig,
+    policy: list[float],
+    reference: list[float],
+    tokens: list[float],
+    offset: float,
+) -> float:
+    """The formulas as the papers print them, one pair at a time."""
+    beta, smoothing, margin = settings.scale, settings.label_smoothing, settings.margin or 0
+    r_w, r_l = policy[0] - reference[0], policy[1] - reference[1]
+    w, l = policy[0] / tokens[0], policy[1] / tokens[1]  # noqa: E741 - as in the papers
+    odds = (math.exp(w) / (1 - math.exp(w))) / (math.exp(l) / (1 - math.exp(l)))
+    h = beta * (r_w - r_l) - settings.odpo_alpha * offset
+    right, wrong = -math.log(sigmoid(h)), -math.log(sigmoid(-h))
+    values = {
+        "dpo": (1 - smoothing) * right + smoothing * wrong,
+        "ipo": (r_w / tokens[0] - r_l / tokens[1] - 1 / (2 * beta)) ** 2,
+        "ipo_sum": (r_w - r_l - 1 / (2 * beta)) ** 2,
+        "hinge": max(0.0, 1 - beta * (r_w - r_l)),
+        "robust": ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing),
+        "apo_zero": 1 - sigmoid(beta * r_w) + sigmoid(beta * r_l),
+        "apo_down": sigmoid(beta * r_w) + 1 - sigmoid(beta * (r_w - r_l)),
+        "simpo": -math.log(sigmoid(beta * w - beta * l - margin)),
+        "orpo": -w - beta * math.log(sigmoid(math.log(odds))),
+    }
+    return values[settings.type] - settings.rpo_alpha * w
+
+
+ALL = [
+    config("dpo", beta=0.3),
+    config("dpo", beta=0.3, label_smoothing=0.2),
+    config("dpo", beta=0.3, odpo_alpha=0.8),
+    config("dpo", beta=0.3, rpo_alpha=0.7),
+    config("ipo", beta=0.2),
+    config("ipo", beta=0.2, rpo_alpha=1.0),
+    config("ipo_sum", beta=0.2),
+    config("hinge", beta=0.1),
+    config("robust", beta=0.3, label_smoothing=0.2),
+    config("apo_zero", beta=0.3),
+    config("apo_down", beta=0.3),
+    config("simpo", beta=2.5, margin=1.4),
+    config("orpo", beta=0.25),
+]
+PUSHES_APART = [settings for settings in ALL if settings.type != "apo_down"]
+KINDS = sorted({settings.type for settings in ALL})
+
+
+@pytest.mark.parametrize("settings", ALL, ids=lambda settings: settings.type)
+def test_every_loss_is_the_formula_of_its_paper(settings: PreferenceLossConfig) -> None:
+    policy, reference = random_logprobs()
+    losses = preference_loss(settings)(pairs(policy, reference, LENGTHS)).losses_P
+    rows = zip(policy.tolist(), reference.tolist(), LENGTHS.tolist(), MARGINS.tolist(), strict=True)
+    assert losses.tolist() == pytest.approx([slow(settings, *row) for row in rows], rel=1e-10)
+
+
+def gradient_of(settings: PreferenceLossConfig, policy: Tensor, reference: Tensor) -> Tensor:
+    policy = policy.detach().requires_grad_()
+    total = preference_loss(settings)(pairs(policy, reference, LENGTHS)).losses_P.sum()
+    return torch.autograd.grad(total, policy)[0]
+
+
+@pytest.mark.parametrize("settings", ALL, ids=lambda settings: settings.type)
+def test_gradients_are_finite_differences_of_the_formula(settings: PreferenceLossConfig) -> None:
+    policy, reference = random_logprobs()
+    gradient, width = gradient_of(settings, policy, reference), 1e-5
+    for pair, side in ((pair, side) for pair in range(4) for side in (0, 1)):
+        ends = []
+        for move in (width, -width):
+            moved = policy[pair].tolist()
+            moved[side] += move
+            ends.append(slow(settings, moved, reference[pair].tolist(), LENGTHS[pair].tolist(), MARGINS[pair].item()))
+        assert gradient[pair, side].item() == pytest.approx((ends[0] - ends[1]) / (2 * width), rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("settings", PUSHES_APART, ids=lambda settings: settings.type)
+def test_a_step_from_the_reference_pushes_the_sides_apart(settings: PreferenceLossConfig) -> None:
+    _, reference = random_logprobs()
+    gradient = gradient_of(settings, reference, reference)
+    assert (gradient[:, 0] < 0).all() and (gradient[:, 1] > 0).all(), "a step down makes chosen likelier"
+
+
+def test_apo_down_makes_both_sides_less_likely_and_the_rejected_one_more_so() -> None:
+    _, reference = random_logprobs()
+    far = reference + torch.tensor([[1.0, -9.0]])  # where the two are told apart already
+    gradient = gradient_of(config("apo_down", beta=0.3), far, reference)
+    assert (gradient > 0).all()
+    anchored = gradient_of(config("apo_zero", beta=0.3), far, reference)
+    assert (anchored[:, 0] < 0).all() and (anchored[:, 1] > 0).all()
+
+
+def test_dpo_by_hand() -> None:
+    # h = 0.5 [(-1 + 2) - (-3 + 1)] = 1.5; -log sigmoid(1.5) = log(1 + exp(-1.5)) = 0.2014133
+    scored = one("dpo", (-1, -3), (-2, -1), beta=0.5)
+    assert scored.losses_P.item() == pytest.approx(0.2014133, abs=1e-7)
+    assert (scored.chosen_rewards_P.item(), scored.rejected_rewards_P.item()) == (0.5, -1.0)
+    # The other way round: log(1 + exp(1.5)) = 1.7014133; smoothed by 0.1: 0.9 * 0.2014133 + 0.1 * 1.7014133
+    assert one("dpo", (-3, -1), (-1, -2), beta=0.5).losses_P.item() == pytest.approx(1.7014133, abs=1e-7)
+    smoothed = one("dpo", (-1, -3), (-2, -1), beta=0.5, label_smoothing=0.1)
+    assert smoothed.losses_P.item() == pytest.approx(0.3514133, abs=1e-7)
+
+
+def test_dpo_starts_at_log_2_where_policy_and_reference_are_the_same() -> None:
+    scored = one("dpo", (-1.25, -9.5), (-1.25, -9.5))
+    assert scored.losses_P.item() == pytest.approx(math.log(2), abs=1e-15)
+    assert scored.chosen_rewards_P.item() == scored.rejected_rewards_P.item() == 0
+
+
+def test_the_sign_of_the_reference() -> None:
+    """What the reference already prefers counts for nothing: only the change does."""
+    assert one("dpo", (-1, -3), (-2, -1)).losses_P < one("dpo", (-1, -3), (0, -3)).losses_P
+    for kind in ("ipo", "ipo_sum", "hinge", "robust", "apo_zero"):
+        assert one(kind, (-1, -3), (-2, -1)).losses_P < one(kind, (-1, -3), (0, -3)).losses_P
+
+
+def test_ipo_simpo_and_orpo_by_hand() -> None:
+    # log-ratios 1 over 2 tokens and -2 over 4: (0.5 + 0.5 - 5)^2, and as sums (3 - 5)^2
+    assert one("ipo", (-1, -3), (-2, -1), beta=0.1).losses_P.item() == pytest.approx(16.0)
+    assert one("ipo_sum", (-1, -3), (-2, -1), beta=0.1).losses_P.item() == pytest.approx(4.0)
+    # means -0.5 and -0.75: 2 (0.25) - 0.5 = 0
+    assert one("simpo", (-1, -3), beta=2.0, margin=0.5).losses_P.item() == pytest.approx(math.log(2))
+    # p_w = 0.5 and p_l = 0.2: odds 1 and 0.25, sigmoid(log 4) = 0.8; log 2 - 0.1 log 0.8 = 0.7154615
+    scored = one("orpo", (2 * math.log(0.5), 4 * math.log(0.2)), beta=0.1)
+    assert scored.losses_P.item() == pytest.approx(0.7154615, abs=1e-7)
+
+
+def test_hinge_robust_and_apo_by_hand() -> None:
+    # h = 0.5 (1 + 2) = 1.5, and the other way round -1.5
+    assert one("hinge", (-1, -3), (-2, -1), beta=0.5).losses_P.item() == 0.0
+    assert one("hinge", (-3, -1), (-1, -2), beta=0.5).losses_P.item() == pytest.approx(2.5)
+    # (0.9 * 0.2014133 - 0.1 * 1.7014133) / 0.8
+    robust = one("robust", (-1, -3), (-2, -1), beta=0.5, label_smoothing=0.1)
+    assert robust.losses_P.item() == pytest.approx(0.0139133, abs=1e-7)
+    # rewards 0.5 and -1: sigmoids 0.6224593, 0.2689414; of their difference 0.8175745
+    assert one("apo_zero", (-1, -3), (-2, -1), beta=0.5).losses_P.item() == pytest.approx(0.6464821, abs=1e-7)
+    assert one("apo_down", (-1, -3), (-2, -1), beta=0.5).losses_P.item() == pytest.approx(0.8048848, abs=1e-7)
+    # h - 2 * 0.5 = 0.5: log(1 + exp(-0.5)) = 0.4740770
+    assert one("dpo", (-1, -3), (-2, -1), beta=0.5, odpo_alpha=2.0).losses_P.item() == pytest.approx(
+        0.4740770, abs=1e-7
+    )
+    # the mean log-probability of the chosen answer is -0.5
+    with_likelihood = one("dpo", (-1, -3), (-2, -1), beta=0.5, rpo_alpha=2.0)
+    assert with_likelihood.losses_P.item() == pytest.approx(1.2014133, abs=1e-7)
+
+
+def test_robust_dpo_is_dpo_on_the_right_labels_in_the_mean() -> None:
+    """Where the share e of the labels is turned, its mean is what DPO says of the labels as they were."""
+    straight, turned = one("robust", (-1, -3), label_smoothing=0.2), one("robust", (-3, -1), label_smoothing=0.2)
+    mean = 0.8 * straight.losses_P.item() + 0.2 * turned.losses_P.item()
+    assert mean == pytest.approx(one("dpo", (-1, -3)).losses_P.item(), rel=1e-12)
+
+
+def test_the_gradient_of_orpo_by_hand() -> None:
+    """With p_w = 0.5 and p_l = 0.2: log odds(m) has the gradient 1 / (1 - p), log sigmoid(log 4) has 0.2."""
+    row = torch.tensor([[2 * math.log(0.5), 4 * math.log(0.2)]], dtype=torch.float64, requires_grad=True)
+    nothing, tokens = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[2.0, 4.0]], dtype=torch.float64)
+    loss = preference_loss(config("orpo", beta=0.1))(pairs(row, nothing, tokens)).losses_P.sum()
+    (gradient,) = torch.autograd.grad(loss, row)
+    # The mean over an answer's tokens divides by 2 and by 4.
+    expected = [(-1 - 0.1 * 0.2 / 0.5) / 2, 0.1 * 0.2 / 0.8 / 4]
+    assert gradient[0].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_log_odds_of_orpo_keep_their_digits_at_both_ends() -> None:
+    """p = 1 - 1e-6 has the odds 999999; p = exp(-50) has odds of as good as itself."""
+    scored = one("orpo", (2 * math.log1p(-1e-6), 4 * -50.0), beta=1.0)
+    log_odds = math.log(999999) + 50
+    assert scored.losses_P.item() == pytest.approx(1e-6 + math.log1p(math.exp(-log_odds)), rel=1e-6)
+    turned = one("orpo", (2 * -50.0, 4 * math.log1p(-1e-6)), beta=1.0)
+    assert turned.losses_P.item() == pytest.approx(50 + log_odds, rel=1e-9)
+
+
+def test_rewards_are_beta_times_what_the_loss_compares() -> None:
+    of_sums = (0.25, -0.5)
+    kinds = dict.fromkeys(("dpo", "ipo_sum", "hinge", "robust", "apo_zero", "apo_down"), of_sums)
+    for kind, expected in (kinds | {"ipo": (0.125, -0.125), "simpo": (-0.125, -0.1875)}).items():
+        scored = one(kind, (-1, -3), (-2, -1), beta=0.25)
+        assert (scored.chosen_rewards_P.item(), scored.rejected_rewards_P.item()) == expected, kind
+    scored = one("orpo", (-1, -3), beta=0.25)
+    assert (scored.chosen_rewards_P.item(), scored.rejected_rewards_P.item()) == (-0.125, -0.1875)
+
+
+@pytest.mark.parametrize("kind", ["simpo", "orpo"])
+def test_losses_without_a_reference_do_not_look_at_one(kind: str) -> None:
+    assert one(kind, (-1, -3), (5, 7)).losses_P == one(kind, (-1, -3)).losses_P
+
+
+EXTREMES = [(0.0, -4e4), (-4e4, 0.0), (0.0, 0.0), (-4e4, -4e4), (-1e-30, -1e-30)]
+
+
+@pytest.mark.parametrize("settings", ALL, ids=lambda settings: settings.type)
+@pytest.mark.parametrize("policy", EXTREMES)
+@pytest.mark.parametrize("reference", [(0.0, 0.0), (-1e4, 0.0), (0.0, -1e4)])
+@pytest.mark.parametrize("tokens", [(1.0, 1.0), (1.0, 4096.0)])
+def test_extremes_stay_finite(
+    settings: PreferenceLossConfig,
+    policy: tuple[float, float],
+    reference: tuple[float, float],
+    tokens: tuple[float, float],
+) -> None:
+    """Loss and gradient of answers of one token, equal log-probabilities, and log-ratios of up to 4e4."""
+    row, of_reference, lengths = (torch.tensor([values], dtype=torch.float64) for values in (policy, reference, tokens))
+    row.requires_grad_()
+    loss = preference_loss(settings)(pairs(row, of_reference, lengths)).losses_P.sum()
+    (gradient,) = torch.autograd.grad(loss, row)
+    assert math.isfinite(loss.item()) and torch.isfinite(gradient).all()
+    if settings.type in ("dpo", "hinge", "robust", "apo_zero", "apo_down"):
+        bound = settings.scale * (2 if settings.type == "robust" else 1) + settings.rpo_alpha
+        assert gradient.abs().max() <= bound, "whatever the log-ratios, a pair pulls by beta at most"
+
+
+@pytest.mark.parametrize("settings", ALL, ids=lambda settings: settings.type)
+def test_log_probabilities_that_were_rounded_to_bfloat16_cost_no_more_than_the_rounding(
+    settings: PreferenceLossConfig,
+) -> None:
+    """A step of bfloat16 is 2^-8 of a sum; the loss moves by that times its gradient."""
+    policy, reference = random_logprobs()
+    rounded = policy.detach().bfloat16().double()
+    exact = preference_loss(settings)(pairs(policy, reference, LENGTHS)).losses_P
+    found = preference_loss(settings)(pairs(rounded, reference, LENGTHS)).losses_P
+    slope = torch.maximum(
+        gradient_of(settings, policy, reference).abs(), gradient_of(settings, rounded, reference).abs()
+    )
+    assert ((found - exact).abs() <= 1.1 * (slope * (rounded - policy).abs()).sum(1) + 1e-9).all()
+
+
+def test_rewards_carry_no_gradient() -> None:
+    policy, reference = random_logprobs()
+    for settings in ALL:
+        scored = preference_loss(settings)(pairs(policy, reference, LENGTHS))
+        assert scored.losses_P.requires_grad
+        assert not scored.chosen_rewards_P.requires_grad and not scored.rejected_rewards_P.requires_grad
+
+
+def test_sums_of_stretches() -> None:
+    values = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0], requires_grad=True)
+    sums = sequence_sums(values, [2, 1, 2])
+    assert sums.tolist() == [3, 4, 24] and sums.dtype == torch.float64
+    (gradient,) = torch.autograd.grad((sums * torch.tensor([1.0, 10.0, 100.0])).sum(), values)
+    assert gradient.tolist() == [1, 1, 10, 100, 100]
+    nothing = sequence_sums(torch.zeros(0, requires_grad=True), [])
+    assert nothing.shape == (0,) and nothing.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"type": "ipo", "label_smoothing": 0.1}, "label_smoothing"),
+        ({"type": "apo_zero", "label_smoothing": 0.1}, "label_smoothing = 0.1 is for type = dpo and robust"),
+        ({"type": "dpo", "margin": 1.0}, "margin"),
+        ({"type": "ipo", "odpo_alpha": 1.0}, "odpo_alpha = 1.0 is for type = dpo without label_smoothing"),
+        ({"type": "dpo", "odpo_alpha": 1.0, "label_smoothing": 0.1}, "got type = dpo and label_smoothing = 0.1"),
+        ({"type": "orpo", "rpo_alpha": 1.0}, "rpo_alpha = 1.0 is for other types than orpo"),
+        ({"type": "dpo", "rpo_alpha": -1.0}, "rpo_alpha"),
+        ({"type": "simpo", "reference": "precomputed"}, "simpo has no reference"),
+        ({"type": "orpo", "reference": "precomputed"}, "orpo has no reference"),
+        ({"type": "simpo", "reference_model": "b"}, "reference_model = 'b' has no use with type = simpo"),
+        (
+            {"type": "dpo", "reference": "none", "reference_model": "b"},
+            "has no use with type = dpo and reference = none",
+        ),
+        ({"type": "dpo", "beta": 0.0}, "beta"),
+        ({"type": "cpo"}, "type"),
+    ],
+)
+def test_settings_that_a_loss_does_not_know_are_refused(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        PreferenceLossConfig.model_validate(settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "beta", "reference"),
+    [
+        *((kind, 0.1, "precomputed") for kind in ("dpo", "ipo", "ipo_sum", "hinge", "robust", "apo_zero", "apo_down")),
+        ("simpo", 2.0, "none"),
+        ("orpo", 0.1, "none"),
+    ],
+)
+def test_defaults_depend_on_the_loss_and_survive_being_written(kind: str, beta: float, reference: str) -> None:
+    settings = config(kind)
+    assert (settings.scale, settings.reference) == (beta, reference)
+    assert PreferenceLossConfig.model_validate(settings.model_dump(exclude_none=True)) == settings
+
+
+def test_the_learning_rates_that_are_not_given() -> None:
+    """One setting of a section that is given leaves the default of another as it was."""
+    assert DpoConfig().optim.lr == 1e-6
+    given = DpoConfig.model_validate({"optim": {"warmup_steps": 5}}).optim
+    assert (given.lr, given.warmup_steps) == (1e-6, 5)
+    assert DpoConfig.model_validate({"optim": {"lr": 3e-4}}).optim.lr == 3e-4
+    assert RewardTrainingConfig.model_validate({"optim": {"warmup_steps": 5}}).optim.lr == 1e-5

@@ -1,0 +1,459 @@
+"""Advantages against values computed by hand."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from holdfast.shared.config.advantages import ADVANTAGES, GROUP_ADVANTAGES, SINGLE_ADVANTAGES, TOKEN_ADVANTAGES
+from holdfast.shared.config.rl_trainer import TrainerConfig
+from holdfast.shared.errors import ConfigError, TrainingError
+from holdfast.shared.wire.rollouts import Rollout
+from holdfast.trainer.rl.advantages.chosen import choose_advantages, require_siblings
+from holdfast.trainer.rl.advantages.estimators import (
+    Groups,
+    JudgedRollout,
+    dr_grpo,
+    grpo,
+    max_rl,
+    opo,
+    pass_at_k,
+    reinforce_pp,
+    rloo,
+    sample_std,
+    whiten,
+)
+from holdfast.trainer.rl.rollouts import ADVANTAGE, assign_advantages, group_rollouts, to_samples
+from tests.judged import advantage_of, judged_groups, judged_rollout
+
+
+def test_dr_grpo_is_reward_minus_mean() -> None:
+    assert dr_grpo([1.0, 2.0, 3.0, 6.0]) == [-2.0, -1.0, 0.0, 3.0]
+
+
+def test_grpo_divides_by_the_sample_std_plus_epsilon() -> None:
+    # mean 0.5; sum of squares 4 * 0.25 = 1; sample std sqrt(1 / 3) = 0.5773503
+    expected = 0.5 / (math.sqrt(1 / 3) + 1e-6)
+    assert grpo([1.0, 0.0, 0.0, 1.0]) == pytest.approx([expected, -expected, -expected, expected], rel=1e-12)
+    assert expected == pytest.approx(0.8660239, abs=1e-6)
+    # mean 3; squares 4 + 1 + 0 + 9 = 14; sample std sqrt(14 / 3) = 2.1602469
+    assert grpo([1.0, 2.0, 3.0, 6.0]) == pytest.approx([-0.9258197, -0.4629098, 0.0, 1.3887296], abs=1e-6)
+
+
+def test_sample_std_differs_from_the_population_std() -> None:
+    assert sample_std([1.0, 2.0, 3.0, 4.0]) == pytest.approx(1.2909944487)
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, -7.7])
+@pytest.mark.parametrize("advantage", [grpo, dr_grpo, rloo])
+def test_equal_rewards_give_exactly_zero(advantage, reward: float) -> None:  # type: ignore[no-untyped-def]
+    assert advantage([reward] * 7) == [0.0] * 7
+    assert advantage([reward]) == [0.0]
+
+
+def test_rloo_compares_with_the_mean_of_the_others() -> None:
+    # Means of the others: (2 + 3 + 6) / 3, (1 + 3 + 6) / 3, (1 + 2 + 6) / 3, (1 + 2 + 3) / 3.
+    assert rloo([1.0, 2.0, 3.0, 6.0]) == pytest.approx([1 - 11 / 3, 2 - 10 / 3, 0.0, 4.0])
+
+
+def test_max_rl_divides_by_the_mean() -> None:
+    assert max_rl([1.0, 0.0, 0.0, 0.0]) == [3.0, -1.0, -1.0, -1.0]
+    assert max_rl([1.0, 1.0, 0.0, 0.0]) == [1.0, 1.0, -1.0, -1.0]
+    assert max_rl([0.0, 0.0]) == max_rl([0.1] * 3)[:2] == [0.0, 0.0]
+    with pytest.raises(TrainingError, match="at least 0, got -0.5"):
+        max_rl([1.0, -0.5])
+
+
+def test_reinforce_pp_counts_tokens_and_gives_each_its_rewards_to_go() -> None:
+    # Two tokens with penalties .5 and 1 before a reward of 3, and one token with reward 1: to go 1.5, 2 and 1.
+    groups = [[judged_rollout(1.5, 2, token_rewards=np.array([-0.5, 2.0]))], [judged_rollout(1.0, 1)]]
+    # Mean 1.5, sample variance (0 + .25 + .25) / 2.
+    std = math.sqrt(0.25 + 1e-8)
+    ((first,), (second,)) = reinforce_pp(groups)
+    assert [*first, *second] == pytest.approx([0.0, 0.5 / std, -0.5 / std], rel=1e-12)
+
+
+def random_groups(seed: int, *, scale: float = 1.0, sizes: tuple[int, ...] = (5, 5, 5)) -> Groups:
+    """Groups of rollouts of 0 to 6 tokens with a reward of each."""
+    generator = np.random.default_rng(seed)
+    groups = []
+    for task, size in enumerate(sizes):
+        group = []
+        for _ in range(size):
+            num_tokens, reward = int(generator.integers(0, 7)), scale * float(generator.random())
+            token_rewards = -scale * 0.1 * generator.random(num_tokens)
+            if num_tokens:
+                token_rewards[-1] += reward - token_rewards.sum()
+            metrics = {"other": scale * float(generator.random())}
+            group.append(judged_rollout(reward, num_tokens, task_id=task, token_rewards=token_rewards, metrics=metrics))
+        groups.append(group)
+    return groups
+
+
+def slow_whiten(values: list[list[float]]) -> list[list[float]]:
+    """Every list less the mean of all numbers, over their standard deviation, as PPO implementations do."""
+    everything = [value for own in values for value in own]
+    if len(set(everything)) < 2:
+        return [[0.0] * len(own) for own in values]
+    mean, variance = statistics.fmean(everything), statistics.variance(everything)
+    return [[(value - mean) / math.sqrt(variance + 1e-8) for value in own] for own in values]
+
+
+def slow_of_group(name: str, rewards: list[float], index: int) -> float:
+    """What one rollout of a group is given, from the formulas of the papers."""
+    if len(set(rewards)) == 1:
+        return 0.0
+    mean = sum(rewards) / len(rewards)
+    if name == "rloo":
+        others = rewards[:index] + rewards[index + 1 :]
+        return rewards[index] - sum(others) / len(others)
+    divisor = {"grpo": statistics.stdev(rewards) + 1e-6, "max_rl": mean}.get(name, 1.0)
+    return (rewards[index] - mean) / divisor
+
+
+def slow_pass_at_k(rewards: list[float], index: int, k: int) -> float:
+    """By how much the rollout raises the best of k, as a mean over every set that holds it."""
+    sets = [chosen for chosen in combinations(range(len(rewards)), k) if index in chosen]
+    gains = [max(rewards[i] for i in chosen) - max(rewards[i] for i in chosen if i != index) for chosen in sets]
+    return sum(gains) / len(sets)
+
+
+def slow_online_dpo(group: Sequence[JudgedRollout], index: int) -> float:
+    """A tenth is the beta, and -0.1 the log-ratio of every token in `tests.judged`."""
+    rewards = [one.reward for one in group]
+    best, worst = rewards.index(max(rewards)), rewards.index(min(rewards))
+    if index not in (best, worst) or best == worst:
+        return 0.0
+    h = 0.1 * -0.1 * (group[best].num_tokens - group[worst].num_tokens)
+    return len(group) * 0.1 / (1 + math.exp(h)) * (1 if index == best else -1)
+
+
+def slow_gdpo(groups: Groups) -> list[float]:
+    """What each rollout is given, with the weights of `tests.judged`."""
+    sums = []
+    for group in groups:
+        own = [[one.environment_reward for one in group], [one.metrics["other"] for one in group]]
+        for index in range(len(group)):
+            sums.append(slow_of_group("grpo", own[0], index) + 0.5 * slow_of_group("grpo", own[1], index))
+    return [slow_of_group("grpo", sums, index) for index in range(len(sums))]
+
+
+def slow(name: str, groups: Groups) -> list[list[float]]:
+    """Every rollout's advantages, token by token."""
+    found: list[list[float]] = []
+    if name == "gdpo":
+        rollouts = [one for group in groups for one in group]
+        return [[value] * one.num_tokens for value, one in zip(slow_gdpo(groups), rollouts, strict=True)]
+    for group in groups:
+        rewards = [one.reward for one in group]
+        for index, one in enumerate(group):
+            if name == "reinforce_pp":
+                found.append([sum(one.token_rewards[now:].tolist()) for now in range(one.num_tokens)])
+            elif name == "opo":
+                lengths = [sibling.num_tokens for sibling in group]
+                baseline = sum(n * r for n, r in zip(lengths, rewards, strict=True)) / max(1, sum(lengths))
+                found.append([one.reward - baseline] * one.num_tokens)
+            elif name == "online_dpo":
+                found.append([slow_online_dpo(group, index)] * one.num_tokens)
+            elif name == "pass_at_k":
+                found.append([slow_pass_at_k(rewards, index, 2)] * one.num_tokens)
+            else:
+                found.append([slow_of_group(name, rewards, index)] * one.num_tokens)
+    return slow_whiten(found) if name.startswith("reinforce_pp") else found
+
+
+def by_token(name: str, groups: Groups) -> list[list[float]]:
+    """What the advantage gives every token."""
+    given = [value for group in advantage_of(name)(groups) for value in group]
+    rollouts = [one for group in groups for one in group]
+    return [
+        [value] * one.num_tokens if isinstance(value, float) else list(value)
+        for value, one in zip(given, rollouts, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_every_advantage_is_the_slow_one_over_ragged_lengths(name: str, scale: float) -> None:
+    for seed in range(20):
+        groups = random_groups(seed, scale=scale, sizes=(5, 2, 8))
+        got, expected = by_token(name, groups), slow(name, groups)
+        assert [len(own) for own in got] == [one.num_tokens for group in groups for one in group]
+        for mine, theirs in zip(got, expected, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, 1e6])
+def test_equal_rewards_and_empty_rollouts_give_exactly_zero(name: str, reward: float) -> None:
+    groups = [[judged_rollout(reward, tokens, token_rewards=np.zeros(tokens)) for tokens in (3, 0, 5)] for _ in "ab"]
+    assert not any(value for own in by_token(name, groups) for value in own)
+    empty = [[judged_rollout(reward, 0), judged_rollout(reward + 1, 0)]]
+    assert by_token(name, empty) == [[], []]
+
+
+@pytest.mark.parametrize("name", [name for name in ADVANTAGES if name != "gdpo"])  # which sees more than the reward
+def test_an_advantage_follows_the_reward(name: str) -> None:
+    rewards = [[0.3, 0.9, 0.1, 0.4], [0.2, 0.0, 0.8, 0.7]]
+    got = by_token(name, judged_groups(rewards))
+    for first, rewards_G in zip((0, 4), rewards, strict=True):
+        own = [values[-1] for values in got[first : first + 4]]
+        assert own.index(max(own)) == rewards_G.index(max(rewards_G))
+
+
+def test_opo_weighs_the_baseline_by_length() -> None:
+    # (4 * 1 + 1 * 0 + 5 * .5) / 10 = .65
+    assert opo([1.0, 0.0, 0.5], [4, 1, 5]) == pytest.approx([0.35, -0.65, -0.15])
+    assert opo([1.0, 0.0], [0, 0]) == [0.0, 0.0]
+
+
+def test_pass_at_k_pays_for_what_a_rollout_adds_to_the_best() -> None:
+    # One of four solved, k = 2: each of the three pairs that hold it gains 1.
+    assert pass_at_k([1.0, 0.0, 0.0, 0.0], k=2) == pytest.approx([1.0, 0.0, 0.0, 0.0])
+    # Two of four: one in three of the others has solved it as well.
+    assert pass_at_k([1.0, 1.0, 0.0, 0.0], k=2) == pytest.approx([2 / 3, 2 / 3, 0.0, 0.0])
+    # All of them, k = G: the best less the second best, as verl's `grpo_passk` without its std.
+    assert pass_at_k([0.25, 1.0, 0.75], k=3) == pytest.approx([0.0, 0.25, 0.0])
+    with pytest.raises(TrainingError, match="the best of advantage_k = 4 rollouts, and a problem has 3"):
+        pass_at_k([0.0, 1.0, 0.0], k=4)
+
+
+@pytest.mark.parametrize("k", [2, 3, 5, 6])
+def test_pass_at_k_is_the_mean_over_all_sets(k: int) -> None:
+    generator = np.random.default_rng(k)
+    for _ in range(20):
+        rewards = generator.integers(0, 4, 6).astype(float).tolist()
+        expected = [slow_pass_at_k(rewards, index, k) for index in range(6)]
+        assert pass_at_k(rewards, k=k) == pytest.approx(expected, abs=1e-12)
+
+
+def test_pass_at_k_is_the_gradient_of_the_chance_to_solve_a_problem() -> None:
+    """With success s, pass@k is 1 - (1 - s)^k; `k s (1 - s)^(k - 1)` is E[A 1(solved)] times k, exactly."""
+    success, k, size = 0.3, 3, 5
+    expected = 0.0
+    for solved in range(1 << size):
+        rewards = [float(solved >> index & 1) for index in range(size)]
+        chance = math.prod(success if reward else 1 - success for reward in rewards)
+        expected += chance * k * pass_at_k(rewards, k=k)[0] * rewards[0]
+    assert expected == pytest.approx(k * success * (1 - success) ** (k - 1))
+
+
+def test_the_reward_with_the_largest_spread_does_not_drown_the_others_in_gdpo() -> None:
+    weights = {"rewards": {"weights": {"reward": 1.0, "other": 1.0}}}
+    groups = [
+        [judged_rollout(reward, metrics={"other": other}) for reward, other in ((1.0, 0.0), (0.0, 1000.0))],
+        [judged_rollout(0.0, metrics={"other": 0.0}), judged_rollout(1.0, metrics={"other": 0.0})],
+    ]
+    ((first, second), (bad, good)) = advantage_of("gdpo", **weights)(groups)
+    assert first == pytest.approx(0.0, abs=1e-5) and second == pytest.approx(0.0, abs=1e-5)
+    assert good == pytest.approx(math.sqrt(1.5), rel=1e-4) and bad == pytest.approx(-good)
+
+
+def test_the_batch_gives_its_standard_deviation_to_every_group() -> None:
+    groups = judged_groups([[1.0, 2.0], [3.0, 6.0]])
+    std = math.sqrt(14 / 3) + 1e-6
+    assert advantage_of("grpo", advantage_std="batch")(groups) == [
+        [pytest.approx(-0.5 / std), pytest.approx(0.5 / std)], [pytest.approx(-1.5 / std), pytest.approx(1.5 / std)]
+    ]  # fmt: skip
+
+
+def step_rollout(reward: float, steps: dict[int, float], num_tokens: int = 4) -> JudgedRollout:
+    """A rollout with rewards of the parts that end with these tokens."""
+    token_rewards = np.zeros(num_tokens)
+    token_rewards[list(steps)] = list(steps.values())
+    token_rewards[-1] += reward
+    return judged_rollout(
+        reward, num_tokens, token_rewards=token_rewards,
+        step_ends=np.array(list(steps), dtype=int), step_rewards=np.array(list(steps.values())),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
+def test_rewards_of_steps_are_normalised_together_and_summed_from_each_token_on(name: str) -> None:
+    """DeepSeekMath, section 4.1.3, in loops; the outcomes are equal and add nothing, or add their own advantage."""
+    steps = [{0: 0.2, 2: 1.0, 3: -0.5}, {1: 0.4}, {}]
+    everything = [reward for own in steps for reward in own.values()]
+    for outcomes in ([1.0, 1.0, 1.0], [0.0, 1.0, 0.5]):
+        group = [step_rollout(reward, own) for reward, own in zip(outcomes, steps, strict=True)]
+        normalised = iter(slow_of_group(name, everything, index) for index in range(len(everything)))
+        by_end = [{end: next(normalised) for end in own} for own in steps]
+        expected = [
+            [slow_of_group(name, outcomes, i) + sum(v for end, v in by_end[i].items() if end >= t) for t in range(4)]
+            for i in range(3)
+        ]
+        for mine, theirs in zip(by_token(name, [group]), expected, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in ADVANTAGES if name not in ("grpo", "dr_grpo", "gdpo")])
+def test_the_other_advantages_take_the_rewards_of_steps_to_the_whole(name: str) -> None:
+    steps = [{0: 0.5, 2: 1.0}, {1: 0.25}, {}]
+    groups = [[step_rollout(reward, own) for reward, own in zip((1.0, 2.0, 0.5), steps, strict=True)]]
+    if name == "reinforce_pp":
+        to_go = [[2.5, 2.0, 2.0, 1.0], [2.25, 2.25, 2.0, 2.0], [0.5] * 4]
+        expected = slow_whiten(to_go)
+    else:
+        expected = by_token(name, [[judged_rollout(reward, 4) for reward in (2.5, 2.25, 0.5)]])
+    for mine, theirs in zip(by_token(name, groups), expected, strict=True):
+        assert mine == pytest.approx(theirs)
+
+
+def test_gdpo_has_no_weight_for_rewards_of_steps() -> None:
+    with pytest.raises(TrainingError, match="leave these out, or take an advantage that knows them"):
+        advantage_of("gdpo")([[step_rollout(1.0, {0: 1.0}), step_rollout(0.0, {})]])
+
+
+def test_the_batch_scale_of_grpo_takes_the_rewards_of_steps_to_the_whole() -> None:
+    groups = [[step_rollout(1.0, {0: 1.0}), step_rollout(0.0, {})]]
+    plain = judged_groups([[2.0, 0.0]])
+    assert advantage_of("grpo", advantage_std="batch")(groups) == advantage_of("grpo", advantage_std="batch")(plain)
+
+
+def test_every_environment_gets_its_own_advantage_and_weight() -> None:
+    config = TrainerConfig.model_validate({
+        "advantage": "dr_grpo",
+        "environments": {"a": {"advantage": "reinforce_pp", "weight": 0.5}, "b": {"weight": 2.0}},
+    })  # fmt: skip
+    rewards = {"a": [[1.0, 4.0], [2.0]], "b": [[3.0, 5.0]], "c": [[1.0, 2.0]]}
+    groups = {
+        name: [[judged_rollout(reward, environment=name) for reward in group] for group in own]
+        for name, own in rewards.items()
+    }
+    mixed = [groups["a"][0], groups["b"][0], groups["c"][0], groups["a"][1]]
+    a_first, b, c, a_second = choose_advantages(config)(mixed)
+    expected = [[0.5 * value for value in group] for group in reinforce_pp(groups["a"])]
+    for given, own in zip((a_first, a_second), expected, strict=True):
+        assert [np.asarray(value).tolist() for value in given] == [value.tolist() for value in own]
+    assert (b, c) == ([-2.0, 2.0], [-0.5, 0.5]) and all(isinstance(value, float) for value in b)
+    assert choose_advantages(config)(groups["a"]) and choose_advantages(config)(groups["b"])
+    with pytest.raises(TrainingError, match="'dr_grpo' compares.*environment 'b' has a single one"):
+        choose_advantages(config)([groups["b"][0][:1]])
+
+
+def test_rollouts_that_are_not_trained_count_in_every_baseline() -> None:
+    for name in ADVANTAGES:
+        groups = random_groups(3)
+        masked = [[replace(one, is_trained=number != 1) for number, one in enumerate(group)] for group in groups]
+        assert by_token(name, groups) == by_token(name, masked)
+
+
+def test_a_group_of_one_is_refused_where_rollouts_are_compared() -> None:
+    assert {*GROUP_ADVANTAGES, *SINGLE_ADVANTAGES} == {*ADVANTAGES, *TOKEN_ADVANTAGES}
+    groups = judged_groups([[1.0, 2.0], [3.0]])
+    for name in GROUP_ADVANTAGES:
+        with pytest.raises(TrainingError, match="task 1 of environment 'e' has a single one.*reinforce_pp, gae"):
+            require_siblings(groups, name)
+        require_siblings(groups[:1], name)
+    for name in (*SINGLE_ADVANTAGES, "own:advantage"):
+        require_siblings(groups, name)
+
+
+def test_reinforce_pp_learns_from_groups_of_one() -> None:
+    # Three tokens each: mean 2, sample variance 6 / 5.
+    ((bad,), (good,)) = reinforce_pp(judged_groups([[1.0], [3.0]]))
+    assert good.tolist() == pytest.approx([1 / math.sqrt(1.2 + 1e-8)] * 3) and bad.tolist() == (-good).tolist()
+
+
+def test_whitening_gives_mean_0_and_variance_1_over_all_tokens() -> None:
+    assert [own.tolist() for own in whiten([np.array([2.0]), np.zeros(0)])] == [[0.0], []]
+    assert whiten([]) == []
+    whitened = np.concatenate(whiten([np.array([1e6, 2e6]), np.array([5e6, -1e6, 0.0])]))
+    assert whitened.mean() == pytest.approx(0, abs=1e-12) and whitened.var(ddof=1) == pytest.approx(1)
+
+
+def rollout(task_id: int, reward: float) -> Rollout:
+    return Rollout(
+        environment="e", task_id=task_id, sample_index=0, token_ids=[1, 2], loss_mask=[False, True],
+        logprobs=[0.0, 0.0], versions=[], reward=reward,
+    )  # fmt: skip
+
+
+def test_advantages_reach_every_token_of_their_rollouts() -> None:
+    rollouts = [rollout(0, 1.0), rollout(0, 3.0), rollout(1, 5.0), rollout(1, 4.0)]
+    samples = to_samples(rollouts, trained_version=0)
+    rewards_PG = [[one.reward for one in group] for group in group_rollouts(rollouts)]
+    assert rewards_PG == [[1.0, 3.0], [5.0, 4.0]]
+    assign_advantages(samples, advantage_of("dr_grpo")(judged_groups(rewards_PG)))
+    given = [sample.per_token[ADVANTAGE].tolist() for sample in samples]
+    assert given == [[-1.0] * 2, [1.0] * 2, [0.5] * 2, [-0.5] * 2]
+    assign_advantages(samples, [[np.array([0.25]), [-2.0]], [3.0, np.array([1.0])]])
+    given = [sample.per_token[ADVANTAGE].tolist() for sample in samples]
+    assert given == [[0.0, 0.25], [0.0, -2.0], [3.0, 3.0], [0.0, 1.0]]
+
+
+# The example of docs/extending.md.
+def shortest_of_the_best(groups: list[list[JudgedRollout]]) -> list[list[float]]:
+    """1 for the shortest of the best rollouts of each problem, 0 for the others."""
+    best = [max(group, key=lambda one: (one.reward, -one.num_tokens)) for group in groups]
+    return [[float(one is chosen) for one in group] for group, chosen in zip(groups, best, strict=True)]
+
+
+def too_few(groups: list[list[JudgedRollout]]) -> list[list[float]]:
+    return [[0.0] for _ in groups]
+
+
+def not_finite(groups: list[list[JudgedRollout]]) -> list[list[float]]:
+    return [[math.nan for _ in group] for group in groups]
+
+
+def of_tokens(groups: list[list[JudgedRollout]]) -> list[list[Any]]:
+    """Alternately an array, and a list, of how early each token is."""
+    return [[np.arange(one.num_tokens) if n % 2 else list(range(one.num_tokens)) for n, one in enumerate(group)]
+            for group in groups]  # fmt: skip
+
+
+def not_by_token(groups: list[list[JudgedRollout]]) -> list[list[Any]]:
+    return [[np.zeros(len(one.token_ids)) for one in group] for group in groups]
+
+
+def ragged(groups: list[list[JudgedRollout]]) -> list[list[Any]]:
+    return [[[1.0, [2.0]] for _ in group] for group in groups]
+
+
+def test_an_advantage_of_the_user() -> None:
+    config = TrainerConfig(advantage=f"{__name__}:shortest_of_the_best")
+    groups = [[judged_rollout(1.0, 2), judged_rollout(1.0, 1), judged_rollout(0.0, 1)]]
+    assert advantage_of(config.advantage)(groups) == [[0.0, 1.0, 0.0]]
+    by_place = advantage_of(f"{__name__}:of_tokens")(groups)
+    assert [np.asarray(value).tolist() for value in by_place[0]] == [[0.0, 1.0], [0.0], [0.0]]
+
+
+def fails(groups: list[list[JudgedRollout]]) -> list[list[float]]:
+    return [[one.reward / 0 for one in group] for group in groups]
+
+
+def test_a_wrong_advantage_of_the_user_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"advantage = '.*:shortest'.*has no function 'shortest'"):
+        advantage_of(f"{__name__}:shortest")
+    for function, message in (
+        ("too_few", r"groups of \[1\] values for groups of \[2\]"),
+        ("not_finite", "not finite for task 0 of environment 'e': nan"),
+        ("not_by_token", r"an array of shape \(5,\) for a rollout of task 0 of environment 'e' with 3 sampled tokens"),
+        ("ragged", "failed: ValueError: "),
+        ("fails", "failed: ZeroDivisionError: "),
+    ):
+        with pytest.raises(TrainingError, match=f"{function}.*{message}"):
+            advantage_of(f"{__name__}:{function}")(judged_groups([[1.0, 2.0]]))
+
+
+def test_an_unknown_advantage_is_refused_with_what_is_allowed() -> None:
+    settings: dict[str, Any] = {"advantage": "rlo"}
+    with pytest.raises(ValidationError, match="Did you mean 'rloo'.*reinforce_pp.*module:function"):
+        TrainerConfig.model_validate(settings)
+
+
+def test_the_documentation_shows_the_example_and_every_name() -> None:
+    docs = Path(__file__).parents[4] / "docs"
+    assert inspect.getsource(shortest_of_the_best) in (docs / "extending.md").read_text()
+    page = (docs / "advantages.md").read_text()
+    assert all(f"\n| `{name}` |" in page for name in (*ADVANTAGES, *TOKEN_ADVANTAGES))

@@ -1,0 +1,104 @@
+"""The moving average of the weights by hand, against a slow loop, over shards and through a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from holdfast.trainer.checkpoints.plain_state import State
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.rl.ema import Ema
+
+
+def test_an_update_keeps_the_decay_and_adds_the_rest() -> None:
+    ema = Ema({"a": torch.tensor([1.0, 2.0])}, decay=0.75)
+    ema.update({"a": torch.tensor([5.0, -2.0])})
+    assert ema.tensors()["a"].tolist() == [2.0, 1.0]  # .75 * 1 + .25 * 5, .75 * 2 - .25 * 2
+    ema.update({"a": torch.tensor([2.0, 5.0])})
+    assert ema.tensors()["a"].tolist() == [2.0, 2.0]
+    assert ema.num_updates == 2
+
+
+def test_many_updates_equal_the_weighted_sum_over_all_steps() -> None:
+    generator = torch.Generator().manual_seed(0)
+    steps = [torch.randn(7, generator=generator) for _ in range(40)]
+    ema = Ema({"a": steps[0]}, decay=0.9)
+    for weights in steps[1:]:
+        ema.update({"a": weights})
+    last = len(steps) - 1
+    expected = 0.9**last * steps[0].double()
+    for step in range(1, len(steps)):
+        expected += 0.1 * 0.9 ** (last - step) * steps[step].double()
+    torch.testing.assert_close(ema.tensors()["a"].double(), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_the_average_is_a_copy_without_gradient_and_leaves_the_weights_alone() -> None:
+    weights = torch.nn.Parameter(torch.ones(3))
+    ema = Ema({"a": weights}, decay=0.5)
+    with torch.no_grad():
+        weights.add_(2.0)
+    assert ema.tensors()["a"].tolist() == [1.0] * 3
+    ema.update({"a": weights})
+    assert ema.tensors()["a"].tolist() == [2.0] * 3 and weights.tolist() == [3.0] * 3
+    assert not ema.tensors()["a"].requires_grad
+
+
+def test_bfloat16_weights_are_averaged_in_float32() -> None:
+    weights = torch.ones(1, dtype=torch.bfloat16)
+    ema = Ema({"a": weights}, decay=0.992)
+    nudged = weights * 1.0078125  # the next bfloat16: 0.008 of the way is too little for that type
+    for _ in range(3):
+        ema.update({"a": nudged})
+    (average,) = ema.tensors().values()
+    assert average.dtype == torch.float32
+    assert average.item() == pytest.approx(1 + 0.0078125 * (1 - 0.992**3), abs=1e-7)
+
+
+def test_the_tensors_stay_in_place_so_that_loading_reaches_them() -> None:
+    ema = Ema({"a": torch.zeros(2)}, decay=0.5)
+    held = ema.tensors()["a"]
+    ema.update({"a": torch.ones(2)})
+    assert held.tolist() == [0.5, 0.5]
+    held.copy_(torch.tensor([4.0, 8.0]))
+    assert ema.tensors()["a"].tolist() == [4.0, 8.0]
+
+
+def test_shards_stay_sharded_and_average_as_whole_tensors_do(parallel: Parallel) -> None:
+    start, after = torch.randn(2, 6, 4)
+    ema = Ema({"a": distribute_tensor(start, parallel.mesh, [Shard(0)])}, decay=0.992)
+    ema.update({"a": distribute_tensor(after, parallel.mesh, [Shard(0)])})
+    average = ema.tensors()["a"]
+    assert isinstance(average, DTensor) and average.placements == (Shard(0),)
+    whole = Ema({"a": start}, decay=0.992)
+    whole.update({"a": after})
+    assert torch.equal(average.to_local(), whole.tensors()["a"])
+
+
+def test_an_average_saved_between_two_updates_goes_on_exactly(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def weights() -> dict[str, Tensor]:
+        return {"a": torch.randn(5, generator=generator), "b.c": torch.randn(2, 3, generator=generator)}
+
+    start, first, second = weights(), weights(), weights()
+    straight = Ema(start, decay=0.992)
+    straight.update(first)
+    save_file(straight.tensors(), tmp_path / "ema.safetensors")
+    values = json.loads(json.dumps(straight.values()))
+    straight.update(second)
+
+    resumed = Ema(weights(), decay=0.992)
+    assert isinstance(resumed, State)
+    for name, tensor in load_file(tmp_path / "ema.safetensors").items():
+        resumed.tensors()[name].copy_(tensor)
+    resumed.restore(values)
+    resumed.update(second)
+    assert resumed.num_updates == straight.num_updates == 2
+    for name, tensor in straight.tensors().items():
+        assert torch.equal(resumed.tensors()[name], tensor)

@@ -1,0 +1,361 @@
+"""Advantages of a batch with penalties, critic or teacher, against slow references and by their signs."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.shared.config.algorithm import CriticConfig
+from holdfast.shared.errors import DataError
+from holdfast.shared.wire.arrays import Rewards, TokenIds
+from holdfast.shared.wire.rollouts import Rollout, StepRewards
+from holdfast.trainer.data.packing import Sample
+from holdfast.trainer.rl.advantages.estimators import Groups, grpo
+from holdfast.trainer.rl.experience import (
+    Penalty,
+    add_distillation,
+    advantage_metrics,
+    critic_advantages,
+    judge_rollouts,
+    kl_of_sequences,
+    whiten_advantages,
+)
+from holdfast.trainer.rl.rollouts import (
+    ADVANTAGE,
+    OLD_LOGPROB,
+    REFERENCE_LOGPROB,
+    RETURN,
+    SAMPLER_LOGPROB,
+    VALUE,
+    assign_advantages,
+    without_truncated,
+)
+from tests.judged import advantage_of
+
+REWARDS = [[1.0, 0.25, -0.5], [2.0, 2.5, 0.0]]
+LENGTHS = (5, 4, 6, 3, 7, 4)
+# The first token of a sample is never a target, nor are prompts and what lies between two turns.
+MASKS = ("01111", "0011", "001101", "111", "0000000", "0001")
+
+
+def make_samples() -> list[Sample]:
+    generator = np.random.default_rng(1)
+
+    def numbers(length: int) -> np.ndarray:
+        return generator.normal(size=length).astype(np.float32)
+
+    return [
+        Sample(
+            np.arange(length, dtype=np.int32),
+            np.array([letter == "1" for letter in mask]),
+            {name: numbers(length) for name in (OLD_LOGPROB, REFERENCE_LOGPROB, VALUE, SAMPLER_LOGPROB)},
+        )
+        for length, mask in zip(LENGTHS, MASKS, strict=True)
+    ]
+
+
+def make_rollouts(samples: list[Sample], *, truncated: tuple[int, ...] = ()) -> list[Rollout]:
+    """The rollouts of the samples; `truncated`: which of them are."""
+    return [
+        Rollout(
+            environment="e", task_id=number // 3, sample_index=number % 3, token_ids=sample.token_ids.tolist(),
+            loss_mask=sample.loss_mask.tolist(), logprobs=[0.0] * len(sample.token_ids), versions=[],
+            reward=0.5 * number, truncated=number in truncated, metrics={"exact": 1.0},
+        )
+        for number, sample in enumerate(samples)
+    ]  # fmt: skip
+
+
+def judge(
+    samples: list[Sample],
+    rewards: list[list[float]],
+    penalty: Penalty | None = None,
+    *,
+    truncated: tuple[int, ...] = (),
+    mask_truncated: bool = False,
+) -> Groups:
+    """Judge groups of as many samples as there are rewards."""
+    rollouts = iter(make_rollouts(samples, truncated=truncated))
+    groups = [[next(rollouts) for _ in rewards_G] for rewards_G in rewards]
+    return judge_rollouts(groups, samples, rewards, penalty, mask_truncated=mask_truncated)
+
+
+def trained_places(sample: Sample) -> list[int]:
+    return [place for place in range(1, len(sample.token_ids)) if sample.loss_mask[place]]
+
+
+def slow_penalties(sample: Sample, coef: float, estimator: str) -> dict[int, float]:
+    """Place -> coef * estimate of the divergence there, token by token."""
+    found = {}
+    for place in trained_places(sample):
+        d = float(sample.per_token[OLD_LOGPROB][place]) - float(sample.per_token[REFERENCE_LOGPROB][place])
+        found[place] = coef * {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) + d - 1}[estimator]
+    return found
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_groups_advantage_is_of_rewards_less_the_summed_penalty(estimator: str) -> None:
+    samples = make_samples()
+    judged = judge(samples, REWARDS, Penalty(0.3, estimator))  # type: ignore[arg-type]
+    assign_advantages(samples, advantage_of("grpo")(judged))
+    for first, rewards in ((0, REWARDS[0]), (3, REWARDS[1])):
+        own = samples[first : first + 3]
+        penalised = [
+            reward - sum(slow_penalties(sample, 0.3, estimator).values())
+            for reward, sample in zip(rewards, own, strict=True)
+        ]
+        for sample, expected in zip(own, grpo(penalised), strict=True):
+            assert sample.per_token[ADVANTAGE].dtype == np.float32
+            np.testing.assert_allclose(sample.per_token[ADVANTAGE], expected, rtol=1e-6)
+
+
+def test_a_rollout_far_from_the_reference_loses_to_an_equally_rewarded_sibling() -> None:
+    samples = make_samples()[:2]
+    for sample, drift in zip(samples, (2.0, 0.1), strict=True):
+        sample.per_token[OLD_LOGPROB] = sample.per_token[REFERENCE_LOGPROB] + np.float32(drift)
+    assign_advantages(samples, advantage_of("dr_grpo")(judge(samples, [[1.0, 1.0]], Penalty(0.5, "k1"))))
+    far, near = (float(sample.per_token[ADVANTAGE][-1]) for sample in samples)
+    assert far == pytest.approx(-0.5 * (2.0 * 4 - 0.1 * 2) / 2, rel=1e-5) and near == pytest.approx(-far)
+
+
+def test_without_a_penalty_log_probabilities_are_not_needed() -> None:
+    samples = make_samples()[:3]
+    for sample in samples:
+        del sample.per_token[OLD_LOGPROB], sample.per_token[REFERENCE_LOGPROB]
+    assign_advantages(samples, advantage_of("dr_grpo")(judge(samples, [[3.0, 1.0, 2.0]])))
+    assert [sample.per_token[ADVANTAGE][0] for sample in samples] == [1.0, -1.0, 0.0]
+
+
+def test_the_divergence_of_a_sequence_is_the_sum_over_its_trained_tokens() -> None:
+    samples = make_samples()
+    expected = [sum(slow_penalties(sample, 1.0, "k1").values()) for sample in samples]
+    assert kl_of_sequences(samples) == pytest.approx(expected, rel=1e-12)
+    assert expected[4] == 0.0
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+@pytest.mark.parametrize("penalty", [None, Penalty(0.2, "k1")])
+def test_the_critics_advantages_are_those_of_a_double_loop(whiten: bool, penalty: Penalty | None) -> None:
+    samples, gamma, lam = make_samples(), 0.9, 0.8
+    critic_advantages(samples, judge(samples, REWARDS, penalty), CriticConfig(gamma=gamma, lam=lam))
+    if whiten:
+        whiten_advantages(samples)
+    advantages: list[float] = []
+    for sample, reward in zip(samples, [*REWARDS[0], *REWARDS[1]], strict=True):
+        places = trained_places(sample)
+        penalties = slow_penalties(sample, penalty.coef, penalty.estimator) if penalty else dict.fromkeys(places, 0.0)
+        rewards = [-penalties[place] + (reward if place == places[-1] else 0.0) for place in places]
+        values = [float(sample.per_token[VALUE][place]) for place in places] + [0.0]
+        deltas = [rewards[t] + gamma * values[t + 1] - values[t] for t in range(len(places))]
+        own = [
+            sum((gamma * lam) ** (later - now) * deltas[later] for later in range(now, len(places)))
+            for now in range(len(places))
+        ]
+        returns = [value + advantage for value, advantage in zip(values, own, strict=False)]
+        np.testing.assert_allclose(sample.per_token[RETURN][places], returns, rtol=1e-5, atol=1e-6)
+        advantages += own
+    if whiten:
+        mean = sum(advantages) / len(advantages)
+        variance = sum((one - mean) ** 2 for one in advantages) / (len(advantages) - 1)
+        advantages = [(one - mean) / math.sqrt(variance + 1e-8) for one in advantages]
+    found = np.concatenate([sample.per_token[ADVANTAGE][trained_places(sample)] for sample in samples])
+    np.testing.assert_allclose(found, advantages, rtol=1e-5, atol=1e-6)
+    for sample in samples:
+        untrained = sorted(set(range(len(sample.token_ids))) - set(trained_places(sample)))
+        assert not sample.per_token[ADVANTAGE][untrained].any() and not sample.per_token[RETURN][untrained].any()
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("masks", [MASKS, ("01", "00", "00"), ("00", "00", "00"), ("01", "01", "01")])
+def test_the_critics_advantages_are_finite_whatever_there_is_to_whiten(scale: float, masks: tuple[str, ...]) -> None:
+    samples = [
+        Sample(
+            np.arange(len(mask), dtype=np.int32),
+            np.array([letter == "1" for letter in mask]),
+            {VALUE: np.zeros(len(mask), dtype=np.float32), SAMPLER_LOGPROB: np.zeros(len(mask), dtype=np.float32)},
+        )
+        for mask in masks
+    ]
+    for rewards in ([scale * number for number in range(len(masks))], [scale] * len(masks)):
+        critic_advantages(samples, judge(samples, [rewards]), CriticConfig())
+        whiten_advantages(samples)
+        found = np.concatenate([sample.per_token[ADVANTAGE] for sample in samples])
+        assert np.isfinite(found).all() and np.abs(found).max() <= max(scale, math.sqrt(len(found)))
+    assert advantage_metrics(samples) or not any(sample.num_targets for sample in samples)
+
+
+def test_whitening_adds_its_epsilon_to_the_variance() -> None:
+    sample = Sample(np.arange(3, dtype=np.int32), np.array([False, True, True]), {SAMPLER_LOGPROB: np.zeros(3)})
+    sample.per_token[VALUE] = np.array([0.0, 2e-4, 0.0], dtype=np.float32)  # lam = 0: advantages -2e-4 and 0
+    critic_advantages([sample], judge([sample], [[0.0]]), CriticConfig(gamma=1.0, lam=0.0))
+    whiten_advantages([sample])
+    scale = math.sqrt(2e-8 + 1e-8)  # the sample variance of the two is (2e-4)^2 / 2
+    np.testing.assert_allclose(sample.per_token[ADVANTAGE], [0.0, -1e-4 / scale, 1e-4 / scale], rtol=1e-5)
+
+
+@pytest.mark.parametrize("coef", [1.0, 0.25])
+@pytest.mark.parametrize("rewarded", [0.0, -1.5])
+def test_a_token_that_the_teacher_likes_more_gets_more_than_its_reward(coef: float, rewarded: float) -> None:
+    samples = make_samples()
+    for sample in samples:
+        sample.per_token[ADVANTAGE] = np.full(len(sample.token_ids), rewarded, dtype=np.float32)
+    metrics = add_distillation(samples, coef)
+    divergences = []
+    for sample in samples:
+        expected = np.zeros(len(sample.token_ids))
+        for place in trained_places(sample):
+            teacher, old = (float(sample.per_token[name][place]) for name in (REFERENCE_LOGPROB, OLD_LOGPROB))
+            expected[place] = rewarded + coef * (teacher - old)
+            divergences.append(old - teacher)
+        np.testing.assert_allclose(sample.per_token[ADVANTAGE], expected, rtol=1e-6, atol=1e-7)
+    assert metrics == {"distillation/kl": pytest.approx(sum(divergences) / len(divergences))}
+    nothing = [sample for sample in make_samples() if not sample.num_targets]
+    for sample in nothing:
+        sample.per_token[ADVANTAGE] = np.ones(len(sample.token_ids), dtype=np.float32)
+    assert nothing and add_distillation(nothing, coef) == {"distillation/kl": 0.0}
+
+
+def test_policy_gradient_with_the_distillation_advantage_moves_towards_the_teacher() -> None:
+    """In expectation it is the gradient of KL(policy || teacher): checked over a whole vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    logits_V, teacher_V = torch.randn(2, 6, generator=generator, dtype=torch.float64)
+    logits_V.requires_grad_(True)
+    policy_V, teacher_V = logits_V.log_softmax(0), teacher_V.log_softmax(0)
+    # One sample per token of the vocabulary: its place 1 is the sampled token.
+    samples = [
+        Sample(
+            np.array([0, token], dtype=np.int32),
+            np.array([False, True]),
+            {
+                OLD_LOGPROB: np.array([0.0, float(policy_V[token].detach())]),
+                REFERENCE_LOGPROB: np.array([0.0, float(teacher_V[token])]),
+            },
+        )
+        for token in range(6)
+    ]
+    assign_advantages(samples, [[0.0] * 6])
+    add_distillation(samples, 1.0)
+    advantages_V = torch.tensor([float(sample.per_token[ADVANTAGE][1]) for sample in samples], dtype=torch.float64)
+    loss = -(policy_V.detach().exp() * advantages_V * policy_V).sum()  # expectation over sampled tokens
+    (of_loss_V,) = torch.autograd.grad(loss, logits_V, retain_graph=True)
+    (of_kl_V,) = torch.autograd.grad((policy_V.exp() * (policy_V - teacher_V)).sum(), logits_V)
+    torch.testing.assert_close(of_loss_V, of_kl_V, rtol=1e-5, atol=1e-6)
+    assert of_kl_V.norm() > 0.1
+
+
+def test_the_metrics_of_advantages_count_trained_tokens_alone() -> None:
+    samples = make_samples()[:2]
+    for sample, value in zip(samples, (2.0, -4.0), strict=True):
+        sample.per_token[ADVANTAGE] = np.full(len(sample.token_ids), value, dtype=np.float32)
+        sample.per_token[ADVANTAGE][0] = 100.0
+    # Four targets of 2 and two of -4: mean 0, squares 4 * 4 + 2 * 16 = 48.
+    expected = {"advantage/mean": 0.0, "advantage/std": math.sqrt(8), "advantage/max_abs": 4.0}
+    assert advantage_metrics(samples) == pytest.approx(expected)
+    nothing = make_samples()[4]
+    nothing.per_token[ADVANTAGE] = np.ones(len(nothing.token_ids), dtype=np.float32)
+    assert advantage_metrics([nothing]) == {}
+
+
+def test_what_a_teacher_did_not_judge_cannot_be_distilled() -> None:
+    samples = make_samples()
+    assign_advantages(samples, [[0.0] * len(samples)])
+    del samples[2].per_token[REFERENCE_LOGPROB]
+    with pytest.raises(DataError, match="needs the log-probabilities of a teacher, and the batch has none"):
+        add_distillation(samples, 1.0)
+
+
+def test_one_target_alone_has_no_variance_to_be_whitened_by() -> None:
+    (sample,) = [one for one, mask in zip(make_samples(), MASKS, strict=True) if mask == "0001"]
+    critic_advantages([sample], judge([sample], [[1.0]]), CriticConfig())
+    whiten_advantages([sample])
+    assert np.isfinite(sample.per_token[ADVANTAGE]).all() and sample.per_token[ADVANTAGE][3] != 0
+
+
+def test_penalties_of_rollouts_that_are_not_trained_count_in_the_baseline() -> None:
+    """Rewards 1 and 1, divergences 4 and 1, coefficient 0.1: advantages of -0.15 and 0.15, whoever is trained."""
+    samples = make_samples()[:2]
+    for sample, kl in zip(samples, (4.0, 1.0), strict=True):
+        sample.per_token[OLD_LOGPROB] = sample.per_token[REFERENCE_LOGPROB] + np.float32(kl / sample.num_targets)
+    for truncated in ((), (1,), (0, 1)):
+        judged = judge(samples, [[1.0, 1.0]], Penalty(0.1, "k1"), truncated=truncated, mask_truncated=True)
+        assert [one.reward for one in judged[0]] == pytest.approx([0.6, 0.9], rel=1e-6)
+        assert [one.is_trained for one in judged[0]] == [number not in truncated for number in range(2)]
+        assert advantage_of("dr_grpo")(judged)[0] == pytest.approx([-0.15, 0.15], rel=1e-6)
+    judged = judge(samples, [[1.0, 1.0]], truncated=(1,))
+    assert judged[0][1].is_trained and judged[0][1].truncated
+
+
+def test_a_judged_rollout_holds_what_it_earned_token_by_token() -> None:
+    samples = make_samples()
+    judged = [one for group in judge(samples, REWARDS, Penalty(0.2, "k3")) for one in group]
+    turns = [[(0, 4)], [(0, 2)], [(0, 2), (2, 3)], [(0, 2)], [], [(0, 1)]]
+    for number, (one, sample) in enumerate(zip(judged, samples, strict=True)):
+        places = trained_places(sample)
+        assert one.places.tolist() == places and one.num_tokens == len(places) and list(one.turns) == turns[number]
+        assert one.logprobs.tolist() == sample.per_token[SAMPLER_LOGPROB][places].tolist()
+        assert one.token_ids.tolist() == sample.token_ids.tolist() and one.task_id == number // 3
+        assert one.environment_reward == 0.5 * number and one.metrics == {"exact": 1.0}
+        expected = [-penalty for penalty in slow_penalties(sample, 0.2, "k3").values()]
+        if expected:
+            expected[-1] += REWARDS[number // 3][number % 3]
+            assert one.reward == pytest.approx(sum(expected))
+        assert one.token_rewards.tolist() == pytest.approx(expected)
+        with pytest.raises(ValueError, match="read-only"):
+            one.token_rewards[:] = 0
+        with pytest.raises(ValueError, match="read-only"):
+            one.token_ids[:] = 0
+    assert judged[4].reward == REWARDS[1][1]
+
+
+def with_step_rewards(rollouts: list[Rollout]) -> list[Rollout]:
+    """The third one with rewards of its two turns, the first with one of each token."""
+    rollouts[2].step_rewards = StepRewards(TokenIds([3, 5]), Rewards([0.5, -2.0]))
+    rollouts[0].step_rewards = StepRewards(TokenIds([1, 2, 3, 4]), Rewards([1.0, 2.0, 3.0, 4.0]))
+    return rollouts
+
+
+def test_rewards_of_turns_and_tokens_are_earned_where_they_end() -> None:
+    samples = make_samples()
+    rollouts = with_step_rewards(make_rollouts(samples))
+    groups = [rollouts[:3], rollouts[3:]]
+    first, second, third, *_ = (one for g in judge_rollouts(groups, samples, REWARDS, None) for one in g)
+    assert (first.step_ends.tolist(), first.step_rewards.tolist()) == ([0, 1, 2, 3], [1.0, 2.0, 3.0, 4.0])
+    assert first.token_rewards.tolist() == [1.0, 2.0, 3.0, 5.0] and first.reward == 1.0
+    assert (third.step_ends.tolist(), third.token_rewards.tolist()) == ([1, 2], [0.0, 0.5, -2.5])
+    assert third.total_reward == -2.0 and second.total_reward == second.reward
+    assert len(second.step_ends) == len(second.step_rewards) == 0
+    # Without a critic's say, GAE with gamma and lambda 1 sums them from each token on.
+    for sample in samples:
+        sample.per_token[VALUE] = np.zeros(len(sample.token_ids), dtype=np.float32)
+    critic_advantages(samples, judge_rollouts(groups, samples, REWARDS, None), CriticConfig(lam=1.0))
+    assert samples[2].per_token[ADVANTAGE].tolist() == [0.0, 0.0, -2.0, -2.0, 0.0, -2.5]
+    assert samples[0].per_token[RETURN].tolist() == [0.0, 11.0, 10.0, 8.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("places", "rewards"), [([1], [1.0]), ([3, 3], [1.0, 1.0]), ([5, 3], [1.0, 1.0]), ([3], [1.0, 1.0]), ([9], [1.0])]
+)
+def test_rewards_of_steps_that_end_where_nothing_was_sampled_are_refused(
+    places: list[int], rewards: list[float]
+) -> None:
+    samples = make_samples()[:3]
+    rollouts = make_rollouts(samples)
+    rollouts[2].step_rewards = StepRewards(TokenIds(places), Rewards(rewards))
+    with pytest.raises(DataError, match="task 0 sample 2: its step_rewards are"):
+        judge_rollouts([rollouts], samples, REWARDS[:1], None)
+
+
+def test_a_critics_advantages_are_whitened_over_the_trained_tokens_alone() -> None:
+    samples = make_samples()
+    rollouts = make_rollouts(samples, truncated=(0, 3))
+    trained = without_truncated(samples, rollouts)
+    assert [one.num_targets for one in trained] == [0, 2, 3, 0, 0, 1]
+    assert all(one.per_token is whole.per_token for one, whole in zip(trained, samples, strict=True))
+    critic_advantages(samples, judge(samples, REWARDS), CriticConfig())
+    before = np.concatenate([one.per_token[ADVANTAGE][one.targets] for one in trained]).astype(np.float64)
+    whiten_advantages(trained)
+    after = np.concatenate([one.per_token[ADVANTAGE][one.targets] for one in trained])
+    np.testing.assert_allclose(after, (before - before.mean()) / math.sqrt(before.var(ddof=1) + 1e-8), rtol=1e-5)

@@ -1,0 +1,151 @@
+"""Generalized advantages, the value loss and explained variance: by hand, by slow loops, by finite differences."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from holdfast.trainer.rl.advantages.gae import explained_variance, generalized_advantages, value_loss, value_sums
+
+
+def doubles(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def slow_advantages(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    """The defining sum: A_t = sum over k of (gamma lam)^k delta_{t+k}."""
+    ahead = [*values[1:], 0.0]
+    deltas = [r + gamma * after - v for r, v, after in zip(rewards, values, ahead, strict=True)]
+    length = len(rewards)
+    return [sum((gamma * lam) ** k * deltas[t + k] for k in range(length - t)) for t in range(length)]
+
+
+def test_the_worked_example() -> None:
+    # deltas: 1 + .5 * 2 - 1 = 1;  0 + .5 * 3 - 2 = -.5;  4 - 3 = 1.  gamma lam = .25:
+    # A_2 = 1;  A_1 = -.5 + .25 = -.25;  A_0 = 1 - .0625 = .9375.
+    advantages, returns = generalized_advantages(doubles(1, 0, 4), doubles(1, 2, 3), gamma=0.5, lam=0.5)
+    assert advantages.tolist() == [0.9375, -0.25, 1.0]
+    assert returns.tolist() == [1.9375, 1.75, 4.0]
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(0.99, 0.95), (1.0, 0.95), (0.9, 0.0), (1.0, 1.0), (0.0, 0.5)])
+def test_the_recursion_equals_the_defining_sum(gamma: float, lam: float) -> None:
+    torch.manual_seed(0)
+    rewards, values = torch.randn(2, 60, dtype=torch.float64)
+    advantages, returns = generalized_advantages(rewards, values, gamma=gamma, lam=lam)
+    expected = slow_advantages(rewards.tolist(), values.tolist(), gamma, lam)
+    assert advantages.tolist() == pytest.approx(expected, abs=1e-12)
+    torch.testing.assert_close(returns, advantages + values)
+
+
+def test_at_lambda_one_the_returns_are_the_discounted_rewards_to_come() -> None:
+    torch.manual_seed(0)
+    rewards, values = torch.randn(2, 30, dtype=torch.float64)
+    _, returns = generalized_advantages(rewards, values, gamma=0.9, lam=1.0)
+    for t in range(30):
+        assert returns[t].item() == pytest.approx(sum(0.9**k * rewards[t + k].item() for k in range(30 - t)))
+
+
+def test_at_lambda_zero_the_advantage_is_the_error_of_one_step() -> None:
+    advantages, _ = generalized_advantages(doubles(0, 0, 1), doubles(0.2, 0.5, 0.9), gamma=1.0, lam=0.0)
+    assert advantages.tolist() == pytest.approx([0.3, 0.4, 0.1])
+
+
+def test_a_right_critic_leaves_no_advantage() -> None:
+    advantages, _ = generalized_advantages(doubles(0, 0, 0, 2), doubles(2, 2, 2, 2), gamma=1.0, lam=0.95)
+    assert advantages.tolist() == [0.0] * 4
+
+
+def test_long_sequences_of_float32_lose_no_digits_and_carry_no_gradient() -> None:
+    torch.manual_seed(0)
+    rewards, values = torch.randn(2, 4000)
+    advantages, returns = generalized_advantages(rewards, values.requires_grad_(), gamma=1.0, lam=1.0)
+    expected = math.fsum(rewards.double().tolist())
+    assert advantages.dtype == returns.dtype == torch.float64
+    assert not advantages.requires_grad and not returns.requires_grad
+    assert returns[0].item() == pytest.approx(expected, abs=1e-10)
+
+
+def test_an_empty_sequence_has_no_advantages_and_unequal_lengths_are_refused() -> None:
+    advantages, returns = generalized_advantages(doubles(), doubles(), gamma=1.0, lam=1.0)
+    assert advantages.shape == returns.shape == (0,)
+    with pytest.raises(ValueError, match="longer"):
+        generalized_advantages(doubles(1, 2), doubles(1, 2, 3), gamma=1.0, lam=1.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "target", "loss", "gradient", "clipped"),
+    [
+        # clip 0.2: the larger of (V - R)^2 and (clip(V) - R)^2, half of it.
+        (1.0, 1.0, 3.0, 2.0, -2.0, 0),  # not moved
+        (1.1, 1.0, 3.0, 1.805, -1.9, 0),  # moved within the clip
+        (1.5, 1.0, 3.0, 1.62, 0.0, 1),  # moved too far towards the target: (1.2 - 3)^2 / 2, no gradient
+        (0.5, 1.0, 3.0, 3.125, -2.5, 0),  # moved too far from it: (0.5 - 3)^2 / 2, pulled back
+        (-0.5, 0.0, -3.0, 3.92, 0.0, 1),  # the same downwards: (-0.2 + 3)^2 / 2
+        (1.5, 1.0, 1.5, 0.045, 0.0, 1),  # on target, yet too far: (1.2 - 1.5)^2 / 2
+    ],
+)
+def test_value_loss_by_hand(
+    value: float, old: float, target: float, loss: float, gradient: float, clipped: int
+) -> None:
+    values = doubles(value).requires_grad_()
+    got, counts = value_loss(values, doubles(old), doubles(target), doubles(1.0), clip=0.2)
+    assert got.item() == pytest.approx(loss)
+    assert torch.autograd.grad(got, values)[0].item() == pytest.approx(gradient)
+    assert counts["value_clip_fraction"].item() == clipped
+
+
+def test_value_loss_is_the_weighted_sum_and_counts_trained_tokens() -> None:
+    values, old, target = doubles(1.5, 1.5, 0.5), doubles(1, 1, 1), doubles(3, 3, 3)
+    loss, counts = value_loss(values, old, target, doubles(0.5, 0.0, 0.25), clip=0.2)
+    assert loss.item() == pytest.approx(0.5 * 1.62 + 0.25 * 3.125)
+    assert counts["value_clip_fraction"].item() == 1
+    loss, counts = value_loss(values, old, target, doubles(0.5, 0.0, 0.25), clip=float("inf"))
+    assert loss.item() == pytest.approx(0.5 * 1.125 + 0.25 * 3.125)
+    assert counts["value_clip_fraction"].item() == 0
+
+
+@pytest.mark.parametrize("clip", [float("inf"), 0.3])
+def test_gradients_of_the_value_loss_by_finite_differences(clip: float) -> None:
+    torch.manual_seed(0)
+    values, old, target = torch.randn(3, 50, dtype=torch.float64)
+    weights = torch.rand(50, dtype=torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda values: value_loss(values, old, target, weights, clip=clip)[0], (values.requires_grad_(),)
+    )
+
+
+def slow_explained_variance(returns: list[float], values: list[float]) -> float:
+    errors = [r - v for r, v in zip(returns, values, strict=True)]
+    return 1 - statistics.pvariance(errors) / statistics.pvariance(returns)
+
+
+def test_explained_variance_by_hand_and_from_the_parts_of_ranks() -> None:
+    # Errors -1, 1, -1, 1: variance 1. Returns 0, 4, 0, 4: variance 4.
+    assert explained_variance(**value_sums(doubles(0, 4, 0, 4), doubles(1, 3, 1, 3))) == 0.75
+    torch.manual_seed(0)
+    returns, noise = torch.randn(2, 100, dtype=torch.float64)
+    values = returns + 0.3 * noise + 5
+    parts = [value_sums(returns[part], values[part]) for part in (slice(0, 7), slice(7, 7), slice(7, 100))]
+    total = {name: sum(part[name] for part in parts) for name in parts[0]}
+    expected = slow_explained_variance(returns.tolist(), values.tolist())
+    assert explained_variance(**total) == pytest.approx(expected)
+    assert 0.85 < expected < 1
+
+
+def test_explained_variance_marks_right_constant_and_wrong_critics() -> None:
+    returns = doubles(1, 2, 3, 4)
+    assert explained_variance(**value_sums(returns, returns + 10)) == pytest.approx(1.0)
+    assert explained_variance(**value_sums(returns, doubles(7, 7, 7, 7))) == pytest.approx(0.0)
+    assert explained_variance(**value_sums(returns, -returns)) == pytest.approx(-3.0)
+
+
+@pytest.mark.parametrize("returns", [(), (0.0, 0.0), (0.7, 0.7, 0.7), (1e6 / 3,) * 11])
+def test_equal_returns_leave_nothing_to_explain(returns: tuple[float, ...]) -> None:
+    sums = value_sums(doubles(*returns), torch.from_numpy(np.arange(len(returns), dtype=np.float64)))
+    assert math.isnan(explained_variance(**sums))

@@ -1,0 +1,112 @@
+"""The KL penalty as a term of the loss: its value, its gradient, and the coefficient of the moment."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from holdfast.shared.config.losses import PolicyLossConfig
+from holdfast.trainer.rl.kl import KlCoefficient, KlEstimator
+from holdfast.trainer.rl.losses import PolicyLossInput, policy_loss
+from holdfast.trainer.rl.losses.kl_term import with_kl_term
+from tests.policy_inputs import policy_input
+
+# Two sequences of two tokens and one: weights 1/4, 1/4, 1/2 by sequence, 1/3 each by token.
+LOGPROBS, REFERENCE, ADVANTAGES = [-1.0, -2.0, -0.5], [-1.2, -1.5, -0.5], [0.5, 0.5, -1.0]
+WEIGHTS = {"sequence": [0.25, 0.25, 0.5], "token": [1 / 3] * 3}
+ESTIMATES = {
+    "k2": lambda d: d * d / 2,
+    "k3": lambda d: math.exp(-d) + d - 1,
+}
+SLOPES = {"k2": lambda d: d, "k3": lambda d: 1 - math.exp(-d)}
+
+
+def loss_input(logprobs_N: Tensor) -> PolicyLossInput:
+    fixed_N = torch.tensor(LOGPROBS, dtype=torch.float64)
+    return policy_input(
+        logprobs_N, old_logprobs_N=fixed_N, sampler_logprobs_N=fixed_N,
+        advantages_N=torch.tensor(ADVANTAGES, dtype=torch.float64),
+        weights_N=torch.tensor(WEIGHTS["sequence"], dtype=torch.float64),
+        sequence_N=torch.tensor([0, 0, 1]), step_sequences=2, step_tokens=3,
+        reference_logprobs_N=torch.tensor(REFERENCE, dtype=torch.float64),
+    )  # fmt: skip
+
+
+def value_and_gradient(loss: Any) -> tuple[float, list[float], dict[str, Tensor]]:
+    logprobs_N = torch.tensor(LOGPROBS, dtype=torch.float64, requires_grad=True)
+    value, counts = loss(loss_input(logprobs_N))
+    value.backward()
+    assert logprobs_N.grad is not None
+    return float(value.detach()), logprobs_N.grad.tolist(), counts
+
+
+@pytest.mark.parametrize("aggregation", ["sequence", "token"])
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_the_term_has_the_weights_of_the_loss(estimator: KlEstimator, aggregation: Any) -> None:
+    config = PolicyLossConfig(type="policy_gradient", aggregation=aggregation)
+    plain = policy_loss(config)
+    penalised = with_kl_term(plain, config, KlCoefficient(0.3), estimator)
+    (base, base_slopes, base_counts), (value, slopes, counts) = value_and_gradient(plain), value_and_gradient(penalised)
+    weights, ds = WEIGHTS[aggregation], [p - r for p, r in zip(LOGPROBS, REFERENCE, strict=True)]
+    term = sum(weight * ESTIMATES[estimator](d) for weight, d in zip(weights, ds, strict=True))
+    assert value == pytest.approx(base + 0.3 * term, rel=1e-12)
+    for slope, before, weight, d in zip(slopes, base_slopes, weights, ds, strict=True):
+        assert slope == pytest.approx(before + 0.3 * weight * SLOPES[estimator](d), rel=1e-12)
+    assert counts.keys() == base_counts.keys()
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_going_down_the_term_brings_the_policy_back_to_the_reference(estimator: KlEstimator) -> None:
+    config = PolicyLossConfig(type="policy_gradient", aggregation="token")
+    loss = with_kl_term(lambda data: (data.logprobs_N.sum() * 0, {}), config, KlCoefficient(1.0), estimator)
+    _, (likelier, rarer, equal), _ = value_and_gradient(loss)
+    assert likelier > 0 and rarer < 0 and equal == 0
+
+
+def test_a_steered_coefficient_takes_effect_at_once() -> None:
+    config, coefficient = PolicyLossConfig(type="policy_gradient"), KlCoefficient(0.2, target=6.0)
+    plain = policy_loss(config)
+    penalised = with_kl_term(plain, config, coefficient, "k3")
+    base, (before, *_) = value_and_gradient(plain)[0], value_and_gradient(penalised)
+    coefficient.update(12.0, 256)
+    after, *_ = value_and_gradient(penalised)
+    assert (after - base) / (before - base) == pytest.approx(0.201024 / 0.2, rel=1e-9)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_an_unbiased_term_has_the_gradient_of_the_divergence_on_tokens_of_any_sampler(estimator: Any) -> None:
+    """By enumeration of the vocabulary, with the sampler's probabilities; without the ratio neither has it."""
+    torch.manual_seed(0)
+    logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    reference, sampler = (torch.randn(5, dtype=torch.float64).log_softmax(0) for _ in range(2))
+    policy = logits.log_softmax(0)
+    (right,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)
+    data = policy_input(
+        policy, old_logprobs_N=policy.detach(), sampler_logprobs_N=sampler, advantages_N=torch.zeros(5).double(),
+        weights_N=sampler.exp(), sequence_N=torch.arange(5), step_sequences=5, step_tokens=5,
+        reference_logprobs_N=reference,
+    )  # fmt: skip
+    config = PolicyLossConfig(type="grpo")  # by sequence: the weights are those given, the sampler's probabilities
+    for unbiased in (True, False):
+        term = with_kl_term(policy_loss(config), config, KlCoefficient(1.0), estimator, unbiased=unbiased)
+        (gradient,) = torch.autograd.grad(term(data)[0], logits, retain_graph=True)
+        assert torch.allclose(gradient, right) == unbiased
+
+
+@pytest.mark.parametrize("far", [-120.0, 120.0])
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_a_term_is_finite_however_far_the_reference(estimator: Any, far: float) -> None:
+    logprobs_N = torch.tensor([-1.0], requires_grad=True)
+    near_N = logprobs_N.detach()
+    data = policy_input(
+        logprobs_N, old_logprobs_N=near_N, sampler_logprobs_N=near_N, advantages_N=0 * near_N, weights_N=near_N.abs(),
+        sequence_N=torch.zeros(1), step_sequences=1, step_tokens=1, reference_logprobs_N=near_N + far,
+    )  # fmt: skip
+    config = PolicyLossConfig(type="grpo")
+    loss, _ = with_kl_term(policy_loss(config), config, KlCoefficient(1.0), estimator)(data)
+    (gradient_N,) = torch.autograd.grad(loss, logprobs_N)
+    assert loss.isfinite() and loss < 1.01 * math.exp(20) and gradient_N == 0

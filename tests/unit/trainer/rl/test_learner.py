@@ -1,0 +1,765 @@
+"""Steps of the RL learner on a tiny model: what is measured when, what the coefficient is, what is trained."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
+
+from holdfast.shared.config import TrainerConfig
+from holdfast.shared.config.losses import LOSSES
+from holdfast.shared.errors import CheckpointError, ConfigError, DataError, TrainingError
+from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan
+from holdfast.shared.wire.sampling import Sampling
+from holdfast.trainer.data.packing import build_micro_batch
+from holdfast.trainer.models.layout import Layout
+from holdfast.trainer.models.loading import trained_tensors
+from holdfast.trainer.models.logprobs import Reading
+from holdfast.trainer.models.policy import Policy, build_policy
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.preferences.losses import sequence_sums
+from holdfast.trainer.rl.advantages.estimators import dr_grpo, grpo
+from holdfast.trainer.rl.learner import Learner
+from holdfast.trainer.rl.losses import PolicyLossInput
+from holdfast.trainer.rl.parts import RlParts
+from holdfast.trainer.rl.rollouts import to_samples
+from holdfast.trainer.session import Session, start_session
+from holdfast.trainer.step import Stopwatch, predict
+from tests.judged import ONLINE_DPO_LOSS
+
+GROUPS, GROUP_SIZE = 3, 4
+REWARD_KL = {"coef": 0.2, "place": "reward", "target": 0.5, "horizon": 50}
+
+_seen: list[PolicyLossInput] = []
+
+
+def recording_loss(data: PolicyLossInput) -> tuple[Tensor, dict[str, Tensor]]:
+    """A user's loss: the policy gradient by sequence. It notes what it was given."""
+    _seen.append(data)
+    return -(data.weights_N * data.advantages_N * data.logprobs_N).sum(), {}
+
+
+@pytest.fixture
+def seen() -> list[PolicyLossInput]:
+    """What `recording_loss` is given in this test, call by call."""
+    _seen.clear()
+    return _seen
+
+
+@dataclass
+class Run:
+    """A trainer in this process."""
+
+    session: Session[Policy]
+    parts: RlParts
+    learner: Learner
+
+    def learn(self, step: int, **changes: Any) -> dict[str, float]:
+        return self.learner.learn(make_batch(step, **changes), Stopwatch())
+
+    def save(self, step: int) -> None:
+        self.session.progress.step = step
+        self.session.checkpointer.save(step, attachments=self.parts.attachments())
+        self.session.checkpointer.wait()
+
+
+def make_batch(step: int, *, truncated: tuple[int, ...] = (), sampling: Sampling = Sampling(0.9)) -> Batch:  # noqa: B008
+    """Three groups of four rollouts that depend on the step; `truncated`: which of the twelve are."""
+    generator = np.random.default_rng(step)
+    rollouts = []
+    for number in range(GROUPS * GROUP_SIZE):
+        prompt, sampled = 2 + number // GROUP_SIZE, int(generator.integers(1, 9))
+        length = prompt + sampled
+        rollout = Rollout(
+            environment="e", task_id=step * GROUPS + number // GROUP_SIZE, sample_index=number % GROUP_SIZE,
+            token_ids=generator.integers(5, 100, length).tolist(),
+            loss_mask=[0] * prompt + [1] * sampled,
+            logprobs=[0.0] * prompt + generator.uniform(-6, -3, sampled).tolist(),
+            versions=[VersionSpan(version=step - 1, start=prompt, end=length)],
+            reward=float(generator.normal()), truncated=number in truncated,
+        )  # fmt: skip
+        rollouts.append(rollout)
+    return Batch(step=step, policy_version=step - 1, weights_digest="d" * 32, sampling=sampling, rollouts=rollouts)
+
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start(
+    tiny_model: Callable[..., Path], parallel: Parallel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> Start:
+    (tmp_path / "run.json").write_text('{"run_id": "r"}')
+
+    def run(*, resume_step: int | None = None, **settings: Any) -> Run:
+        values: dict[str, Any] = {
+            "output_dir": tmp_path, "max_steps": 10, "model": {"name": str(tiny_model())}, "optim": {"lr": 1e-3},
+            "loss": {"type": f"{__name__}:recording_loss"},
+            "mismatch_limit": math.inf,  # the rollouts are made up
+            "ckpt": {"interval": 1} | ({"resume_step": resume_step} if resume_step else {}),
+        }  # fmt: skip
+        config = TrainerConfig.model_validate(values | settings)
+        parts = RlParts(config, parallel)
+        session = start_session(config, parallel, tokenizer, build_policy, pack=True, parts=parts.begin)
+        parts.resume(session.run_dir, session.progress.step)
+        return Run(session, parts, Learner(config, session, parts, None))
+
+    return run
+
+
+def test_entropies_carry_a_gradient_for_a_loss_of_the_user(start: Start, seen: list[PolicyLossInput]) -> None:
+    start().learn(1)
+    assert all(data.entropy_N.requires_grad and (data.entropy_N > 0).all() for data in seen)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_one_update_a_step_diverges_from_nothing_exactly(start: Start, name: str) -> None:
+    run = start(loss={"type": name} | ({"constant_tokens": 9} if name == "dr_grpo" else {}), kl={})
+    for step in (1, 2):
+        metrics = run.learn(step)
+        assert metrics["ppo_kl"] == 0.0 and all(map(math.isfinite, metrics.values()))
+
+
+def test_with_one_minibatch_the_first_step_diverges_from_nothing_exactly(start: Start, seen: list[Any]) -> None:
+    run = start(kl=REWARD_KL)
+    first, second = run.learn(1), run.learn(2)
+    assert first["ppo_kl"] == second["ppo_kl"] == 0.0
+    assert first["ref_kld"] == first["kl/sequence"] == 0.0
+    assert second["ref_kld"] > 1e-6 and second["kl/sequence"] != 0.0
+    assert all(data.old_logprobs_N.shape == data.logprobs_N.shape for data in seen)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_with_several_minibatches_the_first_one_diverges_from_nothing_exactly(
+    start: Start, seen: list[PolicyLossInput], tiny_model: Callable[..., Path], dtype: str
+) -> None:
+    run = start(kl={}, updates={"epochs": 2, "minibatches": 3}, model={"name": str(tiny_model()), "dtype": dtype})
+    metrics = run.learn(1)
+    assert len(seen) == 6 and {data.step_sequences for data in seen} == {4}
+    assert torch.equal(seen[0].logprobs_N.detach(), seen[0].old_logprobs_N)
+    assert seen[0].reference_logprobs_N is not None
+    assert torch.equal(seen[0].logprobs_N.detach(), seen[0].reference_logprobs_N)
+    for data in seen[1:]:
+        assert data.logprobs_N.numel() and not torch.equal(data.logprobs_N.detach(), data.old_logprobs_N)
+    assert metrics["ppo_kl"] > 0
+
+
+def test_a_bonus_for_entropy_is_its_coefficient_times_the_mean_over_tokens(start: Start) -> None:
+    plain, bonus = (
+        start(loss={"type": "grpo", "entropy": {"coef": coef}}, row_tokens=32).learn(1) for coef in (0.0, 0.5)
+    )
+    assert bonus["entropy_coef"] == 0.5 and "entropy_coef" not in plain
+    assert bonus["entropy"] == plain["entropy"] > 1
+    assert bonus["loss"] == pytest.approx(plain["loss"] - 0.5 * plain["entropy"], rel=1e-5)
+    assert bonus["grad_norm"] != plain["grad_norm"]
+
+
+@pytest.mark.parametrize("target", [1.0, 100.0])
+def test_a_steered_bonus_acts_below_its_target_and_resumes_exactly(start: Start, target: float) -> None:
+    loss = {"type": "grpo", "entropy": {"coef": 0.1, "target": target, "step_size": 0.04, "largest": 0.15}}
+    run = start(loss=loss)
+    expected = [0.0, 0.14, 0.15, 0.15] if target == 100.0 else [0.0] * 4
+    found = [run.learn(step)["entropy_coef"] for step in (1, 2)]
+    run.save(2)
+    found += [(last := run.learn(step))["entropy_coef"] for step in (3, 4)]
+    assert found == pytest.approx(expected)
+    assert run.parts.entropy is not None
+    assert run.parts.entropy.values()["steered"] == pytest.approx(0.15 if target == 100.0 else 0.0)
+    resumed = start(loss=loss, resume_step=2)
+    resumed.learn(3)
+    assert resumed.learn(4) == last
+    assert resumed.parts.entropy is not None and resumed.parts.entropy.values() == run.parts.entropy.values()
+
+
+def test_a_step_without_trained_tokens_steers_no_entropy(start: Start) -> None:
+    run = start(loss={"type": "grpo", "entropy": {"target": 1.0}}, rewards={"truncated": "mask"})
+    run.learn(1, truncated=tuple(range(12)))
+    assert run.parts.entropy is not None and run.parts.entropy.values() == {"steered": 0.0, "last": None}
+
+
+@pytest.mark.parametrize("loss", [
+    {"type": "dapo", "top_entropy_share": 0.3},
+    {"type": "clip_cov", "covariance": {"share": 0.2, "low": 0.1}},
+    {"type": "kl_cov", "covariance": {"share": 0.2}, "ratio_to": "sampler"},
+])  # fmt: skip
+def test_what_is_selected_does_not_depend_on_micro_batches(start: Start, loss: dict[str, Any]) -> None:
+    settings: dict[str, Any] = {"loss": loss, "updates": {"epochs": 2, "minibatches": 2}}
+    whole, split = (start(row_tokens=row_tokens, **settings).learn(1) for row_tokens in (4096, 16))
+    assert whole == pytest.approx(split, rel=1e-4, abs=1e-6)
+    (name,) = {"top_entropy/selected", "covariance/selected"} & whole.keys()
+    assert whole[name] == pytest.approx(loss.get("top_entropy_share", 0.2), abs=0.08)
+
+
+def test_the_reported_coefficient_is_the_one_that_the_step_was_penalised_with(start: Start) -> None:
+    run = start(kl=REWARD_KL)
+    coef, steered = 0.2, []
+    for step in (1, 2, 3):
+        metrics = run.learn(step)
+        assert metrics["kl_coef"] == coef
+        error = min(max(metrics["kl/sequence"] / 0.5 - 1, -0.2), 0.2)
+        coef *= 1 + error * GROUPS * GROUP_SIZE / 50
+        steered.append(error)
+        assert run.parts.kl is not None and run.parts.kl.coef == pytest.approx(coef, rel=1e-12)
+    assert steered[0] == -0.2 and all(steered)
+
+
+def test_a_kl_term_of_the_loss_has_the_coefficient_of_before_the_step(
+    start: Start, seen: list[PolicyLossInput]
+) -> None:
+    run = start(kl={"coef": 5.0, "target": 0.01, "horizon": 20, "estimator": "k2"})
+    run.learn(1)
+    seen.clear()
+    metrics = run.learn(2)
+    ((data,), reference_N) = (seen, seen[0].reference_logprobs_N)
+    assert reference_N is not None and metrics["kl_coef"] != 5.0
+    assert run.parts.kl is not None and run.parts.kl.coef != metrics["kl_coef"]
+    weights_N = data.weights_N.double()
+    base = -(weights_N * data.advantages_N.double() * data.logprobs_N.double()).sum()
+    penalty = (weights_N * (data.logprobs_N.double() - reference_N.double()).square() / 2).sum()
+    assert float(penalty.detach()) > 1e-6
+    assert metrics["loss"] == pytest.approx(float((base + metrics["kl_coef"] * penalty).detach()), rel=1e-5)
+
+
+def test_truncated_rollouts_can_count_for_advantages_without_being_trained(
+    start: Start, seen: list[PolicyLossInput]
+) -> None:
+    truncated = (1, 2, 8, 9, 10, 11)
+    run = start(rewards={"truncated": "mask"}, replay={}, advantage="grpo")
+    run.learn(1, truncated=truncated)
+    (data,) = seen
+    batch = make_batch(1)
+    assert sorted(set(data.sequence_N.tolist())) == [number for number in range(12) if number not in truncated]
+    assert data.step_sequences == 12
+    assert data.step_tokens == len(data.logprobs_N)
+    for first in (0, 4):
+        rewards = [rollout.reward for rollout in batch.rollouts[first : first + 4]]
+        for number, expected in zip(range(first, first + 4), grpo(rewards), strict=True):
+            own = data.advantages_N[data.sequence_N == number]
+            assert own.numel() == 0 if number in truncated else torch.allclose(own, torch.tensor(expected).float())
+    assert run.parts.replay is not None
+    (group, *_) = run.parts.replay.sample(2, 3)
+    assert all(any(rollout.loss_mask) for rollout in group), "what is kept for later is whole"
+
+
+def test_a_batch_of_truncated_rollouts_alone_changes_nothing(start: Start) -> None:
+    run = start(rewards={"truncated": "mask"}, kl=REWARD_KL, optim={"lr": 1e-3, "weight_decay": 0.0})
+    before = {name: tensor.clone() for name, tensor in trained_tensors(run.session.policy.hf_model).items()}
+    metrics = run.learn(1, truncated=tuple(range(12)))
+    assert metrics["loss"] == metrics["grad_norm"] == 0.0
+    after = trained_tensors(run.session.policy.hf_model)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert run.parts.kl is not None and run.parts.kl.num_updates == 1, "they diverge like any other"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"updates": {"epochs": 1, "minibatches": 2}}, {"advantage": "reinforce_pp"}, {"row_tokens": 16}],
+)
+def test_masking_truncated_rollouts_changes_no_advantage_of_the_others(
+    start: Start, seen: list[PolicyLossInput], settings: dict[str, Any]
+) -> None:
+    truncated = (1, 2, 8, 9, 10, 11)
+    found: dict[str, dict[tuple[int, int], list[float]]] = {}
+    divergence = {}
+    for treatment in ("keep", "mask"):
+        run = start(rewards={"truncated": treatment}, kl=REWARD_KL | {"coef": 5.0}, **settings)
+        run.learn(1)  # the policy leaves its reference
+        seen.clear()
+        metrics = run.learn(2, truncated=truncated)
+        divergence[treatment] = metrics["kl/sequence"]
+        found[treatment] = {
+            (call, number): data.advantages_N[data.sequence_N == number].tolist()
+            for call, data in enumerate(seen)
+            for number in set(data.sequence_N.tolist())
+        }
+        if "updates" not in settings:
+            assert metrics["ppo_kl"] == 0.0
+    assert len(found["mask"]) == 6 < len(found["keep"]) == 12
+    for place, advantages in found["mask"].items():
+        assert advantages == pytest.approx(found["keep"][place], rel=1e-4, abs=1e-6)
+    assert divergence["mask"] == pytest.approx(divergence["keep"], rel=1e-4) and divergence["mask"] != 0.0
+
+
+def test_online_dpo_takes_the_gradient_of_dpo(start: Start, tiny_model: Callable[..., Path]) -> None:
+    """The step's change of the weights is that of DPO's loss of the best and the worst rollout of each problem."""
+    reference = {"reference": str(tiny_model(seed=9))}
+    run = start(advantage="online_dpo", advantage_beta=0.3, loss=ONLINE_DPO_LOSS, kl=reference)
+    policy, batch = run.session.policy, make_batch(1)
+    samples = to_samples(batch.rollouts, trained_version=0)
+    micro = build_micro_batch(samples, list(range(len(samples))), pack=True, device=run.session.parallel.device)
+    assert run.parts.reference is not None
+    with torch.no_grad():
+        of_reference_N = predict(run.parts.reference, micro, Reading(batch.sampling)).logprobs_N
+    new_N = predict(policy, micro, Reading(batch.sampling)).logprobs_N
+    sums = [sequence_sums(values, [one.num_targets for one in samples]) for values in (new_N, of_reference_N)]
+    loss = torch.zeros((), dtype=torch.float64)
+    for first in range(0, GROUPS * GROUP_SIZE, GROUP_SIZE):
+        rewards = [rollout.reward for rollout in batch.rollouts[first : first + GROUP_SIZE]]
+        best, worst = first + rewards.index(max(rewards)), first + rewards.index(min(rewards))
+        margin = (sums[0] - sums[1])[best] - (sums[0] - sums[1])[worst]
+        loss = loss - torch.nn.functional.logsigmoid(0.3 * margin) / GROUPS
+    parameters = list(policy.parameters())
+    wanted = torch.autograd.grad(loss, parameters)
+    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in wanted))
+    before = [parameter.detach().clone() for parameter in parameters]
+
+    metrics = run.learn(1)
+
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert metrics["ppo_kl"] == 0
+    # AdamW's first step is the sign of the gradient.
+    moved = [(one.detach() - was) * gradient for one, was, gradient in zip(parameters, before, wanted, strict=True)]
+    large = [values[gradient.abs() > 1e-4 * norm] for values, gradient in zip(moved, wanted, strict=True)]
+    assert all((values < 0).all() for values in large) and sum(len(values) for values in large) > 100
+
+
+def test_a_batch_of_groups_of_one_is_refused_before_training_unless_the_advantage_compares_none(start: Start) -> None:
+    def learn_alone(**settings: Any) -> dict[str, float]:
+        batch = make_batch(1)
+        batch.rollouts = batch.rollouts[::GROUP_SIZE]
+        return start(**settings).learner.learn(batch, Stopwatch())
+
+    with pytest.raises(TrainingError, match="'dr_grpo' compares.*task 3 of environment 'e' has a single one"):
+        learn_alone()
+    for settings in (
+        {"advantage": "reinforce_pp"},
+        {"advantage": "gae", "critic": {"optim": {"lr": 1e-3}}},
+        {"loss": {"type": "sft"}},
+    ):
+        metrics = learn_alone(**settings)
+        assert math.isfinite(metrics["loss"]) and metrics["loss"] != 0.0
+
+
+def test_replayed_groups_are_trained_with_advantages_of_their_own_and_not_counted_again(
+    start: Start, seen: list[PolicyLossInput]
+) -> None:
+    run = start(replay={"groups": 2, "capacity": 3, "max_age": 1}, rewards={"scale": "running"}, advantage="dr_grpo")
+    for step, replayed in ((1, 0), (2, 2), (3, 2)):
+        seen.clear()
+        metrics = run.learn(step)
+        assert metrics["replay/groups"] == replayed
+        assert seen[0].step_sequences == 12 + 4 * replayed
+        moments = run.parts.moments
+        assert moments is not None and moments.count == pytest.approx(12 * step)
+        # Within a group, also a replayed one, the scaled rewards less their mean sum to 0.
+        of_sequence = {int(n): float(a) for n, a in zip(seen[0].sequence_N, seen[0].advantages_N, strict=True)}
+        for first in range(0, 12 + 4 * replayed, 4):
+            assert sum(of_sequence[number] for number in range(first, first + 4)) == pytest.approx(0.0, abs=1e-5)
+        assert [name for name in metrics if name.startswith("mismatch_kl/age_")] == (
+            ["mismatch_kl/age_0", "mismatch_kl/age_1"] if replayed else ["mismatch_kl/age_0"]
+        )
+
+
+def test_log_probabilities_are_of_the_distribution_that_was_sampled_from(
+    start: Start, seen: list[PolicyLossInput]
+) -> None:
+    run = start(optim={"lr": 1e-12})
+    run.learn(1)
+    run.learn(1, sampling=Sampling(0.9, top_k=2))
+    whole, cut = (data.logprobs_N for data in seen)
+    assert (cut > whole).all() and (cut >= -50).all()
+    with pytest.raises(ConfigError, match="batch 1 was sampled at temperature 0.9, top_k 2, and trainer.kl compares"):
+        start(kl={}).learn(1, sampling=Sampling(0.9, top_k=2))
+
+
+def test_what_a_teacher_sampled_is_imitated_by_the_whole_distribution(
+    start: Start, seen: list[PolicyLossInput]
+) -> None:
+    run = start(optim={"lr": 1e-12})
+    for batch in (make_batch(1), make_batch(1, sampling=Sampling(0.9, top_k=2))):
+        batch.weights_digest = ""
+        run.learner.learn(batch, Stopwatch())
+    torch.testing.assert_close(seen[0].logprobs_N, seen[1].logprobs_N)
+
+
+def test_a_teacher_is_added_to_the_advantages_of_rewards(
+    start: Start, seen: list[PolicyLossInput], tiny_model: Callable[..., Path]
+) -> None:
+    kl = {"reference": str(tiny_model(seed=5))}
+    signals = {}
+    for name, settings in (
+        ("rewards", {}),
+        ("both", {"distillation": {"coef": 0.5}}),
+        ("teacher", {"advantage": "distillation"}),
+    ):
+        seen.clear()
+        metrics = start(kl=kl, **settings).learn(1)
+        (data,) = seen
+        assert data.reference_logprobs_N is not None
+        divergence_N = data.old_logprobs_N - data.reference_logprobs_N
+        signals[name] = data.advantages_N
+        assert ("distillation/kl" in metrics) == (name != "rewards")
+    assert metrics["distillation/kl"] == pytest.approx(float(divergence_N.mean()), rel=1e-5)
+    torch.testing.assert_close(signals["teacher"], -divergence_N)
+    torch.testing.assert_close(signals["both"], signals["rewards"] - 0.5 * divergence_N, rtol=1e-5, atol=1e-5)
+    assert divergence_N.abs().max() > 0.01
+
+
+def test_a_reference_and_a_critic_that_are_named_have_weights_beside_a_policy_that_has_none(
+    start: Start, tiny_model: Callable[..., Path]
+) -> None:
+    named, model = str(tiny_model(seed=5)), {"name": str(tiny_model()), "init": "random"}
+    run = start(model=model, kl={"reference": named}, advantage="gae", critic={"name": named})
+    assert run.parts.reference is not None and run.parts.critic is not None
+    weight, expected = "model.norm.weight", AutoModelForCausalLM.from_pretrained(named).model.norm.weight
+    for part in (run.parts.reference, run.parts.critic.model):
+        torch.testing.assert_close(trained_tensors(part.hf_model)[weight], expected.detach())
+    assert start(model=model, kl={}).learn(1)["ref_kld"] == 0, "unset, it is what the policy begins with"
+
+
+FULL = {"divergence": "full", "coef": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [({"kl": {}}, "kl.reference"), ({"advantage": "gae", "critic": {}}, "critic.name")],
+)
+def test_a_model_beside_the_policy_must_know_its_tokens(
+    start: Start, tiny_model: Callable[..., Path], tmp_path: Path, settings: dict[str, Any], key: str
+) -> None:
+    """Also one with as many tokens, which would read other text without a word."""
+    other = shutil.copytree(tiny_model(seed=7), tmp_path / "other")
+    path = other / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    path.write_text(json.dumps(content))
+    section, field = key.split(".")
+    with pytest.raises(DataError, match=rf"{key} = '{other}' has another tokenizer than .*: 2 tokens differ"):
+        start(**settings | {section: {field: str(other)}})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_policy_does_not_diverge_from_a_teacher_with_its_weights(
+    start: Start, tiny_model: Callable[..., Path], dtype: str
+) -> None:
+    model, name = {"name": str(tiny_model()), "dtype": dtype, "logits_chunk_tokens": 7}, str(tiny_model())
+    run = start(model=model, advantage="distillation", distillation=FULL, kl={"reference": name})
+    first = run.learn(1)
+    assert first["distillation/kl"] == 0 and first["grad_norm"] < 1e-4
+    assert "ref_kld" not in first and "kl/sequence" not in first
+
+
+@pytest.mark.parametrize("chunk", [5, 4096])
+def test_whole_vocabularies_of_a_teacher_are_a_term_of_the_loss(
+    start: Start, tiny_model: Callable[..., Path], seen: list[PolicyLossInput], chunk: int
+) -> None:
+    """The gradient is that of transformers' own models, and the term counts as the loss does: by sequence."""
+    kl, model = {"reference": str(tiny_model(seed=5))}, {"name": str(tiny_model()), "logits_chunk_tokens": chunk}
+    settings: dict[str, Any] = {"kl": kl, "model": model, "row_tokens": 32, "optim": {"lr": 1e-3, "max_grad_norm": 1e9}}
+    run = start(**settings, advantage="distillation", distillation=FULL)
+    metrics = run.learn(1)
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(name, dtype=torch.float64) for name in (model["name"], kl["reference"])
+    )
+    term, mean, tokens = torch.zeros((), dtype=torch.float64), 0.0, 0
+    rollouts = make_batch(1).rollouts
+    for rollout in rollouts:
+        ids = torch.tensor([list(rollout.token_ids)])
+        own, other = (one(ids).logits[0, :-1].div(0.9).log_softmax(-1) for one in (student, teacher))
+        divergence_T = (own.exp() * (own - other.detach())).sum(-1)[torch.tensor(rollout.loss_mask[1:]) == 1]
+        term = term + divergence_T.mean() / len(rollouts)
+        mean, tokens = mean + float(divergence_T.detach().sum()), tokens + len(divergence_T)
+    (0.5 * term).backward()
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in student.parameters() if p.grad is not None))
+    assert metrics["loss"] == pytest.approx(0.5 * float(term.detach()), rel=1e-5)
+    assert metrics["distillation/kl"] == pytest.approx(mean / tokens, rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert not any(data.advantages_N.any() for data in seen)
+
+    lines = [metrics, *(run.learn(step) for step in (2, 3))]
+    assert lines[2]["distillation/kl"] < lines[0]["distillation/kl"]
+    seen.clear()
+    both = start(**settings, distillation=FULL | {"coef": 1e-3}).learn(1)
+    assert any(data.advantages_N.any() for data in seen) and both["distillation/kl"] == metrics["distillation/kl"]
+
+
+def test_online_dpo_compares_with_a_teacher_of_whole_vocabularies_too(
+    start: Start, tiny_model: Callable[..., Path]
+) -> None:
+    settings: dict[str, Any] = {
+        "advantage": "online_dpo",
+        "loss": ONLINE_DPO_LOSS,
+        "distillation": {"divergence": "full"},
+    }
+    metrics = start(kl={"reference": str(tiny_model(seed=1))}, **settings).learn(1)
+    assert metrics["advantage/max_abs"] > 0 and metrics["distillation/kl"] > 0 and metrics["ref_kld"] > 0
+
+
+def test_a_teacher_of_other_tokens_cannot_be_compared_whole(start: Start, tiny_model: Callable[..., Path]) -> None:
+    other = tiny_model(vocab_size=136)
+    with pytest.raises(DataError, match=r"kl.reference = '.*' has 136 tokens, the policy \d+. Set distillation"):
+        start(kl={"reference": str(other)}, distillation=FULL)
+    run = start(kl={"reference": str(tiny_model(seed=5))}, distillation=FULL)
+    assert run.parts.reference is not None
+    run.parts.reference.layout = Layout(packs=False, attention="sdpa")
+    with pytest.raises(DataError, match="only one of them takes several samples a row"):
+        run.parts.begin(run.session.policy)
+
+
+def test_the_score_of_a_reward_model_is_weighed_against_the_rules(
+    start: Start,
+    seen: list[PolicyLossInput],
+    tiny_model: Callable[..., Path],
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+) -> None:
+    config = AutoConfig.from_pretrained(tiny_model(), num_labels=1)
+    torch.manual_seed(1)
+    model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").eval()
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "judge")
+    settings = {"name": str(tmp_path / "judge"), "weight": 3.0, "rules_weight": 0.5, "missing_eos_penalty": 2.0}
+    metrics = start(reward_model=settings, advantage="dr_grpo", row_tokens=32).learn(1, truncated=(1, 6))
+    with torch.no_grad():
+        scores = [float(model(torch.tensor([one.token_ids])).logits) for one in make_batch(1).rollouts]
+    assert metrics["reward_model/mean"] == pytest.approx(np.mean(scores), rel=1e-4)
+    assert metrics["reward_model/std"] == pytest.approx(np.std(scores), rel=1e-4) and np.std(scores) > 0.01
+    rewards = [3.0 * s + 0.5 * one.reward for s, one in zip(scores, make_batch(1).rollouts, strict=True)]
+    for number in (1, 6):
+        rewards[number] -= 3.0 * 2.0
+    found = {int(n): float(a) for data in seen for n, a in zip(data.sequence_N, data.advantages_N, strict=True)}
+    for first in range(0, 12, 4):
+        for number, expected in enumerate(dr_grpo(rewards[first : first + 4]), start=first):
+            assert found[number] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_the_reward_is_the_weighted_sum_of_what_the_environment_gives(
+    start: Start, seen: list[PolicyLossInput]
+) -> None:
+    def batch(**metrics: float) -> Batch:
+        made = make_batch(1)
+        for number, rollout in enumerate(made.rollouts):
+            rollout.metrics = {name: value * number for name, value in metrics.items()}
+        return made
+
+    run = start(rewards={"weights": {"reward": 2.0, "style": -0.5}})
+    run.learner.learn(batch(style=1.0, other=100.0), Stopwatch())
+    found = {int(n): float(a) for data in seen for n, a in zip(data.sequence_N, data.advantages_N, strict=True)}
+    rewards = [2.0 * one.reward - 0.5 * number for number, one in enumerate(make_batch(1).rollouts)]
+    for first in range(0, 12, 4):
+        for number, expected in enumerate(dr_grpo(rewards[first : first + 4]), start=first):
+            assert found[number] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    with pytest.raises(TrainingError, match=r"names 'style'.*'e' does not.*Did you mean 'styles'\? .*: styles, reward"):
+        run.learner.learn(batch(styles=1.0), Stopwatch())
+
+
+def test_a_metric_of_the_name_reward_is_not_the_reward(start: Start, seen: list[PolicyLossInput]) -> None:
+    made = make_batch(1)
+    for rollout in made.rollouts:
+        rollout.metrics = {"reward": 7.0}
+    start(rewards={"weights": {"reward": 1.0}}).learner.learn(made, Stopwatch())
+    assert any(data.advantages_N.any() for data in seen)
+
+
+def test_long_answers_cost_their_groups_what_the_settings_say(start: Start, seen: list[PolicyLossInput]) -> None:
+    most, buffer = 6, 4
+    shaping = {"length_max_tokens": most, "length_buffer_tokens": buffer, "length_penalty": 0.5}
+    metrics = start(rewards=shaping, advantage="dr_grpo", row_tokens=32).learn(1)
+    rollouts = make_batch(1).rollouts
+    lengths = [sum(one.loss_mask) for one in rollouts]
+    assert min(lengths) <= most - buffer and max(lengths) > most
+    penalties = [0.5 * min(0.0, max(-1.0, (most - buffer - length) / buffer)) for length in lengths]
+    rewards = [one.reward + penalty for one, penalty in zip(rollouts, penalties, strict=True)]
+    assert metrics["reward/shaped/mean"] == pytest.approx(np.mean(rewards))
+    found = {int(n): float(a) for data in seen for n, a in zip(data.sequence_N, data.advantages_N, strict=True)}
+    for first in range(0, 12, 4):
+        for number, expected in enumerate(dr_grpo(rewards[first : first + 4]), start=first):
+            assert found[number] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_a_critic_whose_loss_breaks_ends_the_step(start: Start) -> None:
+    run = start(advantage="gae", critic={"optim": {"lr": 1e30}}, updates={"epochs": 2})
+    with pytest.raises(
+        TrainingError, match=r"the critic's loss is (inf|nan).*Nothing of this step was saved"
+    ) as caught:
+        run.learn(1)
+    assert "critic.optim.lr" in str(caught.value) and caught.value.exit_code == 3
+
+
+def tensors_of(run: Run) -> dict[str, Tensor]:
+    """Copies of everything that is in a checkpoint as tensors."""
+    return {name: tensor.clone() for name, tensor in run.session.checkpointer._state.tensors().items()}
+
+
+def test_until_the_critic_is_warm_the_policy_stays_as_it_is(start: Start, seen: list[PolicyLossInput]) -> None:
+    critic = {"optim": {"lr": 1e-2}, "warmup_steps": 2}
+    settings: dict[str, Any] = {"advantage": "gae", "critic": critic, "kl": {}, "ema": {}}
+    settings |= {"updates": {"epochs": 2, "minibatches": 2}}
+    run = start(**settings)
+    begin = tensors_of(run)
+    warm = [run.learn(1)]
+    run.save(1)
+    warm.append(run.learn(2))
+    assert len(seen) == 4, "the minibatches of one pass, without gradient"
+    assert not any(data.logprobs_N.requires_grad for data in seen)
+    after = tensors_of(run)
+    changed = {name.split(".")[0] for name in begin if not torch.equal(begin[name], after[name])}
+    assert changed == {"critic"}, "policy, its optimizer and its average are what they were"
+    assert all(line["lr"] == line["ppo_kl"] == line["ref_kld"] == 0 and "grad_norm" not in line for line in warm)
+    assert all(line["entropy"] > 1 and line["mismatch_kl"] > 0 and line["value_lr"] == 1e-2 for line in warm)
+    assert warm[1]["value_loss"] < warm[0]["value_loss"]
+    last = run.learn(3)
+    assert last["lr"] == 1e-3 and last["grad_norm"] > 0 and last["ppo_kl"] > 0
+    moved = tensors_of(run)
+    assert all(not torch.equal(moved[name], after[name]) for name in moved if name.startswith("optim."))
+
+    resumed = start(**settings, resume_step=1)
+    assert [resumed.learn(2), resumed.learn(3)] == [warm[1], last]
+    assert all(torch.equal(tensor, moved[name]) for name, tensor in tensors_of(resumed).items())
+
+
+def test_until_the_critic_is_warm_nothing_is_steered_by_the_policy(start: Start) -> None:
+    loss = {"type": "ppo", "entropy": {"coef": 0.1, "target": 100.0}}
+    run = start(advantage="gae", critic={"warmup_steps": 2}, kl=REWARD_KL, loss=loss)
+    found = [run.learn(step) for step in (1, 2, 3, 4)]
+    assert [line["kl_coef"] for line in found[:3]] == [0.2] * 3 and found[3]["kl_coef"] != 0.2
+    assert [line["entropy_coef"] for line in found] == pytest.approx([0.0, 0.0, 0.0, 0.105])
+    assert all("kl/sequence" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_passes"),
+    [
+        ({}, 1),
+        ({"kl": {"place": "reward"}}, 1),
+        ({"kl": {"place": "reward", "coef": 0.1}}, 2),
+        ({"kl": {"target": 1.0, "coef": 0.1}}, 2),
+        ({"distillation": {}}, 2),
+        ({"distillation": {"divergence": "full"}}, 1),
+        ({"advantage": "gae", "critic": {}}, 1),
+        ({"updates": {"minibatches": 2}}, 4),
+    ],
+)
+def test_the_policy_reads_a_batch_as_often_as_its_settings_need(
+    start: Start, tiny_model: Callable[..., Path], settings: dict[str, Any], num_passes: int
+) -> None:
+    if "distillation" in settings:
+        settings = settings | {"kl": {"reference": str(tiny_model(seed=1))}}
+    run = start(**settings)
+    passes: list[None] = []
+    run.session.policy.register_forward_hook(lambda *_: passes.append(None))
+    run.learn(1)
+    assert len(passes) == num_passes
+
+
+def test_a_policy_that_is_never_trained_is_refused() -> None:
+    settings = {"advantage": "gae", "max_steps": 5, "critic": {"warmup_steps": 5}}
+    with pytest.raises(ValueError, match="critic.warmup_steps .5. must be below max_steps .5."):
+        TrainerConfig.model_validate(settings)
+    TrainerConfig.model_validate(settings | {"max_steps": 6})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_after_a_refresh_the_policy_diverges_from_nothing_exactly(
+    start: Start, tiny_model: Callable[..., Path], dtype: str
+) -> None:
+    settings: dict[str, Any] = {"kl": {"refresh_interval": 2}, "model": {"name": str(tiny_model()), "dtype": dtype}}
+    run = start(**settings)
+    lines = [run.learn(1)]
+    run.save(1)
+    lines += [run.learn(step) for step in (2, 3, 4, 5)]
+    run.save(5)
+    assert [line["ref_kld"] == 0 for line in lines] == [True, False, True, False, True]
+    for step in (1, 5):
+        resumed = start(**settings, resume_step=step)
+        assert [resumed.learn(number) for number in range(step + 1, 6)] == lines[step:]
+    assert resumed.learn(6) == run.learn(6)
+
+
+def test_a_refreshed_reference_is_mixed_from_the_old_one_and_the_policy(start: Start) -> None:
+    run = start(kl={"refresh_interval": 2, "refresh_mixup": 0.25})
+    expected = {name: tensor.double().clone() for name, tensor in run.parts._state["reference"].tensors().items()}
+    for step in range(1, 5):
+        run.learn(step)
+        if step % 2 == 0:
+            policy = trained_tensors(run.session.policy.hf_model)
+            expected = {name: 0.75 * tensor + 0.25 * policy[name].double() for name, tensor in expected.items()}
+        found = run.parts._state["reference"].tensors()
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name].double(), tensor, rtol=1e-6, atol=1e-8, msg=name)
+
+
+def test_a_reference_of_another_shape_cannot_follow_the_policy(start: Start, tiny_model: Callable[..., Path]) -> None:
+    other = tiny_model(intermediate_size=48)
+    with pytest.raises(DataError, match=rf"kl.reference = '{other}' is a model of another shape .* such as .*mlp"):
+        start(kl={"reference": str(other), "refresh_interval": 2})
+
+
+def test_what_cannot_follow_the_policy_is_refused() -> None:
+    for settings, says in (
+        ({"kl": {"refresh_interval": 2}, "model": {"lora": {}}}, "kl.refresh_interval is for a policy .* whole"),
+        ({"kl": {"refresh_mixup": 0.5}}, "refresh_mixup = 0.5 has no effect without refresh_interval"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            TrainerConfig.model_validate(settings)
+
+
+def test_a_resumed_run_goes_on_from_the_saved_parts(start: Start) -> None:
+    parts = {"kl": REWARD_KL, "rewards": {"scale": "running"}, "replay": {}, "ema": {}}
+    run = start(**parts)
+    run.learn(1)
+    run.save(1)
+    expected = run.learn(2)
+    resumed = start(**parts, resume_step=1)
+    assert resumed.learn(2) == expected
+    assert resumed.parts.kl is not None and run.parts.kl is not None
+    assert resumed.parts.kl.values() == run.parts.kl.values()
+
+
+def test_muon_goes_on_from_its_saved_momentum(start: Start) -> None:
+    optim = {"type": "muon", "lr": 1e-2}
+    settings = {"optim": optim, "advantage": "gae", "critic": {"optim": optim}}
+    run = start(**settings)
+    run.learn(1)
+    run.save(1)
+    expected = [run.learn(2), run.learn(3)]
+    tensors = tensors_of(run)
+    for prefix in ("", "critic."):
+        weight = f"{prefix}optim.model.layers.0.mlp.up_proj.weight"
+        assert tensors[f"{weight}.momentum_buffer"].any() and f"{weight}.exp_avg" not in tensors
+        assert tensors[f"{prefix}optim.model.embed_tokens.weight.exp_avg"].any()
+    resumed = start(**settings, resume_step=1)
+    assert [resumed.learn(2), resumed.learn(3)] == expected
+    assert all(torch.equal(one, tensors[name]) for name, one in tensors_of(resumed).items())
+
+
+def test_another_reference_is_refused_by_its_weights(start: Start, tiny_model: Callable[..., Path]) -> None:
+    run = start(kl={})
+    run.learn(1)
+    run.save(1)
+    other, same = tiny_model(seed=5), tiny_model(max_position_embeddings=128)
+    with pytest.raises(CheckpointError) as caught:
+        start(kl={"reference": str(other)}, resume_step=1)
+    message = str(caught.value)
+    assert f"kl.reference = '{other}' holds other weights" in message and f"'{tiny_model()}'" in message
+    assert "--ckpt.weights-only" in message and caught.value.exit_code == 2
+    start(kl={"reference": str(same)}, resume_step=1)  # equal weights in another place
+
+
+def test_what_is_switched_on_later_starts_afresh_and_says_so(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    run = start()
+    run.learn(1)
+    run.save(1)
+    with caplog.at_level("INFO"):
+        resumed = start(kl=REWARD_KL, rewards={"scale": "running"}, replay={}, resume_step=1)
+    for part in ("kl", "reference", "reward_moments"):
+        assert f"the checkpoint holds no {part}: it starts afresh" in caplog.text
+    assert "the checkpoint of step 1 holds no replay buffer: it starts afresh" in caplog.text
+    metrics = resumed.learn(2)
+    assert metrics["kl_coef"] == 0.2 and metrics["ref_kld"] > 0, "the reference is what the run began with"
+    resumed.save(2)
+    caplog.clear()
+    start(resume_step=2)
+    assert "the checkpoint holds kl, which this configuration has no use for" in caplog.text

@@ -1,0 +1,200 @@
+"""The ledger: a batch that skips, repeats or cuts a task is refused, and so is a save that does not add up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from holdfast.orchestrator.batches.state import EnvironmentState, OrchestratorState
+from holdfast.shared.errors import CheckpointError, TrainingError
+from holdfast.shared.files.journal import Accepted, Counts, EnvironmentPosition, publish_batch, read_accepted
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.wire.rollouts import Batch, Dropped, DropReason, Rollout
+from holdfast.shared.wire.sampling import Sampling
+from holdfast.trainer.rl.ledger import Ledger, check_tasks, check_trained
+from holdfast.trainer.train_state import Progress
+
+GROUP, TOKENS = 2, 5
+
+
+def group(environment: str, task: int, samples: Sequence[int] = range(GROUP)) -> list[Rollout]:
+    return [
+        Rollout(
+            environment=environment, task_id=task, sample_index=sample, token_ids=[1] * TOKENS,
+            loss_mask=[True] * TOKENS, logprobs=[0.0] * TOKENS, versions=[],
+        )
+        for sample in samples
+    ]  # fmt: skip
+
+
+def make_batch(step: int, *tasks: tuple[str, int]) -> Batch:
+    rollouts = [rollout for environment, task in tasks for rollout in group(environment, task)]
+    return Batch(step=step, policy_version=0, weights_digest="d" * 32, sampling=Sampling(1.0), rollouts=rollouts)
+
+
+def accepted(step: int, problems: int, **next_task: int) -> Accepted:
+    positions = {name: EnvironmentPosition(number) for name, number in next_task.items()}
+    return Accepted(step, problems, problems * GROUP, problems * GROUP * TOKENS, positions)
+
+
+BEFORE, AFTER = accepted(6, 10, a=7, b=3, gone=4), accepted(7, 13, a=9, b=4, gone=4)
+GOOD = (("a", 7), ("b", 3), ("a", 8))
+
+
+def test_a_batch_between_two_states_is_accepted() -> None:
+    check_tasks(make_batch(7, *GOOD), before=BEFORE, after=AFTER)
+    check_tasks(make_batch(1, ("new", 0)), before=Accepted(), after=accepted(1, 1, new=1))
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        ((("a", 7), ("b", 3)), "'a' has tasks 7 to 8 in turn.*holds 7: 8 missing"),
+        ((*GOOD, ("a", 9)), "holds 7, 8, 9: 9 trained before or too early"),
+        ((("a", 6), ("a", 7), ("b", 3)), "holds 6, 7: 8 missing, 6 trained before or too early"),
+        ((("a", 8), ("b", 3), ("a", 7)), "holds 8, 7: out of order"),
+        ((("a", 7), ("a", 8)), "'b' has tasks 3 to 3 in turn.*holds none: 3 missing"),
+        ((*GOOD, ("gone", 4)), r"'gone' has no task \(the next is 4\).*holds 4: 4 trained"),
+        ((*GOOD, ("other", 0)), r"'other' has no task \(the next is 0\)"),
+        ((*GOOD, ("a", 8)), r"task 8 of environment 'a' has the samples \[0, 1, 0, 1\], expected 0 to 1 once each"),
+    ],
+)
+def test_tasks_that_are_skipped_repeated_or_out_of_turn_are_refused(
+    tasks: tuple[tuple[str, int], ...], message: str
+) -> None:
+    with pytest.raises(TrainingError, match=f"batch 7: .*{message}.*Nothing of this batch is trained"):
+        check_tasks(make_batch(7, *tasks), before=BEFORE, after=AFTER)
+
+
+def test_a_group_that_is_cut_is_refused() -> None:
+    batch = make_batch(7, *GOOD)
+    del batch.rollouts[1]
+    with pytest.raises(TrainingError, match=r"task 7 of environment 'a' has the samples \[0\], expected 0 to 1"):
+        check_tasks(batch, before=BEFORE, after=AFTER)
+
+
+@pytest.mark.parametrize(("name", "held"), [("problems", 3), ("rollouts", 6), ("tokens", 30)])
+def test_counts_must_fit_the_states(name: str, held: int) -> None:
+    after = msgspec.structs.replace(AFTER, **{name: getattr(AFTER, name) + 1})
+    with pytest.raises(TrainingError, match=f"holds {held} {name}, the orchestrator's states count {held + 1}"):
+        check_tasks(make_batch(7, *GOOD), before=BEFORE, after=after)
+
+
+def dropping(*tasks: tuple[str, int], reason: DropReason = "zero_signal") -> list[Dropped]:
+    return [
+        Dropped(environment=environment, task_id=task, reason=reason, rollouts=GROUP, tokens=GROUP * TOKENS)
+        for environment, task in tasks
+    ]
+
+
+def dropped_after(problems: int, dropped: int, **next_task: int) -> Accepted:
+    """The state after batch 7, with `dropped` of its problems dropped."""
+    counts = {"zero_signal": Counts(dropped, dropped * GROUP, dropped * GROUP * TOKENS)}
+    return msgspec.structs.replace(accepted(7, problems, **next_task), dropped=counts)
+
+
+def test_a_task_is_trained_or_dropped() -> None:
+    batch, after = make_batch(7, ("a", 7), ("b", 3)), dropped_after(14, 2, a=9, b=5, gone=4)
+    batch.dropped = dropping(("a", 8), ("b", 4))
+    check_tasks(batch, before=BEFORE, after=after)
+    assert after.batched == Counts(12, 12 * GROUP, 12 * GROUP * TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("dropped", "message"),
+    [
+        ((("a", 7), ("a", 8)), "'a' has tasks 7 to 8 in turn.*holds 7, 8 and drops 7, 8: 7, 8 more than once"),
+        ((("b", 3),), "holds 3 and drops 3: 3 more than once"),
+        ((("a", 9),), "holds 7, 8 and drops 9: 9 trained before or too early"),
+        ((("other", 0),), r"'other' has no task.*holds none and drops 0"),
+    ],
+)
+def test_a_task_that_is_trained_and_dropped_is_refused(dropped: tuple[tuple[str, int], ...], message: str) -> None:
+    batch = make_batch(7, *GOOD)
+    batch.dropped = dropping(*dropped)
+    with pytest.raises(TrainingError, match=message):
+        check_tasks(batch, before=BEFORE, after=AFTER)
+
+
+def test_tasks_are_dropped_in_order_and_counted_by_their_reason() -> None:
+    batch, after = make_batch(7, ("b", 3)), dropped_after(13, 2, a=9, b=4, gone=4)
+    batch.dropped = dropping(("a", 8), ("a", 7))
+    with pytest.raises(TrainingError, match="drops 8, 7: out of order"):
+        check_tasks(batch, before=BEFORE, after=after)
+    batch.dropped = [*dropping(("a", 7)), *dropping(("a", 8), reason="timeout")]
+    with pytest.raises(TrainingError, match=r"drops \(timeout\) 1 problems, the orchestrator's states count 0"):
+        check_tasks(batch, before=BEFORE, after=after)
+    batch.dropped = dropping(("a", 7), ("a", 8))
+    check_tasks(batch, before=BEFORE, after=after)
+    with pytest.raises(TrainingError, match="holds 1 problems, the orchestrator's states count 3"):
+        check_tasks(batch, before=BEFORE, after=AFTER)
+
+
+def test_what_was_dropped_was_not_trained() -> None:
+    state = dropped_after(13, 2)
+    check_trained(state, Progress(7, 22, 110))
+    with pytest.raises(TrainingError, match="made 22 rollouts up to this batch, and 26 were trained"):
+        check_trained(state, Progress(7, 26, 130))
+
+
+def test_what_was_trained_must_be_what_was_made() -> None:
+    check_trained(accepted(7, 13), Progress(7, 26, 130))
+    for progress, message in (
+        (Progress(7, 24, 130), "step 7: the orchestrator made 26 rollouts up to this batch, and 24 were trained"),
+        (Progress(7, 26, 131), "made 130 tokens up to this batch, and 131"),
+        (Progress(8, 26, 130), "step 8: the orchestrator made 7 steps up to this batch, and 8"),
+    ):
+        with pytest.raises(TrainingError, match=f"{message}.*not saved"):
+            check_trained(accepted(7, 13), progress)
+
+
+def publish(run_dir: RunDir, step: int, *tasks: tuple[str, int], state: OrchestratorState) -> Batch:
+    batch = make_batch(step, *tasks)
+    state.step, state.problems = step, state.problems + len(tasks)
+    state.rollouts += len(batch.rollouts)
+    state.tokens += TOKENS * len(batch.rollouts)
+    for environment, task in tasks:
+        state.environments.setdefault(environment, EnvironmentState()).next_task = task + 1
+    publish_batch(run_dir, batch, state.encode())
+    return batch
+
+
+def test_the_ledger_follows_the_journal_from_a_start_and_from_a_checkpoint(tmp_path: Path) -> None:
+    run_dir, state, progress = RunDir(tmp_path), OrchestratorState(), Progress()
+    ledger = Ledger(run_dir, progress)
+    ledger.attachments()  # a stop before the first step
+    for step in (1, 2):
+        batch = publish(run_dir, step, ("a", step - 1), ("b", step - 1), state=state)
+        ledger.accept(batch)
+        progress.advance(samples=len(batch.rollouts), tokens=TOKENS * len(batch.rollouts))
+        saved = ledger.attachments()
+    assert saved == {"orchestrator/orchestrator.json": run_dir.batch(2) / "orchestrator.json"}
+
+    directory = run_dir.checkpoint(2) / "orchestrator"
+    directory.mkdir(parents=True)
+    (directory / "orchestrator.json").write_bytes(saved["orchestrator/orchestrator.json"].read_bytes())
+    run_dir.prune_batches(2)
+    third, resumed = publish(run_dir, 3, ("a", 2), ("b", 2), state=state), Ledger(run_dir, progress)
+    with pytest.raises(TrainingError, match=r"batch 3: environment 'a' has no task|batch 3: environment 'a' has tasks"):
+        Ledger(run_dir, Progress()).accept(third)
+    resumed.accept(third)
+    with pytest.raises(TrainingError, match="step 2: the orchestrator made 3 steps"):
+        resumed.attachments()  # accepted, not trained yet
+    with pytest.raises(TrainingError, match="batch 3"):
+        resumed.accept(third)
+
+
+def test_a_state_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "orchestrator.json"
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(path))} cannot be read"):
+        read_accepted(path, step=1)
+    path.write_bytes(b"{")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        read_accepted(path, step=1)
+    path.write_bytes(OrchestratorState(step=2).encode())
+    with pytest.raises(CheckpointError, match="state after step 2, expected step 1"):
+        read_accepted(path, step=1)

@@ -1,0 +1,472 @@
+"""Every policy loss against a slow, obvious one in plain Python, its gradient against finite differences."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from holdfast.shared.config.losses import LOSSES, PolicyLossConfig
+from holdfast.shared.errors import ConfigError, TrainingError
+from holdfast.trainer.rl.losses import PolicyLossInput, policy_loss
+from tests.slow_losses import as_input, configured, random_step, slow_gradient, slow_loss
+
+BUILT_IN = tuple(LOSSES)
+RATIO_TO = [name for name in BUILT_IN if "ratio_to" in LOSSES[name]]
+CORRECTIONS: list[dict[str, Any]] = [
+    {"type": "none"},
+    {"type": "truncate", "high": 1.2},
+    {"type": "mask", "low": 0.8, "high": 1.2},
+    {"type": "truncate", "level": "sequence", "high": 1.2},
+    {"type": "mask", "level": "sequence", "low": 0.6, "high": 1.5},
+    {"type": "truncate", "level": "geometric", "high": 1.1, "veto": 0.7},
+    {"type": "mask", "level": "geometric", "low": 0.9, "high": 1.2},
+    {"type": "mask", "veto": 0.6},
+]
+
+
+def named(settings: dict[str, Any]) -> str:
+    return "-".join(map(str, settings.values()))
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=named)
+@pytest.mark.parametrize("aggregation", ["sequence", "token", "constant"])
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_loss_and_gradient_are_those_of_the_slow_one(name: str, aggregation: str, correction: dict[str, Any]) -> None:
+    settings: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3} if "clip_low" in LOSSES[name] else {}
+    settings |= {"dual_clip": 1.4} if "dual_clip" in LOSSES[name] else {}
+    settings |= {"ratio_max": 1.3} if "ratio_max" in LOSSES[name] else {}
+    config = configured(name, aggregation=aggregation, correction=correction, **settings)
+    for seed in range(3):
+        sequences = random_step(seed)
+        data = as_input(sequences)
+        loss, _ = policy_loss(config)(data)
+        assert loss.item() == pytest.approx(slow_loss(sequences, config, sequences), rel=1e-9, abs=1e-12)
+        gradient = torch.autograd.grad(loss, data.logprobs_N)[0].tolist()
+        assert gradient == pytest.approx(slow_gradient(sequences, config), rel=1e-4, abs=1e-8)
+
+
+@pytest.mark.parametrize("ratio_to", ["sampler", "old"])
+@pytest.mark.parametrize("name", RATIO_TO)
+def test_policies_far_apart_have_the_loss_of_the_slow_one_and_bounded_gradients(name: str, ratio_to: str) -> None:
+    """Log-ratios up to 20 and beyond, in either direction; nothing is above e^20."""
+    config = configured(name, ratio_to=ratio_to, correction={"type": "none"})
+    for seed in range(6):
+        sequences = random_step(seed, spread=(8.0, 60.0)[seed // 3])
+        data = as_input(sequences)
+        loss, _ = policy_loss(config)(data)
+        assert loss.item() == pytest.approx(slow_loss(sequences, config, sequences), rel=1e-6, abs=1e-9)
+        (gradient_N,) = torch.autograd.grad(loss, data.logprobs_N)
+        assert gradient_N.isfinite().all() and gradient_N.abs().max() < 5 * math.exp(20)
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=named)
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_losses_of_micro_batches_sum_to_the_loss_of_the_step(name: str, correction: dict[str, Any]) -> None:
+    loss_function = policy_loss(configured(name, correction=correction))
+    data = as_input(random_step(1))
+    whole, counts = loss_function(data)
+    parts, part_counts = [], dict.fromkeys(counts, 0.0)
+    # The last part is empty, as on a rank without work.
+    for chosen in (data.sequence_N < 2, data.sequence_N >= 2, data.sequence_N > 9):
+        tensors = {key: value[chosen] for key, value in vars(data).items() if isinstance(value, Tensor)}
+        loss, some = loss_function(replace(data, **tensors))
+        parts.append(loss)
+        assert some.keys() == counts.keys()
+        part_counts = {key: part_counts[key] + float(some[key]) for key in counts}
+    assert torch.stack(parts).sum().item() == pytest.approx(whole.item(), rel=1e-12)
+    assert part_counts == {key: float(value) for key, value in counts.items()}
+    assert torch.autograd.grad(parts[-1], data.logprobs_N)[0].abs().sum() == 0
+
+
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if name != "sft"])
+def test_a_good_token_becomes_likelier_and_a_bad_one_less_likely(name: str) -> None:
+    """The sign trap: a step against the gradient follows the advantage, for fresh samples."""
+    for correction in CORRECTIONS:
+        for advantage in (1.5, -1.5):
+            token = {"sampler": -1.0, "old": -1.0, "new": -1.0, "advantage": advantage}
+            data = as_input([[token]])
+            loss, _ = policy_loss(configured(name, correction=correction))(data)
+            (gradient,) = torch.autograd.grad(loss, data.logprobs_N)
+            assert math.copysign(1, -gradient.item()) == math.copysign(1, advantage)
+
+
+def test_likelihood_makes_every_token_likelier_whatever_its_advantage() -> None:
+    for advantage in (1.5, 0.0, -1.5):
+        data = as_input([[{"sampler": -1.0, "old": -1.0, "new": -1.0, "advantage": advantage}] * 2])
+        loss, _ = policy_loss(PolicyLossConfig(type="sft"))(data)
+        assert torch.autograd.grad(loss, data.logprobs_N)[0].tolist() == [-0.5, -0.5] and loss.item() == 1.0
+
+
+def test_dr_grpo_and_grpo_and_dapo_differ_in_the_denominator() -> None:
+    """Two sequences of 1 and 3 tokens, all at ratio 1 with advantage 1: the gradient is minus the weight."""
+    token = {"sampler": -1.0, "old": -1.0, "new": -1.0, "advantage": 1.0}
+    for name, expected in (
+        ("grpo", [1 / 2, 1 / 6, 1 / 6, 1 / 6]),
+        ("dapo", [1 / 4] * 4),
+        ("dr_grpo", [1 / (2 * 10)] * 4),
+    ):
+        extra: dict[str, Any] = {"constant_tokens": 10} if name == "dr_grpo" else {}
+        data = as_input([[token], [token] * 3])
+        loss, _ = policy_loss(configured(name, **extra))(data)
+        (gradient,) = torch.autograd.grad(loss, data.logprobs_N)
+        assert gradient.tolist() == pytest.approx([-value for value in expected])
+
+
+def at(*ratios: float, advantage: float) -> PolicyLossInput:
+    """One sequence whose tokens lie at these ratios to sampler and old policy alike."""
+    return as_input(
+        [[{"sampler": -2.0, "old": -2.0, "new": -2.0 + math.log(r), "advantage": advantage} for r in ratios]]
+    )
+
+
+def test_dapo_clips_higher_above_than_below() -> None:
+    for ratio, advantage, clipped in ((1.25, 1.0, False), (1.29, 1.0, True), (0.79, -1.0, True), (0.81, -1.0, False)):
+        data = at(ratio, advantage=advantage)
+        loss, counts = policy_loss(PolicyLossConfig(type="dapo"))(data)
+        (gradient,) = torch.autograd.grad(loss, data.logprobs_N)
+        assert (gradient.item() == 0) == clipped
+        assert counts["clip_fraction/low"] + counts["clip_fraction/high"] == clipped
+
+
+def test_gspo_clips_whole_sequences_by_the_geometric_mean_of_their_ratios() -> None:
+    """Ratios 1.5 and 1 / 1.5 cancel: GRPO would clip the first, GSPO neither."""
+    data = at(1.5, 1 / 1.5, advantage=1.0)
+    loss, counts = policy_loss(PolicyLossConfig(type="gspo"))(data)
+    assert loss.item() == pytest.approx(-1.0) and counts["clip_fraction/high"] == 0
+    assert torch.autograd.grad(loss, data.logprobs_N)[0].tolist() == pytest.approx([-0.5, -0.5])
+    data = at(1.5, 1.0, advantage=1.0)
+    loss, counts = policy_loss(PolicyLossConfig(type="gspo"))(data)
+    assert loss.item() == pytest.approx(-1.0004) and counts["clip_fraction/high"] == 2
+    assert torch.autograd.grad(loss, data.logprobs_N)[0].tolist() == [0.0, 0.0]
+
+
+def test_cispo_bounds_a_tokens_weight_but_keeps_its_gradient() -> None:
+    data = at(8.0, advantage=1.0)
+    loss, counts = policy_loss(PolicyLossConfig(type="cispo"))(data)
+    assert torch.autograd.grad(loss, data.logprobs_N)[0].item() == pytest.approx(-5.0)
+    assert counts["clip_fraction/high"] == 1
+
+
+def test_dual_clip_of_the_published_example() -> None:
+    """Ratios 0.5, 1 and 10 with advantages 1, -1 and -4: losses -0.5, 1 and, instead of 40, 3 * 4."""
+    tokens = [
+        {"sampler": -1.0, "old": -1.0, "new": -1.69315, "advantage": 1.0},
+        {"sampler": -1.0, "old": -1.0, "new": -1.0, "advantage": -1.0},
+        {"sampler": -3.0, "old": -3.0, "new": -0.69741, "advantage": -4.0},
+    ]
+    for dual_clip, expected in ((3.0, 12.5 / 3), (math.inf, 40.5 / 3)):
+        data = as_input([tokens])
+        loss, counts = policy_loss(configured("ppo", dual_clip=dual_clip))(data)
+        assert loss.item() == pytest.approx(expected, rel=1e-4)
+        assert counts["clip_fraction/dual"] == (dual_clip == 3.0)
+        gradient = torch.autograd.grad(loss, data.logprobs_N)[0].tolist()
+        assert (gradient[2] == 0.0) == (dual_clip == 3.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_an_advantage_of_zero_is_zero_at_any_ratio(name: str, dtype: torch.dtype) -> None:
+    for log_ratio in (120.0, -120.0, 800.0):
+        tokens = [{"sampler": -1.0 - log_ratio, "old": -1.0 - log_ratio, "new": -1.0, "advantage": 0.0}] * 2
+        for ratio_to in ("sampler", "old") if name in RATIO_TO else (None,):
+            data = as_input([tokens, []], dtype=dtype)
+            config = configured(name, ratio_to=ratio_to, correction={"type": "none"})
+            loss, _ = policy_loss(config)(data)
+            (gradient_N,) = torch.autograd.grad(loss, data.logprobs_N)
+            assert loss.isfinite() and gradient_N.isfinite().all()
+            assert name == "sft" or (loss == 0 and (gradient_N == 0).all())
+
+
+def test_gspo_token_is_gspo_where_a_rollout_has_one_advantage() -> None:
+    for seed in (0, 2):
+        data = as_input(random_step(seed))
+        for aggregation in ("sequence", "token"):
+            losses = [
+                policy_loss(configured(name, clip_low=0.2, clip_high=0.3, aggregation=aggregation))(
+                    replace(data, selected_N=torch.ones_like(data.selected_N), sampler_logprobs_N=data.old_logprobs_N)
+                )[0]
+                for name in ("gspo", "gspo_token")
+            ]
+            torch.testing.assert_close(*losses)
+            torch.testing.assert_close(*(torch.autograd.grad(loss, data.logprobs_N)[0] for loss in losses))
+
+
+def test_dppo_masks_what_moved_too_much_probability_the_way_it_is_pushed() -> None:
+    """From 0.5 to 0.75 and back, and a rare token whose probability is multiplied by 100."""
+    rare = {"new": math.log(0.1), "sampler": math.log(0.001)}
+    up, down = ({"new": math.log(a), "sampler": math.log(b)} for a, b in ((0.75, 0.5), (0.5, 0.75)))
+    for token, advantage, weight in (
+        (up, 1.0, 0.0), (up, -1.0, 1.5), (down, 1.0, 2 / 3), (down, -1.0, 0.0), (rare, 1.0, 20.0), (rare, -1.0, 20.0),
+    ):  # fmt: skip
+        data = as_input([[{"old": -9.0, "advantage": advantage, **token}]])
+        loss, counts = policy_loss(configured("dppo"))(data)
+        assert torch.autograd.grad(loss, data.logprobs_N)[0].item() == pytest.approx(-advantage * weight)
+        assert counts["clip_fraction/high"] == (weight == 0 and advantage > 0)
+        assert counts["clip_fraction/low"] == (weight == 0 and advantage < 0)
+        assert counts["ratio/truncated"] == (weight == 20)
+
+
+def test_reinforce_weighs_older_tokens_by_their_ratio() -> None:
+    """The expected gradient over the sampler's tokens is that over the policy's own."""
+    sampler, policy = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.2, 0.3, 0.5])
+    advantages = [1.0, -2.0, 0.5]
+    token_gradients = []
+    for token in range(3):
+        one = {"sampler": math.log(sampler[token]), "old": -1.0, "new": math.log(policy[token])}
+        data = as_input([[one | {"advantage": advantages[token]}]])
+        loss, _ = policy_loss(configured("policy_gradient"))(data)
+        token_gradients.append(torch.autograd.grad(loss, data.logprobs_N)[0].item())
+    expected = [-p * a for p, a in zip(policy.tolist(), advantages, strict=True)]
+    assert [s * g for s, g in zip(sampler.tolist(), token_gradients, strict=True)] == pytest.approx(expected)
+    data = at(8.0, 30.0, advantage=1.0)
+    loss, counts = policy_loss(configured("policy_gradient"))(data)
+    assert torch.autograd.grad(loss, data.logprobs_N)[0].tolist() == pytest.approx([-4.0, -10.0])
+    assert counts["ratio/truncated"] == 1
+
+
+def test_a_veto_leaves_out_whole_rollouts() -> None:
+    weights = [[1.0, 1e-5, 1.0], [1.0, 1e-3]]
+    sequences = [
+        [{"sampler": -1.0, "old": -1.0 + math.log(w), "new": -1.0 + math.log(w), "advantage": 1.0} for w in of_one]
+        for of_one in weights
+    ]
+    data = as_input(sequences)
+    loss, counts = policy_loss(configured("dapo", correction={"type": "truncate", "veto": 1e-4}))(data)
+    gradient = torch.autograd.grad(loss, data.logprobs_N)[0] * -5
+    assert gradient.tolist() == pytest.approx([0.0, 0.0, 0.0, 1.0, 1e-3])
+    assert counts["correction/vetoed"] == 3 and counts["correction/bounded"] == 0
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_corrections_by_hand(name: str) -> None:
+    """The trainer gives the tokens 4, 1 and 1/4 times the sampler's probability; nothing was updated yet."""
+    tokens = [
+        {"sampler": -3.0, "old": -3.0 + math.log(w), "new": -3.0 + math.log(w), "advantage": 1.0} for w in (4, 1, 0.25)
+    ]
+
+    def gradient(correction: dict[str, Any]) -> tuple[list[float], float]:
+        data = as_input([tokens])
+        loss, counts = policy_loss(configured(name, aggregation="sequence", correction=correction))(data)
+        per_token = torch.autograd.grad(loss, data.logprobs_N)[0] * -3
+        return per_token.tolist(), float(counts["correction/bounded"])
+
+    # GSPO shares the gradient of each token's ratio among the tokens of the sequence.
+    mean = name == "gspo"
+    got, bounded = gradient({"type": "truncate", "high": 2.0})
+    assert got == pytest.approx([3.25 / 3] * 3 if mean else [2.0, 1.0, 0.25]) and bounded == 1
+    got, bounded = gradient({"type": "mask", "low": 0.5, "high": 2.0})
+    assert got == pytest.approx([1 / 3] * 3 if mean else [0.0, 1.0, 0.0]) and bounded == 2
+    got, bounded = gradient({"type": "mask", "level": "sequence"})
+    assert got == pytest.approx([1.0] * 3) and bounded == 0  # 4 * 1 * 1/4 = 1
+
+
+def test_a_correction_of_whole_sequences_by_hand() -> None:
+    """The weights 4 and 1/2 of two tokens make 2 of the sequence; the other sequence weighs 1/4."""
+    sequences = [
+        [{"sampler": -3.0, "old": -3.0 + math.log(w), "new": -3.0 + math.log(w), "advantage": 1.0} for w in weights]
+        for weights in ((4, 0.5), (0.25,))
+    ]
+    for kind, expected, num_bounded in (("truncate", [1.5, 1.5, 0.25], 2), ("mask", [0.0, 0.0, 0.25], 2)):
+        low = {"low": 0.2} if kind == "mask" else {}
+        correction = {"type": kind, "level": "sequence", "high": 1.5, **low}
+        data = as_input(sequences)
+        loss, counts = policy_loss(configured("grpo", aggregation="token", correction=correction))(data)
+        gradient = torch.autograd.grad(loss, data.logprobs_N)[0] * -3
+        assert gradient.tolist() == pytest.approx(expected) and counts["correction/bounded"] == num_bounded
+
+
+def test_weights_at_the_bounds_of_a_mask_are_kept() -> None:
+    tokens = [{"sampler": -3.0, "old": -3.0 + w, "new": -3.0 + w, "advantage": 1.0} for w in (-1.0, 0.0, 1.0)]
+    correction = {"type": "mask", "low": math.exp(-1.0), "high": math.exp(1.0)}
+    _, counts = policy_loss(configured("grpo", correction=correction))(as_input([tokens]))
+    assert counts["correction/bounded"] == 0
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "gspo"])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_what_counts_as_clipped_is_what_has_no_gradient(name: str, advantage: float) -> None:
+    """Bounds of 1/2 and 3/2; a ratio at a bound, to the last bit, is within it."""
+    for ratio in (0.25, 0.499, 0.5, 1.0, 1.5, 1.501, 4.0):
+        data = as_input([[{"sampler": 0.0, "old": 0.0, "new": math.log(ratio), "advantage": advantage}]])
+        assert data.logprobs_N.exp().item() == ratio
+        loss, counts = policy_loss(configured(name, clip_low=0.5, clip_high=0.5))(data)
+        (gradient,) = torch.autograd.grad(loss, data.logprobs_N)
+        assert sum(counts.values()) == (gradient.item() == 0.0), ratio
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=named)
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_weights_of_a_token_carry_no_gradient(name: str, correction: dict[str, Any]) -> None:
+    """Neither a correction's factor nor the ratio of CISPO: the sampler is in nothing else."""
+    config = configured(name, correction=correction)
+    if config.ratio_to == "sampler" and "dual_clip" in LOSSES[name]:
+        return  # here the sampler is in the ratio that the loss differentiates
+    data = as_input(random_step(0))
+    sampler_N = data.sampler_logprobs_N.clone().requires_grad_()
+    loss, _ = policy_loss(config)(replace(data, sampler_logprobs_N=sampler_N))
+    assert torch.autograd.grad(loss, sampler_N, allow_unused=True) == (None,)
+
+
+def test_an_overflowing_sequence_weight_is_bounded_not_nan() -> None:
+    tokens = [{"sampler": -400.0, "old": -1.0, "new": -1.0, "advantage": 1.0}] * 3
+    for kind, expected in (("truncate", -2.0), ("mask", 0.0)):
+        correction = {"type": kind, "level": "sequence"}
+        loss, _ = policy_loss(configured("grpo", correction=correction))(as_input([tokens], dtype=torch.float32))
+        assert loss.item() == pytest.approx(expected)
+
+
+def test_grpo_is_that_of_the_quick_start_bit_for_bit() -> None:
+    for seed in range(5):
+        data = as_input(random_step(seed), dtype=torch.float32)
+        data = replace(data, selected_N=torch.ones_like(data.selected_N))
+        ratio = torch.exp(data.logprobs_N - data.sampler_logprobs_N)
+        clipped = ratio.clamp(1 - 0.2, 1 + 0.2)
+        expected = -(data.weights_N * torch.minimum(ratio * data.advantages_N, clipped * data.advantages_N)).sum()
+        loss, _ = policy_loss(configured("grpo"))(data)
+        assert torch.equal(loss, expected)
+        gradients = [torch.autograd.grad(value, data.logprobs_N)[0] for value in (loss, expected)]
+        assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_config_shows_the_defaults_of_the_loss_and_reads_them_back(name: str) -> None:
+    config = PolicyLossConfig(type=name)
+    assert {key: getattr(config, key) for key in LOSSES[name]} == LOSSES[name]
+    assert PolicyLossConfig.model_validate(config.model_dump(exclude_none=True)) == config
+    own = configured(name, correction={"type": "mask", "level": "geometric"})
+    assert (own.correction.low, own.correction.high) == (0.99, 1.01)
+    assert PolicyLossConfig.model_validate(own.model_dump(exclude_none=True)) == own
+    covariance = {"clip_cov": (2e-4, 1.0, 5.0, None), "kl_cov": (2e-4, None, None, 1.0)}.get(name, (None,) * 4)
+    found = config.covariance
+    assert (found.share, found.low, found.high, found.coef) == covariance
+
+
+def test_the_ratio_of_gspo_is_to_the_old_policy_and_what_is_left_is_corrected() -> None:
+    for name in ("gspo", "gspo_token"):
+        config = PolicyLossConfig(type=name)
+        assert (config.ratio_to, config.correction.type, config.correction.high) == ("old", "truncate", 2.0)
+        config = configured(name, ratio_to="sampler")
+        assert (config.ratio_to, config.correction.type) == ("sampler", "none")
+        config = configured(name, correction={"type": "none"})
+        assert (config.ratio_to, config.correction.type) == ("old", "none")
+    assert PolicyLossConfig(type="dapo").ratio_to == "sampler"
+    assert configured("dapo", correction={"type": "truncate"}).ratio_to == "old"
+    assert configured("dapo", ratio_to="old").correction.type == "none"
+    assert configured("dapo", clip_high=0.4).clip_range == (0.8, 1.4)
+
+
+def test_the_bounds_of_a_correction_depend_on_type_and_level() -> None:
+    for kind, level, low, high in (
+        ("truncate", "token", None, 2.0),
+        ("truncate", "sequence", None, 2.0),
+        ("mask", "token", 0.5, 5.0),
+        ("mask", "sequence", 0.0, 3.0),
+        ("mask", "geometric", 0.99, 1.01),
+    ):
+        found = configured("grpo", correction={"type": kind, "level": level}).correction
+        assert (found.low, found.high) == (low, high)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"type": "cipso"}, "Did you mean 'cispo'.*Allowed: grpo, dr_grpo.*module:function"),
+        ({"type": "policy_gradient", "clip_low": 0.1}, "clip_low has no effect with type = 'policy_gradient'"),
+        ({"constant_tokens": 5}, "no effect without aggregation = 'constant'"),
+        ({"type": "grpo", "args": {"a": 1}}, "'grpo' is built in"),
+        ({"type": "a:b", "ratio_to": "old"}, "ratio_to has no effect with type = 'a:b'"),
+        ({"type": "sft", "ratio_to": "old"}, "ratio_to has no effect with type = 'sft'"),
+        ({"type": "cispo", "dual_clip": 3}, "dual_clip has no effect with type = 'cispo'"),
+        ({"type": "grpo", "ratio_max": 3}, "ratio_max has no effect with type = 'grpo'"),
+        ({"type": "grpo", "dual_clip": 1}, "greater than 1"),
+        ({"covariance": {"share": 0.1}}, "covariance.share has no effect with type = 'dapo'"),
+        ({"type": "kl_cov", "covariance": {"low": 0.1}}, "covariance.low has no effect with type = 'kl_cov'"),
+        ({"type": "clip_cov", "covariance": {"low": 6}}, "covariance.low = 6 must be below covariance.high = 5"),
+        ({"entropy": {"step_size": 0.1}}, "step_size has no effect without target"),
+        ({"entropy": {"target": 1, "coef": 2}}, "coef = 2 is more than largest = 1"),
+        ({"ratio_to": "sampler", "correction": {"type": "mask"}}, "counts the difference to the sampler twice"),
+        ({"correction": {"low": 0.1}}, "low has no effect with correction.type = 'none'"),
+        ({"correction": {"veto": 0.1}}, "veto has no effect with correction.type = 'none'"),
+        ({"type": "gspo", "correction": {"low": 0.1}}, "low has no effect with correction.type = 'truncate'"),
+    ],
+)
+def test_settings_without_effect_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        PolicyLossConfig.model_validate(settings)
+
+
+# The example of docs/extending.md.
+def reinforce_with_entropy(data: PolicyLossInput, *, coef: float = 0.01) -> tuple[Tensor, dict[str, Tensor]]:
+    """REINFORCE, corrected as `loss.correction` says, with a bonus for entropy; every sequence counts the same."""
+    objective_N = data.correction_N * data.advantages_N * data.logprobs_N + coef * data.entropy_N
+    good = (data.advantages_N > 0).sum()
+    return -(data.weights_N * objective_N).sum(), {"good_tokens": good}
+
+
+def without_counts(data: PolicyLossInput) -> Tensor:
+    return data.logprobs_N.sum()
+
+
+def test_a_loss_of_the_user_has_the_correction_and_a_gradient_of_the_entropy() -> None:
+    data = as_input(random_step(0))
+    entropy_N = torch.rand_like(data.logprobs_N).requires_grad_()
+    data = replace(data, selected_N=torch.ones_like(data.selected_N), entropy_N=entropy_N)
+    name = f"{__name__}:reinforce_with_entropy"
+    correction = {"type": "mask", "level": "sequence"}
+    settings = {"aggregation": "sequence", "correction": correction}
+    on_policy = replace(data, logprobs_N=data.old_logprobs_N.clone().requires_grad_())  # REINFORCE's ratio is 1
+    loss, counts = policy_loss(configured(name, args={"coef": 0.5}, correction=correction))(on_policy)
+    built_in, own = policy_loss(configured("policy_gradient", **settings))(on_policy)
+    assert counts["correction/bounded"] == own["correction/bounded"]
+    assert counts["good_tokens"] == (data.advantages_N > 0).sum()
+    assert (loss - built_in).item() == pytest.approx(-0.5 * (data.weights_N * entropy_N).sum().item())
+    (gradient_N,) = torch.autograd.grad(loss, entropy_N)
+    assert torch.equal(gradient_N, -0.5 * data.weights_N)
+
+
+def test_a_wrong_loss_of_the_user_is_named() -> None:
+    for name, args, message in (
+        ("no_such_module:f", {}, "loss.type = 'no_such_module:f': there is no module 'no_such_module'"),
+        (f"{__name__}:reinforce_with_entrop", {}, "has no function.*Did you mean 'reinforce_with_entropy'"),
+        (f"{__name__}:reinforce_with_entropy", {"speed": 1}, "loss.args = {'speed': 1}.*unexpected keyword.*speed"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            policy_loss(configured(name, args=args))
+    with pytest.raises(TrainingError, match="must return"):
+        policy_loss(PolicyLossConfig(type=f"{__name__}:without_counts"))(as_input(random_step(0)))
+    wrong = policy_loss(configured(f"{__name__}:reinforce_with_entropy", args={"coef": "0.1"}))
+    lines = Path(__file__).read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if "coef * data.entropy_N" in text)
+    with pytest.raises(TrainingError) as caught:
+        wrong(as_input(random_step(0)))
+    assert str(caught.value).startswith(f"loss.type = '{__name__}:reinforce_with_entropy' failed: TypeError: ")
+    assert str(caught.value).endswith(f"({__file__}:{line})"), "the user's own line, and not one of torch"
+
+
+def on_a_lost_gpu(data: PolicyLossInput) -> tuple[Tensor, dict[str, Tensor]]:
+    """A user's loss in which a fault of the machine comes up."""
+    raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+
+
+def test_a_fault_of_the_machine_is_none_of_the_user() -> None:
+    # Such a trainer is started again, after a TrainingError none is.
+    with pytest.raises(torch.AcceleratorError, match="uncorrectable"):
+        policy_loss(PolicyLossConfig(type=f"{__name__}:on_a_lost_gpu"))(as_input(random_step(0)))
+
+
+def test_the_documentation_shows_the_examples_and_defaults_that_are_tested() -> None:
+    docs = Path(__file__).parents[4] / "docs"
+    assert inspect.getsource(reinforce_with_entropy) in (docs / "extending.md").read_text()
+    page = (docs / "losses.md").read_text()
+    for name, defaults in LOSSES.items():
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |") and line.count("|") == 6]
+        clips = f"{defaults['clip_low']:g}, {defaults['clip_high']:g}" if "clip_low" in defaults else "none"
+        assert f"`{defaults['aggregation']}`" in row and clips.replace("0.0003, 0.0004", "3e-4, 4e-4") in row

@@ -1,0 +1,150 @@
+"""Minibatches: who is in which, and what is measured of them in the same forward passes as they are trained in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from holdfast.shared.config.algorithm import UpdatesConfig
+from holdfast.shared.config.trainer import TrainedModelConfig
+from holdfast.shared.wire.sampling import Sampling
+from holdfast.trainer.data.packing import MicroBatch, Sample, build_micro_batch
+from holdfast.trainer.models.logprobs import Reading
+from holdfast.trainer.models.policy import Policy, build_policy, reshard
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.rl.minibatches import Minibatch, annotate, plan_epochs
+from holdfast.trainer.step import predict
+
+LENGTHS = (9, 4, 12, 6, 3, 8, 5)
+
+
+def make_samples(lengths: tuple[int, ...] = LENGTHS) -> list[Sample]:
+    """Samples with a prompt of a token, one of them with nothing to train."""
+    generator = np.random.default_rng(3)
+    return [
+        Sample(generator.integers(5, 100, length).astype(np.int32), (np.arange(length) >= 1) & (length != 6))
+        for length in lengths
+    ]
+
+
+def plan(samples: list[Sample], parallel: Parallel, *, row_tokens: int = 20, **settings: int) -> list[list[Minibatch]]:
+    seed, step = settings.pop("seed", 7), settings.pop("step", 3)
+    updates = UpdatesConfig.model_validate(settings)
+    return plan_epochs(
+        samples, updates, row_tokens=row_tokens, parallel=parallel, seed=seed, step=step, arrangement="packed"
+    )
+
+
+def members(samples: list[Sample], epochs: list[list[Minibatch]]) -> list[list[list[int]]]:
+    """The samples' numbers, by epoch and minibatch."""
+    number = {id(sample): index for index, sample in enumerate(samples)}
+    return [[[number[id(sample)] for sample in part.samples] for part in epoch] for epoch in epochs]
+
+
+def test_every_epoch_has_every_sample_once_in_parts_of_nearly_one_size(parallel: Parallel) -> None:
+    samples = make_samples()
+    epochs = members(samples, plan(samples, parallel, epochs=3, minibatches=3))
+    assert [[len(part) for part in epoch] for epoch in epochs] == [[3, 2, 2]] * 3
+    for epoch in epochs:
+        assert sorted(index for part in epoch for index in part) == list(range(7))
+    assert len({str(epoch) for epoch in epochs}) == 3, "each epoch has an order of its own"
+
+
+def test_the_parts_depend_on_seed_step_and_epoch_alone(parallel: Parallel) -> None:
+    samples = make_samples()
+    base = members(samples, plan(samples, parallel, epochs=2, minibatches=2))
+    torch.rand(3), np.random.rand(3)  # drawn numbers must not matter
+    assert members(samples, plan(samples, parallel, epochs=2, minibatches=2)) == base
+    assert members(samples, plan(samples, parallel, epochs=1, minibatches=2)) == base[:1]
+    assert members(samples, plan(samples, parallel, epochs=2, minibatches=2, row_tokens=5)) == base
+    assert members(samples, plan(samples, parallel, epochs=2, minibatches=2, seed=8)) != base
+    assert members(samples, plan(samples, parallel, epochs=2, minibatches=2, step=4)) != base
+
+
+def test_one_minibatch_keeps_the_order_of_the_batch(parallel: Parallel) -> None:
+    samples = make_samples()
+    assert members(samples, plan(samples, parallel, epochs=2)) == [[list(range(7))]] * 2
+
+
+def test_fewer_samples_than_minibatches_leave_none_empty(parallel: Parallel) -> None:
+    samples = make_samples()[:2]
+    epochs = plan(samples, parallel, minibatches=5)
+    assert [[len(part.samples) for part in epoch] for epoch in epochs] == [[1, 1]]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_share_the_parts_and_deal_out_their_forward_passes(parallel: Parallel, world_size: int) -> None:
+    samples = make_samples()
+    alone = plan(samples, parallel, epochs=2, minibatches=2)
+    ranks = [
+        plan(samples, replace(parallel, rank=rank, world_size=world_size), epochs=2, minibatches=2)
+        for rank in range(world_size)
+    ]
+    for rank in ranks:
+        assert members(samples, rank) == members(samples, alone)
+    for epoch, whole in enumerate(alone):
+        for place, part in enumerate(whole):
+            shares = [rank[epoch][place].micro_batches for rank in ranks]
+            assert len({len(share) for share in shares}) == 1, "every forward pass is a collective"
+            dealt = [indices for share in shares for indices in share if indices]
+            assert sorted(dealt) == sorted(part.micro_batches), "rows do not depend on the number of ranks"
+
+
+def forward_of(policy: Policy) -> Callable[[MicroBatch], Tensor]:
+    return lambda micro: predict(policy, micro, Reading(Sampling(0.7)))[0]
+
+
+def twice(forward: Callable[[MicroBatch], Tensor]) -> Callable[[MicroBatch], list[Tensor]]:
+    return lambda micro: [once := forward(micro), 2 * once]
+
+
+def test_what_is_measured_is_that_of_a_plain_forward(tiny_model: Callable[..., Path], parallel: Parallel) -> None:
+    samples = make_samples()
+    policy = build_policy(TrainedModelConfig(name=str(tiny_model())), parallel, seed=0)
+    minibatches = plan(samples, parallel, minibatches=2)[0]
+    annotate(["logprob", "twice"], twice(forward_of(policy)), minibatches, parallel, pack=True)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(), attn_implementation="eager")
+    for sample in samples:
+        expected = np.zeros(len(sample.token_ids))
+        with torch.no_grad():
+            logits = model(torch.tensor(sample.token_ids[None].astype(np.int64))).logits[0] / 0.7
+        for place in range(1, len(expected)):
+            if sample.loss_mask[place]:
+                expected[place] = logits[place - 1].log_softmax(0)[sample.token_ids[place]]
+        np.testing.assert_allclose(sample.per_token["logprob"], expected, rtol=1e-4, atol=1e-5)
+        assert sample.per_token["logprob"].dtype == np.float32
+        np.testing.assert_array_equal(sample.per_token["twice"], 2 * sample.per_token["logprob"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", [{}, {"attention_dropout": 0.3}, {"num_key_value_heads": 4}])
+@pytest.mark.parametrize("settings", [{}, {"logits_chunk_tokens": 8}, {"activation_checkpointing": True}])
+def test_measuring_and_training_give_equal_bits(
+    tiny_model: Callable[..., Path], parallel: Parallel, dtype: str, model: dict[str, float], settings: dict[str, int]
+) -> None:
+    """So the ratio before the first update is exactly 1. Dropout, where a model has it, is off in both here."""
+    samples = make_samples((*LENGTHS, 33, 21))
+    config = TrainedModelConfig.model_validate({"name": str(tiny_model(**model)), "dtype": dtype, **settings})
+    policy = build_policy(config, parallel, seed=0)
+    minibatches = plan(samples, parallel, minibatches=2, row_tokens=40)[0]
+    policy.eval()
+    annotate(["measured"], lambda micro: [forward_of(policy)(micro)], minibatches, parallel, pack=True)
+    reshard(policy)
+    policy.train(not model.get("attention_dropout"))
+    compared = 0
+    for minibatch in minibatches:
+        for indices in minibatch.micro_batches:
+            micro = build_micro_batch(minibatch.samples, indices, pack=True, device=parallel.device)
+            logprobs_N = forward_of(policy)(micro)
+            assert torch.equal(logprobs_N.detach(), micro.per_token["measured"])
+            logprobs_N.sum().backward()
+            compared += len(logprobs_N)
+    assert compared == sum(sample.num_targets for sample in samples)
+    policy.zero_grad(set_to_none=True)

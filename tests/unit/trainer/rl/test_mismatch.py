@@ -1,0 +1,161 @@
+"""Fresh rollouts must have the log-probabilities that the trainer computes, before a step is taken on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from holdfast.shared.config import RlConfig, TrainerConfig
+from holdfast.shared.config.rl import hand_down_shared
+from holdfast.shared.errors import TrainingError
+from holdfast.shared.wire.arrays import Logprobs
+from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan
+from holdfast.shared.wire.sampling import Sampling
+from holdfast.trainer.data.packing import Sample, build_micro_batch
+from holdfast.trainer.models.loading import trained_tensors
+from holdfast.trainer.models.logprobs import Reading
+from holdfast.trainer.models.policy import Policy, build_policy
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.rl.learner import Learner
+from holdfast.trainer.rl.mismatch import mismatch_limit
+from holdfast.trainer.rl.parts import RlParts
+from holdfast.trainer.session import start_session
+from holdfast.trainer.step import Stopwatch, predict
+
+PROMPT, LENGTH = 3, 12
+Learn = Callable[..., dict[str, float]]
+
+
+def sampled_by(policy: Policy, parallel: Parallel, sampling: Sampling, *, off_by: float) -> list[Rollout]:
+    """Rollouts with the very log-probabilities of `policy`, but for `off_by`."""
+    generator, rollouts = np.random.default_rng(0), []
+    mask = np.arange(LENGTH) >= PROMPT
+    policy.eval()
+    for number in range(4):
+        token_ids = generator.integers(5, 100, LENGTH).astype(np.int32)
+        micro = build_micro_batch([Sample(token_ids, mask)], [0], pack=policy.layout.packs, device=parallel.device)
+        with torch.no_grad():
+            logprobs_N = predict(policy, micro, Reading(sampling)).logprobs_N
+        rollout = Rollout(
+            environment="e", task_id=0, sample_index=number, token_ids=token_ids.tolist(),
+            loss_mask=mask.astype(int).tolist(), logprobs=Logprobs([0.0] * PROMPT + (logprobs_N + off_by).tolist()),
+            versions=[], reward=float(number), truncated=False,
+        )  # fmt: skip
+        rollouts.append(rollout)
+    policy.train()
+    return rollouts
+
+
+@pytest.fixture
+def learn(
+    tiny_model: Callable[..., Path], parallel: Parallel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> Learn:
+    """Return a maker of one step on rollouts that are `age` versions old; None: a teacher's."""
+    (tmp_path / "run.json").write_text('{"run_id": "r"}')
+
+    def step(
+        *,
+        off_by: float,
+        age: int | None = 0,
+        is_foreign: bool = False,
+        sampling: Sampling = Sampling(0.7),  # noqa: B008 - frozen
+        **settings: Any,
+    ) -> dict[str, float]:
+        model = {"name": str(tiny_model(**settings.pop("of_model", {})))}
+        config = TrainerConfig.model_validate({"output_dir": tmp_path, "model": model} | settings)
+        parts = RlParts(config, parallel)
+        session = start_session(config, parallel, tokenizer, build_policy, pack=True, parts=parts.begin)
+        before = {name: tensor.clone() for name, tensor in trained_tensors(session.policy.hf_model).items()}
+        rollouts = sampled_by(session.policy, parallel, sampling, off_by=off_by)
+        number = 3
+        for rollout in rollouts if age is not None else ():
+            rollout.versions = [VersionSpan(version=number - 1 - (age or 0), start=PROMPT, end=LENGTH)]
+        learner = Learner(config, session, parts, None)
+        batch = Batch(step=number, policy_version=number - 1, weights_digest="d", sampling=sampling, rollouts=rollouts)
+        try:
+            return learner.learn(batch, Stopwatch(), is_foreign=is_foreign)
+        except TrainingError:
+            after = trained_tensors(session.policy.hf_model)
+            assert all(torch.equal(before[name], tensor) for name, tensor in after.items()), "no step was taken"
+            raise
+
+    return step
+
+
+DROPOUT = {"of_model": {"attention_dropout": 0.3}}
+SEVERAL = {"updates": {"epochs": 2, "minibatches": 2}}
+
+
+@pytest.mark.parametrize("settings", [{}, SEVERAL, DROPOUT, DROPOUT | SEVERAL], ids=str)
+def test_rollouts_of_another_model_end_the_run_before_the_step(learn: Learn, settings: dict[str, Any]) -> None:
+    message = r"step 3: trainer and engine do not compute the same model.* mismatch_kl = 0\.0[0-9]+ nats a token"
+    with pytest.raises(TrainingError, match=message) as caught:
+        learn(off_by=-0.2, **settings)
+    for part in ("allowed are 1e-06 (trainer.mismatch_limit, unset: for float32)", "Qwen3ForCausalLM", "soft cap"):
+        assert part in str(caught.value)
+    assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize("settings", [{}, SEVERAL, DROPOUT, DROPOUT | SEVERAL], ids=str)
+def test_the_models_own_rollouts_are_trained(
+    learn: Learn, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    metrics = learn(off_by=0.0, **settings)
+    assert ("is trained with dropout, or something else that is random" in caplog.text) == ("of_model" in settings)
+    assert metrics["grad_norm"] > 0
+    if settings in ({}, SEVERAL):
+        assert metrics["mismatch_kl/age_0"] < 1e-9
+
+
+@pytest.mark.parametrize(
+    "accepted",
+    [
+        {"age": 1},
+        {"is_foreign": True},
+        {"is_foreign": True} | DROPOUT,
+        {"age": None, "loss": {"type": "sft"}},
+        {"mismatch_limit": 0.1},
+        {"mismatch_limit": math.inf},
+        {"sampler_dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_older_rollouts_a_teachers_and_those_that_are_allowed_raise_no_alarm(
+    learn: Learn, accepted: dict[str, Any]
+) -> None:
+    learn(off_by=-0.2, **accepted)
+
+
+def test_a_token_at_the_border_of_a_truncated_distribution_ends_no_run(learn: Learn) -> None:
+    truncated = Sampling(0.7, top_p=0.9, top_k=50, min_p=1e-3)
+    assert learn(off_by=0.0, sampling=truncated)["mismatch_kl/age_0"] < 1e-9
+    assert 1e-6 < learn(off_by=-0.03, sampling=truncated)["mismatch_kl/age_0"] < 1e-3
+    with pytest.raises(TrainingError, match=r"allowed are 0\.001 "):
+        learn(off_by=-0.1, sampling=truncated)
+
+
+def test_a_mismatch_that_is_no_number_is_refused(learn: Learn) -> None:
+    with pytest.raises(TrainingError, match="mismatch_kl = (nan|inf)"):
+        learn(off_by=-math.inf)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "limit"),
+    [("float32", "float32", 1e-6), ("bfloat16", None, 0.05), ("float32", "bfloat16", 0.05)],
+)
+def test_rl_tells_the_trainer_what_its_engines_compute_in(trainer: str, engine: str | None, limit: float) -> None:
+    values: dict[str, Any] = {"trainer": {"model": {"dtype": trainer}}}
+    if engine is not None:
+        values["inference"] = {"model": {"dtype": engine}}
+    config = hand_down_shared(RlConfig.model_validate(values)).trainer
+    assert config.sampler_dtype == (engine or trainer)
+    assert mismatch_limit(config) == limit
+    assert mismatch_limit(config, is_truncated=True) == max(limit, 1e-3)

@@ -1,0 +1,51 @@
+"""A batch names the weights that sampled it, and a trainer that has others under that number says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from orchestrator_fakes import publish_weights
+
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.files.weights_digest import weights_digest
+from holdfast.shared.process.events import EVENTS_ENV
+from holdfast.shared.wire.rollouts import Batch
+from holdfast.shared.wire.sampling import Sampling
+from holdfast.trainer.rl.provenance import check_provenance
+
+
+@pytest.fixture
+def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What is told to the launcher."""
+    path = tmp_path / "events.jsonl"
+    path.touch()
+    monkeypatch.setenv(EVENTS_ENV, str(path))
+    return path
+
+
+def make_batch(digest: str, *, version: int = 3) -> Batch:
+    return Batch(step=version + 2, policy_version=version, weights_digest=digest, sampling=Sampling(1.0), rollouts=[])
+
+
+def test_a_batch_of_other_weights_with_the_same_number_is_told_with_both_digests(tmp_path: Path, events: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    publish_weights(run_dir, 3, b"before the restart")
+    sampled = weights_digest(run_dir.weights_of(3))
+    assert check_provenance(run_dir, make_batch(sampled))
+    assert events.read_text() == ""
+    publish_weights(run_dir, 3, b"made again, with other bits")
+    assert not check_provenance(run_dir, make_batch(sampled))
+    told = json.loads(events.read_text())
+    assert told["step"] == 5
+    assert told["phase"].startswith("WARNING: batch 5 was sampled by other weights than version 3 has now")
+    assert sampled in told["phase"] and weights_digest(run_dir.weights_of(3)) in told["phase"]
+
+
+def test_what_cannot_be_compared_is_not_told(tmp_path: Path, events: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    publish_weights(run_dir, 3, b"three")
+    assert check_provenance(run_dir, make_batch("of version 2, which is pruned", version=2))
+    assert check_provenance(run_dir, make_batch("")), "a teacher sampled it"
+    assert events.read_text() == ""

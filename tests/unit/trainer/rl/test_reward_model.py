@@ -1,0 +1,104 @@
+"""The reward model of an RL run: frozen, scores as transformers does however rows are packed, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from holdfast.shared.config.trainer import TrainedModelConfig
+from holdfast.shared.errors import DataError
+from holdfast.trainer.data.packing import Sample
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.preferences.pairs import Pair
+from holdfast.trainer.programs.reward_model import _with_padding
+from holdfast.trainer.rl.rewards.reward_model import RewardModel
+from holdfast.trainer.train_state import seed_everything
+from tests.scalar_ranks import ragged_samples
+
+Models = Callable[..., Path]
+
+
+@pytest.fixture
+def directory(tiny_model: Models, tmp_path: Path) -> Path:
+    """A reward model with dropout, as transformers writes it."""
+    source = tiny_model("llama", tied=False, attention_dropout=0.5)
+    config = AutoConfig.from_pretrained(source, num_labels=1)
+    seed_everything(0, step=0, rank=0)
+    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "judge")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, tmp_path / "judge")
+    return tmp_path / "judge"
+
+
+def policy_config(tiny_model: Models) -> TrainedModelConfig:
+    """Of a policy of another architecture, without weights of its own: nothing of it but the tokenizer is read."""
+    return TrainedModelConfig(name=str(tiny_model("qwen3", weights=False)), init="random")
+
+
+def test_scores_are_those_of_transformers_however_rows_are_packed(
+    directory: Path, tiny_model: Models, parallel: Parallel
+) -> None:
+    theirs = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
+    model = RewardModel(str(directory), policy_config(tiny_model), parallel)
+    expected = [theirs(torch.from_numpy(s.token_ids)[None].long()).logits.item() for s in ragged_samples()]
+    for row_tokens in (4, 13, 1000):
+        assert model.score(ragged_samples(), row_tokens=row_tokens) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert model.score(ragged_samples(), row_tokens=13) == model.score(ragged_samples(), row_tokens=13)
+
+
+def test_it_is_frozen_and_moves_no_generator(directory: Path, tiny_model: Models, parallel: Parallel) -> None:
+    before = torch.get_rng_state()
+    model = RewardModel(str(directory), policy_config(tiny_model), parallel)
+    model.score(ragged_samples(), row_tokens=13)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not model.model.training and not any(p.requires_grad for p in model.model.parameters())
+
+
+def test_a_language_model_is_no_reward_model(tiny_model: Models, parallel: Parallel) -> None:
+    with pytest.raises(DataError, match="a language model without a score. Train one with `reward-model`"):
+        RewardModel(str(tiny_model()), policy_config(tiny_model), parallel)
+
+
+def test_another_tokenizer_is_refused(directory: Path, tiny_model: Models, parallel: Parallel) -> None:
+    path = directory / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="has another tokenizer .*: 2 tokens differ, such as 'a'"):
+        RewardModel(str(directory), policy_config(tiny_model), parallel)
+
+
+@pytest.mark.parametrize(
+    ("of_model", "of_tokenizer", "published", "told"),
+    [
+        (7, 1, 7, ""),
+        (None, 1, 1, ""),
+        (None, None, None, "neither model nor tokenizer has a pad token"),
+        (None, 9, 9, "answers end in token 9, which is also the padding"),
+    ],
+)
+def test_the_padding_of_a_reward_model_is_told_where_it_would_mislead_transformers(
+    of_model: int | None,
+    of_tokenizer: int | None,
+    published: int | None,
+    told: str,
+    tiny_model: Models,
+    parallel: Parallel,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sides = [Sample(np.array([5, 6, end], dtype=np.int32), np.ones(3, dtype=bool)) for end in (8, 9)]
+    tokenizer = SimpleNamespace(pad_token_id=of_tokenizer)
+    build = _with_padding(tokenizer, [Pair(*sides, number=0)])  # type: ignore[arg-type]
+    config = TrainedModelConfig(name=str(tiny_model("llama", tied=False, pad_token_id=of_model)))
+    model = build(config, parallel, seed=0, weights=True)
+    assert model.hf_model.config.pad_token_id == published
+    assert told in caplog.text and (told or "padding" not in caplog.text)

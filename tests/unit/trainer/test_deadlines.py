@@ -1,0 +1,178 @@
+"""What a process waits for: how long it does, and that its error names phase, process and policy version in the end."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from holdfast.orchestrator.main import orchestrate
+from holdfast.shared.config import TrainerConfig
+from holdfast.shared.config.trainer import ParallelConfig, TrainedModelConfig
+from holdfast.shared.errors import STUCK, ConfigError, InferenceError
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.process.heartbeat import start_heartbeat
+from holdfast.trainer import parallel as ranks
+from holdfast.trainer.data.packing import Sample, build_micro_batch
+from holdfast.trainer.models.policy import build_policy
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.programs import rl
+from holdfast.trainer.step import Stopwatch, predict
+from tests.conftest import ModelFactory
+from tests.faults.journaled_runs import STEPS, Runs, make_journal
+from tests.faults.rl_trainers import Trainers
+from tests.inference_zygote import free_port
+from tests.unit.orchestrator_fakes import FakeEngine, make_config, publish_weights, serving
+
+
+def error_of(
+    directory: Path, engine: FakeEngine, *, code: int, timeout_s: float = 10.0, ready_timeout_s: float = 10.0
+) -> str:
+    """Run the orchestrator into its error, which has exit code `code`, and return what that says."""
+    config = make_config(directory, engine, weights_timeout_s=0.05)
+    config.client.timeout_s, config.client.ready_timeout_s = timeout_s, ready_timeout_s
+    with pytest.raises(InferenceError) as raised:
+        asyncio.run(orchestrate(config))
+    assert raised.value.exit_code == code
+    return str(raised.value)
+
+
+def test_inference_that_does_not_come(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    with serving(engine):
+        pass
+    told = error_of(tmp_path, engine, code=3, ready_timeout_s=0.05)
+    assert told.startswith(f"waiting for inference: the inference server {engine.url} did not become ready within 0.05")
+
+
+def test_weights_that_do_not_come(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    with serving(engine):
+        told = error_of(tmp_path, engine, code=STUCK)
+    assert told.startswith("waiting for weights, policy version 0: the trainer published no ")
+    assert "within 0.05 s (weights_timeout_s)" in told
+
+
+def test_weights_that_an_engine_does_not_take(tmp_path: Path) -> None:
+    engine = FakeEngine(lie_version=1)
+    publish_weights(RunDir(tmp_path), 0, b"zero")
+    with serving(engine):
+        told = error_of(tmp_path, engine, code=3)
+    assert told.startswith("pushing weights and reading them back, policy version 0: ")
+    assert f"{engine.url} was given policy version 0 and reports version 1" in told
+
+
+def test_an_answer_takes_as_long_as_it_takes_while_its_server_is_well(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, run_dir = FakeEngine(), RunDir(tmp_path)
+
+    async def answer_late(_: int) -> None:
+        while "takes longer than 0.15 s; the server is well" not in caplog.text:
+            await asyncio.sleep(0.01)
+
+    engine.on_generate = answer_late
+    publish_weights(run_dir, 0, b"zero")
+    with serving(engine):
+        error_of(tmp_path, engine, code=STUCK, timeout_s=0.05)  # the next weights do not come
+    assert run_dir.published_batches() == [1, 2]
+    assert len(engine.requests) == len({str(request) for request in engine.requests}), "nothing was asked for twice"
+
+
+def test_batches_that_do_not_come(tmp_path: Path) -> None:
+    config = TrainerConfig.model_validate({"model": {"name": "x"}, "batch_timeout_s": 0.05})
+    expected = "waiting for batches, policy version 3: the orchestrator published no batch 4 within 0.05 s"
+    with pytest.raises(InferenceError, match=expected) as raised:
+        rl._wait_for_batch(RunDir(tmp_path), 4, config)
+    assert raised.value.exit_code == STUCK
+
+
+def test_the_bounds_of_the_work_of_a_trainer(tiny_model: ModelFactory, tmp_path: Path) -> None:
+    """Waiting is not bounded by the launcher: whoever is waited for is."""
+    with Trainers() as trainers:
+        runs = Runs(trainers, tiny_model(), make_journal(tmp_path / "journal"), tmp_path)
+        settings = {"hang_timeout_s": 11, "startup_timeout_s": 22, "save_timeout_s": 33}
+        config = runs.new("run", loss={"type": "tests.faults.noted_bounds:loss"}, **settings)
+        assert trainers.run(config) == 0, runs.log("run")
+    noted = [line.removeprefix("bound: ") for line in runs.log("run").splitlines() if line.startswith("bound: ")]
+    steps = [
+        (f"its wait for batch {step}: None", f"step {step}: {first_s}", f"publishing and saving step {step}: 33.0")
+        for step, first_s in zip(range(1, STEPS + 1), (22.0, 11.0, 11.0, 11.0), strict=True)
+    ]
+    assert noted == ["its start: 22.0", *itertools.chain(*steps), "finishing: 33.0"]
+
+
+def test_each_pass_and_phase_of_a_trainer_is_a_sign_of_life(tiny_model: ModelFactory, parallel: Parallel) -> None:
+    policy = build_policy(TrainedModelConfig(name=str(tiny_model())), parallel, seed=0)
+    sample = Sample(np.arange(5, 13, dtype=np.int32), np.arange(8) >= 3)
+    micro = build_micro_batch([sample], [0], pack=policy.layout.packs, device=parallel.device)
+    heartbeat = start_heartbeat()
+    for _ in range(3):
+        predict(policy, micro)
+    assert heartbeat.beat.moves == 3
+    with Stopwatch().phase("optimizer"):
+        assert heartbeat.beat.moves == 4
+    assert heartbeat.beat.moves == 5
+
+
+_RANKS = """
+import os, sys, time
+from pathlib import Path
+from holdfast.trainer.parallel import start
+from holdfast.shared.config.trainer import ParallelConfig
+
+folder, timeout_s = Path(sys.argv[1]), float(sys.argv[2])
+rank = 1 if os.fork() == 0 else 0
+if rank:
+    print(os.getpid(), flush=True)
+os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[3])
+parallel = start(ParallelConfig(collective_timeout_s=timeout_s, threads=1))
+parallel.barrier()
+if rank == 0:
+    (folder / "waits").touch()
+    parallel.barrier()
+while not (folder / "over").exists():
+    time.sleep(0.05)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_the_clock_of_a_collective_goes_on_while_all_is_frozen(tmp_path: Path) -> None:
+    """Both ranks run for far less than the time that the collective has, and yet it is over."""
+    timeout_s = 15.0
+    command = [sys.executable, "-c", _RANKS, str(tmp_path), str(timeout_s), str(free_port())]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None and rank.stderr is not None
+        other = int(rank.stdout.readline())
+        try:
+            while not (tmp_path / "waits").exists():
+                assert rank.poll() is None
+                time.sleep(0.01)
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                for pid in (rank.pid, other):
+                    os.kill(pid, number)
+                if number == signal.SIGSTOP:
+                    time.sleep(timeout_s + 1)
+            thawed = time.monotonic()
+            rank.wait(60)
+            assert time.monotonic() - thawed < timeout_s / 2
+        finally:
+            (tmp_path / "over").touch()  # both hold the pipes
+            rank.kill()
+        assert rank.returncode == 1 and "imed out" in rank.stderr.read()
+
+
+def test_a_gpu_that_was_asked_for_and_is_not_there_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"parallel\.device = cuda, but torch finds no GPU here"):
+        ranks.start(ParallelConfig(device="cuda"))

@@ -1,0 +1,101 @@
+"""Every family of models computes what plain transformers does, packed and unpacked, or is refused in one line.
+
+The page docs/models.md is the table of the outcomes:
+`UPDATE_DOCS=1 pytest tests/unit/trainer/test_families.py` writes it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.shared.config.trainer import TrainedModelConfig
+from holdfast.shared.errors import DataError
+from holdfast.shared.files.adapter import adapted_matrices
+from holdfast.trainer.data.packing import Sample
+from holdfast.trainer.models.lora import adapter_parameters, whole_tensors
+from holdfast.trainer.models.policy import Policy, build_policy
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.self_check import check_model
+from tests.conftest import ROOT
+from tests.families import FAMILIES, Family, random_samples, reference_outcome, trainer_outcome, write_model
+from tests.families_page import Row, page
+
+PAGE = ROOT / "docs" / "models.md"
+LENGTHS = (23, 5, 31, 2, 14, 9)
+REFUSED = {
+    "falcon (alibi)": "in transformers FalconForCausalLM is two models, by its own eager and by its own sdpa attention",
+    "rwkv": "RwkvForCausalLM changes its own weights in a forward pass that only measures",
+    "qwen3_vl_text": "transformers has no causal language model of type qwen3_vl_text",
+}
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, Row]:
+    """Rows of the table by family: filled by the tests, and compared when all of them have run."""
+    return {}
+
+
+def build(family: Family, directory: Path, parallel: Parallel) -> Policy:
+    policy = build_policy(TrainedModelConfig(name=str(directory), logits_chunk_tokens=16), parallel, seed=0)
+    check_model(policy, parallel, name=family.name, pack=True, dtype="float32")
+    return policy.eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_loss_and_gradient_are_those_of_plain_transformers(
+    family: Family, rows: dict[str, Row], parallel: Parallel, tmp_path: Path
+) -> None:
+    directory = write_model(family, tmp_path, seed=1)
+    if family.name in REFUSED:
+        with pytest.raises(DataError) as refused:
+            build(family, directory, parallel)
+        assert REFUSED[family.name] in str(refused.value) and "\n" not in str(refused.value)
+        rows[family.name] = Row(family, refusal=REFUSED[family.name])
+        return
+    samples: list[Sample] = random_samples(LENGTHS, seed=1)
+    expected = reference_outcome(directory, samples)
+    policy = build(family, directory, parallel)
+    for pack in (True, False):
+        loss, gradient = trainer_outcome(policy, samples, pack=pack, budget=64).difference(expected)
+        assert loss < 1e-5 and gradient < 1e-5, f"pack = {pack}: {policy.layout}, own head: {not policy.has_plain_head}"
+    norms = torch.stack([gradient.norm() for gradient in expected.gradients.values()])
+    assert norms.max() > 1e-3
+    rows[family.name] = Row(family, layout=policy.layout, plain_head=policy.has_plain_head)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "granitemoehybrid"])
+def test_adapters_of_hybrid_models_train_as_the_merged_model_would(
+    name: str, parallel: Parallel, tmp_path: Path
+) -> None:
+    family = next(family for family in FAMILIES if family.name == name)
+    directory = write_model(family, tmp_path, seed=3)
+    config = TrainedModelConfig.model_validate({"name": str(directory), "lora": {"rank": 3, "alpha": 6.0}})
+    policy = build_policy(config, parallel, seed=0)
+    factors = adapter_parameters(policy.hf_model)
+    with torch.no_grad():
+        for factor_name, factor in factors.items():
+            if ".lora_B." in factor_name:
+                factor.normal_(std=0.1)
+    check_model(policy, parallel, name=name, pack=True, dtype="float32")
+    samples = random_samples(LENGTHS, seed=2)
+    found = trainer_outcome(policy.eval(), samples, pack=True, budget=64)
+    merged = dict(whole_tensors(policy.hf_model, keep=True))
+    expected = reference_outcome(directory, samples, merged)
+    assert found.loss == pytest.approx(expected.loss, abs=1e-5)
+    matrices = adapted_matrices(factors)
+    assert len(matrices) > 8
+    for matrix, (a_name, b_name) in matrices.items():
+        by_hand = 2.0 * expected.gradients[matrix] @ factors[a_name].detach().T
+        torch.testing.assert_close(factors[b_name].grad, by_hand, rtol=1e-3, atol=5e-6)  # float32 sums
+
+
+def test_the_page_is_what_the_tests_found(rows: dict[str, Row]) -> None:
+    if rows.keys() != {family.name for family in FAMILIES}:
+        pytest.skip("needs the outcomes of all families")
+    if os.environ.get("UPDATE_DOCS"):
+        PAGE.write_text(page(rows))
+    assert PAGE.read_text() == page(rows), "run UPDATE_DOCS=1 pytest tests/unit/trainer/test_families.py"

@@ -1,0 +1,176 @@
+"""Losses against values worked out by hand, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from holdfast.shared.config.losses import PolicyLossConfig
+from holdfast.shared.errors import DataError
+from holdfast.shared.wire.rollouts import Rollout, VersionSpan
+from holdfast.trainer.data.packing import Sample, build_micro_batch
+from holdfast.trainer.rl.losses import PolicyLossInput, policy_loss
+from holdfast.trainer.rl.rollouts import ADVANTAGE, AGE, SAMPLER_LOGPROB, assign_advantages, to_samples
+from holdfast.trainer.supervised.loss import cross_entropy, k3
+from tests.policy_inputs import policy_input
+
+CLIP = PolicyLossConfig(type="grpo", clip_low=0.2, clip_high=0.3)
+
+
+def one_sequence(logprobs: Tensor, sampler: Tensor, advantages: Tensor, weights: Tensor) -> PolicyLossInput:
+    """Return the input of a step with these tokens as its one sequence."""
+    return policy_input(
+        logprobs,
+        old_logprobs_N=logprobs.detach(),
+        sampler_logprobs_N=sampler,
+        advantages_N=advantages,
+        weights_N=weights,
+        sequence_N=torch.zeros(len(logprobs), dtype=torch.long),
+        step_sequences=1,
+        step_tokens=len(logprobs),
+    )
+
+
+def grpo(
+    ratios: Sequence[float], advantages: Sequence[float], weights: Sequence[float] | None = None
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """Return loss, counts and the gradient with respect to the log-probabilities at these ratios."""
+    sampler = torch.linspace(-3, -1, len(ratios), dtype=torch.float64)
+    logprobs = (sampler + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
+    weights_N = torch.tensor(weights or [1.0] * len(ratios), dtype=torch.float64)
+    data = one_sequence(logprobs, sampler, torch.tensor(advantages, dtype=torch.float64), weights_N)
+    loss, counts = policy_loss(CLIP)(data)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    return loss.detach(), counts, gradient
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        # The objective is min(rho A, clip(rho, 0.8, 1.3) A); the gradient of rho A in log rho is rho A.
+        (1.0, 2.0, -2.0, -2.0),
+        (1.0, -2.0, 2.0, 2.0),
+        (1.2, 2.0, -2.4, -2.4),
+        (1.5, 2.0, -2.6, 0.0),  # too likely already and good: clipped, no gradient
+        (1.5, -2.0, 3.0, 3.0),  # too likely and bad: must still be pushed down
+        (0.5, 2.0, -1.0, -1.0),  # too unlikely and good: must still be pushed up
+        (0.5, -2.0, 1.6, 0.0),  # too unlikely already and bad: clipped, no gradient
+        (0.9, -2.0, 1.8, 1.8),
+        (1.5, 0.0, 0.0, 0.0),
+    ],
+)
+def test_grpo_by_hand(ratio: float, advantage: float, loss: float, gradient: float) -> None:
+    got, counts, got_gradient = grpo([ratio], [advantage])
+    assert got.item() == pytest.approx(loss, abs=1e-12)
+    assert got_gradient.item() == pytest.approx(gradient, abs=1e-12)
+    assert counts["clip_fraction/high"].item() == (ratio == 1.5 and advantage > 0)
+    assert counts["clip_fraction/low"].item() == (ratio == 0.5 and advantage < 0)
+
+
+def test_grpo_is_the_weighted_sum_over_tokens() -> None:
+    ratios, advantages, weights = [1.0, 1.5, 0.5, 0.5], [1.0, 1.0, 1.0, -1.0], [0.5, 0.25, 0.125, 0.125]
+    loss, counts, gradient = grpo(ratios, advantages, weights)
+    assert loss.item() == pytest.approx(-(0.5 * 1.0 + 0.25 * 1.3 + 0.125 * 0.5 - 0.125 * 0.8))
+    assert gradient.tolist() == pytest.approx([-0.5, 0.0, -0.0625, 0.0])
+    assert (counts["clip_fraction/low"], counts["clip_fraction/high"]) == (1, 1)
+
+
+def test_grpo_gradients_are_right_away_from_the_corners() -> None:
+    torch.manual_seed(0)
+    sampler = torch.randn(40, dtype=torch.float64)
+    log_ratio = torch.linspace(-1, 1, 40, dtype=torch.float64)
+    advantages, weights = torch.randn(40, dtype=torch.float64), torch.rand(40, dtype=torch.float64)
+
+    def loss(logprobs: Tensor) -> Tensor:
+        return policy_loss(CLIP)(one_sequence(logprobs, sampler, advantages, weights))[0]
+
+    assert torch.autograd.gradcheck(loss, ((sampler + log_ratio).requires_grad_(),))
+
+
+def test_grpo_on_fresh_samples_is_the_policy_gradient() -> None:
+    """At ratio 1 the gradient is -weight * advantage: REINFORCE with these advantages."""
+    advantages, weights = [1.5, -0.5, 0.0], [0.2, 0.3, 0.5]
+    _, counts, gradient = grpo([1.0, 1.0, 1.0], advantages, weights)
+    assert gradient.tolist() == pytest.approx([-a * w for a, w in zip(advantages, weights, strict=True)])
+    assert counts["clip_fraction/low"] == counts["clip_fraction/high"] == 0
+
+
+def test_sign_aware_clip_counts_of_the_worked_example() -> None:
+    """d = (.1, -.3, 0) and eps 0.2: one in three lies outside, and counts only when its advantage is negative."""
+    sampler = torch.zeros(3)
+    log_ratio = torch.tensor([0.1, -0.3, 0.0])
+    loss = policy_loss(PolicyLossConfig(type="grpo", clip_low=0.2, clip_high=0.2))
+    for second, low in ((-1.0, 1), (1.0, 0)):
+        advantages = torch.tensor([1.0, second, 1.0])
+        _, counts = loss(one_sequence(log_ratio, sampler, advantages, torch.ones(3)))
+        assert (counts["clip_fraction/low"].item(), counts["clip_fraction/high"].item()) == (low, 0)
+
+
+def test_cross_entropy_is_the_weighted_negative_log_likelihood() -> None:
+    logprobs = torch.tensor([-1.0, -2.0, -4.0], requires_grad=True)
+    weights = torch.tensor([0.5, 0.25, 0.25])
+    loss = cross_entropy(logprobs, weights)
+    assert loss.item() == pytest.approx(2.0)
+    assert torch.equal(torch.autograd.grad(loss, logprobs)[0], -weights)
+
+
+def test_k3_of_the_worked_examples() -> None:
+    policy, reference = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.2, -1.5, -0.5])
+    assert k3(reference - policy).mean().item() == pytest.approx(0.0558173, abs=1e-7)
+    assert k3(torch.tensor([0.1, -0.3, 0.0])).mean().item() == pytest.approx(0.0153297, abs=1e-7)
+
+
+def test_k3_is_zero_at_equality_never_negative_and_exact_near_it() -> None:
+    assert k3(torch.zeros(3)).tolist() == [0.0, 0.0, 0.0]
+    d = torch.linspace(-5, 5, 1001)
+    assert (k3(d) >= 0).all()
+    tiny = torch.tensor([1e-7, -1e-7], dtype=torch.float64)  # where exp(d) - 1 has but nine digits left
+    assert k3(tiny).tolist() == pytest.approx([5e-15, 5e-15], rel=1e-6)
+
+
+def test_k3_estimates_kl_of_q_against_p() -> None:
+    q, p = np.array([0.7, 0.2, 0.1]), np.array([0.3, 0.3, 0.4])
+    expected = float((q * np.log(q / p)).sum())
+    assert float((torch.tensor(q) * k3(torch.tensor(np.log(p / q)))).sum()) == pytest.approx(expected)
+
+
+def rollout(length: int, sampled: int, *, index: int = 0) -> Rollout:
+    prompt = length - sampled
+    return Rollout(
+        environment="e", task_id=0, sample_index=index, token_ids=list(range(5, 5 + length)),
+        loss_mask=[False] * prompt + [True] * sampled, logprobs=[0.0] * prompt + [-0.5 - k for k in range(sampled)],
+        versions=[VersionSpan(2, prompt, length - 1), VersionSpan(3, length - 1, length)],
+    )  # fmt: skip
+
+
+def samples_of(*rollouts: Rollout) -> list[Sample]:
+    return to_samples(rollouts, trained_version=3)
+
+
+def test_rollouts_become_samples_token_by_token() -> None:
+    (sample,) = samples_of(rollout(5, 3))
+    assign_advantages([sample], [[-1.5]])
+    assert sample.token_ids.tolist() == [5, 6, 7, 8, 9] and sample.num_targets == 3
+    assert sample.per_token[SAMPLER_LOGPROB].tolist() == [0.0, 0.0, -0.5, -1.5, -2.5]
+    assert sample.per_token[ADVANTAGE][sample.loss_mask].tolist() == [-1.5] * 3
+    assert sample.per_token[AGE][sample.loss_mask].tolist() == [1.0, 1.0, 0.0]
+    micro = build_micro_batch([sample], [0], pack=True, device=torch.device("cpu"))
+    assert micro.target_ids_N.tolist() == [7, 8, 9] and micro.predict_index_N.tolist() == [1, 2, 3]
+    assert micro.per_token[SAMPLER_LOGPROB].tolist() == [-0.5, -1.5, -2.5]
+
+
+def test_a_rollout_that_sampled_nothing_trains_nothing() -> None:
+    (sample, _) = samples_of(rollout(3, 0), rollout(3, 2, index=1))
+    assert sample.num_targets == 0
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "logprobs"])
+def test_a_rollout_whose_arrays_do_not_fit_is_refused(name: str) -> None:
+    broken = rollout(5, 3)
+    getattr(broken, name).pop()
+    with pytest.raises(DataError, match="sample 0: 5 tokens"):
+        samples_of(broken)

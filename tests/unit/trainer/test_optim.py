@@ -1,0 +1,163 @@
+"""AdamW, clipping and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+
+import psutil
+import pytest
+import torch
+from torch import nn
+from transformers.optimization import (
+    get_constant_schedule_with_warmup,
+    get_cosine_with_min_lr_schedule_with_warmup,
+    get_polynomial_decay_schedule_with_warmup,
+)
+
+from holdfast.shared.config.rl_trainer import TrainerConfig
+from holdfast.shared.config.schedule import learning_rate, schedule_end
+from holdfast.shared.config.trainer import OptimConfig, SftConfig
+from holdfast.shared.errors import TrainingError
+from holdfast.trainer.optim.optimizers import build_optimizer, clip_gradients, update_parameters
+from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.step import Stopwatch, check_finite, memory_gib
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+
+
+_SCHEDULES = {
+    "constant": lambda optimizer, warmup, end, low: get_constant_schedule_with_warmup(optimizer, warmup),
+    "linear": lambda optimizer, warmup, end, low: get_polynomial_decay_schedule_with_warmup(
+        optimizer, warmup, end, lr_end=0.25 * low, power=1.0
+    ),
+    "cosine": lambda optimizer, warmup, end, low: get_cosine_with_min_lr_schedule_with_warmup(
+        optimizer, warmup, end, min_lr_rate=low
+    ),
+}
+
+
+@pytest.mark.parametrize("low", [0.0, 0.2, 0.9])
+@pytest.mark.parametrize("warmup", [0, 1, 4])
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_rates_are_those_of_transformers_without_its_step_at_rate_0(schedule: str, warmup: int, low: float) -> None:
+    config = OptimConfig(lr=0.25, warmup_steps=warmup, schedule=schedule, min_lr_ratio=low)  # type: ignore[arg-type]
+    ours = [learning_rate(step, config, 20) for step in range(1, 21)]
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.25)
+    scheduler = _SCHEDULES[schedule](optimizer, warmup, 20, low)
+    theirs = []
+    for _ in range(20):
+        theirs += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
+    assert ours[warmup:] == pytest.approx(theirs[warmup:], rel=1e-12)
+    assert ours[:warmup] == pytest.approx(theirs[1 : warmup + 1], rel=1e-12)
+
+
+@pytest.mark.parametrize("end", [1, 2, 3, 50])
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_every_step_trains_and_the_first_behind_the_warm_up_at_the_peak(schedule: str, end: int) -> None:
+    for warmup in range(min(end, 4)):
+        config = OptimConfig(lr=0.25, warmup_steps=warmup, schedule=schedule)  # type: ignore[arg-type]
+        rates = [learning_rate(step, config, end) for step in range(1, end + 1)]
+        assert min(rates) > 0 and rates[warmup] == max(rates) == 0.25
+        assert rates[:warmup] == sorted(rates[:warmup]) and rates[warmup:] == sorted(rates[warmup:], reverse=True)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_schedule_falls_towards_its_floor(schedule: str) -> None:
+    config = OptimConfig(lr=0.25, min_lr_ratio=0.2, schedule=schedule)  # type: ignore[arg-type]
+    assert 0.05 < learning_rate(50, config, 50) < 0.055
+    assert learning_rate(1, config, 1) == 0.25
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_schedule_that_ends_at_a_step_of_its_own_ignores_max_steps(schedule: str) -> None:
+    fixed = OptimConfig(lr=0.25, warmup_steps=4, min_lr_ratio=0.1, schedule=schedule, schedule_steps=20)  # type: ignore[arg-type]
+    stretched = fixed.model_copy(update={"schedule_steps": None})
+    for step in range(1, 21):
+        assert learning_rate(step, fixed, 40) == learning_rate(step, fixed, 5) == learning_rate(step, stretched, 20)
+    assert {learning_rate(step, fixed, 40) for step in (20, 21, 30, 40)} == {learning_rate(20, stretched, 20)}
+    assert learning_rate(21, stretched, 40) > 0.1, "without it the schedule is stretched to max_steps"
+    assert (schedule_end(fixed, 40), schedule_end(stretched, 40), schedule_end(OptimConfig(), 40)) == (20, 40, None)
+
+
+def test_warm_up_must_fit_before_the_end_of_the_schedule() -> None:
+    with pytest.raises(ValueError, match="warmup_steps .5. must be below optim.schedule_steps .5."):
+        SftConfig.model_validate({"max_steps": 40, "optim": {"warmup_steps": 5, "schedule_steps": 5}})
+    with pytest.raises(ValueError, match="warmup_steps .5. must be below max_steps .5."):
+        SftConfig.model_validate({"max_steps": 5, "optim": {"warmup_steps": 5}})
+    SftConfig.model_validate({"max_steps": 5, "optim": {"warmup_steps": 5, "schedule_steps": 6}})
+    with pytest.raises(ValueError, match="critic.optim.warmup_steps .5. must be below max_steps .5."):
+        critic = {"optim": {"warmup_steps": 5}}
+        TrainerConfig.model_validate({"max_steps": 5, "advantage": "gae", "critic": critic})
+
+
+def test_only_matrices_are_decayed() -> None:
+    model = small()
+    optimizer = build_optimizer(model, OptimConfig(lr=0.1, weight_decay=0.5))
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert decays == {id(p): (0.5 if p.ndim == 2 else 0.0) for p in model.parameters()}
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = small()
+    for parameter in model[1].parameters():
+        parameter.requires_grad_(False)
+    groups = build_optimizer(model, OptimConfig()).param_groups
+    assert sum(len(group["params"]) for group in groups) == 2
+
+
+def test_one_step_of_adamw_by_hand() -> None:
+    """At the first step Adam moves each entry by lr * sign(gradient), after decaying it by lr * decay."""
+    model = nn.Linear(3, 2, bias=False)
+    before = model.weight.detach().clone()
+    optimizer = build_optimizer(model, OptimConfig(lr=9.0, weight_decay=0.5, eps=1e-12))
+    gradient = torch.tensor([[1.0, -2.0, 3.0], [-0.1, 0.2, -0.3]])
+    model.weight.grad = gradient.clone()
+    update_parameters(optimizer, lr=0.01)
+    torch.testing.assert_close(model.weight.detach(), before * (1 - 0.01 * 0.5) - 0.01 * gradient.sign())
+    assert model.weight.grad is None
+
+
+@pytest.mark.parametrize(("limit", "scale"), [(math.inf, 1.0), (20.0, 1.0), (5.0, 0.5)])
+def test_gradients_are_clipped_to_the_global_norm(limit: float, scale: float) -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, bias=False))
+    parameters = list(model.parameters())
+    gradients = [torch.tensor([[6.0]]), torch.tensor([8.0]), torch.tensor([[0.0]])]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    assert clip_gradients(model, limit) == pytest.approx(10.0)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient * scale, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (1.0, math.inf), (math.inf, math.nan)])
+def test_broken_numbers_stop_training_with_advice(loss: float, norm: float) -> None:
+    with pytest.raises(TrainingError, match="step 7: loss is .* Lower optim.lr") as caught:
+        check_finite(7, loss=loss, grad_norm=norm)
+    assert caught.value.exit_code == 3
+    check_finite(7, loss=1.0, grad_norm=0.0)
+
+
+def test_the_stopwatch_sums_phases_and_starts_again() -> None:
+    stopwatch = Stopwatch()
+    for _ in range(2):
+        with stopwatch.phase("data"):
+            pass
+    with pytest.raises(KeyError), stopwatch.phase("failed"):
+        raise KeyError
+    taken = stopwatch.take()
+    assert taken.keys() == {"time/data", "time/failed", "time/step"}
+    assert 0 < taken["time/data"] <= taken["time/step"]
+    assert stopwatch.take().keys() == {"time/step"}
+
+
+def test_memory_and_reductions_of_one_rank(parallel: Parallel) -> None:
+    resident = psutil.Process().memory_info().rss / 1024**3
+    assert memory_gib(parallel) == pytest.approx(resident, rel=0.2)
+    values = {"a": 1.5, "b": 2.0**60 + 1}
+    assert parallel.sum(values) == parallel.max(values) == values
+    assert parallel.is_main
