@@ -566,7 +566,8 @@ def process(config: OrchestratorConfig, prelude: str = "") -> subprocess.Complet
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
     code = f"{prelude}\nfrom holdfast.orchestrator.main import main\nmain([{str(path)!r}])"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    places = [str(place) for place in Path(__file__).parents[:2]]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=HANG_S)
 
 
