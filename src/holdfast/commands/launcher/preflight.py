@@ -13,7 +13,6 @@ import os
 import subprocess
 import tempfile
 from importlib.metadata import PackageNotFoundError, distribution
-from pathlib import Path
 
 from pydantic import BaseModel
 
@@ -24,13 +23,11 @@ from holdfast.shared.config.reward_training import RewardTrainingConfig
 from holdfast.shared.config.rl import RlConfig
 from holdfast.shared.config.rl_trainer import TrainerConfig
 from holdfast.shared.config.trainer import SftConfig, TrainingCommand
-from holdfast.shared.errors import ConfigError, DataError, EnvironmentFailure, HoldfastError
+from holdfast.shared.errors import ConfigError, EnvironmentFailure, HoldfastError
+from holdfast.shared.files.local_inputs import check_data_path, check_model_path, check_weights_path
 from holdfast.shared.process.child import LAUNCHER_ENV
 from holdfast.shared.process.import_path import module_command
 from holdfast.shared.wire.admin_token import read_admin_token
-
-DATA_FILES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
-_OTHER_FILES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst", ".xz", ".bz2")
 
 
 def check_training(config: TrainingCommand) -> None:
@@ -40,14 +37,14 @@ def check_training(config: TrainingCommand) -> None:
         DataError: a local path is not there.
         ConfigError: a function of the user cannot be loaded, or a setting is missing that `rl` would hand down.
     """
-    require_model(config.model.name, key="model.name")
+    check_model_path(config.model.name, key="model.name")
     ckpt = config.ckpt
     if config.model.init == "pretrained" and not (ckpt and (ckpt.resume_step or ckpt.resume_dir or ckpt.weights_only)):
-        require_weights(config.model.name)
+        check_weights_path(config.model.name)
     if isinstance(config, SftConfig | DpoConfig | RewardTrainingConfig):
-        require_data(config.data.name, key="data.name")
+        check_data_path(config.data.name, key="data.name")
     if isinstance(config, DpoConfig) and config.loss.reference_model:
-        require_model(config.loss.reference_model, key="loss.reference_model")
+        check_model_path(config.loss.reference_model, key="loss.reference_model")
     if not isinstance(config, TrainerConfig):
         return
     for key, name in (
@@ -56,9 +53,9 @@ def check_training(config: TrainingCommand) -> None:
         ("reward_model.name", config.reward_model and config.reward_model.name),
     ):
         if name:
-            require_model(name, key=key)
+            check_model_path(name, key=key)
     if config.pretraining is not None:
-        require_data(config.pretraining.data.name, key="pretraining.data.name")
+        check_data_path(config.pretraining.data.name, key="pretraining.data.name")
     if config.loss.aggregation == "constant" and config.loss.constant_tokens is None:
         raise ConfigError(
             "loss.aggregation = 'constant' needs loss.constant_tokens: set it to orchestrator.sampling.max_tokens, "
@@ -86,7 +83,7 @@ def check_inference(config: InferenceConfig) -> None:
         ConfigError: vLLM is not installed, or the admin token is none.
     """
     read_admin_token(config.server.admin_token_env)
-    require_model(config.model.name, key="model.name")
+    check_model_path(config.model.name, key="model.name")
     require_vllm()
 
 
@@ -122,50 +119,6 @@ def check_rl(config: RlConfig, *, starts_inference: bool) -> None:
         raise ConfigError(
             f"orchestrator.seq_len = {seq_len} is more than inference.model.max_len = {max_len}, the longest session "
             "that the inference server takes. Lower seq_len or raise max_len."
-        )
-
-
-def require_model(name: str, *, key: str) -> None:
-    """Refuse a local path without config.json; names of a hub (`owner/model`) pass, if no directory has that name.
-
-    Raises:
-        DataError: there is no such directory, or it holds no model.
-    """
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).is_dir()
-    if looks_local and not (Path(name) / "config.json").is_file():
-        what = "has no config.json" if Path(name).is_dir() else "is not a directory"
-        raise DataError(
-            f"{key} = '{name}' {what} (from {Path.cwd()}). Give a directory with config.json, safetensors and "
-            "tokenizer, or a hub id such as Qwen/Qwen3-0.6B."
-        )
-
-
-def require_weights(name: str) -> None:
-    """Refuse a local directory without weights, as `model.name`.
-
-    Raises:
-        DataError: it has none that can be read.
-    """
-    if Path(name).is_dir() and not any(Path(name).glob("*.safetensors")):
-        raise DataError(
-            f"model.name = '{name}' has no *.safetensors. Set model.init = random to train from scratch; weights in "
-            "other files are converted by `ckpt import`."
-        )
-
-
-def require_data(name: str, *, key: str) -> None:
-    """Refuse a local file or directory that is not there, or a file of another kind; names of a hub pass.
-
-    Raises:
-        DataError: there is no such file or directory, or it cannot hold rows.
-    """
-    path = Path(name)
-    looks_local = name.startswith((".", "/", "~")) or name.endswith((*DATA_FILES, *_OTHER_FILES))
-    if not path.exists() and (looks_local or name.count("/") != 1):
-        raise DataError(f"{key} = '{name}': there is no such file or directory (from {Path.cwd()})")
-    if path.is_file() and not name.endswith(DATA_FILES):
-        raise DataError(
-            f"{key} = '{name}': use a .jsonl, .json or .parquet file (JSON also as .gz), a directory or a hub id"
         )
 
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from holdfast.commands.launcher.preflight import require_data
 from holdfast.shared.errors import DataError, nearest
+from holdfast.shared.files.local_inputs import check_data_path
 
 if TYPE_CHECKING:
     import datasets
@@ -112,7 +112,7 @@ def read_rows(name: str, *, split: str) -> Rows:
         DataError: it is missing, unreadable or empty.
     """
     path = Path(name)
-    require_data(name, key="data.name")
+    check_data_path(name, key="data.name")
     if path.is_file() and path.suffix != ".parquet":
         rows = _read_json(path, name)
     else:

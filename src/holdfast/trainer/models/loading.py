@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from holdfast.commands.launcher.preflight import require_weights
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import DataError
+from holdfast.shared.files.local_inputs import check_weights_path
 from holdfast.trainer.models.lora import adapter_parameters, base_tensors, is_adapted
 
 _log = logging.getLogger("trainer")
@@ -90,7 +90,7 @@ def initial_weights(
             torch.manual_seed(seed)
             fresh = build_hf_model(kind, config, model_config)
         return trained_tensors(fresh)
-    require_weights(config.name)
+    check_weights_path(config.name)
     try:
         answer = kind.from_pretrained(
             config.name,
