@@ -1,0 +1,39 @@
+"""docs/architecture.md is drawn from contracts, imports and docstrings, and its ways lead through the code."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import architecture
+from tests.architecture import PAGE, House, Step, ways
+
+WAYS = ways(PAGE.read_text())
+STEPS = [step for way in WAYS for step in way]
+
+
+def test_the_page_is_what_contracts_imports_and_docstrings_say() -> None:
+    text = PAGE.read_text()
+    assert text == architecture.page_with(text), "write it anew: uv run python -m tests.architecture"
+
+
+def test_an_import_that_leads_up_or_sideways_is_noticed() -> None:
+    house = House("x", [["a"], ["b", "c"]], {"a": ["b"], "b": ["c"], "c": ["a"]})
+    assert house.upward() == ["x: b imports c", "x: c imports a"]
+
+
+def test_the_page_tells_its_ways_in_lines_that_can_be_checked() -> None:
+    assert len(STEPS) == architecture.numbered_lines(PAGE.read_text()) > 20
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: f"{step.file}-{step.function}")
+def test_every_function_of_a_way_is_where_the_page_says(step: Step) -> None:
+    assert architecture.definition(step) is not None, f"docs/architecture.md:{step.line}"
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"line-{way[0].line}")
+def test_every_function_of_a_way_is_used_by_a_file_before_it(way: list[Step]) -> None:
+    used = architecture.mentions(way[0].file)
+    for step in way[1:]:
+        name = step.function.rpartition(".")[2]
+        assert name in used, f"docs/architecture.md:{step.line}: nothing before it uses {name}"
+        used |= architecture.mentions(step.file)
