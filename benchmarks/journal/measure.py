@@ -8,11 +8,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from holdfast.orchestrator.batches import batch as batch_module
-from holdfast.orchestrator.batches import publisher
+from holdfast.orchestrator.batches import batch_maker, batch_publisher
 from holdfast.orchestrator.environments.interface import Completion
 from holdfast.orchestrator.main import orchestrate
-from holdfast.orchestrator.rollouts.generations import GenerationLog
+from holdfast.orchestrator.rollouts.generation_log import GenerationLog
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.files import durable, manifest
 from holdfast.shared.files.run_dir import RunDir
@@ -86,8 +85,8 @@ class _TimedLog(GenerationLog):
         _TimedLog.longest_s = max(_TimedLog.longest_s, time.perf_counter() - begin)
 
 
-def _publish_nothing(self: publisher.Publisher, batch: Batch, state: bytes) -> None:
-    """Take the place of `Publisher._publish`."""
+def _publish_nothing(self: batch_publisher.BatchPublisher, batch: Batch, state: bytes) -> None:
+    """Take the place of `BatchPublisher._publish`."""
 
 
 def publish_first_weights(run_dir: RunDir) -> str:
@@ -123,9 +122,9 @@ def measure(
             "client": {"urls": [url]},
         }
     )
-    batch_module.GenerationLog = _TimedLog if journal else _NoLog
+    batch_maker.GenerationLog = _TimedLog if journal else _NoLog
     if not journal:
-        publisher.Publisher._publish = _publish_nothing
+        batch_publisher.BatchPublisher._publish = _publish_nothing
     wall, core = time.perf_counter(), time.process_time()
     asyncio.run(orchestrate(config))
     wall, core = time.perf_counter() - wall, time.process_time() - core

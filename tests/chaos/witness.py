@@ -13,7 +13,7 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from holdfast.orchestrator.rollouts.generations import decode_answer
+from holdfast.orchestrator.rollouts.generation_log import decode_answer
 from holdfast.shared.files.journal import BATCH_NAME
 from holdfast.shared.files.record_log import read_records
 from holdfast.shared.files.run_dir import RunDir

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.orchestrator.rollouts.generations import decode_answer
+from holdfast.orchestrator.rollouts.generation_log import decode_answer
 from holdfast.shared.files import journal
 from holdfast.shared.files.record_log import read_records
 from holdfast.shared.files.run_dir import RunDir

@@ -274,8 +274,8 @@ def test_an_engine_that_is_killed_between_its_start_and_the_first_request_is_wor
     model: Path, tmp_path: Path
 ) -> None:
     kill = (
-        "import os, psutil, holdfast.inference.server as s; adopt = s.Policy.adopt_initial; "
-        "s.Policy.adopt_initial = lambda policy: (psutil.Process().children()[0].kill(), adopt(policy))[1]"
+        "import os, psutil, holdfast.inference.server as s; adopt = s.EngineWeights.adopt_initial; "
+        "s.EngineWeights.adopt_initial = lambda weights: (psutil.Process().children()[0].kill(), adopt(weights))[1]"
     )
     server = _start(model, tmp_path, sabotage=kill)
     assert server.wait() == 75
@@ -316,7 +316,7 @@ def test_what_vllm_refuses_in_a_configuration_is_told_whole(model: Path, tmp_pat
 
 
 def test_a_failed_swap_ends_the_server(model: Path, tmp_path: Path) -> None:
-    sabotage = "import holdfast.inference.worker as w; w.finalize_layerwise_reload = lambda *a: 1 / 0"
+    sabotage = "import holdfast.inference.weights.worker as w; w.finalize_layerwise_reload = lambda *a: 1 / 0"
     server = _start(model, tmp_path, sabotage=sabotage)
     server.wait_ready()
     try:
@@ -333,7 +333,7 @@ def test_an_engine_that_takes_weights_says_for_how_long_it_may_not_answer(model:
     held = tmp_path / "held"
     os.mkfifo(held)
     sabotage = (
-        "import holdfast.inference.worker as w; finish = w.finalize_layerwise_reload\n"
+        "import holdfast.inference.weights.worker as w; finish = w.finalize_layerwise_reload\n"
         f"w.finalize_layerwise_reload = lambda *args: (open({str(held)!r}).read(), finish(*args))[1]"
     )
     beats = tmp_path / "beats"

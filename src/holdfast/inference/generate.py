@@ -18,9 +18,9 @@ from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from holdfast.inference.bodies import GenerateRequest
-from holdfast.inference.errors import RequestError
-from holdfast.inference.served_policy import Policy, read_label
+from holdfast.inference.http.request_bodies import GenerateRequest
+from holdfast.inference.request_error import RequestError
+from holdfast.inference.weights.engine_weights import EngineWeights, read_label
 from holdfast.shared.wire.serving import OTHER_WEIGHTS, SampledSpan
 
 # What vLLM samples at as asked: it raises lower temperatures in silence, and refuses higher ones.
@@ -61,9 +61,9 @@ class GenerateResponse(msgspec.Struct):
 class Generator:
     """Answers generate requests with one engine."""
 
-    def __init__(self, engine: AsyncLLM, policy: Policy) -> None:
+    def __init__(self, engine: AsyncLLM, engine_weights: EngineWeights) -> None:
         self._engine = engine
-        self._policy = policy
+        self._engine_weights = engine_weights
         self._max_len = engine.model_config.max_model_len
         self._vocab_size = engine.model_config.get_vocab_size()
 
@@ -99,8 +99,8 @@ class Generator:
         """
         self.check(request)
         if request.weights_digest is not None:
-            self._policy.require(request.weights_digest)
-        num_updates = self._policy.num_updates
+            self._engine_weights.require(request.weights_digest)
+        num_updates = self._engine_weights.num_updates
         try:
             choices = await asyncio.gather(
                 *(self._sample(request, index, seed) for index, seed in enumerate(request.seeds))
@@ -110,12 +110,16 @@ class Generator:
         versions = [span.version for choice in choices for span in choice.versions]
         if not versions:
             raise RequestError(503, "the request was aborted before a token was sampled: the server is stopping")
-        if request.weights_digest is not None and request.prompt_logprobs and self._policy.num_updates != num_updates:
+        if (
+            request.weights_digest is not None
+            and request.prompt_logprobs
+            and self._engine_weights.num_updates != num_updates
+        ):
             # Spans tell the tokens that were sampled; those of the prompt may be of both.
             raise RequestError(
                 409, "the weights were replaced while the prompt's log-probabilities were computed", code=OTHER_WEIGHTS
             )
-        return GenerateResponse(choices=choices, version=max(versions), boot_id=self._policy.boot_id)
+        return GenerateResponse(choices=choices, version=max(versions), boot_id=self._engine_weights.boot_id)
 
     async def _sample(self, request: GenerateRequest, index: int, seed: int) -> Choice:
         params = SamplingParams(

@@ -19,6 +19,7 @@ from holdfast.inference.preflight import Preflight, check
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.files.run_owner import Owner, owner_of
 from holdfast.shared.process.child import (
     available_cores,
     die_with_launcher,
@@ -32,7 +33,6 @@ from holdfast.shared.process.descriptors import allow_many_connections
 from holdfast.shared.process.events import report
 from holdfast.shared.process.heartbeat import start_heartbeat
 from holdfast.shared.process.import_path import leave_out_working_directory, protect_children
-from holdfast.shared.wire.owner import Owner, owner_of
 
 
 def main(argv: list[str]) -> int:

@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from holdfast.inference.errors import RequestError
+from holdfast.inference.request_error import RequestError
+from holdfast.shared.files.run_owner import Owner
 from holdfast.shared.process.clock import awake_s
-from holdfast.shared.wire.owner import Owner
 
 
 class OwnerStatus(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.inference.access import is_loopback
+from holdfast.inference.http.access import is_loopback
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.config.base import ModelConfig
 from holdfast.shared.config.inference import ServerConfig

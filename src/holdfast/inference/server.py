@@ -29,25 +29,25 @@ from pydantic import ValidationError
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from holdfast.inference.access import is_loopback
-from holdfast.inference.engine import (
+from holdfast.inference.http.access import is_loopback
+from holdfast.inference.http.routes import Routes, build_application
+from holdfast.inference.metrics import ServerMetrics
+from holdfast.inference.ownership import Ownership
+from holdfast.inference.preflight import Preflight
+from holdfast.inference.vllm_engine import (
     build_vllm_app,
     generate_one_token,
     parse_arguments,
     running_engine,
     vllm_arguments,
 )
-from holdfast.inference.meter import Meter
-from holdfast.inference.ownership import Ownership
-from holdfast.inference.preflight import Preflight
-from holdfast.inference.routes import Routes, build_application
-from holdfast.inference.served_policy import Policy
+from holdfast.inference.weights.engine_weights import EngineWeights
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.errors import ConfigError, InferenceError, ReadError, is_storage_failure
 from holdfast.shared.files.manifest import file_digest
+from holdfast.shared.files.run_owner import Owner
 from holdfast.shared.process.child import is_ignored
 from holdfast.shared.process.events import report
-from holdfast.shared.wire.owner import Owner
 
 ENGINE_DIED_EXIT_CODE = 75
 # How vLLM names engine processes that a signal ended.
@@ -109,28 +109,28 @@ async def _serve(
                 _log.error("the engine died while it started: %s", error)
                 return ENGINE_DIED_EXIT_CODE
             raise InferenceError(f"the engine did not start: {_reason(error)} (its log is above)") from None
-        meter = Meter()
-        meter.watch(engine.engine_core)
-        meter.register(REGISTRY)
+        metrics = ServerMetrics()
+        metrics.watch(engine.engine_core)
+        metrics.register(REGISTRY)
         ownership = Ownership(config.server.lease_s, reserved=owner)
-        policy = Policy(engine, meter, ownership, update_timeout_s=config.server.update_timeout_s)
+        engine_weights = EngineWeights(engine, metrics, ownership, update_timeout_s=config.server.update_timeout_s)
         if config.model.load == "auto":
-            await _while_alive(engine, policy.adopt_initial())
+            await _while_alive(engine, engine_weights.adopt_initial())
         await _prove(engine)
         vllm_app = await _while_alive(engine, build_vllm_app(engine, args))
         routes = Routes(
             engine,
-            policy=policy,
+            engine_weights=engine_weights,
             ownership=ownership,
-            meter=meter,
+            metrics=metrics,
             model_name=config.model.name,
             health_timeout_s=config.server.health_timeout_s,
         )
         app = build_application(
             vllm_app,
             routes,
-            policy=policy,
-            meter=meter,
+            engine_weights=engine_weights,
+            metrics=metrics,
             local=is_loopback(config.server.host),
             admin_token=preflight.admin_token,
         )

@@ -14,18 +14,19 @@ from pathlib import Path
 
 import tomli
 
-from holdfast.orchestrator.batches.batch import BatchMaker
-from holdfast.orchestrator.batches.mix import adopt_mix
-from holdfast.orchestrator.batches.production import Production
-from holdfast.orchestrator.batches.publisher import Publisher
-from holdfast.orchestrator.batches.scheduler import StrictSchedule, find_start
+from holdfast.orchestrator.batches.batch_maker import BatchMaker
+from holdfast.orchestrator.batches.batch_publisher import BatchPublisher
+from holdfast.orchestrator.batches.environment_mix import adopt_mix
+from holdfast.orchestrator.batches.pipeline import BatchPipeline
+from holdfast.orchestrator.batches.run_start import find_start
+from holdfast.orchestrator.batches.schedule import StrictSchedule
+from holdfast.orchestrator.current_phase import phase
 from holdfast.orchestrator.engines.answers import load_vocab_size
 from holdfast.orchestrator.engines.client import InferenceClient
-from holdfast.orchestrator.engines.teacher import Teacher, connect_teacher
 from holdfast.orchestrator.environments import load_environment
 from holdfast.orchestrator.environments.calls import place_of
-from holdfast.orchestrator.environments.silence import beating, watching_calls
-from holdfast.orchestrator.phase import phase
+from holdfast.orchestrator.environments.watchdog import beating, watching_calls
+from holdfast.orchestrator.rollouts.teacher import Teacher, connect_teacher
 from holdfast.shared.chat.files import load_tokenizer
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import ConfigError, EnvironmentFailure
@@ -64,10 +65,12 @@ async def orchestrate(config: OrchestratorConfig) -> None:
 
     async with (
         beating(bound_s=config.hang_timeout_s),
-        connect_teacher(config, start.state) as teacher,
+        connect_teacher(config, digest=start.state.teacher_digest) as teacher,
         _connect_policy(config, teacher) as client,
-        Publisher(run_dir) as publisher,
+        BatchPublisher(run_dir) as publisher,
     ):
+        if teacher is not None:
+            start.state.teacher_digest = teacher.digest
         schedule = StrictSchedule(
             run_dir,
             client,
@@ -84,13 +87,13 @@ async def orchestrate(config: OrchestratorConfig) -> None:
             state=start.state,
             teacher=teacher,
         )
-        production = Production(config, client=client, publisher=publisher, schedule=schedule, maker=maker)
+        pipeline = BatchPipeline(config, client=client, publisher=publisher, schedule=schedule, maker=maker)
         with watching_calls():
             for step in range(first, config.max_steps + 1):
                 version = schedule.version_for(step)
                 if step == first:
-                    await production.begin(step, version=version)
-                await production.produce(step, version=version)
+                    await pipeline.begin(step, version=version)
+                await pipeline.produce(step, version=version)
             await publisher.settle()
         await client.release()
     events.report("finished", step=config.max_steps)

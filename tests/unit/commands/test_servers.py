@@ -25,7 +25,7 @@ from holdfast.shared.config.load import parse_command_line
 from holdfast.shared.config.rl import hand_down_shared
 from holdfast.shared.errors import ConfigError, InferenceError
 from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.owner import directory_name
+from holdfast.shared.files.run_owner import directory_name
 
 HOST = "127.0.0.1"
 

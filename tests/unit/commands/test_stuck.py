@@ -50,7 +50,7 @@ made("rollouts/step_1")
 _BLOCKED_ONCE = """
 import asyncio
 from holdfast.orchestrator.main import PatientLoop
-from holdfast.orchestrator.environments.silence import beating
+from holdfast.orchestrator.environments.watchdog import beating
 async def main():
     async with beating(bound_s=3):
         await asyncio.sleep(2)

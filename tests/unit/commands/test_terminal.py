@@ -19,7 +19,7 @@ import pytest
 from holdfast.commands.launcher.liveness import Health, HealthProbe
 from holdfast.commands.launcher.servers import _look
 from holdfast.commands.launcher.supervise import Supervisor
-from holdfast.orchestrator.engines.transport import Transport
+from holdfast.orchestrator.engines.http import Transport
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.config.orchestrator import ClientConfig
 from tests.processes import HANG_S

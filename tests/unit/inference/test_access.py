@@ -15,9 +15,9 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from holdfast.inference.access import ADMIN, Gate, asks_the_model, largest_body
-from holdfast.inference.bodies import UpdateRequest, decode_body, decode_request
-from holdfast.inference.errors import RequestError
+from holdfast.inference.http.access import ADMIN, Gate, asks_the_model, largest_body
+from holdfast.inference.http.request_bodies import UpdateRequest, decode_body, decode_request
+from holdfast.inference.request_error import RequestError
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.process.descriptors import allow_connections, allow_many_connections
 

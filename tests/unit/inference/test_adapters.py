@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.inference.adapters import BaseWeights, read_adapter
-from holdfast.inference.weight_files import read_architecture, read_weights
+from holdfast.inference.weights.adapters import BaseWeights, read_adapter
+from holdfast.inference.weights.files import read_architecture, read_weights
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import DataError
 from holdfast.shared.files.adapter import ADAPTER_CONFIG_NAME, ADAPTER_NAME, BASE_NAME

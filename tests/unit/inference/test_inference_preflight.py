@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.inference.access import is_loopback
+from holdfast.inference.http.access import is_loopback
 from holdfast.inference.main import _read_arguments as read_arguments
 from holdfast.inference.preflight import bind, required_token, resolve_model
-from holdfast.orchestrator.engines.transport import Transport
+from holdfast.orchestrator.engines.http import Transport
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.config.inference import ServerConfig
 from holdfast.shared.config.orchestrator import ClientConfig

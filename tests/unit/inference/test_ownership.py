@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.inference.errors import RequestError
 from holdfast.inference.ownership import Ownership
+from holdfast.inference.request_error import RequestError
 from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.owner import Owner, owner_of
+from holdfast.shared.files.run_owner import Owner, owner_of
 
 MINE, OTHER = Owner("mine", "node:/mine"), Owner("other", "node:/other")
 LEASE_S = 90.0

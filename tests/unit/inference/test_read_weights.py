@@ -11,7 +11,7 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-from holdfast.inference.weight_files import Architecture, read_architecture, read_weights
+from holdfast.inference.weights.files import Architecture, read_architecture, read_weights
 from holdfast.shared.errors import DataError
 from holdfast.shared.files.weights_digest import weights_digest
 from tests.inference_models import write_model

@@ -21,7 +21,7 @@ from holdfast.shared.errors import ConfigError, DataError, InferenceError
 from holdfast.shared.files import journal
 from holdfast.shared.files.record_log import RecordLog, read_records
 from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.sampled import problem_of_logprobs, vocab_size_in
+from holdfast.shared.wire.sampled_checks import problem_of_logprobs, vocab_size_in
 
 VOCAB_SIZE = json.loads((Path(MODEL) / "config.json").read_text())["vocab_size"]
 Alter = Callable[[dict[str, Any]], None]

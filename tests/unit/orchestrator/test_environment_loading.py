@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from orchestrator_fakes import make_config
 
-from holdfast.orchestrator.check import check_environments
+from holdfast.orchestrator.check_environments import check_environments
 from holdfast.orchestrator.environments import load_environment
 from holdfast.orchestrator.environments.interface import Environment, Message, TaskSeed
 from holdfast.orchestrator.environments.jsonl import Jsonl

@@ -21,9 +21,9 @@ import torch
 from fastapi.responses import JSONResponse
 from orchestrator_fakes import FakeEngine, FakeTrainer, make_config, publish_weights, serving
 
+from holdfast.orchestrator.environments.contract import PromptTooLong
 from holdfast.orchestrator.environments.interface import Environment, Score, Session, SessionFull, Task, TaskSeed
-from holdfast.orchestrator.environments.scores import PromptTooLong
-from holdfast.orchestrator.environments.silence import watching_calls
+from holdfast.orchestrator.environments.watchdog import watching_calls
 from holdfast.orchestrator.main import orchestrate
 from holdfast.shared.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from holdfast.shared.errors import STUCK, DataError, EnvironmentFailure, InferenceError, RunDirError, is_storage_failure
@@ -642,9 +642,9 @@ def test_the_clock_of_a_call_stands_still_until_the_last_of_its_sessions_was_sam
 def test_a_call_that_blocks_is_named_and_ended(tmp_path: Path, kind: type[Environment], method: str, line: str) -> None:
     """Nothing else runs in that process: no deadline of asyncio can end it."""
     engine = FakeEngine()
-    prelude = "import holdfast.orchestrator.environments.silence as silence\n"
-    prelude += "silence._BENEFIT_OF_DOUBT_S = 0; silence.SILENT_S = 1"
-    prelude += "\nsilence.watching_calls.__wrapped__.__kwdefaults__['silent_s'] = 1"
+    prelude = "import holdfast.orchestrator.environments.watchdog\n"
+    prelude += "watchdog._BENEFIT_OF_DOUBT_S = 0; watchdog.SILENT_S = 1"
+    prelude += "\nwatchdog.watching_calls.__wrapped__.__kwdefaults__['silent_s'] = 1"
     publish_weights(RunDir(tmp_path), 0, b"zero")
     with serving(engine):
         config = make_config(tmp_path, engine, environments=section(kind, timeout_s=2), max_steps=1)

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from holdfast.orchestrator.environments.contract import step_rewards
 from holdfast.orchestrator.environments.interface import Completion, Message, Score, Session, SessionFull
-from holdfast.orchestrator.environments.scores import step_rewards
 from holdfast.shared.chat.files import load_tokenizer
 from holdfast.shared.chat.tokenizer import Tokenizer
 from holdfast.shared.errors import ConfigError, DataError

@@ -14,7 +14,7 @@ from fastapi.responses import StreamingResponse
 from orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
 
 from holdfast.orchestrator.engines import retry as patience
-from holdfast.orchestrator.engines.transport import _FAILING_PATIENCE_S, Unavailable
+from holdfast.orchestrator.engines.http import _FAILING_PATIENCE_S, Unavailable
 from holdfast.orchestrator.main import orchestrate
 from holdfast.shared.config.orchestrator import ClientConfig
 from holdfast.shared.errors import InferenceError

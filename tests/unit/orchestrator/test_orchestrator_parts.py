@@ -14,21 +14,22 @@ import numpy as np
 import pytest
 from orchestrator_fakes import STOP_TOKEN, FakeEngine, commit_checkpoint, make_config, publish_weights, serving
 
-from holdfast.orchestrator.batches import scheduler
+from holdfast.orchestrator.batches import run_start
+from holdfast.orchestrator.batches.batch_publisher import BatchPublisher
+from holdfast.orchestrator.batches.environment_mix import adopt_mix, integer_weights, next_environment
 from holdfast.orchestrator.batches.metrics import BatchTimes, batch_metrics, pass_at_k
-from holdfast.orchestrator.batches.mix import adopt_mix, integer_weights, next_environment
-from holdfast.orchestrator.batches.publisher import Publisher
-from holdfast.orchestrator.batches.scheduler import Start, find_start
-from holdfast.orchestrator.batches.seeds import TaskSeed, request_seed
-from holdfast.orchestrator.batches.selection import Outcome, select
+from holdfast.orchestrator.batches.run_start import Start, find_start
+from holdfast.orchestrator.batches.selection import select
 from holdfast.orchestrator.batches.state import OrchestratorState
-from holdfast.orchestrator.concurrency import run_all
 from holdfast.orchestrator.engines.client import InferenceClient
 from holdfast.orchestrator.engines.protocol import GenerateRequest
 from holdfast.orchestrator.environments.calls import place_of, place_of_task
 from holdfast.orchestrator.environments.interface import Completion
-from holdfast.orchestrator.rollouts.generations import GenerationLog, discard_generations
-from holdfast.orchestrator.weight_push.published import PublishedWeights, describe_weights, wait_for_weights
+from holdfast.orchestrator.rollouts.generation_log import GenerationLog, discard_generations
+from holdfast.orchestrator.rollouts.group import Outcome
+from holdfast.orchestrator.seeds import TaskSeed, request_seed
+from holdfast.orchestrator.task_group import run_all
+from holdfast.orchestrator.weight_push.published_files import PublishedWeights, describe_weights, wait_for_weights
 from holdfast.shared.config.orchestrator import ClientConfig, EnvironmentConfig
 from holdfast.shared.errors import CheckpointError, ConfigError, InferenceError, RunDirError
 from holdfast.shared.files import durable, journal, manifest
@@ -204,7 +205,7 @@ def test_weights_that_are_taken_away_while_they_are_described_are_waited_for(
         durable.remove_directory(run_dir.weights_of(version))
         return describe_weights(run_dir, version)
 
-    monkeypatch.setattr("holdfast.orchestrator.weight_push.published.describe_weights", take_away)
+    monkeypatch.setattr("holdfast.orchestrator.weight_push.published_files.describe_weights", take_away)
     check = lambda: publish_weights(run_dir, 0, b"one")  # noqa: E731
     found = asyncio.run(wait_for_weights(run_dir, 0, timeout_s=HANG_S, check=check))
     assert found == describe_weights(run_dir, 0)
@@ -232,7 +233,7 @@ def test_a_start_that_the_trainer_overtakes_goes_by_its_newest_checkpoint(
         publish_weights(run_dir, step, b"weights")
         journal.publish_batch(run_dir, make_batch(step), msgspec.json.encode(OrchestratorState(step=step)))
     commit_checkpoint(run_dir, 1)
-    start_after = scheduler._start_after
+    start_after = run_start._start_after
 
     def overtake(run_dir: RunDir, trainer_step: int, published: set[int]) -> Start:
         monkeypatch.undo()
@@ -241,7 +242,7 @@ def test_a_start_that_the_trainer_overtakes_goes_by_its_newest_checkpoint(
             durable.remove_directory(run_dir.batch(step))
         return start_after(run_dir, trainer_step, published)
 
-    monkeypatch.setattr(scheduler, "_start_after", overtake)
+    monkeypatch.setattr(run_start, "_start_after", overtake)
     start = find_start(run_dir, 1)
     assert (start.trainer_step, start.state.step) == (3, 3)
 
@@ -291,7 +292,7 @@ def make_batch(step: int) -> Batch:
 
 def test_batches_are_published_in_order_and_a_failure_is_told(tmp_path: Path) -> None:
     async def publish() -> None:
-        async with Publisher(RunDir(tmp_path)) as publisher:
+        async with BatchPublisher(RunDir(tmp_path)) as publisher:
             for step in (1, 2, 3):
                 await publisher.submit(make_batch(step), b"{}")
             await publisher.settle()

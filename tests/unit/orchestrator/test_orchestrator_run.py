@@ -29,10 +29,10 @@ from orchestrator_fakes import (
 
 from holdfast.orchestrator.batches.state import OrchestratorState, read_state
 from holdfast.orchestrator.environments.interface import Environment, Message, Score, Session, Task, TaskSeed
-from holdfast.orchestrator.environments.scoring import SCORERS
+from holdfast.orchestrator.environments.scorers import SCORERS
 from holdfast.orchestrator.main import _read_config as read_config
 from holdfast.orchestrator.main import orchestrate
-from holdfast.orchestrator.weight_push.published import describe_weights
+from holdfast.orchestrator.weight_push.published_files import describe_weights
 from holdfast.shared.chat.files import load_tokenizer
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import (

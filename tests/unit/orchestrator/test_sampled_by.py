@@ -16,9 +16,9 @@ from fastapi import HTTPException
 from orchestrator_fakes import FakeEngine, FakeTrainer, make_config, read_rollouts, serving
 
 from holdfast.orchestrator.engines.client import InferenceClient
-from holdfast.orchestrator.engines.transport import Transport, Unavailable, _new_pool
+from holdfast.orchestrator.engines.http import Transport, Unavailable, _new_pool
 from holdfast.orchestrator.main import orchestrate
-from holdfast.orchestrator.weight_push.published import describe_weights
+from holdfast.orchestrator.weight_push.published_files import describe_weights
 from holdfast.shared.config.orchestrator import ClientConfig, OrchestratorConfig
 from holdfast.shared.errors import InferenceError
 from holdfast.shared.files import journal
@@ -273,7 +273,7 @@ def test_a_machine_that_is_cut_off_is_asked_for_by_the_kernel() -> None:
 
 
 def test_a_frozen_server_is_waited_for_by_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.orchestrator.engines.transport.PROBE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("holdfast.orchestrator.engines.http.PROBE_TIMEOUT_S", 0.05)
 
     async def ask(url: str) -> None:
         transport = Transport(ClientConfig(urls=[url], timeout_s=0.05), key="client")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.orchestrator.batches.selection import Outcome, count, has_signal, select
+from holdfast.orchestrator.batches.selection import count, has_signal, select
 from holdfast.orchestrator.batches.state import OrchestratorState
+from holdfast.orchestrator.rollouts.group import Outcome
 from holdfast.shared.files.journal import Counts
 from holdfast.shared.wire.arrays import Logprobs, LossMask, Rewards, TokenIds
 from holdfast.shared.wire.rollouts import Dropped, Rollout, StepRewards

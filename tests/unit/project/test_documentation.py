@@ -155,8 +155,8 @@ def test_the_environments_of_their_page_do_what_it_says(documented: Checkout) ->
     from shout import Shout  # type: ignore[import-not-found]
     from warmer import Warmer  # type: ignore[import-not-found]
 
+    from holdfast.orchestrator.environments.contract import checked_scores
     from holdfast.orchestrator.environments.interface import TaskSeed
-    from holdfast.orchestrator.environments.scores import checked_scores
 
     words = ["yes", "no"]
     for environment, expected in (
@@ -305,17 +305,17 @@ def test_defaults_that_the_guarantees_name_are_those_of_the_settings() -> None:
 
 
 def test_constants_that_the_guarantees_name_are_those_of_the_code() -> None:
+    from holdfast.orchestrator.engines import http
     from holdfast.orchestrator.engines import retry as patience
-    from holdfast.orchestrator.engines import transport
-    from holdfast.orchestrator.environments import silence
+    from holdfast.orchestrator.environments import watchdog
 
     page = " ".join(guarantees.PAGE.read_text().split())
     for text in (
         f"again after {patience.FIRST_BACKOFF_S:g} s, then twice as long each time up to {patience.LAST_BACKOFF_S:g} s",
         f"`Retry-After` says ({patience._LONGEST_PAUSE_S:g} s at most)",
-        f"for {['no', 'one', 'two'][round(transport._FAILING_PATIENCE_S / 60)]} minutes with 500",
+        f"for {['no', 'one', 'two'][round(http._FAILING_PATIENCE_S / 60)]} minutes with 500",
         f"silent from {vitals._FIRST_BEAT_S:g} s after its start",
-        f"named after {silence.SILENT_S:g} s with environment",
+        f"named after {watchdog.SILENT_S:g} s with environment",
         f"after {storage._FIRST_DELAY_S:g} s, then 2, 4, ... up to {storage._LAST_DELAY_S:g} s",
         f"takes the server at port {InferenceConfig().server.port} if it is nobody's",
         f"waits up to {servers._ENDING_S:g} s for what a killed launcher",

@@ -57,5 +57,5 @@ def test_tests_that_import_a_module_come_first() -> None:
     )
     assert rounds_of("holdfast/trainer/rl/losses/base.py")[1], "what is imported through others is tried through them"
     assert all(
-        (ROOT / test).is_file() for tests in rounds_of("holdfast/orchestrator/batches/batch.py") for test in tests
+        (ROOT / test).is_file() for tests in rounds_of("holdfast/orchestrator/batches/batch_maker.py") for test in tests
     )

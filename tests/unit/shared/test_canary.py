@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from holdfast.orchestrator.engines.client import InferenceClient
-from holdfast.orchestrator.weight_push.published import describe_weights, read_canary
+from holdfast.orchestrator.weight_push.published_files import describe_weights, read_canary
 from holdfast.shared.config import TrainerConfig
 from holdfast.shared.config.orchestrator import ClientConfig
 from holdfast.shared.config.trainer import TrainedModelConfig

@@ -16,7 +16,8 @@ from holdfast.commands.ckpt.listing import ls
 from holdfast.commands.ckpt.places import Places
 from holdfast.commands.launcher.console import Tail
 from holdfast.commands.resume.remote import fetch
-from holdfast.orchestrator.batches.scheduler import StrictSchedule, find_start
+from holdfast.orchestrator.batches.run_start import find_start
+from holdfast.orchestrator.batches.schedule import StrictSchedule
 from holdfast.orchestrator.batches.state import OrchestratorState
 from holdfast.shared.errors import CheckpointError, ReadError, RunDirError, is_storage_failure
 from holdfast.shared.files import durable, journal

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.orchestrator.environments.interface import Completion
-from holdfast.orchestrator.rollouts.generations import GenerationLog
+from holdfast.orchestrator.rollouts.generation_log import GenerationLog
 from holdfast.shared.errors import RunDirError
 from holdfast.shared.files import durable, record_log
 from holdfast.shared.files.record_log import MARKER, RecordLog, read_records

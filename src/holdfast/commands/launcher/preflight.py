@@ -72,7 +72,7 @@ def check_orchestrator(config: OrchestratorConfig) -> None:
         ConfigError, DataError: one is not, or does not; or the admin token is none.
     """
     read_admin_token(config.client.admin_token_env)
-    _check_in_child("holdfast.orchestrator.check", config)
+    _check_in_child("holdfast.orchestrator.check_environments", config)
 
 
 def check_inference(config: InferenceConfig) -> None:

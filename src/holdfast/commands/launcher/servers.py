@@ -24,9 +24,9 @@ from holdfast.commands.launcher.ports import Reservation, reserve, reserve_first
 from holdfast.shared.config.rl import RlConfig
 from holdfast.shared.errors import InferenceError
 from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.files.run_owner import Owner, directory_name, owner_of
 from holdfast.shared.printable import printable
 from holdfast.shared.wire.admin_token import read_admin_token
-from holdfast.shared.wire.owner import Owner, directory_name, owner_of
 from holdfast.shared.wire.same_model import same_model
 
 _TIMEOUT_S = 10.0

@@ -14,7 +14,7 @@ from holdfast.shared.config.rl_trainer import TrainerConfig
 from holdfast.shared.config.trainer import TrainingCommand
 from holdfast.shared.errors import CheckpointError, ConfigError, DataError, RunDirError
 from holdfast.shared.files.journal import read_batch
-from holdfast.shared.wire.sampled import problem_of_batch, vocab_size_in
+from holdfast.shared.wire.sampled_checks import problem_of_batch, vocab_size_in
 
 
 def last_kept_batch(

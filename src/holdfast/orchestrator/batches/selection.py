@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.orchestrator.batches.state import OrchestratorState
+from holdfast.orchestrator.rollouts.group import Outcome
 from holdfast.shared.files.journal import Counts, dropped_by_reason
 from holdfast.shared.wire.rollouts import Dropped, Rollout
-
-# What came of one problem: its group of scored rollouts, or why there is none.
-Outcome = list[Rollout] | Dropped
 
 
 def has_signal(outcome: Outcome) -> bool:

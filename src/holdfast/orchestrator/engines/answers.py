@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from holdfast.orchestrator.engines.http import Unavailable
 from holdfast.orchestrator.engines.protocol import Choice, GenerateRequest, GenerateResponse
-from holdfast.orchestrator.engines.transport import Unavailable
 from holdfast.orchestrator.environments.interface import Completion
 from holdfast.shared.errors import ConfigError, InferenceError
-from holdfast.shared.wire.sampled import problem_of_ids, problem_of_logprobs, vocab_size_in
+from holdfast.shared.wire.sampled_checks import problem_of_ids, problem_of_logprobs, vocab_size_in
 
 # No token this unlikely is ever sampled: the smallest positive float32 is exp(-103.3).
 _LOWEST_SAMPLED_LOGPROB = -1000.0

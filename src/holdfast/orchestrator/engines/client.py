@@ -20,17 +20,17 @@ from typing import Self
 
 import msgspec
 
-from holdfast.orchestrator.concurrency import run_all
 from holdfast.orchestrator.engines.answers import check_choices, largest_answer
 from holdfast.orchestrator.engines.engine import Engine
+from holdfast.orchestrator.engines.http import Transport, Unavailable, decode
 from holdfast.orchestrator.engines.protocol import Choice, GenerateRequest, GenerateResponse, ServedWeights
-from holdfast.orchestrator.engines.transport import Transport, Unavailable, decode
-from holdfast.orchestrator.weight_push.published import PublishedWeights
+from holdfast.orchestrator.task_group import run_all
+from holdfast.orchestrator.weight_push.published_files import PublishedWeights
 from holdfast.shared.config.orchestrator import ServersConfig
 from holdfast.shared.errors import InferenceError
 from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.files.run_owner import Owner, owner_of
 from holdfast.shared.wire.canary import Canary, deviation
-from holdfast.shared.wire.owner import Owner, owner_of
 
 _log = logging.getLogger("orchestrator")
 

@@ -9,14 +9,14 @@ from typing import TypeVar
 
 import msgspec
 
+from holdfast.orchestrator.engines.http import Transport, Unavailable, decode
 from holdfast.orchestrator.engines.protocol import ModelList, PushedWeights, ServedWeights
 from holdfast.orchestrator.engines.retry import FIRST_BACKOFF_S, LAST_BACKOFF_S, Patience
-from holdfast.orchestrator.engines.transport import Transport, Unavailable, decode
-from holdfast.orchestrator.weight_push.published import PublishedWeights
+from holdfast.orchestrator.weight_push.published_files import PublishedWeights
 from holdfast.shared.errors import ConfigError, InferenceError
+from holdfast.shared.files.run_owner import Owner
 from holdfast.shared.printable import printable
 from holdfast.shared.process.heartbeat import Wait
-from holdfast.shared.wire.owner import Owner
 from holdfast.shared.wire.same_model import same_model
 
 _log = logging.getLogger("orchestrator")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.orchestrator.environments.interface import Completion
-from holdfast.shared.wire.owner import Owner
+from holdfast.shared.files.run_owner import Owner
 from holdfast.shared.wire.serving import SampledSpan
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from holdfast.orchestrator.engines.transport import Unavailable
+from holdfast.orchestrator.engines.http import Unavailable
 from holdfast.shared.errors import InferenceError
 from holdfast.shared.process.clock import awake_s
 

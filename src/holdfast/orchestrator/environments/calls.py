@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from holdfast.orchestrator.environments.scores import PromptTooLong
+from holdfast.orchestrator.environments.contract import PromptTooLong
 from holdfast.shared.errors import EnvironmentFailure
 from holdfast.shared.printable import printable
 from holdfast.shared.process.clock import awake_s

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.orchestrator.batches.seeds import TaskSeed
+from holdfast.orchestrator.seeds import TaskSeed
 from holdfast.shared.chat.messages import MORE_KEYS, Message, as_dict, check_messages
 from holdfast.shared.chat.template import ChatMessage
 from holdfast.shared.chat.tokenizer import Tokenizer

@@ -19,7 +19,7 @@ from holdfast.orchestrator.environments.interface import (
     TaskSeed,
     as_messages,
 )
-from holdfast.orchestrator.environments.scoring import SCORERS, Scorer, regex_scorer
+from holdfast.orchestrator.environments.scorers import SCORERS, Scorer, regex_scorer
 from holdfast.shared.chat.template import ChatMessage
 from holdfast.shared.errors import ConfigError, DataError, nearest
 

@@ -6,7 +6,7 @@ import string
 from collections.abc import Sequence
 
 from holdfast.orchestrator.environments.interface import Environment, Message, Score, Session, Task, TaskSeed
-from holdfast.orchestrator.environments.scoring import lcs
+from holdfast.orchestrator.environments.scorers import lcs
 from holdfast.shared.errors import ConfigError
 
 

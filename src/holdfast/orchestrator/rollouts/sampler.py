@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from holdfast.orchestrator.engines.client import InferenceClient
 from holdfast.orchestrator.engines.protocol import GenerateRequest
 from holdfast.orchestrator.environments.interface import Completion
-from holdfast.orchestrator.rollouts.generations import GenerationLog
+from holdfast.orchestrator.rollouts.generation_log import GenerationLog
 from holdfast.shared.process.heartbeat import moved
 from holdfast.shared.wire.sampling import Sampling
 

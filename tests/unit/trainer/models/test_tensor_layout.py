@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from holdfast.commands.ckpt.requests import Export, Import
-from holdfast.inference.adapters import BaseWeights, read_adapter
-from holdfast.inference.weight_files import read_architecture, read_weights
+from holdfast.inference.weights.adapters import BaseWeights, read_adapter
+from holdfast.inference.weights.files import read_architecture, read_weights
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import CheckpointError, DataError
 from holdfast.shared.files.adapter import read_base

@@ -12,12 +12,12 @@ from pathlib import Path
 import msgspec
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from holdfast.inference.errors import RequestError
-from holdfast.inference.meter import Meter
+from holdfast.inference.metrics import ServerMetrics
 from holdfast.inference.ownership import Ownership
-from holdfast.inference.worker import StageResult
+from holdfast.inference.request_error import RequestError
+from holdfast.inference.weights.worker import StageResult
+from holdfast.shared.files.run_owner import Owner
 from holdfast.shared.process.heartbeat import does
-from holdfast.shared.wire.owner import Owner
 from holdfast.shared.wire.serving import OTHER_WEIGHTS, UNREADABLE
 
 _log = logging.getLogger("inference")
@@ -34,7 +34,7 @@ class UpdateResponse(msgspec.Struct):
     seconds: float
 
 
-class Policy:
+class EngineWeights:
     """The weights of one engine.
 
     Attributes:
@@ -46,10 +46,10 @@ class Policy:
     """
 
     def __init__(
-        self, engine: AsyncLLM, meter: Meter, ownership: Ownership, *, update_timeout_s: float = math.inf
+        self, engine: AsyncLLM, metrics: ServerMetrics, ownership: Ownership, *, update_timeout_s: float = math.inf
     ) -> None:
         self._engine = engine
-        self._meter = meter
+        self._metrics = metrics
         self._ownership = ownership
         self._update_timeout_s = update_timeout_s if math.isfinite(update_timeout_s) else None
         self._lock = asyncio.Lock()
@@ -118,7 +118,7 @@ class Policy:
             finally:
                 does("serving")
             seconds = time.perf_counter() - started
-        self._meter.weight_update(seconds)
+        self._metrics.weight_update(seconds)
         _log.info("serving policy version %d from %s after %.0f ms", version, directory, seconds * 1e3)
         assert self.digest is not None
         return UpdateResponse(version=version, digest=self.digest, seconds=seconds)

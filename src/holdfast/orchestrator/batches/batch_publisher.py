@@ -7,14 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
-from holdfast.orchestrator.rollouts.generations import discard_generations
+from holdfast.orchestrator.rollouts.generation_log import discard_generations
 from holdfast.shared.errors import RunDirError
 from holdfast.shared.files import journal
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Batch
 
 
-class Publisher:
+class BatchPublisher:
     """Writes one batch at a time to the journal, on a thread, while the next one is generated.
 
     Consumes batches with the state after them; produces `rollouts/step_N`. At most one batch waits,

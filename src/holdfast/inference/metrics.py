@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 
-class Meter(Collector):
+class ServerMetrics(Collector):
     """Counters of one server. Busy is the time with at least one generation request in flight.
 
     Attributes:

@@ -30,7 +30,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from holdfast.inference.worker import LOAD_FORMAT, prepare_engine_process
+from holdfast.inference.weights.worker import LOAD_FORMAT, prepare_engine_process
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.process.events import report
@@ -65,7 +65,7 @@ def vllm_arguments(config: InferenceConfig, model_dir: Path, tokenizer_dir: Path
         "dtype": config.model.dtype,
         "max-model-len": config.model.max_len,
         "load-format": LOAD_FORMAT if config.model.load == "auto" else "dummy",
-        "worker-extension-cls": "holdfast.inference.worker.PolicyWorker",
+        "worker-extension-cls": "holdfast.inference.weights.worker.PolicyWorker",
         "logprobs-mode": "processed_logprobs",
         # The model's own top-p and top-k would bend the distribution that the policy is trained on.
         "generation-config": "vllm",

@@ -7,7 +7,7 @@
     POST /claim, /release         own the server, and give it back (admin)
     POST /pause, /resume          freeze and thaw generation (admin)
 
-Everything else that only reads or generates, `/metrics` included, is vLLM's; `inference.access` says who may use
+Everything else that only reads or generates, `/metrics` included, is vLLM's; `inference.http.access` says who may use
 what. Every answer says which policy version made it. An error is `{"error": REASON}`, with a `code` where a program
 can do something about it: `owned` (409: the server is another run's) and `other_weights` (409: the request is for
 other weights than those that serve).
@@ -34,15 +34,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from holdfast.inference.access import Gate, asks_the_model, largest_body
-from holdfast.inference.bodies import UpdateRequest, decode_body, decode_request
-from holdfast.inference.engine import generate_one_token
-from holdfast.inference.errors import RequestError
 from holdfast.inference.generate import Generator
-from holdfast.inference.meter import Meter
+from holdfast.inference.http.access import Gate, asks_the_model, largest_body
+from holdfast.inference.http.request_bodies import UpdateRequest, decode_body, decode_request
+from holdfast.inference.metrics import ServerMetrics
 from holdfast.inference.ownership import Ownership
-from holdfast.inference.served_policy import Policy
-from holdfast.shared.wire.owner import OWNER_HEADER, Owner
+from holdfast.inference.request_error import RequestError
+from holdfast.inference.vllm_engine import generate_one_token
+from holdfast.inference.weights.engine_weights import EngineWeights
+from holdfast.shared.files.run_owner import OWNER_HEADER, Owner
 
 VERSION_HEADER = "x-policy-version"
 
@@ -55,7 +55,13 @@ _Handler = Callable[[Request], Awaitable[Response]]
 
 
 def build_application(
-    vllm_app: FastAPI, routes: Routes, *, policy: Policy, meter: Meter, local: bool, admin_token: str | None
+    vllm_app: FastAPI,
+    routes: Routes,
+    *,
+    engine_weights: EngineWeights,
+    metrics: ServerMetrics,
+    local: bool,
+    admin_token: str | None,
 ) -> ASGIApp:
     """Return the whole application: the project's routes in front of vLLM's, and the gate in front of both.
 
@@ -71,7 +77,7 @@ def build_application(
 
     app = Starlette(routes=[*routes.all(), Mount("", vllm_app)], lifespan=lifespan)
     gated = Gate(app, local=local, admin_token=admin_token, most_body_bytes=routes.most_body_bytes)
-    return PolicyVersionMiddleware(gated, policy=policy, meter=meter, ownership=routes.ownership)
+    return PolicyVersionMiddleware(gated, engine_weights=engine_weights, metrics=metrics, ownership=routes.ownership)
 
 
 class Routes:
@@ -79,9 +85,9 @@ class Routes:
 
     Args:
         engine: vLLM's client of the engine.
-        policy: the weights that it serves.
+        engine_weights: the weights that it serves.
         ownership: whose they may be.
-        meter: counters of this server.
+        metrics: counters of this server.
         model_name: what `/weights` calls the model.
         health_timeout_s: an engine that answers a probe later is failing.
     """
@@ -90,18 +96,18 @@ class Routes:
         self,
         engine: AsyncLLM,
         *,
-        policy: Policy,
+        engine_weights: EngineWeights,
         ownership: Ownership,
-        meter: Meter,
+        metrics: ServerMetrics,
         model_name: str,
         health_timeout_s: float,
     ) -> None:
         self._engine = engine
-        self._policy = policy
-        self._meter = meter
+        self._engine_weights = engine_weights
+        self._metrics = metrics
         self._model_name = model_name
         self._health_timeout_s = health_timeout_s
-        self._generator = Generator(engine, policy)
+        self._generator = Generator(engine, engine_weights)
         self.ownership = ownership
         self.most_body_bytes = largest_body(engine.model_config.max_model_len)
         self._probe: asyncio.Task[None] | None = None
@@ -122,9 +128,9 @@ class Routes:
     async def generate(self, request: Request) -> Response:
         """Sample one choice per seed; the engine drops them when the client goes away."""
         wanted = decode_request(await request.body())
-        if self._policy.version is None:
+        if self._engine_weights.version is None:
             raise RequestError(503, "no weights yet: the server waits for its first POST /update_weights")
-        with self._meter.request():
+        with self._metrics.request():
             answer = await _until_disconnect(request, self._generator.generate(wanted))
         return _json(answer, headers={VERSION_HEADER: str(answer.version)})
 
@@ -135,7 +141,7 @@ class Routes:
     async def update_weights(self, request: Request) -> Response:
         """Replace the weights."""
         wanted = decode_body(await request.body(), UpdateRequest)
-        return _json(await self._policy.update(Path(wanted.path), version=wanted.version, owner=wanted.owner))
+        return _json(await self._engine_weights.update(Path(wanted.path), version=wanted.version, owner=wanted.owner))
 
     async def claim(self, request: Request) -> Response:
         """Make a run the owner of the server, before it has weights."""
@@ -149,12 +155,12 @@ class Routes:
 
     async def pause(self, request: Request) -> Response:
         """Freeze generation."""
-        await self._policy.pause()
+        await self._engine_weights.pause()
         return _json({"paused": True})
 
     async def resume(self, request: Request) -> Response:
         """Go on generating."""
-        await self._policy.resume()
+        await self._engine_weights.resume()
         return _json({"paused": False})
 
     async def health(self, request: Request) -> Response:
@@ -162,8 +168,8 @@ class Routes:
         reason = await self._ailment()
         body = {
             "status": "ok" if reason is None else "failing",
-            "weights": self._policy.version,
-            "paused": self._policy.paused,
+            "weights": self._engine_weights.version,
+            "paused": self._engine_weights.paused,
             "reason": reason,
         }
         return _json(body, status=200 if reason is None else 503)
@@ -171,7 +177,7 @@ class Routes:
     async def _ailment(self) -> str | None:
         if self._engine.errored:
             return "the engine died"
-        if time.monotonic() - self._meter.last_progress < _RECENT_S:
+        if time.monotonic() - self._metrics.last_progress < _RECENT_S:
             return None
         # Callers that come while a probe runs share it, so that a hung engine gathers no requests.
         if self._probe is None or self._probe.done():
@@ -187,7 +193,7 @@ class Routes:
         return None
 
     async def _run_probe(self) -> None:
-        if self._policy.version is None or self._policy.paused:
+        if self._engine_weights.version is None or self._engine_weights.paused:
             # Nothing may be generated now; the answer still comes from the engine's own loop.
             await self._engine.get_weight_version()
             return
@@ -195,11 +201,11 @@ class Routes:
 
     def _weights(self) -> dict[str, Any]:
         return {
-            "version": self._policy.version,
-            "digest": self._policy.digest,
+            "version": self._engine_weights.version,
+            "digest": self._engine_weights.digest,
             "model": self._model_name,
             "uid": os.getuid(),
-            "boot_id": self._policy.boot_id,
+            "boot_id": self._engine_weights.boot_id,
             "owner": self.ownership.status(),
         }
 
@@ -211,10 +217,12 @@ class PolicyVersionMiddleware:
     `3-4` says that an update came in between.
     """
 
-    def __init__(self, app: ASGIApp, *, policy: Policy, meter: Meter, ownership: Ownership) -> None:
+    def __init__(
+        self, app: ASGIApp, *, engine_weights: EngineWeights, metrics: ServerMetrics, ownership: Ownership
+    ) -> None:
         self._app = app
-        self._policy = policy
-        self._meter = meter
+        self._engine_weights = engine_weights
+        self._metrics = metrics
         self._ownership = ownership
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -222,7 +230,7 @@ class PolicyVersionMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        before = self._policy.version
+        before = self._engine_weights.version
         for name, value in scope["headers"]:
             if name == _OWNER_HEADER:
                 self._ownership.renew(value.decode("latin-1"))
@@ -231,7 +239,7 @@ class PolicyVersionMiddleware:
             if message["type"] == "http.response.start":
                 headers = message.setdefault("headers", [])
                 if not any(name == VERSION_HEADER.encode() for name, _ in headers):
-                    headers.append((VERSION_HEADER.encode(), _shown(before, self._policy.version).encode()))
+                    headers.append((VERSION_HEADER.encode(), _shown(before, self._engine_weights.version).encode()))
             await send(message)
 
         if asks_the_model(scope["method"], scope["path"]):  # our own route looks for itself
@@ -240,7 +248,7 @@ class PolicyVersionMiddleware:
                     scope, receive, stamped
                 )
                 return
-            with self._meter.request():
+            with self._metrics.request():
                 await self._app(scope, receive, stamped)
         else:
             await self._app(scope, receive, stamped)

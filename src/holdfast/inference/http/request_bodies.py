@@ -6,8 +6,8 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from holdfast.inference.errors import RequestError
-from holdfast.shared.wire.owner import Owner
+from holdfast.inference.request_error import RequestError
+from holdfast.shared.files.run_owner import Owner
 
 _MAX_CHOICES = 4096
 

@@ -7,25 +7,27 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
-from holdfast.orchestrator.batches.seeds import TaskSeed, request_seed
-from holdfast.orchestrator.batches.selection import Outcome
-from holdfast.orchestrator.concurrency import run_all
 from holdfast.orchestrator.environments.calls import CallTimeout, calling, result_of, sampling, traceback_of
-from holdfast.orchestrator.environments.interface import Completion, Environment, Score, Session, SessionFull, Task
-from holdfast.orchestrator.environments.scores import (
+from holdfast.orchestrator.environments.contract import (
     PromptTooLong,
     checked_scores,
     prompt_ids_of,
     require_sound,
     step_rewards,
 )
+from holdfast.orchestrator.environments.interface import Completion, Environment, Score, Session, SessionFull, Task
 from holdfast.orchestrator.rollouts.sampler import Sampler
+from holdfast.orchestrator.seeds import TaskSeed, request_seed
+from holdfast.orchestrator.task_group import run_all
 from holdfast.shared.chat.tokenizer import Tokenizer
 from holdfast.shared.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from holdfast.shared.errors import EnvironmentFailure, HoldfastError
 from holdfast.shared.wire.rollouts import Dropped, DropReason, Rollout, VersionSpan
 
 _log = logging.getLogger("orchestrator")
+
+# What came of one problem: its group of scored rollouts, or why there is none.
+Outcome = list[Rollout] | Dropped
 
 
 @dataclass(frozen=True)

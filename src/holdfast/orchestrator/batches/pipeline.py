@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 
-from holdfast.orchestrator.batches.batch import BatchMaker
+from holdfast.orchestrator.batches.batch_maker import BatchMaker
+from holdfast.orchestrator.batches.batch_publisher import BatchPublisher
 from holdfast.orchestrator.batches.metrics import BatchTimes, batch_metrics
-from holdfast.orchestrator.batches.publisher import Publisher
-from holdfast.orchestrator.batches.scheduler import StrictSchedule
+from holdfast.orchestrator.batches.schedule import StrictSchedule
+from holdfast.orchestrator.current_phase import phase
 from holdfast.orchestrator.engines.client import InferenceClient
-from holdfast.orchestrator.phase import phase
-from holdfast.orchestrator.weight_push.published import PublishedWeights, read_canary
+from holdfast.orchestrator.weight_push.published_files import PublishedWeights, read_canary
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.process import events
 from holdfast.shared.wire.rollouts import Batch
@@ -19,7 +19,7 @@ from holdfast.shared.wire.rollouts import Batch
 _log = logging.getLogger("orchestrator")
 
 
-class Production:
+class BatchPipeline:
     """Makes batches and hands them to the publisher, which writes one while the next one is generated."""
 
     def __init__(
@@ -27,7 +27,7 @@ class Production:
         config: OrchestratorConfig,
         *,
         client: InferenceClient,
-        publisher: Publisher,
+        publisher: BatchPublisher,
         schedule: StrictSchedule,
         maker: BatchMaker,
     ) -> None:

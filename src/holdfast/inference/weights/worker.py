@@ -25,8 +25,8 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from holdfast.inference.adapters import BaseWeights, read_adapter
-from holdfast.inference.weight_files import Architecture, CheckedWeights, read_architecture, read_weights
+from holdfast.inference.weights.adapters import BaseWeights, read_adapter
+from holdfast.inference.weights.files import Architecture, CheckedWeights, read_architecture, read_weights
 from holdfast.shared.errors import DataError, ReadError, is_storage_failure
 from holdfast.shared.files.adapter import holds_adapter
 from holdfast.shared.process.child import die_with_parent

@@ -7,18 +7,18 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from holdfast.orchestrator.batches.mix import next_environment
-from holdfast.orchestrator.batches.seeds import TaskSeed
-from holdfast.orchestrator.batches.selection import Outcome, Selection, count, has_signal, select
+from holdfast.orchestrator.batches.environment_mix import next_environment
+from holdfast.orchestrator.batches.selection import Selection, count, has_signal, select
 from holdfast.orchestrator.batches.state import OrchestratorState
-from holdfast.orchestrator.concurrency import run_all
 from holdfast.orchestrator.engines.client import InferenceClient
-from holdfast.orchestrator.engines.teacher import Teacher
 from holdfast.orchestrator.environments.interface import Environment
-from holdfast.orchestrator.rollouts.generations import GenerationLog
-from holdfast.orchestrator.rollouts.rollout import Problem, run_group
+from holdfast.orchestrator.rollouts.generation_log import GenerationLog
+from holdfast.orchestrator.rollouts.group import Outcome, Problem, run_group
 from holdfast.orchestrator.rollouts.sampler import Sampler
-from holdfast.orchestrator.weight_push.published import PublishedWeights
+from holdfast.orchestrator.rollouts.teacher import Teacher
+from holdfast.orchestrator.seeds import TaskSeed
+from holdfast.orchestrator.task_group import run_all
+from holdfast.orchestrator.weight_push.published_files import PublishedWeights
 from holdfast.shared.chat.tokenizer import Tokenizer
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import EnvironmentFailure

@@ -19,11 +19,11 @@ import msgspec
 from holdfast.orchestrator.engines.protocol import Refusal
 from holdfast.shared.config.orchestrator import ClientConfig, ServersConfig
 from holdfast.shared.errors import STORAGE_FAILED, InferenceError
+from holdfast.shared.files.run_owner import OWNER_HEADER
 from holdfast.shared.printable import printable
 from holdfast.shared.process.heartbeat import moved
 from holdfast.shared.wire.admin_token import read_admin_token
 from holdfast.shared.wire.arrays import decode_packed
-from holdfast.shared.wire.owner import OWNER_HEADER
 from holdfast.shared.wire.serving import OTHER_WEIGHTS, UNREADABLE
 
 _log = logging.getLogger("orchestrator")

@@ -1,4 +1,6 @@
-"""Check the environments of a configuration without playing one: `python -m holdfast.orchestrator.check < config.json`.
+"""Check the environments of a configuration without playing one.
+
+    python -m holdfast.orchestrator.check_environments < config.json
 
 The launcher runs it before it starts anything. Built-in environments are constructed: `jsonl` reads its file, here and
 in the orchestrator again, so that a wrong row is told before anything is started. Of a user's own the module is

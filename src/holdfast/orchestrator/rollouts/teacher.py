@@ -6,13 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from holdfast.orchestrator.batches.state import OrchestratorState
+from holdfast.orchestrator.current_phase import phase
 from holdfast.orchestrator.engines.answers import load_vocab_size
 from holdfast.orchestrator.engines.client import InferenceClient
 from holdfast.orchestrator.engines.protocol import GenerateRequest
 from holdfast.orchestrator.environments.interface import Completion
-from holdfast.orchestrator.phase import phase
-from holdfast.orchestrator.rollouts.generations import GenerationLog
+from holdfast.orchestrator.rollouts.generation_log import GenerationLog
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import CheckpointError, InferenceError
 from holdfast.shared.process import events
@@ -77,8 +76,11 @@ class Teacher:
 
 
 @asynccontextmanager
-async def connect_teacher(config: OrchestratorConfig, state: OrchestratorState) -> AsyncIterator[Teacher | None]:
-    """Wait for the teacher's servers and note in `state` what they serve; None where the run has no teacher.
+async def connect_teacher(config: OrchestratorConfig, *, digest: str) -> AsyncIterator[Teacher | None]:
+    """Wait for the teacher's servers and give the teacher that they serve; None where the run has none.
+
+    Args:
+        digest: of the weights of the teacher that the batches so far were made with; empty before the first.
 
     Raises:
         InferenceError: a server does not answer, serves another model, or none.
@@ -98,10 +100,9 @@ async def connect_teacher(config: OrchestratorConfig, state: OrchestratorState) 
             await client.wait_until_ready(model=config.teacher.model, seq_len=room)
             served = await client.adopt()
         assert served.digest is not None, "adopt refuses servers without weights"
-        if state.teacher_digest not in ("", served.digest):
+        if digest not in ("", served.digest):
             raise CheckpointError(
                 f"the teacher '{config.teacher.model}' has weights with digest {served.digest}; the batches so far "
-                f"were made with digest {state.teacher_digest}. Serve the same teacher again, or start a new run."
+                f"were made with digest {digest}. Serve the same teacher again, or start a new run."
             )
-        state.teacher_digest = served.digest
         yield Teacher(client, digest=served.digest, max_concurrency=config.teacher.max_concurrency)
