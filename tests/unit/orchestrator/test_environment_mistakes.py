@@ -642,7 +642,7 @@ def test_the_clock_of_a_call_stands_still_until_the_last_of_its_sessions_was_sam
 def test_a_call_that_blocks_is_named_and_ended(tmp_path: Path, kind: type[Environment], method: str, line: str) -> None:
     """Nothing else runs in that process: no deadline of asyncio can end it."""
     engine = FakeEngine()
-    prelude = "import holdfast.orchestrator.environments.watchdog\n"
+    prelude = "from holdfast.orchestrator.environments import watchdog\n"
     prelude += "watchdog._BENEFIT_OF_DOUBT_S = 0; watchdog.SILENT_S = 1"
     prelude += "\nwatchdog.watching_calls.__wrapped__.__kwdefaults__['silent_s'] = 1"
     publish_weights(RunDir(tmp_path), 0, b"zero")
