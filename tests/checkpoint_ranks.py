@@ -27,9 +27,9 @@ from holdfast.shared.errors import CheckpointError, HoldfastError, Stopped
 from holdfast.trainer.checkpoints import dcp
 from holdfast.trainer.checkpoints.checkpointer import Checkpointer, load_state_with_optimizer, save_state
 from holdfast.trainer.checkpoints.plain_state import ObjectsState
-from holdfast.trainer.parallel import Parallel
-from holdfast.trainer.saving import Saver
-from holdfast.trainer.stop import StopRequest
+from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.session.saving import Saver
+from holdfast.trainer.session.stop import StopRequest
 from tests.processes import HANG_S
 from tests.train_states import copied, held_writes, same
 from tests.two_ranks import run_on_two_ranks
@@ -101,10 +101,10 @@ class _Upload:
 class Scenarios:
     """What the ranks do; every method returns what its rank saw."""
 
-    def __init__(self, directory: Path, parallel: Parallel) -> None:
+    def __init__(self, directory: Path, mesh: Mesh) -> None:
         self.directory = directory
-        self.parallel = parallel
-        self.rank, self.mesh = parallel.rank, parallel.mesh
+        self.mesh = mesh
+        self.rank, self.mesh = mesh.rank, mesh.device_mesh
 
     def saves_behind_training(self) -> dict[str, Any]:
         """Collectives of training on the default group while a save goes on in its own."""
@@ -241,7 +241,7 @@ class Scenarios:
         objects = make_objects(0, self.mesh)
         place, stop = self.directory / "asked", StopRequest()
         checkpointer = Checkpointer(place, objects)
-        saver = Saver(checkpointer, CkptConfig(), self.parallel, max_steps=10, committed=None, stop=stop)
+        saver = Saver(checkpointer, CkptConfig(), self.mesh, max_steps=10, committed=None, stop=stop)
         asked = [saver.is_asked_to_stop()]
         train(objects)
         saver.after_step(1, {})
@@ -265,7 +265,7 @@ class Scenarios:
             config = CkptConfig(dir="memory://store")
             checkpointer = Checkpointer(place, objects)
             saver = Saver(
-                checkpointer, config, self.parallel, max_steps=10, committed=0, stop=stop, uploader=cast(Any, uploader)
+                checkpointer, config, self.mesh, max_steps=10, committed=0, stop=stop, uploader=cast(Any, uploader)
             )
             stop.ask(15)
             saver.is_asked_to_stop()
@@ -279,7 +279,7 @@ class Scenarios:
         place = self.directory / "clock"
         with Checkpointer(place, objects) as checkpointer:
             config = CkptConfig(every_minutes=1e-9 if self.rank == 0 else 1e9)
-            saver = Saver(checkpointer, config, self.parallel, max_steps=10, committed=None, stop=StopRequest())
+            saver = Saver(checkpointer, config, self.mesh, max_steps=10, committed=None, stop=StopRequest())
             saver.is_asked_to_stop()
             saver.after_step(1, {})
         return {"left": names_in(place)}
@@ -289,14 +289,14 @@ def main() -> None:
     """Run all scenarios and write what each rank saw as `rank_R.json`."""
     directory = Path(sys.argv[1])
 
-    def work(parallel: Parallel) -> None:
-        scenarios = Scenarios(directory, parallel)
+    def work(mesh: Mesh) -> None:
+        scenarios = Scenarios(directory, mesh)
         seen: Mapping[str, Any] = {
             name: getattr(scenarios, name)()
             for name, thing in vars(Scenarios).items()
             if callable(thing) and not name.startswith("_")
         }
-        (directory / f"rank_{parallel.rank}.json").write_text(json.dumps(seen))
+        (directory / f"rank_{mesh.rank}.json").write_text(json.dumps(seen))
 
     run_on_two_ranks(work, directory)
 

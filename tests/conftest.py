@@ -20,7 +20,7 @@ import pytest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from holdfast.trainer.parallel import Parallel
+    from holdfast.trainer.mesh import Mesh
     from tests.training_runs import Runs, SftRun
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -150,18 +150,18 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 @pytest.fixture(scope="session")
-def parallel() -> Iterator[Parallel]:
+def mesh() -> Iterator[Mesh]:
     """Return the ranks of a trainer of one process: this one."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from holdfast.trainer.parallel import Parallel
+    from holdfast.trainer.mesh import Mesh
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
-    yield Parallel(rank=0, world_size=1, device=torch.device("cpu"), mesh=mesh)
+    device_mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+    yield Mesh(rank=0, world_size=1, device=torch.device("cpu"), device_mesh=device_mesh)
     dist.destroy_process_group()
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from holdfast.shared.config.trainer import SftDataConfig, TrainedModelConfig
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import build_policy
-from holdfast.trainer.parallel import Parallel
 from holdfast.trainer.supervised.step import supervised_step
 from tests.families import random_samples
 from tests.two_ranks import run_on_two_ranks
@@ -22,12 +22,12 @@ from tests.two_ranks import run_on_two_ranks
 LENGTHS = (23, 5, 31, 2, 14)
 
 
-def compute(model_dir: Path, parallel: Parallel) -> dict[str, Tensor]:
+def compute(model_dir: Path, mesh: Mesh) -> dict[str, Tensor]:
     """Return the loss of a supervised step and its gradients by parameter. Collective."""
-    policy = build_policy(TrainedModelConfig(name=str(model_dir), logits_chunk_tokens=8), parallel, seed=0)
+    policy = build_policy(TrainedModelConfig(name=str(model_dir), logits_chunk_tokens=8), mesh, seed=0)
     samples = random_samples(LENGTHS, seed=1)
     # Three micro-batches: one of two ranks has an empty one.
-    loss = supervised_step(policy, samples, SftDataConfig(name="", seq_len=32, micro_batch_size=1), parallel)
+    loss = supervised_step(policy, samples, SftDataConfig(name="", seq_len=32, micro_batch_size=1), mesh)
     found = {"loss": torch.tensor(loss)}
     for name, parameter in policy.hf_model.named_parameters():
         gradient = parameter.grad
@@ -40,8 +40,8 @@ def main() -> None:
     """Write what each rank saw as `rank_R.pt`."""
     model_dir, directory = (Path(argument) for argument in sys.argv[1:])
 
-    def work(parallel: Parallel) -> None:
-        torch.save(compute(model_dir, parallel), directory / f"rank_{parallel.rank}.pt")
+    def work(mesh: Mesh) -> None:
+        torch.save(compute(model_dir, mesh), directory / f"rank_{mesh.rank}.pt")
 
     run_on_two_ranks(work, directory)
 

@@ -22,12 +22,12 @@ from holdfast.trainer.data import tokenizing
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.data.row_files import Rows
 from holdfast.trainer.data.samples import load_tokenizer
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.loading import trained_tensors
 from holdfast.trainer.models.logprobs import PLAIN
-from holdfast.trainer.models.policy import build_policy, reshard
+from holdfast.trainer.models.policy import build_policy, predict, reshard
 from holdfast.trainer.optim.muon import _orthogonalized
 from holdfast.trainer.optim.optimizers import build_optimizer, update_parameters
-from holdfast.trainer.parallel import Parallel
 from holdfast.trainer.rl.frozen import freeze
 from holdfast.trainer.rl.losses import PolicyLossInput, policy_loss
 from holdfast.trainer.rl.losses.kl_term import with_distillation_term
@@ -36,7 +36,6 @@ from holdfast.trainer.rl.minibatches import annotate, plan_epochs
 from holdfast.trainer.rl.pretraining import PretrainingMix
 from holdfast.trainer.rl.rollouts import ADVANTAGE, AGE, SAMPLER_LOGPROB
 from holdfast.trainer.rl.step import policy_step
-from holdfast.trainer.step import predict
 from tests.policy_inputs import policy_input
 from tests.two_ranks import run_on_two_ranks
 
@@ -73,33 +72,33 @@ def loss_input(tokens: list[tuple[float, float, float, float, int]]) -> tuple[Po
     return data, columns[4]
 
 
-def statistics_of(parallel: Parallel) -> dict[str, float]:
+def statistics_of(mesh: Mesh) -> dict[str, float]:
     """Return the metrics of two updates whose two forward passes are dealt to the ranks. Collective."""
     statistics = PolicyStatistics(AGES, has_reference=True)
     for passes, losses in zip(TOKENS, LOSSES, strict=True):
-        own = range(parallel.rank, len(passes), parallel.world_size)
+        own = range(mesh.rank, len(passes), mesh.world_size)
         for place in own:
             data, age_N = loss_input(passes[place])
             counts = {"clip_fraction/low": torch.tensor(len(passes[place]) % 2), "mine": torch.tensor(place)}
             statistics.add(data, counts, data.logprobs_N.abs() / 2, age_N)
         statistics.add_update(sum(losses[place] for place in own))
-    return statistics.reduce(parallel)
+    return statistics.reduce(mesh)
 
 
-def measured(model_dir: Path, parallel: Parallel, **settings: Any) -> list[np.ndarray]:
+def measured(model_dir: Path, mesh: Mesh, **settings: Any) -> list[np.ndarray]:
     """Return the log-probabilities that `annotate` gives every sample. Collective."""
     config = TrainedModelConfig(name=str(model_dir), **settings)
     samples = ragged_samples()
-    policy = build_policy(config, parallel, seed=0).eval()
+    policy = build_policy(config, mesh, seed=0).eval()
     (minibatches,) = plan_epochs(
-        samples, UpdatesConfig(minibatches=2), row_tokens=14, parallel=parallel, seed=0, step=1, arrangement="packed"
+        samples, UpdatesConfig(minibatches=2), row_tokens=14, mesh=mesh, seed=0, step=1, arrangement="packed"
     )
-    annotate(["logprob"], lambda micro: predict(policy, micro)[:1], minibatches, parallel, pack=True)
+    annotate(["logprob"], lambda micro: predict(policy, micro)[:1], minibatches, mesh, pack=True)
     reshard(policy)
     return [sample.per_token["logprob"] for sample in samples]
 
 
-def tokenised(model_dir: Path, data: Path, parallel: Parallel) -> tuple[str, list[int]]:
+def tokenised(model_dir: Path, data: Path, mesh: Mesh) -> tuple[str, list[int]]:
     """Return the fingerprint of the pretraining samples, and which chunks this rank has encoded. Collective."""
     encoded, encode = list[int](), tokenizing._encode_chunk
 
@@ -113,14 +112,14 @@ def tokenised(model_dir: Path, data: Path, parallel: Parallel) -> tuple[str, lis
         patch.setattr(tokenizing, "_FEW_ROWS", 20)
         patch.setattr(tokenizing, "available_cores", lambda: 1)
         patch.setattr(tokenizing, "_encode_chunk", noting)
-        mix = PretrainingMix(config, load_tokenizer(str(model_dir)), parallel, seed=0)
+        mix = PretrainingMix(config, load_tokenizer(str(model_dir)), mesh, seed=0)
     return mix.fingerprint, encoded
 
 
-def taught(model_dir: Path, parallel: Parallel) -> dict[str, Tensor]:
+def taught(model_dir: Path, mesh: Mesh) -> dict[str, Tensor]:
     """Return loss and gradients of a distillation over whole vocabularies, chunk by chunk. Collective."""
     student, other = (
-        build_policy(TrainedModelConfig(name=str(model_dir), init=init, logits_chunk_tokens=4), parallel, seed=7)
+        build_policy(TrainedModelConfig(name=str(model_dir), init=init, logits_chunk_tokens=4), mesh, seed=7)
         for init in ("pretrained", "random")
     )
     freeze(other)
@@ -129,12 +128,12 @@ def taught(model_dir: Path, parallel: Parallel) -> dict[str, Tensor]:
         for name in (ADVANTAGE, AGE, SAMPLER_LOGPROB):
             sample.per_token[name] = np.zeros(len(sample.token_ids), dtype=np.float32)
     ((minibatch,),) = plan_epochs(
-        samples, UpdatesConfig(), row_tokens=14, parallel=parallel, seed=0, step=1, arrangement="packed"
+        samples, UpdatesConfig(), row_tokens=14, mesh=mesh, seed=0, step=1, arrangement="packed"
     )
     config = PolicyLossConfig(type="policy_gradient", aggregation="sequence")
     loss = with_distillation_term(policy_loss(config), config, 2.0)
     statistics = PolicyStatistics([0], has_reference=False)
-    value = policy_step(student, minibatch, loss, parallel, statistics, reading=PLAIN, teacher=other)
+    value = policy_step(student, minibatch, loss, mesh, statistics, reading=PLAIN, teacher=other)
     reshard(other)
     found = {"loss": torch.tensor(value)}
     for name, parameter in student.hf_model.named_parameters():
@@ -143,34 +142,34 @@ def taught(model_dir: Path, parallel: Parallel) -> dict[str, Tensor]:
     return found
 
 
-def stepped(model_dir: Path, parallel: Parallel) -> dict[str, Tensor]:
+def stepped(model_dir: Path, mesh: Mesh) -> dict[str, Tensor]:
     """Return the weights after two steps of Muon with gradients that are drawn, the same for any ranks. Collective."""
-    policy = build_policy(TrainedModelConfig(name=str(model_dir)), parallel, seed=0)
+    policy = build_policy(TrainedModelConfig(name=str(model_dir)), mesh, seed=0)
     optimizer = build_optimizer(policy.hf_model, OptimConfig(type="muon", weight_decay=0.1))
     generator = torch.Generator().manual_seed(0)
     for lr in (0.01, 0.02):
         for parameter in policy.hf_model.parameters():
             drawn = torch.randn(parameter.shape, generator=generator)
             sharded = isinstance(parameter, DTensor)
-            parameter.grad = distribute_tensor(drawn, parallel.mesh, parameter.placements) if sharded else drawn
+            parameter.grad = distribute_tensor(drawn, mesh.device_mesh, parameter.placements) if sharded else drawn
         update_parameters(optimizer, lr=lr)
     small = torch.randn(1, 7, generator=generator)  # fewer rows than ranks
-    if parallel.world_size > 1:
-        small = distribute_tensor(small, parallel.mesh, [Shard(0)])
+    if mesh.world_size > 1:
+        small = distribute_tensor(small, mesh.device_mesh, [Shard(0)])
     tensors = {**trained_tensors(policy.hf_model), "small": _orthogonalized(small)}
     return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in tensors.items()}
 
 
-def compute(model_dir: Path, data: Path, parallel: Parallel) -> dict[str, Any]:
+def compute(model_dir: Path, data: Path, mesh: Mesh) -> dict[str, Any]:
     """Return what this rank sees. Collective."""
     return {
-        "tokenised": tokenised(model_dir, data, parallel),
-        "statistics": statistics_of(parallel),
-        "stepped": stepped(model_dir, parallel),
-        "taught": taught(model_dir, parallel),
-        "measured": [torch.tensor(one) for one in measured(model_dir, parallel)],
+        "tokenised": tokenised(model_dir, data, mesh),
+        "statistics": statistics_of(mesh),
+        "stepped": stepped(model_dir, mesh),
+        "taught": taught(model_dir, mesh),
+        "measured": [torch.tensor(one) for one in measured(model_dir, mesh)],
         "with_float32_head": [
-            torch.tensor(one) for one in measured(model_dir, parallel, dtype="bfloat16", fp32_lm_head=True)
+            torch.tensor(one) for one in measured(model_dir, mesh, dtype="bfloat16", fp32_lm_head=True)
         ],
     }
 
@@ -179,8 +178,8 @@ def main() -> None:
     """Write what each rank saw as `rank_R.pt`."""
     model_dir, data, directory = map(Path, sys.argv[1:])
 
-    def work(parallel: Parallel) -> None:
-        torch.save(compute(model_dir, data, parallel), directory / f"rank_{parallel.rank}.pt")
+    def work(mesh: Mesh) -> None:
+        torch.save(compute(model_dir, data, mesh), directory / f"rank_{mesh.rank}.pt")
 
     run_on_two_ranks(work, directory)
 

@@ -30,13 +30,12 @@ from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import HoldfastError
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.trainer.data.packing import Sample, build_micro_batch
-from holdfast.trainer.models.policy import build_policy
+from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.models.policy import build_policy, predict
+from holdfast.trainer.models.self_check import check_model
 from holdfast.trainer.models.tensor_layout import TensorLayout, names_in_files
 from holdfast.trainer.models.weight_publisher import WeightPublisher
-from holdfast.trainer.parallel import Parallel
 from holdfast.trainer.rl.mismatch import LIMITS
-from holdfast.trainer.self_check import check_model
-from holdfast.trainer.step import predict
 from holdfast.trainer.supervised.loss import k3
 from tests.families import FAMILIES, Family, write_model
 from tests.families_page import IN_RL
@@ -110,7 +109,7 @@ def for_engines(family: Family) -> Family:
     return replace(family, fields=fields)
 
 
-def measure(name: str, directory: Path, parallel: Parallel) -> float:
+def measure(name: str, directory: Path, mesh: Mesh) -> float:
     """Return the mismatch KL of trainer and engine, in nats a token, after an update of the weights.
 
     Raises:
@@ -121,8 +120,8 @@ def measure(name: str, directory: Path, parallel: Parallel) -> float:
     for file in _TOKENIZER_FILES:
         shutil.copy(TOKENIZER / file, model)
     try:
-        policy = build_policy(TrainedModelConfig(name=str(model)), parallel, seed=0)
-        check_model(policy, parallel, name=str(model), pack=True, dtype="float32")
+        policy = build_policy(TrainedModelConfig(name=str(model)), mesh, seed=0)
+        check_model(policy, mesh, name=str(model), pack=True, dtype="float32")
     except HoldfastError as error:
         raise Refused(_one_line(str(error).removeprefix(f"model.name = '{model}': "), directory)) from None
     with torch.no_grad():
@@ -133,7 +132,7 @@ def measure(name: str, directory: Path, parallel: Parallel) -> float:
             parameter.mul_(1.05).add_(0.02 * torch.randn(parameter.shape, generator=generator))
     layout = TensorLayout(policy.hf_model, names_in_files(str(model)))
     tokenizer = AutoTokenizer.from_pretrained(model)
-    publisher = WeightPublisher(RunDir(directory / "run"), policy, tokenizer, parallel, dtype="float32", layout=layout)
+    publisher = WeightPublisher(RunDir(directory / "run"), policy, tokenizer, mesh, dtype="float32", layout=layout)
     published = publisher.publish(1)
     answers = _sampled(model, published, directory)
     policy.eval()
@@ -142,7 +141,7 @@ def measure(name: str, directory: Path, parallel: Parallel) -> float:
         for choice in choices:
             ids = np.asarray(prompt + choice["token_ids"], dtype=np.int32)
             sample = Sample(ids, np.arange(len(ids)) >= len(prompt))
-            micro = build_micro_batch([sample], [0], pack=policy.layout.packs, device=parallel.device)
+            micro = build_micro_batch([sample], [0], pack=policy.layout.packs, device=mesh.device)
             with torch.no_grad():
                 ours_N = predict(policy, micro).logprobs_N
             gaps.append(ours_N.double() - torch.tensor(choice["logprobs"], dtype=torch.float64))
@@ -196,12 +195,12 @@ def main(chosen: list[str]) -> None:
     results = read_results()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
-    parallel = Parallel(rank=0, world_size=1, device=torch.device("cpu"), mesh=mesh)
+    device_mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+    mesh = Mesh(rank=0, world_size=1, device=torch.device("cpu"), device_mesh=device_mesh)
     for name in chosen or names():
         with tempfile.TemporaryDirectory() as scratch:
             try:
-                mismatch_kl = measure(name, Path(scratch), parallel)
+                mismatch_kl = measure(name, Path(scratch), mesh)
                 results[name] = "yes"
                 print(f"{name}: {mismatch_kl:.1e}", flush=True)
             except Refused as refusal:

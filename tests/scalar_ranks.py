@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.trainer.data.packing import Sample, build_micro_batch, plan_rows
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.loading import trained_tensors
 from holdfast.trainer.models.scalar_model import build_scalar_model, predict_values, score_samples
-from holdfast.trainer.parallel import Parallel
 from holdfast.trainer.rl.rewards.reward_model import RewardModel
 from tests.two_ranks import run_on_two_ranks
 
@@ -30,21 +30,21 @@ def ragged_samples() -> list[Sample]:
     ]
 
 
-def compute(model_dir: Path, reward_model: Path, parallel: Parallel) -> dict[str, object]:
+def compute(model_dir: Path, reward_model: Path, mesh: Mesh) -> dict[str, object]:
     """Return this rank's scores by sample, values of two samples, the gradients of both, and rewards. Collective."""
     samples = ragged_samples()
     config = TrainedModelConfig(name=str(model_dir))
-    model = build_scalar_model(config, parallel, seed=0)
+    model = build_scalar_model(config, mesh, seed=0)
     plan = plan_rows(
         [len(sample.token_ids) for sample in samples],
-        arrangement="packed", budget=13, rows_per_micro_batch=1, world_size=parallel.world_size,
-    )[parallel.rank]  # fmt: skip
+        arrangement="packed", budget=13, rows_per_micro_batch=1, world_size=mesh.world_size,
+    )[mesh.rank]  # fmt: skip
     scores: dict[int, float] = {}
     for indices in plan:
-        scores_S = score_samples(model, samples, indices, pack=True, device=parallel.device)
+        scores_S = score_samples(model, samples, indices, pack=True, device=mesh.device)
         scores |= dict(zip(indices, scores_S.tolist(), strict=True))
-        (scores_S.square().sum() * parallel.world_size).backward()
-    values_N = predict_values(model, build_micro_batch(samples, [1, 2], pack=True, device=parallel.device))
+        (scores_S.square().sum() * mesh.world_size).backward()
+    values_N = predict_values(model, build_micro_batch(samples, [1, 2], pack=True, device=mesh.device))
     (values_N.square().sum()).backward()  # the same on every rank, so its mean over ranks is itself
     gradients = {}
     for name, parameter in model.hf_model.named_parameters():
@@ -55,7 +55,7 @@ def compute(model_dir: Path, reward_model: Path, parallel: Parallel) -> dict[str
         name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         for name, tensor in trained_tensors(model.hf_model).items()
     }
-    rewards = RewardModel(str(reward_model), config, parallel).score(samples[:3], row_tokens=100)  # one row: one rank's
+    rewards = RewardModel(str(reward_model), config, mesh).score(samples[:3], row_tokens=100)  # one row: one rank's
     seen = {"scores": scores, "values": values_N.detach(), "gradients": gradients, "tensors": tensors}
     return seen | {"rewards": rewards}
 
@@ -64,9 +64,9 @@ def main() -> None:
     """Write what each rank saw as `rank_R.pt`."""
     model_dir, reward_model, directory = (Path(argument) for argument in sys.argv[1:])
 
-    def work(parallel: Parallel) -> None:
-        torch.manual_seed(parallel.rank)  # what is built must not depend on it
-        torch.save(compute(model_dir, reward_model, parallel), directory / f"rank_{parallel.rank}.pt")
+    def work(mesh: Mesh) -> None:
+        torch.manual_seed(mesh.rank)  # what is built must not depend on it
+        torch.save(compute(model_dir, reward_model, mesh), directory / f"rank_{mesh.rank}.pt")
 
     run_on_two_ranks(work, directory)
 

@@ -13,24 +13,25 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from holdfast.shared.config.trainer import OptimConfig, TrainedModelConfig
 from holdfast.shared.files.manifest import FileEntry
 from holdfast.trainer.checkpoints.dcp import ShardWriter
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import build_policy
 from holdfast.trainer.optim.optimizers import build_optimizer, clip_gradients, update_parameters
-from holdfast.trainer.parallel import Parallel
-from holdfast.trainer.train_state import Progress, TrainState, local_part
+from holdfast.trainer.session.train_state import Progress, TrainState
 
 MakeState = Callable[..., TrainState]
 
 
-def state_maker(tiny_model: Callable[..., Path], parallel: Parallel) -> MakeState:
+def state_maker(tiny_model: Callable[..., Path], mesh: Mesh) -> MakeState:
     """Return a maker of states: `make(seed=0, steps=0, weights=True, **model)`."""
 
     def make(*, seed: int = 0, steps: int = 0, weights: bool = True, **model: Any) -> TrainState:
         config = TrainedModelConfig(name=str(tiny_model(**model)), init="random")
-        policy = build_policy(config, parallel, seed=seed, weights=weights)
+        policy = build_policy(config, mesh, seed=seed, weights=weights)
         state = TrainState(policy, build_optimizer(policy, OptimConfig(lr=0.01)), Progress())
         train(state, steps)
         return state
@@ -47,6 +48,11 @@ def train(state: TrainState, steps: int) -> None:
         clip_gradients(state.policy, 1.0)
         update_parameters(state.optimizer, lr=0.01)
         state.progress.advance(samples=8, tokens=100)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, or the tensor itself where it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

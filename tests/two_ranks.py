@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.mesh import Mesh
 
 _DEADLINE_S = 120.0
 
 
-def run_on_two_ranks(work: Callable[[Parallel], None], directory: Path) -> NoReturn:
+def run_on_two_ranks(work: Callable[[Mesh], None], directory: Path) -> NoReturn:
     """Call `work` on both ranks and end this process: with 0 when both came through, else with 1.
 
     Args:
@@ -39,10 +39,10 @@ def run_on_two_ranks(work: Callable[[Parallel], None], directory: Path) -> NoRet
     os._exit(0)
 
 
-def _rank(rank: int, work: Callable[[Parallel], None], directory: Path) -> None:
+def _rank(rank: int, work: Callable[[Mesh], None], directory: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(directory / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
-    work(Parallel(rank=rank, world_size=2, device=torch.device("cpu"), mesh=mesh))
+    device_mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    work(Mesh(rank=rank, world_size=2, device=torch.device("cpu"), device_mesh=device_mesh))
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """The states whose saves are planned: a dense 70B model and a mixture of experts of 1T parameters, with Adam.
 
 Names and shapes are those of transformers' own classes, built on the meta device, under the names
-that the trainer gives them (`holdfast.trainer.train_state.TrainState.tensors`).
+that the trainer gives them (`holdfast.trainer.session.train_state.TrainState.tensors`).
 """
 
 from __future__ import annotations

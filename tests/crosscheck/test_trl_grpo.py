@@ -19,14 +19,13 @@ from holdfast.shared.config.losses import CorrectionConfig, PolicyLossConfig
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.wire.sampling import Sampling
 from holdfast.trainer.data.packing import Sample, build_micro_batch
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.logprobs import Reading
-from holdfast.trainer.models.policy import build_policy
-from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.models.policy import build_policy, predict
 from holdfast.trainer.rl.advantages.estimators import dr_grpo, sample_std
 from holdfast.trainer.rl.kl import KlCoefficient, estimate_kl
 from holdfast.trainer.rl.losses import PolicyLossInput, policy_loss
 from holdfast.trainer.rl.losses.kl_term import with_kl_term
-from holdfast.trainer.step import predict
 from tests.conftest import ModelFactory
 from tests.judged import advantage_of, judged_groups, judged_rollout
 from tests.policy_inputs import policy_input
@@ -222,7 +221,7 @@ def test_corrections_are_those_of_trl(
 
 
 def test_logprobs_and_entropies_of_a_model_are_those_of_trl(
-    trl_trainers: ModuleType, model: Path, parallel: Parallel, tmp_path: Path
+    trl_trainers: ModuleType, model: Path, mesh: Mesh, tmp_path: Path
 ) -> None:
     """At a temperature, from the token ids on; ours packs the sequences into one row, in float32."""
     trainer = trl_trainers.grpo_trainer(model, tmp_path, temperature=0.7)
@@ -235,8 +234,8 @@ def test_logprobs_and_entropies_of_a_model_are_those_of_trl(
         Sample(token_ids=row[mask].numpy().astype(np.int32), loss_mask=np.arange(mask.sum()) > 0)
         for row, mask in zip(ids_BT, mask_BT, strict=True)
     ]
-    micro = build_micro_batch(samples, list(range(len(samples))), pack=True, device=parallel.device)
-    policy = build_policy(TrainedModelConfig(name=str(model)), parallel, seed=0)
+    micro = build_micro_batch(samples, list(range(len(samples))), pack=True, device=mesh.device)
+    policy = build_policy(TrainedModelConfig(name=str(model)), mesh, seed=0)
     for ours_N, theirs_BT in zip(predict(policy, micro, Reading(Sampling(0.7)))[:2], by_trl[:2], strict=True):
         theirs_N = theirs_BT[mask_BT[:, 1:]]
         torch.testing.assert_close(ours_N.double(), theirs_N, rtol=1e-5, atol=1e-5)

@@ -24,9 +24,9 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.trainer.checkpoints.warm_start import load_weights_only
 from holdfast.trainer.conversion.importing import import_weights
 from holdfast.trainer.conversion.writing import export
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.loading import trained_tensors
 from holdfast.trainer.models.policy import build_policy
-from holdfast.trainer.parallel import Parallel
 from tests.inference_models import reference_logprobs, write_model
 from tests.inference_zygote import free_port, shared_zygote
 from tests.processes import HANG_S
@@ -94,10 +94,10 @@ def test_an_export_equals_the_published_weights_bit_for_bit(run_dir: RunDir, tmp
 
 
 def test_an_export_loads_in_transformers_with_the_logits_of_the_trainer(
-    run_dir: RunDir, masters: Path, parallel: Parallel
+    run_dir: RunDir, masters: Path, mesh: Mesh
 ) -> None:
     config = TrainedModelConfig.model_validate({"name": str(run_dir.checkpoint(STEPS) / "model")})
-    policy = build_policy(config, parallel, seed=0, weights=False)
+    policy = build_policy(config, mesh, seed=0, weights=False)
     load_weights_only(trained_tensors(policy.hf_model), run_dir.checkpoint(STEPS))
     loaded, findings = AutoModelForCausalLM.from_pretrained(masters, output_loading_info=True)
     assert not findings["missing_keys"] and not findings["unexpected_keys"] and loaded.dtype == torch.float32

@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.mesh import Mesh
 from tests.families import FAMILIES, random_samples, reference_outcome, write_model
 from tests.family_ranks import LENGTHS, compute
 from tests.training_zygote import shared_zygote
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "falcon"])
-def test_two_ranks_compute_what_plain_transformers_does(name: str, parallel: Parallel, tmp_path: Path) -> None:
+def test_two_ranks_compute_what_plain_transformers_does(name: str, mesh: Mesh, tmp_path: Path) -> None:
     """Falcon-H1 has recurrent layers and scales its logits; Falcon chooses its attention when it is built."""
     family = next(family for family in FAMILIES if family.name == name)
     model_dir = write_model(family, tmp_path / "model", seed=2)
     shared_zygote().program("tests.family_ranks", tmp_path, model_dir)
-    one = compute(model_dir, parallel)
+    one = compute(model_dir, mesh)
     plain = reference_outcome(model_dir, random_samples(LENGTHS, seed=1))
     assert float(one["loss"]) == pytest.approx(plain.loss, abs=1e-5)
     for rank in (0, 1):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.shared.files.metrics import read_metrics
-from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.mesh import Mesh
 from tests.conftest import ModelFactory
 from tests.inference_zygote import free_port
 from tests.rl_families import Refused, measure, names, read_results
@@ -31,15 +31,15 @@ def _marked(name: str) -> object:
 
 
 @pytest.mark.parametrize("name", [_marked(name) for name in names()])
-def test_engine_and_trainer_agree_or_the_family_is_refused(name: str, parallel: Parallel, tmp_path: Path) -> None:
+def test_engine_and_trainer_agree_or_the_family_is_refused(name: str, mesh: Mesh, tmp_path: Path) -> None:
     expected = RESULTS[name]
     if expected != "yes":
         with pytest.raises(Refused) as caught:
-            measure(name, tmp_path, parallel)
+            measure(name, tmp_path, mesh)
         found, said = _without_numbers(str(caught.value)), _without_numbers(expected.removeprefix("no: "))
         assert found[:40] == said[:40], "run `python -m tests.rl_families NAME`"
     else:
-        assert measure(name, tmp_path, parallel) < HIGHEST_MISMATCH_KL
+        assert measure(name, tmp_path, mesh) < HIGHEST_MISMATCH_KL
         said = "WARNING: the model has a recurrent state" in (tmp_path / "inference.log").read_text()
         assert said is (name in RECURRENT)
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.mesh import Mesh
 from tests.scalar_ranks import compute
 from tests.training_zygote import shared_zygote
 
 
 @pytest.fixture(scope="module")
 def one_and_two(
-    tiny_model: Callable[..., Path], parallel: Parallel, tmp_path_factory: pytest.TempPathFactory
+    tiny_model: Callable[..., Path], mesh: Mesh, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What one rank computes, and what each of two does."""
     directory, model_dir = tmp_path_factory.mktemp("ranks"), tiny_model("llama", tied=False)
@@ -27,7 +27,7 @@ def one_and_two(
     config = AutoConfig.from_pretrained(model_dir, num_labels=1)
     AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(reward_model)
     shared_zygote().program("tests.scalar_ranks", directory, model_dir, reward_model)
-    return compute(model_dir, reward_model, parallel), [torch.load(directory / f"rank_{rank}.pt") for rank in (0, 1)]
+    return compute(model_dir, reward_model, mesh), [torch.load(directory / f"rank_{rank}.pt") for rank in (0, 1)]
 
 
 def test_the_weights_and_the_drawn_head_do_not_depend_on_the_ranks(

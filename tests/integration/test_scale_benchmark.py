@@ -20,7 +20,7 @@ from benchmarks.scale.models import model_tensors
 from benchmarks.scale.plans import fake_mesh, local_plan, plan_of_rank, sharded_state
 from holdfast.trainer.models.policy import Policy
 from holdfast.trainer.models.structure import decoder_layers
-from holdfast.trainer.train_state import Progress, TrainState
+from holdfast.trainer.session.train_state import Progress, TrainState
 
 NUM_RANKS = 2
 TINY: dict[str, Any] = {  # three experts and odd widths: shards of unequal size, and empty ones

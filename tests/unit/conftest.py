@@ -17,7 +17,7 @@ from tests.conftest import ModelFactory
 from tests.unit.stand_ins import Stands
 
 if TYPE_CHECKING:
-    from holdfast.trainer.parallel import Parallel
+    from holdfast.trainer.mesh import Mesh
     from tests.train_states import MakeState
 
 # A busy machine takes longer for anything; and no example of ours is spoilt by what another left in a fixture.
@@ -55,11 +55,11 @@ def stands(tmp_path: Path) -> Stands:
 
 
 @pytest.fixture
-def make_state(tiny_model: ModelFactory, parallel: Parallel) -> MakeState:
+def make_state(tiny_model: ModelFactory, mesh: Mesh) -> MakeState:
     """Return a maker of the states of a trainer."""
     from tests.train_states import state_maker
 
-    return state_maker(tiny_model, parallel)
+    return state_maker(tiny_model, mesh)
 
 
 @pytest.fixture

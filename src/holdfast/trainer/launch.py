@@ -35,7 +35,7 @@ from holdfast.shared.process.child import (
 from holdfast.shared.process.events import report
 from holdfast.shared.process.heartbeat import does, start_heartbeat
 from holdfast.shared.process.import_path import protect_children
-from holdfast.trainer.stop import SIGNALS, STOP_REQUEST
+from holdfast.trainer.session.stop import SIGNALS, STOP_REQUEST
 
 _DEAD_RANK_S = 3.0
 _POLL_S = 0.02

@@ -19,12 +19,12 @@ from holdfast.shared.files.adapter import ADAPTER_CONFIG_NAME, ADAPTER_NAME, BAS
 from holdfast.shared.files.manifest import MANIFEST_NAME
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.files.weights_digest import weights_digest
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.loading import trained_tensors
 from holdfast.trainer.models.lora import Adapters
 from holdfast.trainer.models.policy import build_policy
 from holdfast.trainer.models.tensor_layout import TensorLayout
 from holdfast.trainer.models.weight_publisher import WeightPublisher
-from holdfast.trainer.parallel import Parallel
 
 MATRIX = "model.layers.0.self_attn.q_proj.weight"
 FACTOR = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -32,20 +32,18 @@ Publish = Callable[..., tuple[Path, Path, Path]]
 
 
 @pytest.fixture
-def publish(
-    tiny_model: Callable[..., Path], parallel: Parallel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> Publish:
+def publish(tiny_model: Callable[..., Path], mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Publish:
     """Return a maker of (model directory, merged weights, adapter alone), all of one policy."""
 
     def make(*, tied: bool = True, dtype: str = "float32") -> tuple[Path, Path, Path]:
         model = tiny_model(tied=tied)
         config = {"name": str(model), "dtype": dtype, "lora": {"rank": 3, "alpha": 5.0}}
-        policy = build_policy(TrainedModelConfig.model_validate(config), parallel, seed=0)
+        policy = build_policy(TrainedModelConfig.model_validate(config), mesh, seed=0)
         adapters = Adapters(policy.hf_model, TensorLayout(policy.hf_model, None), base_name=str(model))
         with torch.no_grad():
             for factor in trained_tensors(policy.hf_model).values():
                 factor.normal_()
-        publisher = WeightPublisher(RunDir(tmp_path), policy, tokenizer, parallel, dtype=dtype, adapters=adapters)
+        publisher = WeightPublisher(RunDir(tmp_path), policy, tokenizer, mesh, dtype=dtype, adapters=adapters)
         return model, publisher.publish(1), publisher.publish(2, for_engines=True)
 
     return make

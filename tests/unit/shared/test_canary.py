@@ -20,8 +20,8 @@ from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import CheckpointError, InferenceError
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.canary import CANARY_NAME, TEXT, Canary, deviation
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import build_policy
-from holdfast.trainer.parallel import Parallel
 from holdfast.trainer.rl.canary import measure_canary
 from tests.unit.orchestrator_fakes import FakeEngine, publish_weights, serving
 
@@ -61,20 +61,20 @@ def test_a_canary_is_cut_to_what_engines_take() -> None:
     ],
 )
 def test_what_is_allowed_follows_dtypes_and_the_setting(
-    changes: dict[str, Any], allowed: float | None, parallel: Parallel
+    changes: dict[str, Any], allowed: float | None, mesh: Mesh
 ) -> None:
     config = TrainerConfig.model_validate({"model": {"name": str(MODEL)}} | changes)
-    policy = build_policy(TrainedModelConfig(name=str(MODEL)), parallel, seed=0)
-    data = measure_canary(policy, AutoTokenizer.from_pretrained(MODEL), parallel, config=config)
+    policy = build_policy(TrainedModelConfig(name=str(MODEL)), mesh, seed=0)
+    data = measure_canary(policy, AutoTokenizer.from_pretrained(MODEL), mesh, config=config)
     assert data is not None
     assert msgspec.json.decode(data, type=Canary).allowed_nats == (allowed and pytest.approx(allowed))
 
 
-def test_the_trainer_measures_what_transformers_computes(parallel: Parallel) -> None:
-    policy = build_policy(TrainedModelConfig(name=str(MODEL)), parallel, seed=0)
+def test_the_trainer_measures_what_transformers_computes(mesh: Mesh) -> None:
+    policy = build_policy(TrainedModelConfig(name=str(MODEL)), mesh, seed=0)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     before = torch.get_rng_state()
-    data = measure_canary(policy, tokenizer, parallel, config=TrainerConfig())
+    data = measure_canary(policy, tokenizer, mesh, config=TrainerConfig())
     assert data is not None
     canary = msgspec.json.decode(data, type=Canary)
     assert policy.training and torch.equal(torch.get_rng_state(), before), "training goes on as if nothing was measured"
@@ -86,13 +86,13 @@ def test_the_trainer_measures_what_transformers_computes(parallel: Parallel) -> 
     torch.testing.assert_close(torch.tensor(canary.logprobs), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_one_token_says_nothing_of_what_follows_it(parallel: Parallel) -> None:
-    policy = build_policy(TrainedModelConfig(name=str(MODEL)), parallel, seed=0)
+def test_one_token_says_nothing_of_what_follows_it(mesh: Mesh) -> None:
+    policy = build_policy(TrainedModelConfig(name=str(MODEL)), mesh, seed=0)
 
     def tokenizer(text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
         return {"input_ids": [5]}
 
-    assert measure_canary(policy, tokenizer, parallel, config=TrainerConfig()) is None  # type: ignore[arg-type]
+    assert measure_canary(policy, tokenizer, mesh, config=TrainerConfig()) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

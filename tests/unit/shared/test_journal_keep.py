@@ -30,7 +30,7 @@ def test_batches_stay_for_checkpoints_and_to_be_looked_into(
         listing = manifest.Manifest(kind="checkpoint", step=step, policy_version=step, files={})
         manifest.write_manifest(run_dir.checkpoint(step), listing)
     session: Any = SimpleNamespace(
-        run_dir=run_dir, parallel=SimpleNamespace(is_main=True), progress=SimpleNamespace(step=8)
+        run_dir=run_dir, mesh=SimpleNamespace(is_main=True), progress=SimpleNamespace(step=8)
     )
     assert _prune_batches(session, JournalConfig(keep=keep)) == checkpoints
     assert run_dir.published_batches() == list(range(first, 9))

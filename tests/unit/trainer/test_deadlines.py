@@ -20,12 +20,11 @@ from holdfast.shared.config.trainer import ParallelConfig, TrainedModelConfig
 from holdfast.shared.errors import STUCK, ConfigError, InferenceError
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.heartbeat import start_heartbeat
-from holdfast.trainer import parallel as ranks
 from holdfast.trainer.data.packing import Sample, build_micro_batch
-from holdfast.trainer.models.policy import build_policy
-from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.mesh import Mesh, open_mesh
+from holdfast.trainer.models.policy import build_policy, predict
 from holdfast.trainer.programs import rl
-from holdfast.trainer.step import Stopwatch, predict
+from holdfast.trainer.session.measurements import Stopwatch
 from tests.conftest import ModelFactory
 from tests.faults.journaled_runs import STEPS, Runs, make_journal
 from tests.faults.rl_trainers import Trainers
@@ -110,10 +109,10 @@ def test_the_bounds_of_the_work_of_a_trainer(tiny_model: ModelFactory, tmp_path:
     assert noted == ["its start: 22.0", *itertools.chain(*steps), "finishing: 33.0"]
 
 
-def test_each_pass_and_phase_of_a_trainer_is_a_sign_of_life(tiny_model: ModelFactory, parallel: Parallel) -> None:
-    policy = build_policy(TrainedModelConfig(name=str(tiny_model())), parallel, seed=0)
+def test_each_pass_and_phase_of_a_trainer_is_a_sign_of_life(tiny_model: ModelFactory, mesh: Mesh) -> None:
+    policy = build_policy(TrainedModelConfig(name=str(tiny_model())), mesh, seed=0)
     sample = Sample(np.arange(5, 13, dtype=np.int32), np.arange(8) >= 3)
-    micro = build_micro_batch([sample], [0], pack=policy.layout.packs, device=parallel.device)
+    micro = build_micro_batch([sample], [0], pack=policy.layout.packs, device=mesh.device)
     heartbeat = start_heartbeat()
     for _ in range(3):
         predict(policy, micro)
@@ -126,7 +125,7 @@ def test_each_pass_and_phase_of_a_trainer_is_a_sign_of_life(tiny_model: ModelFac
 _RANKS = """
 import os, sys, time
 from pathlib import Path
-from holdfast.trainer.parallel import start
+from holdfast.trainer.mesh import open_mesh
 from holdfast.shared.config.trainer import ParallelConfig
 
 folder, timeout_s = Path(sys.argv[1]), float(sys.argv[2])
@@ -135,14 +134,14 @@ if rank:
     print(os.getpid(), flush=True)
 os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[3])
-parallel = start(ParallelConfig(collective_timeout_s=timeout_s, threads=1))
-parallel.barrier()
-if rank == 0:
-    (folder / "waits").touch()
-    parallel.barrier()
-while not (folder / "over").exists():
-    time.sleep(0.05)
-os._exit(0)
+with open_mesh(ParallelConfig(collective_timeout_s=timeout_s, threads=1)) as mesh:
+    mesh.barrier()
+    if rank == 0:
+        (folder / "waits").touch()
+        mesh.barrier()
+    while not (folder / "over").exists():
+        time.sleep(0.05)
+    os._exit(0)
 """
 
 
@@ -175,4 +174,4 @@ def test_the_clock_of_a_collective_goes_on_while_all_is_frozen(tmp_path: Path) -
 def test_a_gpu_that_was_asked_for_and_is_not_there_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"parallel\.device = cuda, but torch finds no GPU here"):
-        ranks.start(ParallelConfig(device="cuda"))
+        open_mesh(ParallelConfig(device="cuda")).__enter__()

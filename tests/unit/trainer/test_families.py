@@ -16,10 +16,10 @@ from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import DataError
 from holdfast.shared.files.adapter import adapted_matrices
 from holdfast.trainer.data.packing import Sample
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.lora import adapter_parameters, whole_tensors
 from holdfast.trainer.models.policy import Policy, build_policy
-from holdfast.trainer.parallel import Parallel
-from holdfast.trainer.self_check import check_model
+from holdfast.trainer.models.self_check import check_model
 from tests.conftest import ROOT
 from tests.families import FAMILIES, Family, random_samples, reference_outcome, trainer_outcome, write_model
 from tests.families_page import Row, page
@@ -39,26 +39,26 @@ def rows() -> dict[str, Row]:
     return {}
 
 
-def build(family: Family, directory: Path, parallel: Parallel) -> Policy:
-    policy = build_policy(TrainedModelConfig(name=str(directory), logits_chunk_tokens=16), parallel, seed=0)
-    check_model(policy, parallel, name=family.name, pack=True, dtype="float32")
+def build(family: Family, directory: Path, mesh: Mesh) -> Policy:
+    policy = build_policy(TrainedModelConfig(name=str(directory), logits_chunk_tokens=16), mesh, seed=0)
+    check_model(policy, mesh, name=family.name, pack=True, dtype="float32")
     return policy.eval()
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_loss_and_gradient_are_those_of_plain_transformers(
-    family: Family, rows: dict[str, Row], parallel: Parallel, tmp_path: Path
+    family: Family, rows: dict[str, Row], mesh: Mesh, tmp_path: Path
 ) -> None:
     directory = write_model(family, tmp_path, seed=1)
     if family.name in REFUSED:
         with pytest.raises(DataError) as refused:
-            build(family, directory, parallel)
+            build(family, directory, mesh)
         assert REFUSED[family.name] in str(refused.value) and "\n" not in str(refused.value)
         rows[family.name] = Row(family, refusal=REFUSED[family.name])
         return
     samples: list[Sample] = random_samples(LENGTHS, seed=1)
     expected = reference_outcome(directory, samples)
-    policy = build(family, directory, parallel)
+    policy = build(family, directory, mesh)
     for pack in (True, False):
         loss, gradient = trainer_outcome(policy, samples, pack=pack, budget=64).difference(expected)
         assert loss < 1e-5 and gradient < 1e-5, f"pack = {pack}: {policy.layout}, own head: {not policy.has_plain_head}"
@@ -68,19 +68,17 @@ def test_loss_and_gradient_are_those_of_plain_transformers(
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "granitemoehybrid"])
-def test_adapters_of_hybrid_models_train_as_the_merged_model_would(
-    name: str, parallel: Parallel, tmp_path: Path
-) -> None:
+def test_adapters_of_hybrid_models_train_as_the_merged_model_would(name: str, mesh: Mesh, tmp_path: Path) -> None:
     family = next(family for family in FAMILIES if family.name == name)
     directory = write_model(family, tmp_path, seed=3)
     config = TrainedModelConfig.model_validate({"name": str(directory), "lora": {"rank": 3, "alpha": 6.0}})
-    policy = build_policy(config, parallel, seed=0)
+    policy = build_policy(config, mesh, seed=0)
     factors = adapter_parameters(policy.hf_model)
     with torch.no_grad():
         for factor_name, factor in factors.items():
             if ".lora_B." in factor_name:
                 factor.normal_(std=0.1)
-    check_model(policy, parallel, name=name, pack=True, dtype="float32")
+    check_model(policy, mesh, name=name, pack=True, dtype="float32")
     samples = random_samples(LENGTHS, seed=2)
     found = trainer_outcome(policy.eval(), samples, pack=True, budget=64)
     merged = dict(whole_tensors(policy.hf_model, keep=True))

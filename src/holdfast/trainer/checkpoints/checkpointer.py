@@ -34,13 +34,13 @@ from holdfast.shared.errors import CheckpointError, RankLost, SaveError
 from holdfast.shared.files import manifest
 from holdfast.shared.files.checkpoints import TRAINER_DIR, Kind, Retention, describe_found, kind_of, list_entries
 from holdfast.shared.files.manifest import Verification
-from holdfast.trainer.checkpoints.collective import Ranks, describe, rank_and_world_size
 from holdfast.trainer.checkpoints.commit import Attachment, Commit, Identity, Snapshot, read_values
 from holdfast.trainer.checkpoints.dcp import check_same_tensors, read_tensors, saved_tensors
 from holdfast.trainer.checkpoints.index import IndexReader
 from holdfast.trainer.checkpoints.plain_state import ObjectsState, State, as_state
+from holdfast.trainer.checkpoints.random_state import RandomState, restore_random_state, seed_everything
 from holdfast.trainer.checkpoints.staging import Stager
-from holdfast.trainer.train_state import RandomState, restore_random_state, seed_everything
+from holdfast.trainer.mesh import RankGroup, describe, rank_and_world_size
 
 _log = logging.getLogger("trainer")
 
@@ -93,12 +93,12 @@ class Checkpointer:
         self._when_busy = when_busy
         self._on_failure = on_failure
         self._seed = seed
-        self._control = Ranks(timeout_s=collective_timeout_s)
+        self._control = RankGroup(timeout_s=collective_timeout_s)
         self._stager = Stager()
         # The writing thread has its own group: collectives of two threads in one would mix.
         self._commit = Commit(
             self.directory,
-            Ranks(timeout_s=collective_timeout_s),
+            RankGroup(timeout_s=collective_timeout_s),
             retention or Retention(),
             identity or Identity(),
             on_commit,
@@ -314,7 +314,7 @@ def save_state(directory: str | Path, state: State | Mapping[str, Any], *, step:
     Raises:
         SaveError: on every rank, with the reason of the one that failed.
     """
-    ranks = Ranks()
+    ranks = RankGroup()
     whole = as_state(state)
     try:
         Commit(Path(directory).absolute().parent, ranks, Retention(), Identity()).write(

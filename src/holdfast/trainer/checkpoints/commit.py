@@ -30,10 +30,10 @@ from holdfast.shared.files.checkpoints import TRAINER_DIR, Retention, list_entri
 from holdfast.shared.files.lock import DirectoryLock
 from holdfast.shared.files.manifest import FileEntry, Fingerprints, Manifest
 from holdfast.shared.process.events import report
-from holdfast.trainer.checkpoints.collective import Ranks, describe
 from holdfast.trainer.checkpoints.dcp import ShardWriter
 from holdfast.trainer.checkpoints.plain_state import State
-from holdfast.trainer.train_state import capture_random_state
+from holdfast.trainer.checkpoints.random_state import capture_random_state
+from holdfast.trainer.mesh import RankGroup, describe
 
 _log = logging.getLogger("trainer")
 _VALUES_NAME = "progress.json"
@@ -100,7 +100,7 @@ class Commit:
     def __init__(
         self,
         directory: Path,
-        ranks: Ranks,
+        ranks: RankGroup,
         retention: Retention,
         identity: Identity,
         on_commit: Callable[[Path], None] | None = None,

@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.shared.errors import CheckpointError, is_storage_failure
 from holdfast.shared.files.manifest import FileEntry
-from holdfast.trainer.checkpoints.collective import Ranks
 from holdfast.trainer.checkpoints.index import IndexReader, without_garbage_collection
+from holdfast.trainer.mesh import RankGroup
 
 _WRITE_BYTES = 1 << 22
 _SMALL_BYTES = 1 << 16
@@ -133,7 +133,7 @@ class _DigestFiles(FileSystem):
 class ShardWriter:
     """Writes the tensors of all ranks into a directory, and remembers the plan for the next time."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
         self._described: dict[str, Any] | None = None
         self._plan: SavePlan | None = None

@@ -36,9 +36,9 @@ from holdfast.shared.files.adapter import adapted_matrices
 from holdfast.shared.files.checkpoints import TRAINER_DIR, Kind, require_weights, verify_checkpoint
 from holdfast.shared.files.manifest import MANIFEST_NAME, Verification
 from holdfast.shared.files.warm_start import WEIGHT_PREFIXES
-from holdfast.trainer.checkpoints.collective import rank_and_world_size
 from holdfast.trainer.checkpoints.dcp import read_tensors, some
 from holdfast.trainer.checkpoints.index import IndexReader
+from holdfast.trainer.mesh import rank_and_world_size
 
 _log = logging.getLogger("trainer")
 

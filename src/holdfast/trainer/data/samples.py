@@ -25,7 +25,7 @@ from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.data.row_files import Row, Rows, read_rows
 from holdfast.trainer.data.row_formats import SAMPLE_FORMATS, SAMPLE_SHAPES, Format, encode_example, find_format
 from holdfast.trainer.data.tokenizing import tokenize_rows
-from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.mesh import Mesh
 
 _log = logging.getLogger("trainer")
 
@@ -158,18 +158,18 @@ def _probe_chat(tokenizer: Tokenizer) -> list[int] | str:
 
 
 def load_samples(
-    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, parallel: Parallel | None = None
+    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, mesh: Mesh | None = None
 ) -> tuple[list[Sample], list[Sample]]:
     """Return (training samples, validation samples), tokenised.
 
     Args:
-        parallel: the ranks, if there are several: all get all samples. Collective then.
+        mesh: the ranks, if there are several: all get all samples. Collective then.
 
     Raises:
         ConfigError, DataError: the dataset is missing, lacks columns, or has a row that cannot be used.
     """
     chat = chat_tokenizer(tokenizer)
-    rows, form = open_dataset(config, SAMPLE_FORMATS, shapes=SAMPLE_SHAPES, is_told=not parallel or parallel.is_main)
+    rows, form = open_dataset(config, SAMPLE_FORMATS, shapes=SAMPLE_SHAPES, is_told=not mesh or mesh.is_main)
 
     def encode(row: Row) -> list[Encoded]:
         (example,) = form.examples(row, chat)
@@ -179,7 +179,7 @@ def load_samples(
 
     samples: list[Sample] = []
     too_long = untrained = 0
-    for sample in tokenize_rows(rows, encode, name=config.name, parallel=parallel):
+    for sample in tokenize_rows(rows, encode, name=config.name, mesh=mesh):
         fitting = sample
         if len(sample.token_ids) > config.seq_len:
             too_long += 1

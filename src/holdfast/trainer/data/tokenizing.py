@@ -27,7 +27,7 @@ from holdfast.shared.process.child import available_cores, die_with_parent
 from holdfast.shared.process.events import report
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.data.row_files import Row, Rows
-from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.mesh import Mesh
 
 _log = logging.getLogger("trainer")
 _CHUNK_ROWS = 500
@@ -66,22 +66,22 @@ class Chunk:
             yield Sample(self.ids[start:end].copy(), self.mask[start:end].copy(), value=value)
 
 
-def tokenize_rows(rows: Rows, encode: Encode, *, name: str, parallel: Parallel | None = None) -> list[Sample]:
+def tokenize_rows(rows: Rows, encode: Encode, *, name: str, mesh: Mesh | None = None) -> list[Sample]:
     """Return the samples of all rows, in their order.
 
     Args:
         encode: makes the samples of one row: the same number of every row.
         name: of the dataset, for messages.
-        parallel: the ranks that share the work, all of which get all samples; collective where there are many rows.
+        mesh: the ranks that share the work, all of which get all samples; collective where there are many rows.
 
     Raises:
         ConfigError, DataError: a row cannot be used; the message begins with its number.
     """
     num_chunks = -(-len(rows) // _CHUNK_ROWS)
-    shared = parallel if parallel is not None and parallel.world_size > 1 and len(rows) > _FEW_ROWS else None
+    shared = mesh if mesh is not None and mesh.world_size > 1 and len(rows) > _FEW_ROWS else None
     mine = range(shared.rank, num_chunks, shared.world_size) if shared else range(num_chunks)
     workers = min(cores_of_this_rank(), len(mine)) if len(rows) > _FEW_ROWS else 1
-    is_told = parallel is None or parallel.is_main
+    is_told = mesh is None or mesh.is_main
     chunks = []
     progress = _Progress(sum(_chunk_size(rows, index) for index in mine), is_told=is_told)
     for chunk in _encoded(rows, encode, mine, name=name, workers=workers):
@@ -192,9 +192,9 @@ def _fork(work: Callable[[], Iterable[Chunk]]) -> tuple[int, Connection]:
         os._exit(code)
 
 
-def _gathered(chunks: list[Chunk], num_rows: int, parallel: Parallel, name: str) -> list[Chunk]:
+def _gathered(chunks: list[Chunk], num_rows: int, mesh: Mesh, name: str) -> list[Chunk]:
     """Return the chunks of all ranks. Collective."""
-    parts = parallel.gather((num_rows, chunks))
+    parts = mesh.gather((num_rows, chunks))
     counts = {count for count, _ in parts}
     if len(counts) > 1:
         raise DataError(f"data.name = '{name}' has other numbers of rows on other machines: {sorted(counts)}")

@@ -33,6 +33,9 @@ from transformers import (
 
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import DataError, HoldfastError
+from holdfast.shared.process.heartbeat import moved
+from holdfast.trainer.data.packing import MicroBatch
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.attention import PackedIndex
 from holdfast.trainer.models.head import compute_in_float32, has_plain_head, own_logits
 from holdfast.trainer.models.layout import PACKED, Layout, find_layout
@@ -41,7 +44,6 @@ from holdfast.trainer.models.logprobs import PLAIN, Head, Predicted, Reading, Re
 from holdfast.trainer.models.lora import adapter_parameters, initial_tensors, inject_adapters, is_adapted
 from holdfast.trainer.models.rotary import rotate_by_sample
 from holdfast.trainer.models.structure import decoder_layers, decoder_of, last_position, takes_positions, use_attention
-from holdfast.trainer.parallel import Parallel
 
 _log = logging.getLogger("trainer")
 T = TypeVar("T")
@@ -192,7 +194,7 @@ class Policy(DecoderModel):
         return plain_head(head.weight, bias_V=bias_V, softcap=self.softcap, in_float32=self.fp32_lm_head)
 
 
-def build_policy(config: TrainedModelConfig, parallel: Parallel, *, seed: int, weights: bool = True) -> Policy:
+def build_policy(config: TrainedModelConfig, mesh: Mesh, *, seed: int, weights: bool = True) -> Policy:
     """Return the policy, in training mode, sharded over all ranks where there are several.
 
     Rank 0 reads (or initialises) the weights and broadcasts them, so they depend on the seed alone
@@ -216,21 +218,19 @@ def build_policy(config: TrainedModelConfig, parallel: Parallel, *, seed: int, w
             f"{model_config.model_type}, so it cannot be trained here"
         )
     weights = weights or config.lora is not None  # no checkpoint holds the weights that adapters are added to
-    source = initial_weights(config, model_config, seed) if weights and parallel.is_main else {}
+    source = initial_weights(config, model_config, seed) if weights and mesh.is_main else {}
     with torch.device("meta"):
         causal_lm = build_hf_model(AutoModelForCausalLM, config, model_config)
         if config.lora is not None:
             inject_adapters(causal_lm, config.lora)
-    if config.lora is not None and parallel.is_main:
+    if config.lora is not None and mesh.is_main:
         source = initial_tensors(causal_lm, source, seed=seed)
     policy = Policy(causal_lm, logits_chunk_tokens=config.logits_chunk_tokens, fp32_lm_head=config.fp32_lm_head)
-    materialize(policy, config, parallel, source if weights else None)
+    materialize(policy, config, mesh, source if weights else None)
     return policy
 
 
-def materialize(
-    model: DecoderModel, config: TrainedModelConfig, parallel: Parallel, weights: dict[str, Tensor] | None
-) -> None:
+def materialize(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh, weights: dict[str, Tensor] | None) -> None:
     """Shard `model`, which was built on the meta device, and give it memory; it is in training mode then. Collective.
 
     Args:
@@ -241,18 +241,18 @@ def materialize(
         DataError: the model cannot be used in the configured way.
     """
     hf_model = model.hf_model
-    _wrap(model, config, parallel)
-    model.to_empty(device=parallel.device)
+    _wrap(model, config, mesh)
+    model.to_empty(device=mesh.device)
     hf_model.tie_weights()
     _reset_buffers(hf_model)
-    _prepare(model, config, parallel)
+    _prepare(model, config, mesh)
     if weights is not None:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
         set_model_state_dict(hf_model, cast(dict[str, Any], weights), options=options)
     model.train()
 
 
-def _prepare(model: DecoderModel, config: TrainedModelConfig, parallel: Parallel) -> None:
+def _prepare(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh) -> None:
     """Have the model find out how it is to be used, before it has its weights: that must not depend on them."""
     with torch.no_grad():
         for parameter in model.parameters():
@@ -260,7 +260,7 @@ def _prepare(model: DecoderModel, config: TrainedModelConfig, parallel: Parallel
     model.layout = Layout(packs=takes_positions(model.hf_model), attention=config.attention)
     was_training = model.training
     model.eval()
-    devices = [parallel.device] if parallel.device.type == "cuda" else []
+    devices = [mesh.device] if mesh.device.type == "cuda" else []
     with naming_failures(model, config.name, config.dtype), torch.random.fork_rng(devices=devices):
         model.run(model.prepare)
     reshard(model)
@@ -295,7 +295,7 @@ def trained_parameters(hf_model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in hf_model.named_parameters() if parameter.requires_grad}
 
 
-def _wrap(model: DecoderModel, config: TrainedModelConfig, parallel: Parallel) -> None:
+def _wrap(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh) -> None:
     hf_model = model.hf_model
     layers = decoder_layers(hf_model)
     if config.activation_checkpointing:
@@ -307,17 +307,29 @@ def _wrap(model: DecoderModel, config: TrainedModelConfig, parallel: Parallel) -
     if config.compile:
         for layer in layers:
             layer.compile()
-    if parallel.world_size == 1 and config.dtype == "float32":
+    if mesh.world_size == 1 and config.dtype == "float32":
         return  # nothing to shard and nothing to cast: FSDP would only copy, for a quarter of a small model's step
     mixed_precision = MixedPrecisionPolicy()
     if config.dtype == "bfloat16":
         mixed_precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     # With one rank there is nothing to free by resharding, only copies to repeat.
-    reshard = parallel.world_size > 1
+    reshard = mesh.world_size > 1
     for layer in layers:
-        fully_shard(layer, mesh=parallel.mesh, mp_policy=mixed_precision, reshard_after_forward=reshard)
-    fully_shard(model, mesh=parallel.mesh, mp_policy=mixed_precision, reshard_after_forward=False)
+        fully_shard(layer, mesh=mesh.device_mesh, mp_policy=mixed_precision, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh.device_mesh, mp_policy=mixed_precision, reshard_after_forward=False)
     register_fsdp_forward_method(model, "run")
+
+
+def predict(policy: Policy, micro: MicroBatch, reading: Reading = PLAIN, *, teacher: Policy | None = None) -> Predicted:
+    """Return what `reading` asks for at the micro-batch's targets, each of shape (N,).
+
+    Args:
+        teacher: to measure the divergence from; its parameters stay whole until `reshard`.
+    """
+    moved()  # a step of many micro-batches is no silence
+    rows = (micro.input_ids_BL, micro.position_ids_BL, micro.predict_index_N)
+    taught = teacher.readout(*rows, packed_index=micro.packed_index) if teacher is not None else None
+    return policy(*rows, micro.target_ids_N, packed_index=micro.packed_index, reading=reading, teacher=taught)
 
 
 def reshard(model: nn.Module) -> None:

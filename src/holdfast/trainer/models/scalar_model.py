@@ -21,6 +21,7 @@ from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import DataError
 from holdfast.shared.process.heartbeat import moved
 from holdfast.trainer.data.packing import MicroBatch, Sample, build_micro_batch
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.attention import PackedIndex
 from holdfast.trainer.models.loading import (
     build_hf_model,
@@ -31,7 +32,6 @@ from holdfast.trainer.models.loading import (
 )
 from holdfast.trainer.models.lora import HEAD, initial_tensors, inject_adapters
 from holdfast.trainer.models.policy import DecoderModel, materialize
-from holdfast.trainer.parallel import Parallel
 
 
 class ScalarModel(DecoderModel):
@@ -58,7 +58,7 @@ class ScalarModel(DecoderModel):
 
 def build_scalar_model(
     config: TrainedModelConfig,
-    parallel: Parallel,
+    mesh: Mesh,
     *,
     seed: int,
     weights: bool = True,
@@ -102,12 +102,12 @@ def build_scalar_model(
         inject_adapters(hf_model, config.lora)
         weights = True  # no checkpoint holds the weights that adapters are added to
     source: dict[str, Tensor] = {}
-    if weights and parallel.is_main:
+    if weights and mesh.is_main:
         source = _initial_weights(config, model_config, seed, names=sorted(names), head=head)
         if config.lora is not None:
             source = initial_tensors(hf_model, source, seed=seed)
     model = ScalarModel(hf_model)
-    materialize(model, config, parallel, source if weights else None)
+    materialize(model, config, mesh, source if weights else None)
     return model
 
 

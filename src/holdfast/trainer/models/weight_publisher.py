@@ -16,11 +16,11 @@ from holdfast.shared.files import durable, manifest
 from holdfast.shared.files.adapter import ADAPTER_DIR
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.canary import CANARY_NAME
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.hf_files import DTYPES, SafetensorsWriter
 from holdfast.trainer.models.lora import Adapters, whole_tensors
 from holdfast.trainer.models.policy import Trained
 from holdfast.trainer.models.tensor_layout import TensorLayout
-from holdfast.trainer.parallel import Parallel
 
 
 class WeightPublisher:
@@ -31,7 +31,7 @@ class WeightPublisher:
         run_dir: RunDir,
         policy: Trained,
         tokenizer: PreTrainedTokenizerBase,
-        parallel: Parallel,
+        mesh: Mesh,
         *,
         dtype: str,
         layout: TensorLayout | None = None,
@@ -40,12 +40,12 @@ class WeightPublisher:
         """Args: layout: of the files; unset: as `save_pretrained` writes a model without an original."""
         self._run_dir = run_dir
         self._policy = policy
-        self._parallel = parallel
+        self._mesh = mesh
         self._dtype = DTYPES[dtype]
         self._layout = layout or TensorLayout(policy.hf_model, None)
         self._adapters = adapters
         self._settings = adapters.settings() if adapters else {}
-        self.config_files = self._describe_model(tokenizer) if parallel.is_main else {}
+        self.config_files = self._describe_model(tokenizer) if mesh.is_main else {}
         self.config_files |= {f"{ADAPTER_DIR}/{name}": content for name, content in self._settings.items()}
 
     def _describe_model(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
@@ -88,14 +88,14 @@ class WeightPublisher:
             )
         final = path or self._run_dir.weights_of(version)
         temporary = durable.temporary_sibling(final)
-        if self._parallel.is_main:
+        if self._mesh.is_main:
             temporary.mkdir(parents=True)
         if not adapter_alone:
             self._write_tensors(temporary)
         if self._adapters is not None:
             place = temporary if adapter_alone else temporary / ADAPTER_DIR
-            self._adapters.write_factors(place, keep=self._parallel.is_main)
-        if self._parallel.is_main:
+            self._adapters.write_factors(place, keep=self._mesh.is_main)
+        if self._mesh.is_main:
             for name, content in (self._settings if adapter_alone else self.config_files).items():
                 (temporary / name).parent.mkdir(parents=True, exist_ok=True)
                 (temporary / name).write_bytes(content)
@@ -112,16 +112,16 @@ class WeightPublisher:
     def _write_tensors(self, directory: Path) -> None:
         """Gather tensors one by one to rank 0, which writes a file whenever enough are together."""
         files = SafetensorsWriter(directory)
-        tensors = whole_tensors(self._policy.hf_model, keep=self._parallel.is_main)
+        tensors = whole_tensors(self._policy.hf_model, keep=self._mesh.is_main)
         # Other ranks take part and get none.
-        for name, tensor in self._layout.to_files(tensors) if self._parallel.is_main else tensors:
+        for name, tensor in self._layout.to_files(tensors) if self._mesh.is_main else tensors:
             files.add(name, tensor.to(dtype=self._dtype if tensor.is_floating_point() else None).contiguous())
-        if self._parallel.is_main:
+        if self._mesh.is_main:
             files.close()
 
     def prune(self, needed: set[int]) -> None:
         """Remove the published versions that are not `needed`."""
-        if self._parallel.is_main:
+        if self._mesh.is_main:
             for version in self._run_dir.published_weights():
                 if version not in needed:
                     durable.remove_directory(self._run_dir.weights_of(version))

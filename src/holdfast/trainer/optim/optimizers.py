@@ -1,7 +1,11 @@
-"""Optimizers and clipping; the learning rate of a step comes from `holdfast.shared.config.schedule`."""
+"""Optimizers, clipping, and the check of a step before it is applied.
+
+The learning rate of a step comes from `holdfast.shared.config.schedule`.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from holdfast.shared.config.trainer import OptimConfig
+from holdfast.shared.errors import TrainingError
 from holdfast.trainer.models.structure import decoder_layers
 from holdfast.trainer.optim.muon import MuonWithAdamW
 
@@ -71,6 +76,21 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     return float(norm)
+
+
+def check_finite(step: int, *, loss: float, grad_norm: float) -> None:
+    """Stop training before a broken update is applied, saved or published.
+
+    Raises:
+        TrainingError: loss or gradient norm is NaN or infinite.
+    """
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return
+    raise TrainingError(
+        f"step {step}: loss is {loss}, gradient norm is {grad_norm}. Nothing of this step was saved or "
+        "published. Lower optim.lr, add optim.warmup_steps, lower optim.max_grad_norm, or look at this step's data; "
+        "then go on with --ckpt.resume-step latest."
+    )
 
 
 def update_parameters(optimizer: torch.optim.Optimizer, *, lr: float) -> None:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from holdfast.shared.config import DpoConfig
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import Policy
-from holdfast.trainer.parallel import Parallel
 from holdfast.trainer.preferences.labelled import LabelledAnswer
 from holdfast.trainer.preferences.losses import kto_loss
 from holdfast.trainer.preferences.pairs import plan_sides
@@ -34,7 +34,7 @@ class KtoObjective:
 
     config: DpoConfig
     reference: Reference
-    parallel: Parallel
+    mesh: Mesh
 
     def accumulate_gradients(self, model: Policy, batch: Sequence[LabelledAnswer]) -> dict[str, float]:
         """Add the gradients of one optimizer step; return its metrics, over all its answers. Collective."""
@@ -54,14 +54,14 @@ class KtoObjective:
             return {"kl": self._ratios(model, batch, indices, _MISMATCHED)[0]}
 
         plan = partial(plan_sides, side=_MISMATCHED)
-        measuring = PairObjective(forward, self.config.data, self.parallel, plan=plan)
+        measuring = PairObjective(forward, self.config.data, self.mesh, plan=plan)
         return max(0.0, measuring.measure(model, batch)["kl"])
 
     def _ratios(
         self, model: Policy, batch: Sequence[LabelledAnswer], indices: list[int], side: int
     ) -> tuple[Tensor, Tensor]:
         """Return l_pi - l_ref (A,) and l_pi (A,) of one side of `batch[indices]`."""
-        device = self.parallel.device
+        device = self.mesh.device
         sides = [answer.sides[side] for answer in batch]
         logprobs_A = predict_sides(model, sides, indices, pack=self.config.data.pack, device=device)
         reference_A = self.reference.of([batch[index] for index in indices], device)[:, side]
@@ -71,7 +71,7 @@ class KtoObjective:
         def forward(model: Policy, batch: Sequence[LabelledAnswer], indices: list[int]) -> dict[str, Tensor]:
             ratios_A, logprobs_A = self._ratios(model, batch, indices, _ANSWER)
             labels = [batch[index].is_desirable for index in indices]
-            is_desirable_A = torch.tensor(labels, dtype=torch.bool, device=self.parallel.device)
+            is_desirable_A = torch.tensor(labels, dtype=torch.bool, device=self.mesh.device)
             losses_A, rewards_A = kto_loss(ratios_A, is_desirable_A, kl, self.config.loss)
             good_A, bad_A = is_desirable_A.double(), (~is_desirable_A).double()
             return {
@@ -94,4 +94,4 @@ class KtoObjective:
             return metrics
 
         plan = partial(plan_sides, side=_ANSWER)
-        return PairObjective(forward, self.config.data, self.parallel, summarize, plan)
+        return PairObjective(forward, self.config.data, self.mesh, summarize, plan)

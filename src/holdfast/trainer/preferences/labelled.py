@@ -18,7 +18,7 @@ from holdfast.shared.config.dpo import PreferenceDataConfig
 from holdfast.shared.errors import DataError
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.data.row_formats import ANSWER_FORMATS, ANSWER_SHAPES, PAIR_FORMATS
-from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.preferences.pairs import read_sides, usable_pairs
 
 _log = logging.getLogger("trainer")
@@ -57,18 +57,18 @@ class LabelledAnswer:
 
 
 def load_answers(
-    config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase, *, parallel: Parallel | None = None
+    config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase, *, mesh: Mesh | None = None
 ) -> list[LabelledAnswer]:
     """Return all answers, tokenised, in the order of the file; of a pair first the chosen, then the rejected one.
 
     Args:
-        parallel: the ranks, if there are several: all get all answers. Collective then.
+        mesh: the ranks, if there are several: all get all answers. Collective then.
 
     Raises:
         ConfigError, DataError: the dataset is missing, lacks columns, has a row that cannot be used, or has one prompt
             only.
     """
-    samples, form = read_sides(config, tokenizer, ANSWER_FORMATS, shapes=ANSWER_SHAPES, parallel=parallel)
+    samples, form = read_sides(config, tokenizer, ANSWER_FORMATS, shapes=ANSWER_SHAPES, mesh=mesh)
     if form in PAIR_FORMATS:
         pairs = usable_pairs(config, samples)
         answers = [replace(side, value=value) for pair in pairs for side, value in zip(pair.sides, (1, 0), strict=True)]

@@ -30,7 +30,7 @@ from holdfast.trainer.data.row_formats import (
 )
 from holdfast.trainer.data.samples import chat_tokenizer, check_length, fingerprint_samples, hold_out, open_dataset
 from holdfast.trainer.data.tokenizing import tokenize_rows
-from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.mesh import Mesh
 
 _log = logging.getLogger("trainer")
 Fault = Literal["too long", "untrained", "equal"]
@@ -98,19 +98,19 @@ def load_pairs(
     tokenizer: PreTrainedTokenizerBase,
     *,
     formats: tuple[Format, ...] = PAIR_FORMATS,
-    parallel: Parallel | None = None,
+    mesh: Mesh | None = None,
 ) -> list[Pair]:
     """Return all pairs, tokenised, in the order of the file.
 
     Args:
         formats: of rows, the first that fits the first row.
-        parallel: the ranks, if there are several: all get all pairs. Collective then.
+        mesh: the ranks, if there are several: all get all pairs. Collective then.
 
     Raises:
         ConfigError, DataError: the dataset is missing, lacks columns, or has a pair that cannot be used.
     """
     shapes = RATED_PAIR_SHAPES if formats == RATED_PAIR_FORMATS else PAIR_SHAPES
-    sides, _ = read_sides(config, tokenizer, formats, shapes=shapes, parallel=parallel)
+    sides, _ = read_sides(config, tokenizer, formats, shapes=shapes, mesh=mesh)
     return usable_pairs(config, sides)
 
 
@@ -120,11 +120,11 @@ def read_sides(
     formats: tuple[Format, ...],
     *,
     shapes: str,
-    parallel: Parallel | None,
+    mesh: Mesh | None,
 ) -> tuple[list[Sample], Format]:
     """Return the tokenised examples of all rows, in their order, and how the rows are written."""
     chat = chat_tokenizer(tokenizer)
-    rows, form = open_dataset(config, formats, shapes=shapes, is_told=not parallel or parallel.is_main)
+    rows, form = open_dataset(config, formats, shapes=shapes, is_told=not mesh or mesh.is_main)
 
     def encode(row: Row) -> list[Encoded]:
         sides = [encode_example(side, chat, train_on=config.train_on) for side in form.examples(row, chat)]
@@ -133,7 +133,7 @@ def read_sides(
             check_length(side, config, what="a side of the pair has" if len(sides) == 2 else "the answer has")
         return [replace(side, value=value) for side in sides]
 
-    return tokenize_rows(rows, encode, name=config.name, parallel=parallel), form
+    return tokenize_rows(rows, encode, name=config.name, mesh=mesh), form
 
 
 def usable_pairs(config: PreferenceDataConfig, sides: Sequence[Sample]) -> list[Pair]:

@@ -32,14 +32,13 @@ from holdfast.shared.files.run_dir import REFERENCE_NAME
 from holdfast.shared.process.events import report
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.data.samples import refuse_other_tokens
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.lora import base_tensors, digest_of
-from holdfast.trainer.models.policy import Policy, build_policy, reshard
-from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.models.policy import Policy, build_policy, predict, reshard
+from holdfast.trainer.models.self_check import check_model
 from holdfast.trainer.preferences.losses import sequence_sums
 from holdfast.trainer.preferences.pairs import Preference, fingerprint_preferences, plan_pairs
-from holdfast.trainer.self_check import check_model
-from holdfast.trainer.session import Session
-from holdfast.trainer.step import predict
+from holdfast.trainer.session.session import Session
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class OtherReference:
     logprobs_P2: np.ndarray | None
 
 
-def other_reference(config: DpoConfig, pairs: Sequence[Preference], parallel: Parallel) -> OtherReference | None:
+def other_reference(config: DpoConfig, pairs: Sequence[Preference], mesh: Mesh) -> OtherReference | None:
     """Return what `loss.reference_model` says about the pairs; None without that setting. Collective.
 
     The model is in memory while this runs and no longer.
@@ -90,14 +89,14 @@ def other_reference(config: DpoConfig, pairs: Sequence[Preference], parallel: Pa
     report("loading the reference", model=name)
     refuse_other_tokens(name, config.model.tokenizer_name, key="loss.reference_model")
     own = config.model.model_copy(update={"name": name, "init": "pretrained", "lora": None})
-    model = build_policy(own, parallel, seed=0)
+    model = build_policy(own, mesh, seed=0)
     model.requires_grad_(False)
-    check_model(model, parallel, name=name, pack=config.data.pack, dtype=own.dtype)
+    check_model(model, mesh, name=name, pack=config.data.pack, dtype=own.dtype)
     digest = digest_of(base_tensors(model.hf_model))
     logprobs_P2 = None
     if config.ckpt is None or config.ckpt.resume_step is None:
         report("computing reference log-probabilities", pairs=len(pairs))
-        logprobs_P2 = reference_logprobs(model, pairs, config.data, parallel)
+        logprobs_P2 = reference_logprobs(model, pairs, config.data, mesh)
     del model
     gc.collect()  # its modules refer to one another; the policy is to have the memory
     return OtherReference(name, digest, logprobs_P2)
@@ -124,9 +123,9 @@ def start_reference(
         logprobs_P2 = other.logprobs_P2
     else:
         report("computing reference log-probabilities", pairs=len(pairs))
-        logprobs_P2 = reference_logprobs(session.policy, pairs, config.data, session.parallel)
+        logprobs_P2 = reference_logprobs(session.policy, pairs, config.data, session.mesh)
     path = session.run_dir.path / REFERENCE_NAME
-    if session.parallel.is_main:
+    if session.mesh.is_main:
         buffer = io.BytesIO()
         model = np.asarray(other.digest if other is not None else "")
         np.savez(buffer, logprobs=logprobs_P2, pairs=np.asarray(fingerprint), model=model)
@@ -136,7 +135,7 @@ def start_reference(
 
 @torch.no_grad()
 def reference_logprobs(
-    policy: Policy, pairs: Sequence[Preference], config: PreferenceDataConfig, parallel: Parallel
+    policy: Policy, pairs: Sequence[Preference], config: PreferenceDataConfig, mesh: Mesh
 ) -> np.ndarray:
     """Return (P, 2) under the policy's weights as they are now, without dropout, the same on every rank. Collective."""
     policy.eval()
@@ -145,10 +144,10 @@ def reference_logprobs(
     for start in range(0, len(pairs), config.batch_size):
         block = pairs[start : start + config.batch_size]
         own = np.zeros((len(block), 2))
-        for indices in plan_pairs(block, arrangement, config, rank=parallel.rank, world_size=parallel.world_size):
-            own[indices] = predict_pairs(policy, block, indices, pack=config.pack, device=parallel.device).cpu().numpy()
+        for indices in plan_pairs(block, arrangement, config, rank=mesh.rank, world_size=mesh.world_size):
+            own[indices] = predict_pairs(policy, block, indices, pack=config.pack, device=mesh.device).cpu().numpy()
         # Every pair is one rank's; the others add zero, which changes no bit.
-        summed = parallel.sum({str(place): value for place, value in enumerate(own.ravel().tolist())})
+        summed = mesh.sum({str(place): value for place, value in enumerate(own.ravel().tolist())})
         blocks.append(np.asarray(list(summed.values())).reshape(-1, 2))
     reshard(policy)
     policy.train()

@@ -23,13 +23,13 @@ from holdfast.shared.config.schedule import learning_rate
 from holdfast.shared.process.events import report
 from holdfast.trainer.data.packing import Arrangement
 from holdfast.trainer.data.samples import SampleOrder
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import Policy, reshard
 from holdfast.trainer.models.scalar_model import ScalarModel
-from holdfast.trainer.optim.optimizers import clip_gradients, update_parameters
-from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.optim.optimizers import check_finite, clip_gradients, update_parameters
 from holdfast.trainer.preferences.pairs import P, Preference, plan_pairs
-from holdfast.trainer.session import Session
-from holdfast.trainer.step import Stopwatch, check_finite, step_metrics
+from holdfast.trainer.session.measurements import Stopwatch, step_metrics
+from holdfast.trainer.session.session import Session
 
 M = TypeVar("M", Policy, ScalarModel)
 M_contra = TypeVar("M_contra", Policy, ScalarModel, contravariant=True)
@@ -127,7 +127,7 @@ class PairObjective(Generic[M, P]):
 
     forward: Callable[[M, Sequence[P], list[int]], dict[str, Tensor]]
     config: PreferenceDataConfig
-    parallel: Parallel
+    mesh: Mesh
     summarize: Callable[[dict[str, float]], dict[str, float]] = dict
     plan: Plan = plan_pairs
 
@@ -137,7 +137,7 @@ class PairObjective(Generic[M, P]):
         for indices in self._my_micro_batches(model, batch):
             columns = self.forward(model, batch, indices)
             # FSDP averages gradients over ranks; the losses of all ranks together are divided by the step's pairs.
-            (columns["loss"].sum() / len(batch) * self.parallel.world_size).backward()
+            (columns["loss"].sum() / len(batch) * self.mesh.world_size).backward()
             _add(totals, columns)
         return self._means(totals, len(batch))
 
@@ -154,10 +154,10 @@ class PairObjective(Generic[M, P]):
 
     def _my_micro_batches(self, model: M, pairs: Sequence[P]) -> list[list[int]]:
         arrangement = model.layout.arrangement(pack=self.config.pack)
-        return self.plan(pairs, arrangement, self.config, rank=self.parallel.rank, world_size=self.parallel.world_size)
+        return self.plan(pairs, arrangement, self.config, rank=self.mesh.rank, world_size=self.mesh.world_size)
 
     def _means(self, totals: dict[str, float], num_pairs: int) -> dict[str, float]:
-        means = {name: total / num_pairs for name, total in self.parallel.sum(totals).items()}
+        means = {name: total / num_pairs for name, total in self.mesh.sum(totals).items()}
         return self.summarize(means)
 
 

@@ -15,66 +15,58 @@ from transformers import PreTrainedTokenizerBase
 
 from holdfast.shared.config import DpoConfig
 from holdfast.shared.process.events import report
-from holdfast.trainer import parallel as parallel_module
 from holdfast.trainer.data.row_formats import PAIR_FORMATS, RATED_PAIR_FORMATS
-from holdfast.trainer.data.samples import load_tokenizer
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import Policy, build_policy
-from holdfast.trainer.parallel import Parallel
 from holdfast.trainer.preferences.kto import KtoObjective
 from holdfast.trainer.preferences.labelled import load_answers
 from holdfast.trainer.preferences.losses import PairLogprobs, preference_loss
 from holdfast.trainer.preferences.pairs import P, Pair, fingerprint_preferences, load_pairs, split_preferences
 from holdfast.trainer.preferences.reference import Reference, other_reference, predict_pairs, start_reference
 from holdfast.trainer.preferences.training import Objective, PairObjective, train_on_pairs
-from holdfast.trainer.session import start_session
-from holdfast.trainer.train_state import seed_everything
+from holdfast.trainer.session.session import start_program, start_session
 
 _log = logging.getLogger("trainer")
 
 
 def run(config: DpoConfig) -> None:
     """Train until `max_steps`, then publish the weights."""
-    parallel = parallel_module.start(config.parallel)
-    seed_everything(config.seed, step=0, rank=parallel.rank)
-    report("reading data")
-    tokenizer = load_tokenizer(config.model.tokenizer_name)
-    if config.loss.type == "kto":
-        _train(config, parallel, tokenizer, load_answers(config.data, tokenizer, parallel=parallel), KtoObjective)
-    else:
-        formats = RATED_PAIR_FORMATS if config.loss.odpo_alpha else PAIR_FORMATS
-        pairs = load_pairs(config.data, tokenizer, formats=formats, parallel=parallel)
-        _train(config, parallel, tokenizer, pairs, dpo_objective)
+    with start_program(config) as (mesh, tokenizer):
+        report("reading data")
+        if config.loss.type == "kto":
+            _train(config, mesh, tokenizer, load_answers(config.data, tokenizer, mesh=mesh), KtoObjective)
+        else:
+            formats = RATED_PAIR_FORMATS if config.loss.odpo_alpha else PAIR_FORMATS
+            pairs = load_pairs(config.data, tokenizer, formats=formats, mesh=mesh)
+            _train(config, mesh, tokenizer, pairs, dpo_objective)
 
 
 def _train(
     config: DpoConfig,
-    parallel: Parallel,
+    mesh: Mesh,
     tokenizer: PreTrainedTokenizerBase,
     preferences: list[P],
-    objective: Callable[[DpoConfig, Reference, Parallel], Objective[Policy, P]],
+    objective: Callable[[DpoConfig, Reference, Mesh], Objective[Policy, P]],
 ) -> None:
     training, held_out = split_preferences(preferences, config.data.validation_fraction, seed=config.seed)
     kind = "answers" if config.loss.type == "kto" else "pairs"
     _log.info("%d %s to train on, %d held out", len(training), kind, len(held_out))
-    other = other_reference(config, preferences, parallel)
+    other = other_reference(config, preferences, mesh)
     with start_session(
         config,
-        parallel,
+        mesh,
         tokenizer,
         build_policy,
         pack=config.data.pack,
         data_fingerprint=fingerprint_preferences(training),
     ) as session:
         reference = start_reference(config, session, preferences, other)
-        chosen = objective(config, reference, parallel)
+        chosen = objective(config, reference, mesh)
         train_on_pairs(config, session, chosen, training, held_out, attachments=reference.attachments)
-        report("publishing weights", step=session.progress.step)
-        session.publisher.publish(session.progress.step)
-        session.publisher.prune({session.progress.step})
-    report("finished", step=session.progress.step)
+        session.publish_last()
 
 
-def dpo_objective(config: DpoConfig, reference: Reference, parallel: Parallel) -> PairObjective[Policy, Pair]:
+def dpo_objective(config: DpoConfig, reference: Reference, mesh: Mesh) -> PairObjective[Policy, Pair]:
     """Return the configured loss of pairs, with the rewards and log-probabilities of both sides as metrics.
 
     Args:
@@ -83,7 +75,7 @@ def dpo_objective(config: DpoConfig, reference: Reference, parallel: Parallel) -
     loss = preference_loss(config.loss)
 
     def forward(policy: Policy, pairs: Sequence[Pair], indices: list[int]) -> dict[str, Tensor]:
-        device, chosen = parallel.device, [pairs[index] for index in indices]
+        device, chosen = mesh.device, [pairs[index] for index in indices]
         logprobs_P2 = predict_pairs(policy, pairs, indices, pack=config.data.pack, device=device)
         reference_P2 = reference.of(chosen, device)
         lengths = [[side.num_targets for side in pair.sides] for pair in chosen]
@@ -108,4 +100,4 @@ def dpo_objective(config: DpoConfig, reference: Reference, parallel: Parallel) -
             "logps/rejected": logprobs_P2[:, 1],
         }
 
-    return PairObjective(forward, config.data, parallel)
+    return PairObjective(forward, config.data, mesh)

@@ -18,45 +18,37 @@ from transformers import PreTrainedTokenizerBase
 from holdfast.shared.config import RewardTrainingConfig
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.process.events import report
-from holdfast.trainer import parallel as parallel_module
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.data.row_formats import PAIR_FORMATS, RATED_PAIR_FORMATS
-from holdfast.trainer.data.samples import load_tokenizer
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.scalar_model import ScalarModel, build_scalar_model, score_samples
-from holdfast.trainer.parallel import Parallel
 from holdfast.trainer.preferences.pairs import Pair, fingerprint_preferences, load_pairs, split_preferences
 from holdfast.trainer.preferences.reward_loss import reward_loss
 from holdfast.trainer.preferences.training import PairObjective, train_on_pairs
-from holdfast.trainer.session import Build, start_session
-from holdfast.trainer.train_state import seed_everything
+from holdfast.trainer.session.session import Build, start_program, start_session
 
 _log = logging.getLogger("trainer")
 
 
 def run(config: RewardTrainingConfig) -> None:
     """Train until `max_steps`, then publish the weights."""
-    parallel = parallel_module.start(config.parallel)
-    seed_everything(config.seed, step=0, rank=parallel.rank)
-    report("reading data")
-    tokenizer = load_tokenizer(config.model.tokenizer_name)
-    pairs = load_pairs(config.data, tokenizer, formats=(*RATED_PAIR_FORMATS, *PAIR_FORMATS), parallel=parallel)
-    pairs = [end_at_stop_token(pair, tokenizer) for pair in pairs]
-    training, held_out = split_preferences(pairs, config.data.validation_fraction, seed=config.seed)
-    _log.info("%d pairs to train on, %d held out", len(training), len(held_out))
-    build = _with_padding(tokenizer, pairs)
-    with start_session(
-        config,
-        parallel,
-        tokenizer,
-        build,
-        pack=config.data.pack,
-        data_fingerprint=fingerprint_preferences(training),
-    ) as session:
-        train_on_pairs(config, session, reward_objective(config, parallel), training, held_out)
-        report("publishing weights", step=session.progress.step)
-        session.publisher.publish(session.progress.step)
-        session.publisher.prune({session.progress.step})
-    report("finished", step=session.progress.step)
+    with start_program(config) as (mesh, tokenizer):
+        report("reading data")
+        pairs = load_pairs(config.data, tokenizer, formats=(*RATED_PAIR_FORMATS, *PAIR_FORMATS), mesh=mesh)
+        pairs = [end_at_stop_token(pair, tokenizer) for pair in pairs]
+        training, held_out = split_preferences(pairs, config.data.validation_fraction, seed=config.seed)
+        _log.info("%d pairs to train on, %d held out", len(training), len(held_out))
+        build = _with_padding(tokenizer, pairs)
+        with start_session(
+            config,
+            mesh,
+            tokenizer,
+            build,
+            pack=config.data.pack,
+            data_fingerprint=fingerprint_preferences(training),
+        ) as session:
+            train_on_pairs(config, session, reward_objective(config, mesh), training, held_out)
+            session.publish_last()
 
 
 def end_at_stop_token(pair: Pair, tokenizer: PreTrainedTokenizerBase) -> Pair:
@@ -75,14 +67,12 @@ def end_at_stop_token(pair: Pair, tokenizer: PreTrainedTokenizerBase) -> Pair:
     return replace(pair, chosen=shortened(pair.chosen), rejected=shortened(pair.rejected))
 
 
-def reward_objective(config: RewardTrainingConfig, parallel: Parallel) -> PairObjective[ScalarModel, Pair]:
+def reward_objective(config: RewardTrainingConfig, mesh: Mesh) -> PairObjective[ScalarModel, Pair]:
     """Return the loss of pairs, with the rewards of both sides as metrics."""
 
     def forward(model: ScalarModel, pairs: Sequence[Pair], indices: list[int]) -> dict[str, Tensor]:
-        rewards_P2 = score_pairs(model, pairs, indices, pack=config.data.pack, device=parallel.device)
-        margins_P = torch.tensor(
-            [pairs[index].margin for index in indices], dtype=torch.float64, device=parallel.device
-        )
+        rewards_P2 = score_pairs(model, pairs, indices, pack=config.data.pack, device=mesh.device)
+        margins_P = torch.tensor([pairs[index].margin for index in indices], dtype=torch.float64, device=mesh.device)
         losses_P = reward_loss(rewards_P2[:, 0], rewards_P2[:, 1], margins_P, config.loss)
         rewards_P2 = rewards_P2.detach()
         chosen_P, rejected_P = rewards_P2.unbind(1)
@@ -100,7 +90,7 @@ def reward_objective(config: RewardTrainingConfig, parallel: Parallel) -> PairOb
         variance = means.pop("rewards/squares") - mean**2
         return means | {"rewards/mean": mean, "rewards/std": max(0.0, variance) ** 0.5}
 
-    return PairObjective(forward, config.data, parallel, summarize)
+    return PairObjective(forward, config.data, mesh, summarize)
 
 
 def score_pairs(
@@ -121,8 +111,8 @@ def _with_padding(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Pair]) -> 
     transformers reads the score at the last token that is no padding, so nothing may end in that.
     """
 
-    def build(config: TrainedModelConfig, parallel: Parallel, *, seed: int, weights: bool) -> ScalarModel:
-        model = build_scalar_model(config, parallel, seed=seed, weights=weights)
+    def build(config: TrainedModelConfig, mesh: Mesh, *, seed: int, weights: bool) -> ScalarModel:
+        model = build_scalar_model(config, mesh, seed=seed, weights=weights)
         published = model.hf_model.config
         if published.pad_token_id is None:
             published.pad_token_id = tokenizer.pad_token_id

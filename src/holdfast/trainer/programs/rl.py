@@ -19,8 +19,7 @@ from holdfast.shared.files.metrics import read_metrics
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.events import report
 from holdfast.shared.process.heartbeat import does
-from holdfast.trainer import parallel as parallel_module
-from holdfast.trainer.data.samples import check_same_tokens, load_tokenizer
+from holdfast.trainer.data.samples import check_same_tokens
 from holdfast.trainer.models.loading import trained_tensors
 from holdfast.trainer.models.policy import Policy, build_policy
 from holdfast.trainer.rl.alerts import Alerts
@@ -31,48 +30,44 @@ from holdfast.trainer.rl.ledger import Ledger
 from holdfast.trainer.rl.parts import RlParts
 from holdfast.trainer.rl.pretraining import PretrainingMix
 from holdfast.trainer.rl.provenance import check_provenance
-from holdfast.trainer.session import Session, start_session
-from holdfast.trainer.step import Stopwatch, step_metrics
-from holdfast.trainer.stop import STOP_REQUEST
-from holdfast.trainer.train_state import seed_everything
+from holdfast.trainer.session.measurements import Stopwatch, step_metrics
+from holdfast.trainer.session.session import Session, start_program, start_session
+from holdfast.trainer.session.stop import STOP_REQUEST
 
 
 def run(config: TrainerConfig) -> None:
     """Train until `max_steps`."""
-    parallel = parallel_module.start(config.parallel)
-    seed_everything(config.seed, step=0, rank=parallel.rank)
-    tokenizer = load_tokenizer(config.model.tokenizer_name)
-    check_same_tokens(tokenizer, config.model.tokenizer_name)
-    pretraining = None
-    if config.pretraining is not None:
-        pretraining = PretrainingMix(config.pretraining, tokenizer, parallel, seed=config.seed)
-    parts = RlParts(config, parallel)
-    with start_session(
-        config,
-        parallel,
-        tokenizer,
-        build_policy,
-        pack=True,
-        parts=parts.begin,
-        data_fingerprint=pretraining.fingerprint if pretraining else "",
-        older_weights=config.async_level,
-    ) as session:
-        parts.resume(session.run_dir, session.progress.step)
-        parts.check_models()
-        learner = Learner(config, session, parts, pretraining)  # before anything is published: it may refuse
-        last_probed = _last_probed(session, config)
+    with start_program(config) as (mesh, tokenizer):
+        check_same_tokens(tokenizer, config.model.tokenizer_name)
+        pretraining = None
+        if config.pretraining is not None:
+            pretraining = PretrainingMix(config.pretraining, tokenizer, mesh, seed=config.seed)
+        parts = RlParts(config, mesh)
+        with start_session(
+            config,
+            mesh,
+            tokenizer,
+            build_policy,
+            pack=True,
+            parts=parts.begin,
+            data_fingerprint=pretraining.fingerprint if pretraining else "",
+            older_weights=config.async_level,
+        ) as session:
+            parts.resume(session.run_dir, session.progress.step)
+            parts.check_models()
+            learner = Learner(config, session, parts, pretraining)  # before anything is published: it may refuse
+            last_probed = _last_probed(session, config)
 
-        def publish(version: int) -> None:
-            goes_on = version < config.max_steps
-            is_probed = goes_on and version <= last_probed
-            canary = measure_canary(session.policy, tokenizer, parallel, config=config) if is_probed else None
-            session.publisher.publish(version, canary=canary, for_engines=goes_on)
+            def publish(version: int) -> None:
+                goes_on = version < config.max_steps
+                is_probed = goes_on and version <= last_probed
+                canary = measure_canary(session.policy, tokenizer, mesh, config=config) if is_probed else None
+                session.publisher.publish(version, canary=canary, for_engines=goes_on)
 
-        publish(session.progress.step)
-        _train(config, session, parts, learner, publish)
-        if parts.ema is not None:
-            _publish_average(session, parts.ema)
-    report("finished", step=session.progress.step)
+            publish(session.progress.step)
+            _train(config, session, parts, learner, publish)
+            if parts.ema is not None:
+                _publish_average(session, parts.ema)
 
 
 def _train(
@@ -82,11 +77,11 @@ def _train(
     learner: Learner,
     publish: Callable[[int], None],
 ) -> None:
-    parallel, progress, saver, run_dir = session.parallel, session.progress, session.saver, session.run_dir
+    mesh, progress, saver, run_dir = session.mesh, session.progress, session.saver, session.run_dir
     ledger = Ledger(run_dir, progress)
     report("waiting for batches", step=progress.step, max_steps=config.max_steps)
     kept = run_dir.committed_steps()  # read again only after a commit: listing them costs a read each
-    alerts = Alerts(config.alerts, history=read_metrics(run_dir.metrics) if parallel.is_main else ())
+    alerts = Alerts(config.alerts, history=read_metrics(run_dir.metrics) if mesh.is_main else ())
     stopwatch = Stopwatch()
     metrics: dict[str, float] = {}
     first = progress.step + 1
@@ -103,7 +98,7 @@ def _train(
         batch = read_batch(run_dir, step)
         ledger.accept(batch)
         # Rank 0 alone looks: others might find the weights pruned meanwhile, and then take another way.
-        is_foreign = parallel.max({"is_foreign": float(parallel.is_main and not check_provenance(run_dir, batch))})
+        is_foreign = mesh.max({"is_foreign": float(mesh.is_main and not check_provenance(run_dir, batch))})
         learned = learner.learn(batch, stopwatch, is_foreign=bool(is_foreign["is_foreign"]))
         num_tokens = sum(len(rollout.token_ids) for rollout in batch.rollouts)
         progress.advance(samples=len(batch.rollouts), tokens=num_tokens)
@@ -113,7 +108,7 @@ def _train(
             publish(step)
         metrics = batch.metrics | learned | step_metrics(session, stopwatch, num_tokens=num_tokens)
         session.log(step, metrics)
-        for alert in alerts.check(metrics) if parallel.is_main else ():
+        for alert in alerts.check(metrics) if mesh.is_main else ():
             report(f"ALERT: {alert}", step=step)
         with stopwatch.phase("checkpoint"):
             committed = saver.after_step(step, metrics, ledger.attachments() | parts.attachments())
@@ -133,7 +128,7 @@ def _last_probed(session: Session[Policy], config: TrainerConfig) -> int:
     """
     begins_with = max(session.run_dir.published_batches(), default=0) - config.async_level
     version = max(session.progress.step, begins_with)
-    return int(session.parallel.max({"version": float(version)})["version"])
+    return int(session.mesh.max({"version": float(version)})["version"])
 
 
 def _publish_average(session: Session[Policy], ema: Ema) -> None:
@@ -152,7 +147,7 @@ def _prune_batches(session: Session[Policy], journal: JournalConfig) -> list[int
     Batches up to the step of a checkpoint are never trained again: a resume begins behind it.
     """
     steps = session.run_dir.committed_steps()
-    if session.parallel.is_main and steps and journal.keep != "all":
+    if session.mesh.is_main and steps and journal.keep != "all":
         session.run_dir.prune_batches(min(steps[0], session.progress.step - journal.keep))
     return steps
 

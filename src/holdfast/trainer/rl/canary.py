@@ -12,15 +12,14 @@ from transformers import PreTrainedTokenizerBase
 from holdfast.shared.config import TrainerConfig
 from holdfast.shared.wire.canary import MAX_TOKENS, TEXT, Canary
 from holdfast.trainer.data.packing import Sample, build_micro_batch
-from holdfast.trainer.models.policy import Policy, reshard
-from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.models.policy import Policy, predict, reshard
 from holdfast.trainer.rl.mismatch import mismatch_limit
-from holdfast.trainer.step import predict
 
 
 @torch.no_grad()
 def measure_canary(
-    policy: Policy, tokenizer: PreTrainedTokenizerBase, parallel: Parallel, *, config: TrainerConfig
+    policy: Policy, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, *, config: TrainerConfig
 ) -> bytes | None:
     """Return the canary of the current weights as JSON; None where the tokenizer makes one token of it. Collective.
 
@@ -31,7 +30,7 @@ def measure_canary(
     if len(token_ids) < 2:
         return None
     sample = Sample(np.asarray(token_ids, dtype=np.int32), np.ones(len(token_ids), dtype=bool))
-    micro = build_micro_batch([sample], [0], pack=policy.layout.packs, device=parallel.device)
+    micro = build_micro_batch([sample], [0], pack=policy.layout.packs, device=mesh.device)
     policy.eval()  # no dropout: the engine has none, and no random number is drawn
     logprobs_N = predict(policy, micro).logprobs_N
     reshard(policy)

@@ -10,14 +10,14 @@ from holdfast.shared.config.algorithm import CriticConfig
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import TrainingError
 from holdfast.trainer.data.packing import build_micro_batch
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import reshard
 from holdfast.trainer.models.scalar_model import build_scalar_model, predict_values
 from holdfast.trainer.optim.optimizers import build_optimizer, clip_gradients, update_parameters
-from holdfast.trainer.parallel import Parallel
 from holdfast.trainer.rl.advantages.gae import explained_variance, value_loss, value_sums
 from holdfast.trainer.rl.minibatches import Minibatch, annotate
 from holdfast.trainer.rl.rollouts import RETURN, VALUE
-from holdfast.trainer.train_state import ModelState
+from holdfast.trainer.session.train_state import ModelState
 
 
 class Critic:
@@ -27,12 +27,12 @@ class Critic:
         model_config: how it is held in memory, and where it starts from unless `config.name` says otherwise.
     """
 
-    def __init__(self, config: CriticConfig, model_config: TrainedModelConfig, parallel: Parallel, *, seed: int):
+    def __init__(self, config: CriticConfig, model_config: TrainedModelConfig, mesh: Mesh, *, seed: int):
         self._config = config
-        self._parallel = parallel
+        self._mesh = mesh
         init = model_config.init if config.name is None else "pretrained"
         own = model_config.model_copy(update={"name": config.name or model_config.name, "lora": None, "init": init})
-        self.model = build_scalar_model(own, parallel, seed=seed, head="zero")
+        self.model = build_scalar_model(own, mesh, seed=seed, head="zero")
         self.optimizer = build_optimizer(self.model.hf_model, config.optim)
         self.state = ModelState(self.model, self.optimizer)
         self._sums: dict[str, float] = {}
@@ -44,7 +44,7 @@ class Critic:
             [VALUE],
             lambda micro: [predict_values(self.model, micro)],
             minibatches,
-            self._parallel,
+            self._mesh,
             pack=self.model.layout.packs,
         )
         reshard(self.model)
@@ -60,21 +60,21 @@ class Critic:
         own = {"value_loss": 0.0, "value_clip_fraction": 0.0}
         for indices in minibatch.micro_batches:
             micro = build_micro_batch(
-                minibatch.samples, indices, pack=self.model.layout.packs, device=self._parallel.device
+                minibatch.samples, indices, pack=self.model.layout.packs, device=self._mesh.device
             )
             values_N = predict_values(self.model, micro)
             weights_N = torch.full_like(values_N, 1 / num_targets)
             returns_N = micro.per_token[RETURN]
             loss, counts = value_loss(values_N, micro.per_token[VALUE], returns_N, weights_N, clip=self._config.clip)
             # FSDP averages gradients over ranks; the weights sum to one over all of them.
-            (loss * self._parallel.world_size).backward()
+            (loss * self._mesh.world_size).backward()
             own["value_loss"] += float(loss.detach())
             own["value_clip_fraction"] += float(counts["value_clip_fraction"]) / num_targets
             self._add(
                 {f"of_values/{name}": value for name, value in value_sums(returns_N, micro.per_token[VALUE]).items()}
             )
         norm = clip_gradients(self.model, self._config.optim.max_grad_norm)
-        summed = self._parallel.sum(own)
+        summed = self._mesh.sum(own)
         if not torch.isfinite(torch.tensor([summed["value_loss"], norm])).all():
             raise TrainingError(
                 f"the critic's loss is {summed['value_loss']}, its gradient norm is {norm}. Nothing of this step was "
@@ -97,4 +97,4 @@ class Critic:
         prefix = "of_values/"
         own = {name.removeprefix(prefix): sums.pop(name) for name in list(sums) if name.startswith(prefix)}
         metrics = {name: value / num_updates for name, value in sums.items()}
-        return metrics | {"explained_variance": explained_variance(**self._parallel.sum(own))}
+        return metrics | {"explained_variance": explained_variance(**self._mesh.sum(own))}

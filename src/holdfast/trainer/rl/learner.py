@@ -23,8 +23,8 @@ from holdfast.shared.wire.rollouts import Batch, Rollout
 from holdfast.shared.wire.sampling import Sampling
 from holdfast.trainer.data.packing import MicroBatch, Sample
 from holdfast.trainer.models.logprobs import Reading
-from holdfast.trainer.models.policy import Policy, reshard
-from holdfast.trainer.optim.optimizers import clip_gradients, update_parameters
+from holdfast.trainer.models.policy import Policy, predict, reshard
+from holdfast.trainer.optim.optimizers import check_finite, clip_gradients, update_parameters
 from holdfast.trainer.rl import experience
 from holdfast.trainer.rl.advantages.chosen import choose_advantages
 from holdfast.trainer.rl.losses import policy_loss
@@ -48,8 +48,8 @@ from holdfast.trainer.rl.rollouts import (
 )
 from holdfast.trainer.rl.step import policy_step
 from holdfast.trainer.rl.token_selection import select_tokens
-from holdfast.trainer.session import Session
-from holdfast.trainer.step import Stopwatch, check_finite, predict
+from holdfast.trainer.session.measurements import Stopwatch
+from holdfast.trainer.session.session import Session
 
 
 class Learner:
@@ -60,12 +60,12 @@ class Learner:
     ) -> None:
         self._config = config
         self._session = session
-        self._parallel = session.parallel
+        self._mesh = session.mesh
         self._policy = session.policy
         self._parts = parts
         self._pretraining = pretraining
         self._loss = policy_loss(config.loss)
-        self._mismatch = MismatchCheck(config, session.policy, session.parallel)
+        self._mismatch = MismatchCheck(config, session.policy, session.mesh)
         self._advantage = None if config.advantage in TOKEN_ADVANTAGES else choose_advantages(config)
         kl = config.kl
         if kl is not None and parts.kl is not None and kl.place == "loss" and kl.coef > 0:
@@ -132,7 +132,7 @@ class Learner:
             updates,
             row_tokens=config.row_tokens,
             arrangement=self._policy.layout.arrangement(pack=True),
-            parallel=self._parallel,
+            mesh=self._mesh,
             seed=config.seed,
             step=step,
         )
@@ -223,7 +223,7 @@ class Learner:
             predicted = predict(policy, micro, reading)
             return [predicted.entropy_N if name == OLD_ENTROPY else predicted.logprobs_N for name in names]
 
-        annotate(names, read, minibatches, self._parallel, pack=policy.layout.packs)
+        annotate(names, read, minibatches, self._mesh, pack=policy.layout.packs)
         reshard(policy)
         policy.train(was_training)
 
@@ -256,7 +256,7 @@ class Learner:
                 with stopwatch.phase("forward_backward"):
                     loss = self._step(minibatch, statistics, reading)
                     if self._pretraining is not None:
-                        pretraining_losses.append(self._pretraining.step(self._policy, done, self._parallel))
+                        pretraining_losses.append(self._pretraining.step(self._policy, done, self._mesh))
                 if not grad_norms:
                     self._mismatch.before_update(step, statistics)
                 with stopwatch.phase("optimizer"):
@@ -267,7 +267,7 @@ class Learner:
                 with stopwatch.phase("critic"):
                     parts.critic.update(minibatch, lr=value_lr)
             done += 1
-        metrics = statistics.reduce(self._parallel) | {"lr": lr}
+        metrics = statistics.reduce(self._mesh) | {"lr": lr}
         for name, values in (("grad_norm", grad_norms), ("pretraining_loss", pretraining_losses)):
             metrics |= {name: sum(values) / len(values)} if values else {}
         if parts.critic is not None:
@@ -289,7 +289,7 @@ class Learner:
             self._policy,
             minibatch,
             self._loss,
-            self._parallel,
+            self._mesh,
             statistics,
             reading=reading,
             teacher=self._teacher,

@@ -21,7 +21,7 @@ from holdfast.shared.files.checkpoints import ORCHESTRATOR_DIR
 from holdfast.shared.files.journal import STATE_NAME, Accepted, Counts, dropped_by_reason, read_accepted
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Batch, Rollout
-from holdfast.trainer.train_state import Progress
+from holdfast.trainer.session.train_state import Progress
 
 
 class Ledger:

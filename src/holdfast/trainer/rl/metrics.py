@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.rl.losses import PolicyLossInput
 from holdfast.trainer.supervised.loss import k3
 
@@ -70,29 +70,29 @@ class PolicyStatistics:
         self._largest = max(self._largest, float(log_ratio_N.abs().max()))
         self._ratios.append(log_ratio_N.exp().cpu())
 
-    def fresh_mismatch(self, parallel: Parallel) -> float | None:
+    def fresh_mismatch(self, mesh: Mesh) -> float | None:
         """Return the mean `mismatch_kl` so far of tokens of age 0; None where there are none. Collective."""
         names = ("mismatch_kl/age_0", "tokens/age_0")
-        sums = parallel.sum({name: self._sums.get(name, 0.0) for name in names})
+        sums = mesh.sum({name: self._sums.get(name, 0.0) for name in names})
         return sums[names[0]] / sums[names[1]] if sums[names[1]] else None
 
-    def reduce(self, parallel: Parallel) -> dict[str, float]:
+    def reduce(self, mesh: Mesh) -> dict[str, float]:
         """Return the metrics of the step, the same on every rank. Collective.
 
         All are means over trained tokens but these: `loss`, the mean of the updates; `mismatch/ratio_*`,
         quantiles and maximum of trainer over sampler; `mismatch/max_log_ratio`, in either direction.
         """
         ratios = torch.cat([*self._ratios, torch.zeros(0, dtype=torch.float64)])
-        ratios = parallel.concatenate(ratios)
-        sums = parallel.sum(self._sums)
-        num_tokens, num_updates = max(1.0, sums.pop("tokens")), max(1.0, sums.pop("updates") / parallel.world_size)
+        ratios = mesh.concatenate(ratios)
+        sums = mesh.sum(self._sums)
+        num_tokens, num_updates = max(1.0, sums.pop("tokens")), max(1.0, sums.pop("updates") / mesh.world_size)
         metrics = {"loss": sums.pop("loss") / num_updates}
         of_ages = {age: sums.pop(f"tokens/age_{age}") for age in self._ages}
         for name, value in sums.items():
             age = name.removeprefix("mismatch_kl/age_")
             metrics[name] = value / (max(1.0, of_ages[int(age)]) if age != name else num_tokens)
         metrics["clip_fraction"] = sum(metrics[name] for name in _CLIPPED)
-        metrics |= parallel.max({"mismatch/max_log_ratio": self._largest})
+        metrics |= mesh.max({"mismatch/max_log_ratio": self._largest})
         if len(ratios):
             found = torch.sort(ratios).values
             places = {f"p{round(100 * share)}": round(share * (len(found) - 1)) for share in _QUANTILES}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from holdfast.shared.config.algorithm import UpdatesConfig
 from holdfast.trainer.data.packing import Arrangement, MicroBatch, Sample, build_micro_batch, plan_rows
-from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def plan_epochs(
     config: UpdatesConfig,
     *,
     row_tokens: int,
-    parallel: Parallel,
+    mesh: Mesh,
     seed: int,
     step: int,
     arrangement: Arrangement,
@@ -60,19 +60,19 @@ def plan_epochs(
             keys = np.random.SeedSequence(seed, spawn_key=(step, epoch)).generate_state(len(samples), np.uint64)
             order = np.argsort(keys, kind="stable")
         parts = [part for part in np.array_split(order, config.minibatches) if len(part)]
-        epochs.append([_plan([samples[index] for index in part], row_tokens, arrangement, parallel) for part in parts])
+        epochs.append([_plan([samples[index] for index in part], row_tokens, arrangement, mesh) for part in parts])
     return epochs
 
 
-def _plan(samples: list[Sample], row_tokens: int, arrangement: Arrangement, parallel: Parallel) -> Minibatch:
+def _plan(samples: list[Sample], row_tokens: int, arrangement: Arrangement, mesh: Mesh) -> Minibatch:
     plan = plan_rows(
         [len(sample.token_ids) for sample in samples],
         arrangement=arrangement,
         budget=row_tokens,
         rows_per_micro_batch=1,
-        world_size=parallel.world_size,
+        world_size=mesh.world_size,
     )
-    return Minibatch(samples, plan[parallel.rank])
+    return Minibatch(samples, plan[mesh.rank])
 
 
 @torch.no_grad()
@@ -80,7 +80,7 @@ def annotate(
     names: Sequence[str],
     forward: Callable[[MicroBatch], Sequence[Tensor]],
     minibatches: Sequence[Minibatch],
-    parallel: Parallel,
+    mesh: Mesh,
     *,
     pack: bool,
 ) -> None:
@@ -95,12 +95,12 @@ def annotate(
         ends = np.cumsum(counts)
         found_KT = torch.zeros(len(names), int(ends[-1]), dtype=torch.float32)
         for indices in minibatch.micro_batches:
-            micro = build_micro_batch(minibatch.samples, indices, pack=pack, device=parallel.device)
+            micro = build_micro_batch(minibatch.samples, indices, pack=pack, device=mesh.device)
             values_KN = torch.stack([values_N.float() for values_N in forward(micro)]).cpu()
             for index, part_KN in zip(indices, values_KN.split([counts[index] for index in indices], 1), strict=True):
                 found_KT[:, ends[index] - counts[index] : ends[index]] = part_KN
         # Every target is one rank's; the others add zero, which changes no bit.
-        parts = np.split(parallel.sum_tensor(found_KT).numpy(), ends[:-1], axis=1)
+        parts = np.split(mesh.sum_tensor(found_KT).numpy(), ends[:-1], axis=1)
         for sample, part_KT in zip(minibatch.samples, parts, strict=True):
             for name, part_T in zip(names, part_KT, strict=True):
                 sample.per_token[name] = np.zeros(len(sample.token_ids), dtype=np.float32)

@@ -21,12 +21,12 @@ from holdfast.shared.errors import TrainingError
 from holdfast.shared.process.events import report
 from holdfast.shared.wire.rollouts import Rollout
 from holdfast.trainer.data.packing import Arrangement, Sample
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import Policy
-from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.models.self_check import is_random_in_training
 from holdfast.trainer.rl.metrics import PolicyStatistics
 from holdfast.trainer.rl.minibatches import Minibatch, plan_epochs
 from holdfast.trainer.rl.rollouts import AGE, OLD_LOGPROB, SAMPLER_LOGPROB
-from holdfast.trainer.self_check import is_random_in_training
 from holdfast.trainer.supervised.loss import k3
 
 # Mean k3 per token, in nats. Measured: 1e-14 to 1e-11 in float32, 1e-4 in bfloat16; 1e-3 is usual there for large
@@ -53,13 +53,13 @@ class MismatchCheck:
     first fresh rollouts of the attempt, and no others.
     """
 
-    def __init__(self, config: TrainerConfig, policy: Policy, parallel: Parallel) -> None:
+    def __init__(self, config: TrainerConfig, policy: Policy, mesh: Mesh) -> None:
         self._config = config
         self._kind = type(policy.hf_model).__name__
         self._arrangement: Arrangement = policy.layout.arrangement(pack=True)
-        self._parallel = parallel
-        self._is_random = is_random_in_training(policy, parallel)
-        if self._is_random and parallel.is_main:
+        self._mesh = mesh
+        self._is_random = is_random_in_training(policy, mesh)
+        if self._is_random and mesh.is_main:
             report(
                 f"WARNING: {self._kind} is trained with dropout, or something else that is random, which the engine "
                 "does not have: ratios, mismatch_kl and ppo_kl are noisy. Unless you mean it, set what is random in "
@@ -110,7 +110,7 @@ class MismatchCheck:
                 UpdatesConfig(),
                 row_tokens=config.row_tokens,
                 arrangement=self._arrangement,
-                parallel=self._parallel,
+                mesh=self._mesh,
                 seed=config.seed,
                 step=step,
             )[0]
@@ -130,7 +130,7 @@ class MismatchCheck:
         """
         if not self._is_comparable or self._is_random:
             return
-        if (mismatch_kl := statistics.fresh_mismatch(self._parallel)) is not None:
+        if (mismatch_kl := statistics.fresh_mismatch(self._mesh)) is not None:
             self._refuse_above_limit(step, mismatch_kl)
 
     def _refuse_above_limit(self, step: int, mismatch_kl: float) -> None:

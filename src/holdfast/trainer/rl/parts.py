@@ -15,9 +15,10 @@ from holdfast.shared.process.events import report
 from holdfast.trainer.checkpoints.commit import Attachment
 from holdfast.trainer.checkpoints.plain_state import State
 from holdfast.trainer.data.samples import refuse_other_tokens
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.loading import trained_tensors
 from holdfast.trainer.models.policy import Policy, build_policy
-from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.models.self_check import check_model
 from holdfast.trainer.rl.critic import Critic
 from holdfast.trainer.rl.ema import Ema
 from holdfast.trainer.rl.entropy import EntropyCoefficient
@@ -26,7 +27,6 @@ from holdfast.trainer.rl.kl import KlCoefficient
 from holdfast.trainer.rl.replay import ReplayBuffer
 from holdfast.trainer.rl.rewards.moments import RunningMoments
 from holdfast.trainer.rl.rewards.reward_model import RewardModel
-from holdfast.trainer.self_check import check_model
 
 _REPLAY_NAME = f"{TRAINER_DIR}/replay.msgpack"
 
@@ -39,9 +39,9 @@ class RlParts:
         DataError: a model cannot be loaded, or knows the policy's tokens by other ids.
     """
 
-    def __init__(self, config: TrainerConfig, parallel: Parallel) -> None:
+    def __init__(self, config: TrainerConfig, mesh: Mesh) -> None:
         self._config = config
-        self._parallel = parallel
+        self._mesh = mesh
         self._state: dict[str, State] = {}
         self.kl: KlCoefficient | None = None
         self.entropy: EntropyCoefficient | None = None
@@ -60,7 +60,7 @@ class RlParts:
             if config.kl.reference is not None:
                 refuse_other_tokens(name, config.model.tokenizer_name, key="kl.reference")
             model = config.model.model_copy(update={"name": name, "lora": None, "init": init})
-            self.reference = build_policy(model, parallel, seed=config.seed)
+            self.reference = build_policy(model, mesh, seed=config.seed)
             freeze(self.reference)
             if config.kl.refresh_interval is None:
                 self._state["reference"] = FrozenModel(name, self.reference.hf_model, key="kl.reference")
@@ -72,12 +72,12 @@ class RlParts:
             report("loading the critic", model=config.critic.name or config.model.name)
             if config.critic.name is not None:
                 refuse_other_tokens(config.critic.name, config.model.tokenizer_name, key="critic.name")
-            self.critic = Critic(config.critic, config.model, parallel, seed=config.seed)
+            self.critic = Critic(config.critic, config.model, mesh, seed=config.seed)
             self._state["critic"] = self.critic.state
         if config.reward_model is not None:
             name = config.reward_model.name
             report("loading the reward model", model=name)
-            self.reward_model = RewardModel(name, config.model, parallel)
+            self.reward_model = RewardModel(name, config.model, mesh)
             self._state["reward_model"] = FrozenModel(name, self.reward_model.model.hf_model, key="reward_model.name")
         if config.rewards.scale == "running":
             self._state["reward_moments"] = self.moments = RunningMoments()
@@ -136,13 +136,13 @@ class RlParts:
         """
         config, dtype = self._config, self._config.model.dtype
         if config.kl is not None and self.reference is not None:
-            check_model(self.reference, self._parallel, name=_reference_name(config), pack=True, dtype=dtype)
+            check_model(self.reference, self._mesh, name=_reference_name(config), pack=True, dtype=dtype)
         if config.critic is not None and self.critic is not None:
             name = config.critic.name or config.model.name
-            check_model(self.critic.model, self._parallel, name=name, pack=True, dtype=dtype)
+            check_model(self.critic.model, self._mesh, name=name, pack=True, dtype=dtype)
         if config.reward_model is not None and self.reward_model is not None:
             name = config.reward_model.name
-            check_model(self.reward_model.model, self._parallel, name=name, pack=True, dtype=dtype)
+            check_model(self.reward_model.model, self._mesh, name=name, pack=True, dtype=dtype)
 
     def attachments(self) -> dict[str, Attachment]:
         """Return what makes the files that belong into every checkpoint."""

@@ -7,8 +7,8 @@ from transformers import PreTrainedTokenizerBase
 
 from holdfast.shared.config.algorithm import PretrainingConfig
 from holdfast.trainer.data.samples import SampleOrder, fingerprint_samples, load_samples
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import Policy
-from holdfast.trainer.parallel import Parallel
 from holdfast.trainer.supervised.step import supervised_step
 
 
@@ -19,16 +19,14 @@ class PretrainingMix:
         fingerprint: of the samples.
     """
 
-    def __init__(
-        self, config: PretrainingConfig, tokenizer: PreTrainedTokenizerBase, parallel: Parallel, *, seed: int
-    ) -> None:
+    def __init__(self, config: PretrainingConfig, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, *, seed: int) -> None:
         """Tokenise them, each rank its share. Collective."""
         self._config = config
-        self._samples, _ = load_samples(config.data, tokenizer, seed=seed, parallel=parallel)
+        self._samples, _ = load_samples(config.data, tokenizer, seed=seed, mesh=mesh)
         self._order = SampleOrder(len(self._samples), seed=seed, shuffle=config.data.shuffle)
         self.fingerprint = fingerprint_samples(self._samples)
 
-    def step(self, policy: Policy, update: int, parallel: Parallel) -> float:
+    def step(self, policy: Policy, update: int, mesh: Mesh) -> float:
         """Accumulate the gradients of the samples of one update; return their mean cross-entropy. Collective.
 
         Args:
@@ -36,4 +34,4 @@ class PretrainingMix:
         """
         size = self._config.data.batch_size
         batch = [self._samples[index] for index in self._order.batch(update * size, size)]
-        return supervised_step(policy, batch, self._config.data, parallel, coef=self._config.coef)
+        return supervised_step(policy, batch, self._config.data, mesh, coef=self._config.coef)

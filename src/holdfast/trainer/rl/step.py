@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 
 from holdfast.trainer.data.packing import build_micro_batch
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.logprobs import Reading
-from holdfast.trainer.models.policy import Policy
-from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.models.policy import Policy, predict
 from holdfast.trainer.rl.losses import PolicyLoss, PolicyLossInput
 from holdfast.trainer.rl.metrics import PolicyStatistics
 from holdfast.trainer.rl.minibatches import Minibatch
@@ -23,14 +23,13 @@ from holdfast.trainer.rl.rollouts import (
     SAMPLER_LOGPROB,
     SELECTED,
 )
-from holdfast.trainer.step import predict
 
 
 def policy_step(
     policy: Policy,
     minibatch: Minibatch,
     loss_function: PolicyLoss,
-    parallel: Parallel,
+    mesh: Mesh,
     statistics: PolicyStatistics,
     *,
     reading: Reading,
@@ -47,10 +46,10 @@ def policy_step(
     samples = minibatch.samples
     num_targets = minibatch.num_targets
     weights = [1 / (len(samples) * max(1, sample.num_targets)) for sample in samples]
-    weights_S = torch.tensor(weights, dtype=torch.float32, device=parallel.device)
+    weights_S = torch.tensor(weights, dtype=torch.float32, device=mesh.device)
     own_loss = 0.0
     for indices in minibatch.micro_batches:
-        micro = build_micro_batch(samples, indices, pack=policy.layout.packs, device=parallel.device)
+        micro = build_micro_batch(samples, indices, pack=policy.layout.packs, device=mesh.device)
         predicted = predict(policy, micro, reading, teacher=teacher)
         logprobs_N = predicted.logprobs_N
         data = PolicyLossInput(
@@ -72,8 +71,8 @@ def policy_step(
         loss, counts = loss_function(data)
         if torch.is_grad_enabled():
             # FSDP averages gradients over ranks; the weights sum to one over all of them.
-            (loss * parallel.world_size).backward()
+            (loss * mesh.world_size).backward()
         own_loss += float(loss.detach())
         statistics.add(data, counts, predicted.entropy_N.detach(), micro.per_token[AGE])
     statistics.add_update(own_loss)
-    return parallel.sum({"loss": own_loss})["loss"]
+    return mesh.sum({"loss": own_loss})["loss"]

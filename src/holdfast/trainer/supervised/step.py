@@ -8,32 +8,31 @@ import torch
 
 from holdfast.shared.config.trainer import SftDataConfig
 from holdfast.trainer.data.packing import Arrangement, Sample, build_micro_batch, plan_rows
-from holdfast.trainer.models.policy import Policy
-from holdfast.trainer.parallel import Parallel
-from holdfast.trainer.step import predict
+from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.models.policy import Policy, predict
 from holdfast.trainer.supervised.loss import cross_entropy
 
 
 def supervised_step(
-    policy: Policy, batch: Sequence[Sample], config: SftDataConfig, parallel: Parallel, *, coef: float = 1.0
+    policy: Policy, batch: Sequence[Sample], config: SftDataConfig, mesh: Mesh, *, coef: float = 1.0
 ) -> float:
     """Accumulate `coef` times the gradients of the mean cross-entropy over all targets; return it. Collective."""
     total_targets = sum(sample.num_targets for sample in batch)
     loss_sum = torch.zeros((), dtype=torch.float64)
     arrangement = policy.layout.arrangement(pack=config.pack)
-    for indices in plan_samples(batch, arrangement, config, parallel):
-        micro = build_micro_batch(batch, indices, pack=arrangement == "packed", device=parallel.device)
+    for indices in plan_samples(batch, arrangement, config, mesh):
+        micro = build_micro_batch(batch, indices, pack=arrangement == "packed", device=mesh.device)
         logprobs_N = predict(policy, micro).logprobs_N
         weights_N = torch.full_like(logprobs_N, 1 / total_targets)
         loss = cross_entropy(logprobs_N, weights_N)
         # FSDP averages gradients over ranks; the weights above sum to one over all of them.
-        (loss * (coef * parallel.world_size)).backward()
+        (loss * (coef * mesh.world_size)).backward()
         loss_sum += loss.detach().double().cpu()
-    return parallel.sum({"loss": float(loss_sum)})["loss"]
+    return mesh.sum({"loss": float(loss_sum)})["loss"]
 
 
 def plan_samples(
-    batch: Sequence[Sample], arrangement: Arrangement, config: SftDataConfig, parallel: Parallel
+    batch: Sequence[Sample], arrangement: Arrangement, config: SftDataConfig, mesh: Mesh
 ) -> list[list[int]]:
     """Return this rank's micro-batches of supervised samples, as indices into `batch`."""
     plan = plan_rows(
@@ -41,6 +40,6 @@ def plan_samples(
         arrangement=arrangement,
         budget=config.seq_len * config.micro_batch_size,
         rows_per_micro_batch=config.micro_batch_size,
-        world_size=parallel.world_size,
+        world_size=mesh.world_size,
     )
-    return plan[parallel.rank]
+    return plan[mesh.rank]

@@ -22,15 +22,10 @@ from holdfast.trainer.checkpoints import commit
 from holdfast.trainer.checkpoints.checkpointer import Checkpointer
 from holdfast.trainer.checkpoints.commit import Identity
 from holdfast.trainer.checkpoints.index import IndexReader
-from holdfast.trainer.parallel import Parallel
-from holdfast.trainer.train_state import (
-    TrainState,
-    capture_random_state,
-    local_part,
-    restore_random_state,
-    seed_everything,
-)
-from tests.train_states import MakeState, copied, draw, same, train
+from holdfast.trainer.checkpoints.random_state import capture_random_state, restore_random_state, seed_everything
+from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.session.train_state import TrainState
+from tests.train_states import MakeState, copied, draw, local_part, same, train
 
 both = pytest.mark.parametrize("save_async", [False, True], ids=["sync", "async"])
 
@@ -317,7 +312,7 @@ def test_the_manifest_says_who_wrote_it(make_state: MakeState, run_dir: RunDir) 
 
 
 def test_a_rank_that_the_checkpoint_does_not_know_derives_its_generator(
-    make_state: MakeState, run_dir: RunDir, parallel: Parallel
+    make_state: MakeState, run_dir: RunDir, mesh: Mesh
 ) -> None:
     state = make_state(steps=1)
     directory = save(run_dir, state)
@@ -326,7 +321,7 @@ def test_a_rank_that_the_checkpoint_does_not_know_derives_its_generator(
     manifest.write_manifest(directory, listing)
     load(run_dir, state, 1)
     got = draw()
-    seed_everything(0, step=1, rank=parallel.rank)
+    seed_everything(0, step=1, rank=mesh.rank)
     assert draw() == got
 
 

@@ -24,8 +24,8 @@ from holdfast.shared.files import manifest
 from holdfast.shared.files.checkpoints import kind_of
 from holdfast.shared.files.warm_start import check_warm_start
 from holdfast.trainer.checkpoints.warm_start import load_weights_only
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.loading import trained_tensors
-from holdfast.trainer.parallel import Parallel
 from tests.conftest import ModelFactory
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -152,11 +152,11 @@ def test_every_kind_of_source_gives_the_same_weights(
 
 @pytest.mark.parametrize("make", [make_checkpoint, as_dcp, as_file, as_bin])
 def test_sharded_tensors_are_filled(
-    make: Callable[[Path, Path], Path], tiny_model: ModelFactory, tmp_path: Path, parallel: Parallel
+    make: Callable[[Path, Path], Path], tiny_model: ModelFactory, tmp_path: Path, mesh: Mesh
 ) -> None:
     model = tiny_model(num_hidden_layers=1)
     causal_lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.float32)
-    fully_shard(causal_lm, mesh=parallel.mesh)
+    fully_shard(causal_lm, mesh=mesh.device_mesh)
     tensors = trained_tensors(causal_lm)
     load_weights_only(tensors, make(model, tmp_path / "source"))
     for name, expected in weights_of(model).items():

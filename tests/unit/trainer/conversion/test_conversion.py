@@ -19,8 +19,8 @@ from holdfast.shared.files.manifest import Manifest
 from holdfast.trainer.conversion.importing import import_weights
 from holdfast.trainer.conversion.reading import TensorReader, compare, describe
 from holdfast.trainer.conversion.writing import export, new_directory
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.hf_files import SafetensorsWriter
-from holdfast.trainer.parallel import Parallel
 
 
 def saved(directory: Path, tensors: dict[str, Tensor]) -> Path:
@@ -29,7 +29,7 @@ def saved(directory: Path, tensors: dict[str, Tensor]) -> Path:
 
 
 @pytest.fixture
-def pair(parallel: Parallel, tmp_path: Path) -> tuple[Path, Path]:
+def pair(mesh: Mesh, tmp_path: Path) -> tuple[Path, Path]:
     """Two directories that differ in every way that there is."""
     shared = {"model.same": torch.tensor([math.nan, 0.0]), "optim.same.step": torch.tensor(3.0)}
     before = {
@@ -119,7 +119,7 @@ def test_what_differs_is_listed_and_what_cannot_be_compared_is_said(pair: tuple[
     assert _setting_lines(_drift(*pair)) == ["settings: not compared, as one of the checkpoints holds none"]
 
 
-def test_a_checkpoint_that_cannot_be_exported_as_asked_is_refused(parallel: Parallel, tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_exported_as_asked_is_refused(mesh: Mesh, tmp_path: Path) -> None:
     def refused(name: str, tensors: dict[str, Tensor], said: str, **options: str) -> None:
         step = tmp_path / name
         saved(step / "trainer", tensors)

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.trainer.data.packing import Arrangement, Sample, build_micro_batch, first_fit_decreasing, plan_rows
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import Policy, build_policy
-from holdfast.trainer.parallel import Parallel
 from holdfast.trainer.supervised.loss import cross_entropy
 
 CPU = torch.device("cpu")
@@ -125,8 +125,8 @@ def test_the_first_token_is_never_a_target() -> None:
 
 
 @pytest.fixture(scope="module")
-def policy(tiny_model: Callable[..., Path], parallel: Parallel) -> Policy:
-    return build_policy(TrainedModelConfig(name=str(tiny_model())), parallel, seed=0)
+def policy(tiny_model: Callable[..., Path], mesh: Mesh) -> Policy:
+    return build_policy(TrainedModelConfig(name=str(tiny_model())), mesh, seed=0)
 
 
 def ragged(seed: int) -> list[Sample]:

@@ -14,13 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import DataError
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models import layout
 from holdfast.trainer.models.attention import PackedIndex, packed_attention
 from holdfast.trainer.models.head import has_plain_head
 from holdfast.trainer.models.layout import PACKED, Layout, find_layout
 from holdfast.trainer.models.policy import Policy, build_policy, naming_failures
 from holdfast.trainer.models.structure import decoder_layers, decoder_of, last_position
-from holdfast.trainer.parallel import Parallel
 
 Models = Callable[..., Path]
 CPU = torch.device("cpu")
@@ -152,7 +152,7 @@ def test_rotary_embeddings_that_depend_on_the_row_need_positions(tiny_model: Mod
 
 
 def test_a_buffer_that_nobody_can_compute_is_named(
-    tiny_model: Models, parallel: Parallel, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Models, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -164,41 +164,41 @@ def test_a_buffer_that_nobody_can_compute_is_named(
 
     monkeypatch.setattr(LlamaMLP, "__init__", with_a_buffer)
     with pytest.raises(DataError, match=r"does not say how to compute its buffer model\.layers\.0\.mlp\.odd"):
-        build(tiny_model("llama"), parallel)
+        build(tiny_model("llama"), mesh)
 
 
-def build(directory: Path, parallel: Parallel, **config: Any) -> Policy:
-    return build_policy(TrainedModelConfig.model_validate({"name": str(directory), **config}), parallel, seed=0)
+def build(directory: Path, mesh: Mesh, **config: Any) -> Policy:
+    return build_policy(TrainedModelConfig.model_validate({"name": str(directory), **config}), mesh, seed=0)
 
 
 def test_what_a_model_cannot_be_configured_to_is_refused(
-    tiny_model: Models, parallel: Parallel, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Models, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = tiny_model("llama")
     with pytest.raises(DataError, match="transformers cannot build a causal language model of type llama with banana"):
-        build(directory, parallel, attention="banana")
+        build(directory, mesh, attention="banana")
     monkeypatch.setattr(
         "transformers.models.llama.modeling_llama.LlamaPreTrainedModel.supports_gradient_checkpointing", False
     )
     with pytest.raises(DataError, match="transformers cannot recompute the layers of LlamaForCausalLM"):
-        build(directory, parallel, activation_checkpointing=True)
+        build(directory, mesh, activation_checkpointing=True)
 
 
-def test_layers_are_compiled_where_that_is_asked_for(tiny_model: Models, parallel: Parallel) -> None:
+def test_layers_are_compiled_where_that_is_asked_for(tiny_model: Models, mesh: Mesh) -> None:
     for is_asked in (True, False):
-        layers = decoder_layers(build(tiny_model("llama"), parallel, compile=is_asked).hf_model)
+        layers = decoder_layers(build(tiny_model("llama"), mesh, compile=is_asked).hf_model)
         assert {layer._compiled_call_impl is not None for layer in layers} == {is_asked}
 
 
 def test_a_lack_of_memory_is_not_taken_for_a_bad_model(
-    tiny_model: Models, parallel: Parallel, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Models, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("tried to allocate")
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
     with pytest.raises(torch.OutOfMemoryError):
-        build(tiny_model("llama"), parallel)
+        build(tiny_model("llama"), mesh)
 
 
 @pytest.mark.parametrize(("dtype", "advice"), [("bfloat16", True), ("float32", False)])

@@ -23,28 +23,27 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.trainer.checkpoints.checkpointer import load_state_with_optimizer, save_state
 from holdfast.trainer.checkpoints.warm_start import load_weights_only
 from holdfast.trainer.data.packing import Sample, build_micro_batch
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.loading import trained_tensors
 from holdfast.trainer.models.lora import Adapters, base_tensors, digest_of, merged
-from holdfast.trainer.models.policy import Policy, build_policy
+from holdfast.trainer.models.policy import Policy, build_policy, predict
 from holdfast.trainer.models.tensor_layout import TensorLayout
 from holdfast.trainer.models.weight_publisher import WeightPublisher
 from holdfast.trainer.optim.optimizers import build_optimizer
-from holdfast.trainer.parallel import Parallel
-from holdfast.trainer.step import predict
-from holdfast.trainer.train_state import Progress, TrainState, local_part
-from tests.train_states import copied, same, train
+from holdfast.trainer.session.train_state import Progress, TrainState
+from tests.train_states import copied, local_part, same, train
 
 Models = Callable[..., Path]
 LORA = {"rank": 2, "alpha": 6.0}
 
 
 @pytest.fixture
-def build(tiny_model: Models, parallel: Parallel) -> Callable[..., Policy]:
+def build(tiny_model: Models, mesh: Mesh) -> Callable[..., Policy]:
     """Return a maker of adapted policies: `build(directory, seed=0, dtype=..., **lora)`."""
 
     def make(directory: Path | None = None, *, seed: int = 0, dtype: str = "float32", **lora: Any) -> Policy:
         config = {"name": str(directory or tiny_model()), "dtype": dtype, "lora": LORA | lora}
-        return build_policy(TrainedModelConfig.model_validate(config), parallel, seed=seed)
+        return build_policy(TrainedModelConfig.model_validate(config), mesh, seed=seed)
 
     return make
 
@@ -84,10 +83,8 @@ def test_a_merge_is_the_sum_of_the_paper() -> None:
     assert torch.equal(merged(weight, a, torch.tensor(b), scale=0.5), expected)
 
 
-def test_a_new_adapter_changes_nothing_and_a_trained_one_does(
-    build: Any, tiny_model: Models, parallel: Parallel
-) -> None:
-    plain = build_policy(TrainedModelConfig(name=str(tiny_model())), parallel, seed=0)
+def test_a_new_adapter_changes_nothing_and_a_trained_one_does(build: Any, tiny_model: Models, mesh: Mesh) -> None:
+    plain = build_policy(TrainedModelConfig(name=str(tiny_model())), mesh, seed=0)
     policy = build()
     with torch.no_grad():
         assert torch.equal(logprobs(policy), logprobs(plain))
@@ -136,14 +133,12 @@ def test_target_modules_choose_layers_by_the_ends_of_their_names(build: Any) -> 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gradients_are_those_of_the_merged_model(
-    build: Any, dtype: str, tiny_model: Models, parallel: Parallel
-) -> None:
+def test_gradients_are_those_of_the_merged_model(build: Any, dtype: str, tiny_model: Models, mesh: Mesh) -> None:
     """By the chain rule dL/dB = alpha / rank * dL/dW A^T and dL/dA = alpha / rank * B^T dL/dW."""
     policy = fill(build(dtype=dtype))
     logprobs(policy).sum().backward()
     named = {name: local_part(parameter) for name, parameter in policy.hf_model.named_parameters()}
-    plain = build_policy(TrainedModelConfig(name=str(tiny_model())), parallel, seed=0)
+    plain = build_policy(TrainedModelConfig(name=str(tiny_model())), mesh, seed=0)
     layer, factor = "model.layers.1.mlp.down_proj", "model.layers.1.mlp.down_proj.lora_{}.default.weight"
     with torch.no_grad():
         for name, weight in plain.hf_model.named_parameters():
@@ -204,12 +199,12 @@ def test_the_digest_of_a_base_is_what_it_is_defined_to_be() -> None:
 
 @pytest.fixture
 def published(
-    build: Any, tiny_model: Models, parallel: Parallel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    build: Any, tiny_model: Models, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> tuple[WeightPublisher, Policy]:
     policy = fill(build())
     adapters = Adapters(policy.hf_model, TensorLayout(policy.hf_model, None), base_name=str(tiny_model()))
     run_dir = RunDir(tmp_path / "run")
-    return WeightPublisher(run_dir, policy, tokenizer, parallel, dtype="float32", adapters=adapters), policy
+    return WeightPublisher(run_dir, policy, tokenizer, mesh, dtype="float32", adapters=adapters), policy
 
 
 def test_published_weights_are_merged_as_peft_merges_them(published: Any, tiny_model: Models) -> None:
@@ -255,7 +250,7 @@ def test_engines_get_the_adapter_alone(published: Any, tiny_model: Models) -> No
 
 
 def test_adapters_of_ours_and_of_peft_are_warm_starts_of_adapted_models_alone(
-    published: Any, build: Any, tiny_model: Models, parallel: Parallel, tmp_path: Path
+    published: Any, build: Any, tiny_model: Models, mesh: Mesh, tmp_path: Path
 ) -> None:
     publisher, policy = published
     directory = publisher.publish(1)
@@ -272,7 +267,7 @@ def test_adapters_of_ours_and_of_peft_are_warm_starts_of_adapted_models_alone(
     assert same(copied(fresh), wanted)
     with pytest.raises(CheckpointError, match="holds no LoRA adapter, and with model.lora nothing else is loaded"):
         load_weights_only(fresh, directory)
-    plain = build_policy(TrainedModelConfig(name=str(tiny_model())), parallel, seed=0)
+    plain = build_policy(TrainedModelConfig(name=str(tiny_model())), mesh, seed=0)
     with pytest.raises(CheckpointError, match="holds a LoRA adapter and no weights"):
         load_weights_only(trained_tensors(plain.hf_model), tmp_path / "step_1")
 

@@ -19,28 +19,27 @@ from holdfast.shared.errors import DataError
 from holdfast.shared.files.adapter import ADAPTER_DIR, read_base
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.trainer.checkpoints.warm_start import load_weights_only
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.loading import trained_tensors
 from holdfast.trainer.models.lora import HEAD, Adapters
 from holdfast.trainer.models.policy import trained_parameters
 from holdfast.trainer.models.scalar_model import ScalarModel, build_scalar_model, score_samples
 from holdfast.trainer.models.tensor_layout import TensorLayout
 from holdfast.trainer.models.weight_publisher import WeightPublisher
-from holdfast.trainer.parallel import Parallel
 from holdfast.trainer.rl.rewards.reward_model import RewardModel
-from holdfast.trainer.train_state import local_part
 from tests.scalar_ranks import ragged_samples
-from tests.train_states import copied, same
+from tests.train_states import copied, local_part, same
 
 Models = Callable[..., Path]
 
 
 @pytest.fixture
-def build(tiny_model: Models, parallel: Parallel) -> Callable[..., ScalarModel]:
+def build(tiny_model: Models, mesh: Mesh) -> Callable[..., ScalarModel]:
     """Return a maker of adapted reward models: `build(directory, seed=0, weights=True, **lora)`."""
 
     def make(directory: Path | None = None, *, seed: int = 0, weights: bool = True, **lora: Any) -> ScalarModel:
         config = {"name": str(directory or tiny_model()), "lora": {"rank": 2, "alpha": 6.0, **lora}}
-        return build_scalar_model(TrainedModelConfig.model_validate(config), parallel, seed=seed, weights=weights)
+        return build_scalar_model(TrainedModelConfig.model_validate(config), mesh, seed=seed, weights=weights)
 
     return make
 
@@ -60,19 +59,19 @@ def fill(model: ScalarModel) -> ScalarModel:
     return model
 
 
-def published(model: ScalarModel, tokenizer: PreTrainedTokenizerBase, parallel: Parallel, path: Path) -> Path:
+def published(model: ScalarModel, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, path: Path) -> Path:
     adapters = Adapters(model.hf_model, TensorLayout(model.hf_model, None), base_name="base")
-    publisher = WeightPublisher(RunDir(path), model, tokenizer, parallel, dtype="float32", adapters=adapters)
+    publisher = WeightPublisher(RunDir(path), model, tokenizer, mesh, dtype="float32", adapters=adapters)
     return publisher.publish(1)
 
 
-def test_adapters_and_head_are_trained_and_nothing_else(build: Any, tiny_model: Models, parallel: Parallel) -> None:
+def test_adapters_and_head_are_trained_and_nothing_else(build: Any, tiny_model: Models, mesh: Mesh) -> None:
     model = build()
     names = set(trained_tensors(model.hf_model))
     assert HEAD in names and trained_parameters(model.hf_model).keys() == names
     assert {name for name in names if ".lora_" not in name} == {HEAD}
     assert {name for name, p in model.hf_model.named_parameters() if p.requires_grad and ".lora_" not in name} == {HEAD}
-    plain = build_scalar_model(TrainedModelConfig(name=str(tiny_model())), parallel, seed=0)
+    plain = build_scalar_model(TrainedModelConfig(name=str(tiny_model())), mesh, seed=0)
     torch.testing.assert_close(scores(model), scores(plain), rtol=0, atol=0)  # B is 0 and the head the same
     for kind in (".lora_A.", ".lora_B."):
         assert sum(kind in name for name in names) == (len(names) - 1) // 2
@@ -83,14 +82,12 @@ def test_adapters_and_head_are_trained_and_nothing_else(build: Any, tiny_model: 
 
 
 def test_gradients_are_those_of_the_whole_model(
-    build: Any, tokenizer: PreTrainedTokenizerBase, parallel: Parallel, tmp_path: Path
+    build: Any, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, tmp_path: Path
 ) -> None:
     """That of the head, and of B: scale times the gradient of W, times A transposed."""
     model = fill(build())
     scores(model).square().sum().backward()
-    whole = build_scalar_model(
-        TrainedModelConfig(name=str(published(model, tokenizer, parallel, tmp_path))), parallel, seed=0
-    )
+    whole = build_scalar_model(TrainedModelConfig(name=str(published(model, tokenizer, mesh, tmp_path))), mesh, seed=0)
     scores(whole).square().sum().backward()
     of_whole = {name: parameter.grad for name, parameter in whole.hf_model.named_parameters()}
     factors = trained_parameters(model.hf_model)
@@ -104,10 +101,10 @@ def test_gradients_are_those_of_the_whole_model(
 
 
 def test_published_it_scores_the_same_by_transformers_by_peft_and_in_rl(
-    build: Any, tiny_model: Models, tokenizer: PreTrainedTokenizerBase, parallel: Parallel, tmp_path: Path
+    build: Any, tiny_model: Models, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, tmp_path: Path
 ) -> None:
     model = fill(build())
-    directory = published(model, tokenizer, parallel, tmp_path)
+    directory = published(model, tokenizer, mesh, tmp_path)
     settings = json.loads((directory / ADAPTER_DIR / "adapter_config.json").read_text())
     assert (settings["task_type"], settings["modules_to_save"]) == ("SEQ_CLS", ["score"])
     merged, findings = AutoModelForSequenceClassification.from_pretrained(directory, output_loading_info=True)
@@ -120,18 +117,18 @@ def test_published_it_scores_the_same_by_transformers_by_peft_and_in_rl(
         for theirs in (merged.eval(), by_peft):
             found = [theirs(torch.from_numpy(s.token_ids)[None].long()).logits.item() for s in ragged_samples()]
             np.testing.assert_allclose(ours.numpy(), found, rtol=1e-4, atol=1e-4)
-    in_rl = RewardModel(str(directory), TrainedModelConfig(name=str(tiny_model())), parallel)
+    in_rl = RewardModel(str(directory), TrainedModelConfig(name=str(tiny_model())), mesh)
     np.testing.assert_allclose(in_rl.score(ragged_samples(), row_tokens=64), ours.numpy(), rtol=1e-4, atol=1e-4)
 
 
 def test_the_base_is_the_weights_without_the_head_which_checkpoints_hold(
-    build: Any, tokenizer: PreTrainedTokenizerBase, parallel: Parallel, tmp_path: Path
+    build: Any, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, tmp_path: Path
 ) -> None:
     """What is trained does not change the digest; adapters and head are a warm start of another run."""
     model = build()
     before = Adapters(model.hf_model, TensorLayout(model.hf_model, None), base_name="base").base.digest
     fill(model)
-    directory = published(model, tokenizer, parallel, tmp_path)
+    directory = published(model, tokenizer, mesh, tmp_path)
     assert read_base(directory / ADAPTER_DIR).digest == before
     wanted = copied(trained_tensors(model.hf_model))
     other = build(seed=4)

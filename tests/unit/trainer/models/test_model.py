@@ -20,14 +20,13 @@ from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import DataError
 from holdfast.shared.wire.sampling import Sampling
 from holdfast.trainer.data.packing import Sample, build_micro_batch
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.layout import Layout
 from holdfast.trainer.models.loading import trained_tensors
 from holdfast.trainer.models.logprobs import Reading
-from holdfast.trainer.models.policy import Policy, build_policy, reshard
+from holdfast.trainer.models.policy import Policy, build_policy, predict, reshard
 from holdfast.trainer.models.structure import decoder_layers
-from holdfast.trainer.parallel import Parallel
-from holdfast.trainer.step import predict
-from holdfast.trainer.train_state import local_part
+from tests.train_states import local_part
 
 Models = Callable[..., Path]
 KINDS = {
@@ -78,17 +77,15 @@ def gradients(policy: Policy) -> dict[str, Tensor]:
     return found
 
 
-def build(directory: Path, parallel: Parallel, *, seed: int = 0, **config: Any) -> Policy:
-    return build_policy(TrainedModelConfig(name=str(directory), **config), parallel, seed=seed)
+def build(directory: Path, mesh: Mesh, *, seed: int = 0, **config: Any) -> Policy:
+    return build_policy(TrainedModelConfig(name=str(directory), **config), mesh, seed=seed)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pretrained_policy_computes_what_transformers_computes(
-    kind: str, tiny_model: Models, parallel: Parallel
-) -> None:
+def test_a_pretrained_policy_computes_what_transformers_computes(kind: str, tiny_model: Models, mesh: Mesh) -> None:
     name, fields = KINDS[kind]
     directory = tiny_model(name, **fields)
-    policy, model = build(directory, parallel, logits_chunk_tokens=5), reference(directory)
+    policy, model = build(directory, mesh, logits_chunk_tokens=5), reference(directory)
     for temperature in (1.0, 0.7):
         ours, theirs = logprobs(policy, temperature=temperature), reference_logprobs(model, temperature=temperature)
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -102,31 +99,29 @@ def test_a_pretrained_policy_computes_what_transformers_computes(
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_packed_rows_are_those_of_transformers_by_its_own_attention_too(
-    attention: str, tiny_model: Models, parallel: Parallel
+    attention: str, tiny_model: Models, mesh: Mesh
 ) -> None:
     directory = tiny_model()
-    policy = build(directory, parallel, attention=attention).eval()
+    policy = build(directory, mesh, attention=attention).eval()
     assert policy.layout == Layout(packs=True, attention=attention)
     torch.testing.assert_close(logprobs(policy), reference_logprobs(reference(directory)), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rotary_buffers_are_those_of_transformers(kind: str, tiny_model: Models, parallel: Parallel) -> None:
+def test_rotary_buffers_are_those_of_transformers(kind: str, tiny_model: Models, mesh: Mesh) -> None:
     name, fields = KINDS[kind]
     directory = tiny_model(name, **fields)
     expected = dict(reference(directory).named_buffers())
-    got = dict(build(directory, parallel).hf_model.named_buffers())
+    got = dict(build(directory, mesh).hf_model.named_buffers())
     assert any("inv_freq" in key for key in expected) and got.keys() == expected.keys()
     for key, buffer in expected.items():
         assert torch.equal(got[key], buffer), key
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_every_tensor_is_loaded_bit_for_bit_and_tied_ones_once(
-    tied: bool, tiny_model: Models, parallel: Parallel
-) -> None:
+def test_every_tensor_is_loaded_bit_for_bit_and_tied_ones_once(tied: bool, tiny_model: Models, mesh: Mesh) -> None:
     directory = tiny_model("qwen3", tied=tied)
-    policy = build(directory, parallel)
+    policy = build(directory, mesh)
     expected = reference(directory).state_dict()
     got = {name: local_part(tensor) for name, tensor in trained_tensors(policy.hf_model).items()}
     assert ("lm_head.weight" in got) is not tied
@@ -136,11 +131,11 @@ def test_every_tensor_is_loaded_bit_for_bit_and_tied_ones_once(
     assert head is not None and (head.weight is embedding.weight) is tied
 
 
-def test_a_random_policy_is_a_function_of_the_seed(tiny_model: Models, parallel: Parallel) -> None:
+def test_a_random_policy_is_a_function_of_the_seed(tiny_model: Models, mesh: Mesh) -> None:
     directory = tiny_model(weights=False)
 
     def tensors(seed: int) -> dict[str, Tensor]:
-        policy = build(directory, parallel, seed=seed, init="random")
+        policy = build(directory, mesh, seed=seed, init="random")
         return {name: local_part(tensor) for name, tensor in trained_tensors(policy.hf_model).items()}
 
     torch.manual_seed(123)
@@ -156,17 +151,17 @@ def test_a_random_policy_is_a_function_of_the_seed(tiny_model: Models, parallel:
     assert all(torch.isfinite(tensor).all() for tensor in first.values())
 
 
-def test_without_weights_the_buffers_are_right_all_the_same(tiny_model: Models, parallel: Parallel) -> None:
+def test_without_weights_the_buffers_are_right_all_the_same(tiny_model: Models, mesh: Mesh) -> None:
     config = TrainedModelConfig(name=str(tiny_model()))
-    policy = build_policy(config, parallel, seed=0, weights=False)
+    policy = build_policy(config, mesh, seed=0, weights=False)
     expected = dict(reference(tiny_model()).named_buffers())
     assert all(torch.equal(buffer, expected[key]) for key, buffer in policy.hf_model.named_buffers())
 
 
-def test_recomputed_activations_give_the_same_gradients(tiny_model: Models, parallel: Parallel) -> None:
+def test_recomputed_activations_give_the_same_gradients(tiny_model: Models, mesh: Mesh) -> None:
     results = []
     for recompute in (False, True):
-        policy = build(tiny_model(), parallel, activation_checkpointing=recompute)
+        policy = build(tiny_model(), mesh, activation_checkpointing=recompute)
         values = logprobs(policy)
         values.sum().backward()
         results.append((values.detach(), gradients(policy)))
@@ -175,10 +170,10 @@ def test_recomputed_activations_give_the_same_gradients(tiny_model: Models, para
     assert all(torch.equal(plain_gradients[key], recomputed_gradients[key]) for key in plain_gradients)
 
 
-def test_recomputing_happens(tiny_model: Models, parallel: Parallel) -> None:
+def test_recomputing_happens(tiny_model: Models, mesh: Mesh) -> None:
     calls = {}
     for recompute in (False, True):
-        policy = build(tiny_model(), parallel, activation_checkpointing=recompute)
+        policy = build(tiny_model(), mesh, activation_checkpointing=recompute)
         count = 0
 
         def counted(*_: object) -> None:
@@ -191,9 +186,9 @@ def test_recomputing_happens(tiny_model: Models, parallel: Parallel) -> None:
     assert calls == {False: 1, True: 2}
 
 
-def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters(tiny_model: Models, parallel: Parallel) -> None:
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters(tiny_model: Models, mesh: Mesh) -> None:
     directory = tiny_model("qwen3", tied=False)
-    policy = build(directory, parallel, dtype="bfloat16")
+    policy = build(directory, mesh, dtype="bfloat16")
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
     seen = []
     decoder_layers(policy.hf_model)[0].get_submodule("mlp").register_forward_hook(
@@ -219,13 +214,11 @@ HEADS = {
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("lora", [None, {}])
-def test_a_float32_head_rounds_no_logit(
-    head: str, lora: dict[str, Any] | None, tiny_model: Models, parallel: Parallel
-) -> None:
+def test_a_float32_head_rounds_no_logit(head: str, lora: dict[str, Any] | None, tiny_model: Models, mesh: Mesh) -> None:
     """Hidden states and weights are those in bfloat16, as in the engine; the rest is within float32 of float64."""
     kind, fields = HEADS[head]
     policies = [
-        build(tiny_model(kind, **fields), parallel, dtype="bfloat16", lora=lora, logits_chunk_tokens=5, fp32_lm_head=on)
+        build(tiny_model(kind, **fields), mesh, dtype="bfloat16", lora=lora, logits_chunk_tokens=5, fp32_lm_head=on)
         for on in (True, False)
     ]
     assert policies[0].has_plain_head == (head != "own")
@@ -257,8 +250,8 @@ def test_a_float32_head_rounds_no_logit(
     assert errors[0] < 1e-5 < 1e-3 < errors[1]
 
 
-def test_after_a_forward_alone_the_parameters_go_back_to_shards(tiny_model: Models, parallel: Parallel) -> None:
-    policy = build(tiny_model(), parallel, dtype="bfloat16")
+def test_after_a_forward_alone_the_parameters_go_back_to_shards(tiny_model: Models, mesh: Mesh) -> None:
+    policy = build(tiny_model(), mesh, dtype="bfloat16")
     with torch.no_grad():
         logprobs(policy)
     reshard(policy)
@@ -266,8 +259,8 @@ def test_after_a_forward_alone_the_parameters_go_back_to_shards(tiny_model: Mode
     assert all(isinstance(tensor, DTensor) for tensor in trained_tensors(policy.hf_model).values())
 
 
-def test_a_policy_starts_in_training_mode_with_dropout(tiny_model: Models, parallel: Parallel) -> None:
-    policy = build(tiny_model(attention_dropout=0.5), parallel)
+def test_a_policy_starts_in_training_mode_with_dropout(tiny_model: Models, mesh: Mesh) -> None:
+    policy = build(tiny_model(attention_dropout=0.5), mesh)
     assert policy.training
     assert not torch.allclose(logprobs(policy), logprobs(policy))
     policy.eval()
@@ -314,13 +307,13 @@ def with_config(**fields: Any) -> Callable[[Path], object]:
     ],
 )
 def test_a_directory_that_is_no_model_is_named(
-    prepare: Callable[[Path], object], said: str, tiny_model: Models, parallel: Parallel, tmp_path: Path
+    prepare: Callable[[Path], object], said: str, tiny_model: Models, mesh: Mesh, tmp_path: Path
 ) -> None:
     directory = tmp_path / "model"
     shutil.copytree(tiny_model(), directory)
     prepare(directory)
     with pytest.raises(DataError) as caught:
-        build(directory, parallel)
+        build(directory, mesh)
     assert caught.value.exit_code == 2
     assert str(directory) in str(caught.value) and said in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -329,13 +322,13 @@ def test_a_directory_that_is_no_model_is_named(
 @pytest.mark.parametrize(("kind", "fields"), [("gpt2", {}), ("opt", {}), ("gptj", {"rotary_dim": 4})])
 @pytest.mark.parametrize("pack", [True, False])
 def test_a_sample_beyond_the_last_position_is_refused(
-    kind: str, fields: dict[str, Any], pack: bool, tiny_model: Models, parallel: Parallel
+    kind: str, fields: dict[str, Any], pack: bool, tiny_model: Models, mesh: Mesh
 ) -> None:
-    policy = build(tiny_model(kind, max_position_embeddings=16, **fields), parallel)
+    policy = build(tiny_model(kind, max_position_embeddings=16, **fields), mesh)
 
     def run(length: int) -> None:
         sample = Sample(np.arange(length, dtype=np.int32), np.ones(length, dtype=bool))
-        micro = build_micro_batch([sample], [0], pack=pack and policy.layout.packs, device=parallel.device)
+        micro = build_micro_batch([sample], [0], pack=pack and policy.layout.packs, device=mesh.device)
         predict(policy, micro)
 
     run(16)
@@ -343,7 +336,7 @@ def test_a_sample_beyond_the_last_position_is_refused(
         run(17)
 
 
-def test_rotary_positions_have_no_last_one(tiny_model: Models, parallel: Parallel) -> None:
-    policy = build(tiny_model("llama", max_position_embeddings=16), parallel)
+def test_rotary_positions_have_no_last_one(tiny_model: Models, mesh: Mesh) -> None:
+    policy = build(tiny_model("llama", max_position_embeddings=16), mesh)
     sample = Sample(np.arange(40, dtype=np.int32), np.ones(40, dtype=bool))
-    predict(policy, build_micro_batch([sample], [0], pack=True, device=parallel.device))
+    predict(policy, build_micro_batch([sample], [0], pack=True, device=mesh.device))

@@ -11,9 +11,9 @@ import pytest
 
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.trainer.data.packing import Sample
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import build_policy
-from holdfast.trainer.parallel import Parallel
-from holdfast.trainer.self_check import check_model
+from holdfast.trainer.models.self_check import check_model
 from tests.families import Family, Outcome, random_samples, reference_outcome, trainer_outcome, write_model
 
 ORIGINAL = 16
@@ -51,13 +51,13 @@ def each_alone(directory: Path, samples: Sequence[Sample]) -> Outcome:
 
 @pytest.mark.parametrize(("kind", "fields"), KINDS, ids=[kind for kind, _ in KINDS])
 def test_each_sample_has_the_frequencies_that_it_has_alone(
-    kind: str, fields: dict[str, Any], parallel: Parallel, tmp_path: Path
+    kind: str, fields: dict[str, Any], mesh: Mesh, tmp_path: Path
 ) -> None:
     directory = write_model(Family(kind, deepcopy(fields)), tmp_path, seed=3)  # transformers writes into them
     samples = random_samples(LENGTHS, seed=3)
     expected = each_alone(directory, samples)
-    policy = build_policy(TrainedModelConfig(name=str(directory)), parallel, seed=0)
-    check_model(policy, parallel, name=kind, pack=True, dtype="float32")
+    policy = build_policy(TrainedModelConfig(name=str(directory)), mesh, seed=0)
+    check_model(policy, mesh, name=kind, pack=True, dtype="float32")
     policy.eval()
     for pack in (True, False, True):  # the last: nothing of the passes before is left
         loss, gradient = trainer_outcome(policy, samples, pack=pack, budget=64).difference(expected)

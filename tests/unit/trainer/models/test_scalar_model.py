@@ -26,12 +26,12 @@ from holdfast.shared.errors import DataError
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.heartbeat import start_heartbeat
 from holdfast.trainer.data.packing import Sample, build_micro_batch
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.loading import trained_tensors
 from holdfast.trainer.models.policy import build_policy
 from holdfast.trainer.models.scalar_model import ScalarModel, build_scalar_model, predict_values, score_samples
 from holdfast.trainer.models.weight_publisher import WeightPublisher
-from holdfast.trainer.parallel import Parallel
-from holdfast.trainer.train_state import local_part
+from tests.train_states import local_part
 
 Models = Callable[..., Path]
 LENGTHS = (7, 3, 12)
@@ -43,8 +43,8 @@ def samples() -> list[Sample]:
     return [Sample(generator.integers(5, 100, length).astype(np.int32), np.arange(length) >= 2) for length in LENGTHS]
 
 
-def build(directory: Path, parallel: Parallel, *, seed: int = 0, **config: Any) -> ScalarModel:
-    return build_scalar_model(TrainedModelConfig(name=str(directory), **config), parallel, seed=seed)
+def build(directory: Path, mesh: Mesh, *, seed: int = 0, **config: Any) -> ScalarModel:
+    return build_scalar_model(TrainedModelConfig(name=str(directory), **config), mesh, seed=seed)
 
 
 def save_reward_model(path: Path, source: Path, *, num_labels: int = 1) -> PreTrainedModel:
@@ -72,10 +72,10 @@ def values_of(model: PreTrainedModel, sample: Sample) -> Tensor:
 
 @pytest.mark.parametrize("pack", [True, False])
 def test_values_and_gradients_are_those_of_transformers(
-    reward_model: tuple[Path, PreTrainedModel], parallel: Parallel, pack: bool
+    reward_model: tuple[Path, PreTrainedModel], mesh: Mesh, pack: bool
 ) -> None:
     directory, theirs = reward_model
-    ours = build(directory, parallel)
+    ours = build(directory, mesh)
     micro = build_micro_batch(samples(), [2, 0, 1], pack=pack, device=CPU)
     values_N = predict_values(ours, micro)
     # The value of a trained token is that of the state before it.
@@ -92,10 +92,10 @@ def test_values_and_gradients_are_those_of_transformers(
 
 @pytest.mark.parametrize("pack", [True, False])
 def test_a_sample_is_scored_at_its_last_token_as_transformers_does(
-    reward_model: tuple[Path, PreTrainedModel], parallel: Parallel, pack: bool
+    reward_model: tuple[Path, PreTrainedModel], mesh: Mesh, pack: bool
 ) -> None:
     directory, theirs = reward_model
-    scores_S = score_samples(build(directory, parallel), samples(), [1, 2], pack=pack, device=CPU)
+    scores_S = score_samples(build(directory, mesh), samples(), [1, 2], pack=pack, device=CPU)
     padded = torch.zeros(2, 12, dtype=torch.long)
     for row, index in enumerate((1, 2)):
         padded[row, : LENGTHS[index]] = torch.as_tensor(samples()[index].token_ids, dtype=torch.long)
@@ -103,18 +103,18 @@ def test_a_sample_is_scored_at_its_last_token_as_transformers_does(
     torch.testing.assert_close(scores_S, expected_S, rtol=1e-5, atol=1e-6)
 
 
-def test_each_pass_is_a_sign_of_life(tiny_model: Models, parallel: Parallel) -> None:
+def test_each_pass_is_a_sign_of_life(tiny_model: Models, mesh: Mesh) -> None:
     """Before, a critic or a reward model that took long over many rows was killed for being stuck."""
-    heartbeat, model = start_heartbeat(), build(tiny_model("llama", tied=False), parallel)
+    heartbeat, model = start_heartbeat(), build(tiny_model("llama", tied=False), mesh)
     for _ in range(3):
         score_samples(model, samples(), [0, 1, 2], pack=True, device=CPU)
     assert heartbeat.beat.moves == 3
 
 
 def test_no_samples_give_no_scores_and_gradients_of_zero(
-    reward_model: tuple[Path, PreTrainedModel], parallel: Parallel
+    reward_model: tuple[Path, PreTrainedModel], mesh: Mesh
 ) -> None:
-    model = build(reward_model[0], parallel)
+    model = build(reward_model[0], mesh)
     scores_S = score_samples(model, samples(), [], pack=True, device=CPU)
     assert scores_S.shape == (0,)
     scores_S.sum().backward()
@@ -122,21 +122,19 @@ def test_no_samples_give_no_scores_and_gradients_of_zero(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_language_model_gives_its_decoder(tied: bool, tiny_model: Models, parallel: Parallel) -> None:
+def test_a_language_model_gives_its_decoder(tied: bool, tiny_model: Models, mesh: Mesh) -> None:
     directory = tiny_model("qwen3", tied=tied)
     expected = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict()
-    got = trained_tensors(build(directory, parallel).hf_model)
+    got = trained_tensors(build(directory, mesh).hf_model)
     assert got.keys() == (expected.keys() - {"lm_head.weight"}) | {"score.weight"}
     assert all(torch.equal(got[name], expected[name]) for name in got.keys() - {"score.weight"})
 
 
-def test_a_random_head_is_a_function_of_the_seed_with_the_published_spread(
-    tiny_model: Models, parallel: Parallel
-) -> None:
+def test_a_random_head_is_a_function_of_the_seed_with_the_published_spread(tiny_model: Models, mesh: Mesh) -> None:
     directory = tiny_model(hidden_size=512, weights=False)
 
     def head(seed: int) -> Tensor:
-        return build(directory, parallel, seed=seed, init="random").hf_model.get_parameter("score.weight").detach()
+        return build(directory, mesh, seed=seed, init="random").hf_model.get_parameter("score.weight").detach()
 
     before = torch.get_rng_state()
     first, again, other = head(0), head(0), head(1)
@@ -148,20 +146,20 @@ def test_a_random_head_is_a_function_of_the_seed_with_the_published_spread(
 
 
 def test_a_critic_starts_at_zero_and_a_reward_model_keeps_its_head(
-    tiny_model: Models, reward_model: tuple[Path, PreTrainedModel], parallel: Parallel
+    tiny_model: Models, reward_model: tuple[Path, PreTrainedModel], mesh: Mesh
 ) -> None:
-    fresh = build_scalar_model(TrainedModelConfig(name=str(tiny_model())), parallel, seed=0, head="zero")
+    fresh = build_scalar_model(TrainedModelConfig(name=str(tiny_model())), mesh, seed=0, head="zero")
     assert not fresh.hf_model.get_parameter("score.weight").any()
     assert not score_samples(fresh, samples(), [0, 1, 2], pack=True, device=CPU).any()
     directory, theirs = reward_model
-    kept = build_scalar_model(TrainedModelConfig(name=str(directory)), parallel, seed=0, head="zero")
+    kept = build_scalar_model(TrainedModelConfig(name=str(directory)), mesh, seed=0, head="zero")
     expected = theirs.state_dict()
     got = trained_tensors(kept.hf_model)
     assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in got)
 
 
-def test_dropout_is_on_while_training_and_off_after_eval(tiny_model: Models, parallel: Parallel) -> None:
-    model = build(tiny_model(attention_dropout=0.5), parallel)
+def test_dropout_is_on_while_training_and_off_after_eval(tiny_model: Models, mesh: Mesh) -> None:
+    model = build(tiny_model(attention_dropout=0.5), mesh)
     assert model.training
     first, second = (score_samples(model, samples(), [0, 2], pack=True, device=CPU) for _ in range(2))
     assert not torch.allclose(first, second)
@@ -170,8 +168,8 @@ def test_dropout_is_on_while_training_and_off_after_eval(tiny_model: Models, par
     assert torch.equal(first, second)
 
 
-def test_in_bfloat16_values_are_float32_and_so_are_the_masters(tiny_model: Models, parallel: Parallel) -> None:
-    model, exact = build(tiny_model(), parallel, dtype="bfloat16"), build(tiny_model(), parallel)
+def test_in_bfloat16_values_are_float32_and_so_are_the_masters(tiny_model: Models, mesh: Mesh) -> None:
+    model, exact = build(tiny_model(), mesh, dtype="bfloat16"), build(tiny_model(), mesh)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     scores_S = score_samples(model, samples(), [0, 1, 2], pack=True, device=CPU)
     assert scores_S.dtype == torch.float32
@@ -183,10 +181,10 @@ def test_in_bfloat16_values_are_float32_and_so_are_the_masters(tiny_model: Model
 
 
 def test_what_is_published_loads_in_transformers_with_equal_scores(
-    tiny_model: Models, parallel: Parallel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    tiny_model: Models, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    model = build(tiny_model(), parallel).eval()
-    published = WeightPublisher(RunDir(tmp_path), model, tokenizer, parallel, dtype="float32").publish(1)
+    model = build(tiny_model(), mesh).eval()
+    published = WeightPublisher(RunDir(tmp_path), model, tokenizer, mesh, dtype="float32").publish(1)
     theirs = AutoModelForSequenceClassification.from_pretrained(published, dtype=torch.float32)
     assert theirs.config.num_labels == 1 and theirs.config.pad_token_id == 0
     assert theirs.config.architectures == ["Qwen3ForSequenceClassification"]
@@ -195,41 +193,37 @@ def test_what_is_published_loads_in_transformers_with_equal_scores(
     for sample, score in zip(samples(), ours_S, strict=True):
         logits = theirs(torch.as_tensor(sample.token_ids, dtype=torch.long)[None]).logits
         torch.testing.assert_close(score, logits[0, 0], rtol=1e-5, atol=1e-6)
-    again = build(published, parallel)
+    again = build(published, mesh)
     assert torch.equal(score_samples(again.eval(), samples(), [0, 1, 2], pack=True, device=CPU), ours_S)
 
 
-def test_several_labels_are_refused(tiny_model: Models, parallel: Parallel, tmp_path: Path) -> None:
+def test_several_labels_are_refused(tiny_model: Models, mesh: Mesh, tmp_path: Path) -> None:
     save_reward_model(tmp_path / "three", tiny_model(), num_labels=3)
     with pytest.raises(DataError, match="scores 3 labels .num_labels in its config.json.; a reward model scores 1"):
-        build(tmp_path / "three", parallel)
+        build(tmp_path / "three", mesh)
 
 
-def test_a_reward_model_without_a_head_is_refused(
-    reward_model: tuple[Path, PreTrainedModel], parallel: Parallel
-) -> None:
+def test_a_reward_model_without_a_head_is_refused(reward_model: tuple[Path, PreTrainedModel], mesh: Mesh) -> None:
     directory, theirs = reward_model
     tensors = {name: tensor for name, tensor in theirs.state_dict().items() if name != "score.weight"}
     theirs.save_pretrained(directory, state_dict=tensors)
     with pytest.raises(DataError, match="lack 1 tensors, such as score.weight"):
-        build(directory, parallel)
+        build(directory, mesh)
 
 
-def test_a_kind_of_model_that_cannot_score_is_named(parallel: Parallel, tmp_path: Path) -> None:
+def test_a_kind_of_model_that_cannot_score_is_named(mesh: Mesh, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "codegen", "n_embd": 32, "n_layer": 1, "n_head": 4}')
     with pytest.raises(DataError, match="no sequence classification for codegen"):
-        build(tmp_path, parallel, init="random")
+        build(tmp_path, mesh, init="random")
 
 
-def test_a_head_of_another_name_is_no_linear_one(parallel: Parallel, tmp_path: Path) -> None:
+def test_a_head_of_another_name_is_no_linear_one(mesh: Mesh, tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "is_decoder": True, **sizes}))
     with pytest.raises(DataError, match="BertForSequenceClassification has no linear head named score.weight"):
-        build(tmp_path, parallel, init="random")
+        build(tmp_path, mesh, init="random")
 
 
-def test_a_policy_is_not_made_from_a_reward_model(
-    reward_model: tuple[Path, PreTrainedModel], parallel: Parallel
-) -> None:
+def test_a_policy_is_not_made_from_a_reward_model(reward_model: tuple[Path, PreTrainedModel], mesh: Mesh) -> None:
     with pytest.raises(DataError, match="scores whole sequences"):
-        build_policy(TrainedModelConfig(name=str(reward_model[0])), parallel, seed=0)
+        build_policy(TrainedModelConfig(name=str(reward_model[0])), mesh, seed=0)

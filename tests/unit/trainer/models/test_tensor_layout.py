@@ -28,15 +28,15 @@ from holdfast.trainer.checkpoints.commit import Identity
 from holdfast.trainer.checkpoints.warm_start import load_weights_only
 from holdfast.trainer.conversion.importing import import_weights
 from holdfast.trainer.conversion.writing import export
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models import hf_files
 from holdfast.trainer.models.loading import initial_weights, load_model_config, trained_tensors
 from holdfast.trainer.models.lora import Adapters
 from holdfast.trainer.models.policy import Policy, build_policy
 from holdfast.trainer.models.tensor_layout import TensorLayout, names_in_files
 from holdfast.trainer.models.weight_publisher import WeightPublisher
-from holdfast.trainer.parallel import Parallel
-from holdfast.trainer.train_state import local_part
 from tests.conftest import ModelFactory
+from tests.train_states import local_part
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -58,18 +58,18 @@ Publish = Callable[..., tuple[Path, Policy]]
 
 
 @pytest.fixture
-def publish(parallel: Parallel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Publish:
+def publish(mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Publish:
     """Return a maker of (published directory, its policy), changed since the directory `model` was loaded."""
 
     def make(model: Path, *, dtype: str = "float32", layout: str = "original", **fields: Any) -> tuple[Path, Policy]:
         config = TrainedModelConfig.model_validate({"name": str(model), "dtype": dtype, **fields})
-        policy = build_policy(config, parallel, seed=0)
+        policy = build_policy(config, mesh, seed=0)
         with torch.no_grad():
             for parameter in policy.parameters():
                 local_part(parameter).mul_(1.25)
         names = names_in_files(str(model)) if layout == "original" else None
         publisher = WeightPublisher(
-            RunDir(tmp_path), policy, tokenizer, parallel, dtype=dtype, layout=TensorLayout(policy.hf_model, names)
+            RunDir(tmp_path), policy, tokenizer, mesh, dtype=dtype, layout=TensorLayout(policy.hf_model, names)
         )
         return publisher.publish(3), policy
 
@@ -179,12 +179,12 @@ def test_without_an_original_the_names_are_those_of_save_pretrained(
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["plain", "sharded"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_warm_starts_take_published_files_exactly(
-    family: str, is_sharded: bool, publish: Publish, tiny_model: ModelFactory, parallel: Parallel, tmp_path: Path
+    family: str, is_sharded: bool, publish: Publish, tiny_model: ModelFactory, mesh: Mesh, tmp_path: Path
 ) -> None:
     directory, policy = publish(original_of(family, tiny_model, tmp_path))
     causal_lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
     if is_sharded:
-        fully_shard(causal_lm, mesh=parallel.mesh)
+        fully_shard(causal_lm, mesh=mesh.device_mesh)
     tensors = trained_tensors(causal_lm)
     for tensor in tensors.values():
         local_part(tensor).fill_(-7)
@@ -208,18 +208,18 @@ def test_a_file_that_lacks_one_expert_is_no_warm_start(publish: Publish, tiny_mo
 
 
 def test_an_engine_merges_an_adapter_of_a_model_with_other_names_as_the_trainer_does(
-    tiny_model: ModelFactory, parallel: Parallel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    tiny_model: ModelFactory, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     model = original_of("mixtral", tiny_model, tmp_path)
     config = TrainedModelConfig.model_validate({"name": str(model), "lora": {"rank": 2}})
-    policy = build_policy(config, parallel, seed=0)
+    policy = build_policy(config, mesh, seed=0)
     with torch.no_grad():
         for factor in trained_tensors(policy.hf_model).values():
             factor.normal_()
     layout = TensorLayout(policy.hf_model, names_in_files(str(model)))
     adapters = Adapters(policy.hf_model, layout, base_name=str(model))
     publisher = WeightPublisher(
-        RunDir(tmp_path), policy, tokenizer, parallel, dtype="float32", layout=layout, adapters=adapters
+        RunDir(tmp_path), policy, tokenizer, mesh, dtype="float32", layout=layout, adapters=adapters
     )
     merged, alone = publisher.publish(1), publisher.publish(2, for_engines=True)
     adapters.base = msgspec.structs.replace(adapters.base, regrouped=["a.weight"])

@@ -18,28 +18,28 @@ from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.files import durable, manifest
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.files.weights_digest import weights_digest
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models import hf_files
 from holdfast.trainer.models.hf_files import SafetensorsWriter
 from holdfast.trainer.models.loading import trained_tensors
 from holdfast.trainer.models.policy import Policy, build_policy
 from holdfast.trainer.models.weight_publisher import WeightPublisher
-from holdfast.trainer.parallel import Parallel
-from holdfast.trainer.train_state import local_part
+from tests.train_states import local_part
 
 Models = Callable[..., Path]
 
 
 @pytest.fixture
 def publish(
-    tiny_model: Models, parallel: Parallel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    tiny_model: Models, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> Callable[..., tuple[WeightPublisher, Policy]]:
     def make(directory: Path, dtype: str = "float32") -> tuple[WeightPublisher, Policy]:
         config = TrainedModelConfig.model_validate({"name": str(directory), "dtype": dtype})
-        policy = build_policy(config, parallel, seed=0)
+        policy = build_policy(config, mesh, seed=0)
         with torch.no_grad():  # no longer what was loaded
             for parameter in policy.parameters():
                 local_part(parameter).mul_(1.25)
-        return WeightPublisher(RunDir(tmp_path), policy, tokenizer, parallel, dtype=dtype), policy
+        return WeightPublisher(RunDir(tmp_path), policy, tokenizer, mesh, dtype=dtype), policy
 
     return make
 

@@ -20,8 +20,8 @@ from holdfast.shared.config.dpo import PreferenceDataConfig, PreferenceLossConfi
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import DataError
 from holdfast.trainer.data.packing import Sample
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import Policy, build_policy
-from holdfast.trainer.parallel import Parallel
 from holdfast.trainer.preferences.kto import KtoObjective
 from holdfast.trainer.preferences.labelled import LabelledAnswer, following_others, load_answers
 from holdfast.trainer.preferences.losses import kto_loss
@@ -213,20 +213,18 @@ def test_both_answers_of_a_row_are_held_out_together() -> None:
 
 
 @pytest.fixture(scope="module")
-def policy(tiny_model: Callable[..., Path], parallel: Parallel) -> Policy:
-    return build_policy(TrainedModelConfig(name=str(tiny_model()), init="pretrained"), parallel, seed=0)
+def policy(tiny_model: Callable[..., Path], mesh: Mesh) -> Policy:
+    return build_policy(TrainedModelConfig(name=str(tiny_model()), init="pretrained"), mesh, seed=0)
 
 
 def objective_of(
-    policy: Policy, parallel: Parallel, answers: list[LabelledAnswer], *, offset: float, **data: Any
+    policy: Policy, mesh: Mesh, answers: list[LabelledAnswer], *, offset: float, **data: Any
 ) -> KtoObjective:
     """Return the objective against a reference that is a little off the policy, by `offset` nats in the mean."""
     settings = {"type": "kto", "beta": 0.3, "desirable_weight": 1.2, "undesirable_weight": 0.8}
     config = DpoConfig.model_validate({"data": {"seq_len": 16, **data}, "loss": settings})
     noise = np.random.default_rng(1).normal(size=(len(answers), 2)) - offset
-    return KtoObjective(
-        config, Reference(reference_logprobs(policy, answers, config.data, parallel) + noise, {}), parallel
-    )
+    return KtoObjective(config, Reference(reference_logprobs(policy, answers, config.data, mesh) + noise, {}), mesh)
 
 
 def gradients_of(policy: Policy) -> Tensor:
@@ -236,11 +234,9 @@ def gradients_of(policy: Policy) -> Tensor:
 
 
 @pytest.mark.parametrize("offset", [2.5, -2.5], ids=["above the reference", "below it, where z is 0"])
-def test_a_step_is_what_transformers_logits_and_the_formula_give(
-    offset: float, policy: Policy, parallel: Parallel
-) -> None:
+def test_a_step_is_what_transformers_logits_and_the_formula_give(offset: float, policy: Policy, mesh: Mesh) -> None:
     answers = ragged_answers(5)
-    objective = objective_of(policy, parallel, answers, offset=offset)
+    objective = objective_of(policy, mesh, answers, offset=offset)
     metrics = objective.accumulate_gradients(policy, answers)
     found = gradients_of(policy)
     reference = objective.reference.logprobs_P2
@@ -258,9 +254,9 @@ def test_a_step_is_what_transformers_logits_and_the_formula_give(
     torch.testing.assert_close(found, gradients_of(policy), rtol=1e-4, atol=1e-6)
 
 
-def test_a_step_is_the_same_however_it_is_split(policy: Policy, parallel: Parallel) -> None:
+def test_a_step_is_the_same_however_it_is_split(policy: Policy, mesh: Mesh) -> None:
     answers = ragged_answers(12)
-    objective = objective_of(policy, parallel, answers, offset=1.0, micro_batch_size=12)
+    objective = objective_of(policy, mesh, answers, offset=1.0, micro_batch_size=12)
     metrics, whole = objective.accumulate_gradients(policy, answers), gradients_of(policy)
     assert whole.norm() > 1e-3 and metrics["kl"] > 0.1 and metrics["desirable"] == pytest.approx(2 / 3)
     for pieces in (
@@ -268,16 +264,16 @@ def test_a_step_is_the_same_however_it_is_split(policy: Policy, parallel: Parall
         {"micro_batch_size": 3, "pack": False},
         {"micro_batch_size": 1, "pack": False},
     ):
-        other = objective_of(policy, parallel, answers, offset=1.0, **pieces)
+        other = objective_of(policy, mesh, answers, offset=1.0, **pieces)
         assert other.accumulate_gradients(policy, answers) == pytest.approx(metrics, rel=1e-5, abs=1e-6), pieces
         torch.testing.assert_close(gradients_of(policy), whole, rtol=1e-4, atol=1e-6)
     assert policy.training
     assert objective.measure(policy, answers) == pytest.approx(metrics, rel=1e-6)
 
 
-def test_the_rewards_of_each_label_are_means_over_that_label(policy: Policy, parallel: Parallel) -> None:
+def test_the_rewards_of_each_label_are_means_over_that_label(policy: Policy, mesh: Mesh) -> None:
     answers = ragged_answers(9)
-    objective = objective_of(policy, parallel, answers, offset=1.0)
+    objective = objective_of(policy, mesh, answers, offset=1.0)
     metrics = objective.measure(policy, answers)
     with torch.no_grad():
         logps = [answer_logprob(policy, answer.answer).item() for answer in answers]
@@ -293,9 +289,9 @@ def test_the_rewards_of_each_label_are_means_over_that_label(policy: Policy, par
     assert "rewards/chosen" not in objective.measure(policy, [answers[k] for k in bad])
 
 
-def test_a_rank_without_answers_takes_part_with_a_gradient_of_zero(policy: Policy, parallel: Parallel) -> None:
+def test_a_rank_without_answers_takes_part_with_a_gradient_of_zero(policy: Policy, mesh: Mesh) -> None:
     answers = ragged_answers(2)
-    objective = objective_of(policy, parallel, answers, offset=0.0)
+    objective = objective_of(policy, mesh, answers, offset=0.0)
     columns = objective._compared_with(0.5).forward(policy, answers, [])
     assert {name: column.shape for name, column in columns.items()} == dict.fromkeys(columns, (0,))
     policy.zero_grad(set_to_none=True)

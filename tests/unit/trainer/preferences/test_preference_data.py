@@ -23,8 +23,8 @@ from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import CheckpointError, DataError
 from holdfast.trainer.data.packing import Arrangement
 from holdfast.trainer.data.row_formats import PAIR_FORMATS, RATED_PAIR_FORMATS
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import Policy, build_policy
-from holdfast.trainer.parallel import Parallel
 from holdfast.trainer.preferences.pairs import Pair, fingerprint_preferences, load_pairs, plan_pairs, split_preferences
 from holdfast.trainer.preferences.reference import (
     OtherReference,
@@ -174,29 +174,27 @@ def test_a_run_goes_on_with_the_reference_that_it_began_with(tmp_path: Path) -> 
         read_reference(path, "pairs", replace(other, digest="abd"))
 
 
-def test_another_reference_says_what_its_own_weights_say(tiny_model: Callable[..., Path], parallel: Parallel) -> None:
+def test_another_reference_says_what_its_own_weights_say(tiny_model: Callable[..., Path], mesh: Mesh) -> None:
     name, pairs = str(tiny_model(seed=1)), ragged_pairs(5)
     of_policy = {"model": {"name": str(tiny_model())}, "data": {"seq_len": 16}}
-    assert other_reference(DpoConfig.model_validate(of_policy), pairs, parallel) is None
+    assert other_reference(DpoConfig.model_validate(of_policy), pairs, mesh) is None
     config = DpoConfig.model_validate({**of_policy, "loss": {"reference_model": name}, "output_dir": "x"})
-    found = other_reference(config, pairs, parallel)
+    found = other_reference(config, pairs, mesh)
     assert found is not None and found.logprobs_P2 is not None and found.name == name
-    theirs = build_policy(TrainedModelConfig(name=name), parallel, seed=0)
-    assert found.logprobs_P2.tolist() == reference_logprobs(theirs, pairs, config.data, parallel).tolist()
+    theirs = build_policy(TrainedModelConfig(name=name), mesh, seed=0)
+    assert found.logprobs_P2.tolist() == reference_logprobs(theirs, pairs, config.data, mesh).tolist()
     alive = sum(isinstance(thing, Policy) for thing in gc.get_objects())
-    other_reference(config, pairs, parallel)
+    other_reference(config, pairs, mesh)
     assert sum(isinstance(thing, Policy) for thing in gc.get_objects()) == alive, "it is out of memory again"
     adapted = config.model_copy(update={"model": config.model.model_copy(update={"lora": LoraConfig()})})
-    beside = other_reference(adapted, pairs, parallel)
+    beside = other_reference(adapted, pairs, mesh)
     assert beside is not None and beside.logprobs_P2 is not None and beside.digest == found.digest
     assert beside.logprobs_P2.tolist() == found.logprobs_P2.tolist(), "it has no adapters"
     resumed = config.model_copy(update={"ckpt": CkptConfig(resume_step=4)})
-    assert other_reference(resumed, pairs, parallel) == replace(found, logprobs_P2=None)
+    assert other_reference(resumed, pairs, mesh) == replace(found, logprobs_P2=None)
 
 
-def test_a_reference_with_other_tokens_is_refused(
-    tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
-) -> None:
+def test_a_reference_with_other_tokens_is_refused(tiny_model: Callable[..., Path], mesh: Mesh, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(tiny_model(seed=1), other)
     content = json.loads((other / "tokenizer.json").read_text())
@@ -205,7 +203,7 @@ def test_a_reference_with_other_tokens_is_refused(
     (other / "tokenizer.json").write_text(json.dumps(content))
     config = DpoConfig.model_validate({"model": {"name": str(tiny_model())}, "loss": {"reference_model": str(other)}})
     with pytest.raises(DataError, match=r"loss\.reference_model = .* has another tokenizer .*: 2 tokens differ"):
-        other_reference(config, ragged_pairs(1), parallel)
+        other_reference(config, ragged_pairs(1), mesh)
 
 
 def test_too_long_pairs_are_refused_dropped_or_cut(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -283,24 +281,24 @@ def test_every_pair_is_in_one_micro_batch_of_one_rank(arrangement: Arrangement, 
 
 
 @pytest.fixture(scope="module")
-def policy(tiny_model: Callable[..., Path], parallel: Parallel) -> Policy:
-    return build_policy(TrainedModelConfig(name=str(tiny_model()), init="pretrained"), parallel, seed=0)
+def policy(tiny_model: Callable[..., Path], mesh: Mesh) -> Policy:
+    return build_policy(TrainedModelConfig(name=str(tiny_model()), init="pretrained"), mesh, seed=0)
 
 
-def step_of(policy: Policy, parallel: Parallel, pairs: list[Pair], **data: Any) -> tuple[dict[str, float], Tensor]:
+def step_of(policy: Policy, mesh: Mesh, pairs: list[Pair], **data: Any) -> tuple[dict[str, float], Tensor]:
     """Return metrics and gradients of one step over all pairs, with the reference a little off the policy."""
     config = DpoConfig.model_validate({"data": {"seq_len": 16, **data}, "loss": {"beta": 0.3}})
     offsets = np.random.default_rng(1).normal(size=(len(pairs), 2))
-    reference = Reference(reference_logprobs(policy, pairs, config.data, parallel) + offsets, {})
+    reference = Reference(reference_logprobs(policy, pairs, config.data, mesh) + offsets, {})
     policy.zero_grad(set_to_none=True)
-    metrics = dpo_objective(config, reference, parallel).accumulate_gradients(policy, pairs)
+    metrics = dpo_objective(config, reference, mesh).accumulate_gradients(policy, pairs)
     gradients = [parameter.grad.flatten() for parameter in policy.parameters() if parameter.grad is not None]
     return metrics, torch.cat(gradients)
 
 
-def test_a_step_is_the_same_however_it_is_split(policy: Policy, parallel: Parallel) -> None:
+def test_a_step_is_the_same_however_it_is_split(policy: Policy, mesh: Mesh) -> None:
     pairs = ragged_pairs(12)
-    metrics, gradients = step_of(policy, parallel, pairs, micro_batch_size=12)
+    metrics, gradients = step_of(policy, mesh, pairs, micro_batch_size=12)
     assert gradients.norm() > 1e-3 and 0 < metrics["rewards/accuracies"] < 1
     assert metrics["rewards/margins"] == pytest.approx(metrics["rewards/chosen"] - metrics["rewards/rejected"])
     for split in (
@@ -308,14 +306,14 @@ def test_a_step_is_the_same_however_it_is_split(policy: Policy, parallel: Parall
         {"micro_batch_size": 5, "pack": False},
         {"micro_batch_size": 1, "pack": False},
     ):
-        other_metrics, other = step_of(policy, parallel, pairs, **split)
+        other_metrics, other = step_of(policy, mesh, pairs, **split)
         assert other_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-6), split
         torch.testing.assert_close(other, gradients, rtol=1e-4, atol=1e-6)
 
 
-def test_a_step_is_what_transformers_logits_and_the_formula_give(policy: Policy, parallel: Parallel) -> None:
+def test_a_step_is_what_transformers_logits_and_the_formula_give(policy: Policy, mesh: Mesh) -> None:
     pairs = ragged_pairs(4)
-    metrics, gradients = step_of(policy, parallel, pairs)
+    metrics, gradients = step_of(policy, mesh, pairs)
     offsets = torch.from_numpy(np.random.default_rng(1).normal(size=(4, 2)))
 
     policy.zero_grad(set_to_none=True)
@@ -330,18 +328,18 @@ def test_a_step_is_what_transformers_logits_and_the_formula_give(policy: Policy,
     torch.testing.assert_close(gradients, slow, rtol=1e-4, atol=1e-6)
 
 
-def test_the_reference_is_computed_without_dropout_and_leaves_training_on(policy: Policy, parallel: Parallel) -> None:
+def test_the_reference_is_computed_without_dropout_and_leaves_training_on(policy: Policy, mesh: Mesh) -> None:
     pairs = ragged_pairs(7)
     config = PreferenceDataConfig(seq_len=16, micro_batch_size=1, batch_size=3)  # blocks of 3, 3 and 1
-    logprobs = reference_logprobs(policy, pairs, config, parallel)
+    logprobs = reference_logprobs(policy, pairs, config, mesh)
     assert policy.training and logprobs.shape == (7, 2) and (logprobs < 0).all()
-    alone = [predict_pairs(policy, pairs, [k], pack=False, device=parallel.device).tolist()[0] for k in range(7)]
+    alone = [predict_pairs(policy, pairs, [k], pack=False, device=mesh.device).tolist()[0] for k in range(7)]
     np.testing.assert_allclose(logprobs, alone, rtol=1e-5)
 
 
-def test_a_rank_without_pairs_takes_part_with_a_gradient_of_zero(policy: Policy, parallel: Parallel) -> None:
+def test_a_rank_without_pairs_takes_part_with_a_gradient_of_zero(policy: Policy, mesh: Mesh) -> None:
     policy.zero_grad(set_to_none=True)
-    nothing = predict_pairs(policy, ragged_pairs(2), [], pack=True, device=parallel.device)
+    nothing = predict_pairs(policy, ragged_pairs(2), [], pack=True, device=mesh.device)
     assert nothing.shape == (0, 2)
     nothing.sum().backward()
     assert all(not parameter.grad.any() for parameter in policy.parameters() if parameter.grad is not None)

@@ -17,8 +17,8 @@ from holdfast.shared.config import RewardTrainingConfig
 from holdfast.shared.config.reward_training import RewardLossConfig
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.trainer.data.packing import Sample
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.scalar_model import ScalarModel, build_scalar_model
-from holdfast.trainer.parallel import Parallel
 from holdfast.trainer.preferences.pairs import Pair
 from holdfast.trainer.preferences.reward_loss import reward_loss
 from holdfast.trainer.programs.reward_model import end_at_stop_token, reward_objective
@@ -83,8 +83,8 @@ def ragged_pairs(count: int) -> list[Pair]:
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model: Callable[..., Path], parallel: Parallel) -> ScalarModel:
-    return build_scalar_model(TrainedModelConfig(name=str(tiny_model())), parallel, seed=0)
+def model(tiny_model: Callable[..., Path], mesh: Mesh) -> ScalarModel:
+    return build_scalar_model(TrainedModelConfig(name=str(tiny_model())), mesh, seed=0)
 
 
 def gradients(model: ScalarModel) -> Tensor:
@@ -112,15 +112,15 @@ def test_sides_end_with_the_stop_token_as_sampled_answers_do(tokenizer: PreTrain
     assert shortened(*text, *space) == [*text, *space]
 
 
-def step_of(model: ScalarModel, parallel: Parallel, pairs: list[Pair], **data: Any) -> tuple[dict[str, float], Tensor]:
+def step_of(model: ScalarModel, mesh: Mesh, pairs: list[Pair], **data: Any) -> tuple[dict[str, float], Tensor]:
     config = RewardTrainingConfig.model_validate({"data": {"seq_len": 16, **data}, "loss": {"center_coef": 0.05}})
-    metrics = reward_objective(config, parallel).accumulate_gradients(model, pairs)
+    metrics = reward_objective(config, mesh).accumulate_gradients(model, pairs)
     return metrics, gradients(model)
 
 
-def test_a_step_is_what_transformers_and_the_formula_give(model: ScalarModel, parallel: Parallel) -> None:
+def test_a_step_is_what_transformers_and_the_formula_give(model: ScalarModel, mesh: Mesh) -> None:
     pairs = ragged_pairs(5)
-    metrics, got = step_of(model, parallel, pairs)
+    metrics, got = step_of(model, mesh, pairs)
     rewards_P2 = torch.stack([
         torch.stack([model.hf_model(torch.from_numpy(side.token_ids)[None].long()).logits[0, 0] for side in pair.sides])
         for pair in pairs
@@ -143,24 +143,24 @@ def test_a_step_is_what_transformers_and_the_formula_give(model: ScalarModel, pa
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-def test_a_step_is_the_same_however_it_is_split(model: ScalarModel, parallel: Parallel) -> None:
+def test_a_step_is_the_same_however_it_is_split(model: ScalarModel, mesh: Mesh) -> None:
     pairs = ragged_pairs(12)
-    metrics, whole = step_of(model, parallel, pairs, micro_batch_size=12)
+    metrics, whole = step_of(model, mesh, pairs, micro_batch_size=12)
     assert whole.norm() > 1e-3 and 0 < metrics["rewards/accuracies"] < 1
     for split in (
         {"micro_batch_size": 1},
         {"micro_batch_size": 5, "pack": False},
         {"micro_batch_size": 1, "pack": False},
     ):
-        other_metrics, other = step_of(model, parallel, pairs, **split)
+        other_metrics, other = step_of(model, mesh, pairs, **split)
         assert other_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5), split
         torch.testing.assert_close(other, whole, rtol=1e-4, atol=1e-5)
 
 
-def test_validation_has_no_dropout_and_leaves_training_on(tiny_model: Callable[..., Path], parallel: Parallel) -> None:
+def test_validation_has_no_dropout_and_leaves_training_on(tiny_model: Callable[..., Path], mesh: Mesh) -> None:
     pairs = ragged_pairs(4)
-    dropping = build_scalar_model(TrainedModelConfig(name=str(tiny_model(attention_dropout=0.5))), parallel, seed=0)
-    objective = reward_objective(RewardTrainingConfig.model_validate({"data": {"seq_len": 16}}), parallel)
+    dropping = build_scalar_model(TrainedModelConfig(name=str(tiny_model(attention_dropout=0.5))), mesh, seed=0)
+    objective = reward_objective(RewardTrainingConfig.model_validate({"data": {"seq_len": 16}}), mesh)
     assert objective.measure(dropping, pairs) == objective.measure(dropping, pairs)
     assert dropping.training
     assert objective.accumulate_gradients(dropping, pairs) != objective.accumulate_gradients(dropping, pairs)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from holdfast.trainer.checkpoints.plain_state import State
-from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.rl.ema import Ema
 
 
@@ -69,10 +69,10 @@ def test_the_tensors_stay_in_place_so_that_loading_reaches_them() -> None:
     assert ema.tensors()["a"].tolist() == [4.0, 8.0]
 
 
-def test_shards_stay_sharded_and_average_as_whole_tensors_do(parallel: Parallel) -> None:
+def test_shards_stay_sharded_and_average_as_whole_tensors_do(mesh: Mesh) -> None:
     start, after = torch.randn(2, 6, 4)
-    ema = Ema({"a": distribute_tensor(start, parallel.mesh, [Shard(0)])}, decay=0.992)
-    ema.update({"a": distribute_tensor(after, parallel.mesh, [Shard(0)])})
+    ema = Ema({"a": distribute_tensor(start, mesh.device_mesh, [Shard(0)])}, decay=0.992)
+    ema.update({"a": distribute_tensor(after, mesh.device_mesh, [Shard(0)])})
     average = ema.tensors()["a"]
     assert isinstance(average, DTensor) and average.placements == (Shard(0),)
     whole = Ema({"a": start}, decay=0.992)

@@ -22,19 +22,19 @@ from holdfast.shared.errors import CheckpointError, ConfigError, DataError, Trai
 from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan
 from holdfast.shared.wire.sampling import Sampling
 from holdfast.trainer.data.packing import build_micro_batch
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.layout import Layout
 from holdfast.trainer.models.loading import trained_tensors
 from holdfast.trainer.models.logprobs import Reading
-from holdfast.trainer.models.policy import Policy, build_policy
-from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.models.policy import Policy, build_policy, predict
 from holdfast.trainer.preferences.losses import sequence_sums
 from holdfast.trainer.rl.advantages.estimators import dr_grpo, grpo
 from holdfast.trainer.rl.learner import Learner
 from holdfast.trainer.rl.losses import PolicyLossInput
 from holdfast.trainer.rl.parts import RlParts
 from holdfast.trainer.rl.rollouts import to_samples
-from holdfast.trainer.session import Session, start_session
-from holdfast.trainer.step import Stopwatch, predict
+from holdfast.trainer.session.measurements import Stopwatch
+from holdfast.trainer.session.session import Session, start_session
 from tests.judged import ONLINE_DPO_LOSS
 
 GROUPS, GROUP_SIZE = 3, 4
@@ -96,9 +96,7 @@ Start = Callable[..., Run]
 
 
 @pytest.fixture
-def start(
-    tiny_model: Callable[..., Path], parallel: Parallel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> Start:
+def start(tiny_model: Callable[..., Path], mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Start:
     (tmp_path / "run.json").write_text('{"run_id": "r"}')
 
     def run(*, resume_step: int | None = None, **settings: Any) -> Run:
@@ -109,8 +107,8 @@ def start(
             "ckpt": {"interval": 1} | ({"resume_step": resume_step} if resume_step else {}),
         }  # fmt: skip
         config = TrainerConfig.model_validate(values | settings)
-        parts = RlParts(config, parallel)
-        session = start_session(config, parallel, tokenizer, build_policy, pack=True, parts=parts.begin)
+        parts = RlParts(config, mesh)
+        session = start_session(config, mesh, tokenizer, build_policy, pack=True, parts=parts.begin)
         parts.resume(session.run_dir, session.progress.step)
         return Run(session, parts, Learner(config, session, parts, None))
 
@@ -296,7 +294,7 @@ def test_online_dpo_takes_the_gradient_of_dpo(start: Start, tiny_model: Callable
     run = start(advantage="online_dpo", advantage_beta=0.3, loss=ONLINE_DPO_LOSS, kl=reference)
     policy, batch = run.session.policy, make_batch(1)
     samples = to_samples(batch.rollouts, trained_version=0)
-    micro = build_micro_batch(samples, list(range(len(samples))), pack=True, device=run.session.parallel.device)
+    micro = build_micro_batch(samples, list(range(len(samples))), pack=True, device=run.session.mesh.device)
     assert run.parts.reference is not None
     with torch.no_grad():
         of_reference_N = predict(run.parts.reference, micro, Reading(batch.sampling)).logprobs_N

@@ -16,11 +16,10 @@ from holdfast.shared.config.algorithm import UpdatesConfig
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.wire.sampling import Sampling
 from holdfast.trainer.data.packing import MicroBatch, Sample, build_micro_batch
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.logprobs import Reading
-from holdfast.trainer.models.policy import Policy, build_policy, reshard
-from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.models.policy import Policy, build_policy, predict, reshard
 from holdfast.trainer.rl.minibatches import Minibatch, annotate, plan_epochs
-from holdfast.trainer.step import predict
 
 LENGTHS = (9, 4, 12, 6, 3, 8, 5)
 
@@ -34,12 +33,10 @@ def make_samples(lengths: tuple[int, ...] = LENGTHS) -> list[Sample]:
     ]
 
 
-def plan(samples: list[Sample], parallel: Parallel, *, row_tokens: int = 20, **settings: int) -> list[list[Minibatch]]:
+def plan(samples: list[Sample], mesh: Mesh, *, row_tokens: int = 20, **settings: int) -> list[list[Minibatch]]:
     seed, step = settings.pop("seed", 7), settings.pop("step", 3)
     updates = UpdatesConfig.model_validate(settings)
-    return plan_epochs(
-        samples, updates, row_tokens=row_tokens, parallel=parallel, seed=seed, step=step, arrangement="packed"
-    )
+    return plan_epochs(samples, updates, row_tokens=row_tokens, mesh=mesh, seed=seed, step=step, arrangement="packed")
 
 
 def members(samples: list[Sample], epochs: list[list[Minibatch]]) -> list[list[list[int]]]:
@@ -48,43 +45,43 @@ def members(samples: list[Sample], epochs: list[list[Minibatch]]) -> list[list[l
     return [[[number[id(sample)] for sample in part.samples] for part in epoch] for epoch in epochs]
 
 
-def test_every_epoch_has_every_sample_once_in_parts_of_nearly_one_size(parallel: Parallel) -> None:
+def test_every_epoch_has_every_sample_once_in_parts_of_nearly_one_size(mesh: Mesh) -> None:
     samples = make_samples()
-    epochs = members(samples, plan(samples, parallel, epochs=3, minibatches=3))
+    epochs = members(samples, plan(samples, mesh, epochs=3, minibatches=3))
     assert [[len(part) for part in epoch] for epoch in epochs] == [[3, 2, 2]] * 3
     for epoch in epochs:
         assert sorted(index for part in epoch for index in part) == list(range(7))
     assert len({str(epoch) for epoch in epochs}) == 3, "each epoch has an order of its own"
 
 
-def test_the_parts_depend_on_seed_step_and_epoch_alone(parallel: Parallel) -> None:
+def test_the_parts_depend_on_seed_step_and_epoch_alone(mesh: Mesh) -> None:
     samples = make_samples()
-    base = members(samples, plan(samples, parallel, epochs=2, minibatches=2))
+    base = members(samples, plan(samples, mesh, epochs=2, minibatches=2))
     torch.rand(3), np.random.rand(3)  # drawn numbers must not matter
-    assert members(samples, plan(samples, parallel, epochs=2, minibatches=2)) == base
-    assert members(samples, plan(samples, parallel, epochs=1, minibatches=2)) == base[:1]
-    assert members(samples, plan(samples, parallel, epochs=2, minibatches=2, row_tokens=5)) == base
-    assert members(samples, plan(samples, parallel, epochs=2, minibatches=2, seed=8)) != base
-    assert members(samples, plan(samples, parallel, epochs=2, minibatches=2, step=4)) != base
+    assert members(samples, plan(samples, mesh, epochs=2, minibatches=2)) == base
+    assert members(samples, plan(samples, mesh, epochs=1, minibatches=2)) == base[:1]
+    assert members(samples, plan(samples, mesh, epochs=2, minibatches=2, row_tokens=5)) == base
+    assert members(samples, plan(samples, mesh, epochs=2, minibatches=2, seed=8)) != base
+    assert members(samples, plan(samples, mesh, epochs=2, minibatches=2, step=4)) != base
 
 
-def test_one_minibatch_keeps_the_order_of_the_batch(parallel: Parallel) -> None:
+def test_one_minibatch_keeps_the_order_of_the_batch(mesh: Mesh) -> None:
     samples = make_samples()
-    assert members(samples, plan(samples, parallel, epochs=2)) == [[list(range(7))]] * 2
+    assert members(samples, plan(samples, mesh, epochs=2)) == [[list(range(7))]] * 2
 
 
-def test_fewer_samples_than_minibatches_leave_none_empty(parallel: Parallel) -> None:
+def test_fewer_samples_than_minibatches_leave_none_empty(mesh: Mesh) -> None:
     samples = make_samples()[:2]
-    epochs = plan(samples, parallel, minibatches=5)
+    epochs = plan(samples, mesh, minibatches=5)
     assert [[len(part.samples) for part in epoch] for epoch in epochs] == [[1, 1]]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_share_the_parts_and_deal_out_their_forward_passes(parallel: Parallel, world_size: int) -> None:
+def test_ranks_share_the_parts_and_deal_out_their_forward_passes(mesh: Mesh, world_size: int) -> None:
     samples = make_samples()
-    alone = plan(samples, parallel, epochs=2, minibatches=2)
+    alone = plan(samples, mesh, epochs=2, minibatches=2)
     ranks = [
-        plan(samples, replace(parallel, rank=rank, world_size=world_size), epochs=2, minibatches=2)
+        plan(samples, replace(mesh, rank=rank, world_size=world_size), epochs=2, minibatches=2)
         for rank in range(world_size)
     ]
     for rank in ranks:
@@ -105,11 +102,11 @@ def twice(forward: Callable[[MicroBatch], Tensor]) -> Callable[[MicroBatch], lis
     return lambda micro: [once := forward(micro), 2 * once]
 
 
-def test_what_is_measured_is_that_of_a_plain_forward(tiny_model: Callable[..., Path], parallel: Parallel) -> None:
+def test_what_is_measured_is_that_of_a_plain_forward(tiny_model: Callable[..., Path], mesh: Mesh) -> None:
     samples = make_samples()
-    policy = build_policy(TrainedModelConfig(name=str(tiny_model())), parallel, seed=0)
-    minibatches = plan(samples, parallel, minibatches=2)[0]
-    annotate(["logprob", "twice"], twice(forward_of(policy)), minibatches, parallel, pack=True)
+    policy = build_policy(TrainedModelConfig(name=str(tiny_model())), mesh, seed=0)
+    minibatches = plan(samples, mesh, minibatches=2)[0]
+    annotate(["logprob", "twice"], twice(forward_of(policy)), minibatches, mesh, pack=True)
     model = AutoModelForCausalLM.from_pretrained(tiny_model(), attn_implementation="eager")
     for sample in samples:
         expected = np.zeros(len(sample.token_ids))
@@ -127,21 +124,21 @@ def test_what_is_measured_is_that_of_a_plain_forward(tiny_model: Callable[..., P
 @pytest.mark.parametrize("model", [{}, {"attention_dropout": 0.3}, {"num_key_value_heads": 4}])
 @pytest.mark.parametrize("settings", [{}, {"logits_chunk_tokens": 8}, {"activation_checkpointing": True}])
 def test_measuring_and_training_give_equal_bits(
-    tiny_model: Callable[..., Path], parallel: Parallel, dtype: str, model: dict[str, float], settings: dict[str, int]
+    tiny_model: Callable[..., Path], mesh: Mesh, dtype: str, model: dict[str, float], settings: dict[str, int]
 ) -> None:
     """So the ratio before the first update is exactly 1. Dropout, where a model has it, is off in both here."""
     samples = make_samples((*LENGTHS, 33, 21))
     config = TrainedModelConfig.model_validate({"name": str(tiny_model(**model)), "dtype": dtype, **settings})
-    policy = build_policy(config, parallel, seed=0)
-    minibatches = plan(samples, parallel, minibatches=2, row_tokens=40)[0]
+    policy = build_policy(config, mesh, seed=0)
+    minibatches = plan(samples, mesh, minibatches=2, row_tokens=40)[0]
     policy.eval()
-    annotate(["measured"], lambda micro: [forward_of(policy)(micro)], minibatches, parallel, pack=True)
+    annotate(["measured"], lambda micro: [forward_of(policy)(micro)], minibatches, mesh, pack=True)
     reshard(policy)
     policy.train(not model.get("attention_dropout"))
     compared = 0
     for minibatch in minibatches:
         for indices in minibatch.micro_batches:
-            micro = build_micro_batch(minibatch.samples, indices, pack=True, device=parallel.device)
+            micro = build_micro_batch(minibatch.samples, indices, pack=True, device=mesh.device)
             logprobs_N = forward_of(policy)(micro)
             assert torch.equal(logprobs_N.detach(), micro.per_token["measured"])
             logprobs_N.sum().backward()

@@ -19,28 +19,28 @@ from holdfast.shared.wire.arrays import Logprobs
 from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan
 from holdfast.shared.wire.sampling import Sampling
 from holdfast.trainer.data.packing import Sample, build_micro_batch
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.loading import trained_tensors
 from holdfast.trainer.models.logprobs import Reading
-from holdfast.trainer.models.policy import Policy, build_policy
-from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.models.policy import Policy, build_policy, predict
 from holdfast.trainer.rl.learner import Learner
 from holdfast.trainer.rl.mismatch import mismatch_limit
 from holdfast.trainer.rl.parts import RlParts
-from holdfast.trainer.session import start_session
-from holdfast.trainer.step import Stopwatch, predict
+from holdfast.trainer.session.measurements import Stopwatch
+from holdfast.trainer.session.session import start_session
 
 PROMPT, LENGTH = 3, 12
 Learn = Callable[..., dict[str, float]]
 
 
-def sampled_by(policy: Policy, parallel: Parallel, sampling: Sampling, *, off_by: float) -> list[Rollout]:
+def sampled_by(policy: Policy, mesh: Mesh, sampling: Sampling, *, off_by: float) -> list[Rollout]:
     """Rollouts with the very log-probabilities of `policy`, but for `off_by`."""
     generator, rollouts = np.random.default_rng(0), []
     mask = np.arange(LENGTH) >= PROMPT
     policy.eval()
     for number in range(4):
         token_ids = generator.integers(5, 100, LENGTH).astype(np.int32)
-        micro = build_micro_batch([Sample(token_ids, mask)], [0], pack=policy.layout.packs, device=parallel.device)
+        micro = build_micro_batch([Sample(token_ids, mask)], [0], pack=policy.layout.packs, device=mesh.device)
         with torch.no_grad():
             logprobs_N = predict(policy, micro, Reading(sampling)).logprobs_N
         rollout = Rollout(
@@ -54,9 +54,7 @@ def sampled_by(policy: Policy, parallel: Parallel, sampling: Sampling, *, off_by
 
 
 @pytest.fixture
-def learn(
-    tiny_model: Callable[..., Path], parallel: Parallel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> Learn:
+def learn(tiny_model: Callable[..., Path], mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Learn:
     """Return a maker of one step on rollouts that are `age` versions old; None: a teacher's."""
     (tmp_path / "run.json").write_text('{"run_id": "r"}')
 
@@ -70,10 +68,10 @@ def learn(
     ) -> dict[str, float]:
         model = {"name": str(tiny_model(**settings.pop("of_model", {})))}
         config = TrainerConfig.model_validate({"output_dir": tmp_path, "model": model} | settings)
-        parts = RlParts(config, parallel)
-        session = start_session(config, parallel, tokenizer, build_policy, pack=True, parts=parts.begin)
+        parts = RlParts(config, mesh)
+        session = start_session(config, mesh, tokenizer, build_policy, pack=True, parts=parts.begin)
         before = {name: tensor.clone() for name, tensor in trained_tensors(session.policy.hf_model).items()}
-        rollouts = sampled_by(session.policy, parallel, sampling, off_by=off_by)
+        rollouts = sampled_by(session.policy, mesh, sampling, off_by=off_by)
         number = 3
         for rollout in rollouts if age is not None else ():
             rollout.versions = [VersionSpan(version=number - 1 - (age or 0), start=PROMPT, end=LENGTH)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.rl.metrics import PolicyStatistics
 from tests.policy_ranks import AGES, LOSSES, TOKENS, compute, loss_input, statistics_of
 from tests.training_zygote import shared_zygote
@@ -20,8 +20,8 @@ def k3(log_ratio: float) -> float:
     return math.exp(log_ratio) - 1 - log_ratio
 
 
-def test_every_metric_is_the_mean_over_the_tokens_of_all_updates(parallel: Parallel) -> None:
-    metrics = statistics_of(parallel)
+def test_every_metric_is_the_mean_over_the_tokens_of_all_updates(mesh: Mesh) -> None:
+    metrics = statistics_of(mesh)
     tokens = [token for passes in TOKENS for one in passes for token in one]
     expected = {
         "loss": sum(map(sum, LOSSES)) / 2,
@@ -45,33 +45,33 @@ def test_every_metric_is_the_mean_over_the_tokens_of_all_updates(parallel: Paral
     assert metrics == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_reference_counts_by_reference_over_policy(parallel: Parallel) -> None:
+def test_the_reference_counts_by_reference_over_policy(mesh: Mesh) -> None:
     statistics = PolicyStatistics([0], has_reference=True)
     data, age_N = loss_input([(-1.0, -1.0, -1.0, -1.2, 0), (-2.0, -2.0, -2.0, -1.5, 0), (-0.5, -0.5, -0.5, -0.5, 0)])
     statistics.add(data, {}, torch.zeros(3), age_N)
-    metrics = statistics.reduce(parallel)
+    metrics = statistics.reduce(mesh)
     assert metrics["ref_kld"] == pytest.approx(0.0558173, abs=1e-6)  # the worked example
     assert metrics["ppo_kl"] == metrics["mismatch_kl"] == 0.0
 
 
-def test_a_step_without_trained_tokens_has_metrics_too(parallel: Parallel) -> None:
+def test_a_step_without_trained_tokens_has_metrics_too(mesh: Mesh) -> None:
     statistics = PolicyStatistics([], has_reference=False)
     data, age_N = loss_input([])
     statistics.add(data, {"clip_fraction/low": torch.tensor(0)}, torch.zeros(0), age_N)
     statistics.add_update(0.0)
-    metrics = statistics.reduce(parallel)
+    metrics = statistics.reduce(mesh)
     assert metrics["loss"] == metrics["entropy"] == metrics["clip_fraction"] == 0.0
     assert "ref_kld" not in metrics and "mismatch/ratio_p50" not in metrics
 
 
 @pytest.fixture(scope="module")
 def one_and_two(
-    tiny_model: Callable[..., Path], sft_data: Path, parallel: Parallel, tmp_path_factory: pytest.TempPathFactory
+    tiny_model: Callable[..., Path], sft_data: Path, mesh: Mesh, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What one rank computes, and what each of two does."""
     directory, model_dir = tmp_path_factory.mktemp("ranks"), tiny_model()
     shared_zygote().program("tests.policy_ranks", directory, model_dir, sft_data)
-    return compute(model_dir, sft_data, parallel), [torch.load(directory / f"rank_{rank}.pt") for rank in (0, 1)]
+    return compute(model_dir, sft_data, mesh), [torch.load(directory / f"rank_{rank}.pt") for rank in (0, 1)]
 
 
 def test_two_ranks_have_the_metrics_of_one_by_the_same_names(

@@ -16,9 +16,9 @@ from holdfast.shared.config.losses import LOSSES, EntropyConfig, PolicyLossConfi
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan
 from holdfast.shared.wire.sampling import Sampling
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.logprobs import Reading
 from holdfast.trainer.models.policy import Policy, build_policy
-from holdfast.trainer.parallel import Parallel
 from holdfast.trainer.rl.entropy import EntropyCoefficient
 from holdfast.trainer.rl.losses import policy_loss
 from holdfast.trainer.rl.losses.entropy_term import with_entropy_bonus
@@ -26,8 +26,8 @@ from holdfast.trainer.rl.metrics import PolicyStatistics
 from holdfast.trainer.rl.minibatches import plan_epochs
 from holdfast.trainer.rl.rollouts import AGE, assign_advantages, to_samples
 from holdfast.trainer.rl.step import policy_step
-from holdfast.trainer.train_state import local_part
 from tests.slow_losses import configured
+from tests.train_states import local_part
 
 TEMPERATURE = 0.8
 SHIFT = 0.1
@@ -40,8 +40,8 @@ def directory(tiny_model: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def policy(directory: Path, parallel: Parallel) -> Policy:
-    return build_policy(TrainedModelConfig(name=str(directory)), parallel, seed=0)
+def policy(directory: Path, mesh: Mesh) -> Policy:
+    return build_policy(TrainedModelConfig(name=str(directory)), mesh, seed=0)
 
 
 def reference_logprobs(directory: Path, rollout: Rollout) -> tuple[Tensor, Tensor, torch.nn.Module]:
@@ -74,30 +74,26 @@ def make_batch(directory: Path, *, shift: float) -> Batch:
 
 
 def step(
-    policy: Policy, batch: Batch, parallel: Parallel, *, row_tokens: int, config: PolicyLossConfig = CLIP
+    policy: Policy, batch: Batch, mesh: Mesh, *, row_tokens: int, config: PolicyLossConfig = CLIP
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     samples = to_samples(batch.rollouts, trained_version=3)
     assign_advantages(samples, [[rollout.reward] for rollout in batch.rollouts])
     ages = sorted({int(age) for sample in samples for age in sample.per_token[AGE][sample.targets]})
     statistics = PolicyStatistics(ages, has_reference=False)
     ((minibatch,),) = plan_epochs(
-        samples, UpdatesConfig(), row_tokens=row_tokens, parallel=parallel, seed=0, step=4, arrangement="packed"
+        samples, UpdatesConfig(), row_tokens=row_tokens, mesh=mesh, seed=0, step=4, arrangement="packed"
     )
-    loss = policy_step(
-        policy, minibatch, policy_loss(config), parallel, statistics, reading=Reading(Sampling(TEMPERATURE))
-    )
-    metrics = statistics.reduce(parallel)
+    loss = policy_step(policy, minibatch, policy_loss(config), mesh, statistics, reading=Reading(Sampling(TEMPERATURE)))
+    metrics = statistics.reduce(mesh)
     assert metrics["loss"] == pytest.approx(loss)
     gradients = {n: local_part(p.grad).clone() for n, p in policy.hf_model.named_parameters() if p.grad is not None}
     policy.zero_grad(set_to_none=True)
     return metrics, gradients
 
 
-def test_loss_gradients_and_entropy_are_those_of_transformers(
-    policy: Policy, directory: Path, parallel: Parallel
-) -> None:
+def test_loss_gradients_and_entropy_are_those_of_transformers(policy: Policy, directory: Path, mesh: Mesh) -> None:
     batch = make_batch(directory, shift=SHIFT)
-    metrics, gradients = step(policy, batch, parallel, row_tokens=64)
+    metrics, gradients = step(policy, batch, mesh, row_tokens=64)
     loss, entropies, expected = 0.0, [], dict.fromkeys(gradients, torch.zeros(()))
     for rollout in batch.rollouts:
         own, entropy, model = reference_logprobs(directory, rollout)
@@ -115,9 +111,7 @@ def test_loss_gradients_and_entropy_are_those_of_transformers(
         torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-6, msg=name)
 
 
-def test_a_bonus_for_entropy_has_the_gradient_of_transformers(
-    policy: Policy, directory: Path, parallel: Parallel
-) -> None:
+def test_a_bonus_for_entropy_has_the_gradient_of_transformers(policy: Policy, directory: Path, mesh: Mesh) -> None:
     """At the temperature of the sampler, in one row and in several."""
     batch = make_batch(directory, shift=0.0)
     entropies, model = [], None
@@ -133,10 +127,10 @@ def test_a_bonus_for_entropy_has_the_gradient_of_transformers(
     reading = Reading(Sampling(TEMPERATURE), entropy_gradient=True)
     for row_tokens in (64, 9):
         ((minibatch,),) = plan_epochs(
-            samples, UpdatesConfig(), row_tokens=row_tokens, parallel=parallel, seed=0, step=4, arrangement="packed"
+            samples, UpdatesConfig(), row_tokens=row_tokens, mesh=mesh, seed=0, step=4, arrangement="packed"
         )
         statistics = PolicyStatistics([0, 1], has_reference=False)
-        found = policy_step(policy, minibatch, loss, parallel, statistics, reading=reading)
+        found = policy_step(policy, minibatch, loss, mesh, statistics, reading=reading)
         assert found == pytest.approx(-0.5 * torch.cat(entropies).mean().item(), rel=1e-5)
         for name, parameter in policy.hf_model.named_parameters():
             if parameter.grad is not None:
@@ -145,23 +139,21 @@ def test_a_bonus_for_entropy_has_the_gradient_of_transformers(
         policy.zero_grad(set_to_none=True)
 
 
-def test_packing_changes_nothing(policy: Policy, directory: Path, parallel: Parallel) -> None:
+def test_packing_changes_nothing(policy: Policy, directory: Path, mesh: Mesh) -> None:
     batch = make_batch(directory, shift=SHIFT)
-    together, gradients = step(policy, batch, parallel, row_tokens=1000)
-    apart, gradients_apart = step(policy, batch, parallel, row_tokens=2)
+    together, gradients = step(policy, batch, mesh, row_tokens=1000)
+    apart, gradients_apart = step(policy, batch, mesh, row_tokens=2)
     assert apart == pytest.approx(together, rel=1e-4)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradients_apart[name], gradient, rtol=1e-3, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "grpo"])
-def test_packing_changes_nothing_for_the_other_losses(
-    policy: Policy, directory: Path, parallel: Parallel, name: str
-) -> None:
+def test_packing_changes_nothing_for_the_other_losses(policy: Policy, directory: Path, mesh: Mesh, name: str) -> None:
     batch = make_batch(directory, shift=SHIFT)
     config = configured(name, correction={"type": "truncate", "level": "sequence", "high": 1.05})
-    together, gradients = step(policy, batch, parallel, row_tokens=1000, config=config)
-    apart, gradients_apart = step(policy, batch, parallel, row_tokens=2, config=config)
+    together, gradients = step(policy, batch, mesh, row_tokens=1000, config=config)
+    apart, gradients_apart = step(policy, batch, mesh, row_tokens=2, config=config)
     assert apart == pytest.approx(together, rel=1e-4, abs=1e-6)
     # Half of a sequence's tokens lie above the sampler; an odd one out makes the product exp(-SHIFT).
     assert together["correction/bounded"] == 0.0
@@ -169,8 +161,8 @@ def test_packing_changes_nothing_for_the_other_losses(
         torch.testing.assert_close(gradients_apart[label], gradient, rtol=1e-3, atol=1e-6, msg=label)
 
 
-def test_mismatch_is_measured_per_token_and_by_age(policy: Policy, directory: Path, parallel: Parallel) -> None:
-    metrics, _ = step(policy, make_batch(directory, shift=SHIFT), parallel, row_tokens=64)
+def test_mismatch_is_measured_per_token_and_by_age(policy: Policy, directory: Path, mesh: Mesh) -> None:
+    metrics, _ = step(policy, make_batch(directory, shift=SHIFT), mesh, row_tokens=64)
     low, high = np.expm1(-SHIFT) + SHIFT, np.expm1(SHIFT) - SHIFT  # k3 where the sampler was above, below
     above, below = (3 + 1 + 2 + 5), (3 + 0 + 2 + 4)
     assert metrics["mismatch_kl"] == pytest.approx((above * low + below * high) / 20, rel=1e-2)
@@ -183,7 +175,7 @@ def test_mismatch_is_measured_per_token_and_by_age(policy: Policy, directory: Pa
     assert metrics["clip_fraction"] == pytest.approx(11 / 20)
 
 
-def test_the_trainers_own_samples_have_no_mismatch(policy: Policy, directory: Path, parallel: Parallel) -> None:
-    metrics, _ = step(policy, make_batch(directory, shift=0.0), parallel, row_tokens=64)
+def test_the_trainers_own_samples_have_no_mismatch(policy: Policy, directory: Path, mesh: Mesh) -> None:
+    metrics, _ = step(policy, make_batch(directory, shift=0.0), mesh, row_tokens=64)
     assert metrics["mismatch_kl"] < 1e-9 and metrics["mismatch/max_log_ratio"] < 1e-4
     assert metrics["clip_fraction"] == 0

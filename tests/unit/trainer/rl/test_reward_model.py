@@ -15,12 +15,12 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import DataError
+from holdfast.trainer.checkpoints.random_state import seed_everything
 from holdfast.trainer.data.packing import Sample
-from holdfast.trainer.parallel import Parallel
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.preferences.pairs import Pair
 from holdfast.trainer.programs.reward_model import _with_padding
 from holdfast.trainer.rl.rewards.reward_model import RewardModel
-from holdfast.trainer.train_state import seed_everything
 from tests.scalar_ranks import ragged_samples
 
 Models = Callable[..., Path]
@@ -44,37 +44,37 @@ def policy_config(tiny_model: Models) -> TrainedModelConfig:
 
 
 def test_scores_are_those_of_transformers_however_rows_are_packed(
-    directory: Path, tiny_model: Models, parallel: Parallel
+    directory: Path, tiny_model: Models, mesh: Mesh
 ) -> None:
     theirs = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
-    model = RewardModel(str(directory), policy_config(tiny_model), parallel)
+    model = RewardModel(str(directory), policy_config(tiny_model), mesh)
     expected = [theirs(torch.from_numpy(s.token_ids)[None].long()).logits.item() for s in ragged_samples()]
     for row_tokens in (4, 13, 1000):
         assert model.score(ragged_samples(), row_tokens=row_tokens) == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert model.score(ragged_samples(), row_tokens=13) == model.score(ragged_samples(), row_tokens=13)
 
 
-def test_it_is_frozen_and_moves_no_generator(directory: Path, tiny_model: Models, parallel: Parallel) -> None:
+def test_it_is_frozen_and_moves_no_generator(directory: Path, tiny_model: Models, mesh: Mesh) -> None:
     before = torch.get_rng_state()
-    model = RewardModel(str(directory), policy_config(tiny_model), parallel)
+    model = RewardModel(str(directory), policy_config(tiny_model), mesh)
     model.score(ragged_samples(), row_tokens=13)
     assert torch.equal(torch.get_rng_state(), before)
     assert not model.model.training and not any(p.requires_grad for p in model.model.parameters())
 
 
-def test_a_language_model_is_no_reward_model(tiny_model: Models, parallel: Parallel) -> None:
+def test_a_language_model_is_no_reward_model(tiny_model: Models, mesh: Mesh) -> None:
     with pytest.raises(DataError, match="a language model without a score. Train one with `reward-model`"):
-        RewardModel(str(tiny_model()), policy_config(tiny_model), parallel)
+        RewardModel(str(tiny_model()), policy_config(tiny_model), mesh)
 
 
-def test_another_tokenizer_is_refused(directory: Path, tiny_model: Models, parallel: Parallel) -> None:
+def test_another_tokenizer_is_refused(directory: Path, tiny_model: Models, mesh: Mesh) -> None:
     path = directory / "tokenizer.json"
     content = json.loads(path.read_text())
     vocabulary = content["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     path.write_text(json.dumps(content))
     with pytest.raises(DataError, match="has another tokenizer .*: 2 tokens differ, such as 'a'"):
-        RewardModel(str(directory), policy_config(tiny_model), parallel)
+        RewardModel(str(directory), policy_config(tiny_model), mesh)
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,13 @@ def test_the_padding_of_a_reward_model_is_told_where_it_would_mislead_transforme
     published: int | None,
     told: str,
     tiny_model: Models,
-    parallel: Parallel,
+    mesh: Mesh,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     sides = [Sample(np.array([5, 6, end], dtype=np.int32), np.ones(3, dtype=bool)) for end in (8, 9)]
     tokenizer = SimpleNamespace(pad_token_id=of_tokenizer)
     build = _with_padding(tokenizer, [Pair(*sides, number=0)])  # type: ignore[arg-type]
     config = TrainedModelConfig(name=str(tiny_model("llama", tied=False, pad_token_id=of_model)))
-    model = build(config, parallel, seed=0, weights=True)
+    model = build(config, mesh, seed=0, weights=True)
     assert model.hf_model.config.pad_token_id == published
     assert told in caplog.text and (told or "padding" not in caplog.text)

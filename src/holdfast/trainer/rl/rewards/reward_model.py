@@ -10,10 +10,10 @@ from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import DataError
 from holdfast.trainer.data.packing import Sample, plan_rows
 from holdfast.trainer.data.samples import refuse_other_tokens
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.loading import is_classifier, load_model_config
 from holdfast.trainer.models.policy import reshard
 from holdfast.trainer.models.scalar_model import build_scalar_model, score_samples
-from holdfast.trainer.parallel import Parallel
 from holdfast.trainer.rl.frozen import freeze
 
 
@@ -28,7 +28,7 @@ class RewardModel:
         DataError: it cannot be loaded, is no reward model, or knows the policy's tokens by other ids.
     """
 
-    def __init__(self, name: str, model_config: TrainedModelConfig, parallel: Parallel) -> None:
+    def __init__(self, name: str, model_config: TrainedModelConfig, mesh: Mesh) -> None:
         if not is_classifier(load_model_config(name)):
             raise DataError(
                 f"reward_model.name = '{name}' is a language model without a score. Train one with `reward-model`, or "
@@ -36,8 +36,8 @@ class RewardModel:
             )
         refuse_other_tokens(name, model_config.tokenizer_name, key="reward_model.name")
         own = model_config.model_copy(update={"name": name, "init": "pretrained", "lora": None})
-        self.model = build_scalar_model(own, parallel, seed=0)
-        self._parallel = parallel
+        self.model = build_scalar_model(own, mesh, seed=0)
+        self._mesh = mesh
         freeze(self.model)
 
     @torch.no_grad()
@@ -48,12 +48,12 @@ class RewardModel:
             arrangement=self.model.layout.arrangement(pack=True),
             budget=row_tokens,
             rows_per_micro_batch=1,
-            world_size=self._parallel.world_size,
+            world_size=self._mesh.world_size,
         )
         scores_S = torch.zeros(len(samples))
-        for indices in plan[self._parallel.rank]:
-            found = score_samples(self.model, samples, indices, pack=True, device=self._parallel.device)
+        for indices in plan[self._mesh.rank]:
+            found = score_samples(self.model, samples, indices, pack=True, device=self._mesh.device)
             scores_S[indices] = found.cpu()
         reshard(self.model)
         # Every sample is one rank's; the others add zero, which changes no bit.
-        return self._parallel.sum_tensor(scores_S).tolist()
+        return self._mesh.sum_tensor(scores_S).tolist()

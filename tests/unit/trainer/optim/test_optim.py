@@ -18,9 +18,9 @@ from holdfast.shared.config.rl_trainer import TrainerConfig
 from holdfast.shared.config.schedule import learning_rate, schedule_end
 from holdfast.shared.config.trainer import OptimConfig, SftConfig
 from holdfast.shared.errors import TrainingError
-from holdfast.trainer.optim.optimizers import build_optimizer, clip_gradients, update_parameters
-from holdfast.trainer.parallel import Parallel
-from holdfast.trainer.step import Stopwatch, check_finite, memory_gib
+from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.optim.optimizers import build_optimizer, check_finite, clip_gradients, update_parameters
+from holdfast.trainer.session.measurements import Stopwatch, memory_gib
 
 
 def small() -> nn.Sequential:
@@ -155,9 +155,9 @@ def test_the_stopwatch_sums_phases_and_starts_again() -> None:
     assert stopwatch.take().keys() == {"time/step"}
 
 
-def test_memory_and_reductions_of_one_rank(parallel: Parallel) -> None:
+def test_memory_and_reductions_of_one_rank(mesh: Mesh) -> None:
     resident = psutil.Process().memory_info().rss / 1024**3
-    assert memory_gib(parallel) == pytest.approx(resident, rel=0.2)
+    assert memory_gib(mesh) == pytest.approx(resident, rel=0.2)
     values = {"a": 1.5, "b": 2.0**60 + 1}
-    assert parallel.sum(values) == parallel.max(values) == values
-    assert parallel.is_main
+    assert mesh.sum(values) == mesh.max(values) == values
+    assert mesh.is_main

@@ -1,8 +1,7 @@
-"""What the training programs share: the forward pass, memory and timing figures, the numbers' sanity."""
+"""What every program measures of its steps: where the time goes, throughput, memory."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,25 +10,9 @@ from typing import Any
 import psutil
 import torch
 
-from holdfast.shared.errors import TrainingError
 from holdfast.shared.process.heartbeat import moved
-from holdfast.trainer.data.packing import MicroBatch
-from holdfast.trainer.models.logprobs import PLAIN, Predicted, Reading
-from holdfast.trainer.models.policy import Policy
-from holdfast.trainer.parallel import Parallel
-from holdfast.trainer.session import Session
-
-
-def predict(policy: Policy, micro: MicroBatch, reading: Reading = PLAIN, *, teacher: Policy | None = None) -> Predicted:
-    """Return what `reading` asks for at the micro-batch's targets, each of shape (N,).
-
-    Args:
-        teacher: to measure the divergence from; its parameters stay whole until `reshard`.
-    """
-    moved()
-    rows = (micro.input_ids_BL, micro.position_ids_BL, micro.predict_index_N)
-    taught = teacher.readout(*rows, packed_index=micro.packed_index) if teacher is not None else None
-    return policy(*rows, micro.target_ids_N, packed_index=micro.packed_index, reading=reading, teacher=taught)
+from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.session.session import Session
 
 
 class Stopwatch:
@@ -72,47 +55,32 @@ def model_flops(num_parameters: int, num_tokens: int) -> float:
     return 6.0 * num_parameters * num_tokens
 
 
-def throughput(parallel: Parallel, num_parameters: int, *, num_tokens: int, seconds: float) -> dict[str, float]:
+def throughput(mesh: Mesh, num_parameters: int, *, num_tokens: int, seconds: float) -> dict[str, float]:
     """Return `tokens_per_s`, `tflops` of each device, and `mfu`, their share of its peak where that is known."""
-    flops_per_s = model_flops(num_parameters, num_tokens) / seconds / parallel.world_size
+    flops_per_s = model_flops(num_parameters, num_tokens) / seconds / mesh.world_size
     metrics = {"tokens_per_s": num_tokens / seconds, "tflops": flops_per_s / 1e12}
-    if parallel.device.type == "cuda":  # untested: needs a GPU
-        name = torch.cuda.get_device_name(parallel.device)
+    if mesh.device.type == "cuda":  # untested: needs a GPU
+        name = torch.cuda.get_device_name(mesh.device)
         peak = next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
         metrics |= {"mfu": flops_per_s / peak} if peak is not None else {}
     return metrics
 
 
-def memory_gib(parallel: Parallel) -> float:
+def memory_gib(mesh: Mesh) -> float:
     """Return the most memory of any rank in GiB: peak on a GPU, resident on a CPU."""
-    if parallel.device.type == "cuda":
+    if mesh.device.type == "cuda":
         own = torch.cuda.max_memory_allocated() / 2**30  # untested: needs a GPU
     else:
         own = psutil.Process().memory_info().rss / 2**30
-    return parallel.max({"memory": own})["memory"]
+    return mesh.max({"memory": own})["memory"]
 
 
 def step_metrics(session: Session[Any], stopwatch: Stopwatch, *, num_tokens: int) -> dict[str, float]:
     """Return the figures that every program reports at the end of a step of `num_tokens` tokens. Collective."""
-    parallel, progress = session.parallel, session.progress
+    mesh, progress = session.mesh, session.progress
     num_parameters = sum(parameter.numel() for parameter in session.policy.hf_model.parameters())
-    memory = memory_gib(parallel)
+    memory = memory_gib(mesh)
     times = stopwatch.take()
-    rates = throughput(parallel, num_parameters, num_tokens=num_tokens, seconds=times["time/step"])
+    rates = throughput(mesh, num_parameters, num_tokens=num_tokens, seconds=times["time/step"])
     counters = {"samples": progress.samples, "tokens": progress.tokens}
     return {"memory_gib": memory, **times, **rates, **counters}
-
-
-def check_finite(step: int, *, loss: float, grad_norm: float) -> None:
-    """Stop training before a broken update is applied, saved or published.
-
-    Raises:
-        TrainingError: loss or gradient norm is NaN or infinite.
-    """
-    if math.isfinite(loss) and math.isfinite(grad_norm):
-        return
-    raise TrainingError(
-        f"step {step}: loss is {loss}, gradient norm is {grad_norm}. Nothing of this step was saved or "
-        "published. Lower optim.lr, add optim.warmup_steps, lower optim.max_grad_norm, or look at this step's data; "
-        "then go on with --ckpt.resume-step latest."
-    )

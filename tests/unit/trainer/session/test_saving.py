@@ -21,12 +21,12 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.heartbeat import does, start_heartbeat
 from holdfast.shared.remote.checkpoints import RemoteCheckpoints
 from holdfast.shared.remote.uploader import CLOSE_S, Uploader
-from holdfast.trainer import saving
-from holdfast.trainer import stop as stop_module
 from holdfast.trainer.checkpoints.checkpointer import Checkpointer
-from holdfast.trainer.parallel import Parallel
-from holdfast.trainer.saving import GraceOver, Saver
-from holdfast.trainer.stop import StopRequest
+from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.session import saving
+from holdfast.trainer.session import stop as stop_module
+from holdfast.trainer.session.saving import GraceOver, Saver
+from holdfast.trainer.session.stop import StopRequest
 from tests.processes import HANG_S
 from tests.train_states import held_writes
 
@@ -54,21 +54,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def test_the_wait_for_uploads_has_its_own_bound(tmp_path: Path, parallel: Parallel) -> None:
+def test_the_wait_for_uploads_has_its_own_bound(tmp_path: Path, mesh: Mesh) -> None:
     """It may take longer than `--trainer.save-timeout-s`."""
     heartbeat = start_heartbeat()
     does("finishing", bound_s=1.0)
     checkpointer = Checkpointer(tmp_path / "here", {"counter": {"step": 0}})
     uploader = Uploader(RemoteCheckpoints(f"file://{tmp_path / 'there'}"))
     config = CkptConfig(dir=f"file://{tmp_path / 'there'}")
-    Saver(checkpointer, config, parallel, max_steps=MAX_STEPS, committed=None, uploader=uploader).close()
+    Saver(checkpointer, config, mesh, max_steps=MAX_STEPS, committed=None, uploader=uploader).close()
     assert heartbeat.beat.doing == "its wait for uploads" and (heartbeat.beat.bound_s or 0.0) > CLOSE_S
 
 
 class Loop:
     """A loop whose state is one tensor and a counter, with a saver of its own."""
 
-    def __init__(self, directory: Path, parallel: Parallel, *, committed: int | None = None, **config: Any) -> None:
+    def __init__(self, directory: Path, mesh: Mesh, *, committed: int | None = None, **config: Any) -> None:
         self.weight = torch.nn.Linear(1, 1)
         self.counter = {"step": committed or 0}
         section = CkptConfig(**config)
@@ -80,9 +80,7 @@ class Loop:
             when_busy=section.when_busy,
             on_failure=section.on_failure,
         )
-        self.saver = Saver(
-            self.checkpointer, section, parallel, max_steps=MAX_STEPS, committed=committed, stop=self.stop
-        )
+        self.saver = Saver(self.checkpointer, section, mesh, max_steps=MAX_STEPS, committed=committed, stop=self.stop)
 
     def step(self, **attachments: Path) -> list[int]:
         """One step, as the programs take it; asked to stop, it stops."""
@@ -104,8 +102,8 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 @pytest.fixture
-def start(run_dir: RunDir, parallel: Parallel) -> Callable[..., Loop]:
-    return lambda **config: Loop(run_dir.checkpoints, parallel, **config)
+def start(run_dir: RunDir, mesh: Mesh) -> Callable[..., Loop]:
+    return lambda **config: Loop(run_dir.checkpoints, mesh, **config)
 
 
 @pytest.mark.parametrize("save_async", [False, True])
@@ -167,11 +165,11 @@ def test_a_save_that_was_left_out_is_made_up_for(
     assert run_dir.committed_steps() == [1, 3]
 
 
-def test_without_checkpoints_nothing_is_saved_and_nobody_is_asked(run_dir: RunDir, parallel: Parallel) -> None:
+def test_without_checkpoints_nothing_is_saved_and_nobody_is_asked(run_dir: RunDir, mesh: Mesh) -> None:
     stop = StopRequest()
     stop.ask(signal.SIGTERM)
     with Checkpointer(run_dir.checkpoints, {"counter": {}}) as checkpointer:
-        saver = Saver(checkpointer, None, parallel, max_steps=1, committed=None, stop=stop)
+        saver = Saver(checkpointer, None, mesh, max_steps=1, committed=None, stop=stop)
         assert not saver.is_asked_to_stop()
         assert saver.after_step(1, {}) == []
     assert run_dir.committed_steps() == []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -23,23 +24,24 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.events import report
 from holdfast.shared.remote.checkpoints import RemoteCheckpoints
 from holdfast.shared.remote.uploader import Uploader
-from holdfast.trainer import parallel as parallel_module
 from holdfast.trainer.checkpoints.checkpointer import Checkpointer
 from holdfast.trainer.checkpoints.commit import Identity
 from holdfast.trainer.checkpoints.plain_state import State
+from holdfast.trainer.checkpoints.random_state import seed_everything
 from holdfast.trainer.checkpoints.warm_start import load_weights_only
+from holdfast.trainer.data.samples import load_tokenizer
+from holdfast.trainer.mesh import Mesh, open_mesh
 from holdfast.trainer.models.loading import trained_tensors
 from holdfast.trainer.models.lora import Adapters, is_adapted
 from holdfast.trainer.models.policy import Policy
 from holdfast.trainer.models.scalar_model import ScalarModel
+from holdfast.trainer.models.self_check import check_model
 from holdfast.trainer.models.tensor_layout import TensorLayout, names_in_files
 from holdfast.trainer.models.weight_publisher import WeightPublisher
 from holdfast.trainer.optim.optimizers import build_optimizer
-from holdfast.trainer.parallel import Parallel
-from holdfast.trainer.saving import GraceOver, Saver
-from holdfast.trainer.self_check import check_model
-from holdfast.trainer.stop import STOP_REQUEST
-from holdfast.trainer.train_state import Progress, TrainState
+from holdfast.trainer.session.saving import GraceOver, Saver
+from holdfast.trainer.session.stop import STOP_REQUEST
+from holdfast.trainer.session.train_state import Progress, TrainState
 
 _LAST_SAVE_S = 60.0
 _log = logging.getLogger("trainer")
@@ -52,14 +54,14 @@ M_co = TypeVar("M_co", bound=Policy | ScalarModel, covariant=True)
 class Build(Protocol[M_co]):
     """Makes the model that is trained; `weights`: whether to fill it, or leave that to a checkpoint."""
 
-    def __call__(self, config: TrainedModelConfig, parallel: Parallel, *, seed: int, weights: bool) -> M_co: ...
+    def __call__(self, config: TrainedModelConfig, mesh: Mesh, *, seed: int, weights: bool) -> M_co: ...
 
 
 @dataclass(frozen=True)
 class Session(Generic[M]):
     """The parts of one training run on this rank, ready for the next step."""
 
-    parallel: Parallel
+    mesh: Mesh
     run_dir: RunDir
     policy: M
     optimizer: torch.optim.Optimizer
@@ -74,11 +76,18 @@ class Session(Generic[M]):
         if self.metrics is not None:
             self.metrics.write(step, metrics)
 
+    def publish_last(self) -> None:
+        """Publish the weights of the step that training ended with, as the only ones. Collective."""
+        step = self.progress.step
+        report("publishing weights", step=step)
+        self.publisher.publish(step)
+        self.publisher.prune({step})
+
     def __enter__(self) -> Session[M]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait for the last save, also where training failed; then leave the process group."""
+        """Wait for the last save, also where training failed; where it did not, for all ranks."""
         if kind is not None:
             if not issubclass(kind, GraceOver):
                 self.checkpointer.wait(_LAST_SAVE_S)
@@ -86,13 +95,21 @@ class Session(Generic[M]):
         self.saver.close()
         if self.metrics is not None:
             self.metrics.close()
-        self.parallel.barrier()
-        parallel_module.stop()
+        self.mesh.barrier()
+        report("finished", step=self.progress.step)
+
+
+@contextmanager
+def start_program(config: TrainingCommand) -> Iterator[tuple[Mesh, PreTrainedTokenizerBase]]:
+    """Join the ranks, seed all generators and read the tokenizer; leave the ranks after the block."""
+    with open_mesh(config.parallel) as mesh:
+        seed_everything(config.seed, step=0, rank=mesh.rank)
+        yield mesh, load_tokenizer(config.model.tokenizer_name)
 
 
 def start_session(
     config: TrainingCommand,
-    parallel: Parallel,
+    mesh: Mesh,
     tokenizer: PreTrainedTokenizerBase,
     build: Build[M],
     *,
@@ -114,7 +131,7 @@ def start_session(
     run_dir = RunDir(config.output_dir)
     ckpt = config.ckpt
     resume_step = ckpt.resume_step if ckpt else None
-    policy, layout = _build_model(config, parallel, build)
+    policy, layout = _build_model(config, mesh, build)
     optimizer = build_optimizer(policy.hf_model, config.optim)
     further, optimizers = parts(policy) if parts else ({}, ())
     adapters = None
@@ -123,10 +140,10 @@ def start_session(
         further = {**further, "base": adapters}
     progress = Progress()
     publisher = WeightPublisher(
-        run_dir, policy, tokenizer, parallel, dtype=config.model.dtype, layout=layout, adapters=adapters
+        run_dir, policy, tokenizer, mesh, dtype=config.model.dtype, layout=layout, adapters=adapters
     )
-    uploads = _Uploads(run_dir, ckpt, older_weights) if ckpt and ckpt.dir and parallel.is_main else None
-    metrics = MetricsWriter(run_dir.metrics) if parallel.is_main else None
+    uploads = _Uploads(run_dir, ckpt, older_weights) if ckpt and ckpt.dir and mesh.is_main else None
+    metrics = MetricsWriter(run_dir.metrics) if mesh.is_main else None
     checkpointer = Checkpointer(
         run_dir.checkpoints,
         TrainState(policy, optimizer, progress, further),
@@ -143,9 +160,9 @@ def start_session(
         updated_by=[optimizer, *optimizers],
     )
     if isinstance(resume_step, int):
-        _resume(checkpointer, run_dir.checkpoint(resume_step), data_fingerprint, parallel)
+        _resume(checkpointer, run_dir.checkpoint(resume_step), data_fingerprint, mesh)
         _log.info("resumed from step %d: %d samples trained", resume_step, progress.samples)
-    check_model(policy, parallel, name=config.model.name, pack=pack, dtype=config.model.dtype)
+    check_model(policy, mesh, name=config.model.name, pack=pack, dtype=config.model.dtype)
     if ckpt is not None:
         checkpointer.reserve()
     if uploads and isinstance(resume_step, int):
@@ -153,21 +170,21 @@ def start_session(
     saver = Saver(
         checkpointer,
         ckpt,
-        parallel,
+        mesh,
         max_steps=config.max_steps,
         committed=progress.step,
         uploader=uploads.uploader if uploads else None,
     )
-    return Session(parallel, run_dir, policy, optimizer, progress, checkpointer, saver, publisher, metrics)
+    return Session(mesh, run_dir, policy, optimizer, progress, checkpointer, saver, publisher, metrics)
 
 
-def _build_model(config: TrainingCommand, parallel: Parallel, build: Build[M]) -> tuple[M, TensorLayout]:
+def _build_model(config: TrainingCommand, mesh: Mesh, build: Build[M]) -> tuple[M, TensorLayout]:
     """Return the model, with the weights that a fresh run begins with, and how they lie in files."""
     resume_step = config.ckpt.resume_step if config.ckpt else None
     weights_only = config.ckpt.weights_only if config.ckpt else None
     report("loading model")
     has_other_weights = resume_step is not None or weights_only is not None
-    policy = build(config.model, parallel, seed=config.seed, weights=not has_other_weights)
+    policy = build(config.model, mesh, seed=config.seed, weights=not has_other_weights)
     layout = TensorLayout(policy.hf_model, names_in_files(config.model.name))
     if weights_only is not None:
         report("loading weights", path=str(weights_only))
@@ -218,13 +235,13 @@ def _identity(
     return Identity(run_dir.run_id(), data_fingerprint, fingerprint(config), files)
 
 
-def _resume(checkpointer: Checkpointer, directory: Path, data_fingerprint: str, parallel: Parallel) -> None:
+def _resume(checkpointer: Checkpointer, directory: Path, data_fingerprint: str, mesh: Mesh) -> None:
     """Load the step that the launcher has verified, byte for byte, before it started this process."""
     step = int(directory.name.removeprefix("step_"))
     report("loading checkpoint", step=step)
     saved = manifest.read_manifest(directory)
     checkpointer.load(step, verify="size")
-    if saved.fingerprints.data != data_fingerprint and parallel.is_main:
+    if saved.fingerprints.data != data_fingerprint and mesh.is_main:
         report(
             f"WARNING: the training data are not those of step {step}: the position in them is kept, so samples may "
             "be trained twice or never in this epoch"

@@ -1,22 +1,19 @@
 """All that a training run needs to go on: the state that checkpoints hold.
 
-Tensors (parameters, persistent buffers, optimizer moments) go through torch.distributed.checkpoint;
-counters and random generators are typed JSON, one generator file per rank. Learning rate and weight
-decay are not state: they are functions of the configuration and the step.
+Tensors (parameters, persistent buffers, optimizer moments) go through torch.distributed.checkpoint; counters
+are JSON. Learning rate and weight decay are not state: they are functions of the configuration and the step.
+Random generators are in every checkpoint, whatever loop saves it: `holdfast.trainer.checkpoints.random_state`.
 """
 
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Mapping
 from typing import Any, cast
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from holdfast.trainer.checkpoints.plain_state import State
 from holdfast.trainer.models.loading import trained_tensors
@@ -44,18 +41,6 @@ class Progress(msgspec.Struct):
         self.step += 1
         self.samples += samples
         self.tokens += tokens
-
-
-class RandomState(msgspec.Struct):
-    """State of the random generators of one rank."""
-
-    torch_cpu: bytes
-    numpy_keys: bytes
-    numpy_rest: tuple[int, int, float]
-    python_version: int
-    python_keys: list[int]
-    python_gauss: float | None
-    torch_cuda: bytes | None = None
 
 
 class TrainState:
@@ -141,41 +126,3 @@ class ModelState:
         if not state:
             state |= initial_moments(self._optimizer, parameter)
         return cast(dict[str, Tensor], state)
-
-
-def capture_random_state() -> RandomState:
-    """Return the state of python's, numpy's and torch's generators of this rank."""
-    python_version, python_keys, python_gauss = random.getstate()
-    _, keys, position, has_gauss, gauss = cast(tuple[str, np.ndarray, int, int, float], np.random.get_state())
-    return RandomState(
-        torch_cpu=torch.get_rng_state().numpy().tobytes(),
-        numpy_keys=keys.astype("<u4").tobytes(),
-        numpy_rest=(position, has_gauss, gauss),
-        python_version=python_version,
-        python_keys=list(python_keys),
-        python_gauss=python_gauss,
-        torch_cuda=torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_available() else None,
-    )
-
-
-def restore_random_state(state: RandomState) -> None:
-    """Put the generators of this rank back into `state`."""
-    torch.set_rng_state(torch.frombuffer(bytearray(state.torch_cpu), dtype=torch.uint8))
-    keys = np.frombuffer(state.numpy_keys, dtype="<u4")
-    np.random.set_state(("MT19937", keys, *state.numpy_rest))
-    random.setstate((state.python_version, tuple(state.python_keys), state.python_gauss))
-    if state.torch_cuda is not None and torch.cuda.is_available():  # untested: needs a GPU
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray(state.torch_cuda), dtype=torch.uint8))
-
-
-def seed_everything(seed: int, *, step: int, rank: int) -> None:
-    """Seed all generators of this rank as a function of (run seed, step, rank)."""
-    entropy = np.random.SeedSequence([seed, step, rank]).generate_state(3)
-    random.seed(int(entropy[0]))
-    np.random.seed(int(entropy[1]))
-    torch.manual_seed(int(entropy[2]))
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, or the tensor itself where it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -15,10 +15,9 @@ from holdfast.shared.process.heartbeat import does
 from holdfast.shared.remote.uploader import CLOSE_S as UPLOAD_S
 from holdfast.shared.remote.uploader import Uploader
 from holdfast.trainer.checkpoints.checkpointer import Checkpointer
-from holdfast.trainer.checkpoints.collective import Ranks
 from holdfast.trainer.checkpoints.commit import Attachment
-from holdfast.trainer.parallel import Parallel
-from holdfast.trainer.stop import STOP_REQUEST, StopRequest
+from holdfast.trainer.mesh import Mesh, RankGroup
+from holdfast.trainer.session.stop import STOP_REQUEST, StopRequest
 
 _LONGER_S = 60.0
 _log = logging.getLogger("trainer")
@@ -41,7 +40,7 @@ class Saver:
         self,
         checkpointer: Checkpointer,
         config: CkptConfig | None,
-        parallel: Parallel,
+        mesh: Mesh,
         *,
         max_steps: int,
         committed: int | None,
@@ -50,14 +49,14 @@ class Saver:
     ) -> None:
         self._checkpointer = checkpointer
         self._config = config
-        self._parallel = parallel
+        self._mesh = mesh
         self._max_steps = max_steps
         self._uploader = uploader
         # While rank 0 uploads, the others wait, longer than for any other collective: an early end of one of them
         # would be taken for the end of all.
-        self._uploads: Ranks | None = None
+        self._uploads: RankGroup | None = None
         if config is not None and config.dir is not None:
-            self._uploads = Ranks(timeout_s=max(UPLOAD_S, config.grace_s) + _LONGER_S)
+            self._uploads = RankGroup(timeout_s=max(UPLOAD_S, config.grace_s) + _LONGER_S)
         self._stop = stop
         self._asked = 0
         self._is_time = False
@@ -73,9 +72,7 @@ class Saver:
         minutes = self._config.every_minutes
         is_time = minutes is not None and time.monotonic() - self._last_save_time >= 60 * minutes
         # The clock of rank 0 decides for all.
-        agreed = self._parallel.max(
-            {"signal": self._stop.signal_number(), "time": float(is_time and self._parallel.is_main)}
-        )
+        agreed = self._mesh.max({"signal": self._stop.signal_number(), "time": float(is_time and self._mesh.is_main)})
         self._asked, self._is_time = int(agreed["signal"]), bool(agreed["time"])
         return self._asked != 0
 
@@ -126,7 +123,7 @@ class Saver:
         if self._config is None or self._config.keep_best is None or self._has_said_best:
             return
         name = BestMetric.parse(self._config.keep_best).name
-        if name not in metrics and self._parallel.is_main:
+        if name not in metrics and self._mesh.is_main:
             similar = nearest(name, metrics)
             report(f"WARNING: step {step} has no metric '{name}' (ckpt.keep_best) to be the best by.{similar}")
             self._has_said_best = True

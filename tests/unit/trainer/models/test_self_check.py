@@ -14,20 +14,20 @@ import torch
 from holdfast.shared.config.base import DType
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import DataError
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models import attention
 from holdfast.trainer.models.layout import PACKED
 from holdfast.trainer.models.policy import Policy, build_policy
 from holdfast.trainer.models.scalar_model import build_scalar_model
+from holdfast.trainer.models.self_check import check_model, is_random_in_training
 from holdfast.trainer.models.structure import use_attention
-from holdfast.trainer.parallel import Parallel
-from holdfast.trainer.self_check import check_model, is_random_in_training
 from tests.families import FAMILIES, write_model
 
 Build = Callable[..., Policy]
 
 
 @pytest.fixture
-def build(parallel: Parallel, tmp_path: Path) -> Build:
+def build(mesh: Mesh, tmp_path: Path) -> Build:
     """Return a maker of policies of a family: `build("gemma2", {"hidden_size": 8}, dtype="bfloat16", seed=1)`."""
 
     def make(
@@ -37,33 +37,33 @@ def build(parallel: Parallel, tmp_path: Path) -> Build:
         family = replace(family, fields=family.fields | dict(fields))
         directory = write_model(family, tmp_path / f"{name}_{seed}", seed=seed)
         settings = TrainedModelConfig.model_validate({"name": str(directory), "dtype": dtype, **config})
-        return build_policy(settings, parallel, seed=0)
+        return build_policy(settings, mesh, seed=0)
 
     return make
 
 
-def check(policy: Policy, parallel: Parallel, *, pack: bool = True, dtype: DType = "float32") -> None:
-    check_model(policy, parallel, name="some/model", pack=pack, dtype=dtype)
+def check(policy: Policy, mesh: Mesh, *, pack: bool = True, dtype: DType = "float32") -> None:
+    check_model(policy, mesh, name="some/model", pack=pack, dtype=dtype)
 
 
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["gemma2", "lfm2", "granite"])
-def test_models_as_they_are_pass(name: str, dtype: DType, pack: bool, build: Build, parallel: Parallel) -> None:
-    check(build(name, dtype=dtype), parallel, pack=pack, dtype=dtype)
+def test_models_as_they_are_pass(name: str, dtype: DType, pack: bool, build: Build, mesh: Mesh) -> None:
+    check(build(name, dtype=dtype), mesh, pack=pack, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_state_that_leaks_from_sample_to_sample_is_refused(dtype: DType, build: Build, parallel: Parallel) -> None:
+def test_state_that_leaks_from_sample_to_sample_is_refused(dtype: DType, build: Build, mesh: Mesh) -> None:
     policy = build("lfm2", dtype=dtype)
     policy.layout = PACKED
     use_attention(policy.hf_model, "packed")
     with pytest.raises(DataError, match=r"a sample changes what the model says of the sample behind it.*data\.pack"):
-        check(policy, parallel, dtype=dtype)
+        check(policy, mesh, dtype=dtype)
     policy.zero_grad(set_to_none=True)
 
 
-def test_a_soft_cap_left_out_is_refused(build: Build, parallel: Parallel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_soft_cap_left_out_is_refused(build: Build, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = build("gemma2")
 
     def without_caps(*arguments: Any, softcap: float | None, sinks_H: torch.Tensor | None) -> torch.Tensor:
@@ -71,18 +71,18 @@ def test_a_soft_cap_left_out_is_refused(build: Build, parallel: Parallel, monkey
 
     monkeypatch.setattr(attention, "_causal_scores", without_caps)
     with pytest.raises(DataError, match=r"some/model.*Gemma2ForCausalLM.*nats away.*set model\.attention to eager"):
-        check(policy, parallel)
+        check(policy, mesh)
 
 
-def test_a_multiplier_of_the_head_left_out_is_refused(build: Build, parallel: Parallel) -> None:
+def test_a_multiplier_of_the_head_left_out_is_refused(build: Build, mesh: Mesh) -> None:
     policy = build("granite")
     assert not policy.has_plain_head
     policy.has_plain_head = True
     with pytest.raises(DataError, match="of each alone; rounding explains 0.0001"):
-        check(policy, parallel)
+        check(policy, mesh)
 
 
-def test_weights_that_a_pass_changes_are_refused(build: Build, parallel: Parallel) -> None:
+def test_weights_that_a_pass_changes_are_refused(build: Build, mesh: Mesh) -> None:
     policy = build("llama")
     norm = policy.hf_model.get_parameter("model.norm.weight")
 
@@ -91,15 +91,15 @@ def test_weights_that_a_pass_changes_are_refused(build: Build, parallel: Paralle
 
     policy.hf_model.register_forward_hook(change)
     with pytest.raises(DataError, match="changes its own weights"):
-        check(policy, parallel)
+        check(policy, mesh)
 
 
-def test_nothing_is_left_behind(build: Build, parallel: Parallel) -> None:
+def test_nothing_is_left_behind(build: Build, mesh: Mesh) -> None:
     """Neither random numbers nor gradients nor another mode: a run is what it would be without the check."""
     policy = build("gpt2")  # dropout by default
     weights = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
     before, implementation = torch.get_rng_state(), policy.hf_model.config._attn_implementation
-    check(policy, parallel)
+    check(policy, mesh)
     assert torch.equal(torch.get_rng_state(), before)
     assert policy.training and policy.hf_model.training
     assert policy.hf_model.config._attn_implementation == implementation == "packed"
@@ -107,21 +107,19 @@ def test_nothing_is_left_behind(build: Build, parallel: Parallel) -> None:
     assert all(torch.equal(parameter, weights[name]) for name, parameter in policy.named_parameters())
 
 
-def test_tiny_vocabularies_and_few_positions_are_checked_too(
-    tiny_model: Callable[..., Path], parallel: Parallel
-) -> None:
+def test_tiny_vocabularies_and_few_positions_are_checked_too(tiny_model: Callable[..., Path], mesh: Mesh) -> None:
     few = {"vocab_size": 3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     for kind, fields in (("llama", few | {"max_position_embeddings": 2}), ("gpt2", few | {"n_positions": 3})):
         config = TrainedModelConfig(name=str(tiny_model(kind, **fields)))
-        check(build_policy(config, parallel, seed=0), parallel)
+        check(build_policy(config, mesh, seed=0), mesh)
 
 
 @pytest.mark.parametrize("head", ["random", "zero"])
 def test_models_that_score_are_compared_by_their_hidden_states(
-    head: Any, tiny_model: Callable[..., Path], parallel: Parallel, monkeypatch: pytest.MonkeyPatch
+    head: Any, tiny_model: Callable[..., Path], mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = build_scalar_model(TrainedModelConfig(name=str(tiny_model("llama"))), parallel, seed=0, head=head)
-    check_model(model, parallel, name="critic", pack=True, dtype="float32")
+    model = build_scalar_model(TrainedModelConfig(name=str(tiny_model("llama"))), mesh, seed=0, head=head)
+    check_model(model, mesh, name="critic", pack=True, dtype="float32")
     plain = attention._causal
 
     def hotter(query: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -129,7 +127,7 @@ def test_models_that_score_are_compared_by_their_hidden_states(
 
     monkeypatch.setattr(attention, "_causal", hotter)
     with pytest.raises(DataError, match="of the largest hidden state away"):
-        check_model(model, parallel, name="critic", pack=True, dtype="float32")
+        check_model(model, mesh, name="critic", pack=True, dtype="float32")
 
 
 _BIOGPT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -152,21 +150,21 @@ _BIOGPT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     ],
 )
 def test_what_is_random_in_training_is_found_whatever_it_is_called(
-    name: str, fields: dict[str, Any], lora: dict[str, Any] | None, is_random: bool, build: Build, parallel: Parallel
+    name: str, fields: dict[str, Any], lora: dict[str, Any] | None, is_random: bool, build: Build, mesh: Mesh
 ) -> None:
     """Before, dropout that is no module of its own was seen by one name alone, and such runs ended as mismatches."""
     policy = build(name, fields, lora=lora)
     before = torch.get_rng_state()
-    assert is_random_in_training(policy, parallel) == is_random
+    assert is_random_in_training(policy, mesh) == is_random
     assert torch.equal(torch.get_rng_state(), before) and policy.training
 
 
 def test_what_is_not_finite_cannot_be_compared_and_is_told(
-    build: Build, parallel: Parallel, caplog: pytest.LogCaptureFixture
+    build: Build, mesh: Mesh, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     policy = build("gemma2")
     with torch.no_grad():
         next(policy.parameters()).fill_(math.nan)
-    check(policy, parallel)
+    check(policy, mesh)
     assert "the model was not checked: what it computes is not finite" in caplog.text

@@ -27,11 +27,11 @@ from holdfast.shared.config.base import DType
 from holdfast.shared.errors import DataError
 from holdfast.shared.process.events import report
 from holdfast.trainer.data.packing import MicroBatch, Sample, build_micro_batch
+from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import DecoderModel, Policy, naming_failures, reshard
 from holdfast.trainer.models.rotary import original_lengths
 from holdfast.trainer.models.scalar_model import ScalarModel
 from holdfast.trainer.models.structure import decoder_of, other_attention
-from holdfast.trainer.parallel import Parallel
 
 _SHORT, _LONG = 9, 24
 _MAX_TOKENS = 256  # of a sample that is to be longer than the model's windows
@@ -61,7 +61,7 @@ _BOUNDS: dict[DType, _Bounds] = {"float32": _Bounds(1e-4, 1e-5), "bfloat16": _Bo
 
 
 @torch.no_grad()
-def check_model(model: Policy | ScalarModel, parallel: Parallel, *, name: str, pack: bool, dtype: DType) -> None:
+def check_model(model: Policy | ScalarModel, mesh: Mesh, *, name: str, pack: bool, dtype: DType) -> None:
     """Compare the model with transformers' own forward. Collective.
 
     Args:
@@ -80,16 +80,16 @@ def check_model(model: Policy | ScalarModel, parallel: Parallel, *, name: str, p
     bounds, packed = _BOUNDS[dtype], arrangement == "packed"
 
     def together(first: Sample, second: Sample) -> Tensor:
-        return _own(model, build_micro_batch([first, second], [0, 1], pack=packed, device=parallel.device))
+        return _own(model, build_micro_batch([first, second], [0, 1], pack=packed, device=mesh.device))
 
     before = [parameter._version for parameter in model.parameters()]
-    with naming_failures(model, name, dtype), _undisturbed(model, parallel.device):
+    with naming_failures(model, name, dtype), _undisturbed(model, mesh.device):
         ours, changed = together(samples[0], samples[2]), together(samples[1], samples[2])
         behind, behind_changed = together(samples[2], samples[0]), together(samples[2], samples[1])
-        alone = torch.cat([_plain(model, sample, parallel.device) for sample in (samples[0], samples[2])])
+        alone = torch.cat([_plain(model, sample, mesh.device) for sample in (samples[0], samples[2])])
         by_sdpa = alone[: samples[0].num_targets]
         if _has_sdpa_of_its_own(model.hf_model):
-            by_sdpa = _plain(model, samples[0], parallel.device, attention="sdpa")
+            by_sdpa = _plain(model, samples[0], mesh.device, attention="sdpa")
     if before != [parameter._version for parameter in model.parameters()]:
         raise DataError(
             f"model.name = '{name}': {type(model.hf_model).__name__} changes its own weights in a forward pass that "
@@ -101,7 +101,7 @@ def check_model(model: Policy | ScalarModel, parallel: Parallel, *, name: str, p
     first, second = samples[0].num_targets, samples[2].num_targets
     noise = min(_mean(behind[:second], behind_changed[:second]), bounds.alone)
     scale = max(1.0, float(alone.abs().max()) / 10) if isinstance(model, Policy) else float(alone.abs().max())
-    found = parallel.max(
+    found = mesh.max(
         {
             "alone": _apart(ours, alone, dtype) / scale,
             "sdpa": _apart(by_sdpa, alone[:first], dtype) / scale,
@@ -113,7 +113,7 @@ def check_model(model: Policy | ScalarModel, parallel: Parallel, *, name: str, p
 
 
 @torch.no_grad()
-def is_random_in_training(policy: Policy, parallel: Parallel) -> bool:
+def is_random_in_training(policy: Policy, mesh: Mesh) -> bool:
     """Whether what the policy computes in training depends on random numbers. Collective.
 
     That is dropout, and in some models routers that draw experts by lot. Two passes with other random numbers show
@@ -123,17 +123,17 @@ def is_random_in_training(policy: Policy, parallel: Parallel) -> bool:
         return True
     samples = _samples(policy.hf_model.config)
     packed = policy.layout.arrangement(pack=True) == "packed"
-    micro = build_micro_batch([samples[0], samples[2]], [0, 1], pack=packed, device=parallel.device)
+    micro = build_micro_batch([samples[0], samples[2]], [0, 1], pack=packed, device=mesh.device)
 
     def drawn(seed: int) -> Tensor:
         torch.manual_seed(seed)
         return _own(policy, micro)
 
-    with _undisturbed(policy, parallel.device):
+    with _undisturbed(policy, mesh.device):
         policy.train()
         first, again, other = drawn(0), drawn(0), drawn(1)
     # Kernels that add up in any order differ in two equal passes as well.
-    found = parallel.max({"noise": _mean(first, other), "rounding": _mean(first, again)})
+    found = mesh.max({"noise": _mean(first, other), "rounding": _mean(first, again)})
     return found["noise"] > 2 * found["rounding"]
 
 
