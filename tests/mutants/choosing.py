@@ -23,7 +23,7 @@ def rounds_of(module: str) -> list[list[str]]:
     name = _dotted(Path(module))
     near = _tests_that_import({name})
     far = _tests_that_import({other for other, imported in _imports_of_src().items() if name in imported})
-    words = {word for word in name.rsplit(".", 1)[-1].split("_") if len(word) > 4}
+    words = {word for part in name.split(".")[-2:] for word in part.split("_") if len(word) > 4}
     named = [test for test in _imports_of_tests() if words & set(Path(test).stem.split("_"))]
     rounds = [
         [test for test in near if "unit/" in test],
