@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from holdfast.commands.ckpt.requests import Export, Import
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import CheckpointError, SaveError
@@ -23,7 +22,7 @@ from holdfast.shared.files import manifest
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.trainer.checkpoints.warm_start import load_weights_only
 from holdfast.trainer.conversion.importing import import_weights
-from holdfast.trainer.conversion.writing import export
+from holdfast.trainer.conversion.writing import Export, export
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.loading import trained_tensors
 from holdfast.trainer.models.policy import build_policy
@@ -127,7 +126,7 @@ def test_vllm_serves_an_export(masters: Path, tmp_path: Path) -> None:
 
 def test_an_export_is_split_by_size(run_dir: RunDir, masters: Path, tmp_path: Path) -> None:
     target = tmp_path / "export"
-    request = Export(str(run_dir.checkpoint(STEPS)), str(target), "float32", 100_000)
+    request = Export(run_dir.checkpoint(STEPS), target, "float32", 100_000)
     assert export(request).files == len(list(target.glob("model-*.safetensors"))) > 3
     sizes = {path.name: sum(t.nbytes for t in load_file(path).values()) for path in target.glob("*.safetensors")}
     alone = {path.name for path in target.glob("*.safetensors") if len(load_file(path)) == 1}
@@ -147,9 +146,9 @@ def test_a_step_without_config_takes_that_of_a_named_model(
     assert "has no model/config.json: say with --model which model it is" in done.stderr
     other = write_model(tmp_path / "other", seed=0, tied=False)
     with pytest.raises(CheckpointError, match=r"is not the model .*other': missing: lm_head.weight"):
-        export(Export(str(bare), str(tmp_path / "x"), model=str(other)))
+        export(Export(bare, tmp_path / "x", model=str(other)))
     assert not list(tmp_path.glob("*x*"))
-    assert export(Export(str(bare), str(tmp_path / "x"), model=str(model))).dtype == "float32"  # as it is saved
+    assert export(Export(bare, tmp_path / "x", model=str(model))).dtype == "float32"  # as it is saved
     assert (tmp_path / "x" / "model.safetensors").read_bytes() == (masters / "model.safetensors").read_bytes()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "x")
     assert loaded.config.tie_word_embeddings and loaded.dtype == torch.float32
@@ -176,7 +175,7 @@ def test_a_full_disk_leaves_nothing_behind(run_dir: RunDir, tmp_path: Path, monk
 
     monkeypatch.setattr("holdfast.trainer.models.hf_files.save_file", full)
     with pytest.raises(SaveError, match="could not be written: No space left on device"):
-        export(Export(str(run_dir.checkpoint(STEPS)), str(tmp_path / "x")))
+        export(Export(run_dir.checkpoint(STEPS), tmp_path / "x"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -238,7 +237,7 @@ def test_diff_tells_what_changed_between_steps_and_runs(run_dir: RunDir, model: 
 
 
 def export_tensors(run_dir: RunDir, step: int, scratch: Path) -> dict[str, torch.Tensor]:
-    export(Export(str(run_dir.checkpoint(step)), str(scratch / f"e{step}"), "float32"))
+    export(Export(run_dir.checkpoint(step), scratch / f"e{step}", "float32"))
     return {name: tensor.double() for name, tensor in load_file(scratch / f"e{step}" / "model.safetensors").items()}
 
 
@@ -267,11 +266,11 @@ def test_a_pickled_model_becomes_a_warm_start(
 @pytest.mark.slow
 def test_imports_of_all_kinds_hold_the_same_weights(run_dir: RunDir, masters: Path, tmp_path: Path) -> None:
     (tmp_path / "sharded").mkdir()
-    export(Export(str(run_dir.checkpoint(STEPS)), str(tmp_path / "sharded" / "x"), "float32", 100_000))
+    export(Export(run_dir.checkpoint(STEPS), tmp_path / "sharded" / "x", "float32", 100_000))
     sources = [run_dir.checkpoint(STEPS), masters, masters / "model.safetensors", tmp_path / "sharded" / "x"]
     for number, source in enumerate(sources):
         target = tmp_path / f"import-{number}"
-        assert import_weights(Import(str(source), str(target))).dtype == "float32"
+        assert import_weights(source, target).dtype == "float32"
         assert (target / "model.safetensors").read_bytes() == (masters / "model.safetensors").read_bytes()
 
 
@@ -285,7 +284,7 @@ def test_weights_of_another_model_are_refused_by_name(masters: Path, tmp_path: P
     tensors["extra"] = torch.ones(3)
     save_file(tensors, tmp_path / "odd.safetensors")
     with pytest.raises(CheckpointError, match=r"lacks model.norm.weight and has besides extra"):
-        import_weights(Import(str(tmp_path / "odd.safetensors"), str(tmp_path / "x"), str(masters)))
+        import_weights(tmp_path / "odd.safetensors", tmp_path / "x", str(masters))
     done = ckpt("import", tmp_path, "--to", tmp_path / "x", code=2)
     assert "no weights can be imported from" in done.stderr
     assert not list(tmp_path.glob("*x"))

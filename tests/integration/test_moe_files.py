@@ -9,11 +9,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from holdfast.commands.ckpt.requests import Export, Import
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.trainer.conversion.importing import import_weights
 from holdfast.trainer.conversion.reading import TensorReader
-from holdfast.trainer.conversion.writing import export
+from holdfast.trainer.conversion.writing import Export, export
 from tests.conftest import ModelFactory
 from tests.training_runs import run_sft
 
@@ -47,10 +46,10 @@ def test_sft_publishes_the_originals_names_with_the_values_of_its_checkpoint(run
 def test_export_and_import_keep_names_and_bits(run_dir: RunDir, model: Path, tmp_path: Path) -> None:
     published = run_dir.weights_of(2)
     exported, imported = tmp_path / "exported", tmp_path / "imported"
-    export(Export(step_directory=str(run_dir.checkpoint(2)), target=str(exported)))
+    export(Export(run_dir.checkpoint(2), exported))
     assert (exported / NAME).read_bytes() == (published / NAME).read_bytes()
     assert sorted(path.name for path in exported.iterdir()) == sorted(path.name for path in published.iterdir())
     for number, source in enumerate((published, run_dir.checkpoint(2))):
-        import_weights(Import(source=str(source), target=f"{imported}{number}"))
+        import_weights(source, Path(f"{imported}{number}"))
         assert load_file(Path(f"{imported}{number}") / NAME).keys() == load_file(model / NAME).keys()
         assert (Path(f"{imported}{number}") / NAME).read_bytes() == (published / NAME).read_bytes()

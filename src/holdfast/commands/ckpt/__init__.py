@@ -7,5 +7,5 @@ listing.py    ls
 inspecting.py verify, show
 comparing.py  diff
 change.py     export, promote, import, prune
-requests.py   what `python -m holdfast.trainer.conversion` is asked, and what it answers: all that needs torch
+tensor_work.py errors and output of what needs torch: calls of `holdfast.trainer.conversion`
 """

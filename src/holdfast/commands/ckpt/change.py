@@ -7,17 +7,22 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from holdfast.commands.ckpt.inspecting import verified
 from holdfast.commands.ckpt.places import Places, is_temporary, size_of
-from holdfast.commands.ckpt.requests import DTypeName, Export, Import, Request, Written, ask
-from holdfast.commands.tables import Grid, Report, size, working
+from holdfast.commands.ckpt.tensor_work import tensor_work
+from holdfast.commands.tables import Grid, Report, size
 from holdfast.shared.errors import CheckpointError, ConfigError, ReadError, RunDirError
 from holdfast.shared.files import durable
 from holdfast.shared.files.checkpoints import BestMetric, Entry, Kind, Retention, describe_found, kind_of
 from holdfast.shared.files.lock import is_directory_locked
+from holdfast.shared.process.child import heavy_imports
+
+if TYPE_CHECKING:
+    from holdfast.trainer.conversion.writing import DTypeName, Written
 
 
 def export(
@@ -34,7 +39,11 @@ def export(
     directory = places.step_directory(step)
     _refuse_existing(to, "--to")
     verified(directory)
-    return _write(Export(str(directory), str(to.absolute()), dtype, max_shard_size, model, base))
+    with tensor_work("reading and writing tensors"):
+        with heavy_imports():
+            from holdfast.trainer.conversion import writing
+        written = writing.export(writing.Export(directory, to.absolute(), dtype, max_shard_size, model, base))
+    return _report(written)
 
 
 def promote(
@@ -65,7 +74,11 @@ def import_weights(places: Places, *, source: str, to: Path, model: str | None) 
             ".pt file, a Hugging Face directory, a checkpoint, or a torch.distributed.checkpoint directory."
         )
     _refuse_existing(to, "--to")
-    return _write(Import(str(path.absolute()), str(to.absolute()), model))
+    with tensor_work("reading and writing tensors"):
+        with heavy_imports():
+            from holdfast.trainer.conversion import importing
+        written = importing.import_weights(path.absolute(), to.absolute(), model)
+    return _report(written)
 
 
 def _refuse_existing(directory: Path, flag: str) -> None:
@@ -73,9 +86,7 @@ def _refuse_existing(directory: Path, flag: str) -> None:
         raise ConfigError(f"{flag} {directory} exists already; nothing is written over. Name a new directory.")
 
 
-def _write(request: Request) -> Report:
-    with working("reading and writing tensors"):
-        written = ask(request, Written)
+def _report(written: Written) -> Report:
     count = f"{written.tensors:,} tensors, {written.parameters:,} parameters, {written.dtype}"
     files = f"{size(written.bytes)} in {written.files} safetensors file{'s' if written.files != 1 else ''}"
     return Report(msgspec.to_builtins(written), [f"wrote {written.directory}: {count}, {files}"])

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from holdfast.commands.ckpt.inspecting import CONFIG, counters, verified
 from holdfast.commands.ckpt.places import Places
-from holdfast.commands.ckpt.requests import Compare, Comparison, Difference, ask
+from holdfast.commands.ckpt.tensor_work import tensor_work
 from holdfast.commands.resume.config_diff import Drift, compare_settings, read_settings
-from holdfast.commands.tables import Grid, Report, number, working
+from holdfast.commands.tables import Grid, Report, number
 from holdfast.shared.files.checkpoints import TRAINER_DIR
 from holdfast.shared.files.manifest import Manifest
+from holdfast.shared.process.child import heavy_imports
+
+if TYPE_CHECKING:
+    from holdfast.trainer.conversion.reading import Comparison, Difference
 
 _MODEL = "model."
 
@@ -26,8 +30,10 @@ def diff(places: Places, *, before: str, after: str, top: int) -> Report:
     """Compare two steps, each a step of `places` or a path; verify both first."""
     first, second = places.step_directory(before), places.step_directory(after)
     old, new = verified(first), verified(second)
-    with working("comparing tensors"):
-        found = ask(Compare(str(first / TRAINER_DIR), str(second / TRAINER_DIR)), Comparison)
+    with tensor_work("comparing tensors"):
+        with heavy_imports():
+            from holdfast.trainer.conversion.reading import compare
+        found = compare(first / TRAINER_DIR, second / TRAINER_DIR)
     changes = {
         "counters": _changes(counters(first), counters(second)),
         "libraries": _changes(old.libraries, new.libraries),

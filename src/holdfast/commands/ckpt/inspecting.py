@@ -11,13 +11,14 @@ from typing import Any
 import msgspec
 
 from holdfast.commands.ckpt.places import Places, is_temporary
-from holdfast.commands.ckpt.requests import Describe, Description, ask
+from holdfast.commands.ckpt.tensor_work import tensor_work
 from holdfast.commands.resume.config_diff import read_settings
 from holdfast.commands.tables import Grid, Report, number, size, working
 from holdfast.shared.errors import CheckpointError, ReadError
 from holdfast.shared.files import manifest
 from holdfast.shared.files.checkpoints import TRAINER_DIR, kind_of
 from holdfast.shared.files.manifest import Manifest, Verification
+from holdfast.shared.process.child import heavy_imports
 
 CONFIG = f"{TRAINER_DIR}/config.toml"
 PROGRESS = f"{TRAINER_DIR}/progress.json"
@@ -97,8 +98,10 @@ def show(places: Places, *, step: str) -> Report:
     """Show manifest, counters, tensors and settings of one step."""
     directory = places.step_directory(step)
     listing = verified(directory)
-    with working("reading the index of the tensors"):
-        groups = ask(Describe(str(directory / TRAINER_DIR)), Description).groups
+    with tensor_work("reading the index of the tensors"):
+        with heavy_imports():
+            from holdfast.trainer.conversion.reading import describe
+        groups = describe(directory / TRAINER_DIR)
     settings = read_settings(directory / CONFIG) if (directory / CONFIG).exists() else {}
     document = {
         "path": str(directory),

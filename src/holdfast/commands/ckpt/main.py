@@ -10,7 +10,7 @@ from holdfast.commands.ckpt.comparing import diff
 from holdfast.commands.ckpt.inspecting import show, verify
 from holdfast.commands.ckpt.listing import ls
 from holdfast.commands.ckpt.places import Places
-from holdfast.commands.ckpt.requests import Failed
+from holdfast.commands.ckpt.tensor_work import TensorWorkFailed
 from holdfast.commands.tables import Report
 
 _ACTIONS: dict[str, Callable[..., Report]] = {
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     places = Places(arguments.pop("output_dir"))
     try:
         report = action(places, **arguments)
-    except Failed as failure:
+    except TensorWorkFailed as failure:
         return failure.exit_code
     report.print(as_json=as_json)
     return report.exit_code

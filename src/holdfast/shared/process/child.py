@@ -124,20 +124,26 @@ def run_reporting_errors(program: Callable[[], object]) -> NoReturn:
 
 
 def exit_code_of(program: Callable[[], int]) -> int:
-    """Run `program`; return its exit code, or after its error that of the error.
+    """Run `program`; return its exit code, or after its error that of the error, which is reported."""
+    try:
+        return program()
+    except Exception as error:  # noqa: BLE001 - reported, and the process ends
+        return report_error(error)
+
+
+def report_error(error: Exception) -> int:
+    """Say on stderr what went wrong, and return the exit code.
 
     A `HoldfastError` is told by its message alone; a storage that failed, as such, with `STORAGE_FAILED`;
     anything else by its traceback, with 1.
     """
-    try:
-        return program()
-    except HoldfastError as error:
+    if isinstance(error, HoldfastError):
         message, code = str(error), STORAGE_FAILED if is_storage_failure(error) else error.exit_code
-    except Exception as error:  # noqa: BLE001 - reported, and the process ends
-        if not is_storage_failure(error):
-            # A bug of ours: the traceback is what the report needs, once, without a launcher's wrapping.
-            traceback.print_exc()
-            return 1
+    elif not is_storage_failure(error):
+        # A bug of ours: the traceback is what the report needs, once, without a launcher's wrapping.
+        traceback.print_exception(error)
+        return 1
+    else:
         where = f" at {error.filename}" if isinstance(error, OSError) and error.filename else ""
         reason = error.strerror if isinstance(error, OSError) else error
         message = (

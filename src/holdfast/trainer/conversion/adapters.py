@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from holdfast.commands.ckpt.requests import Export, Written
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import CheckpointError, ConfigError
 from holdfast.shared.files import manifest
@@ -25,6 +24,8 @@ from holdfast.shared.files.checkpoints import MODEL_DIR
 from holdfast.trainer.conversion.models import meta_model
 from holdfast.trainer.conversion.reading import TensorReader
 from holdfast.trainer.conversion.writing import (
+    Export,
+    Written,
     commit,
     copy_description,
     in_dtype,
@@ -63,7 +64,7 @@ def _write_alone(request: Export, factors: dict[str, Tensor]) -> Written:
             "an adapter alone is one file in float32: leave out --dtype and --max-shard-size, or name the weights "
             "to merge it into with --base"
         )
-    step, target = Path(request.step_directory), Path(request.target)
+    step, target = request.step_directory, request.target
     with new_directory(target) as directory:
         shutil.copytree(step / MODEL_DIR / ADAPTER_DIR, directory, dirs_exist_ok=True)
         size = sum(factor.nbytes for factor in factors.values())
@@ -75,7 +76,7 @@ def _write_alone(request: Export, factors: dict[str, Tensor]) -> Written:
 
 def _write_merged(request: Export, base_name: str, factors: dict[str, Tensor]) -> Written:
     """Hold the whole model in float32, and compare it with what the adapter was trained on before writing."""
-    step, target = Path(request.step_directory), Path(request.target)
+    step, target = request.step_directory, request.target
     adapter = step / MODEL_DIR / ADAPTER_DIR
     scale, trained_on = read_scaling(adapter).scale, read_base(adapter)
     base, layout = _base(base_name, scores=HEAD in factors)

@@ -10,29 +10,32 @@ from pathlib import Path
 
 import torch
 
-from holdfast.commands.ckpt.requests import Import, Written
 from holdfast.shared.errors import CheckpointError
 from holdfast.shared.files import manifest
 from holdfast.shared.files.checkpoints import MODEL_DIR, Kind, kind_of
 from holdfast.shared.files.manifest import MANIFEST_NAME
 from holdfast.trainer.checkpoints.warm_start import load_weights_only
 from holdfast.trainer.conversion.models import describe_model, meta_model
-from holdfast.trainer.conversion.writing import commit, new_directory
+from holdfast.trainer.conversion.writing import Written, commit, new_directory
 from holdfast.trainer.models.hf_files import SafetensorsWriter
 from holdfast.trainer.models.loading import trained_tensors
 from holdfast.trainer.models.tensor_layout import TensorLayout, names_in_files
 
 
-def import_weights(request: Import) -> Written:
+def import_weights(source: Path, target: Path, model_name: str | None = None) -> Written:
     """Read weights of any kind, compare them with the config, and write them as files of ours.
+
+    Args:
+        source: file or directory.
+        target: the directory to publish; it must not exist.
+        model_name: where config and tokenizer come from; None: `source` itself.
 
     Raises:
         CheckpointError: there are no weights, or they are not those of the model: missing and surplus
             tensors and other shapes are named.
         SaveError: the storage failed; nothing is left behind.
     """
-    source, target = Path(request.source), Path(request.target)
-    name = request.model or _described_by(source)
+    name = model_name or _described_by(source)
     model = meta_model(name)
     model.to_empty(device="cpu")
     model.tie_weights()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,9 +11,52 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from holdfast.commands.ckpt.requests import Compare, Comparison, Describe, Description, Difference, Group
 from holdfast.shared.errors import CheckpointError
 from holdfast.trainer.checkpoints.index import IndexReader
+
+
+@dataclass
+class Group:
+    """Tensors whose names begin alike, such as `model` or `optim`."""
+
+    tensors: int = 0
+    elements: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How one tensor differs.
+
+    Attributes:
+        norm_before: its Euclidean norm; computed in float64, like all here.
+        relative: norm of the difference divided by `norm_before`; None where that is no number.
+
+    Numbers that are not finite are None: JSON has none of them.
+    """
+
+    name: str
+    equal: bool
+    norm_before: float | None
+    norm_after: float | None
+    relative: float | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How two checkpoints differ.
+
+    Attributes:
+        tensors: those that both have in the same shape, the most different first.
+        only_before: names that only the first has.
+        only_after: names that only the second has.
+        reshaped: names whose shape or dtype differs.
+    """
+
+    tensors: list[Difference]
+    only_before: list[str]
+    only_after: list[str]
+    reshaped: list[str]
 
 
 class TensorReader:
@@ -53,20 +97,28 @@ class TensorReader:
         return tensor
 
 
-def describe(request: Describe) -> Description:
-    """Count the tensors of a directory by the first part of their names; no data is read."""
+def describe(directory: Path) -> dict[str, Group]:
+    """Count the tensors of a directory by the first part of their names; no data is read.
+
+    Raises:
+        CheckpointError: the index of the tensors is not there or cannot be read.
+    """
     groups: dict[str, Group] = {}
-    for name, entry in TensorReader(Path(request.directory)).saved.items():
+    for name, entry in TensorReader(directory).saved.items():
         group = groups.setdefault(name.split(".", 1)[0], Group())
         group.tensors += 1
         group.elements += entry.size.numel()
         group.bytes += entry.size.numel() * entry.properties.dtype.itemsize
-    return Description(groups)
+    return groups
 
 
-def compare(request: Compare) -> Comparison:
-    """Compare two directories; two tensors are in memory at a time."""
-    before, after = TensorReader(Path(request.before)), TensorReader(Path(request.after))
+def compare(before_directory: Path, after_directory: Path) -> Comparison:
+    """Compare two directories tensor by tensor; two tensors are in memory at a time.
+
+    Raises:
+        CheckpointError: an index or a tensor cannot be read.
+    """
+    before, after = TensorReader(before_directory), TensorReader(after_directory)
     shared = sorted(before.saved.keys() & after.saved.keys())
     alike = [name for name in shared if _form(before.saved[name]) == _form(after.saved[name])]
     differences = [_difference(name, before.read(name), after.read(name)) for name in alike]

@@ -8,14 +8,14 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import tomli
 import torch
 from torch import Tensor
 
-from holdfast.commands.ckpt.requests import Export, Written
 from holdfast.shared.errors import CheckpointError, SaveError
 from holdfast.shared.files import durable, manifest
 from holdfast.shared.files.adapter import adapted_matrices
@@ -27,7 +27,41 @@ from holdfast.trainer.models.hf_files import DTYPES, SafetensorsWriter
 if TYPE_CHECKING:
     from holdfast.trainer.models.tensor_layout import TensorLayout
 
+DTypeName = Literal["float32", "bfloat16"]
 _MODEL = "model."
+
+
+@dataclass(frozen=True)
+class Export:
+    """What to write of a checkpoint, and how.
+
+    Attributes:
+        step_directory: a committed checkpoint, verified by the caller.
+        target: the directory to publish; it must not exist.
+        dtype: of the floating-point tensors; None: as the run publishes its weights.
+        max_file_bytes: no file is larger, unless one tensor alone is; None: 4 GiB.
+        model: where config and tokenizer come from when the checkpoint has none.
+        base: of a run with LoRA, the weights to merge the adapter into; None: the adapter alone is written.
+    """
+
+    step_directory: Path
+    target: Path
+    dtype: DTypeName | None = None
+    max_file_bytes: int | None = None
+    model: str | None = None
+    base: str | None = None
+
+
+@dataclass(frozen=True)
+class Written:
+    """What an export or import wrote."""
+
+    directory: str
+    dtype: str
+    tensors: int
+    parameters: int
+    files: int
+    bytes: int
 
 
 def export(request: Export) -> Written:
@@ -37,7 +71,7 @@ def export(request: Export) -> Written:
         CheckpointError: it holds no model, or not the one that `request.model` describes.
         SaveError: the storage failed; nothing is left behind.
     """
-    step = Path(request.step_directory)
+    step = request.step_directory
     reader = TensorReader(step / TRAINER_DIR)
     names = [name for name in reader.saved if name.startswith(_MODEL)]
     if not names:
@@ -52,14 +86,14 @@ def export(request: Export) -> Written:
         raise CheckpointError(f"{step} holds whole weights, not a LoRA adapter: leave out --base")
     dtype = published_dtype(request, reader.saved[names[0]].properties.dtype)
     source = manifest.read_manifest(step)
-    with new_directory(Path(request.target)) as directory:
+    with new_directory(request.target) as directory:
         _write_description(directory, step, request.model, reader, dtype)
         writer = SafetensorsWriter(directory, max_file_bytes=request.max_file_bytes)
         tensors = ((name.removeprefix(_MODEL), reader.read(name)) for name in names)
         layout = _layout_of(step, request.model)
         for name, tensor in layout.to_files(tensors) if layout is not None else tensors:
             writer.add(name, in_dtype(tensor, dtype).contiguous())
-        return commit(directory, Path(request.target), writer, dtype, source)
+        return commit(directory, request.target, writer, dtype, source)
 
 
 def _layout_of(step: Path, model: str | None) -> TensorLayout | None:
@@ -80,7 +114,7 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def published_dtype(request: Export, saved: torch.dtype) -> torch.dtype:
     """Return the dtype asked for, else that in which the run publishes its weights; `saved` where there is none."""
-    path = Path(request.step_directory) / TRAINER_DIR / "config.toml"
+    path = request.step_directory / TRAINER_DIR / "config.toml"
     of_run = tomli.loads(path.read_text()).get("model", {}).get("dtype") if path.exists() else None
     return DTYPES.get(request.dtype or of_run or "", saved)
 

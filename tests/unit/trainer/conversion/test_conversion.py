@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +13,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from holdfast.commands.ckpt.comparing import _drift, _setting_lines, _tensor_lines
-from holdfast.commands.ckpt.requests import Compare, Describe, Export, Group, Import
 from holdfast.shared.errors import CheckpointError, SaveError
 from holdfast.shared.files import manifest
 from holdfast.shared.files.manifest import Manifest
 from holdfast.trainer.conversion.importing import import_weights
-from holdfast.trainer.conversion.reading import TensorReader, compare, describe
-from holdfast.trainer.conversion.writing import export, new_directory
+from holdfast.trainer.conversion.reading import Group, TensorReader, compare, describe
+from holdfast.trainer.conversion.writing import Export, export, new_directory
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.hf_files import SafetensorsWriter
 
@@ -67,12 +67,12 @@ def test_tensors_are_read_one_by_one(pair: tuple[Path, Path], tmp_path: Path) ->
 
 
 def test_tensors_are_counted_by_the_first_part_of_their_names(pair: tuple[Path, Path]) -> None:
-    groups = describe(Describe(str(pair[1]))).groups
+    groups = describe(pair[1])
     assert groups == {"model": Group(8, 18, 16 * 4 + 2 * 2), "optim": Group(1, 1, 4)}
 
 
 def test_a_comparison_tells_every_kind_of_difference(pair: tuple[Path, Path]) -> None:
-    found = compare(Compare(str(pair[0]), str(pair[1])))
+    found = compare(*pair)
     assert (found.only_before, found.only_after) == (["model.gone"], ["model.new"])
     assert found.reshaped == ["model.dtype", "model.shape"]
     shown = [(item.name, item.equal, item.relative) for item in found.tensors]
@@ -113,20 +113,20 @@ def test_a_directory_that_is_not_finished_goes_away(
 
 
 def test_what_differs_is_listed_and_what_cannot_be_compared_is_said(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    lines = _tensor_lines(compare(Compare(str(pair[0]), str(pair[1]))))
+    lines = _tensor_lines(compare(*pair))
     assert "tensors only before: model.gone" in lines and "tensors only after: model.new" in lines
     assert "tensors of another shape or dtype: model.dtype, model.shape" in lines
     assert _setting_lines(_drift(*pair)) == ["settings: not compared, as one of the checkpoints holds none"]
 
 
 def test_a_checkpoint_that_cannot_be_exported_as_asked_is_refused(mesh: Mesh, tmp_path: Path) -> None:
-    def refused(name: str, tensors: dict[str, Tensor], said: str, **options: str) -> None:
+    def refused(name: str, tensors: dict[str, Tensor], said: str, **options: Any) -> None:
         step = tmp_path / name
         saved(step / "trainer", tensors)
         files = manifest.describe_files(step)
         manifest.write_manifest(step, Manifest(kind="checkpoint", step=1, policy_version=1, files=files))
         with pytest.raises(CheckpointError, match=said):
-            export(Export(step_directory=str(step), target=str(tmp_path / "exported"), **options))
+            export(Export(step, tmp_path / "exported", **options))
         assert not (tmp_path / "exported").exists()
 
     refused("step_1", {"optim.x": torch.ones(1)}, r"holds no tensors named 'model\.\*'; it has optim\.x")
@@ -136,4 +136,4 @@ def test_a_checkpoint_that_cannot_be_exported_as_asked_is_refused(mesh: Mesh, tm
 def test_weights_that_come_without_a_config_need_a_model(tmp_path: Path) -> None:
     save_file({"x": torch.ones(1)}, tmp_path / "x.safetensors")
     with pytest.raises(CheckpointError, match=r"comes without a config\.json: say with --model"):
-        import_weights(Import(source=str(tmp_path / "x.safetensors"), target=str(tmp_path / "imported")))
+        import_weights(tmp_path / "x.safetensors", tmp_path / "imported")

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from holdfast.commands.ckpt.requests import Export, Import
 from holdfast.inference.weights.adapters import BaseWeights, read_adapter
 from holdfast.inference.weights.files import read_architecture, read_weights
 from holdfast.shared.config.trainer import TrainedModelConfig
@@ -27,7 +26,7 @@ from holdfast.trainer.checkpoints.checkpointer import Checkpointer
 from holdfast.trainer.checkpoints.commit import Identity
 from holdfast.trainer.checkpoints.warm_start import load_weights_only
 from holdfast.trainer.conversion.importing import import_weights
-from holdfast.trainer.conversion.writing import export
+from holdfast.trainer.conversion.writing import Export, export
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models import hf_files
 from holdfast.trainer.models.loading import initial_weights, load_model_config, trained_tensors
@@ -261,8 +260,8 @@ def test_a_checkpoint_is_imported_with_the_names_that_it_is_exported_with(
     with Checkpointer(tmp_path / "checkpoints", {"model": loaded}, identity=identity) as checkpointer:
         checkpointer.save(1)
     exported, imported = tmp_path / "exported", tmp_path / "imported"
-    export(Export(step_directory=str(tmp_path / "checkpoints/step_1"), target=str(exported)))
-    import_weights(Import(source=str(tmp_path / "checkpoints/step_1"), target=str(imported)))
+    export(Export(tmp_path / "checkpoints/step_1", exported))
+    import_weights(tmp_path / "checkpoints/step_1", imported)
     assert tensors_of(exported).keys() == tensors_of(model).keys()
     assert tensors_of(imported).keys() == tensors_of(model).keys()
 
