@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast import read_metrics
 from holdfast.shared.config import DpoConfig
 from holdfast.shared.config.load import read_toml
-from holdfast.shared.files.metrics import read_metrics
 from holdfast.shared.files.run_dir import RunDir
 
 _CONFIGS = Path("configs/reverse_text")

@@ -29,8 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.checkpoint.measure import Beside, PeakMemory, TinyLoop, drop_from_cache, write_raw
+from holdfast import Checkpointer
 from holdfast.shared.files import manifest
-from holdfast.trainer.checkpoints.checkpointer import Checkpointer
 
 
 def main() -> None:

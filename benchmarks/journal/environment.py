@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.orchestrator.environments.interface import Environment, Score, Session, Task, TaskSeed
+from holdfast import Environment, Score, Session, Task, TaskSeed
 
 
 class Nothing(Environment):

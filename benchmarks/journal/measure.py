@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from holdfast import Completion
 from holdfast.orchestrator.batches import batch_maker, batch_publisher
-from holdfast.orchestrator.environments.interface import Completion
 from holdfast.orchestrator.main import orchestrate
 from holdfast.orchestrator.rollouts.generation_log import GenerationLog
 from holdfast.shared.config.orchestrator import OrchestratorConfig

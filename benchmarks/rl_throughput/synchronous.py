@@ -15,9 +15,9 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from holdfast import TaskSeed
 from holdfast.orchestrator.environments.reverse_text import ReverseText
 from holdfast.orchestrator.environments.scorers import lcs
-from holdfast.orchestrator.seeds import TaskSeed
 
 
 def main() -> None:

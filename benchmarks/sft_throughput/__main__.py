@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from holdfast.shared.files.metrics import read_metrics
+from holdfast import read_metrics
 from holdfast.shared.process.child import available_cores
 
 PLAIN = Path(__file__).parent / "plain_loop.py"

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast import TaskSeed
 from holdfast.orchestrator.environments.reverse_text import ReverseText
-from holdfast.orchestrator.seeds import TaskSeed
 
 _NAME = "reverse_text/supervised"
 _PAIRS_NAME = "reverse_text/preferences"

@@ -1,1 +1,101 @@
-"""Post-training for language models that survives being killed at any moment."""
+"""Post-training for language models that survives being killed at any moment.
+
+The names below are the ones to import: `from holdfast import Environment, Score`. Each is loaded when it is first
+asked for, so `import holdfast` costs nothing, and what is around an environment does without torch.
+
+commands      what is typed at a prompt: `sft`, `rl`, `ckpt` ... and the launcher behind them
+trainer       the process that trains, and checkpoints for any training loop
+orchestrator  the process that samples rollouts, scores them and makes batches
+inference     the process that serves the policy
+shared        what these have in common: settings, files, what goes over the wire
+"""
+
+# A user's files may come before everything: nothing is imported here that Python has not imported at its start.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from holdfast.orchestrator.environments.interface import Completion, Environment, Score, Session, SessionFull, Task
+    from holdfast.orchestrator.seeds import TaskSeed
+    from holdfast.shared.chat.messages import Message
+    from holdfast.shared.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        HoldfastError,
+        RankLost,
+        ReadError,
+        SaveError,
+    )
+    from holdfast.shared.files.checkpoints import BestMetric, Retention
+    from holdfast.shared.files.metrics import read_metrics
+    from holdfast.trainer.checkpoints.checkpointer import Checkpointer, load_state_with_optimizer, save_state
+    from holdfast.trainer.checkpoints.plain_state import module_tensors
+    from holdfast.trainer.checkpoints.warm_start import load_weights_only
+    from holdfast.trainer.rl.advantages.estimators import JudgedRollout
+    from holdfast.trainer.rl.losses import PolicyLossInput
+
+__all__ = [
+    "BestMetric",
+    "CheckpointError",
+    "Checkpointer",
+    "Completion",
+    "ConfigError",
+    "DataError",
+    "Environment",
+    "HoldfastError",
+    "JudgedRollout",
+    "Message",
+    "PolicyLossInput",
+    "RankLost",
+    "ReadError",
+    "Retention",
+    "SaveError",
+    "Score",
+    "Session",
+    "SessionFull",
+    "Task",
+    "TaskSeed",
+    "load_state_with_optimizer",
+    "load_weights_only",
+    "module_tensors",
+    "read_metrics",
+    "save_state",
+]
+
+_NAMES_OF = {
+    "orchestrator.environments.interface": ("Completion", "Environment", "Score", "Session", "SessionFull", "Task"),
+    "orchestrator.seeds": ("TaskSeed",),
+    "shared.chat.messages": ("Message",),
+    "shared.errors": (
+        "CheckpointError",
+        "ConfigError",
+        "DataError",
+        "HoldfastError",
+        "RankLost",
+        "ReadError",
+        "SaveError",
+    ),
+    "shared.files.checkpoints": ("BestMetric", "Retention"),
+    "shared.files.metrics": ("read_metrics",),
+    "trainer.checkpoints.checkpointer": ("Checkpointer", "load_state_with_optimizer", "save_state"),
+    "trainer.checkpoints.plain_state": ("module_tensors",),
+    "trainer.checkpoints.warm_start": ("load_weights_only",),
+    "trainer.rl.advantages.estimators": ("JudgedRollout",),
+    "trainer.rl.losses": ("PolicyLossInput",),
+}
+
+
+def __getattr__(name: str) -> object:
+    """Load a name of `__all__`, once."""
+    for module, names in _NAMES_OF.items():
+        if name in names:
+            from importlib import import_module
+
+            value = getattr(import_module(f"{__name__}.{module}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+
+
+def __dir__() -> "list[str]":
+    """Return the names of the face beside the module's own."""
+    return sorted({*globals(), *__all__})

@@ -22,7 +22,7 @@ _OTHERS = (
 )  # fmt: skip
 _ENVIRONMENT = """
 import helpers
-from holdfast.orchestrator.environments.interface import Environment, Score, Task
+from holdfast import Environment, Score, Task
 
 class Mine(Environment):
     def make_task(self, seed):

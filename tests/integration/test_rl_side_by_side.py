@@ -18,7 +18,7 @@ _STEPS = 4
 # Every session of a batch has had its first turn before one of them goes on: nobody asks the engine meanwhile.
 _ENVIRONMENT = """
 import asyncio, os
-from holdfast.orchestrator.environments.interface import Message
+from holdfast import Message
 from holdfast.orchestrator.environments.reverse_text import ReverseText
 
 SESSIONS = 4  # of a batch

@@ -21,7 +21,7 @@ from tests.inference_zygote import free_port
 Launch = Callable[..., str]
 
 _ENVIRONMENT = """
-from holdfast.orchestrator.environments.interface import Environment
+from holdfast import Environment
 
 class Counting(Environment):
     def __init__(self, limit: int = 3) -> None:

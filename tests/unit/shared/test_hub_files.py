@@ -22,7 +22,7 @@ LOAD = """
 import sys, time
 time.sleep = lambda _: None  # between the tries of the hub's own library
 from holdfast.shared.chat.files import load_tokenizer
-from holdfast.shared.errors import HoldfastError
+from holdfast import HoldfastError
 try:
     print(sorted(load_tokenizer("someone/model")._templates))
 except HoldfastError as error:

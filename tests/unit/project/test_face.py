@@ -1,0 +1,58 @@
+"""`from holdfast import ...`: every name that documents use, loaded when it is asked for and not before."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import holdfast
+
+_NEEDS_TORCH = {
+    *("Checkpointer", "load_state_with_optimizer", "load_weights_only", "module_tensors", "save_state"),
+    *("JudgedRollout", "PolicyLossInput"),
+}
+
+
+def _run(code: str) -> str:
+    """Run `code` in a Python of its own; return what it printed."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_importing_the_package_imports_nothing_else() -> None:
+    code = "import sys; before = set(sys.modules); import holdfast; print(sorted(set(sys.modules) - before))"
+    assert _run(code) == "['holdfast']"
+
+
+@pytest.mark.parametrize("name", holdfast.__all__)
+def test_a_name_is_what_its_module_has(name: str) -> None:
+    (module,) = (module for module, names in holdfast._NAMES_OF.items() if name in names)
+    assert getattr(holdfast, name) is getattr(importlib.import_module(f"holdfast.{module}"), name)
+    assert name in dir(holdfast)
+
+
+def test_what_is_around_an_environment_does_without_torch() -> None:
+    names = [name for name in holdfast.__all__ if name not in _NEEDS_TORCH]
+    assert {"Environment", "Task", "Score", "Message", "Retention"} <= set(names)
+    heavy = "{'torch', 'transformers', 'vllm'}"
+    assert _run(f"from holdfast import {', '.join(names)}\nimport sys\nprint({heavy} & sys.modules.keys())") == "set()"
+
+
+def test_checkers_see_the_same_names_in_the_same_modules() -> None:
+    tree = ast.parse(Path(holdfast.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    seen = {str(node.module).removeprefix("holdfast."): tuple(name.name for name in node.names) for node in imports}
+    assert seen == holdfast._NAMES_OF
+    assert sorted(name for names in seen.values() for name in names) == sorted(holdfast.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'holdfast' has no attribute 'Enviroment'"):
+        holdfast.Enviroment  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'Enviroment' from 'holdfast'"):
+        exec("from holdfast import Enviroment")
