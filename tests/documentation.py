@@ -5,7 +5,9 @@ Every fence names its language:
     ```console            commands for a shell in the root of a checkout, one per line. Where lines begin with `$ `,
                           those are the commands and the others what they print: digits count as any number, `...`
                           as any text
-    ```python             must compile; `file=name.py` behind it: the file that later blocks of the page import
+    ```python             must compile; `file=name.py` behind it: the file that later blocks of the page import;
+                          `add=PATH`: a file to add to the repository, see tests/documented_additions.py
+    ```diff of=PATH       lines to add to a file of the repository
     ```toml COMMAND       settings of COMMAND
     ```bash  ```text      a script, which must be one for bash; anything else
 """
@@ -22,7 +24,7 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-LANGUAGES = {"console", "python", "toml", "bash", "text"}
+LANGUAGES = {"console", "python", "toml", "bash", "diff", "text"}
 _FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 
@@ -75,7 +77,11 @@ class Block:
     @property
     def file(self) -> str | None:
         """The name that the block is saved under."""
-        return next((word.removeprefix("file=") for word in self.info if word.startswith("file=")), None)
+        return self.option("file")
+
+    def option(self, name: str) -> str | None:
+        """Return what stands behind `NAME=` on the fence; None without it."""
+        return next((word.removeprefix(f"{name}=") for word in self.info if word.startswith(f"{name}=")), None)
 
     @cached_property
     def commands(self) -> list[Command]:
@@ -100,6 +106,16 @@ def blocks(page: Path) -> list[Block]:
         Block(page, text.count("\n", 0, match.start()) + 1, match[2].split(), match[3])
         for match in _FENCE.finditer(text)
     ]
+
+
+def section(page: Path, title: str) -> range:
+    """Return the numbers of the lines of a section: from its heading to the next of its level or above."""
+    lines = page.read_text().splitlines()
+    starts = [number for number, line in enumerate(lines, start=1) if re.fullmatch(rf"#+ {re.escape(title)}", line)]
+    assert len(starts) == 1, f"{page.name} has {len(starts)} sections '{title}'"
+    level = lines[starts[0] - 1].index(" ")
+    ends = (n for n in range(starts[0] + 1, len(lines) + 1) if re.match(rf"#{{1,{level}}} ", lines[n - 1]))
+    return range(starts[0], next(ends, len(lines) + 1))
 
 
 def commands(page: Path) -> list[Command]:

@@ -60,6 +60,8 @@ class Checkout:
         program, flags = command.words[0], command.words[1:]
         if command.words[:2] == ["python", "-m"]:
             self._check_module(command)
+        elif program == "python":
+            assert (ROOT / command.words[1]).is_file(), f"{command.where}: there is no {command.words[1]}"
         elif program in ("ckpt", "rollouts"):
             self._check_reader(command)
         elif program in (*TRAINING, "rl", "orchestrator", "inference"):

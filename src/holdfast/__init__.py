@@ -15,7 +15,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from holdfast.orchestrator.environments.interface import Completion, Environment, Score, Session, SessionFull, Task
     from holdfast.orchestrator.seeds import TaskSeed
+    from holdfast.shared.chat.files import load_tokenizer
     from holdfast.shared.chat.messages import Message
+    from holdfast.shared.config.losses import PolicyLossConfig
     from holdfast.shared.errors import (
         CheckpointError,
         ConfigError,
@@ -27,11 +29,12 @@ if TYPE_CHECKING:
     )
     from holdfast.shared.files.checkpoints import BestMetric, Retention
     from holdfast.shared.files.metrics import read_metrics
+    from holdfast.shared.wire.arrays import Logprobs, TokenIds
     from holdfast.trainer.checkpoints.checkpointer import Checkpointer, load_state_with_optimizer, save_state
     from holdfast.trainer.checkpoints.plain_state import module_tensors
     from holdfast.trainer.checkpoints.warm_start import load_weights_only
-    from holdfast.trainer.rl.advantages.estimators import JudgedRollout
-    from holdfast.trainer.rl.losses import PolicyLossInput
+    from holdfast.trainer.rl.advantages.estimators import JudgedRollout, grpo
+    from holdfast.trainer.rl.losses import PolicyLossInput, policy_loss
 
 __all__ = [
     "BestMetric",
@@ -43,7 +46,9 @@ __all__ = [
     "Environment",
     "HoldfastError",
     "JudgedRollout",
+    "Logprobs",
     "Message",
+    "PolicyLossConfig",
     "PolicyLossInput",
     "RankLost",
     "ReadError",
@@ -54,9 +59,13 @@ __all__ = [
     "SessionFull",
     "Task",
     "TaskSeed",
+    "TokenIds",
+    "grpo",
     "load_state_with_optimizer",
+    "load_tokenizer",
     "load_weights_only",
     "module_tensors",
+    "policy_loss",
     "read_metrics",
     "save_state",
 ]
@@ -64,7 +73,9 @@ __all__ = [
 _NAMES_OF = {
     "orchestrator.environments.interface": ("Completion", "Environment", "Score", "Session", "SessionFull", "Task"),
     "orchestrator.seeds": ("TaskSeed",),
+    "shared.chat.files": ("load_tokenizer",),
     "shared.chat.messages": ("Message",),
+    "shared.config.losses": ("PolicyLossConfig",),
     "shared.errors": (
         "CheckpointError",
         "ConfigError",
@@ -76,11 +87,12 @@ _NAMES_OF = {
     ),
     "shared.files.checkpoints": ("BestMetric", "Retention"),
     "shared.files.metrics": ("read_metrics",),
+    "shared.wire.arrays": ("Logprobs", "TokenIds"),
     "trainer.checkpoints.checkpointer": ("Checkpointer", "load_state_with_optimizer", "save_state"),
     "trainer.checkpoints.plain_state": ("module_tensors",),
     "trainer.checkpoints.warm_start": ("load_weights_only",),
-    "trainer.rl.advantages.estimators": ("JudgedRollout",),
-    "trainer.rl.losses": ("PolicyLossInput",),
+    "trainer.rl.advantages.estimators": ("JudgedRollout", "grpo"),
+    "trainer.rl.losses": ("PolicyLossInput", "policy_loss"),
 }
 
 
