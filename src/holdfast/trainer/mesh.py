@@ -134,6 +134,12 @@ class RankGroup:
             timeout = datetime.timedelta(seconds=timeout_s) if timeout_s is not None else None
             self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
 
+    def __enter__(self) -> RankGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0."""

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from holdfast.commands import cli
-from holdfast.commands.resume import fork
 from holdfast.commands.resume.attempt import Attempt, with_resume, write_config
 from holdfast.commands.resume.plan import prepare
 from holdfast.shared.config import RlConfig, SftConfig, TrainerConfig
@@ -170,7 +169,7 @@ def test_a_fork_that_runs_out_of_space_leaves_nothing_and_can_be_tried_again(
 
     config = config_of(new, resume_dir=other.checkpoint(5))
     with monkeypatch.context() as patch:
-        patch.setattr(fork, "_link_or_copy", full)
+        patch.setattr(durable, "link_or_copy", full)
         with pytest.raises(CheckpointError, match="step_5 could not be copied to .*No space left on device"):
             start(config)
     assert list(new.checkpoints.iterdir()) == []

@@ -17,7 +17,6 @@ from holdfast.shared.files.checkpoints import require_weights
 from holdfast.shared.files.manifest import FileEntry, decode_manifest, encode_manifest
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.trainer.checkpoints.checkpointer import save_state
-from holdfast.trainer.checkpoints.dcp import saved_tensors
 from holdfast.trainer.checkpoints.index import IndexReader
 from holdfast.trainer.checkpoints.warm_start import load_weights_only
 from holdfast.trainer.conversion.reading import TensorReader
@@ -52,7 +51,7 @@ Read = Callable[[Path], object]
 
 def read_names(directory: Path) -> object:
     """List the tensors of the directory."""
-    return saved_tensors(IndexReader(directory))
+    return IndexReader(directory).only_tensors()
 
 
 def load_weights(directory: Path) -> object:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,7 +125,7 @@ def _bring_directory(source: Path, final: Path, listing: Manifest) -> None:
         all_linked = True
         for name in (*listing.files, MANIFEST_NAME):
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-            all_linked &= _link_or_copy(source / name, temporary / name)
+            all_linked &= durable.link_or_copy(source / name, temporary / name)
         verify(temporary, how="size" if all_linked else "full", step=listing.step)
         if read_manifest(temporary).checksum != listing.checksum:
             raise CheckpointError(f"{source} changed while it was copied to {final}")
@@ -134,13 +133,3 @@ def _bring_directory(source: Path, final: Path, listing: Manifest) -> None:
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"{source} could not be copied to {final}: {error.strerror or error}") from error
-
-
-def _link_or_copy(source: Path, target: Path) -> bool:
-    """Return whether it could be linked."""
-    try:
-        os.link(source, target)
-        return True
-    except OSError:  # another filesystem, or one without links
-        shutil.copyfile(source, target)
-        return False

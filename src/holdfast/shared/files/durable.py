@@ -85,6 +85,16 @@ def write_file(path: Path, data: bytes) -> None:
     fsync_directory(path.parent)
 
 
+def link_or_copy(source: Path, target: Path) -> bool:
+    """Put the file `source` at `target` too; return whether it could be linked."""
+    try:
+        os.link(source, target)
+        return True
+    except OSError:  # another filesystem, or one without links
+        shutil.copyfile(source, target)
+        return False
+
+
 def publish_directory(temporary: Path, final: Path) -> None:
     """Give a complete directory its final name, durably. `final` must not exist.
 

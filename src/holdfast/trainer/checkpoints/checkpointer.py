@@ -35,7 +35,7 @@ from holdfast.shared.files import manifest
 from holdfast.shared.files.checkpoints import TRAINER_DIR, Kind, Retention, describe_found, kind_of, list_entries
 from holdfast.shared.files.manifest import Verification
 from holdfast.trainer.checkpoints.commit import Attachment, Commit, Identity, Snapshot, read_values
-from holdfast.trainer.checkpoints.dcp import check_same_tensors, read_tensors, saved_tensors
+from holdfast.trainer.checkpoints.dcp import check_same_tensors, read_tensors
 from holdfast.trainer.checkpoints.index import IndexReader
 from holdfast.trainer.checkpoints.plain_state import ObjectsState, State, as_state
 from holdfast.trainer.checkpoints.random_state import RandomState, restore_random_state, seed_everything
@@ -345,7 +345,7 @@ def load_state_with_optimizer(
     listing = manifest.verify(path, how=verify)
     whole = as_state(state)
     index = IndexReader(path / TRAINER_DIR)
-    saved = saved_tensors(index)
+    saved = index.only_tensors()
     tensors = whole.targets(saved) if isinstance(whole, ObjectsState) else whole.tensors()
     check_same_tensors(tensors, saved, path)
     whole.restore(read_values(path / TRAINER_DIR))  # before a tensor is touched: it may refuse

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -216,7 +215,7 @@ class Commit:
             if isinstance(source, bytes):
                 (temporary / place).write_bytes(source)
             else:
-                _link_or_copy(source, temporary / place)
+                durable.link_or_copy(source, temporary / place)
         listing = Manifest(
             kind="checkpoint",
             step=snapshot.step,
@@ -320,10 +319,3 @@ def read_values(directory: Path) -> dict[str, Any]:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another filesystem, or one without links
-        shutil.copyfile(source, target)

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.shared.errors import CheckpointError, is_storage_failure
 from holdfast.shared.files.manifest import FileEntry
-from holdfast.trainer.checkpoints.index import IndexReader, without_garbage_collection
+from holdfast.trainer.checkpoints.index import IndexReader, some, without_garbage_collection
 from holdfast.trainer.mesh import RankGroup
 
 _WRITE_BYTES = 1 << 22
@@ -212,22 +212,6 @@ def _describe(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.shape, tensor.dtype)
 
 
-def saved_tensors(index: IndexReader) -> dict[str, TensorStorageMetadata]:
-    """Return shape and dtype of every tensor in a torch.distributed.checkpoint directory.
-
-    Raises:
-        CheckpointError: the index cannot be read, or holds something that is not a tensor.
-    """
-    try:
-        saved = index.read_metadata().state_dict_metadata
-    except Exception as error:
-        raise CheckpointError(f"{index.directory / '.metadata'} cannot be read: {error}") from error
-    others = sorted(name for name, entry in saved.items() if not isinstance(entry, TensorStorageMetadata))
-    if others:
-        raise CheckpointError(f"{index.directory} holds objects that are not tensors: {some(others)}")
-    return cast(dict[str, TensorStorageMetadata], saved)
-
-
 def read_tensors(tensors: Mapping[str, Tensor], index: IndexReader) -> None:
     """Fill `tensors` in place, whatever else the directory of `index` holds. Collective."""
     try:
@@ -258,8 +242,3 @@ def check_same_tensors(
                 f"{directory} does not fit this model: {name} is {tuple(entry.size)} {entry.properties.dtype} there, "
                 f"{tuple(tensor.shape)} {tensor.dtype} here"
             )
-
-
-def some(names: list[str]) -> str:
-    """Return the first few of `names`, and how many more there are."""
-    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}" if names else "nothing"

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from holdfast.shared.errors import CheckpointError
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
@@ -65,6 +67,32 @@ class IndexReader(FileSystemReader):
         self._index.storage_meta = about
         return self._index
 
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        """Return shape and dtype of every tensor by name; other objects are left out.
+
+        Raises:
+            CheckpointError: the index cannot be read.
+        """
+        saved = self._entries()
+        return {name: entry for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
+
+    def only_tensors(self) -> dict[str, TensorStorageMetadata]:
+        """Return what `tensors` does, of a directory that holds nothing else.
+
+        Raises:
+            CheckpointError: the index cannot be read, or names something that is not a tensor.
+        """
+        tensors = self.tensors()
+        if others := sorted(self._entries().keys() - tensors.keys()):
+            raise CheckpointError(f"{self.directory} holds objects that are not tensors: {some(others)}")
+        return tensors
+
+    def _entries(self) -> dict[str, Any]:
+        try:
+            return self.read_metadata().state_dict_metadata
+        except Exception as error:  # unpickling fails in every way there is
+            raise CheckpointError(f"{self.directory / '.metadata'} cannot be read: {error}") from error
+
     def _read_index(self, path: os.PathLike) -> Metadata:
         with self.fs.create_stream(path, "rb") as file, without_garbage_collection():
             index = _IndexUnpickler(file).load()
@@ -86,3 +114,8 @@ def without_garbage_collection() -> Generator[None, None, None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def some(names: list[str]) -> str:
+    """Return the first few of `names`, and how many more there are."""
+    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}" if names else "nothing"

@@ -17,19 +17,18 @@ from holdfast.trainer.checkpoints.plain_values import decode, encode
 
 @runtime_checkable
 class State(Protocol):
-    """State that can be saved and loaded."""
+    """State that can be saved and loaded: tensors, plain values, or both. What a subclass leaves out is empty."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor by name, as it lies in memory; loading writes into them."""
-        ...
+        return {}
 
     def values(self) -> dict[str, Any]:
         """Return everything else as values that JSON can hold."""
-        ...
+        return {}
 
     def restore(self, values: dict[str, Any]) -> None:
         """Take over what `values` returned when the state was saved."""
-        ...
 
 
 def as_state(state: State | Mapping[str, Any]) -> State:

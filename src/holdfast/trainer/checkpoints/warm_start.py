@@ -23,10 +23,8 @@ from typing import Any, Protocol
 
 import msgspec
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -36,9 +34,9 @@ from holdfast.shared.files.adapter import adapted_matrices
 from holdfast.shared.files.checkpoints import TRAINER_DIR, Kind, require_weights, verify_checkpoint
 from holdfast.shared.files.manifest import MANIFEST_NAME, Verification
 from holdfast.shared.files.warm_start import WEIGHT_PREFIXES
-from holdfast.trainer.checkpoints.dcp import read_tensors, some
-from holdfast.trainer.checkpoints.index import IndexReader
-from holdfast.trainer.mesh import rank_and_world_size
+from holdfast.trainer.checkpoints.dcp import read_tensors
+from holdfast.trainer.checkpoints.index import IndexReader, some
+from holdfast.trainer.mesh import RankGroup
 
 _log = logging.getLogger("trainer")
 
@@ -113,7 +111,8 @@ def load_weights_only(
             or differently shaped tensors.
     """
     kind = require_weights(path)
-    _verify_on_one_rank(path, kind, how)
+    with RankGroup() as ranks:  # one rank reads every byte; what it finds is raised on all
+        ranks.on_main(lambda: _verify(path, kind, how), error=CheckpointError)
     source = _open(path, kind)
     prefixes = ("model.",) if kind is Kind.CHECKPOINT else WEIGHT_PREFIXES
     is_as_in_memory = any(all(f"{prefix}{name}" in source.found for name in tensors) for prefix in prefixes)
@@ -128,24 +127,12 @@ def load_weights_only(
     _log.info("took the weights of %s, %d tensors; optimizer and counters start afresh", path, len(names))
 
 
-def _verify_on_one_rank(path: Path, kind: Kind, how: Verification) -> None:
-    """Verify what has a manifest, on rank 0; all ranks raise what that found."""
-    rank, world_size = rank_and_world_size()
-    problem = None
-    if rank == 0:
-        try:
-            if kind is Kind.CHECKPOINT:
-                verify_checkpoint(path, how=how)
-            elif kind in (Kind.WEIGHTS, Kind.ADAPTER) and (path / MANIFEST_NAME).exists():
-                manifest.verify(path, how=how)
-        except CheckpointError as error:
-            problem = str(error)
-    if world_size > 1:
-        told = [problem]
-        dist.broadcast_object_list(told, src=0)
-        problem = told[0]
-    if problem is not None:
-        raise CheckpointError(problem)
+def _verify(path: Path, kind: Kind, how: Verification) -> None:
+    """Verify what has a manifest."""
+    if kind is Kind.CHECKPOINT:
+        verify_checkpoint(path, how=how)
+    elif kind in (Kind.WEIGHTS, Kind.ADAPTER) and (path / MANIFEST_NAME).exists():
+        manifest.verify(path, how=how)
 
 
 def _match(tensors: Mapping[str, Tensor], source: Source, prefixes: tuple[str, ...], what: str) -> dict[str, str]:
@@ -262,15 +249,8 @@ class _DcpSource:
 
     def __init__(self, directory: Path) -> None:
         self._index = IndexReader(directory)
-        try:
-            saved = self._index.read_metadata().state_dict_metadata
-        except Exception as error:  # noqa: BLE001 - unpickling fails in every way there is
-            raise CheckpointError(f"{directory / '.metadata'} cannot be read: {error}") from None
-        self.found = {
-            name: Found(tuple(entry.size), entry.properties.dtype)
-            for name, entry in saved.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        saved = self._index.tensors()
+        self.found = {name: Found(tuple(entry.size), entry.properties.dtype) for name, entry in saved.items()}
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
         self._read({name: target for name, target in targets.items() if self.found[name].dtype == target.dtype})

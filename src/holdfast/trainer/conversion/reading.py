@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from holdfast.shared.errors import CheckpointError
 from holdfast.trainer.checkpoints.index import IndexReader
@@ -69,16 +69,9 @@ class TensorReader:
         """Raises: CheckpointError: there is no index, or it cannot be read."""
         self._directory = directory
         self._reader = IndexReader(directory)
-        try:
-            self._metadata: Metadata = self._reader.read_metadata()
-        except Exception as error:
-            raise CheckpointError(f"{directory / '.metadata'} cannot be read: {error}") from error
+        self.saved = self._reader.tensors()
+        self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        self.saved = {
-            name: entry
-            for name, entry in self._metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
 
     def read(self, name: str) -> Tensor:
         """Return a tensor, whole, on the CPU.

@@ -34,6 +34,7 @@ from holdfast.shared.files.adapter import (
     adapted_matrices,
     tensors_digest,
 )
+from holdfast.trainer.checkpoints.plain_state import State
 from holdfast.trainer.models.hf_files import mode_of_new_files
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ def digest_of(tensors: Mapping[str, Tensor], layout: TensorLayout | None = None)
     return tensors_digest(values())
 
 
-class Adapters:
+class Adapters(State):
     """The adapters of a run: how they are written as files, and which weights they belong to.
 
     It is a part of the run's state, since a checkpoint does not hold the weights.
@@ -234,10 +235,6 @@ class Adapters:
         gathered = {name: _whole(factor.detach()) for name, factor in adapter_parameters(self._hf_model).items()}
         if keep:
             save_factors(gathered, directory)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return nothing: the weights are an input of the run."""
-        return {}
 
     def values(self) -> dict[str, Any]:
         """Return name and digest of the weights."""

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from holdfast.trainer.checkpoints.plain_state import State
 
-class Ema:
+
+class Ema(State):
     """Averages the weights of all steps: `average <- decay * average + (1 - decay) * weights`.
 
     The average starts as a copy of the weights (as torch.optim.swa_utils.AveragedModel does with

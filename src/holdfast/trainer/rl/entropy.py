@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from holdfast.shared.config.losses import EntropyConfig
+from holdfast.trainer.checkpoints.plain_state import State
 
 
-class EntropyCoefficient:
+class EntropyCoefficient(State):
     """The coefficient of the entropy bonus.
 
     Without a target it stays as configured. With one it is c where the entropy of the last step was at most the target,
@@ -47,7 +46,3 @@ class EntropyCoefficient:
         """Take over where the steering was. What is configured wins."""
         self._steered = min(float(values["steered"]), self._config.largest)
         self._last = None if values["last"] is None else float(values["last"])
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return nothing: all of it is values."""
-        return {}

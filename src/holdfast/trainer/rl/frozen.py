@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from holdfast.shared.errors import CheckpointError, DataError
+from holdfast.trainer.checkpoints.plain_state import State
 from holdfast.trainer.models.lora import base_tensors, digest_of
 
 
-class FrozenModel:
+class FrozenModel(State):
     """The identity of a model, as a part of a run's state. Collective to make.
 
     Args:
@@ -30,10 +31,6 @@ class FrozenModel:
         self._name = name
         self._key = key
         self._digest = digest_of(base_tensors(hf_model))
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return nothing: the tensors are where they came from."""
-        return {}
 
     def values(self) -> dict[str, Any]:
         """Return name and digest."""
@@ -53,7 +50,7 @@ class FrozenModel:
             )
 
 
-class FollowingModel:
+class FollowingModel(State):
     """A reference that takes over the weights of the policy every so often, as a part of a run's state.
 
     `reference <- (1 - mixup) reference + mixup policy` after every `interval` steps (Gorbatovski et al. 2024, "Learn
@@ -96,13 +93,6 @@ class FollowingModel:
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights of the reference by name, as they lie in memory; loading writes into them."""
         return dict(self._tensors)
-
-    def values(self) -> dict[str, Any]:
-        """Return nothing: all of it is tensors."""
-        return {}
-
-    def restore(self, values: dict[str, Any]) -> None:
-        """Do nothing: there are no values."""
 
 
 def freeze(model: nn.Module) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from holdfast.shared.errors import TrainingError
+from holdfast.trainer.checkpoints.plain_state import State
 from holdfast.trainer.rl.losses.base import bounded
 from holdfast.trainer.supervised.loss import k3
 
@@ -50,7 +51,7 @@ def estimate_kl(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: KlE
     return k3(-log_ratio_N)
 
 
-class KlCoefficient:
+class KlCoefficient(State):
     """The weight of the KL penalty, held fixed or steered to a target.
 
     Ziegler et al. 2019, "Fine-tuning language models from human preferences", with the step size
@@ -97,7 +98,3 @@ class KlCoefficient:
         if self.target is not None:
             self.coef = float(values["coef"])
         self.num_updates = int(values["num_updates"])
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return nothing: all of it is values."""
-        return {}

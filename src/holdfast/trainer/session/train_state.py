@@ -43,7 +43,7 @@ class Progress(msgspec.Struct):
         self.tokens += tokens
 
 
-class TrainState:
+class TrainState(State):
     """Policy, optimizer and counters of one run, and what else it must remember, as one thing to save and load.
 
     Args:
@@ -98,7 +98,7 @@ class TrainState:
             _log.warning("the checkpoint holds %s, which this configuration has no use for: it ends here", name)
 
 
-class ModelState:
+class ModelState(State):
     """The tensors of a model and of its optimizer, as they lie in memory: `model.*`, `optim.*`."""
 
     def __init__(self, model: Trained, optimizer: torch.optim.Optimizer) -> None:
@@ -112,13 +112,6 @@ class ModelState:
             state = self._moments(parameter)
             tensors |= {f"optim.{name}.{key}": state[key] for key in sorted(state)}
         return tensors
-
-    def values(self) -> dict[str, Any]:
-        """Return nothing: all of it is tensors."""
-        return {}
-
-    def restore(self, values: dict[str, Any]) -> None:
-        """Do nothing: there are no values."""
 
     def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the optimizer's state of one parameter, made as its first step would make it."""

@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from holdfast.shared.errors import CheckpointError
-from holdfast.shared.files import manifest
+from holdfast.shared.files import durable, manifest
 from holdfast.shared.files.checkpoints import ORCHESTRATOR_DIR, TRAINER_DIR, BestMetric, Retention
 from holdfast.shared.files.journal import STATE_NAME
 from holdfast.shared.files.run_dir import RunDir
-from holdfast.trainer.checkpoints import commit
 from holdfast.trainer.checkpoints.checkpointer import Checkpointer
-from holdfast.trainer.checkpoints.commit import Identity
+from holdfast.trainer.checkpoints.commit import Identity, fingerprint_tensors
 from holdfast.trainer.checkpoints.index import IndexReader
 from holdfast.trainer.checkpoints.random_state import capture_random_state, restore_random_state, seed_everything
 from holdfast.trainer.mesh import Mesh
@@ -291,7 +290,7 @@ def test_an_attachment_on_another_filesystem_is_copied(
     def no_link(*_: object) -> None:
         raise OSError(18, "Invalid cross-device link")
 
-    monkeypatch.setattr(commit.os, "link", no_link)
+    monkeypatch.setattr(durable.os, "link", no_link)
     directory = save(run_dir, make_state(steps=1), attachments={"a/b.json": source})
     assert (directory / "a" / "b.json").read_bytes() == b"{}"
 
@@ -307,8 +306,8 @@ def test_the_manifest_says_who_wrote_it(make_state: MakeState, run_dir: RunDir) 
     assert (listing.run_id, listing.fingerprints.data, listing.fingerprints.config) == ("a run", "data", "config")
     assert "torch" in listing.libraries and files.keys() <= listing.files.keys()
     assert (run_dir.checkpoint(2) / "model" / "config.json").read_bytes() == b"{}"
-    other = commit.fingerprint_tensors(make_state(num_hidden_layers=3).tensors())
-    assert listing.fingerprints.model == commit.fingerprint_tensors(state.tensors()) != other
+    other = fingerprint_tensors(make_state(num_hidden_layers=3).tensors())
+    assert listing.fingerprints.model == fingerprint_tensors(state.tensors()) != other
 
 
 def test_a_rank_that_the_checkpoint_does_not_know_derives_its_generator(

@@ -17,7 +17,8 @@ from holdfast.shared.files import durable, manifest
 from holdfast.shared.files.checkpoints import ORCHESTRATOR_DIR, TRAINER_DIR, Retention
 from holdfast.shared.files.journal import STATE_NAME
 from holdfast.shared.files.run_dir import RunDir
-from holdfast.trainer.checkpoints import collective, commit, dcp
+from holdfast.trainer import mesh
+from holdfast.trainer.checkpoints import commit, dcp
 from holdfast.trainer.checkpoints.checkpointer import Checkpointer
 from tests.train_states import MakeState, train
 
@@ -63,7 +64,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         Path, "write_bytes", fails_for("random_rank_0.json", Path.write_bytes)
     ),
     "writing counters": lambda patch: patch.setattr(Path, "write_bytes", fails_for("progress.json", Path.write_bytes)),
-    "linking": lambda patch: patch.setattr(commit, "_link_or_copy", fails),
+    "linking": lambda patch: patch.setattr(durable, "link_or_copy", fails),
     "checksums": lambda patch: patch.setattr(manifest, "describe_files", fails),
     "flushing": lambda patch: patch.setattr(durable, "fsync_tree", fails),
     "writing the manifest": lambda patch: patch.setattr(manifest, "write_manifest", fails),
@@ -228,5 +229,5 @@ def test_counters_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 def test_a_collective_that_fails_says_what_that_means() -> None:
     said = "another rank of the trainer ended or cannot be reached: Connection closed$"
-    with pytest.raises(RankLost, match=said), collective._naming_lost_ranks():
+    with pytest.raises(RankLost, match=said), mesh._naming_lost_ranks():
         raise RuntimeError("Connection closed\nby peer")

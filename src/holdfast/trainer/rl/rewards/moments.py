@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from holdfast.trainer.checkpoints.plain_state import State
 
 
-class RunningMoments:
+class RunningMoments(State):
     """Mean and variance over every batch seen, by the parallel update of Chan et al. 1979.
 
     They start as mean 0 and variance 1 with next to no weight (1e-24 observations, as in trlX's RunningMoments):
@@ -56,7 +56,3 @@ class RunningMoments:
     def restore(self, values: dict[str, Any]) -> None:
         """Take over what `values` returned."""
         self.mean, self.var, self.count = (float(values[name]) for name in ("mean", "var", "count"))
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return nothing: all of it is values."""
-        return {}
