@@ -24,7 +24,7 @@ class Copy:
 
     def __init__(self, path: Path, title: str) -> None:
         self.path = path
-        for name in ("src", "tests"):
+        for name in ("src", "tests", "docs"):
             shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("configs", "examples"):
             (path / name).symlink_to(ROOT / name)

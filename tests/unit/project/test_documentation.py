@@ -249,7 +249,7 @@ def test_messages_to_look_up_are_those_of_the_code() -> None:
     "page", [*PAGES, *sorted((ROOT / "docs" / "decisions").glob("*.md"))], ids=lambda page: page.name
 )
 def test_tests_that_a_page_names_exist(page: Path) -> None:
-    assert not [name for name in guarantees.named_tests(page.read_text()) if not guarantees.exists(name)]
+    assert not [name for name in guarantees.named_tests(prose(page)) if not guarantees.exists(name)]
 
 
 def test_every_claim_of_the_guarantees_names_a_test() -> None:

@@ -1,0 +1,88 @@
+"""What docs/developing.md adds is added to a copy of the repository, and used there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.documentation import PAGES, blocks, prose
+from tests.documented_additions import PAGE, Copy
+
+CHECKED = {"Add an environment", "Add a metric", "Add a test"}
+
+
+def test_an_environment_is_a_file_and_a_line(tmp_path: Path) -> None:
+    copy = Copy(tmp_path, "Add an environment")
+    printed = copy.python(
+        "-c",
+        "import asyncio; from types import SimpleNamespace\n"
+        "from holdfast import TaskSeed\n"
+        "from holdfast.orchestrator.environments import load_environment\n"
+        "from holdfast.shared.config.orchestrator import EnvironmentConfig\n"
+        "environment = load_environment(EnvironmentConfig(id='sorting', args={'length': 7}), key='environments[0]')\n"
+        "task = environment.make_task(TaskSeed(0, 'sorting', 3))\n"
+        "sessions = [SimpleNamespace(completion=said) for said in (task.answer, task.prompt[0].content)]\n"
+        "print(len(task.answer), [score.reward for score in asyncio.run(environment.score(task, sessions))])",
+    )
+    assert printed == "7 [1.0, 0.0]\n" and len(copy.added_lines()) == 1
+
+
+def test_a_metric_is_a_line_and_a_row(tmp_path: Path) -> None:
+    copy = Copy(tmp_path, "Add a metric")
+    (name,) = re.findall(r'^ +"([\w/]+)": ', copy.added_lines()[0])
+    (row,) = re.findall(r"^\| `([\w/]+)` ", copy.added_lines()[1])
+    assert name == row
+    copy.python("-c", "import holdfast.orchestrator.batches.metrics")
+
+
+def test_a_test_is_a_file_in_the_package_of_its_module(tmp_path: Path) -> None:
+    copy = Copy(tmp_path, "Add a test")
+    (added,) = (block.option("add") for block in copy.additions)
+    assert "1 passed" in copy.python("-m", "pytest", "-n", "0", "-q", str(added))
+
+
+def test_every_addition_of_the_page_is_tried() -> None:
+    titles = re.findall(r"^## (.*)$", prose(PAGE), re.MULTILINE)
+    assert set(titles) >= CHECKED
+    tried = [block for title in CHECKED for block in _additions(title)]
+    assert len(tried) == sum(bool(block.option("add") or block.option("of")) for block in blocks(PAGE)) > 4
+
+
+def _additions(title: str) -> list[object]:
+    from tests.documentation import section
+
+    lines = section(PAGE, title)
+    return [block for block in blocks(PAGE) if block.line in lines and (block.option("add") or block.option("of"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_folders_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(r"`((?:src|tests|docs|configs|examples|benchmarks)/[\w/.-]*\w)`", prose(page))
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_modules_and_their_names_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(r"`holdfast\.([\w.]*\w)`", prose(page))
+    assert not [name for name in named if not name.endswith("py") and not _exists(name)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_programs_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(r"python -m ((?:tests|benchmarks|holdfast)[\w.]*\w)", prose(page))
+    paths = [(ROOT / "src" if name.startswith("holdfast") else ROOT) / name.replace(".", "/") for name in named]
+    assert not [
+        path for path in paths if not (path / "__main__.py").is_file() and not path.with_suffix(".py").is_file()
+    ]
+
+
+def _exists(name: str) -> bool:
+    """Whether `name`, below `holdfast`, is a module, or a word of one."""
+    path, words = ROOT / "src" / "holdfast", name.split(".")
+    while words and ((path / words[0]).is_dir() or (path / f"{words[0]}.py").is_file()):
+        path /= words.pop(0)
+    module = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return not words or re.search(rf"\b{words[0]}\b", module.read_text()) is not None
