@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from holdfast.shared.config.rl_trainer import TrainerConfig
-from holdfast.trainer.rl.advantages.chosen import choose_advantage
-from holdfast.trainer.rl.advantages.estimators import Advantage, Groups, JudgedRollout
+from holdfast.trainer.rl.advantages.base import Advantage
+from holdfast.trainer.rl.advantages.build import build_named_advantage
+from holdfast.trainer.rl.advantages.scored_rollouts import Groups, ScoredRollout
 
 ONLINE_DPO_LOSS = {"type": "policy_gradient", "ratio_to": "old", "aggregation": "constant", "constant_tokens": 1,
                    "correction": {"type": "none"}}  # fmt: skip
@@ -26,10 +27,11 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 def advantage_of(name: str, **settings: Any) -> Advantage:
     """The advantage of that name, with settings beside those that it needs."""
-    return choose_advantage(name, TrainerConfig.model_validate({"advantage": name} | NEEDED.get(name, {}) | settings))
+    config = TrainerConfig.model_validate({"advantage": name} | NEEDED.get(name, {}) | settings)
+    return build_named_advantage(name, config)
 
 
-def judged_rollout(reward: float, num_tokens: int = 3, **fields: Any) -> JudgedRollout:
+def judged_rollout(reward: float, num_tokens: int = 3, **fields: Any) -> ScoredRollout:
     """A rollout of a prompt of two tokens and `num_tokens` sampled ones, the reward at the last."""
     token_rewards = np.zeros(num_tokens)
     token_rewards[-1:] = reward
@@ -41,7 +43,7 @@ def judged_rollout(reward: float, num_tokens: int = 3, **fields: Any) -> JudgedR
         "environment_reward": reward, "metrics": {"other": -reward}, "reward": reward,
         "step_ends": np.zeros(0, dtype=int), "step_rewards": np.zeros(0), "token_rewards": token_rewards,
     }  # fmt: skip
-    return JudgedRollout(**values | fields)
+    return ScoredRollout(**values | fields)
 
 
 def judged_groups(rewards_PG: Sequence[Sequence[float]]) -> Groups:

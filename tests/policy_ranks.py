@@ -23,19 +23,21 @@ from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.data.row_files import Rows
 from holdfast.trainer.data.samples import load_tokenizer
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.loading import trained_tensors
+from holdfast.trainer.models.decoder import freeze
 from holdfast.trainer.models.logprobs import PLAIN
-from holdfast.trainer.models.policy import build_policy, predict, reshard
+from holdfast.trainer.models.policy import build_policy, predict
+from holdfast.trainer.models.pretrained import trained_tensors
+from holdfast.trainer.models.sharding import reshard
 from holdfast.trainer.optim.muon import _orthogonalized
 from holdfast.trainer.optim.optimizers import build_optimizer, update_parameters
-from holdfast.trainer.rl.frozen import freeze
-from holdfast.trainer.rl.losses import PolicyLossInput, policy_loss
-from holdfast.trainer.rl.losses.kl_term import with_distillation_term
-from holdfast.trainer.rl.metrics import PolicyStatistics
-from holdfast.trainer.rl.minibatches import annotate, plan_epochs
+from holdfast.trainer.rl.batches.minibatches import annotate, plan_epochs
+from holdfast.trainer.rl.batches.per_token import ADVANTAGE, AGE, SAMPLER_LOGPROB
+from holdfast.trainer.rl.losses.base import PolicyLossInput
+from holdfast.trainer.rl.losses.build import build_policy_loss
+from holdfast.trainer.rl.losses.regularizers import with_distillation_term
+from holdfast.trainer.rl.monitoring.metrics import PolicyStatistics
+from holdfast.trainer.rl.policy_step import policy_step
 from holdfast.trainer.rl.pretraining import PretrainingMix
-from holdfast.trainer.rl.rollouts import ADVANTAGE, AGE, SAMPLER_LOGPROB
-from holdfast.trainer.rl.step import policy_step
 from tests.policy_inputs import policy_input
 from tests.two_ranks import run_on_two_ranks
 
@@ -131,7 +133,7 @@ def taught(model_dir: Path, mesh: Mesh) -> dict[str, Tensor]:
         samples, UpdatesConfig(), row_tokens=14, mesh=mesh, seed=0, step=1, arrangement="packed"
     )
     config = PolicyLossConfig(type="policy_gradient", aggregation="sequence")
-    loss = with_distillation_term(policy_loss(config), config, 2.0)
+    loss = with_distillation_term(build_policy_loss(config), config, 2.0)
     statistics = PolicyStatistics([0], has_reference=False)
     value = policy_step(student, minibatch, loss, mesh, statistics, reading=PLAIN, teacher=other)
     reshard(other)

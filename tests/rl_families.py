@@ -35,8 +35,8 @@ from holdfast.trainer.models.policy import build_policy, predict
 from holdfast.trainer.models.self_check import check_model
 from holdfast.trainer.models.tensor_layout import TensorLayout, names_in_files
 from holdfast.trainer.models.weight_publisher import WeightPublisher
-from holdfast.trainer.rl.mismatch import LIMITS
-from holdfast.trainer.supervised.loss import k3
+from holdfast.trainer.rl.monitoring.mismatch import LIMITS
+from holdfast.trainer.rl.regularization.kl import k3
 from tests.families import FAMILIES, Family, write_model
 from tests.families_page import IN_RL
 from tests.inference_zygote import free_port, shared_zygote

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.trainer.data.packing import Sample, build_micro_batch, plan_rows
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.loading import trained_tensors
+from holdfast.trainer.models.pretrained import trained_tensors
 from holdfast.trainer.models.scalar_model import build_scalar_model, predict_values, score_samples
 from holdfast.trainer.rl.rewards.reward_model import RewardModel
 from tests.two_ranks import run_on_two_ranks

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from holdfast.shared.config.losses import CorrectionConfig, PolicyLossConfig
-from holdfast.trainer.rl.losses import PolicyLossInput
+from holdfast.trainer.rl.losses.base import PolicyLossInput
 from tests.policy_inputs import policy_input
 
 Token = dict[str, float]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from holdfast.trainer.models.loading import trained_tensors
+from holdfast.trainer.models.pretrained import trained_tensors
 
 CONFIGS: dict[str, dict[str, Any]] = {
     # Llama 3 70B, table 3 of arXiv:2407.21783.

@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     from holdfast.trainer.checkpoints.checkpointer import Checkpointer, load_state_with_optimizer, save_state
     from holdfast.trainer.checkpoints.plain_state import module_tensors
     from holdfast.trainer.checkpoints.warm_start import load_weights_only
-    from holdfast.trainer.rl.advantages.estimators import JudgedRollout, grpo
-    from holdfast.trainer.rl.losses import PolicyLossInput, policy_loss
+    from holdfast.trainer.rl.advantages.group import grpo
+    from holdfast.trainer.rl.advantages.scored_rollouts import ScoredRollout
+    from holdfast.trainer.rl.losses.base import PolicyLossInput
+    from holdfast.trainer.rl.losses.build import build_policy_loss
 
 __all__ = [
     "BestMetric",
@@ -45,7 +47,6 @@ __all__ = [
     "DataError",
     "Environment",
     "HoldfastError",
-    "JudgedRollout",
     "Logprobs",
     "Message",
     "PolicyLossConfig",
@@ -55,17 +56,18 @@ __all__ = [
     "Retention",
     "SaveError",
     "Score",
+    "ScoredRollout",
     "Session",
     "SessionFull",
     "Task",
     "TaskSeed",
     "TokenIds",
+    "build_policy_loss",
     "grpo",
     "load_state_with_optimizer",
     "load_tokenizer",
     "load_weights_only",
     "module_tensors",
-    "policy_loss",
     "read_metrics",
     "save_state",
 ]
@@ -91,8 +93,10 @@ _NAMES_OF = {
     "trainer.checkpoints.checkpointer": ("Checkpointer", "load_state_with_optimizer", "save_state"),
     "trainer.checkpoints.plain_state": ("module_tensors",),
     "trainer.checkpoints.warm_start": ("load_weights_only",),
-    "trainer.rl.advantages.estimators": ("JudgedRollout", "grpo"),
-    "trainer.rl.losses": ("PolicyLossInput", "policy_loss"),
+    "trainer.rl.advantages.group": ("grpo",),
+    "trainer.rl.advantages.scored_rollouts": ("ScoredRollout",),
+    "trainer.rl.losses.base": ("PolicyLossInput",),
+    "trainer.rl.losses.build": ("build_policy_loss",),
 }
 
 

@@ -22,10 +22,13 @@ from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.logprobs import Reading
 from holdfast.trainer.models.policy import build_policy, predict
-from holdfast.trainer.rl.advantages.estimators import dr_grpo, sample_std
-from holdfast.trainer.rl.kl import KlCoefficient, estimate_kl
-from holdfast.trainer.rl.losses import PolicyLossInput, policy_loss
-from holdfast.trainer.rl.losses.kl_term import with_kl_term
+from holdfast.trainer.rl.advantages.base import sample_std
+from holdfast.trainer.rl.advantages.group import dr_grpo
+from holdfast.trainer.rl.losses.base import PolicyLossInput
+from holdfast.trainer.rl.losses.build import build_policy_loss
+from holdfast.trainer.rl.losses.regularizers import with_kl_term
+from holdfast.trainer.rl.regularization.coefficients import KlCoefficient
+from holdfast.trainer.rl.regularization.kl import estimate_kl
 from tests.conftest import ModelFactory
 from tests.judged import advantage_of, judged_groups, judged_rollout
 from tests.policy_inputs import policy_input
@@ -144,7 +147,7 @@ def test_losses_gradients_and_clip_fractions_are_those_of_trl(
     our_settings: dict[str, Any], trl_settings: dict[str, Any], trl_trainers: ModuleType, model: Path, tmp_path: Path
 ) -> None:
     unbounded = {} if our_settings["type"] == "cispo" else {"dual_clip": "inf"}  # TRL bounds only with `delta`
-    loss_function = policy_loss(PolicyLossConfig.model_validate(unbounded | our_settings))
+    loss_function = build_policy_loss(PolicyLossConfig.model_validate(unbounded | our_settings))
     trainer = trl_trainers.grpo_trainer(model, tmp_path, **trl_settings)
     for seed in range(5):
         step = random_step(seed)
@@ -177,7 +180,7 @@ def test_gspo_clips_the_sequences_that_trl_clips(trl_trainers: ModuleType, model
         trainer._metrics["train"].clear()
         trainer._compute_loss(trainer.model, alone.for_trl())
         config = PolicyLossConfig(type="gspo", ratio_to="sampler", clip_low=0.1, clip_high=0.2)
-        _, counts = policy_loss(config)(alone.for_ours())
+        _, counts = build_policy_loss(config)(alone.for_ours())
         for side in ("low", "high"):
             assert counts[f"clip_fraction/{side}"] == length * trainer._metrics["train"][f"clip_ratio/{side}_mean"][0]
 
@@ -214,7 +217,7 @@ def test_corrections_are_those_of_trl(
         trainer.forwards = [step.old_BT, step.new_BT]
         scored = trainer._generate_and_score_completions([{"prompt": "a"}] * len(LENGTHS))
         theirs = trainer._compute_loss(trainer.model, scored | {"advantages": step.advantages_B})
-        ours, counts = policy_loss(config)(step.for_ours())
+        ours, counts = build_policy_loss(config)(step.for_ours())
         assert_same_loss_and_gradient(theirs, ours, step.new_BT)
         bounded += int(counts["correction/bounded"])
     assert bounded > 0
@@ -261,7 +264,7 @@ def test_the_kl_term_is_k3_and_shares_the_denominator(
     if corrected:
         kl_N = kl_N * step.tokens_of(step.new_BT - step.sampler_BT).exp()
     config, data = PolicyLossConfig(type="grpo"), step.for_ours()
-    loss = policy_loss(config)
+    loss = build_policy_loss(config)
     penalised = with_kl_term(loss, config, KlCoefficient(beta), "k3", unbiased=corrected)
     ours = penalised(data)[0] - loss(data)[0]
     assert_same_loss_and_gradient(theirs, ours, step.new_BT)
@@ -372,6 +375,6 @@ def test_the_gradient_of_rloo_is_that_of_trl_at_the_sampling_policy(
     old_B = (step.old_BT * step.mask_BT).sum(1)
     theirs = trainer._compute_loss(trainer.model, step.for_trl() | {"old_logps": old_B})
     config = PolicyLossConfig(type="policy_gradient", aggregation="constant", constant_tokens=20)
-    ours, _ = policy_loss(config)(step.for_ours())
+    ours, _ = build_policy_loss(config)(step.for_ours())
     gradients = [torch.autograd.grad(loss, step.new_BT)[0] for loss in (20 * ours, theirs)]
     torch.testing.assert_close(*gradients, **EXACT)

@@ -13,8 +13,8 @@ import torch
 
 from holdfast.shared.config.losses import PolicyLossConfig
 from holdfast.trainer.rl.advantages.gae import generalized_advantages, value_loss
-from holdfast.trainer.rl.kl import estimate_kl
-from holdfast.trainer.rl.losses import policy_loss
+from holdfast.trainer.rl.losses.build import build_policy_loss
+from holdfast.trainer.rl.regularization.kl import estimate_kl
 from tests.conftest import ModelFactory
 from tests.policy_inputs import policy_input
 
@@ -76,7 +76,7 @@ def test_advantages_and_returns_are_those_of_trl(updates: list[PpoUpdate]) -> No
 
 
 def test_the_policy_loss_is_that_of_trl(updates: list[PpoUpdate]) -> None:
-    clipped = policy_loss(PolicyLossConfig(type="ppo", clip_low=CLIP, clip_high=CLIP))
+    clipped = build_policy_loss(PolicyLossConfig(type="ppo", clip_low=CLIP, clip_high=CLIP))
     num_clipped = 0
     for update in updates:
         lengths_B = update.tokens_BT.sum(1)
@@ -93,7 +93,7 @@ def test_the_policy_loss_is_that_of_trl(updates: list[PpoUpdate]) -> None:
             step_tokens=int(lengths_B.sum()),
         )
         loss, counts = clipped(data)
-        torch.testing.assert_close(loss, update.policy_loss, **CLOSE)
+        torch.testing.assert_close(loss, update.build_policy_loss, **CLOSE)
         (gradient_N,) = torch.autograd.grad(loss, logprobs_N)
         torch.testing.assert_close(gradient_N, update.new_logprobs_gradient_BT[update.tokens_BT], **CLOSE)
         num_clipped += int(counts["clip_fraction/low"] + counts["clip_fraction/high"])
@@ -108,7 +108,7 @@ def test_the_value_loss_is_that_of_trl(updates: list[PpoUpdate]) -> None:
         weights_N = torch.full_like(values_N, 1 / int(at.sum()), requires_grad=False)
         loss, counts = value_loss(values_N, update.old_values_BT[at], update.returns_BT[at], weights_N, clip=CLIP)
         torch.testing.assert_close(loss, update.value_loss, **CLOSE)
-        torch.testing.assert_close(update.loss, update.policy_loss + VALUE_COEF * loss.detach(), **CLOSE)
+        torch.testing.assert_close(update.loss, update.build_policy_loss + VALUE_COEF * loss.detach(), **CLOSE)
         (gradient_N,) = torch.autograd.grad(VALUE_COEF * loss, values_N)
         torch.testing.assert_close(gradient_N, update.new_values_gradient_BT[at], **CLOSE)
         share = counts["value_clip_fraction"] / int(at.sum())

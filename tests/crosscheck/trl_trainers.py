@@ -174,7 +174,7 @@ class PpoUpdate:
     """
 
     loss: Tensor
-    policy_loss: Tensor
+    build_policy_loss: Tensor
     value_loss: Tensor
     value_clip_fraction: Tensor
     new_logprobs_BT: Tensor
@@ -239,7 +239,7 @@ def _ppo_update(seen: dict[str, Any]) -> PpoUpdate:
     gradients = torch.autograd.grad(seen["loss"], inputs, retain_graph=True)
     tensors = {
         "loss": seen["loss"],
-        "policy_loss": seen["pg_loss"],
+        "build_policy_loss": seen["pg_loss"],
         "value_loss": seen["vf_loss"],
         "value_clip_fraction": seen["vf_clipfrac"],
         "new_logprobs_BT": inputs[0],

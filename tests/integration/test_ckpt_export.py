@@ -24,8 +24,8 @@ from holdfast.trainer.checkpoints.warm_start import load_weights_only
 from holdfast.trainer.conversion.importing import import_weights
 from holdfast.trainer.conversion.writing import Export, export
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.loading import trained_tensors
 from holdfast.trainer.models.policy import build_policy
+from holdfast.trainer.models.pretrained import trained_tensors
 from tests.inference_models import reference_logprobs, write_model
 from tests.inference_zygote import free_port, shared_zygote
 from tests.processes import HANG_S

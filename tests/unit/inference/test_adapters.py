@@ -20,9 +20,9 @@ from holdfast.shared.files.manifest import MANIFEST_NAME
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.files.weights_digest import weights_digest
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.loading import trained_tensors
 from holdfast.trainer.models.lora import Adapters
 from holdfast.trainer.models.policy import build_policy
+from holdfast.trainer.models.pretrained import trained_tensors
 from holdfast.trainer.models.tensor_layout import TensorLayout
 from holdfast.trainer.models.weight_publisher import WeightPublisher
 

@@ -19,7 +19,7 @@ from holdfast.shared.files import journal
 from holdfast.shared.files.journal import Accepted, Counts
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Batch
-from holdfast.trainer.rl.ledger import check_tasks
+from holdfast.trainer.rl.batches.ledger import check_tasks
 
 STEPS = 4
 

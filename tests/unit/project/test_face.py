@@ -14,7 +14,7 @@ import holdfast
 
 _NEEDS_TORCH = {
     *("Checkpointer", "load_state_with_optimizer", "load_weights_only", "module_tensors", "save_state"),
-    *("JudgedRollout", "PolicyLossInput", "grpo", "policy_loss"),
+    *("ScoredRollout", "PolicyLossInput", "grpo", "build_policy_loss"),
 }
 
 

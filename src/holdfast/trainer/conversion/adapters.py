@@ -34,8 +34,8 @@ from holdfast.trainer.conversion.writing import (
     set_dtype,
 )
 from holdfast.trainer.models.hf_files import SafetensorsWriter
-from holdfast.trainer.models.loading import initial_weights, is_classifier, load_model_config, trained_tensors
 from holdfast.trainer.models.lora import HEAD, digest_of, merged, save_factors
+from holdfast.trainer.models.pretrained import initial_weights, is_classifier, load_model_config, trained_tensors
 from holdfast.trainer.models.tensor_layout import TensorLayout, names_in_files
 
 _MODEL = "model."

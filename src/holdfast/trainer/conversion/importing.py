@@ -18,7 +18,7 @@ from holdfast.trainer.checkpoints.warm_start import load_weights_only
 from holdfast.trainer.conversion.models import describe_model, meta_model
 from holdfast.trainer.conversion.writing import Written, commit, new_directory
 from holdfast.trainer.models.hf_files import SafetensorsWriter
-from holdfast.trainer.models.loading import trained_tensors
+from holdfast.trainer.models.pretrained import trained_tensors
 from holdfast.trainer.models.tensor_layout import TensorLayout, names_in_files
 
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from holdfast.shared.errors import CheckpointError
-from holdfast.trainer.models.loading import is_classifier, load_model_config, trained_tensors
+from holdfast.trainer.models.pretrained import is_classifier, load_model_config, trained_tensors
 
 
 def meta_model(name: str) -> PreTrainedModel:

@@ -17,7 +17,40 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.trainer.models.attention import PackedIndex
+
+@dataclass(frozen=True)
+class PackedIndex:
+    """How the tokens of a packed row lie in a padded batch of samples.
+
+    Attributes:
+        gather_SL: for each place of the padded batch, the token of the row (0 for padding).
+        scatter_T: for each token of the row, its place in the flattened padded batch.
+        cu_seqlens: S + 1 sample borders, int32.
+        max_len: L.
+    """
+
+    gather_SL: Tensor
+    scatter_T: Tensor
+    cu_seqlens: Tensor
+    max_len: int
+
+    @classmethod
+    def from_lengths(cls, lengths: list[int], *, device: torch.device) -> PackedIndex:
+        """Return the index of a row that holds samples of these lengths in this order."""
+        lengths_S = torch.tensor(lengths)
+        borders = torch.cat([torch.zeros(1, dtype=torch.long), lengths_S.cumsum(0)])
+        max_len = int(lengths_S.max())
+        columns_L = torch.arange(max_len)
+        valid_SL = columns_L[None, :] < lengths_S[:, None]
+        gather_SL = torch.where(valid_SL, borders[:-1, None] + columns_L[None, :], 0)
+        scatter_T = valid_SL.flatten().nonzero().squeeze(1)
+        return cls(
+            gather_SL=gather_SL.to(device),
+            scatter_T=scatter_T.to(device),
+            cu_seqlens=borders.to(torch.int32).to(device),
+            max_len=max_len,
+        )
+
 
 Arrangement = Literal["packed", "grouped", "rows"]
 """How samples become micro-batches: `packed` into one row up to a budget of tokens; `grouped`, one a row, up to

@@ -20,18 +20,18 @@ from transformers.configuration_utils import PreTrainedConfig
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import DataError
 from holdfast.shared.process.heartbeat import moved
-from holdfast.trainer.data.packing import MicroBatch, Sample, build_micro_batch
+from holdfast.trainer.data.packing import MicroBatch, PackedIndex, Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.attention import PackedIndex
-from holdfast.trainer.models.loading import (
+from holdfast.trainer.models.decoder import DecoderModel
+from holdfast.trainer.models.lora import HEAD, initial_tensors, inject_adapters
+from holdfast.trainer.models.materialize import materialize
+from holdfast.trainer.models.pretrained import (
     build_hf_model,
     initial_weights,
     is_classifier,
     load_model_config,
     trained_tensors,
 )
-from holdfast.trainer.models.lora import HEAD, initial_tensors, inject_adapters
-from holdfast.trainer.models.policy import DecoderModel, materialize
 
 
 class ScalarModel(DecoderModel):

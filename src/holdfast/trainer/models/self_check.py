@@ -28,9 +28,12 @@ from holdfast.shared.errors import DataError
 from holdfast.shared.process.events import report
 from holdfast.trainer.data.packing import MicroBatch, Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.policy import DecoderModel, Policy, naming_failures, reshard
+from holdfast.trainer.models.decoder import DecoderModel
+from holdfast.trainer.models.materialize import naming_failures
+from holdfast.trainer.models.policy import Policy
 from holdfast.trainer.models.rotary import original_lengths
 from holdfast.trainer.models.scalar_model import ScalarModel
+from holdfast.trainer.models.sharding import reshard
 from holdfast.trainer.models.structure import decoder_of, other_attention
 
 _SHORT, _LONG = 9, 24

@@ -19,7 +19,7 @@ from holdfast.shared.wire.canary import CANARY_NAME
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.hf_files import DTYPES, SafetensorsWriter
 from holdfast.trainer.models.lora import Adapters, whole_tensors
-from holdfast.trainer.models.policy import Trained
+from holdfast.trainer.models.pretrained import Trained
 from holdfast.trainer.models.tensor_layout import TensorLayout
 
 

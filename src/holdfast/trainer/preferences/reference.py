@@ -34,8 +34,9 @@ from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.data.samples import refuse_other_tokens
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.lora import base_tensors, digest_of
-from holdfast.trainer.models.policy import Policy, build_policy, predict, reshard
+from holdfast.trainer.models.policy import Policy, build_policy, predict
 from holdfast.trainer.models.self_check import check_model
+from holdfast.trainer.models.sharding import reshard
 from holdfast.trainer.preferences.losses import sequence_sums
 from holdfast.trainer.preferences.pairs import Preference, fingerprint_preferences, plan_pairs
 from holdfast.trainer.session.session import Session

@@ -24,8 +24,9 @@ from holdfast.shared.process.events import report
 from holdfast.trainer.data.packing import Arrangement
 from holdfast.trainer.data.samples import SampleOrder
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.policy import Policy, reshard
+from holdfast.trainer.models.policy import Policy
 from holdfast.trainer.models.scalar_model import ScalarModel
+from holdfast.trainer.models.sharding import reshard
 from holdfast.trainer.optim.optimizers import check_finite, clip_gradients, update_parameters
 from holdfast.trainer.preferences.pairs import P, Preference, plan_pairs
 from holdfast.trainer.session.measurements import Stopwatch, step_metrics

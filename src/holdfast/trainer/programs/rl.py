@@ -20,16 +20,16 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.events import report
 from holdfast.shared.process.heartbeat import does
 from holdfast.trainer.data.samples import check_same_tokens
-from holdfast.trainer.models.loading import trained_tensors
 from holdfast.trainer.models.policy import Policy, build_policy
-from holdfast.trainer.rl.alerts import Alerts
-from holdfast.trainer.rl.canary import measure_canary
-from holdfast.trainer.rl.ema import Ema
+from holdfast.trainer.models.pretrained import trained_tensors
+from holdfast.trainer.rl.auxiliary_models.ema import Ema
+from holdfast.trainer.rl.batches.ledger import Ledger
+from holdfast.trainer.rl.batches.provenance import check_provenance
+from holdfast.trainer.rl.components import RlComponents
 from holdfast.trainer.rl.learner import Learner
-from holdfast.trainer.rl.ledger import Ledger
-from holdfast.trainer.rl.parts import RlParts
+from holdfast.trainer.rl.monitoring.alerts import Alerts
+from holdfast.trainer.rl.monitoring.canary import measure_canary
 from holdfast.trainer.rl.pretraining import PretrainingMix
-from holdfast.trainer.rl.provenance import check_provenance
 from holdfast.trainer.session.measurements import Stopwatch, step_metrics
 from holdfast.trainer.session.session import Session, start_program, start_session
 from holdfast.trainer.session.stop import STOP_REQUEST
@@ -42,7 +42,7 @@ def run(config: TrainerConfig) -> None:
         pretraining = None
         if config.pretraining is not None:
             pretraining = PretrainingMix(config.pretraining, tokenizer, mesh, seed=config.seed)
-        parts = RlParts(config, mesh)
+        parts = RlComponents(config, mesh)
         with start_session(
             config,
             mesh,
@@ -73,7 +73,7 @@ def run(config: TrainerConfig) -> None:
 def _train(
     config: TrainerConfig,
     session: Session[Policy],
-    parts: RlParts,
+    parts: RlComponents,
     learner: Learner,
     publish: Callable[[int], None],
 ) -> None:

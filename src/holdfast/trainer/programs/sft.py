@@ -17,7 +17,8 @@ from holdfast.shared.process.events import report
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.data.samples import SampleOrder, fingerprint_samples, load_samples
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.policy import Policy, build_policy, predict, reshard
+from holdfast.trainer.models.policy import Policy, build_policy, predict
+from holdfast.trainer.models.sharding import reshard
 from holdfast.trainer.optim.optimizers import check_finite, clip_gradients, update_parameters
 from holdfast.trainer.session.measurements import Stopwatch, step_metrics
 from holdfast.trainer.session.session import Session, start_program, start_session

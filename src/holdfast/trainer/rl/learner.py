@@ -2,7 +2,8 @@
 
     learn: rollouts -> samples -> measure (no gradient) -> rewards and advantages -> updates -> averages, replay
 
-What the parts are: `holdfast.trainer.rl.parts`. With the default settings there is nothing to measure, and one update.
+What is trained or measured beside the policy: `holdfast.trainer.rl.components`. With the default settings there is
+nothing to measure, and one update.
 """
 
 from __future__ import annotations
@@ -23,31 +24,31 @@ from holdfast.shared.wire.rollouts import Batch, Rollout
 from holdfast.shared.wire.sampling import Sampling
 from holdfast.trainer.data.packing import MicroBatch, Sample
 from holdfast.trainer.models.logprobs import Reading
-from holdfast.trainer.models.policy import Policy, predict, reshard
+from holdfast.trainer.models.policy import Policy, predict
+from holdfast.trainer.models.sharding import reshard
 from holdfast.trainer.optim.optimizers import check_finite, clip_gradients, update_parameters
-from holdfast.trainer.rl import experience
-from holdfast.trainer.rl.advantages.chosen import choose_advantages
-from holdfast.trainer.rl.losses import policy_loss
-from holdfast.trainer.rl.losses.entropy_term import with_entropy_bonus
-from holdfast.trainer.rl.losses.kl_term import with_distillation_term, with_kl_term
-from holdfast.trainer.rl.metrics import PolicyStatistics
-from holdfast.trainer.rl.minibatches import Minibatch, annotate, plan_epochs
-from holdfast.trainer.rl.mismatch import MismatchCheck
-from holdfast.trainer.rl.parts import RlParts
-from holdfast.trainer.rl.pretraining import PretrainingMix
-from holdfast.trainer.rl.rewards.environment_rewards import rewards_of_batch
-from holdfast.trainer.rl.rollouts import (
-    AGE,
-    OLD_ENTROPY,
-    OLD_LOGPROB,
-    REFERENCE_LOGPROB,
+from holdfast.trainer.rl.advantages.assign import (
+    add_distillation,
+    advantage_metrics,
     assign_advantages,
-    group_rollouts,
-    to_samples,
-    without_truncated,
+    critic_advantages,
+    whiten_advantages,
 )
-from holdfast.trainer.rl.step import policy_step
-from holdfast.trainer.rl.token_selection import select_tokens
+from holdfast.trainer.rl.advantages.build import build_advantage
+from holdfast.trainer.rl.advantages.scored_rollouts import score_rollouts
+from holdfast.trainer.rl.batches.minibatches import Minibatch, annotate, plan_epochs
+from holdfast.trainer.rl.batches.per_token import AGE, OLD_ENTROPY, OLD_LOGPROB, REFERENCE_LOGPROB
+from holdfast.trainer.rl.batches.samples import group_rollouts, to_samples, without_truncated
+from holdfast.trainer.rl.batches.token_selection import select_tokens
+from holdfast.trainer.rl.components import RlComponents
+from holdfast.trainer.rl.losses.build import build_policy_loss
+from holdfast.trainer.rl.losses.regularizers import with_distillation_term, with_entropy_bonus, with_kl_term
+from holdfast.trainer.rl.monitoring.metrics import PolicyStatistics
+from holdfast.trainer.rl.monitoring.mismatch import MismatchCheck
+from holdfast.trainer.rl.policy_step import policy_step
+from holdfast.trainer.rl.pretraining import PretrainingMix
+from holdfast.trainer.rl.regularization.kl import KlPenalty, kl_of_sequences
+from holdfast.trainer.rl.rewards.batch_rewards import rewards_of_batch
 from holdfast.trainer.session.measurements import Stopwatch
 from holdfast.trainer.session.session import Session
 
@@ -56,7 +57,7 @@ class Learner:
     """Trains the policy, and what is trained beside it, on one batch after another."""
 
     def __init__(
-        self, config: TrainerConfig, session: Session[Policy], parts: RlParts, pretraining: PretrainingMix | None
+        self, config: TrainerConfig, session: Session[Policy], parts: RlComponents, pretraining: PretrainingMix | None
     ) -> None:
         self._config = config
         self._session = session
@@ -64,9 +65,9 @@ class Learner:
         self._policy = session.policy
         self._parts = parts
         self._pretraining = pretraining
-        self._loss = policy_loss(config.loss)
+        self._loss = build_policy_loss(config.loss)
         self._mismatch = MismatchCheck(config, session.policy, session.mesh)
-        self._advantage = None if config.advantage in TOKEN_ADVANTAGES else choose_advantages(config)
+        self._advantage = None if config.advantage in TOKEN_ADVANTAGES else build_advantage(config)
         kl = config.kl
         if kl is not None and parts.kl is not None and kl.place == "loss" and kl.coef > 0:
             assert kl.estimator is not None  # the config fills it in
@@ -148,26 +149,28 @@ class Learner:
             num_fresh: groups of this batch; those after them are replayed.
         """
         config, parts = self._config, self._parts
-        rewards_PG, metrics = rewards_of_batch(groups, samples, config, parts, num_fresh=num_fresh)
+        rewards_PG, metrics = rewards_of_batch(
+            groups, samples, config, reward_model=parts.reward_model, moments=parts.moments, num_fresh=num_fresh
+        )
         penalty = None
         if config.kl is not None and parts.kl is not None:
             metrics["kl_coef"] = parts.kl.coef
             if config.kl.place == "reward" and config.kl.coef > 0:
                 assert config.kl.estimator is not None  # the config fills it in
-                penalty = experience.Penalty(parts.kl.coef, config.kl.estimator)
+                penalty = KlPenalty(parts.kl.coef, config.kl.estimator)
         masks = config.rewards.truncated == "mask"
-        judged = experience.judge_rollouts(groups, samples, rewards_PG, penalty, mask_truncated=masks)
+        judged = score_rollouts(groups, samples, rewards_PG, penalty, mask_truncated=masks)
         if config.critic is not None:
-            experience.critic_advantages(samples, judged, config.critic)
+            critic_advantages(samples, judged, config.critic)
             if config.critic.whiten:
-                experience.whiten_advantages(trained)
+                whiten_advantages(trained)
         elif self._advantage is not None:
             assign_advantages(samples, self._advantage(judged))
         else:
             assign_advantages(samples, [[0.0 for _ in group] for group in groups])
         if config.distillation is not None and config.distillation.divergence == "sampled":
-            metrics |= experience.add_distillation(trained, config.distillation.coef)
-        return metrics | experience.advantage_metrics(trained)
+            metrics |= add_distillation(trained, config.distillation.coef)
+        return metrics | advantage_metrics(trained)
 
     def _trains_policy(self, step: int) -> bool:
         """Whether `step` trains the policy, which the first steps of a run may leave as it is."""
@@ -180,7 +183,7 @@ class Learner:
         measured = self._needs_old_logprobs and self._needs_reference_logprobs
         if coefficient is None or not measured or not sampled:
             return {}
-        sums = experience.kl_of_sequences(sampled)
+        sums = kl_of_sequences(sampled)
         mean = math.fsum(sums) / len(sums)
         if self._trains_policy(step):
             coefficient.update(mean, len(sums))

@@ -31,9 +31,9 @@ from holdfast.trainer.checkpoints.random_state import seed_everything
 from holdfast.trainer.checkpoints.warm_start import load_weights_only
 from holdfast.trainer.data.samples import load_tokenizer
 from holdfast.trainer.mesh import Mesh, open_mesh
-from holdfast.trainer.models.loading import trained_tensors
 from holdfast.trainer.models.lora import Adapters, is_adapted
 from holdfast.trainer.models.policy import Policy
+from holdfast.trainer.models.pretrained import trained_tensors
 from holdfast.trainer.models.scalar_model import ScalarModel
 from holdfast.trainer.models.self_check import check_model
 from holdfast.trainer.models.tensor_layout import TensorLayout, names_in_files

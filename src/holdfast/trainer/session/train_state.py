@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from holdfast.trainer.checkpoints.plain_state import State
-from holdfast.trainer.models.loading import trained_tensors
-from holdfast.trainer.models.policy import Trained, trained_parameters
+from holdfast.trainer.models.pretrained import Trained, trained_parameters, trained_tensors
 from holdfast.trainer.optim.optimizers import initial_moments
 
 _log = logging.getLogger("trainer")

@@ -25,7 +25,7 @@ from holdfast.shared.files.checkpoints import kind_of
 from holdfast.shared.files.warm_start import check_warm_start
 from holdfast.trainer.checkpoints.warm_start import load_weights_only
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.loading import trained_tensors
+from holdfast.trainer.models.pretrained import trained_tensors
 from tests.conftest import ModelFactory
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from holdfast.trainer.models.attention import PackedIndex, packed_attention
+from holdfast.trainer.data.packing import PackedIndex
+from holdfast.trainer.models.attention import packed_attention
 
 CPU = torch.device("cpu")
 lengths_of_rows = st.lists(st.integers(1, 9), min_size=1, max_size=6)

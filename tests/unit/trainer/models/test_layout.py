@@ -14,12 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import DataError
+from holdfast.trainer.data.packing import PackedIndex
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models import layout
-from holdfast.trainer.models.attention import PackedIndex, packed_attention
+from holdfast.trainer.models.attention import packed_attention
 from holdfast.trainer.models.head import has_plain_head
 from holdfast.trainer.models.layout import PACKED, Layout, find_layout
-from holdfast.trainer.models.policy import Policy, build_policy, naming_failures
+from holdfast.trainer.models.materialize import naming_failures
+from holdfast.trainer.models.policy import Policy, build_policy
 from holdfast.trainer.models.structure import decoder_layers, decoder_of, last_position
 
 Models = Callable[..., Path]

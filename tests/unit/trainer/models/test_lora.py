@@ -24,9 +24,9 @@ from holdfast.trainer.checkpoints.checkpointer import load_state_with_optimizer,
 from holdfast.trainer.checkpoints.warm_start import load_weights_only
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.loading import trained_tensors
 from holdfast.trainer.models.lora import Adapters, base_tensors, digest_of, merged
 from holdfast.trainer.models.policy import Policy, build_policy, predict
+from holdfast.trainer.models.pretrained import trained_tensors
 from holdfast.trainer.models.tensor_layout import TensorLayout
 from holdfast.trainer.models.weight_publisher import WeightPublisher
 from holdfast.trainer.optim.optimizers import build_optimizer

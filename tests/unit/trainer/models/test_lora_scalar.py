@@ -20,9 +20,8 @@ from holdfast.shared.files.adapter import ADAPTER_DIR, read_base
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.trainer.checkpoints.warm_start import load_weights_only
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.loading import trained_tensors
 from holdfast.trainer.models.lora import HEAD, Adapters
-from holdfast.trainer.models.policy import trained_parameters
+from holdfast.trainer.models.pretrained import trained_parameters, trained_tensors
 from holdfast.trainer.models.scalar_model import ScalarModel, build_scalar_model, score_samples
 from holdfast.trainer.models.tensor_layout import TensorLayout
 from holdfast.trainer.models.weight_publisher import WeightPublisher

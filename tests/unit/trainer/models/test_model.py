@@ -22,9 +22,10 @@ from holdfast.shared.wire.sampling import Sampling
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.layout import Layout
-from holdfast.trainer.models.loading import trained_tensors
 from holdfast.trainer.models.logprobs import Reading
-from holdfast.trainer.models.policy import Policy, build_policy, predict, reshard
+from holdfast.trainer.models.policy import Policy, build_policy, predict
+from holdfast.trainer.models.pretrained import trained_tensors
+from holdfast.trainer.models.sharding import reshard
 from holdfast.trainer.models.structure import decoder_layers
 from tests.train_states import local_part
 

@@ -27,8 +27,8 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.heartbeat import start_heartbeat
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.loading import trained_tensors
 from holdfast.trainer.models.policy import build_policy
+from holdfast.trainer.models.pretrained import trained_tensors
 from holdfast.trainer.models.scalar_model import ScalarModel, build_scalar_model, predict_values, score_samples
 from holdfast.trainer.models.weight_publisher import WeightPublisher
 from tests.train_states import local_part

@@ -29,9 +29,9 @@ from holdfast.trainer.conversion.importing import import_weights
 from holdfast.trainer.conversion.writing import Export, export
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models import hf_files
-from holdfast.trainer.models.loading import initial_weights, load_model_config, trained_tensors
 from holdfast.trainer.models.lora import Adapters
 from holdfast.trainer.models.policy import Policy, build_policy
+from holdfast.trainer.models.pretrained import initial_weights, load_model_config, trained_tensors
 from holdfast.trainer.models.tensor_layout import TensorLayout, names_in_files
 from holdfast.trainer.models.weight_publisher import WeightPublisher
 from tests.conftest import ModelFactory

@@ -21,8 +21,8 @@ from holdfast.shared.files.weights_digest import weights_digest
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models import hf_files
 from holdfast.trainer.models.hf_files import SafetensorsWriter
-from holdfast.trainer.models.loading import trained_tensors
 from holdfast.trainer.models.policy import Policy, build_policy
+from holdfast.trainer.models.pretrained import trained_tensors
 from holdfast.trainer.models.weight_publisher import WeightPublisher
 from tests.train_states import local_part
 

@@ -19,21 +19,14 @@ from holdfast.shared.config.advantages import ADVANTAGES, GROUP_ADVANTAGES, SING
 from holdfast.shared.config.rl_trainer import TrainerConfig
 from holdfast.shared.errors import ConfigError, TrainingError
 from holdfast.shared.wire.rollouts import Rollout
-from holdfast.trainer.rl.advantages.chosen import choose_advantages, require_siblings
-from holdfast.trainer.rl.advantages.estimators import (
-    Groups,
-    JudgedRollout,
-    dr_grpo,
-    grpo,
-    max_rl,
-    opo,
-    pass_at_k,
-    reinforce_pp,
-    rloo,
-    sample_std,
-    whiten,
-)
-from holdfast.trainer.rl.rollouts import ADVANTAGE, assign_advantages, group_rollouts, to_samples
+from holdfast.trainer.rl.advantages.assign import assign_advantages
+from holdfast.trainer.rl.advantages.base import sample_std, whiten
+from holdfast.trainer.rl.advantages.build import build_advantage, require_siblings
+from holdfast.trainer.rl.advantages.group import dr_grpo, grpo, max_rl, opo, pass_at_k, rloo
+from holdfast.trainer.rl.advantages.reinforce_pp import reinforce_pp
+from holdfast.trainer.rl.advantages.scored_rollouts import Groups, ScoredRollout
+from holdfast.trainer.rl.batches.per_token import ADVANTAGE
+from holdfast.trainer.rl.batches.samples import group_rollouts, to_samples
 from tests.judged import advantage_of, judged_groups, judged_rollout
 
 
@@ -128,7 +121,7 @@ def slow_pass_at_k(rewards: list[float], index: int, k: int) -> float:
     return sum(gains) / len(sets)
 
 
-def slow_online_dpo(group: Sequence[JudgedRollout], index: int) -> float:
+def slow_online_dpo(group: Sequence[ScoredRollout], index: int) -> float:
     """A tenth is the beta, and -0.1 the log-ratio of every token in `tests.judged`."""
     rewards = [one.reward for one in group]
     best, worst = rewards.index(max(rewards)), rewards.index(min(rewards))
@@ -267,7 +260,7 @@ def test_the_batch_gives_its_standard_deviation_to_every_group() -> None:
     ]  # fmt: skip
 
 
-def step_rollout(reward: float, steps: dict[int, float], num_tokens: int = 4) -> JudgedRollout:
+def step_rollout(reward: float, steps: dict[int, float], num_tokens: int = 4) -> ScoredRollout:
     """A rollout with rewards of the parts that end with these tokens."""
     token_rewards = np.zeros(num_tokens)
     token_rewards[list(steps)] = list(steps.values())
@@ -330,14 +323,14 @@ def test_every_environment_gets_its_own_advantage_and_weight() -> None:
         for name, own in rewards.items()
     }
     mixed = [groups["a"][0], groups["b"][0], groups["c"][0], groups["a"][1]]
-    a_first, b, c, a_second = choose_advantages(config)(mixed)
+    a_first, b, c, a_second = build_advantage(config)(mixed)
     expected = [[0.5 * value for value in group] for group in reinforce_pp(groups["a"])]
     for given, own in zip((a_first, a_second), expected, strict=True):
         assert [np.asarray(value).tolist() for value in given] == [value.tolist() for value in own]
     assert (b, c) == ([-2.0, 2.0], [-0.5, 0.5]) and all(isinstance(value, float) for value in b)
-    assert choose_advantages(config)(groups["a"]) and choose_advantages(config)(groups["b"])
+    assert build_advantage(config)(groups["a"]) and build_advantage(config)(groups["b"])
     with pytest.raises(TrainingError, match="'dr_grpo' compares.*environment 'b' has a single one"):
-        choose_advantages(config)([groups["b"][0][:1]])
+        build_advantage(config)([groups["b"][0][:1]])
 
 
 def test_rollouts_that_are_not_trained_count_in_every_baseline() -> None:
@@ -392,31 +385,31 @@ def test_advantages_reach_every_token_of_their_rollouts() -> None:
 
 
 # The example of docs/extending.md.
-def shortest_of_the_best(groups: list[list[JudgedRollout]]) -> list[list[float]]:
+def shortest_of_the_best(groups: list[list[ScoredRollout]]) -> list[list[float]]:
     """1 for the shortest of the best rollouts of each problem, 0 for the others."""
     best = [max(group, key=lambda one: (one.reward, -one.num_tokens)) for group in groups]
     return [[float(one is chosen) for one in group] for group, chosen in zip(groups, best, strict=True)]
 
 
-def too_few(groups: list[list[JudgedRollout]]) -> list[list[float]]:
+def too_few(groups: list[list[ScoredRollout]]) -> list[list[float]]:
     return [[0.0] for _ in groups]
 
 
-def not_finite(groups: list[list[JudgedRollout]]) -> list[list[float]]:
+def not_finite(groups: list[list[ScoredRollout]]) -> list[list[float]]:
     return [[math.nan for _ in group] for group in groups]
 
 
-def of_tokens(groups: list[list[JudgedRollout]]) -> list[list[Any]]:
+def of_tokens(groups: list[list[ScoredRollout]]) -> list[list[Any]]:
     """Alternately an array, and a list, of how early each token is."""
     return [[np.arange(one.num_tokens) if n % 2 else list(range(one.num_tokens)) for n, one in enumerate(group)]
             for group in groups]  # fmt: skip
 
 
-def not_by_token(groups: list[list[JudgedRollout]]) -> list[list[Any]]:
+def not_by_token(groups: list[list[ScoredRollout]]) -> list[list[Any]]:
     return [[np.zeros(len(one.token_ids)) for one in group] for group in groups]
 
 
-def ragged(groups: list[list[JudgedRollout]]) -> list[list[Any]]:
+def ragged(groups: list[list[ScoredRollout]]) -> list[list[Any]]:
     return [[[1.0, [2.0]] for _ in group] for group in groups]
 
 
@@ -428,7 +421,7 @@ def test_an_advantage_of_the_user() -> None:
     assert [np.asarray(value).tolist() for value in by_place[0]] == [[0.0, 1.0], [0.0], [0.0]]
 
 
-def fails(groups: list[list[JudgedRollout]]) -> list[list[float]]:
+def fails(groups: list[list[ScoredRollout]]) -> list[list[float]]:
     return [[one.reward / 0 for one in group] for group in groups]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from holdfast.shared.config.alerts import AlertsConfig
-from holdfast.trainer.rl.alerts import Alerts
+from holdfast.trainer.rl.monitoring.alerts import Alerts
 
 CONFIG = AlertsConfig(window=4)
 CALM = {"ref_kld": 0.02, "entropy": 1.0, "mismatch_kl": 1e-3, "groups/zero_variance": 0.2}

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from holdfast.trainer.checkpoints.plain_state import State
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.rl.ema import Ema
+from holdfast.trainer.rl.auxiliary_models.ema import Ema
 
 
 def test_an_update_keeps_the_decay_and_adds_the_rest() -> None:

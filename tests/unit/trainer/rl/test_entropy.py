@@ -8,7 +8,7 @@ import random
 import pytest
 
 from holdfast.shared.config.losses import EntropyConfig
-from holdfast.trainer.rl.entropy import EntropyCoefficient
+from holdfast.trainer.rl.regularization.coefficients import EntropyCoefficient
 
 STEERED = EntropyConfig(coef=0.01, target=0.5, step_size=0.004, largest=0.02)
 

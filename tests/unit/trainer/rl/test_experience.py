@@ -13,26 +13,25 @@ from holdfast.shared.errors import DataError
 from holdfast.shared.wire.arrays import Rewards, TokenIds
 from holdfast.shared.wire.rollouts import Rollout, StepRewards
 from holdfast.trainer.data.packing import Sample
-from holdfast.trainer.rl.advantages.estimators import Groups, grpo
-from holdfast.trainer.rl.experience import (
-    Penalty,
+from holdfast.trainer.rl.advantages.assign import (
     add_distillation,
     advantage_metrics,
+    assign_advantages,
     critic_advantages,
-    judge_rollouts,
-    kl_of_sequences,
     whiten_advantages,
 )
-from holdfast.trainer.rl.rollouts import (
+from holdfast.trainer.rl.advantages.group import grpo
+from holdfast.trainer.rl.advantages.scored_rollouts import Groups, score_rollouts
+from holdfast.trainer.rl.batches.per_token import (
     ADVANTAGE,
     OLD_LOGPROB,
     REFERENCE_LOGPROB,
     RETURN,
     SAMPLER_LOGPROB,
     VALUE,
-    assign_advantages,
-    without_truncated,
 )
+from holdfast.trainer.rl.batches.samples import without_truncated
+from holdfast.trainer.rl.regularization.kl import KlPenalty, kl_of_sequences
 from tests.judged import advantage_of
 
 REWARDS = [[1.0, 0.25, -0.5], [2.0, 2.5, 0.0]]
@@ -72,7 +71,7 @@ def make_rollouts(samples: list[Sample], *, truncated: tuple[int, ...] = ()) -> 
 def judge(
     samples: list[Sample],
     rewards: list[list[float]],
-    penalty: Penalty | None = None,
+    penalty: KlPenalty | None = None,
     *,
     truncated: tuple[int, ...] = (),
     mask_truncated: bool = False,
@@ -80,7 +79,7 @@ def judge(
     """Judge groups of as many samples as there are rewards."""
     rollouts = iter(make_rollouts(samples, truncated=truncated))
     groups = [[next(rollouts) for _ in rewards_G] for rewards_G in rewards]
-    return judge_rollouts(groups, samples, rewards, penalty, mask_truncated=mask_truncated)
+    return score_rollouts(groups, samples, rewards, penalty, mask_truncated=mask_truncated)
 
 
 def trained_places(sample: Sample) -> list[int]:
@@ -99,7 +98,7 @@ def slow_penalties(sample: Sample, coef: float, estimator: str) -> dict[int, flo
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_a_groups_advantage_is_of_rewards_less_the_summed_penalty(estimator: str) -> None:
     samples = make_samples()
-    judged = judge(samples, REWARDS, Penalty(0.3, estimator))  # type: ignore[arg-type]
+    judged = judge(samples, REWARDS, KlPenalty(0.3, estimator))  # type: ignore[arg-type]
     assign_advantages(samples, advantage_of("grpo")(judged))
     for first, rewards in ((0, REWARDS[0]), (3, REWARDS[1])):
         own = samples[first : first + 3]
@@ -116,7 +115,7 @@ def test_a_rollout_far_from_the_reference_loses_to_an_equally_rewarded_sibling()
     samples = make_samples()[:2]
     for sample, drift in zip(samples, (2.0, 0.1), strict=True):
         sample.per_token[OLD_LOGPROB] = sample.per_token[REFERENCE_LOGPROB] + np.float32(drift)
-    assign_advantages(samples, advantage_of("dr_grpo")(judge(samples, [[1.0, 1.0]], Penalty(0.5, "k1"))))
+    assign_advantages(samples, advantage_of("dr_grpo")(judge(samples, [[1.0, 1.0]], KlPenalty(0.5, "k1"))))
     far, near = (float(sample.per_token[ADVANTAGE][-1]) for sample in samples)
     assert far == pytest.approx(-0.5 * (2.0 * 4 - 0.1 * 2) / 2, rel=1e-5) and near == pytest.approx(-far)
 
@@ -137,8 +136,8 @@ def test_the_divergence_of_a_sequence_is_the_sum_over_its_trained_tokens() -> No
 
 
 @pytest.mark.parametrize("whiten", [False, True])
-@pytest.mark.parametrize("penalty", [None, Penalty(0.2, "k1")])
-def test_the_critics_advantages_are_those_of_a_double_loop(whiten: bool, penalty: Penalty | None) -> None:
+@pytest.mark.parametrize("penalty", [None, KlPenalty(0.2, "k1")])
+def test_the_critics_advantages_are_those_of_a_double_loop(whiten: bool, penalty: KlPenalty | None) -> None:
     samples, gamma, lam = make_samples(), 0.9, 0.8
     critic_advantages(samples, judge(samples, REWARDS, penalty), CriticConfig(gamma=gamma, lam=lam))
     if whiten:
@@ -280,7 +279,7 @@ def test_penalties_of_rollouts_that_are_not_trained_count_in_the_baseline() -> N
     for sample, kl in zip(samples, (4.0, 1.0), strict=True):
         sample.per_token[OLD_LOGPROB] = sample.per_token[REFERENCE_LOGPROB] + np.float32(kl / sample.num_targets)
     for truncated in ((), (1,), (0, 1)):
-        judged = judge(samples, [[1.0, 1.0]], Penalty(0.1, "k1"), truncated=truncated, mask_truncated=True)
+        judged = judge(samples, [[1.0, 1.0]], KlPenalty(0.1, "k1"), truncated=truncated, mask_truncated=True)
         assert [one.reward for one in judged[0]] == pytest.approx([0.6, 0.9], rel=1e-6)
         assert [one.is_trained for one in judged[0]] == [number not in truncated for number in range(2)]
         assert advantage_of("dr_grpo")(judged)[0] == pytest.approx([-0.15, 0.15], rel=1e-6)
@@ -290,7 +289,7 @@ def test_penalties_of_rollouts_that_are_not_trained_count_in_the_baseline() -> N
 
 def test_a_judged_rollout_holds_what_it_earned_token_by_token() -> None:
     samples = make_samples()
-    judged = [one for group in judge(samples, REWARDS, Penalty(0.2, "k3")) for one in group]
+    judged = [one for group in judge(samples, REWARDS, KlPenalty(0.2, "k3")) for one in group]
     turns = [[(0, 4)], [(0, 2)], [(0, 2), (2, 3)], [(0, 2)], [], [(0, 1)]]
     for number, (one, sample) in enumerate(zip(judged, samples, strict=True)):
         places = trained_places(sample)
@@ -321,7 +320,7 @@ def test_rewards_of_turns_and_tokens_are_earned_where_they_end() -> None:
     samples = make_samples()
     rollouts = with_step_rewards(make_rollouts(samples))
     groups = [rollouts[:3], rollouts[3:]]
-    first, second, third, *_ = (one for g in judge_rollouts(groups, samples, REWARDS, None) for one in g)
+    first, second, third, *_ = (one for g in score_rollouts(groups, samples, REWARDS, None) for one in g)
     assert (first.step_ends.tolist(), first.step_rewards.tolist()) == ([0, 1, 2, 3], [1.0, 2.0, 3.0, 4.0])
     assert first.token_rewards.tolist() == [1.0, 2.0, 3.0, 5.0] and first.reward == 1.0
     assert (third.step_ends.tolist(), third.token_rewards.tolist()) == ([1, 2], [0.0, 0.5, -2.5])
@@ -330,7 +329,7 @@ def test_rewards_of_turns_and_tokens_are_earned_where_they_end() -> None:
     # Without a critic's say, GAE with gamma and lambda 1 sums them from each token on.
     for sample in samples:
         sample.per_token[VALUE] = np.zeros(len(sample.token_ids), dtype=np.float32)
-    critic_advantages(samples, judge_rollouts(groups, samples, REWARDS, None), CriticConfig(lam=1.0))
+    critic_advantages(samples, score_rollouts(groups, samples, REWARDS, None), CriticConfig(lam=1.0))
     assert samples[2].per_token[ADVANTAGE].tolist() == [0.0, 0.0, -2.0, -2.0, 0.0, -2.5]
     assert samples[0].per_token[RETURN].tolist() == [0.0, 11.0, 10.0, 8.0, 5.0]
 
@@ -345,7 +344,7 @@ def test_rewards_of_steps_that_end_where_nothing_was_sampled_are_refused(
     rollouts = make_rollouts(samples)
     rollouts[2].step_rewards = StepRewards(TokenIds(places), Rewards(rewards))
     with pytest.raises(DataError, match="task 0 sample 2: its step_rewards are"):
-        judge_rollouts([rollouts], samples, REWARDS[:1], None)
+        score_rollouts([rollouts], samples, REWARDS[:1], None)
 
 
 def test_a_critics_advantages_are_whitened_over_the_trained_tokens_alone() -> None:

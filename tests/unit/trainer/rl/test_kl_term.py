@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from holdfast.shared.config.losses import PolicyLossConfig
-from holdfast.trainer.rl.kl import KlCoefficient, KlEstimator
-from holdfast.trainer.rl.losses import PolicyLossInput, policy_loss
-from holdfast.trainer.rl.losses.kl_term import with_kl_term
+from holdfast.trainer.rl.losses.base import PolicyLossInput
+from holdfast.trainer.rl.losses.build import build_policy_loss
+from holdfast.trainer.rl.losses.regularizers import with_kl_term
+from holdfast.trainer.rl.regularization.coefficients import KlCoefficient
+from holdfast.trainer.rl.regularization.kl import KlEstimator
 from tests.policy_inputs import policy_input
 
 # Two sequences of two tokens and one: weights 1/4, 1/4, 1/2 by sequence, 1/3 each by token.
@@ -48,7 +50,7 @@ def value_and_gradient(loss: Any) -> tuple[float, list[float], dict[str, Tensor]
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_the_term_has_the_weights_of_the_loss(estimator: KlEstimator, aggregation: Any) -> None:
     config = PolicyLossConfig(type="policy_gradient", aggregation=aggregation)
-    plain = policy_loss(config)
+    plain = build_policy_loss(config)
     penalised = with_kl_term(plain, config, KlCoefficient(0.3), estimator)
     (base, base_slopes, base_counts), (value, slopes, counts) = value_and_gradient(plain), value_and_gradient(penalised)
     weights, ds = WEIGHTS[aggregation], [p - r for p, r in zip(LOGPROBS, REFERENCE, strict=True)]
@@ -69,7 +71,7 @@ def test_going_down_the_term_brings_the_policy_back_to_the_reference(estimator: 
 
 def test_a_steered_coefficient_takes_effect_at_once() -> None:
     config, coefficient = PolicyLossConfig(type="policy_gradient"), KlCoefficient(0.2, target=6.0)
-    plain = policy_loss(config)
+    plain = build_policy_loss(config)
     penalised = with_kl_term(plain, config, coefficient, "k3")
     base, (before, *_) = value_and_gradient(plain)[0], value_and_gradient(penalised)
     coefficient.update(12.0, 256)
@@ -92,7 +94,7 @@ def test_an_unbiased_term_has_the_gradient_of_the_divergence_on_tokens_of_any_sa
     )  # fmt: skip
     config = PolicyLossConfig(type="grpo")  # by sequence: the weights are those given, the sampler's probabilities
     for unbiased in (True, False):
-        term = with_kl_term(policy_loss(config), config, KlCoefficient(1.0), estimator, unbiased=unbiased)
+        term = with_kl_term(build_policy_loss(config), config, KlCoefficient(1.0), estimator, unbiased=unbiased)
         (gradient,) = torch.autograd.grad(term(data)[0], logits, retain_graph=True)
         assert torch.allclose(gradient, right) == unbiased
 
@@ -107,6 +109,6 @@ def test_a_term_is_finite_however_far_the_reference(estimator: Any, far: float) 
         sequence_N=torch.zeros(1), step_sequences=1, step_tokens=1, reference_logprobs_N=near_N + far,
     )  # fmt: skip
     config = PolicyLossConfig(type="grpo")
-    loss, _ = with_kl_term(policy_loss(config), config, KlCoefficient(1.0), estimator)(data)
+    loss, _ = with_kl_term(build_policy_loss(config), config, KlCoefficient(1.0), estimator)(data)
     (gradient_N,) = torch.autograd.grad(loss, logprobs_N)
     assert loss.isfinite() and loss < 1.01 * math.exp(20) and gradient_N == 0

@@ -24,15 +24,15 @@ from holdfast.shared.wire.sampling import Sampling
 from holdfast.trainer.data.packing import build_micro_batch
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.layout import Layout
-from holdfast.trainer.models.loading import trained_tensors
 from holdfast.trainer.models.logprobs import Reading
 from holdfast.trainer.models.policy import Policy, build_policy, predict
+from holdfast.trainer.models.pretrained import trained_tensors
 from holdfast.trainer.preferences.losses import sequence_sums
-from holdfast.trainer.rl.advantages.estimators import dr_grpo, grpo
+from holdfast.trainer.rl.advantages.group import dr_grpo, grpo
+from holdfast.trainer.rl.batches.samples import to_samples
+from holdfast.trainer.rl.components import RlComponents
 from holdfast.trainer.rl.learner import Learner
-from holdfast.trainer.rl.losses import PolicyLossInput
-from holdfast.trainer.rl.parts import RlParts
-from holdfast.trainer.rl.rollouts import to_samples
+from holdfast.trainer.rl.losses.base import PolicyLossInput
 from holdfast.trainer.session.measurements import Stopwatch
 from holdfast.trainer.session.session import Session, start_session
 from tests.judged import ONLINE_DPO_LOSS
@@ -61,7 +61,7 @@ class Run:
     """A trainer in this process."""
 
     session: Session[Policy]
-    parts: RlParts
+    parts: RlComponents
     learner: Learner
 
     def learn(self, step: int, **changes: Any) -> dict[str, float]:
@@ -107,7 +107,7 @@ def start(tiny_model: Callable[..., Path], mesh: Mesh, tokenizer: PreTrainedToke
             "ckpt": {"interval": 1} | ({"resume_step": resume_step} if resume_step else {}),
         }  # fmt: skip
         config = TrainerConfig.model_validate(values | settings)
-        parts = RlParts(config, mesh)
+        parts = RlComponents(config, mesh)
         session = start_session(config, mesh, tokenizer, build_policy, pack=True, parts=parts.begin)
         parts.resume(session.run_dir, session.progress.step)
         return Run(session, parts, Learner(config, session, parts, None))

@@ -15,7 +15,7 @@ from holdfast.shared.files.journal import Accepted, Counts, EnvironmentPosition,
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Batch, Dropped, DropReason, Rollout
 from holdfast.shared.wire.sampling import Sampling
-from holdfast.trainer.rl.ledger import Ledger, check_tasks, check_trained
+from holdfast.trainer.rl.batches.ledger import Ledger, check_tasks, check_trained
 from holdfast.trainer.session.train_state import Progress
 
 GROUP, TOKENS = 2, 5

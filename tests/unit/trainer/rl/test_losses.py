@@ -15,7 +15,8 @@ from torch import Tensor
 
 from holdfast.shared.config.losses import LOSSES, PolicyLossConfig
 from holdfast.shared.errors import ConfigError, TrainingError
-from holdfast.trainer.rl.losses import PolicyLossInput, policy_loss
+from holdfast.trainer.rl.losses.base import PolicyLossInput
+from holdfast.trainer.rl.losses.build import build_policy_loss
 from tests.slow_losses import as_input, configured, random_step, slow_gradient, slow_loss
 
 BUILT_IN = tuple(LOSSES)
@@ -47,7 +48,7 @@ def test_loss_and_gradient_are_those_of_the_slow_one(name: str, aggregation: str
     for seed in range(3):
         sequences = random_step(seed)
         data = as_input(sequences)
-        loss, _ = policy_loss(config)(data)
+        loss, _ = build_policy_loss(config)(data)
         assert loss.item() == pytest.approx(slow_loss(sequences, config, sequences), rel=1e-9, abs=1e-12)
         gradient = torch.autograd.grad(loss, data.logprobs_N)[0].tolist()
         assert gradient == pytest.approx(slow_gradient(sequences, config), rel=1e-4, abs=1e-8)
@@ -61,7 +62,7 @@ def test_policies_far_apart_have_the_loss_of_the_slow_one_and_bounded_gradients(
     for seed in range(6):
         sequences = random_step(seed, spread=(8.0, 60.0)[seed // 3])
         data = as_input(sequences)
-        loss, _ = policy_loss(config)(data)
+        loss, _ = build_policy_loss(config)(data)
         assert loss.item() == pytest.approx(slow_loss(sequences, config, sequences), rel=1e-6, abs=1e-9)
         (gradient_N,) = torch.autograd.grad(loss, data.logprobs_N)
         assert gradient_N.isfinite().all() and gradient_N.abs().max() < 5 * math.exp(20)
@@ -70,7 +71,7 @@ def test_policies_far_apart_have_the_loss_of_the_slow_one_and_bounded_gradients(
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=named)
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_the_losses_of_micro_batches_sum_to_the_loss_of_the_step(name: str, correction: dict[str, Any]) -> None:
-    loss_function = policy_loss(configured(name, correction=correction))
+    loss_function = build_policy_loss(configured(name, correction=correction))
     data = as_input(random_step(1))
     whole, counts = loss_function(data)
     parts, part_counts = [], dict.fromkeys(counts, 0.0)
@@ -93,7 +94,7 @@ def test_a_good_token_becomes_likelier_and_a_bad_one_less_likely(name: str) -> N
         for advantage in (1.5, -1.5):
             token = {"sampler": -1.0, "old": -1.0, "new": -1.0, "advantage": advantage}
             data = as_input([[token]])
-            loss, _ = policy_loss(configured(name, correction=correction))(data)
+            loss, _ = build_policy_loss(configured(name, correction=correction))(data)
             (gradient,) = torch.autograd.grad(loss, data.logprobs_N)
             assert math.copysign(1, -gradient.item()) == math.copysign(1, advantage)
 
@@ -101,7 +102,7 @@ def test_a_good_token_becomes_likelier_and_a_bad_one_less_likely(name: str) -> N
 def test_likelihood_makes_every_token_likelier_whatever_its_advantage() -> None:
     for advantage in (1.5, 0.0, -1.5):
         data = as_input([[{"sampler": -1.0, "old": -1.0, "new": -1.0, "advantage": advantage}] * 2])
-        loss, _ = policy_loss(PolicyLossConfig(type="sft"))(data)
+        loss, _ = build_policy_loss(PolicyLossConfig(type="sft"))(data)
         assert torch.autograd.grad(loss, data.logprobs_N)[0].tolist() == [-0.5, -0.5] and loss.item() == 1.0
 
 
@@ -115,7 +116,7 @@ def test_dr_grpo_and_grpo_and_dapo_differ_in_the_denominator() -> None:
     ):
         extra: dict[str, Any] = {"constant_tokens": 10} if name == "dr_grpo" else {}
         data = as_input([[token], [token] * 3])
-        loss, _ = policy_loss(configured(name, **extra))(data)
+        loss, _ = build_policy_loss(configured(name, **extra))(data)
         (gradient,) = torch.autograd.grad(loss, data.logprobs_N)
         assert gradient.tolist() == pytest.approx([-value for value in expected])
 
@@ -130,7 +131,7 @@ def at(*ratios: float, advantage: float) -> PolicyLossInput:
 def test_dapo_clips_higher_above_than_below() -> None:
     for ratio, advantage, clipped in ((1.25, 1.0, False), (1.29, 1.0, True), (0.79, -1.0, True), (0.81, -1.0, False)):
         data = at(ratio, advantage=advantage)
-        loss, counts = policy_loss(PolicyLossConfig(type="dapo"))(data)
+        loss, counts = build_policy_loss(PolicyLossConfig(type="dapo"))(data)
         (gradient,) = torch.autograd.grad(loss, data.logprobs_N)
         assert (gradient.item() == 0) == clipped
         assert counts["clip_fraction/low"] + counts["clip_fraction/high"] == clipped
@@ -139,18 +140,18 @@ def test_dapo_clips_higher_above_than_below() -> None:
 def test_gspo_clips_whole_sequences_by_the_geometric_mean_of_their_ratios() -> None:
     """Ratios 1.5 and 1 / 1.5 cancel: GRPO would clip the first, GSPO neither."""
     data = at(1.5, 1 / 1.5, advantage=1.0)
-    loss, counts = policy_loss(PolicyLossConfig(type="gspo"))(data)
+    loss, counts = build_policy_loss(PolicyLossConfig(type="gspo"))(data)
     assert loss.item() == pytest.approx(-1.0) and counts["clip_fraction/high"] == 0
     assert torch.autograd.grad(loss, data.logprobs_N)[0].tolist() == pytest.approx([-0.5, -0.5])
     data = at(1.5, 1.0, advantage=1.0)
-    loss, counts = policy_loss(PolicyLossConfig(type="gspo"))(data)
+    loss, counts = build_policy_loss(PolicyLossConfig(type="gspo"))(data)
     assert loss.item() == pytest.approx(-1.0004) and counts["clip_fraction/high"] == 2
     assert torch.autograd.grad(loss, data.logprobs_N)[0].tolist() == [0.0, 0.0]
 
 
 def test_cispo_bounds_a_tokens_weight_but_keeps_its_gradient() -> None:
     data = at(8.0, advantage=1.0)
-    loss, counts = policy_loss(PolicyLossConfig(type="cispo"))(data)
+    loss, counts = build_policy_loss(PolicyLossConfig(type="cispo"))(data)
     assert torch.autograd.grad(loss, data.logprobs_N)[0].item() == pytest.approx(-5.0)
     assert counts["clip_fraction/high"] == 1
 
@@ -164,7 +165,7 @@ def test_dual_clip_of_the_published_example() -> None:
     ]
     for dual_clip, expected in ((3.0, 12.5 / 3), (math.inf, 40.5 / 3)):
         data = as_input([tokens])
-        loss, counts = policy_loss(configured("ppo", dual_clip=dual_clip))(data)
+        loss, counts = build_policy_loss(configured("ppo", dual_clip=dual_clip))(data)
         assert loss.item() == pytest.approx(expected, rel=1e-4)
         assert counts["clip_fraction/dual"] == (dual_clip == 3.0)
         gradient = torch.autograd.grad(loss, data.logprobs_N)[0].tolist()
@@ -179,7 +180,7 @@ def test_an_advantage_of_zero_is_zero_at_any_ratio(name: str, dtype: torch.dtype
         for ratio_to in ("sampler", "old") if name in RATIO_TO else (None,):
             data = as_input([tokens, []], dtype=dtype)
             config = configured(name, ratio_to=ratio_to, correction={"type": "none"})
-            loss, _ = policy_loss(config)(data)
+            loss, _ = build_policy_loss(config)(data)
             (gradient_N,) = torch.autograd.grad(loss, data.logprobs_N)
             assert loss.isfinite() and gradient_N.isfinite().all()
             assert name == "sft" or (loss == 0 and (gradient_N == 0).all())
@@ -190,7 +191,7 @@ def test_gspo_token_is_gspo_where_a_rollout_has_one_advantage() -> None:
         data = as_input(random_step(seed))
         for aggregation in ("sequence", "token"):
             losses = [
-                policy_loss(configured(name, clip_low=0.2, clip_high=0.3, aggregation=aggregation))(
+                build_policy_loss(configured(name, clip_low=0.2, clip_high=0.3, aggregation=aggregation))(
                     replace(data, selected_N=torch.ones_like(data.selected_N), sampler_logprobs_N=data.old_logprobs_N)
                 )[0]
                 for name in ("gspo", "gspo_token")
@@ -207,7 +208,7 @@ def test_dppo_masks_what_moved_too_much_probability_the_way_it_is_pushed() -> No
         (up, 1.0, 0.0), (up, -1.0, 1.5), (down, 1.0, 2 / 3), (down, -1.0, 0.0), (rare, 1.0, 20.0), (rare, -1.0, 20.0),
     ):  # fmt: skip
         data = as_input([[{"old": -9.0, "advantage": advantage, **token}]])
-        loss, counts = policy_loss(configured("dppo"))(data)
+        loss, counts = build_policy_loss(configured("dppo"))(data)
         assert torch.autograd.grad(loss, data.logprobs_N)[0].item() == pytest.approx(-advantage * weight)
         assert counts["clip_fraction/high"] == (weight == 0 and advantage > 0)
         assert counts["clip_fraction/low"] == (weight == 0 and advantage < 0)
@@ -222,12 +223,12 @@ def test_reinforce_weighs_older_tokens_by_their_ratio() -> None:
     for token in range(3):
         one = {"sampler": math.log(sampler[token]), "old": -1.0, "new": math.log(policy[token])}
         data = as_input([[one | {"advantage": advantages[token]}]])
-        loss, _ = policy_loss(configured("policy_gradient"))(data)
+        loss, _ = build_policy_loss(configured("policy_gradient"))(data)
         token_gradients.append(torch.autograd.grad(loss, data.logprobs_N)[0].item())
     expected = [-p * a for p, a in zip(policy.tolist(), advantages, strict=True)]
     assert [s * g for s, g in zip(sampler.tolist(), token_gradients, strict=True)] == pytest.approx(expected)
     data = at(8.0, 30.0, advantage=1.0)
-    loss, counts = policy_loss(configured("policy_gradient"))(data)
+    loss, counts = build_policy_loss(configured("policy_gradient"))(data)
     assert torch.autograd.grad(loss, data.logprobs_N)[0].tolist() == pytest.approx([-4.0, -10.0])
     assert counts["ratio/truncated"] == 1
 
@@ -239,7 +240,7 @@ def test_a_veto_leaves_out_whole_rollouts() -> None:
         for of_one in weights
     ]
     data = as_input(sequences)
-    loss, counts = policy_loss(configured("dapo", correction={"type": "truncate", "veto": 1e-4}))(data)
+    loss, counts = build_policy_loss(configured("dapo", correction={"type": "truncate", "veto": 1e-4}))(data)
     gradient = torch.autograd.grad(loss, data.logprobs_N)[0] * -5
     assert gradient.tolist() == pytest.approx([0.0, 0.0, 0.0, 1.0, 1e-3])
     assert counts["correction/vetoed"] == 3 and counts["correction/bounded"] == 0
@@ -254,7 +255,7 @@ def test_corrections_by_hand(name: str) -> None:
 
     def gradient(correction: dict[str, Any]) -> tuple[list[float], float]:
         data = as_input([tokens])
-        loss, counts = policy_loss(configured(name, aggregation="sequence", correction=correction))(data)
+        loss, counts = build_policy_loss(configured(name, aggregation="sequence", correction=correction))(data)
         per_token = torch.autograd.grad(loss, data.logprobs_N)[0] * -3
         return per_token.tolist(), float(counts["correction/bounded"])
 
@@ -278,7 +279,7 @@ def test_a_correction_of_whole_sequences_by_hand() -> None:
         low = {"low": 0.2} if kind == "mask" else {}
         correction = {"type": kind, "level": "sequence", "high": 1.5, **low}
         data = as_input(sequences)
-        loss, counts = policy_loss(configured("grpo", aggregation="token", correction=correction))(data)
+        loss, counts = build_policy_loss(configured("grpo", aggregation="token", correction=correction))(data)
         gradient = torch.autograd.grad(loss, data.logprobs_N)[0] * -3
         assert gradient.tolist() == pytest.approx(expected) and counts["correction/bounded"] == num_bounded
 
@@ -286,7 +287,7 @@ def test_a_correction_of_whole_sequences_by_hand() -> None:
 def test_weights_at_the_bounds_of_a_mask_are_kept() -> None:
     tokens = [{"sampler": -3.0, "old": -3.0 + w, "new": -3.0 + w, "advantage": 1.0} for w in (-1.0, 0.0, 1.0)]
     correction = {"type": "mask", "low": math.exp(-1.0), "high": math.exp(1.0)}
-    _, counts = policy_loss(configured("grpo", correction=correction))(as_input([tokens]))
+    _, counts = build_policy_loss(configured("grpo", correction=correction))(as_input([tokens]))
     assert counts["correction/bounded"] == 0
 
 
@@ -297,7 +298,7 @@ def test_what_counts_as_clipped_is_what_has_no_gradient(name: str, advantage: fl
     for ratio in (0.25, 0.499, 0.5, 1.0, 1.5, 1.501, 4.0):
         data = as_input([[{"sampler": 0.0, "old": 0.0, "new": math.log(ratio), "advantage": advantage}]])
         assert data.logprobs_N.exp().item() == ratio
-        loss, counts = policy_loss(configured(name, clip_low=0.5, clip_high=0.5))(data)
+        loss, counts = build_policy_loss(configured(name, clip_low=0.5, clip_high=0.5))(data)
         (gradient,) = torch.autograd.grad(loss, data.logprobs_N)
         assert sum(counts.values()) == (gradient.item() == 0.0), ratio
 
@@ -311,7 +312,7 @@ def test_weights_of_a_token_carry_no_gradient(name: str, correction: dict[str, A
         return  # here the sampler is in the ratio that the loss differentiates
     data = as_input(random_step(0))
     sampler_N = data.sampler_logprobs_N.clone().requires_grad_()
-    loss, _ = policy_loss(config)(replace(data, sampler_logprobs_N=sampler_N))
+    loss, _ = build_policy_loss(config)(replace(data, sampler_logprobs_N=sampler_N))
     assert torch.autograd.grad(loss, sampler_N, allow_unused=True) == (None,)
 
 
@@ -319,7 +320,7 @@ def test_an_overflowing_sequence_weight_is_bounded_not_nan() -> None:
     tokens = [{"sampler": -400.0, "old": -1.0, "new": -1.0, "advantage": 1.0}] * 3
     for kind, expected in (("truncate", -2.0), ("mask", 0.0)):
         correction = {"type": kind, "level": "sequence"}
-        loss, _ = policy_loss(configured("grpo", correction=correction))(as_input([tokens], dtype=torch.float32))
+        loss, _ = build_policy_loss(configured("grpo", correction=correction))(as_input([tokens], dtype=torch.float32))
         assert loss.item() == pytest.approx(expected)
 
 
@@ -330,7 +331,7 @@ def test_grpo_is_that_of_the_quick_start_bit_for_bit() -> None:
         ratio = torch.exp(data.logprobs_N - data.sampler_logprobs_N)
         clipped = ratio.clamp(1 - 0.2, 1 + 0.2)
         expected = -(data.weights_N * torch.minimum(ratio * data.advantages_N, clipped * data.advantages_N)).sum()
-        loss, _ = policy_loss(configured("grpo"))(data)
+        loss, _ = build_policy_loss(configured("grpo"))(data)
         assert torch.equal(loss, expected)
         gradients = [torch.autograd.grad(value, data.logprobs_N)[0] for value in (loss, expected)]
         assert torch.equal(*gradients)
@@ -423,8 +424,8 @@ def test_a_loss_of_the_user_has_the_correction_and_a_gradient_of_the_entropy() -
     correction = {"type": "mask", "level": "sequence"}
     settings = {"aggregation": "sequence", "correction": correction}
     on_policy = replace(data, logprobs_N=data.old_logprobs_N.clone().requires_grad_())  # REINFORCE's ratio is 1
-    loss, counts = policy_loss(configured(name, args={"coef": 0.5}, correction=correction))(on_policy)
-    built_in, own = policy_loss(configured("policy_gradient", **settings))(on_policy)
+    loss, counts = build_policy_loss(configured(name, args={"coef": 0.5}, correction=correction))(on_policy)
+    built_in, own = build_policy_loss(configured("policy_gradient", **settings))(on_policy)
     assert counts["correction/bounded"] == own["correction/bounded"]
     assert counts["good_tokens"] == (data.advantages_N > 0).sum()
     assert (loss - built_in).item() == pytest.approx(-0.5 * (data.weights_N * entropy_N).sum().item())
@@ -439,10 +440,10 @@ def test_a_wrong_loss_of_the_user_is_named() -> None:
         (f"{__name__}:reinforce_with_entropy", {"speed": 1}, "loss.args = {'speed': 1}.*unexpected keyword.*speed"),
     ):
         with pytest.raises(ConfigError, match=message):
-            policy_loss(configured(name, args=args))
+            build_policy_loss(configured(name, args=args))
     with pytest.raises(TrainingError, match="must return"):
-        policy_loss(PolicyLossConfig(type=f"{__name__}:without_counts"))(as_input(random_step(0)))
-    wrong = policy_loss(configured(f"{__name__}:reinforce_with_entropy", args={"coef": "0.1"}))
+        build_policy_loss(PolicyLossConfig(type=f"{__name__}:without_counts"))(as_input(random_step(0)))
+    wrong = build_policy_loss(configured(f"{__name__}:reinforce_with_entropy", args={"coef": "0.1"}))
     lines = Path(__file__).read_text().splitlines()
     line = next(number for number, text in enumerate(lines, 1) if "coef * data.entropy_N" in text)
     with pytest.raises(TrainingError) as caught:
@@ -459,7 +460,7 @@ def on_a_lost_gpu(data: PolicyLossInput) -> tuple[Tensor, dict[str, Tensor]]:
 def test_a_fault_of_the_machine_is_none_of_the_user() -> None:
     # Such a trainer is started again, after a TrainingError none is.
     with pytest.raises(torch.AcceleratorError, match="uncorrectable"):
-        policy_loss(PolicyLossConfig(type=f"{__name__}:on_a_lost_gpu"))(as_input(random_step(0)))
+        build_policy_loss(PolicyLossConfig(type=f"{__name__}:on_a_lost_gpu"))(as_input(random_step(0)))
 
 
 def test_the_documentation_shows_the_examples_and_defaults_that_are_tested() -> None:

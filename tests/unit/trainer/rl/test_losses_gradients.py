@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from holdfast.shared.config.losses import LOSSES, CorrectionConfig, PolicyLossConfig
-from holdfast.trainer.rl.losses import policy_loss
+from holdfast.trainer.rl.losses.build import build_policy_loss
 from tests.policy_inputs import policy_input
 
 SHAPES = ((3, 7, 1, 5), (1,), (4, 0, 2), (1, 1, 1, 1), (9, 2, 0, 0, 6), (0, 0), ())
@@ -168,7 +168,7 @@ def test_loss_and_gradient_are_those_of_the_costs(name: str, correction: dict[st
                 step_tokens=len(tokens),
             )
 
-            loss, _ = policy_loss(config)(data)
+            loss, _ = build_policy_loss(config)(data)
 
             want = expected(rollouts, config)
             torch.testing.assert_close(loss, want, rtol=1e-9, atol=1e-9)

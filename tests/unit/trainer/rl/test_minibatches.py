@@ -18,8 +18,9 @@ from holdfast.shared.wire.sampling import Sampling
 from holdfast.trainer.data.packing import MicroBatch, Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.logprobs import Reading
-from holdfast.trainer.models.policy import Policy, build_policy, predict, reshard
-from holdfast.trainer.rl.minibatches import Minibatch, annotate, plan_epochs
+from holdfast.trainer.models.policy import Policy, build_policy, predict
+from holdfast.trainer.models.sharding import reshard
+from holdfast.trainer.rl.batches.minibatches import Minibatch, annotate, plan_epochs
 
 LENGTHS = (9, 4, 12, 6, 3, 8, 5)
 

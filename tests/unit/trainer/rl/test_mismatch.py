@@ -20,12 +20,12 @@ from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan
 from holdfast.shared.wire.sampling import Sampling
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.loading import trained_tensors
 from holdfast.trainer.models.logprobs import Reading
 from holdfast.trainer.models.policy import Policy, build_policy, predict
+from holdfast.trainer.models.pretrained import trained_tensors
+from holdfast.trainer.rl.components import RlComponents
 from holdfast.trainer.rl.learner import Learner
-from holdfast.trainer.rl.mismatch import mismatch_limit
-from holdfast.trainer.rl.parts import RlParts
+from holdfast.trainer.rl.monitoring.mismatch import mismatch_limit
 from holdfast.trainer.session.measurements import Stopwatch
 from holdfast.trainer.session.session import start_session
 
@@ -68,7 +68,7 @@ def learn(tiny_model: Callable[..., Path], mesh: Mesh, tokenizer: PreTrainedToke
     ) -> dict[str, float]:
         model = {"name": str(tiny_model(**settings.pop("of_model", {})))}
         config = TrainerConfig.model_validate({"output_dir": tmp_path, "model": model} | settings)
-        parts = RlParts(config, mesh)
+        parts = RlComponents(config, mesh)
         session = start_session(config, mesh, tokenizer, build_policy, pack=True, parts=parts.begin)
         before = {name: tensor.clone() for name, tensor in trained_tensors(session.policy.hf_model).items()}
         rollouts = sampled_by(session.policy, mesh, sampling, off_by=off_by)

@@ -12,12 +12,12 @@ import torch
 from holdfast.shared.config.dpo import PreferenceLossConfig
 from holdfast.shared.config.rl_trainer import TrainerConfig
 from holdfast.trainer.preferences.losses import PairLogprobs, preference_loss
-from holdfast.trainer.rl.advantages.estimators import JudgedRollout
 from holdfast.trainer.rl.advantages.online_dpo import online_dpo
+from holdfast.trainer.rl.advantages.scored_rollouts import ScoredRollout
 from tests.judged import NEEDED, judged_rollout
 
 
-def rollout(reward: float, log_ratio: float, num_tokens: int = 1) -> JudgedRollout:
+def rollout(reward: float, log_ratio: float, num_tokens: int = 1) -> ScoredRollout:
     old = np.full(num_tokens, log_ratio / max(1, num_tokens))
     return judged_rollout(reward, num_tokens, old_logprobs=old, reference_logprobs=np.zeros(num_tokens))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.rl.metrics import PolicyStatistics
+from holdfast.trainer.rl.monitoring.metrics import PolicyStatistics
 from tests.policy_ranks import AGES, LOSSES, TOKENS, compute, loss_input, statistics_of
 from tests.training_zygote import shared_zygote
 

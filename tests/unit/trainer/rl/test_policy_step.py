@@ -19,13 +19,15 @@ from holdfast.shared.wire.sampling import Sampling
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.logprobs import Reading
 from holdfast.trainer.models.policy import Policy, build_policy
-from holdfast.trainer.rl.entropy import EntropyCoefficient
-from holdfast.trainer.rl.losses import policy_loss
-from holdfast.trainer.rl.losses.entropy_term import with_entropy_bonus
-from holdfast.trainer.rl.metrics import PolicyStatistics
-from holdfast.trainer.rl.minibatches import plan_epochs
-from holdfast.trainer.rl.rollouts import AGE, assign_advantages, to_samples
-from holdfast.trainer.rl.step import policy_step
+from holdfast.trainer.rl.advantages.assign import assign_advantages
+from holdfast.trainer.rl.batches.minibatches import plan_epochs
+from holdfast.trainer.rl.batches.per_token import AGE
+from holdfast.trainer.rl.batches.samples import to_samples
+from holdfast.trainer.rl.losses.build import build_policy_loss
+from holdfast.trainer.rl.losses.regularizers import with_entropy_bonus
+from holdfast.trainer.rl.monitoring.metrics import PolicyStatistics
+from holdfast.trainer.rl.policy_step import policy_step
+from holdfast.trainer.rl.regularization.coefficients import EntropyCoefficient
 from tests.slow_losses import configured
 from tests.train_states import local_part
 
@@ -83,7 +85,9 @@ def step(
     ((minibatch,),) = plan_epochs(
         samples, UpdatesConfig(), row_tokens=row_tokens, mesh=mesh, seed=0, step=4, arrangement="packed"
     )
-    loss = policy_step(policy, minibatch, policy_loss(config), mesh, statistics, reading=Reading(Sampling(TEMPERATURE)))
+    loss = policy_step(
+        policy, minibatch, build_policy_loss(config), mesh, statistics, reading=Reading(Sampling(TEMPERATURE))
+    )
     metrics = statistics.reduce(mesh)
     assert metrics["loss"] == pytest.approx(loss)
     gradients = {n: local_part(p.grad).clone() for n, p in policy.hf_model.named_parameters() if p.grad is not None}
@@ -123,7 +127,7 @@ def test_a_bonus_for_entropy_has_the_gradient_of_transformers(policy: Policy, di
         expected = {name: expected.get(name, 0) + p.grad for name, p in model.named_parameters() if p.grad is not None}
     samples = to_samples(batch.rollouts, trained_version=3)
     assign_advantages(samples, [[0.0]] * len(samples))
-    loss = with_entropy_bonus(policy_loss(CLIP), EntropyCoefficient(EntropyConfig(coef=0.5)))
+    loss = with_entropy_bonus(build_policy_loss(CLIP), EntropyCoefficient(EntropyConfig(coef=0.5)))
     reading = Reading(Sampling(TEMPERATURE), entropy_gradient=True)
     for row_tokens in (64, 9):
         ((minibatch,),) = plan_epochs(

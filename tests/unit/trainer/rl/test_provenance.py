@@ -13,7 +13,7 @@ from holdfast.shared.files.weights_digest import weights_digest
 from holdfast.shared.process.events import EVENTS_ENV
 from holdfast.shared.wire.rollouts import Batch
 from holdfast.shared.wire.sampling import Sampling
-from holdfast.trainer.rl.provenance import check_provenance
+from holdfast.trainer.rl.batches.provenance import check_provenance
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from holdfast.shared.errors import CheckpointError
 from holdfast.shared.wire.arrays import Logprobs, LossMask, Rewards, TokenIds
 from holdfast.shared.wire.rollouts import Rollout, StepRewards, VersionSpan
-from holdfast.trainer.rl.replay import ReplayBuffer
+from holdfast.trainer.rl.batches.replay import ReplayBuffer
 
 Resume = Callable[[ReplayBuffer, ReplayBuffer], None]
 

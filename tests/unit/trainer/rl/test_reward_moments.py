@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.trainer.rl.rewards.moments import RunningMoments
+from holdfast.trainer.rl.rewards.running_moments import RunningMoments
 
 
 def moments_of(*batches: list[float]) -> RunningMoments:

@@ -9,7 +9,7 @@ import statistics
 
 import pytest
 
-from holdfast.trainer.rl.rewards.moments import RunningMoments
+from holdfast.trainer.rl.rewards.running_moments import RunningMoments
 from holdfast.trainer.rl.rewards.shaping import clip_rewards, scale_rewards, shape_rewards, soft_overlong_penalty
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from holdfast.shared.config.losses import CovarianceConfig, PolicyLossConfig
 from holdfast.trainer.data.packing import Sample
-from holdfast.trainer.rl.minibatches import Minibatch
-from holdfast.trainer.rl.rollouts import ADVANTAGE, HIGH_COVARIANCE, OLD_ENTROPY, OLD_LOGPROB, SELECTED
-from holdfast.trainer.rl.token_selection import covariances, covariant, highest, select_tokens
+from holdfast.trainer.rl.batches.minibatches import Minibatch
+from holdfast.trainer.rl.batches.per_token import ADVANTAGE, HIGH_COVARIANCE, OLD_ENTROPY, OLD_LOGPROB, SELECTED
+from holdfast.trainer.rl.batches.token_selection import covariances, covariant, highest, select_tokens
 
 NAMES = (OLD_LOGPROB, OLD_ENTROPY, ADVANTAGE)
 

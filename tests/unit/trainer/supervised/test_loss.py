@@ -13,9 +13,13 @@ from holdfast.shared.config.losses import PolicyLossConfig
 from holdfast.shared.errors import DataError
 from holdfast.shared.wire.rollouts import Rollout, VersionSpan
 from holdfast.trainer.data.packing import Sample, build_micro_batch
-from holdfast.trainer.rl.losses import PolicyLossInput, policy_loss
-from holdfast.trainer.rl.rollouts import ADVANTAGE, AGE, SAMPLER_LOGPROB, assign_advantages, to_samples
-from holdfast.trainer.supervised.loss import cross_entropy, k3
+from holdfast.trainer.rl.advantages.assign import assign_advantages
+from holdfast.trainer.rl.batches.per_token import ADVANTAGE, AGE, SAMPLER_LOGPROB
+from holdfast.trainer.rl.batches.samples import to_samples
+from holdfast.trainer.rl.losses.base import PolicyLossInput
+from holdfast.trainer.rl.losses.build import build_policy_loss
+from holdfast.trainer.rl.regularization.kl import k3
+from holdfast.trainer.supervised.loss import cross_entropy
 from tests.policy_inputs import policy_input
 
 CLIP = PolicyLossConfig(type="grpo", clip_low=0.2, clip_high=0.3)
@@ -43,7 +47,7 @@ def grpo(
     logprobs = (sampler + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
     weights_N = torch.tensor(weights or [1.0] * len(ratios), dtype=torch.float64)
     data = one_sequence(logprobs, sampler, torch.tensor(advantages, dtype=torch.float64), weights_N)
-    loss, counts = policy_loss(CLIP)(data)
+    loss, counts = build_policy_loss(CLIP)(data)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     return loss.detach(), counts, gradient
 
@@ -86,7 +90,7 @@ def test_grpo_gradients_are_right_away_from_the_corners() -> None:
     advantages, weights = torch.randn(40, dtype=torch.float64), torch.rand(40, dtype=torch.float64)
 
     def loss(logprobs: Tensor) -> Tensor:
-        return policy_loss(CLIP)(one_sequence(logprobs, sampler, advantages, weights))[0]
+        return build_policy_loss(CLIP)(one_sequence(logprobs, sampler, advantages, weights))[0]
 
     assert torch.autograd.gradcheck(loss, ((sampler + log_ratio).requires_grad_(),))
 
@@ -103,7 +107,7 @@ def test_sign_aware_clip_counts_of_the_worked_example() -> None:
     """d = (.1, -.3, 0) and eps 0.2: one in three lies outside, and counts only when its advantage is negative."""
     sampler = torch.zeros(3)
     log_ratio = torch.tensor([0.1, -0.3, 0.0])
-    loss = policy_loss(PolicyLossConfig(type="grpo", clip_low=0.2, clip_high=0.2))
+    loss = build_policy_loss(PolicyLossConfig(type="grpo", clip_low=0.2, clip_high=0.2))
     for second, low in ((-1.0, 1), (1.0, 0)):
         advantages = torch.tensor([1.0, second, 1.0])
         _, counts = loss(one_sequence(log_ratio, sampler, advantages, torch.ones(3)))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from holdfast.trainer.rl.advantages.estimators import Groups, JudgedRollout
+from holdfast.trainer.rl.advantages.scored_rollouts import Groups, ScoredRollout
 
 DEFAULT_BETA = 0.1
 
@@ -31,7 +31,7 @@ def online_dpo(groups: Groups, *, beta: float) -> list[list[float]]:
     return [_of_problem(group, beta) for group in groups]
 
 
-def _of_problem(group: Sequence[JudgedRollout], beta: float) -> list[float]:
+def _of_problem(group: Sequence[ScoredRollout], beta: float) -> list[float]:
     best = max(range(len(group)), key=lambda place: group[place].total_reward)
     worst = min(range(len(group)), key=lambda place: group[place].total_reward)
     advantages_G = [0.0] * len(group)
@@ -44,7 +44,7 @@ def _of_problem(group: Sequence[JudgedRollout], beta: float) -> list[float]:
     return advantages_G
 
 
-def _log_ratio(one: JudgedRollout) -> float:
+def _log_ratio(one: ScoredRollout) -> float:
     """Return log policy - log reference of the whole answer before the step, in nats."""
     assert one.old_logprobs is not None and one.reference_logprobs is not None  # the config asks for both
     return math.fsum(np.subtract(one.old_logprobs, one.reference_logprobs, dtype=np.float64).tolist())

@@ -1,9 +1,10 @@
 """What every policy loss takes and gives, and what the losses share: ratios, sequences and denominators.
 
-A built-in loss is an objective per token. `policy_loss` makes the loss of it: minus its sum over the predicted tokens
-of this forward pass, times selection, correction and weight. The weights carry the denominator, which is global: it
-counts the whole optimizer update over all ranks and micro-batches. So the sum over micro-batches and ranks is the loss
-of the update, however it was split. A forward pass always holds whole sequences, so a loss may also work on sequences.
+A built-in loss is an objective per token. `build_policy_loss` makes the loss of it: minus its sum over the predicted
+tokens of this forward pass, times selection, correction and weight. The weights carry the denominator, which is
+global: it counts the whole optimizer update over all ranks and micro-batches. So the sum over micro-batches and ranks
+is the loss of the update, however it was split. A forward pass always holds whole sequences, so a loss may also work
+on sequences.
 
 Shape legend: N predicted tokens of the forward pass.
 """
@@ -17,9 +18,7 @@ import torch
 from torch import Tensor
 
 from holdfast.shared.config.losses import PolicyLossConfig
-
-MAX_LOG_RATIO = 20.0
-"""No log-ratio counts for more, in either direction, as in verl and OpenRLHF: e^20 is finite in any dtype."""
+from holdfast.trainer.rl.regularization.kl import bounded
 
 
 @dataclass(frozen=True)
@@ -66,16 +65,13 @@ Counts = dict[str, Tensor]
 """Numbers of tokens by name, which are logged as shares of all trained tokens. The names must be the same for every
 input, also for one without tokens."""
 
+
 PolicyLoss = Callable[[PolicyLossInput], tuple[Tensor, Counts]]
 """Returns the loss, a scalar, and counts."""
 
+
 Objective = Callable[[PolicyLossInput], tuple[Tensor, Counts]]
 """Returns what each token adds to the objective, (N,), to be maximised, and counts."""
-
-
-def bounded(log_ratio: Tensor) -> Tensor:
-    """Return the log-ratio within `MAX_LOG_RATIO` of 0. Outside it carries no gradient."""
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def log_ratios(data: PolicyLossInput, config: PolicyLossConfig) -> Tensor:

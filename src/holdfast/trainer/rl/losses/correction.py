@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from holdfast.shared.config.losses import CorrectionConfig
-from holdfast.trainer.rl.losses.base import Counts, PolicyLossInput, bounded, over_sequences
+from holdfast.trainer.rl.losses.base import Counts, PolicyLossInput, over_sequences
+from holdfast.trainer.rl.regularization.kl import bounded
 
 
 @torch.no_grad()

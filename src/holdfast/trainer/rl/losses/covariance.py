@@ -13,8 +13,9 @@ from holdfast.trainer.rl.losses.clipped import clipped_surrogate
 def clip_cov_objective(config: PolicyLossConfig) -> Objective:
     """Return Clip-Cov (Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for ...", eq. 11).
 
-    The `clipped_surrogate` of rho_t = exp(log_ratios), and 0 for the tokens that `holdfast.trainer.rl.token_selection`
-    chose: a random share of those with a high covariance of log-probability and advantage.
+    The `clipped_surrogate` of rho_t = exp(log_ratios), and 0 for the tokens that
+    `holdfast.trainer.rl.batches.token_selection` chose: a random share of those with a high covariance of
+    log-probability and advantage.
     """
 
     def objective(data: PolicyLossInput) -> tuple[Tensor, Counts]:
@@ -29,8 +30,8 @@ def kl_cov_objective(config: PolicyLossConfig) -> Objective:
     """Return KL-Cov (Cui et al. 2025, eq. 12).
 
     The `clipped_surrogate` of rho_t = exp(log_ratios), less coef |log rho_t| for the tokens that
-    `holdfast.trainer.rl.token_selection` chose: those with the highest covariance of log-probability and advantage. The
-    penalty is that of the authors' code, whose surrogate is not clipped.
+    `holdfast.trainer.rl.batches.token_selection` chose: those with the highest covariance of log-probability and
+    advantage. The penalty is that of the authors' code, whose surrogate is not clipped.
     """
     coef = config.covariance.coef
     assert coef is not None  # the config fills it in

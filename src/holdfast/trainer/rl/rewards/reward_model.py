@@ -11,10 +11,10 @@ from holdfast.shared.errors import DataError
 from holdfast.trainer.data.packing import Sample, plan_rows
 from holdfast.trainer.data.samples import refuse_other_tokens
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.loading import is_classifier, load_model_config
-from holdfast.trainer.models.policy import reshard
+from holdfast.trainer.models.decoder import freeze
+from holdfast.trainer.models.pretrained import is_classifier, load_model_config
 from holdfast.trainer.models.scalar_model import build_scalar_model, score_samples
-from holdfast.trainer.rl.frozen import freeze
+from holdfast.trainer.models.sharding import reshard
 
 
 class RewardModel:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from itertools import chain
 
-from holdfast.trainer.rl.rewards.moments import RunningMoments
+from holdfast.trainer.rl.rewards.running_moments import RunningMoments
 
 # Equal rewards leave rounding of this size, relative to their mean, as their standard deviation.
 _ROUNDING = math.sqrt(sys.float_info.epsilon)

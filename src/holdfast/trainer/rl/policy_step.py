@@ -11,10 +11,8 @@ from holdfast.trainer.data.packing import build_micro_batch
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.logprobs import Reading
 from holdfast.trainer.models.policy import Policy, predict
-from holdfast.trainer.rl.losses import PolicyLoss, PolicyLossInput
-from holdfast.trainer.rl.metrics import PolicyStatistics
-from holdfast.trainer.rl.minibatches import Minibatch
-from holdfast.trainer.rl.rollouts import (
+from holdfast.trainer.rl.batches.minibatches import Minibatch
+from holdfast.trainer.rl.batches.per_token import (
     ADVANTAGE,
     AGE,
     HIGH_COVARIANCE,
@@ -23,6 +21,8 @@ from holdfast.trainer.rl.rollouts import (
     SAMPLER_LOGPROB,
     SELECTED,
 )
+from holdfast.trainer.rl.losses.base import PolicyLoss, PolicyLossInput
+from holdfast.trainer.rl.monitoring.metrics import PolicyStatistics
 
 
 def policy_step(

@@ -1,54 +1,57 @@
-"""Divergence of the policy from its reference: per-token estimators, and the coefficient that holds it at a target.
-
-Shape legend: N predicted tokens.
-"""
+"""The weights of KL penalty and entropy bonus, held fixed or steered to a target."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
-from torch import Tensor
-
+from holdfast.shared.config.losses import EntropyConfig
 from holdfast.shared.errors import TrainingError
 from holdfast.trainer.checkpoints.plain_state import State
-from holdfast.trainer.rl.losses.base import bounded
-from holdfast.trainer.supervised.loss import k3
 
-KlEstimator = Literal["k1", "k2", "k3"]
+
+class EntropyCoefficient(State):
+    """The coefficient of the entropy bonus.
+
+    Without a target it stays as configured. With one it is c where the entropy of the last step was at most the target,
+    else 0; and c rises by `step_size` after a step with at most the target, to `largest`, and falls by it after any
+    other, to 0 (He et al. 2025, "Skywork Open Reasoner 1 Technical Report", section 3.3; TRL's `use_adaptive_entropy`).
+    Before the first step no entropy is known, and there is no bonus.
+    """
+
+    def __init__(self, config: EntropyConfig) -> None:
+        self._config = config
+        self._steered = config.coef
+        self._last: float | None = None
+
+    @property
+    def coef(self) -> float:
+        """The coefficient of the next step."""
+        target = self._config.target
+        if target is None:
+            return self._config.coef
+        return self._steered if self._last is not None and self._last <= target else 0.0
+
+    def update(self, entropy: float) -> None:
+        """Take over the mean entropy of the tokens of one step, in nats."""
+        config = self._config
+        if config.target is not None:
+            by = config.step_size if entropy <= config.target else -config.step_size
+            self._steered = min(max(self._steered + by, 0.0), config.largest)
+        self._last = entropy
+
+    def values(self) -> dict[str, Any]:
+        """Return all that a checkpoint holds of it."""
+        return {"steered": self._steered, "last": self._last}
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Take over where the steering was. What is configured wins."""
+        self._steered = min(float(values["steered"]), self._config.largest)
+        self._last = None if values["last"] is None else float(values["last"])
+
 
 # Ziegler et al. 2019: the error counts for no more than this share of the target.
 _MAX_ERROR = 0.2
-
-
-def estimate_kl(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: KlEstimator) -> Tensor:
-    """Return an estimate of KL(policy || reference) at every token sampled from the policy, in nats.
-
-    With d = log policy - log reference: k1 = d (unbiased, may be negative), k2 = d^2 / 2 (biased, small variance),
-    k3 = exp(-d) + d - 1 (unbiased, never negative; the ratio is reference over policy: exp(d) - d - 1 estimates
-    nothing here). J. Schulman, "Approximating KL divergence", 2020. That holds for tokens of the current policy only.
-
-    The gradient of a good estimate is not an estimate of the gradient, because the tokens, too, depend on the
-    policy. As a term of the loss, on tokens of the current policy (Tang and Munos 2025, "On a few pitfalls in KL
-    divergence gradient estimation for RL"):
-
-    - k1 has a gradient of expectation zero: noise alone. Subtract it from the reward instead.
-    - k2 has the gradient of KL(policy || reference), without bias.
-    - k3 has the gradient of KL(reference || policy), the other direction, which is close only near the reference.
-
-    d counts for at most 20 nats in either direction, as in verl, and has no gradient beyond. (verl also cuts k3 at 10,
-    from where the reference holds a token 13 times likelier on: with such tokens k3 would be biased.)
-
-    Args:
-        logprobs_N: log-probabilities under the policy; the result is differentiable in them.
-        reference_logprobs_N: those of the same tokens under the reference.
-    """
-    log_ratio_N = bounded(logprobs_N - reference_logprobs_N)
-    if estimator == "k1":
-        return log_ratio_N
-    if estimator == "k2":
-        return log_ratio_N.square() / 2
-    return k3(-log_ratio_N)
 
 
 class KlCoefficient(State):

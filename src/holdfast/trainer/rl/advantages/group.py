@@ -1,101 +1,22 @@
-"""Advantages: how much better a rollout is than its siblings of the same problem, or than the batch.
+"""Advantages by comparison within a group: how much better a rollout is than its siblings of the same problem.
 
-Shape legend: P problems of the batch, G rollouts of one problem, T sampled tokens of one rollout.
+Shape legend: P problems of the batch, G rollouts of one problem, T sampled tokens of one rollout, K rewards of parts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from holdfast.shared.errors import TrainingError
+from holdfast.trainer.rl.advantages.base import Given, RewardsAdvantage, rewards_to_go, sample_std
+from holdfast.trainer.rl.advantages.scored_rollouts import Groups, ScoredRollout
+from holdfast.trainer.rl.rewards.batch_rewards import reward_components
 
 # Added to the standard deviation, as in verl's `compute_grpo_outcome_advantage`.
 _EPSILON = 1e-6
-# Added to the variance, as in `masked_whiten` of TRL and verl.
-_WHITEN_EPSILON = 1e-8
-
-
-@dataclass(frozen=True, kw_only=True)
-class JudgedRollout:
-    """One rollout as an advantage sees it; it is only to be read. T: its sampled tokens, in their order.
-
-    Attributes:
-        environment: name of the environment.
-        task_id: position of the task in the environment's endless sequence.
-        token_ids: the whole session, prompt first, int32.
-        places: of the sampled tokens in `token_ids`, (T,).
-        turns: first token and end of every stretch of sampled tokens, as indices of T.
-        logprobs: under the policy that sampled, at its temperature, (T,), float32.
-        old_logprobs: under the trainer's weights before this step, (T,); None where the run has no need of them.
-        reference_logprobs: under the reference or a teacher, (T,); None without one.
-        truncated: a token limit ended the session or a turn.
-        is_trained: whether its tokens are in the loss; with `rewards.truncated = "mask"` truncated ones are not.
-        environment_reward: what the environment gave.
-        metrics: further numbers of the environment.
-        reward: what it earned as a whole: after reward model, length penalty, clip and scale, less its KL penalties.
-        step_ends: last token of every part that has a reward of its own, a turn or a token, as indices of T, (K,).
-        step_rewards: these rewards, as the environment gave them, (K,), float64.
-        token_rewards: all of it token by token, (T,), float64: KL penalties at each token, rewards of parts at their
-            last, the rest at the last of all.
-    """
-
-    environment: str
-    task_id: int
-    token_ids: np.ndarray
-    places: np.ndarray
-    turns: tuple[tuple[int, int], ...]
-    logprobs: np.ndarray
-    old_logprobs: np.ndarray | None
-    reference_logprobs: np.ndarray | None
-    truncated: bool
-    is_trained: bool
-    environment_reward: float
-    metrics: Mapping[str, float]
-    reward: float
-    step_ends: np.ndarray
-    step_rewards: np.ndarray
-    token_rewards: np.ndarray
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens were sampled: T."""
-        return len(self.places)
-
-    @property
-    def total_reward(self) -> float:
-        """The reward of the whole and of all its parts."""
-        return self.reward + math.fsum(self.step_rewards.tolist())
-
-
-OWN_REWARD = "reward"
-"""The environment's own reward, among the names of `rewards.weights`."""
-
-
-def components(reward: float, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return what an environment gave by name: its metrics, and its own reward as `reward`."""
-    return {**metrics, OWN_REWARD: reward}
-
-
-Groups = Sequence[Sequence[JudgedRollout]]
-"""The rollouts of a batch, problem by problem."""
-Given = float | Sequence[float] | np.ndarray
-"""What an advantage gives a rollout: one number, or one for each of its T sampled tokens."""
-Advantage = Callable[[Groups], Sequence[Sequence[Given]]]
-RewardsAdvantage = Callable[[Sequence[float]], list[float]]
-"""From the rewards of one problem, (G,), to as many advantages."""
-
-
-def sample_std(values_G: Sequence[float]) -> float:
-    """Return the sample standard deviation (denominator G - 1); 0 when all values are equal."""
-    if max(values_G) == min(values_G):
-        return 0.0
-    mean = math.fsum(values_G) / len(values_G)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values_G) / (len(values_G) - 1))
 
 
 def dr_grpo(rewards_G: Sequence[float]) -> list[float]:
@@ -212,7 +133,7 @@ def gdpo(groups: Groups, weights: Mapping[str, float]) -> list[list[float]]:
             "advantage = 'gdpo' weighs the rewards of rewards.weights, and an environment gives rewards of turns or "
             "tokens besides: leave these out, or take an advantage that knows them, such as grpo"
         )
-    values_PG = [[components(one.environment_reward, one.metrics) for one in group] for group in groups]
+    values_PG = [[reward_components(one.environment_reward, one.metrics) for one in group] for group in groups]
     sums = []
     for values_G in values_PG:
         normalised = {name: grpo([values[name] for values in values_G]) for name in weights}
@@ -231,7 +152,7 @@ def with_steps(function: RewardsAdvantage, groups: Groups) -> list[list[Given]]:
     return [_with_steps(function, group) for group in groups]
 
 
-def _with_steps(function: RewardsAdvantage, group: Sequence[JudgedRollout]) -> list[Given]:
+def _with_steps(function: RewardsAdvantage, group: Sequence[ScoredRollout]) -> list[Given]:
     outcomes_G = function([one.reward for one in group])
     rewards_GK = [reward for one in group for reward in one.step_rewards.tolist()]
     if not rewards_GK:
@@ -243,53 +164,3 @@ def _with_steps(function: RewardsAdvantage, group: Sequence[JudgedRollout]) -> l
         steps_T[one.step_ends] = [next(of_steps) for _ in one.step_ends]
         given.append(outcome + rewards_to_go(steps_T))
     return given
-
-
-def rewards_to_go(rewards_T: np.ndarray) -> np.ndarray:
-    """Return for each token the sum of its reward and all later ones, (T,)."""
-    return np.cumsum(rewards_T[::-1])[::-1]
-
-
-def whiten(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the arrays with mean 0 and variance 1 over all their numbers: `(v - mean) / sqrt(var + 1e-8)`.
-
-    The sample variance, as in `masked_whiten` of TRL and verl. Numbers that are all equal give exactly 0.
-    """
-    everything = np.concatenate([np.zeros(0), *values])
-    if not len(everything) or everything.min() == everything.max():
-        return [np.zeros(len(own)) for own in values]
-    mean, std = everything.mean(), math.sqrt(everything.var(ddof=1) + _WHITEN_EPSILON)
-    return [(own - mean) / std for own in values]
-
-
-def reinforce_pp(groups: Groups) -> list[list[np.ndarray]]:
-    """Return the rewards to go of every token, whitened over all sampled tokens of the batch.
-
-    Hu et al. 2025, "REINFORCE++": the advantage of token t is `r - coef * sum of the KL of t and later tokens`, less
-    its mean and divided by its std over the tokens of the batch. As verl's
-    `compute_reinforce_plus_plus_outcome_advantage` with gamma 1. The mean is a baseline, so rollouts that are not
-    trained count too.
-    """
-    return _whitened([[rewards_to_go(one.token_rewards) for one in group] for group in groups])
-
-
-def reinforce_pp_baseline(groups: Groups) -> list[list[np.ndarray]]:
-    """Return `r - mean` of the group at each token, whitened over all sampled tokens of the batch.
-
-    Hu et al. 2025, "REINFORCE++", with baseline; as verl's
-    `compute_reinforce_plus_plus_baseline_outcome_advantage`: a KL penalty counts as a sum.
-    """
-    return _whitened(
-        [
-            [
-                np.full(one.num_tokens, value)
-                for one, value in zip(group, dr_grpo([one.total_reward for one in group]), strict=True)
-            ]
-            for group in groups
-        ]
-    )
-
-
-def _whitened(values_PG: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
-    whitened = iter(whiten(list(chain.from_iterable(values_PG))))
-    return [[next(whitened) for _ in values_G] for values_G in values_PG]

@@ -16,22 +16,22 @@ from holdfast.trainer.checkpoints.commit import Attachment
 from holdfast.trainer.checkpoints.plain_state import State
 from holdfast.trainer.data.samples import refuse_other_tokens
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.loading import trained_tensors
+from holdfast.trainer.models.decoder import freeze
 from holdfast.trainer.models.policy import Policy, build_policy
+from holdfast.trainer.models.pretrained import trained_tensors
 from holdfast.trainer.models.self_check import check_model
-from holdfast.trainer.rl.critic import Critic
-from holdfast.trainer.rl.ema import Ema
-from holdfast.trainer.rl.entropy import EntropyCoefficient
-from holdfast.trainer.rl.frozen import FollowingModel, FrozenModel, freeze
-from holdfast.trainer.rl.kl import KlCoefficient
-from holdfast.trainer.rl.replay import ReplayBuffer
-from holdfast.trainer.rl.rewards.moments import RunningMoments
+from holdfast.trainer.rl.auxiliary_models.critic import Critic
+from holdfast.trainer.rl.auxiliary_models.ema import Ema
+from holdfast.trainer.rl.auxiliary_models.reference import FollowingModel, FrozenModel
+from holdfast.trainer.rl.batches.replay import ReplayBuffer
+from holdfast.trainer.rl.regularization.coefficients import EntropyCoefficient, KlCoefficient
 from holdfast.trainer.rl.rewards.reward_model import RewardModel
+from holdfast.trainer.rl.rewards.running_moments import RunningMoments
 
 _REPLAY_NAME = f"{TRAINER_DIR}/replay.msgpack"
 
 
-class RlParts:
+class RlComponents:
     """The parts of one run; None where the configuration has no use for one. Collective to make.
 
     Raises:

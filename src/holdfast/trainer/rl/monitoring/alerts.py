@@ -13,6 +13,8 @@ from holdfast.shared.config.alerts import AlertsConfig
 
 # Below these nobody needs to act, however much larger than before they are.
 _MIN_REF_KLD = 0.01
+
+
 _MIN_MISMATCH_KL = 1e-3
 
 

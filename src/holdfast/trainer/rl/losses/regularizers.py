@@ -1,12 +1,27 @@
-"""Divergences as terms of the loss: from the reference, and from a teacher."""
+"""Terms that are added to a policy loss: KL from the reference, divergence from a teacher, entropy bonus."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from holdfast.shared.config.losses import PolicyLossConfig
-from holdfast.trainer.rl.kl import KlCoefficient, KlEstimator, estimate_kl
-from holdfast.trainer.rl.losses.base import PolicyLoss, PolicyLossInput, bounded, token_weights
+from holdfast.trainer.rl.losses.base import Counts, PolicyLoss, PolicyLossInput, token_weights
+from holdfast.trainer.rl.regularization.coefficients import EntropyCoefficient, KlCoefficient
+from holdfast.trainer.rl.regularization.kl import KlEstimator, bounded, estimate_kl
+
+
+def with_entropy_bonus(loss: PolicyLoss, coefficient: EntropyCoefficient) -> PolicyLoss:
+    """Return `loss - coef * mean entropy` (Williams and Peng 1991, "Function optimization using connectionist ...").
+
+    The mean is over all trained tokens of the update, whatever the denominator of the loss, as in TRL: so a coefficient
+    means the same for every loss.
+    """
+
+    def rewarded(data: PolicyLossInput) -> tuple[Tensor, Counts]:
+        value, counts = loss(data)
+        return value - coefficient.coef * data.entropy_N.sum() / max(1, data.step_tokens), counts
+
+    return rewarded
 
 
 def with_kl_term(

@@ -11,12 +11,12 @@ from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import TrainingError
 from holdfast.trainer.data.packing import build_micro_batch
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.policy import reshard
 from holdfast.trainer.models.scalar_model import build_scalar_model, predict_values
+from holdfast.trainer.models.sharding import reshard
 from holdfast.trainer.optim.optimizers import build_optimizer, clip_gradients, update_parameters
 from holdfast.trainer.rl.advantages.gae import explained_variance, value_loss, value_sums
-from holdfast.trainer.rl.minibatches import Minibatch, annotate
-from holdfast.trainer.rl.rollouts import RETURN, VALUE
+from holdfast.trainer.rl.batches.minibatches import Minibatch, annotate
+from holdfast.trainer.rl.batches.per_token import RETURN, VALUE
 from holdfast.trainer.session.train_state import ModelState
 
 

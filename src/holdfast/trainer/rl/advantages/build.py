@@ -12,12 +12,8 @@ from holdfast.shared.config.advantages import GROUP_ADVANTAGES, SINGLE_ADVANTAGE
 from holdfast.shared.config.rl_trainer import TrainerConfig
 from holdfast.shared.errors import TrainingError
 from holdfast.shared.user_functions import calling, load_function
-from holdfast.trainer.rl.advantages.estimators import (
-    Advantage,
-    Given,
-    Groups,
-    JudgedRollout,
-    RewardsAdvantage,
+from holdfast.trainer.rl.advantages.base import Advantage, Given, RewardsAdvantage
+from holdfast.trainer.rl.advantages.group import (
     batch_grpo,
     dr_grpo,
     gdpo,
@@ -25,15 +21,19 @@ from holdfast.trainer.rl.advantages.estimators import (
     max_rl,
     opo,
     pass_at_k,
-    reinforce_pp,
-    reinforce_pp_baseline,
     rloo,
     with_steps,
 )
 from holdfast.trainer.rl.advantages.online_dpo import DEFAULT_BETA, online_dpo
+from holdfast.trainer.rl.advantages.reinforce_pp import reinforce_pp, reinforce_pp_baseline
+from holdfast.trainer.rl.advantages.scored_rollouts import Groups, ScoredRollout
 
 _OF_STEPS: dict[str, RewardsAdvantage] = {"grpo": grpo, "dr_grpo": dr_grpo}
+
+
 _OF_REWARDS: dict[str, RewardsAdvantage] = {"rloo": rloo, "max_rl": max_rl}
+
+
 _OF_BATCHES: dict[str, Advantage] = {
     "opo": lambda groups: [
         opo([one.total_reward for one in group], [one.num_tokens for one in group]) for group in groups
@@ -43,7 +43,7 @@ _OF_BATCHES: dict[str, Advantage] = {
 }
 
 
-def choose_advantages(config: TrainerConfig) -> Advantage:
+def build_advantage(config: TrainerConfig) -> Advantage:
     """Return what gives every rollout of a batch the advantage of its environment, times the environment's weight.
 
     What an advantage normalises over the batch it normalises over the groups that it is the advantage of.
@@ -52,7 +52,7 @@ def choose_advantages(config: TrainerConfig) -> Advantage:
         ConfigError: a function of the user cannot be loaded.
         TrainingError: (of the returned function) a group of one where rollouts are compared.
     """
-    functions = {name: choose_advantage(name, config) for name in config.advantages}
+    functions = {name: build_named_advantage(name, config) for name in config.advantages}
     weights = {label: section.weight for label, section in config.environments.items()}
 
     def advantage(groups: Groups) -> list[list[Given]]:
@@ -74,10 +74,10 @@ def _scaled(value: Given, scale: float) -> Given:
     return scale * value if isinstance(value, int | float) else scale * np.asarray(value, dtype=np.float64)
 
 
-def choose_advantage(name: str, config: TrainerConfig) -> Advantage:
+def build_named_advantage(name: str, config: TrainerConfig) -> Advantage:
     """Return the advantage that `name` stands for: a built-in one, or the user's `module:function`.
 
-    A function of the user gets the rollouts of the batch as a list of lists of `JudgedRollout`, problem by problem,
+    A function of the user gets the rollouts of the batch as a list of lists of `ScoredRollout`, problem by problem,
     and returns as many values: finite numbers, or sequences of one for each sampled token.
 
     Args:
@@ -144,7 +144,7 @@ def _plain(value: Given) -> float | np.ndarray:
     return numbers if numbers.ndim else float(numbers)
 
 
-def _check(value: float | np.ndarray, one: JudgedRollout, name: str) -> None:
+def _check(value: float | np.ndarray, one: ScoredRollout, name: str) -> None:
     """Refuse what is neither one finite number nor one for each sampled token."""
     whose = f"task {one.task_id} of environment '{one.environment}'"
     if isinstance(value, np.ndarray) and value.shape != (one.num_tokens,):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from holdfast.shared.errors import CheckpointError, DataError
@@ -93,9 +93,3 @@ class FollowingModel(State):
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights of the reference by name, as they lie in memory; loading writes into them."""
         return dict(self._tensors)
-
-
-def freeze(model: nn.Module) -> None:
-    """Take a model out of training, without dropout."""
-    model.eval()
-    model.requires_grad_(False)

@@ -14,8 +14,16 @@ import numpy as np
 
 from holdfast.shared.config.losses import CovarianceConfig, PolicyLossConfig
 from holdfast.trainer.data.packing import Sample
-from holdfast.trainer.rl.minibatches import Minibatch
-from holdfast.trainer.rl.rollouts import ADVANTAGE, HIGH_COVARIANCE, OLD_ENTROPY, OLD_LOGPROB, SELECTED
+from holdfast.trainer.rl.batches.minibatches import Minibatch
+from holdfast.trainer.rl.batches.per_token import (
+    ADVANTAGE,
+    HIGH_COVARIANCE,
+    OLD_ENTROPY,
+    OLD_LOGPROB,
+    SELECTED,
+    assign_targets,
+    target_values,
+)
 
 
 def select_tokens(minibatch: Minibatch, config: PolicyLossConfig, *, seed: int, update: int) -> None:
@@ -28,11 +36,11 @@ def select_tokens(minibatch: Minibatch, config: PolicyLossConfig, *, seed: int, 
     """
     samples = minibatch.samples
     if config.top_entropy_share < 1:
-        _give(SELECTED, samples, highest(_of_targets(OLD_ENTROPY, samples), config.top_entropy_share))
+        _assign(SELECTED, samples, highest(_all_targets(OLD_ENTROPY, samples), config.top_entropy_share))
     if config.covariance.share is not None:
-        covariances_T = covariances(_of_targets(OLD_LOGPROB, samples), _of_targets(ADVANTAGE, samples))
+        covariances_T = covariances(_all_targets(OLD_LOGPROB, samples), _all_targets(ADVANTAGE, samples))
         keys_T = np.random.SeedSequence(seed, spawn_key=(update,)).generate_state(len(covariances_T), np.uint64)
-        _give(HIGH_COVARIANCE, samples, covariant(covariances_T, keys_T, config.covariance))
+        _assign(HIGH_COVARIANCE, samples, covariant(covariances_T, keys_T, config.covariance))
 
 
 def highest(entropies_T: np.ndarray, share: float) -> np.ndarray:
@@ -75,12 +83,11 @@ def covariant(covariances_T: np.ndarray, keys_T: np.ndarray, config: CovarianceC
     return chosen_T
 
 
-def _of_targets(name: str, samples: Sequence[Sample]) -> np.ndarray:
-    return np.concatenate([sample.per_token[name][sample.targets].astype(np.float64) for sample in samples])
+def _all_targets(key: str, samples: Sequence[Sample]) -> np.ndarray:
+    return np.concatenate([target_values(sample, key) for sample in samples])
 
 
-def _give(name: str, samples: Sequence[Sample], chosen_T: np.ndarray) -> None:
+def _assign(key: str, samples: Sequence[Sample], chosen_T: np.ndarray) -> None:
     ends = np.cumsum([sample.num_targets for sample in samples])
     for sample, own in zip(samples, np.split(chosen_T, ends[:-1]), strict=True):
-        sample.per_token[name] = np.zeros(len(sample.token_ids), dtype=np.float32)
-        sample.per_token[name][sample.targets] = own
+        assign_targets(sample, key, own)

@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.rl.losses import PolicyLossInput
-from holdfast.trainer.supervised.loss import k3
+from holdfast.trainer.rl.losses.base import PolicyLossInput
+from holdfast.trainer.rl.regularization.kl import k3
 
 _QUANTILES = (0.5, 0.95, 0.99)
+
+
 _CLIPPED = ("clip_fraction/low", "clip_fraction/high", "clip_fraction/dual")
+
+
 _OF_TOKENS = ("entropy", "ppo_kl", "mismatch_kl", *_CLIPPED)
 
 

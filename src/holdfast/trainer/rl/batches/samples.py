@@ -1,28 +1,17 @@
-"""From the orchestrator's batches to training samples."""
+"""From the rollouts of a batch to training samples."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, groupby
+from itertools import groupby
 
 import numpy as np
 
 from holdfast.shared.errors import DataError
 from holdfast.shared.wire.rollouts import Rollout
 from holdfast.trainer.data.packing import Sample
-from holdfast.trainer.rl.advantages.estimators import Given
-
-ADVANTAGE = "advantage"
-SAMPLER_LOGPROB = "sampler_logprob"
-OLD_LOGPROB = "old_logprob"
-OLD_ENTROPY = "old_entropy"
-SELECTED = "selected"
-HIGH_COVARIANCE = "high_covariance"
-REFERENCE_LOGPROB = "reference_logprob"
-VALUE = "value"
-RETURN = "return"
-AGE = "age"
+from holdfast.trainer.rl.batches.per_token import AGE, REFERENCE_LOGPROB, SAMPLER_LOGPROB
 
 
 def to_samples(rollouts: Sequence[Rollout], *, trained_version: int) -> list[Sample]:
@@ -48,21 +37,6 @@ def without_truncated(samples: Sequence[Sample], rollouts: Sequence[Rollout]) ->
         replace(sample, loss_mask=np.zeros_like(sample.loss_mask)) if rollout.truncated else sample
         for sample, rollout in zip(samples, rollouts, strict=True)
     ]
-
-
-def assign_advantages(samples: Sequence[Sample], advantages_PG: Sequence[Sequence[Given]]) -> None:
-    """Give every token of a sample the advantage of its rollout, or each target its own."""
-    for sample, value in zip(samples, chain.from_iterable(advantages_PG), strict=True):
-        if isinstance(value, int | float):
-            sample.per_token[ADVANTAGE] = np.full(len(sample.token_ids), value, dtype=np.float32)
-        else:
-            assign_targets(sample, ADVANTAGE, value)
-
-
-def assign_targets(sample: Sample, name: str, values_T: Sequence[float] | np.ndarray) -> None:
-    """Give every target of a sample its value as `per_token[name]`, 0 elsewhere."""
-    sample.per_token[name] = np.zeros(len(sample.token_ids), dtype=np.float32)
-    sample.per_token[name][sample.targets] = values_T
 
 
 def _to_sample(rollout: Rollout, trained_version: int) -> Sample:

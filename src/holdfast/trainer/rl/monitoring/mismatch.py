@@ -24,14 +24,16 @@ from holdfast.trainer.data.packing import Arrangement, Sample
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import Policy
 from holdfast.trainer.models.self_check import is_random_in_training
-from holdfast.trainer.rl.metrics import PolicyStatistics
-from holdfast.trainer.rl.minibatches import Minibatch, plan_epochs
-from holdfast.trainer.rl.rollouts import AGE, OLD_LOGPROB, SAMPLER_LOGPROB
-from holdfast.trainer.supervised.loss import k3
+from holdfast.trainer.rl.batches.minibatches import Minibatch, plan_epochs
+from holdfast.trainer.rl.batches.per_token import AGE, OLD_LOGPROB, SAMPLER_LOGPROB
+from holdfast.trainer.rl.monitoring.metrics import PolicyStatistics
+from holdfast.trainer.rl.regularization.kl import k3
 
 # Mean k3 per token, in nats. Measured: 1e-14 to 1e-11 in float32, 1e-4 in bfloat16; 1e-3 is usual there for large
 # models. Attention soft caps of 5 that were left out gave 7e-8 to 0.2, depending on the model.
 LIMITS = {"float32": 1e-6, "bfloat16": 0.05}
+
+
 # Of truncated distributions, in float32. A token at the border that rounding cuts on one side alone moves the
 # log-probability of the sampled token by as much as its own probability: rare, but 0.3 nats at one of 100 tokens make
 # 4e-4, and a resume would meet them again. The canary, which is not truncated, is held to the limit above.

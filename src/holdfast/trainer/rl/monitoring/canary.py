@@ -13,8 +13,9 @@ from holdfast.shared.config import TrainerConfig
 from holdfast.shared.wire.canary import MAX_TOKENS, TEXT, Canary
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.policy import Policy, predict, reshard
-from holdfast.trainer.rl.mismatch import mismatch_limit
+from holdfast.trainer.models.policy import Policy, predict
+from holdfast.trainer.models.sharding import reshard
+from holdfast.trainer.rl.monitoring.mismatch import mismatch_limit
 
 
 @torch.no_grad()

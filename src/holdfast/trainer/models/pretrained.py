@@ -6,11 +6,16 @@ What is wrong with them is said in one line: transformers' own errors come from 
 from __future__ import annotations
 
 import logging
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 from transformers.configuration_utils import PreTrainedConfig
 
 from holdfast.shared.config.trainer import TrainedModelConfig
@@ -18,8 +23,26 @@ from holdfast.shared.errors import DataError
 from holdfast.shared.files.local_inputs import check_weights_path
 from holdfast.trainer.models.lora import adapter_parameters, base_tensors, is_adapted
 
+
+class Trained(Protocol):
+    """A module around a transformers model whose parameters and persistent buffers are its state."""
+
+    hf_model: PreTrainedModel
+
+
+def trained_parameters(hf_model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that an optimizer changes, by their names in `trained_tensors`."""
+    if is_adapted(hf_model):
+        return adapter_parameters(hf_model)
+    return {name: parameter for name, parameter in hf_model.named_parameters() if parameter.requires_grad}
+
+
 _log = logging.getLogger("trainer")
+
+
 _MOST_CHARACTERS = 300  # of another library's message
+
+
 Kind = type[AutoModelForCausalLM | AutoModelForSequenceClassification]
 
 

@@ -1,0 +1,111 @@
+"""From a model on the meta device to one that is sharded, has memory and weights, and knows how it is to be used."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from transformers import (
+    PreTrainedModel,
+)
+
+from holdfast.shared.config.trainer import TrainedModelConfig
+from holdfast.shared.errors import DataError, HoldfastError
+from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.models.decoder import DecoderModel
+from holdfast.trainer.models.layout import Layout
+from holdfast.trainer.models.pretrained import (
+    one_line,
+)
+from holdfast.trainer.models.sharding import apply_wrappers, reshard
+from holdfast.trainer.models.structure import takes_positions, use_attention
+
+_log = logging.getLogger("trainer")
+
+
+def materialize(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh, weights: dict[str, Tensor] | None) -> None:
+    """Shard `model`, which was built on the meta device, and give it memory; it is in training mode then. Collective.
+
+    Args:
+        weights: of the transformers model in it, in full on rank 0, which broadcasts them; None: they will be
+            loaded from a checkpoint.
+
+    Raises:
+        DataError: the model cannot be used in the configured way.
+    """
+    hf_model = model.hf_model
+    apply_wrappers(model, config, mesh)
+    model.to_empty(device=mesh.device)
+    hf_model.tie_weights()
+    _reset_buffers(hf_model)
+    _prepare(model, config, mesh)
+    if weights is not None:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+        set_model_state_dict(hf_model, cast(dict[str, Any], weights), options=options)
+    model.train()
+
+
+def _prepare(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh) -> None:
+    """Have the model find out how it is to be used, before it has its weights: that must not depend on them."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    model.layout = Layout(packs=takes_positions(model.hf_model), attention=config.attention)
+    was_training = model.training
+    model.eval()
+    devices = [mesh.device] if mesh.device.type == "cuda" else []
+    with naming_failures(model, config.name, config.dtype), torch.random.fork_rng(devices=devices):
+        model.run(model.prepare)
+    reshard(model)
+    model.train(was_training)
+    use_attention(model.hf_model, model.layout.attention)
+
+
+@contextmanager
+def naming_failures(model: DecoderModel, name: str, dtype: str) -> Iterator[None]:
+    """Name the model whose forward pass in the block fails.
+
+    Raises:
+        DataError: it failed: the model cannot compute with its config.json in this dtype.
+    """
+    try:
+        yield
+    except (HoldfastError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        _log.debug("the forward pass failed", exc_info=True)
+        advice = " Try model.dtype = float32." if dtype != "float32" else ""
+        raise DataError(
+            f"model.name = '{name}': transformers' forward pass of {type(model.hf_model).__name__} fails with this "
+            f"config.json in {dtype}. {type(error).__name__}: {one_line(error)}.{advice}"
+        ) from error
+
+
+def _reset_buffers(hf_model: PreTrainedModel) -> None:
+    """Compute again the buffers that no checkpoint holds (rotary frequencies): to_empty left garbage.
+
+    Raises:
+        DataError: transformers does not say what belongs into one of them.
+    """
+    for parameter in hf_model.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves these as they are
+    for module in hf_model.modules():
+        module._is_hf_initialized = False  # type: ignore[assignment]
+    buffers = {name: buffer for name, buffer in hf_model.named_buffers() if buffer.is_floating_point()}
+    for buffer in buffers.values():
+        buffer.fill_(math.nan)
+    hf_model.initialize_weights()
+    persistent = hf_model.state_dict().keys()
+    if left := [name for name, buffer in buffers.items() if buffer.isnan().any() and name not in persistent]:
+        raise DataError(
+            f"{type(hf_model).__name__} does not say how to compute its buffer {left[0]}, so it cannot be trained here"
+        )
+    for name, buffer in buffers.items():
+        if name in persistent and buffer.isnan().any():
+            buffer.fill_(1.0)

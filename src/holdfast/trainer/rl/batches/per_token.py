@@ -1,0 +1,46 @@
+"""The arrays that RL gives its samples, one number per token, as `Sample.per_token[KEY]`: every key and who sets it.
+
+A key that is not set means that nothing of this run needs it; those who read it say what stands in then.
+
+Shape legend: T targets (trained tokens) of one sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from holdfast.trainer.data.packing import Sample
+
+SAMPLER_LOGPROB = "sampler_logprob"
+"""Log-probability under the sampler when the token was drawn, in nats. Always set, from the rollout."""
+AGE = "age"
+"""Versions by which the sampler was older than the weights that the step trains. Always set, from the rollout."""
+REFERENCE_LOGPROB = "reference_logprob"
+"""Log-probability under the reference, measured before the step, or under a teacher of the orchestrator."""
+OLD_LOGPROB = "old_logprob"
+"""Log-probability under the trainer's weights before the step. Not set where the only update measures it itself."""
+OLD_ENTROPY = "old_entropy"
+"""Entropy of the policy before the step, in nats; where a loss selects tokens by it."""
+VALUE = "value"
+"""The critic's value before the step; where there is a critic."""
+RETURN = "return"
+"""What the critic learns: the return by GAE; where there is a critic."""
+ADVANTAGE = "advantage"
+"""The advantage. Always set before the updates."""
+SELECTED = "selected"
+"""1 for the tokens of highest entropy, 0 for the others; where `loss.top_entropy_share` is below 1."""
+HIGH_COVARIANCE = "high_covariance"
+"""1 for the tokens that `clip_cov` and `kl_cov` hold back, 0 for the others; with these losses."""
+
+
+def assign_targets(sample: Sample, key: str, values_T: Sequence[float] | np.ndarray) -> None:
+    """Give every target of a sample its value as `per_token[key]`, 0 elsewhere."""
+    sample.per_token[key] = np.zeros(len(sample.token_ids), dtype=np.float32)
+    sample.per_token[key][sample.targets] = values_T
+
+
+def target_values(sample: Sample, key: str) -> np.ndarray:
+    """Return the values of `per_token[key]` at the targets, (T,), float64."""
+    return sample.per_token[key][sample.targets].astype(np.float64)
