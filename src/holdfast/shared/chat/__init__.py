@@ -1,4 +1,4 @@
-"""Chats as token ids: rendering, tokenising and masking, the same for `sft`, `dpo`, `rm` and `rl`.
+"""Chats as token ids: rendering, tokenising and masking, the same for `sft`, `dpo`, `reward-model` and `rl`.
 
     messages.py    what a message may hold, and the form in which a template reads it
     template.py    a chat template, with what transformers promises to every template
