@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -24,14 +24,16 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.shared.config import CkptConfig
 from holdfast.shared.errors import CheckpointError, HoldfastError, Stopped
+from holdfast.shared.remote.uploader import CLOSE_S
 from holdfast.trainer.checkpoints import dcp
 from holdfast.trainer.checkpoints.checkpointer import Checkpointer, load_state_with_optimizer, save_state
 from holdfast.trainer.checkpoints.plain_state import ObjectsState
+from holdfast.trainer.checkpoints.storage import LocalStorage
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.session.saving import Saver
 from holdfast.trainer.session.stop import StopRequest
 from tests.processes import HANG_S
-from tests.train_states import copied, held_writes, same
+from tests.train_states import ToldStorage, copied, held_writes, same
 from tests.two_ranks import run_on_two_ranks
 
 Objects = dict[str, Any]
@@ -82,10 +84,11 @@ def message_of(action: Callable[[], object]) -> str:
     return ""
 
 
-class _Upload:
-    """What a saver needs of an uploader at its end."""
+class _Upload(LocalStorage):
+    """A storage whose last upload lands or not."""
 
     def __init__(self, mark: Path, *, has_landed: bool) -> None:
+        super().__init__(close_s=CLOSE_S)
         self._mark = mark
         self._has_landed = has_landed
 
@@ -94,9 +97,6 @@ class _Upload:
             raise CheckpointError(f"given up after {timeout_s > 0}")
         self._mark.touch()
 
-    def poll(self) -> None:
-        """Nothing has failed before."""
-
 
 class Scenarios:
     """What the ranks do; every method returns what its rank saw."""
@@ -104,11 +104,11 @@ class Scenarios:
     def __init__(self, directory: Path, mesh: Mesh) -> None:
         self.directory = directory
         self.mesh = mesh
-        self.rank, self.mesh = mesh.rank, mesh.device_mesh
+        self.rank = mesh.rank
 
     def saves_behind_training(self) -> dict[str, Any]:
         """Collectives of training on the default group while a save goes on in its own."""
-        objects = make_objects(0, self.mesh)
+        objects = make_objects(0, self.mesh.device_mesh)
         train(objects, 2)
         place = self.directory / "behind"
         with pytest.MonkeyPatch.context() as patch, held_writes(patch) as held, Checkpointer(place, objects) as saving:
@@ -120,7 +120,7 @@ class Scenarios:
             train(objects, 5)
             saving.save(3)
             staged = saving._stager.num_bytes
-        other = make_objects(1, self.mesh)
+        other = make_objects(1, self.mesh.device_mesh)
         with Checkpointer(place, other) as loading:
             step = loading.load(2)
         total = sum(tensor.numel() * tensor.element_size() for tensor in whole(objects).values())
@@ -136,7 +136,7 @@ class Scenarios:
 
     def one_rank_fails(self) -> dict[str, Any]:
         """EIO while rank 1 writes its shard."""
-        objects = make_objects(0, self.mesh)
+        objects = make_objects(0, self.mesh.device_mesh)
         train(objects)
         place = self.directory / "fails"
         checkpointer = Checkpointer(place, objects)
@@ -158,7 +158,7 @@ class Scenarios:
 
     def one_rank_cannot_copy(self) -> dict[str, Any]:
         """Rank 1 has no memory for the copy that is written behind the training."""
-        objects = make_objects(0, self.mesh)
+        objects = make_objects(0, self.mesh.device_mesh)
         train(objects)
         place = self.directory / "copies"
         optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
@@ -179,7 +179,7 @@ class Scenarios:
 
     def ranks_lose_step(self) -> dict[str, Any]:
         """Each saves what it takes for the step; that cannot come right again, whatever `on_failure` says."""
-        objects = make_objects(0, self.mesh)
+        objects = make_objects(0, self.mesh.device_mesh)
         place = self.directory / "steps"
         checkpointer = Checkpointer(place, objects, save_async=False, on_failure="warn")
         told = message_of(lambda: checkpointer.save(5 + self.rank))
@@ -188,14 +188,14 @@ class Scenarios:
     def both_skip(self) -> dict[str, Any]:
         """Rank 0 is still busy after the commit, rank 1 is not: they must decide alike."""
         released = threading.Event()
-        objects = make_objects(0, self.mesh)
+        objects = make_objects(0, self.mesh.device_mesh)
         place = self.directory / "skip"
 
         def linger(path: Path) -> None:
             if path.name == "step_1":
                 released.wait(HANG_S)
 
-        checkpointer = Checkpointer(place, objects, when_busy="skip", on_commit=linger)
+        checkpointer = Checkpointer(place, objects, when_busy="skip", storage=ToldStorage(linger))
         checkpointer.save(1)
         if self.rank == 1:
             checkpointer.wait()
@@ -211,7 +211,7 @@ class Scenarios:
 
     def changes_its_number(self) -> dict[str, Any]:
         """Load what one process saved, save it again, and save a trained state for one process to load."""
-        objects = make_objects(5, self.mesh)
+        objects = make_objects(5, self.mesh.device_mesh)
         step = load_state_with_optimizer(self.directory / "one", objects)
         kinds = sorted({type(tensor).__name__ for tensor in ObjectsState(objects).tensors().values()})
         save_state(self.directory / "two", objects, step=step)
@@ -224,7 +224,7 @@ class Scenarios:
 
     def damage_is_told_to_all(self) -> dict[str, Any]:
         """Only rank 0 verifies."""
-        objects = make_objects(0, self.mesh)
+        objects = make_objects(0, self.mesh.device_mesh)
         place = self.directory / "damaged"
         with Checkpointer(place, objects) as checkpointer:
             checkpointer.save(1)
@@ -238,7 +238,7 @@ class Scenarios:
 
     def one_rank_is_asked_to_stop(self) -> dict[str, Any]:
         """A signal that reaches rank 1 alone stops both after one save."""
-        objects = make_objects(0, self.mesh)
+        objects = make_objects(0, self.mesh.device_mesh)
         place, stop = self.directory / "asked", StopRequest()
         checkpointer = Checkpointer(place, objects)
         saver = Saver(checkpointer, CkptConfig(), self.mesh, max_steps=10, committed=None, stop=stop)
@@ -258,15 +258,14 @@ class Scenarios:
         """Rank 0 alone uploads, and both stop with what became of that."""
         ends = []
         for name, has_landed in (("landed", True), ("lost", False)):
-            objects = make_objects(0, self.mesh)
+            objects = make_objects(0, self.mesh.device_mesh)
             train(objects)
             place, stop = self.directory / name, StopRequest()
-            uploader = _Upload(place / "uploaded", has_landed=has_landed) if self.rank == 0 else None
+            upload = _Upload(place / "uploaded", has_landed=has_landed)
+            storage = upload if self.rank == 0 else LocalStorage(close_s=CLOSE_S)
             config = CkptConfig(dir="memory://store")
             checkpointer = Checkpointer(place, objects)
-            saver = Saver(
-                checkpointer, config, self.mesh, max_steps=10, committed=0, stop=stop, uploader=cast(Any, uploader)
-            )
+            saver = Saver(checkpointer, config, self.mesh, max_steps=10, committed=0, stop=stop, storage=storage)
             stop.ask(15)
             saver.is_asked_to_stop()
             ends.append(message_of(lambda: saver.stop(1, {})))  # noqa: B023 - called at once
@@ -275,7 +274,7 @@ class Scenarios:
 
     def clocks_differ(self) -> dict[str, Any]:
         """By the clock of rank 1 no time passes; rank 0's decides."""
-        objects = make_objects(0, self.mesh)
+        objects = make_objects(0, self.mesh.device_mesh)
         place = self.directory / "clock"
         with Checkpointer(place, objects) as checkpointer:
             config = CkptConfig(every_minutes=1e-9 if self.rank == 0 else 1e9)

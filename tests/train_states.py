@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.shared.config.trainer import OptimConfig, TrainedModelConfig
 from holdfast.shared.files.manifest import FileEntry
 from holdfast.trainer.checkpoints.dcp import ShardWriter
+from holdfast.trainer.checkpoints.storage import LocalStorage
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import build_policy
 from holdfast.trainer.optim.optimizers import build_optimizer, clip_gradients, update_parameters
@@ -112,3 +113,14 @@ def held_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldWrites]:
             yield held
         finally:
             held.release()
+
+
+class ToldStorage(LocalStorage):
+    """Tells of every committed step, from the thread that commits."""
+
+    def __init__(self, tell: Callable[[Path], object]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def publish(self, directory: Path) -> None:
+        self._tell(directory)

@@ -40,6 +40,7 @@ from holdfast.trainer.checkpoints.index import IndexReader
 from holdfast.trainer.checkpoints.plain_state import ObjectsState, State, as_state
 from holdfast.trainer.checkpoints.random_state import RandomState, restore_random_state, seed_everything
 from holdfast.trainer.checkpoints.staging import Stager
+from holdfast.trainer.checkpoints.storage import LocalStorage, Storage
 from holdfast.trainer.mesh import RankGroup, describe, rank_and_world_size
 
 _log = logging.getLogger("trainer")
@@ -61,7 +62,8 @@ class Checkpointer:
         retention: which old steps are removed after a commit; without, none.
         seed: generators of ranks that a checkpoint does not know are derived from it.
         identity: what the manifest says about the run.
-        on_commit: called on rank 0 with the directory of every committed step, from the writing thread.
+        storage: takes every committed step on rank 0, from the writing thread; unset: steps stay where they are.
+            Whoever made it closes it, after this.
         before_commit: called on rank 0, from the writing thread, before a step gets its name; may fail the save.
         may_remove: asked on rank 0, from the writing thread, before retention removes a step: whether it may now.
         collective_timeout_s: a collective of a save that takes longer fails; unset: torch's default.
@@ -81,7 +83,7 @@ class Checkpointer:
         retention: Retention | None = None,
         seed: int = 0,
         identity: Identity | None = None,
-        on_commit: Callable[[Path], None] | None = None,
+        storage: Storage | None = None,
         before_commit: Callable[[], None] = lambda: None,
         may_remove: Callable[[int], bool] = lambda _: True,
         collective_timeout_s: float | None = None,
@@ -101,7 +103,7 @@ class Checkpointer:
             RankGroup(timeout_s=collective_timeout_s),
             retention or Retention(),
             identity or Identity(),
-            on_commit,
+            storage or LocalStorage(),
             may_remove,
             before_commit,
         )
@@ -317,7 +319,7 @@ def save_state(directory: str | Path, state: State | Mapping[str, Any], *, step:
     ranks = RankGroup()
     whole = as_state(state)
     try:
-        Commit(Path(directory).absolute().parent, ranks, Retention(), Identity()).write(
+        Commit(Path(directory).absolute().parent, ranks, Retention(), Identity(), LocalStorage()).write(
             Snapshot.of(whole, step), whole.tensors(), name=Path(directory).name
         )
     finally:

@@ -32,6 +32,7 @@ from holdfast.shared.process.events import report
 from holdfast.trainer.checkpoints.dcp import ShardWriter
 from holdfast.trainer.checkpoints.plain_state import State
 from holdfast.trainer.checkpoints.random_state import capture_random_state
+from holdfast.trainer.checkpoints.storage import Storage
 from holdfast.trainer.mesh import RankGroup, describe
 
 _log = logging.getLogger("trainer")
@@ -102,7 +103,7 @@ class Commit:
         ranks: RankGroup,
         retention: Retention,
         identity: Identity,
-        on_commit: Callable[[Path], None] | None = None,
+        storage: Storage,
         may_remove: Callable[[int], bool] = lambda _: True,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
@@ -112,7 +113,7 @@ class Commit:
         self._writer = ShardWriter(ranks)
         self._retention = retention
         self._identity = identity
-        self._on_commit = on_commit
+        self._storage = storage
         self._may_remove = may_remove
         self._protected: set[int] = set()
         self._lock: DirectoryLock | None = None
@@ -238,21 +239,20 @@ class Commit:
         return sum(entry.size_bytes for entry in listing.files.values())
 
     def _after_commit(self, final: Path) -> None:
-        """Tell whoever asked, then remove what the new commit makes needless: large directories take their time.
+        """Hand it to the storage, then remove what the new commit makes needless: large directories take their time.
 
         The step is saved whatever happens here, so a failure is told and is none of the save.
         """
-        if self._on_commit is not None:
-            try:
-                self._on_commit(final)
-            except Exception as error:  # noqa: BLE001 - logged
-                _log.error("%s is saved, but what should follow failed: %s", final, describe(error))
+        try:
+            self._storage.publish(final)
+        except Exception as error:  # noqa: BLE001 - logged
+            _log.error("%s is saved, but what should follow failed: %s", final, describe(error))
         try:
             committed = {
                 entry.step: entry.manifest.metrics for entry in list_entries(self._directory) if entry.manifest
             }
             for step in self._retention.superseded(committed, self._protected):
-                if self._may_remove(step):
+                if self._may_remove(step) and self._storage.release(step):
                     durable.remove_directory(self._directory / f"step_{step}")
         except Exception as error:  # noqa: BLE001 - logged
             _log.error("%s is saved, but older ones could not be removed: %s", final, describe(error))

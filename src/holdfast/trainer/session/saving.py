@@ -12,10 +12,9 @@ from holdfast.shared.errors import CheckpointError, SaveError, Stopped, nearest
 from holdfast.shared.files.checkpoints import BestMetric
 from holdfast.shared.process.events import report
 from holdfast.shared.process.heartbeat import does
-from holdfast.shared.remote.uploader import CLOSE_S as UPLOAD_S
-from holdfast.shared.remote.uploader import Uploader
 from holdfast.trainer.checkpoints.checkpointer import Checkpointer
 from holdfast.trainer.checkpoints.commit import Attachment
+from holdfast.trainer.checkpoints.storage import LocalStorage, Storage
 from holdfast.trainer.mesh import Mesh, RankGroup
 from holdfast.trainer.session.stop import STOP_REQUEST, StopRequest
 
@@ -33,7 +32,7 @@ class Saver:
     Args:
         config: None where checkpoints are off: then nothing is saved and signals act as usual.
         committed: the step that the run was resumed from, which needs no saving; None for a fresh start.
-        uploader: on rank 0, where checkpoints are copied to a store.
+        storage: where committed steps are kept; unset: where they were committed.
     """
 
     def __init__(
@@ -44,19 +43,19 @@ class Saver:
         *,
         max_steps: int,
         committed: int | None,
-        uploader: Uploader | None = None,
+        storage: Storage | None = None,
         stop: StopRequest = STOP_REQUEST,
     ) -> None:
         self._checkpointer = checkpointer
         self._config = config
         self._mesh = mesh
         self._max_steps = max_steps
-        self._uploader = uploader
-        # While rank 0 uploads, the others wait, longer than for any other collective: an early end of one of them
-        # would be taken for the end of all.
-        self._uploads: RankGroup | None = None
-        if config is not None and config.dir is not None:
-            self._uploads = RankGroup(timeout_s=max(UPLOAD_S, config.grace_s) + _LONGER_S)
+        self._storage = storage or LocalStorage()
+        # While rank 0 waits for the storage, the others wait, longer than for any other collective: an early end of
+        # one of them would be taken for the end of all.
+        self._patient_ranks: RankGroup | None = None
+        if config is not None and self._storage.close_s:
+            self._patient_ranks = RankGroup(timeout_s=max(self._storage.close_s, config.grace_s) + _LONGER_S)
         self._stop = stop
         self._asked = 0
         self._is_time = False
@@ -90,7 +89,7 @@ class Saver:
         is_last = step == self._max_steps
         if is_last or self._is_time or (config.interval is not None and step % config.interval == 0):
             self._save(step, metrics, attachments, urgent=is_last)
-        self._check_uploads()
+        self._check_storage()
         self._poll()
         committed, self._committed = self._committed, []
         return committed
@@ -100,11 +99,10 @@ class Saver:
         self._committed += committed
         self._newest = max([self._newest, *committed])
 
-    def _check_uploads(self) -> None:
-        if self._uploader is None or self._config is None:
-            return
+    def _check_storage(self) -> None:
+        assert self._config is not None
         try:
-            self._uploader.poll()
+            self._storage.poll()
         except CheckpointError as error:
             if self._config.on_failure == "stop":
                 raise SaveError(str(error)) from error
@@ -156,7 +154,7 @@ class Saver:
                 is_in_time = self._checkpointer.wait(max(0.0, deadline - time.monotonic()))
         if not is_in_time:
             raise GraceOver(f"{name}: the checkpoint of step {step} was not written within {self._config.grace_s:g} s")
-        self._finish_uploads(max(0.0, deadline - time.monotonic()))
+        self._close_storage(max(0.0, deadline - time.monotonic()))
         self._checkpointer.close()
         stopped = Stopped(f"stopped by {name}: step {step} is saved" if step else f"stopped by {name} before step 1")
         stopped.exit_code = 128 + self._asked
@@ -178,12 +176,12 @@ class Saver:
             SaveError: one of them failed.
         """
         self._checkpointer.close()
-        self._finish_uploads(UPLOAD_S)
+        self._close_storage(self._storage.close_s)
 
-    def _finish_uploads(self, timeout_s: float) -> None:
-        """Wait on all ranks until rank 0 has uploaded what it can in time; its failure is every rank's."""
-        if self._uploads is None:
+    def _close_storage(self, timeout_s: float) -> None:
+        """Wait on all ranks until rank 0's storage has kept what it can in time; its failure is every rank's."""
+        if self._patient_ranks is None:
             return
         does("its wait for uploads", bound_s=timeout_s + 2 * _LONGER_S)
-        self._uploads.on_main(lambda: self._uploader.close(timeout_s) if self._uploader else None)
-        self._uploads.close()
+        self._patient_ranks.on_main(lambda: self._storage.close(timeout_s))
+        self._patient_ranks.close()

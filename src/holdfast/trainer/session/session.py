@@ -6,26 +6,16 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-import msgspec
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.shared.config import CkptConfig
-from holdfast.shared.config.fingerprint import fingerprint
-from holdfast.shared.config.load import to_toml
 from holdfast.shared.config.trainer import TrainedModelConfig, TrainingCommand
-from holdfast.shared.files import manifest
-from holdfast.shared.files.checkpoints import MODEL_DIR, NAMES_NAME, TRAINER_DIR, Retention
 from holdfast.shared.files.metrics import MetricsWriter
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.events import report
-from holdfast.shared.remote.checkpoints import RemoteCheckpoints
-from holdfast.shared.remote.uploader import Uploader
 from holdfast.trainer.checkpoints.checkpointer import Checkpointer
-from holdfast.trainer.checkpoints.commit import Identity
 from holdfast.trainer.checkpoints.plain_state import State
 from holdfast.trainer.checkpoints.random_state import seed_everything
 from holdfast.trainer.checkpoints.warm_start import load_weights_only
@@ -39,8 +29,8 @@ from holdfast.trainer.models.self_check import check_model
 from holdfast.trainer.models.tensor_layout import TensorLayout, names_in_files
 from holdfast.trainer.models.weight_publisher import WeightPublisher
 from holdfast.trainer.optim.optimizers import build_optimizer
+from holdfast.trainer.session.checkpointing import identity_of, make_checkpointer, open_storage, resume
 from holdfast.trainer.session.saving import GraceOver, Saver
-from holdfast.trainer.session.stop import STOP_REQUEST
 from holdfast.trainer.session.train_state import Progress, TrainState
 
 _LAST_SAVE_S = 60.0
@@ -142,39 +132,26 @@ def start_session(
     publisher = WeightPublisher(
         run_dir, policy, tokenizer, mesh, dtype=config.model.dtype, layout=layout, adapters=adapters
     )
-    uploads = _Uploads(run_dir, ckpt, older_weights) if ckpt and ckpt.dir and mesh.is_main else None
     metrics = MetricsWriter(run_dir.metrics) if mesh.is_main else None
-    checkpointer = Checkpointer(
-        run_dir.checkpoints,
+    storage = open_storage(config, run_dir, mesh, older_weights=older_weights)
+    checkpointer = make_checkpointer(
+        config,
+        run_dir,
         TrainState(policy, optimizer, progress, further),
-        save_async=ckpt.save_async if ckpt else False,
-        when_busy=ckpt.when_busy if ckpt else "wait",
-        on_failure=ckpt.on_failure if ckpt else "stop",
-        retention=Retention.of(ckpt),
-        seed=config.seed,
-        identity=_identity(config, run_dir, publisher, layout, data_fingerprint),
-        on_commit=uploads.submit if uploads else None,
-        before_commit=metrics.flush if metrics else lambda: None,
-        may_remove=uploads.may_remove if uploads else _is_unhurried,
-        collective_timeout_s=config.parallel.collective_timeout_s,
+        identity=identity_of(config, run_dir, publisher, layout, data_fingerprint),
+        storage=storage,
+        metrics=metrics,
         updated_by=[optimizer, *optimizers],
     )
     if isinstance(resume_step, int):
-        _resume(checkpointer, run_dir.checkpoint(resume_step), data_fingerprint, mesh)
+        resume(checkpointer, run_dir, resume_step, data_fingerprint=data_fingerprint, mesh=mesh)
         _log.info("resumed from step %d: %d samples trained", resume_step, progress.samples)
     check_model(policy, mesh, name=config.model.name, pack=pack, dtype=config.model.dtype)
     if ckpt is not None:
         checkpointer.reserve()
-    if uploads and isinstance(resume_step, int):
-        uploads.submit(run_dir.checkpoint(resume_step))  # if the store has it already, nothing is sent
-    saver = Saver(
-        checkpointer,
-        ckpt,
-        mesh,
-        max_steps=config.max_steps,
-        committed=progress.step,
-        uploader=uploads.uploader if uploads else None,
-    )
+    if isinstance(resume_step, int):
+        storage.publish(run_dir.checkpoint(resume_step))  # the attempt before may have ended in its upload
+    saver = Saver(checkpointer, ckpt, mesh, max_steps=config.max_steps, committed=progress.step, storage=storage)
     return Session(mesh, run_dir, policy, optimizer, progress, checkpointer, saver, publisher, metrics)
 
 
@@ -191,58 +168,3 @@ def _build_model(config: TrainingCommand, mesh: Mesh, build: Build[M]) -> tuple[
         tensors = trained_tensors(policy.hf_model)
         load_weights_only(tensors, weights_only, how="size", layout=layout)  # the launcher read every byte
     return policy, layout
-
-
-def _is_unhurried(_: int) -> bool:
-    """Whether there is time to remove a checkpoint: not when a signal has asked to stop."""
-    return not STOP_REQUEST.signal_number()
-
-
-class _Uploads:
-    """Sends each committed checkpoint to the configured store, with the weights that a resume of it needs."""
-
-    def __init__(self, run_dir: RunDir, config: CkptConfig, older_weights: int) -> None:
-        assert config.dir is not None
-        protected = {config.resume_step} if isinstance(config.resume_step, int) else set()
-        self._run_dir = run_dir
-        self._older_weights = older_weights
-        self.uploader = Uploader(
-            RemoteCheckpoints(config.dir),
-            retention=Retention.of(config),
-            protected=protected,
-            older_weights=older_weights,
-        )
-
-    def may_remove(self, step: int) -> bool:
-        """Whether retention may remove the checkpoint of `step` now: it is not being read, and nobody is in a hurry."""
-        return _is_unhurried(step) and self.uploader.release(step)
-
-    def submit(self, directory: Path) -> None:
-        """Have the committed checkpoint in `directory` uploaded."""
-        step = int(directory.name.removeprefix("step_"))
-        versions = range(max(0, step - self._older_weights), step)
-        weights = [self._run_dir.weights_of(version) for version in versions]
-        self.uploader.submit(directory, step, weights=[path for path in weights if path.exists()])
-
-
-def _identity(
-    config: TrainingCommand, run_dir: RunDir, publisher: WeightPublisher, layout: TensorLayout, data_fingerprint: str
-) -> Identity:
-    files = {f"{TRAINER_DIR}/config.toml": to_toml(config).encode()}
-    files |= {f"{MODEL_DIR}/{name}": content for name, content in publisher.config_files.items()}
-    if not layout.is_plain:
-        files[f"{MODEL_DIR}/{NAMES_NAME}"] = msgspec.json.encode(layout.names)
-    return Identity(run_dir.run_id(), data_fingerprint, fingerprint(config), files)
-
-
-def _resume(checkpointer: Checkpointer, directory: Path, data_fingerprint: str, mesh: Mesh) -> None:
-    """Load the step that the launcher has verified, byte for byte, before it started this process."""
-    step = int(directory.name.removeprefix("step_"))
-    report("loading checkpoint", step=step)
-    saved = manifest.read_manifest(directory)
-    checkpointer.load(step, verify="size")
-    if saved.fingerprints.data != data_fingerprint and mesh.is_main:
-        report(
-            f"WARNING: the training data are not those of step {step}: the position in them is kept, so samples may "
-            "be trained twice or never in this epoch"
-        )

@@ -19,9 +19,9 @@ from holdfast.shared.errors import SaveError, Stopped
 from holdfast.shared.files import manifest
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.heartbeat import does, start_heartbeat
-from holdfast.shared.remote.checkpoints import RemoteCheckpoints
-from holdfast.shared.remote.uploader import CLOSE_S, Uploader
+from holdfast.shared.remote.uploader import CLOSE_S
 from holdfast.trainer.checkpoints.checkpointer import Checkpointer
+from holdfast.trainer.checkpoints.storage import ObjectStorage
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.session import saving
 from holdfast.trainer.session import stop as stop_module
@@ -59,9 +59,9 @@ def test_the_wait_for_uploads_has_its_own_bound(tmp_path: Path, mesh: Mesh) -> N
     heartbeat = start_heartbeat()
     does("finishing", bound_s=1.0)
     checkpointer = Checkpointer(tmp_path / "here", {"counter": {"step": 0}})
-    uploader = Uploader(RemoteCheckpoints(f"file://{tmp_path / 'there'}"))
+    storage = ObjectStorage(f"file://{tmp_path / 'there'}")
     config = CkptConfig(dir=f"file://{tmp_path / 'there'}")
-    Saver(checkpointer, config, mesh, max_steps=MAX_STEPS, committed=None, uploader=uploader).close()
+    Saver(checkpointer, config, mesh, max_steps=MAX_STEPS, committed=None, storage=storage).close()
     assert heartbeat.beat.doing == "its wait for uploads" and (heartbeat.beat.bound_s or 0.0) > CLOSE_S
 
 
@@ -293,12 +293,13 @@ def test_an_upload_that_failed_for_good_stops_the_loop_or_is_logged(
     on_failure: str, start: Callable[..., Loop], run_dir: RunDir, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop = start(interval=1, on_failure=on_failure)
-    uploader = loop.saver._uploader = Uploader(RemoteCheckpoints(f"file://{tmp_path / 'there'}"))
+    storage = loop.saver._storage = ObjectStorage(f"file://{tmp_path / 'there'}")
+    uploader = storage._uploader
     loop.step()
     loop.settle()
     shard = next(run_dir.checkpoint(1).rglob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1])
-    uploader.submit(run_dir.checkpoint(1), 1)
+    storage.publish(run_dir.checkpoint(1))
     with uploader._changed:
         assert uploader._changed.wait_for(lambda: uploader._failure is not None, HANG_S)
     if on_failure == "stop":
@@ -307,7 +308,7 @@ def test_an_upload_that_failed_for_good_stops_the_loop_or_is_logged(
     else:
         assert loop.step() is not None and ".distcp is damaged" in caplog.text
     loop.settle()
-    uploader.close()
+    storage.close(HANG_S)
 
 
 def test_a_failed_save_stops_the_loop_at_the_next_step_or_is_logged(

@@ -1,0 +1,63 @@
+"""Where committed steps are kept: here alone, or in an object store besides, for any loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.shared.errors import CheckpointError
+from holdfast.shared.files.checkpoints import Retention
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.remote.checkpoints import RemoteCheckpoints
+from holdfast.trainer.checkpoints.checkpointer import Checkpointer
+from holdfast.trainer.checkpoints.storage import LocalStorage, ObjectStorage
+from tests.checkpoint_files import write_checkpoint, write_weights
+from tests.processes import HANG_S
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "run")
+    made.create()
+    return made
+
+
+def test_a_loop_of_ones_own_keeps_its_steps_in_a_store(tmp_path: Path) -> None:
+    storage = ObjectStorage(f"file://{tmp_path / 'there'}", retention=Retention(keep=2))
+    with Checkpointer(tmp_path / "here", {"progress": {"step": 0}}, storage=storage) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step)
+    storage.close(HANG_S)
+    assert RemoteCheckpoints(f"file://{tmp_path / 'there'}").steps() == [2, 3]
+
+
+def test_a_step_takes_the_weights_along_that_a_resume_needs(tmp_path: Path, run_dir: RunDir) -> None:
+    storage = ObjectStorage(f"file://{tmp_path / 'there'}", older_weights=2, weights_of=run_dir.weights_of)
+    for version in (0, 3, 4):
+        write_weights(run_dir, version)
+    storage.publish(write_checkpoint(run_dir, 4))
+    storage.close(HANG_S)
+    there = RemoteCheckpoints(f"file://{tmp_path / 'there'}")
+    assert there.steps() == [4]
+    found = [version for version in range(6) if there.download_weights(version, tmp_path / f"weights_{version}")]
+    assert found == [3], "of the two before it, version 2 was never published"
+
+
+def test_what_a_store_has_refused_is_told_once(tmp_path: Path, run_dir: RunDir) -> None:
+    storage = ObjectStorage(f"file://{tmp_path / 'there'}")
+    directory = write_checkpoint(run_dir, 1)
+    file = next(path for path in directory.rglob("*") if path.is_file() and path.name != "manifest.json")
+    file.write_bytes(file.read_bytes() + b"x")
+    storage.publish(directory)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        storage.close(HANG_S)
+    storage.poll()
+
+
+def test_steps_that_stay_where_they_are_can_be_removed_at_any_time(tmp_path: Path) -> None:
+    storage = LocalStorage()
+    storage.publish(tmp_path)
+    storage.poll()
+    storage.close(0.0)
+    assert storage.release(1) and not storage.close_s
