@@ -1,1 +1,1 @@
-"""The trainer: FSDP2 training programs (`sft.py`, `rl.py`) and the parts they are made of."""
+"""The trainer: `launch` forks one process for every rank, and each runs a program of `programs`."""
