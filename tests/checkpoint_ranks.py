@@ -33,7 +33,7 @@ from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.session.saving import Saver
 from holdfast.trainer.session.stop import StopRequest
 from tests.processes import HANG_S
-from tests.train_states import ToldStorage, copied, held_writes, same
+from tests.train_states import NotifyingStorage, copied, held_writes, same
 from tests.two_ranks import run_on_two_ranks
 
 Objects = dict[str, Any]
@@ -195,7 +195,7 @@ class Scenarios:
             if path.name == "step_1":
                 released.wait(HANG_S)
 
-        checkpointer = Checkpointer(place, objects, when_busy="skip", storage=ToldStorage(linger))
+        checkpointer = Checkpointer(place, objects, when_busy="skip", storage=NotifyingStorage(linger))
         checkpointer.save(1)
         if self.rank == 1:
             checkpointer.wait()

@@ -115,12 +115,12 @@ def held_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldWrites]:
             held.release()
 
 
-class ToldStorage(LocalStorage):
-    """Tells of every committed step, from the thread that commits."""
+class NotifyingStorage(LocalStorage):
+    """Calls `notify` with the directory of every committed step, from the thread that commits."""
 
-    def __init__(self, tell: Callable[[Path], object]) -> None:
+    def __init__(self, notify: Callable[[Path], object]) -> None:
         super().__init__()
-        self._tell = tell
+        self._notify = notify
 
     def publish(self, directory: Path) -> None:
-        self._tell(directory)
+        self._notify(directory)

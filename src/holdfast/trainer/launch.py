@@ -74,8 +74,8 @@ def _run_rank(module: ModuleType, config: Any) -> None:
     try:
         module.run(config)
     except Exception as error:
-        is_told = isinstance(error, HoldfastError) and not isinstance(error, RankLost)
-        if config.parallel.num_ranks > 1 and not is_told and not is_storage_failure(error):
+        is_explained = isinstance(error, HoldfastError) and not isinstance(error, RankLost)
+        if config.parallel.num_ranks > 1 and not is_explained and not is_storage_failure(error):
             deadline = time.monotonic() + _DEAD_RANK_S
             while not STOP_REQUEST.signal_number() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)

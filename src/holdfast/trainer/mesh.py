@@ -154,10 +154,10 @@ class RankGroup:
         result, failure = None, None
         try:
             result = action()
-        except Exception as caught:  # noqa: BLE001 - told to all ranks, and raised on each of them
+        except Exception as caught:  # noqa: BLE001 - reported to all ranks, and raised on each of them
             failure = caught
-        told = (describe(failure), is_storage_failure(failure)) if failure is not None else None
-        failed = {rank: reason for rank, reason in enumerate(self.all_gather(told)) if reason is not None}
+        reason = (describe(failure), is_storage_failure(failure)) if failure is not None else None
+        failed = {rank: found for rank, found in enumerate(self.all_gather(reason)) if found is not None}
         if failed:
             reasons = [f"rank {rank}: {reason}" for rank, (reason, _) in failed.items()]
             raised = error(failed[0][0] if set(failed) == {0} else "; ".join(reasons))

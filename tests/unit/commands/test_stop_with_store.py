@@ -21,7 +21,7 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.heartbeat import HEARTBEAT_ENV
 from holdfast.trainer.checkpoints.checkpointer import Checkpointer
 from tests.checkpoint_files import write_checkpoint
-from tests.train_states import ToldStorage
+from tests.train_states import NotifyingStorage
 
 # Saves its step here at once, and then goes on "uploading" as its argument says.
 TRAINER = """
@@ -88,7 +88,7 @@ def test_what_is_to_follow_a_commit_follows_before_anything_is_removed(
         {"counter": {"step": 0}},
         save_async=False,
         retention=Retention(keep=1),
-        storage=ToldStorage(lambda path: happened.append(f"+ {path.name}")),
+        storage=NotifyingStorage(lambda path: happened.append(f"+ {path.name}")),
     )
     with checkpointer:
         for step in (1, 2):

@@ -112,9 +112,9 @@ class Checkpointer:
         self._hooks = [optimizer.register_step_pre_hook(self._before_update) for optimizer in updated_by]
         self._thread: threading.Thread | None = None
         self._in_flight: int | None = None
-        self._settling = threading.Lock()
+        self._results_lock = threading.Lock()
         self._failure: Exception | None = None
-        self._unmended: Exception | None = None  # of the newest save, for as long as no later one commits
+        self._newest_failure: Exception | None = None  # of the newest save, for as long as no later one commits
         self._committed: list[int] = []
 
     def __enter__(self) -> Checkpointer:
@@ -158,7 +158,7 @@ class Checkpointer:
             started = time.perf_counter()
             self.wait()
             _log.warning("waited %.1f s for the save before step %d", time.perf_counter() - started, step)
-        self._settle()
+        self._collect_result()
         # The main rank writes the attachments; others need not make their content.
         written = attachments if self._control.is_main else None
         snapshot = Snapshot.of(self._state, step, metrics=metrics, attachments=written)
@@ -177,7 +177,7 @@ class Checkpointer:
             self._thread.start()
         else:
             self._write(lambda: self._commit.write(snapshot, tensors), step)
-            self._settle()
+            self._collect_result()
         return True
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -201,11 +201,11 @@ class Checkpointer:
             else:  # such as torch's CheckpointException
                 failure = SaveError(f"the checkpoint of step {step} could not be saved: {describe(error)}")
                 failure.__cause__ = error
-            with self._settling:
-                self._failure = self._unmended = failure
+            with self._results_lock:
+                self._failure = self._newest_failure = failure
         else:
-            with self._settling:
-                self._unmended = None
+            with self._results_lock:
+                self._newest_failure = None
                 self._committed.append(step)
         finally:
             self._staged.set()
@@ -220,17 +220,17 @@ class Checkpointer:
         Raises:
             SaveError: a save failed since the last call, and `on_failure` is `stop`.
         """
-        self._settle()
-        with self._settling:
+        self._collect_result()
+        with self._results_lock:
             committed, self._committed = self._committed, []
         return committed
 
-    def _settle(self) -> None:
-        """Take note of a save that has ended; the steps committed are left for `poll` to tell."""
+    def _collect_result(self) -> None:
+        """Take note of a save that has ended; the steps committed are left for `poll` to return."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
             self._in_flight = None
-        with self._settling:
+        with self._results_lock:
             failure, self._failure = self._failure, None
         if failure is not None:
             if self._on_failure == "stop" or isinstance(failure, RankLost):
@@ -259,18 +259,18 @@ class Checkpointer:
         for hook in self._hooks:
             hook.remove()
         try:
-            self._settle()
+            self._collect_result()
         finally:
             self._commit.close()
             self._control.close()
-        if self._unmended is not None:
-            raise self._unmended
+        if self._newest_failure is not None:
+            raise self._newest_failure
 
     def load(self, step: int | Literal["latest", "auto"] = "latest", *, verify: Verification = "full") -> int:
         """Restore the state from the checkpoint of `step`; return its step.
 
         Args:
-            step: a number; `latest`, the newest intact one (damaged ones are skipped, out loud); `auto`,
+            step: a number; `latest`, the newest intact one (damaged ones are skipped with a warning); `auto`,
                 the same, or 0 and an untouched state where there is none.
             verify: what is checked before a byte is used: every byte, or sizes only.
 

@@ -122,7 +122,7 @@ class Commit:
         """Never remove the checkpoint of `step`: the run was resumed from it."""
         self._protected.add(step)
 
-    def _settle_in(self, final: Path, *, alone: bool) -> None:
+    def _claim_directory(self, final: Path, *, alone: bool) -> None:
         """Before the first save, take the directory for this process, and clear what a dead one left in it.
 
         Args:
@@ -164,7 +164,7 @@ class Commit:
         try:
             staged = self._ranks.together(lambda: stage(tensors))
             self._check_same_step(snapshot.step)
-            self._ranks.on_main(lambda: self._settle_in(final, alone=name is None))
+            self._ranks.on_main(lambda: self._claim_directory(final, alone=name is None))
             is_ours = True
             self._ranks.on_main(lambda: _make_empty(temporary))
             trainer_dir = temporary / TRAINER_DIR
@@ -241,7 +241,7 @@ class Commit:
     def _after_commit(self, final: Path) -> None:
         """Hand it to the storage, then remove what the new commit makes needless: large directories take their time.
 
-        The step is saved whatever happens here, so a failure is told and is none of the save.
+        The step is saved whatever happens here, so a failure is logged and is none of the save.
         """
         try:
             self._storage.publish(final)

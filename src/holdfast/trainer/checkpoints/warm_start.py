@@ -156,7 +156,7 @@ def _match(tensors: Mapping[str, Tensor], source: Source, prefixes: tuple[str, .
         if embedding in missing:
             missing.remove(embedding)
             names[embedding] = f"{prefix}{head}"
-        elif not _hold_the_same(source, f"{prefix}{embedding}", f"{prefix}{head}", tensors[embedding]):
+        elif not _are_equal(source, f"{prefix}{embedding}", f"{prefix}{head}", tensors[embedding]):
             raise CheckpointError(
                 f"{what} does not fit this model: {head} differs from {embedding} there, and this model has one "
                 "tensor for both. Set tie_word_embeddings to false in the config.json of --model.name."
@@ -198,7 +198,7 @@ def _check_shapes(tensors: Mapping[str, Tensor], there: Mapping[str, Found], wha
         raise CheckpointError(f"{what} does not fit this model: {'; '.join(wrong[:3])}{more}")
 
 
-def _hold_the_same(source: Source, first: str, second: str, like: Tensor) -> bool:
+def _are_equal(source: Source, first: str, second: str, like: Tensor) -> bool:
     """Whether two tensors of the source are equal, in the part of them that this rank would hold."""
     if source.found[first] != source.found[second]:
         return False

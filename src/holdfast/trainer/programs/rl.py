@@ -113,7 +113,7 @@ def _train(
         with stopwatch.phase("checkpoint"):
             committed = saver.after_step(step, metrics, ledger.attachments() | parts.attachments())
         kept = _prune_batches(session, config.journal) if committed else kept
-        session.publisher.prune(_needed_weights([*kept, *saver.unsettled(), step], config.async_level))
+        session.publisher.prune(_needed_weights([*kept, *saver.in_flight(), step], config.async_level))
 
     does("finishing", bound_s=config.save_timeout_s)
     saver.wait()

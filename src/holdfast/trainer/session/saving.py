@@ -59,7 +59,7 @@ class Saver:
         self._stop = stop
         self._asked = 0
         self._is_time = False
-        self._has_said_best = False
+        self._has_warned_of_best = False
         self._committed: list[int] = []
         self._newest = committed or 0
         self._last_save_time = time.monotonic()
@@ -118,15 +118,15 @@ class Saver:
 
     def _check_best(self, step: int, metrics: Mapping[str, float]) -> None:
         """Say once that a checkpoint lacks the metric that would make it the best: it may be misspelt."""
-        if self._config is None or self._config.keep_best is None or self._has_said_best:
+        if self._config is None or self._config.keep_best is None or self._has_warned_of_best:
             return
         name = BestMetric.parse(self._config.keep_best).name
         if name not in metrics and self._mesh.is_main:
             similar = nearest(name, metrics)
             report(f"WARNING: step {step} has no metric '{name}' (ckpt.keep_best) to be the best by.{similar}")
-            self._has_said_best = True
+            self._has_warned_of_best = True
 
-    def unsettled(self) -> list[int]:
+    def in_flight(self) -> list[int]:
         """Steps whose save is not known to have ended."""
         return [self._checkpointer.in_flight] if self._checkpointer.in_flight is not None else []
 

@@ -81,7 +81,7 @@ class TrainState(State):
     def restore(self, values: dict[str, Any]) -> None:
         """Take over the counters of a checkpoint, and the values of the parts.
 
-        A part that the checkpoint knows nothing of keeps its initial values, out loud; and so it says
+        A part that the checkpoint knows nothing of keeps its initial values, with a warning; another says
         what the checkpoint holds besides.
         """
         counters = {name: value for name, value in values.items() if name in Progress.__struct_fields__}

@@ -20,7 +20,7 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.trainer import mesh
 from holdfast.trainer.checkpoints import commit, dcp
 from holdfast.trainer.checkpoints.checkpointer import Checkpointer
-from tests.train_states import MakeState, ToldStorage, train
+from tests.train_states import MakeState, NotifyingStorage, train
 
 both = pytest.mark.parametrize("save_async", [False, True], ids=["sync", "async"])
 
@@ -168,7 +168,11 @@ def test_what_fails_after_the_commit_does_not_undo_it(
     if what == "removing":
         monkeypatch.setattr(durable, "remove_directory", fails)
     checkpointer = Checkpointer(
-        run_dir.checkpoints, make_state(), save_async=save_async, retention=Retention(keep=1), storage=ToldStorage(tell)
+        run_dir.checkpoints,
+        make_state(),
+        save_async=save_async,
+        retention=Retention(keep=1),
+        storage=NotifyingStorage(tell),
     )
     committed: list[int] = []
     for step in (0, 1):

@@ -128,7 +128,7 @@ def test_every_commit_is_told_when_the_next_save_comes_before_the_next_poll(star
     told = loop.step()
     loop.settle()
     told += loop.step()  # saves step 2, by which the save of step 1 has ended
-    assert loop.saver.unsettled() in ([2], [])
+    assert loop.saver.in_flight() in ([2], [])
     loop.settle()
     told += loop.step()
     loop.settle()

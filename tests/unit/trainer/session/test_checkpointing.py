@@ -1,0 +1,32 @@
+"""Where a run keeps its steps, by `ckpt.dir` and rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.shared.config import SftConfig
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.trainer.checkpoints.storage import LocalStorage, ObjectStorage
+from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.session.checkpointing import open_storage
+from tests.processes import HANG_S
+
+
+@pytest.mark.parametrize("ckpt", [None, {}])
+def test_without_a_store_steps_stay_where_they_are(ckpt: dict[str, Any] | None, tmp_path: Path, mesh: Mesh) -> None:
+    config = SftConfig.model_validate({"output_dir": str(tmp_path), "max_steps": 1, "ckpt": ckpt})
+    storage = open_storage(config, RunDir(tmp_path), mesh, older_weights=0)
+    assert isinstance(storage, LocalStorage) and storage.close_s == 0
+
+
+def test_rank_0_alone_writes_to_a_store_and_all_wait_for_it_as_long(tmp_path: Path, mesh: Mesh) -> None:
+    ckpt = {"dir": f"file://{tmp_path / 'there'}", "resume_step": 4}
+    config = SftConfig.model_validate({"output_dir": str(tmp_path), "max_steps": 1, "ckpt": ckpt})
+    main, other = (open_storage(config, RunDir(tmp_path), replace(mesh, rank=rank), older_weights=0) for rank in (0, 1))
+    assert isinstance(main, ObjectStorage) and isinstance(other, LocalStorage)
+    assert main.close_s == other.close_s > 0
+    main.close(HANG_S)
