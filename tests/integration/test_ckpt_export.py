@@ -21,8 +21,9 @@ from holdfast.shared.errors import CheckpointError, SaveError
 from holdfast.shared.files import manifest
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.trainer.checkpoints.warm_start import load_weights_only
+from holdfast.trainer.conversion.exporting import export
 from holdfast.trainer.conversion.importing import import_weights
-from holdfast.trainer.conversion.writing import Export, export
+from holdfast.trainer.conversion.writing import Export
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import build_policy
 from holdfast.trainer.models.pretrained import trained_tensors

@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from holdfast.shared.files.run_dir import RunDir
+from holdfast.trainer.conversion.exporting import export
 from holdfast.trainer.conversion.importing import import_weights
 from holdfast.trainer.conversion.reading import TensorReader
-from holdfast.trainer.conversion.writing import Export, export
+from holdfast.trainer.conversion.writing import Export
 from tests.conftest import ModelFactory
 from tests.training_runs import run_sft
 

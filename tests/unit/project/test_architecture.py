@@ -16,6 +16,10 @@ def test_the_page_is_what_contracts_imports_and_docstrings_say() -> None:
     assert text == architecture.page_with(text), "write it anew: uv run python -m tests.architecture"
 
 
+def test_every_import_between_rooms_leads_down() -> None:
+    assert not [arrow for house in architecture.houses() for arrow in house.upward()]
+
+
 def test_an_import_that_leads_up_or_sideways_is_noticed() -> None:
     house = House("x", [["a"], ["b", "c"]], {"a": ["b"], "b": ["c"], "c": ["a"]})
     assert house.upward() == ["x: b imports c", "x: c imports a"]

@@ -41,8 +41,8 @@ def export(
     verified(directory)
     with tensor_work("reading and writing tensors"):
         with heavy_imports():
-            from holdfast.trainer.conversion import writing
-        written = writing.export(writing.Export(directory, to.absolute(), dtype, max_shard_size, model, base))
+            from holdfast.trainer.conversion import exporting, writing
+        written = exporting.export(writing.Export(directory, to.absolute(), dtype, max_shard_size, model, base))
     return _report(written)
 
 

@@ -16,9 +16,10 @@ from holdfast.commands.ckpt.comparing import _drift, _setting_lines, _tensor_lin
 from holdfast.shared.errors import CheckpointError, SaveError
 from holdfast.shared.files import manifest
 from holdfast.shared.files.manifest import Manifest
+from holdfast.trainer.conversion.exporting import export
 from holdfast.trainer.conversion.importing import import_weights
 from holdfast.trainer.conversion.reading import Group, TensorReader, compare, describe
-from holdfast.trainer.conversion.writing import Export, export, new_directory
+from holdfast.trainer.conversion.writing import Export, new_directory
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.hf_files import SafetensorsWriter
 

@@ -25,8 +25,9 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.trainer.checkpoints.checkpointer import Checkpointer
 from holdfast.trainer.checkpoints.commit import Identity
 from holdfast.trainer.checkpoints.warm_start import load_weights_only
+from holdfast.trainer.conversion.exporting import export
 from holdfast.trainer.conversion.importing import import_weights
-from holdfast.trainer.conversion.writing import Export, export
+from holdfast.trainer.conversion.writing import Export
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models import hf_files
 from holdfast.trainer.models.lora import Adapters
