@@ -125,7 +125,7 @@ def model(tiny_model: ModelFactory) -> Path:
 
 
 # Ours, and the settings of TRL that mean the same.
-LOSSES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+POLICY_LOSSES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"type": "grpo"}, {"loss_type": "grpo"}),
     ({"type": "grpo", "dual_clip": 1.3}, {"loss_type": "grpo", "delta": 1.3}),
     ({"type": "grpo", "clip_low": 0.1, "clip_high": 0.5}, {"loss_type": "grpo", "epsilon": 0.1, "epsilon_high": 0.5}),
@@ -142,7 +142,9 @@ LOSSES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("our_settings", "trl_settings"), LOSSES, ids=lambda value: "-".join(map(str, value.values())))
+@pytest.mark.parametrize(
+    ("our_settings", "trl_settings"), POLICY_LOSSES, ids=lambda value: "-".join(map(str, value.values()))
+)
 def test_losses_gradients_and_clip_fractions_are_those_of_trl(
     our_settings: dict[str, Any], trl_settings: dict[str, Any], trl_trainers: ModuleType, model: Path, tmp_path: Path
 ) -> None:

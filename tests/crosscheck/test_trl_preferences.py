@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from holdfast.shared.config.dpo import PreferenceLossConfig
 from holdfast.shared.config.reward_training import RewardLossConfig
-from holdfast.trainer.preferences.losses import PairLogprobs, PairLosses, kto_loss, preference_loss, sequence_sums
+from holdfast.trainer.preferences.losses import PairLogprobs, PairLosses, build_preference_loss, kto_loss, sequence_sums
 from holdfast.trainer.preferences.reward_loss import reward_loss
 from tests.conftest import ModelFactory
 
@@ -90,7 +90,7 @@ def answers(pair_lengths: list[tuple[int, int]], *, prompt_tokens: int = 3) -> A
 
 
 def ours(pairs: PairLogprobs, **settings: Any) -> PairLosses:
-    return preference_loss(PreferenceLossConfig.model_validate(settings))(pairs)
+    return build_preference_loss(PreferenceLossConfig.model_validate(settings))(pairs)
 
 
 def assert_same_loss_and_gradient(theirs: Tensor, mine: Tensor, model: PreTrainedModel, *, rtol: float = 1e-9) -> None:

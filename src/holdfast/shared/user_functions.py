@@ -1,4 +1,4 @@
-"""Functions of the user that a setting names as `module:function`: losses and advantages."""
+"""Functions that a setting names: losses and advantages, the user's as `module:function` and built-in ones."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 from holdfast.shared.errors import ConfigError, TrainingError, nearest
@@ -27,6 +28,12 @@ def check_name(name: str, built_in: Iterable[str]) -> str:
         f"there is no '{name}'.{nearest(name, allowed)} Allowed: {', '.join(allowed)}, "
         "or 'module:function' for one of your own"
     )
+
+
+def load_built_in(function: str, *, package: str) -> Callable[..., Any]:
+    """Return the function that a table of `holdfast.shared.config.registry` names as `module:function` in `package`."""
+    module_name, _, function_name = function.partition(":")
+    return getattr(import_module(f"{package}.{module_name}"), function_name)
 
 
 def load_function(name: str, *, key: str) -> Callable[..., Any]:

@@ -11,9 +11,9 @@ import pytest
 
 from holdfast.commands.launcher.launch import launch_rl
 from holdfast.shared.config import RlConfig, SftConfig, TrainerConfig
-from holdfast.shared.config.advantages import GROUP_ADVANTAGES, SINGLE_ADVANTAGES
 from holdfast.shared.config.load import parse_command_line, read_toml, to_toml
 from holdfast.shared.config.orchestrator import OrchestratorConfig
+from holdfast.shared.config.registry import GROUP_ADVANTAGES, SINGLE_ADVANTAGES
 from holdfast.shared.config.reward_training import RewardTrainingConfig
 from holdfast.shared.config.rl import hand_down_shared
 from holdfast.shared.config.trainer import PolicyOptimConfig

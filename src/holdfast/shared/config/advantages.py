@@ -1,4 +1,4 @@
-"""Which advantages `rl` has, what each of them needs, and what it cannot be combined with."""
+"""What the advantages of `rl` cannot be combined with. Which there are: `holdfast.shared.config.registry`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,10 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from holdfast.shared.config.base import Section
+from holdfast.shared.config.registry import MODEL_ADVANTAGES, REWARD_ADVANTAGES
 
 if TYPE_CHECKING:
     from holdfast.shared.config.rl_trainer import TrainerConfig
-
-GROUP_ADVANTAGES = ("dr_grpo", "grpo", "rloo", "max_rl", "opo", "pass_at_k", "gdpo", "online_dpo",
-                    "reinforce_pp_baseline")  # fmt: skip
-"""Advantages that compare the rollouts of one problem with one another, and need two of them at least."""
-ADVANTAGES = (*GROUP_ADVANTAGES, "reinforce_pp")
-"""All that are computed from what the rollouts of a batch earned."""
-TOKEN_ADVANTAGES = ("gae", "distillation")
-"""Advantages that need a model beside the policy."""
-SINGLE_ADVANTAGES = ("reinforce_pp", *TOKEN_ADVANTAGES)
-"""Those for which one rollout of a problem is enough."""
 
 
 class EnvironmentTrainingConfig(Section):
@@ -40,10 +31,10 @@ def check_advantages(config: TrainerConfig) -> None:
         ValueError: says which, why, and what to change.
     """
     used = set(config.advantages)
-    if needless := sorted(used & set(TOKEN_ADVANTAGES)) if config.environments else []:
+    if needless := sorted(used & set(MODEL_ADVANTAGES)) if config.environments else []:
         raise ValueError(
             f"environments chooses among advantages that are computed from rewards, and '{needless[0]}' needs a model: "
-            f"leave environments out, or take one of {', '.join(ADVANTAGES)} or your own"
+            f"leave environments out, or take one of {', '.join(REWARD_ADVANTAGES)} or your own"
         )
     if (config.advantage_k is not None) != ("pass_at_k" in used):
         missing = "set advantage_k" if config.advantage_k is None else "set advantage, or leave advantage_k out"

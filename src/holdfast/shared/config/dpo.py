@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from holdfast.shared.config.base import Section
+from holdfast.shared.config.registry import PREFERENCE_LOSSES
 from holdfast.shared.config.trainer import PolicyOptimConfig, SftDataConfig, TrainingCommand
+from holdfast.shared.errors import nearest
 
-_HAS_REFERENCE = ("dpo", "ipo", "ipo_sum", "hinge", "robust", "apo_zero", "apo_down", "kto")
-_CAN_SMOOTH = ("dpo", "robust")
+_HAS_REFERENCE = tuple(name for name, one in PREFERENCE_LOSSES.items() if one.has_reference)
 
 
 class PreferenceLossConfig(Section):
     """The preference loss: which one, and its settings."""
 
-    type: Literal["dpo", "ipo", "ipo_sum", "hinge", "robust", "apo_zero", "apo_down", "simpo", "orpo", "kto"] = "dpo"
-    """`dpo` (Rafailov et al. 2023), `ipo` (Azar et al. 2023, by the mean log-ratio of an answer's tokens) or `ipo_sum`
-    (by their sum), `hinge` (Zhao et al. 2023), `robust` (Chowdhury et al. 2024), `apo_zero` or `apo_down`
-    (D'Oosterlinck et al. 2024), `simpo` (Meng et al. 2024), `orpo` (Hong et al. 2024); `kto` (Ethayarajh et al. 2024),
-    which takes answers that are labelled one by one as well."""
+    type: str = Field(
+        default="dpo",
+        description=", ".join(f"`{name}` ({one.source})" for name, one in PREFERENCE_LOSSES.items()) + ".",
+    )
 
     beta: float | None = Field(default=None, gt=0)
     """With a reference: strength of the tie to it; `simpo`: scale of the reward; `orpo`: weight of the
@@ -56,14 +56,23 @@ class PreferenceLossConfig(Section):
     """Directory or hub name of the reference, a model with the policy's tokenizer; unset: the weights
     that the run starts with. It must not change while the run goes on."""
 
+    @field_validator("type")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in PREFERENCE_LOSSES:
+            allowed = ", ".join(PREFERENCE_LOSSES)
+            raise ValueError(f"there is no '{name}'.{nearest(name, PREFERENCE_LOSSES)} Allowed: {allowed}")
+        return name
+
     @model_validator(mode="after")
     def _settle(self) -> PreferenceLossConfig:
         """Refuse what the loss does not know, and fill in what is unset."""
-        if self.label_smoothing and self.type not in _CAN_SMOOTH:
+        built_in = PREFERENCE_LOSSES[self.type]
+        if self.label_smoothing and not built_in.can_smooth:
             raise ValueError(
                 f"label_smoothing = {self.label_smoothing} is for type = dpo and robust, got type = {self.type}"
             )
-        if self.margin is not None and self.type != "simpo":
+        if self.margin is not None and built_in.margin is None:
             raise ValueError(f"margin = {self.margin} is for type = simpo, got type = {self.type}")
         if self.odpo_alpha and (self.type != "dpo" or self.label_smoothing):
             raise ValueError(
@@ -82,21 +91,21 @@ class PreferenceLossConfig(Section):
             )
         if self.type == "kto" and self.reference == "none":
             raise ValueError("reference = none is for other types than kto, which compares with a divergence from it")
-        if self.reference == "precomputed" and self.type not in _HAS_REFERENCE:
+        if self.reference == "precomputed" and not built_in.has_reference:
             raise ValueError(
                 f"reference = precomputed is for {', '.join(_HAS_REFERENCE)}; {self.type} has no reference"
             )
-        if self.reference_model is not None and (self.reference == "none" or self.type not in _HAS_REFERENCE):
+        if self.reference_model is not None and (self.reference == "none" or not built_in.has_reference):
             raise ValueError(
                 f"reference_model = '{self.reference_model}' has no use with type = {self.type} and reference = "
                 f"{self.reference or 'none'}: leave it out"
             )
         if self.beta is None:
-            self.beta = 2.0 if self.type == "simpo" else 0.1
-        if self.margin is None and self.type == "simpo":
-            self.margin = 0.5
+            self.beta = built_in.beta
+        if self.margin is None:
+            self.margin = built_in.margin
         if self.reference is None:
-            self.reference = "precomputed" if self.type in _HAS_REFERENCE else "none"
+            self.reference = "precomputed" if built_in.has_reference else "none"
         return self
 
     @property

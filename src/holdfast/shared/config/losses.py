@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from holdfast.shared.config.base import Section
+from holdfast.shared.config.registry import POLICY_LOSSES
 from holdfast.shared.user_functions import check_name
 
 _MASK_BOUNDS: dict[str, tuple[float, float]] = {
@@ -105,7 +106,7 @@ class CovarianceConfig(Section):
         Raises:
             ValueError: a setting has no effect, or no covariance is between the bounds.
         """
-        defaults = _COVARIANCE.get(kind, {})
+        defaults = POLICY_LOSSES[kind].covariance if kind in POLICY_LOSSES else {}
         for name in ("share", "low", "high", "coef"):
             if getattr(self, name) is not None and name not in defaults:
                 raise ValueError(f"covariance.{name} has no effect with type = '{kind}': leave it out")
@@ -116,35 +117,14 @@ class CovarianceConfig(Section):
         return filled
 
 
-_COVARIANCE: dict[str, dict[str, float]] = {
-    "clip_cov": {"share": 2e-4, "low": 1.0, "high": 5.0},
-    "kl_cov": {"share": 2e-4, "coef": 1.0},
-}
-
-
-LOSSES: dict[str, dict[str, Any]] = {
-    "grpo": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "aggregation": "sequence", "ratio_to": "sampler"},
-    "dr_grpo": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "aggregation": "constant", "ratio_to": "sampler"},
-    "dapo": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "aggregation": "token", "ratio_to": "sampler"},
-    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 3.0, "aggregation": "sequence", "ratio_to": "old"},
-    "gspo_token": {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 3.0, "aggregation": "sequence", "ratio_to": "old"},
-    "clip_cov": {"clip_low": 1.0, "clip_high": 1.0, "dual_clip": 3.0, "aggregation": "token", "ratio_to": "sampler"},
-    "kl_cov": {"clip_low": 1.0, "clip_high": 1.0, "dual_clip": 3.0, "aggregation": "token", "ratio_to": "sampler"},
-    "cispo": {"clip_low": 1.0, "clip_high": 4.0, "aggregation": "token", "ratio_to": "sampler"},
-    "dppo": {"clip_low": 0.2, "clip_high": 0.2, "ratio_max": 20.0, "aggregation": "token", "ratio_to": "sampler"},
-    "ppo": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "aggregation": "token", "ratio_to": "sampler"},
-    "policy_gradient": {"ratio_max": 20.0, "aggregation": "token", "ratio_to": "sampler"},
-    "sft": {"aggregation": "token"},
-}
-"""The defaults of each loss; docs/losses.md says where they are from."""
-
-
 class PolicyLossConfig(Section):
     """The policy loss by name, see docs/losses.md. What is unset takes the default of that loss."""
 
-    type: str = "dapo"
-    """`grpo`, `dr_grpo`, `dapo`, `gspo`, `gspo_token`, `clip_cov`, `kl_cov`, `cispo`, `dppo`, `ppo`,
-    `policy_gradient`, `sft` (no advantages: every rollout is a demonstration), or `module:function` of your own."""
+    type: str = Field(
+        default="dapo",
+        description=f"{', '.join(f'`{name}`' for name in POLICY_LOSSES)} (no advantages: every rollout is a "
+        "demonstration), or `module:function` of your own.",
+    )
 
     clip_low: float | None = Field(default=None, ge=0, le=1)
     """The importance ratio is clipped below at 1 - clip_low; 1: never. `dppo`: what a token's probability may fall.
@@ -193,11 +173,11 @@ class PolicyLossConfig(Section):
     @field_validator("type")
     @classmethod
     def _known(cls, name: str) -> str:
-        return check_name(name, LOSSES)
+        return check_name(name, POLICY_LOSSES)
 
     @model_validator(mode="after")
     def _with_defaults(self) -> PolicyLossConfig:
-        defaults = LOSSES.get(self.type, {})
+        defaults = POLICY_LOSSES[self.type].defaults if self.type in POLICY_LOSSES else {}
         self._settle_ratio(defaults)
         self.covariance = self.covariance.filled(self.type)
         for name in ("clip_low", "clip_high", "dual_clip", "ratio_max", "ratio_to", "aggregation"):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.shared.config.advantages import SINGLE_ADVANTAGES
 from holdfast.shared.config.orchestrator import OrchestratorConfig
+from holdfast.shared.config.registry import SINGLE_ADVANTAGES
 from holdfast.shared.config.rl_trainer import TrainerConfig
 from holdfast.shared.errors import ConfigError, nearest
 

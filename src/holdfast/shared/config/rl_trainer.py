@@ -7,9 +7,6 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from holdfast.shared.config.advantages import (
-    ADVANTAGES,
-    GROUP_ADVANTAGES,
-    TOKEN_ADVANTAGES,
     EnvironmentTrainingConfig,
     check_advantages,
 )
@@ -27,6 +24,7 @@ from holdfast.shared.config.algorithm import (
 )
 from holdfast.shared.config.base import DType, Section
 from holdfast.shared.config.losses import PolicyLossConfig
+from holdfast.shared.config.registry import ADVANTAGES, GROUP_ADVANTAGES
 from holdfast.shared.config.trainer import PolicyOptimConfig, TrainingCommand
 from holdfast.shared.user_functions import check_name
 
@@ -48,13 +46,10 @@ class TrainerConfig(TrainingCommand):
     loss: PolicyLossConfig = PolicyLossConfig()
     """Policy loss."""
 
-    advantage: str = "dr_grpo"
-    """Within the group, `dr_grpo`: reward - mean; `grpo`: (reward - mean) / std; `rloo`: reward - mean of
-    the others; `opo`: reward - mean by length; `max_rl`: (reward - mean) / mean; `pass_at_k`: what a rollout adds to
-    the best of `advantage_k`; `gdpo`: every reward of `rewards.weights` normalised; `online_dpo`: DPO of the best and
-    the worst. Over the tokens of the batch, `reinforce_pp`: (reward - mean) / std; `reinforce_pp_baseline`: the same
-    of reward - mean of the group. `gae`: by the critic. `distillation`: of the teacher alone, rewards are only
-    measured. Or `module:function`."""
+    advantage: str = Field(
+        default="dr_grpo",
+        description="; ".join(f"`{name}`: {one.help}" for name, one in ADVANTAGES.items()) + ". Or `module:function`.",
+    )
 
     advantage_std: Literal["group", "batch"] = "group"
     """Whose standard deviation `grpo` divides by: that of the rewards of the group, or of the batch."""
@@ -151,14 +146,14 @@ class TrainerConfig(TrainingCommand):
     @field_validator("advantage")
     @classmethod
     def _known_advantage(cls, name: str) -> str:
-        return check_name(name, (*ADVANTAGES, *TOKEN_ADVANTAGES))
+        return check_name(name, ADVANTAGES)
 
     @field_validator("environments")
     @classmethod
     def _known_advantages(cls, sections: dict[str, EnvironmentTrainingConfig]) -> dict[str, EnvironmentTrainingConfig]:
         for section in sections.values():
             if section.advantage is not None:
-                check_name(section.advantage, (*ADVANTAGES, *TOKEN_ADVANTAGES))
+                check_name(section.advantage, ADVANTAGES)
         return sections
 
     @model_validator(mode="after")

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.shared.config.dpo import PreferenceLossConfig
+from holdfast.shared.config.registry import PREFERENCE_LOSSES
+from holdfast.shared.user_functions import load_built_in
 
 _LARGEST_LOGPROB = -1e-9
 
@@ -52,20 +54,11 @@ class PairLosses(NamedTuple):
 PreferenceLoss = Callable[[PairLogprobs], PairLosses]
 
 
-def preference_loss(config: PreferenceLossConfig) -> PreferenceLoss:
+def build_preference_loss(config: PreferenceLossConfig) -> PreferenceLoss:
     """Return the loss of pairs that `config` names, with its likelihood term if it has one."""
-    makers: dict[str, Callable[[PreferenceLossConfig], PreferenceLoss]] = {
-        "dpo": dpo_loss,
-        "ipo": ipo_loss,
-        "ipo_sum": ipo_sum_loss,
-        "hinge": hinge_loss,
-        "robust": robust_loss,
-        "apo_zero": apo_zero_loss,
-        "apo_down": apo_down_loss,
-        "simpo": simpo_loss,
-        "orpo": orpo_loss,
-    }
-    loss = makers[config.type](config)
+    name = PREFERENCE_LOSSES[config.type].function
+    assert name is not None, "answers of kto are no pairs"
+    loss: PreferenceLoss = load_built_in(name, package="holdfast.trainer.preferences")(config)
     return _with_likelihood(loss, config.rpo_alpha) if config.rpo_alpha else loss
 
 

@@ -20,7 +20,7 @@ from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import Policy, build_policy
 from holdfast.trainer.preferences.kto import KtoObjective
 from holdfast.trainer.preferences.labelled import load_answers
-from holdfast.trainer.preferences.losses import PairLogprobs, preference_loss
+from holdfast.trainer.preferences.losses import PairLogprobs, build_preference_loss
 from holdfast.trainer.preferences.pairs import P, Pair, fingerprint_preferences, load_pairs, split_preferences
 from holdfast.trainer.preferences.reference import Reference, other_reference, predict_pairs, start_reference
 from holdfast.trainer.preferences.training import Objective, PairObjective, train_on_pairs
@@ -72,7 +72,7 @@ def dpo_objective(config: DpoConfig, reference: Reference, mesh: Mesh) -> PairOb
     Args:
         reference: what the loss compares the policy with.
     """
-    loss = preference_loss(config.loss)
+    loss = build_preference_loss(config.loss)
 
     def forward(policy: Policy, pairs: Sequence[Pair], indices: list[int]) -> dict[str, Tensor]:
         device, chosen = mesh.device, [pairs[index] for index in indices]

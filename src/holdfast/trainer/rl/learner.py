@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from holdfast.shared.config import TrainerConfig
-from holdfast.shared.config.advantages import TOKEN_ADVANTAGES
 from holdfast.shared.config.algorithm import UpdatesConfig
+from holdfast.shared.config.registry import MODEL_ADVANTAGES
 from holdfast.shared.config.schedule import learning_rate
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.wire.rollouts import Batch, Rollout
@@ -67,7 +67,7 @@ class Learner:
         self._pretraining = pretraining
         self._loss = build_policy_loss(config.loss)
         self._mismatch = MismatchCheck(config, session.policy, session.mesh)
-        self._advantage = None if config.advantage in TOKEN_ADVANTAGES else build_advantage(config)
+        self._advantage = None if config.advantage in MODEL_ADVANTAGES else build_advantage(config)
         kl = config.kl
         if kl is not None and parts.kl is not None and kl.place == "loss" and kl.coef > 0:
             assert kl.estimator is not None  # the config fills it in

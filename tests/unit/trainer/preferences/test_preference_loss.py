@@ -11,7 +11,7 @@ from torch import Tensor
 
 from holdfast.shared.config import DpoConfig, RewardTrainingConfig
 from holdfast.shared.config.dpo import PreferenceLossConfig
-from holdfast.trainer.preferences.losses import PairLogprobs, PairLosses, preference_loss, sequence_sums
+from holdfast.trainer.preferences.losses import PairLogprobs, PairLosses, build_preference_loss, sequence_sums
 
 MARGINS = torch.tensor([0.5, 0.0, 3.0, -1.0], dtype=torch.float64)
 LENGTHS = torch.tensor([[4, 6], [3, 3], [5, 1], [2, 8]], dtype=torch.float64)
@@ -29,7 +29,7 @@ def pairs(policy_P2: Tensor, reference_P2: Tensor, tokens_P2: Tensor) -> PairLog
 def one(kind: str, policy: tuple[float, float], reference: tuple[float, float] = (0, 0), **settings: Any) -> PairLosses:
     """Return the loss of a pair whose chosen answer has 2 tokens, and whose rejected one has 4; its margin is 0.5."""
     rows = [torch.tensor([row], dtype=torch.float64) for row in (policy, reference, (2, 4))]
-    return preference_loss(config(kind, **settings))(pairs(*rows))
+    return build_preference_loss(config(kind, **settings))(pairs(*rows))
 
 
 def random_logprobs() -> tuple[Tensor, Tensor]:
@@ -92,14 +92,14 @@ KINDS = sorted({settings.type for settings in ALL})
 @pytest.mark.parametrize("settings", ALL, ids=lambda settings: settings.type)
 def test_every_loss_is_the_formula_of_its_paper(settings: PreferenceLossConfig) -> None:
     policy, reference = random_logprobs()
-    losses = preference_loss(settings)(pairs(policy, reference, LENGTHS)).losses_P
+    losses = build_preference_loss(settings)(pairs(policy, reference, LENGTHS)).losses_P
     rows = zip(policy.tolist(), reference.tolist(), LENGTHS.tolist(), MARGINS.tolist(), strict=True)
     assert losses.tolist() == pytest.approx([slow(settings, *row) for row in rows], rel=1e-10)
 
 
 def gradient_of(settings: PreferenceLossConfig, policy: Tensor, reference: Tensor) -> Tensor:
     policy = policy.detach().requires_grad_()
-    total = preference_loss(settings)(pairs(policy, reference, LENGTHS)).losses_P.sum()
+    total = build_preference_loss(settings)(pairs(policy, reference, LENGTHS)).losses_P.sum()
     return torch.autograd.grad(total, policy)[0]
 
 
@@ -197,7 +197,7 @@ def test_the_gradient_of_orpo_by_hand() -> None:
     """With p_w = 0.5 and p_l = 0.2: log odds(m) has the gradient 1 / (1 - p), log sigmoid(log 4) has 0.2."""
     row = torch.tensor([[2 * math.log(0.5), 4 * math.log(0.2)]], dtype=torch.float64, requires_grad=True)
     nothing, tokens = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[2.0, 4.0]], dtype=torch.float64)
-    loss = preference_loss(config("orpo", beta=0.1))(pairs(row, nothing, tokens)).losses_P.sum()
+    loss = build_preference_loss(config("orpo", beta=0.1))(pairs(row, nothing, tokens)).losses_P.sum()
     (gradient,) = torch.autograd.grad(loss, row)
     # The mean over an answer's tokens divides by 2 and by 4.
     expected = [(-1 - 0.1 * 0.2 / 0.5) / 2, 0.1 * 0.2 / 0.8 / 4]
@@ -244,7 +244,7 @@ def test_extremes_stay_finite(
     """Loss and gradient of answers of one token, equal log-probabilities, and log-ratios of up to 4e4."""
     row, of_reference, lengths = (torch.tensor([values], dtype=torch.float64) for values in (policy, reference, tokens))
     row.requires_grad_()
-    loss = preference_loss(settings)(pairs(row, of_reference, lengths)).losses_P.sum()
+    loss = build_preference_loss(settings)(pairs(row, of_reference, lengths)).losses_P.sum()
     (gradient,) = torch.autograd.grad(loss, row)
     assert math.isfinite(loss.item()) and torch.isfinite(gradient).all()
     if settings.type in ("dpo", "hinge", "robust", "apo_zero", "apo_down"):
@@ -259,8 +259,8 @@ def test_log_probabilities_that_were_rounded_to_bfloat16_cost_no_more_than_the_r
     """A step of bfloat16 is 2^-8 of a sum; the loss moves by that times its gradient."""
     policy, reference = random_logprobs()
     rounded = policy.detach().bfloat16().double()
-    exact = preference_loss(settings)(pairs(policy, reference, LENGTHS)).losses_P
-    found = preference_loss(settings)(pairs(rounded, reference, LENGTHS)).losses_P
+    exact = build_preference_loss(settings)(pairs(policy, reference, LENGTHS)).losses_P
+    found = build_preference_loss(settings)(pairs(rounded, reference, LENGTHS)).losses_P
     slope = torch.maximum(
         gradient_of(settings, policy, reference).abs(), gradient_of(settings, rounded, reference).abs()
     )
@@ -270,7 +270,7 @@ def test_log_probabilities_that_were_rounded_to_bfloat16_cost_no_more_than_the_r
 def test_rewards_carry_no_gradient() -> None:
     policy, reference = random_logprobs()
     for settings in ALL:
-        scored = preference_loss(settings)(pairs(policy, reference, LENGTHS))
+        scored = build_preference_loss(settings)(pairs(policy, reference, LENGTHS))
         assert scored.losses_P.requires_grad
         assert not scored.chosen_rewards_P.requires_grad and not scored.rejected_rewards_P.requires_grad
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from holdfast.shared.config.advantages import ADVANTAGES, GROUP_ADVANTAGES, SINGLE_ADVANTAGES, TOKEN_ADVANTAGES
+from holdfast.shared.config.registry import GROUP_ADVANTAGES, MODEL_ADVANTAGES, REWARD_ADVANTAGES, SINGLE_ADVANTAGES
 from holdfast.shared.config.rl_trainer import TrainerConfig
 from holdfast.shared.errors import ConfigError, TrainingError
 from holdfast.shared.wire.rollouts import Rollout
@@ -175,7 +175,7 @@ def by_token(name: str, groups: Groups) -> list[list[float]]:
     ]
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", REWARD_ADVANTAGES)
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
 def test_every_advantage_is_the_slow_one_over_ragged_lengths(name: str, scale: float) -> None:
     for seed in range(20):
@@ -186,7 +186,7 @@ def test_every_advantage_is_the_slow_one_over_ragged_lengths(name: str, scale: f
             assert mine == pytest.approx(theirs, rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", REWARD_ADVANTAGES)
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, 1e6])
 def test_equal_rewards_and_empty_rollouts_give_exactly_zero(name: str, reward: float) -> None:
     groups = [[judged_rollout(reward, tokens, token_rewards=np.zeros(tokens)) for tokens in (3, 0, 5)] for _ in "ab"]
@@ -195,7 +195,9 @@ def test_equal_rewards_and_empty_rollouts_give_exactly_zero(name: str, reward: f
     assert by_token(name, empty) == [[], []]
 
 
-@pytest.mark.parametrize("name", [name for name in ADVANTAGES if name != "gdpo"])  # which sees more than the reward
+@pytest.mark.parametrize(
+    "name", [name for name in REWARD_ADVANTAGES if name != "gdpo"]
+)  # which sees more than the reward
 def test_an_advantage_follows_the_reward(name: str) -> None:
     rewards = [[0.3, 0.9, 0.1, 0.4], [0.2, 0.0, 0.8, 0.7]]
     got = by_token(name, judged_groups(rewards))
@@ -288,7 +290,7 @@ def test_rewards_of_steps_are_normalised_together_and_summed_from_each_token_on(
             assert mine == pytest.approx(theirs, rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", [name for name in ADVANTAGES if name not in ("grpo", "dr_grpo", "gdpo")])
+@pytest.mark.parametrize("name", [name for name in REWARD_ADVANTAGES if name not in ("grpo", "dr_grpo", "gdpo")])
 def test_the_other_advantages_take_the_rewards_of_steps_to_the_whole(name: str) -> None:
     steps = [{0: 0.5, 2: 1.0}, {1: 0.25}, {}]
     groups = [[step_rollout(reward, own) for reward, own in zip((1.0, 2.0, 0.5), steps, strict=True)]]
@@ -334,14 +336,14 @@ def test_every_environment_gets_its_own_advantage_and_weight() -> None:
 
 
 def test_rollouts_that_are_not_trained_count_in_every_baseline() -> None:
-    for name in ADVANTAGES:
+    for name in REWARD_ADVANTAGES:
         groups = random_groups(3)
         masked = [[replace(one, is_trained=number != 1) for number, one in enumerate(group)] for group in groups]
         assert by_token(name, groups) == by_token(name, masked)
 
 
 def test_a_group_of_one_is_refused_where_rollouts_are_compared() -> None:
-    assert {*GROUP_ADVANTAGES, *SINGLE_ADVANTAGES} == {*ADVANTAGES, *TOKEN_ADVANTAGES}
+    assert {*GROUP_ADVANTAGES, *SINGLE_ADVANTAGES} == {*REWARD_ADVANTAGES, *MODEL_ADVANTAGES}
     groups = judged_groups([[1.0, 2.0], [3.0]])
     for name in GROUP_ADVANTAGES:
         with pytest.raises(TrainingError, match="task 1 of environment 'e' has a single one.*reinforce_pp, gae"):
@@ -449,4 +451,4 @@ def test_the_documentation_shows_the_example_and_every_name() -> None:
     docs = Path(__file__).parents[4] / "docs"
     assert inspect.getsource(shortest_of_the_best) in (docs / "extending.md").read_text()
     page = (docs / "advantages.md").read_text()
-    assert all(f"\n| `{name}` |" in page for name in (*ADVANTAGES, *TOKEN_ADVANTAGES))
+    assert all(f"\n| `{name}` |" in page for name in (*REWARD_ADVANTAGES, *MODEL_ADVANTAGES))

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from holdfast.shared.config import TrainerConfig
-from holdfast.shared.config.losses import LOSSES
+from holdfast.shared.config.registry import POLICY_LOSSES
 from holdfast.shared.errors import CheckpointError, ConfigError, DataError, TrainingError
 from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan
 from holdfast.shared.wire.sampling import Sampling
@@ -120,7 +120,7 @@ def test_entropies_carry_a_gradient_for_a_loss_of_the_user(start: Start, seen: l
     assert all(data.entropy_N.requires_grad and (data.entropy_N > 0).all() for data in seen)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_one_update_a_step_diverges_from_nothing_exactly(start: Start, name: str) -> None:
     run = start(loss={"type": name} | ({"constant_tokens": 9} if name == "dr_grpo" else {}), kl={})
     for step in (1, 2):

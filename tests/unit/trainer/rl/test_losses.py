@@ -13,14 +13,15 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from holdfast.shared.config.losses import LOSSES, PolicyLossConfig
+from holdfast.shared.config.losses import PolicyLossConfig
+from holdfast.shared.config.registry import POLICY_LOSSES
 from holdfast.shared.errors import ConfigError, TrainingError
 from holdfast.trainer.rl.losses.base import PolicyLossInput
 from holdfast.trainer.rl.losses.build import build_policy_loss
 from tests.slow_losses import as_input, configured, random_step, slow_gradient, slow_loss
 
-BUILT_IN = tuple(LOSSES)
-RATIO_TO = [name for name in BUILT_IN if "ratio_to" in LOSSES[name]]
+BUILT_IN = tuple(POLICY_LOSSES)
+RATIO_TO = [name for name in BUILT_IN if "ratio_to" in POLICY_LOSSES[name].defaults]
 CORRECTIONS: list[dict[str, Any]] = [
     {"type": "none"},
     {"type": "truncate", "high": 1.2},
@@ -41,9 +42,9 @@ def named(settings: dict[str, Any]) -> str:
 @pytest.mark.parametrize("aggregation", ["sequence", "token", "constant"])
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_loss_and_gradient_are_those_of_the_slow_one(name: str, aggregation: str, correction: dict[str, Any]) -> None:
-    settings: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3} if "clip_low" in LOSSES[name] else {}
-    settings |= {"dual_clip": 1.4} if "dual_clip" in LOSSES[name] else {}
-    settings |= {"ratio_max": 1.3} if "ratio_max" in LOSSES[name] else {}
+    settings: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3} if "clip_low" in POLICY_LOSSES[name].defaults else {}
+    settings |= {"dual_clip": 1.4} if "dual_clip" in POLICY_LOSSES[name].defaults else {}
+    settings |= {"ratio_max": 1.3} if "ratio_max" in POLICY_LOSSES[name].defaults else {}
     config = configured(name, aggregation=aggregation, correction=correction, **settings)
     for seed in range(3):
         sequences = random_step(seed)
@@ -308,7 +309,7 @@ def test_what_counts_as_clipped_is_what_has_no_gradient(name: str, advantage: fl
 def test_weights_of_a_token_carry_no_gradient(name: str, correction: dict[str, Any]) -> None:
     """Neither a correction's factor nor the ratio of CISPO: the sampler is in nothing else."""
     config = configured(name, correction=correction)
-    if config.ratio_to == "sampler" and "dual_clip" in LOSSES[name]:
+    if config.ratio_to == "sampler" and "dual_clip" in POLICY_LOSSES[name].defaults:
         return  # here the sampler is in the ratio that the loss differentiates
     data = as_input(random_step(0))
     sampler_N = data.sampler_logprobs_N.clone().requires_grad_()
@@ -340,7 +341,7 @@ def test_grpo_is_that_of_the_quick_start_bit_for_bit() -> None:
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_the_config_shows_the_defaults_of_the_loss_and_reads_them_back(name: str) -> None:
     config = PolicyLossConfig(type=name)
-    assert {key: getattr(config, key) for key in LOSSES[name]} == LOSSES[name]
+    assert {key: getattr(config, key) for key in POLICY_LOSSES[name].defaults} == POLICY_LOSSES[name].defaults
     assert PolicyLossConfig.model_validate(config.model_dump(exclude_none=True)) == config
     own = configured(name, correction={"type": "mask", "level": "geometric"})
     assert (own.correction.low, own.correction.high) == (0.99, 1.01)
@@ -467,7 +468,8 @@ def test_the_documentation_shows_the_examples_and_defaults_that_are_tested() -> 
     docs = Path(__file__).parents[4] / "docs"
     assert inspect.getsource(reinforce_with_entropy) in (docs / "extending.md").read_text()
     page = (docs / "losses.md").read_text()
-    for name, defaults in LOSSES.items():
+    for name, built_in in POLICY_LOSSES.items():
+        defaults = built_in.defaults
         (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |") and line.count("|") == 6]
         clips = f"{defaults['clip_low']:g}, {defaults['clip_high']:g}" if "clip_low" in defaults else "none"
         assert f"`{defaults['aggregation']}`" in row and clips.replace("0.0003, 0.0004", "3e-4, 4e-4") in row

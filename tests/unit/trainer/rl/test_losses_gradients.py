@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.shared.config.losses import LOSSES, CorrectionConfig, PolicyLossConfig
+from holdfast.shared.config.losses import CorrectionConfig, PolicyLossConfig
+from holdfast.shared.config.registry import POLICY_LOSSES
 from holdfast.trainer.rl.losses.build import build_policy_loss
 from tests.policy_inputs import policy_input
 
@@ -139,13 +140,13 @@ def gradient(loss: Tensor, leaves: list[Tensor]) -> Tensor:
 
 def settings_of(name: str) -> list[dict[str, Any]]:
     variants: list[dict[str, Any]] = [{}]
-    variants += [{"dual_clip": math.inf}] if "dual_clip" in LOSSES[name] else []
-    variants += [{"ratio_to": "old"}] if "ratio_to" in LOSSES[name] else []
-    constant = {"constant_tokens": 50} if LOSSES[name]["aggregation"] == "constant" else {}
+    variants += [{"dual_clip": math.inf}] if "dual_clip" in POLICY_LOSSES[name].defaults else []
+    variants += [{"ratio_to": "old"}] if "ratio_to" in POLICY_LOSSES[name].defaults else []
+    constant = {"constant_tokens": 50} if POLICY_LOSSES[name].defaults["aggregation"] == "constant" else {}
     return [variant | constant for variant in variants]
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda one: "-".join(map(str, one.values())) or "default")
 def test_loss_and_gradient_are_those_of_the_costs(name: str, correction: dict[str, Any]) -> None:
     for seed, shape in enumerate(SHAPES):

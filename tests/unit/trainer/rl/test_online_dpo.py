@@ -11,7 +11,7 @@ import torch
 
 from holdfast.shared.config.dpo import PreferenceLossConfig
 from holdfast.shared.config.rl_trainer import TrainerConfig
-from holdfast.trainer.preferences.losses import PairLogprobs, preference_loss
+from holdfast.trainer.preferences.losses import PairLogprobs, build_preference_loss
 from holdfast.trainer.rl.advantages.online_dpo import online_dpo
 from holdfast.trainer.rl.advantages.scored_rollouts import ScoredRollout
 from tests.judged import NEEDED, judged_rollout
@@ -50,7 +50,7 @@ def test_the_gradient_is_that_of_dpo_over_the_problems(seed: int) -> None:
     """Ragged answers, groups of one to five, some of equal rewards, against the loss that `dpo` trains with."""
     draw = random.Random(seed)
     beta, groups, leaves = 0.1 + draw.random(), [], []
-    dpo, loss = preference_loss(PreferenceLossConfig(type="dpo", beta=beta)), torch.zeros((), dtype=torch.float64)
+    dpo, loss = build_preference_loss(PreferenceLossConfig(type="dpo", beta=beta)), torch.zeros((), dtype=torch.float64)
     num_problems = draw.randint(1, 4)
     for _ in range(num_problems):
         size = draw.randint(1, 5)

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from holdfast.shared.config.algorithm import UpdatesConfig
-from holdfast.shared.config.losses import LOSSES, EntropyConfig, PolicyLossConfig
+from holdfast.shared.config.losses import EntropyConfig, PolicyLossConfig
+from holdfast.shared.config.registry import POLICY_LOSSES
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan
 from holdfast.shared.wire.sampling import Sampling
@@ -152,7 +153,7 @@ def test_packing_changes_nothing(policy: Policy, directory: Path, mesh: Mesh) ->
         torch.testing.assert_close(gradients_apart[name], gradient, rtol=1e-3, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("name", [name for name in LOSSES if name != "grpo"])
+@pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if name != "grpo"])
 def test_packing_changes_nothing_for_the_other_losses(policy: Policy, directory: Path, mesh: Mesh, name: str) -> None:
     batch = make_batch(directory, shift=SHIFT)
     config = configured(name, correction={"type": "truncate", "level": "sequence", "high": 1.05})

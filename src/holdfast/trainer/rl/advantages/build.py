@@ -5,42 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 
 import numpy as np
 
-from holdfast.shared.config.advantages import GROUP_ADVANTAGES, SINGLE_ADVANTAGES
+from holdfast.shared.config.registry import ADVANTAGES, GROUP_ADVANTAGES, SINGLE_ADVANTAGES
 from holdfast.shared.config.rl_trainer import TrainerConfig
 from holdfast.shared.errors import TrainingError
-from holdfast.shared.user_functions import calling, load_function
-from holdfast.trainer.rl.advantages.base import Advantage, Given, RewardsAdvantage
-from holdfast.trainer.rl.advantages.group import (
-    batch_grpo,
-    dr_grpo,
-    gdpo,
-    grpo,
-    max_rl,
-    opo,
-    pass_at_k,
-    rloo,
-    with_steps,
-)
-from holdfast.trainer.rl.advantages.online_dpo import DEFAULT_BETA, online_dpo
-from holdfast.trainer.rl.advantages.reinforce_pp import reinforce_pp, reinforce_pp_baseline
+from holdfast.shared.user_functions import calling, load_built_in, load_function
+from holdfast.trainer.rl.advantages.base import Advantage, Given
+from holdfast.trainer.rl.advantages.group import batch_grpo, with_steps
 from holdfast.trainer.rl.advantages.scored_rollouts import Groups, ScoredRollout
-
-_OF_STEPS: dict[str, RewardsAdvantage] = {"grpo": grpo, "dr_grpo": dr_grpo}
-
-
-_OF_REWARDS: dict[str, RewardsAdvantage] = {"rloo": rloo, "max_rl": max_rl}
-
-
-_OF_BATCHES: dict[str, Advantage] = {
-    "opo": lambda groups: [
-        opo([one.total_reward for one in group], [one.num_tokens for one in group]) for group in groups
-    ],
-    "reinforce_pp": reinforce_pp,
-    "reinforce_pp_baseline": reinforce_pp_baseline,
-}
 
 
 def build_advantage(config: TrainerConfig) -> Advantage:
@@ -80,32 +55,24 @@ def build_named_advantage(name: str, config: TrainerConfig) -> Advantage:
     A function of the user gets the rollouts of the batch as a list of lists of `ScoredRollout`, problem by problem,
     and returns as many values: finite numbers, or sequences of one for each sampled token.
 
-    Args:
-        config: what some of the advantages take besides: `advantage_std`, `advantage_k`, `rewards.weights`.
-
     Raises:
         ConfigError: the user's function cannot be loaded.
     """
-    if name == "gdpo":
-        return lambda groups: gdpo(groups, config.rewards.weights)
-    if name == "online_dpo":
-        return partial(online_dpo, beta=config.advantage_beta or DEFAULT_BETA)
-    if name == "pass_at_k":
-        assert config.advantage_k is not None  # the config asks for it
-        return _of_rewards(partial(pass_at_k, k=config.advantage_k))
+    if name not in ADVANTAGES:
+        return _user_advantage(name)
+    built_in = ADVANTAGES[name]
+    assert built_in.function is not None, f"{name} is not computed from rewards"
+    settings = {argument: attrgetter(setting)(config) for argument, setting in built_in.settings.items()}
+    function = partial(load_built_in(built_in.function, package="holdfast.trainer.rl.advantages"), **settings)
     if name == "grpo" and config.advantage_std == "batch":
-        return batch_grpo
-    if name in _OF_STEPS:
-        return partial(with_steps, _OF_STEPS[name])
-    if name in _OF_REWARDS:
-        return _of_rewards(_OF_REWARDS[name])
-    if name in _OF_BATCHES:
-        return _OF_BATCHES[name]
-    return _user_advantage(name)
-
-
-def _of_rewards(function: RewardsAdvantage) -> Advantage:
-    return lambda groups: [function([one.total_reward for one in group]) for group in groups]
+        return batch_grpo  # its std is over problems, so it sees them all
+    match built_in.takes:
+        case "rewards":
+            return lambda groups: [function([one.total_reward for one in group]) for group in groups]
+        case "step_rewards":
+            return partial(with_steps, function)
+        case "rollouts":
+            return function
 
 
 def require_siblings(groups: Groups, name: str) -> None:

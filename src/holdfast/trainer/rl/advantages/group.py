@@ -108,6 +108,11 @@ def opo(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> list[float]:
     return [reward - baseline for reward in rewards_G]
 
 
+def opo_of_rollouts(groups: Groups) -> list[list[float]]:
+    """Return `opo` of the rollouts of each problem."""
+    return [opo([one.total_reward for one in group], [one.num_tokens for one in group]) for group in groups]
+
+
 def batch_grpo(groups: Groups) -> list[list[float]]:
     """Return `(r - mean of the group) / (std of the batch + 1e-6)`, sample std over the rewards of all rollouts.
 

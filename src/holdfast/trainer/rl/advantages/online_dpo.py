@@ -9,10 +9,8 @@ import numpy as np
 
 from holdfast.trainer.rl.advantages.scored_rollouts import Groups, ScoredRollout
 
-DEFAULT_BETA = 0.1
 
-
-def online_dpo(groups: Groups, *, beta: float) -> list[list[float]]:
+def online_dpo(groups: Groups, *, beta: float | None) -> list[list[float]]:
     """Return the advantages of all rollouts whose policy gradient is that of DPO's loss, mean over the problems.
 
     Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback": the first of the best and the first of
@@ -26,9 +24,9 @@ def online_dpo(groups: Groups, *, beta: float) -> list[list[float]]:
     tokens (`aggregation = "constant"`, `constant_tokens = 1`) is the mean over problems.
 
     Args:
-        beta: strength of the tie to the reference.
+        beta: strength of the tie to the reference. None: 0.1, as for DPO.
     """
-    return [_of_problem(group, beta) for group in groups]
+    return [_of_problem(group, 0.1 if beta is None else beta) for group in groups]
 
 
 def _of_problem(group: Sequence[ScoredRollout], beta: float) -> list[float]:

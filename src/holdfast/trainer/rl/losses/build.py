@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from holdfast.shared.config.losses import PolicyLossConfig
+from holdfast.shared.config.registry import POLICY_LOSSES
 from holdfast.shared.errors import TrainingError
-from holdfast.shared.user_functions import calling, load_loss
+from holdfast.shared.user_functions import calling, load_built_in, load_loss
 from holdfast.trainer.rl.losses.base import Counts, Objective, PolicyLoss, PolicyLossInput, token_weights
-from holdfast.trainer.rl.losses.clipped import clipped_objective, gspo_objective, gspo_token_objective
 from holdfast.trainer.rl.losses.correction import correction_factors
-from holdfast.trainer.rl.losses.covariance import clip_cov_objective, kl_cov_objective
-from holdfast.trainer.rl.losses.policy_gradient import (
-    cispo_objective,
-    dppo_objective,
-    likelihood_objective,
-    policy_gradient_objective,
-)
 
 __all__ = ["PolicyLoss", "PolicyLossInput", "build_policy_loss"]
-
-
-_BUILT_IN: dict[str, Callable[[PolicyLossConfig], Objective]] = {
-    "grpo": clipped_objective,
-    "dr_grpo": clipped_objective,
-    "dapo": clipped_objective,
-    "ppo": clipped_objective,
-    "gspo": gspo_objective,
-    "gspo_token": gspo_token_objective,
-    "clip_cov": clip_cov_objective,
-    "kl_cov": kl_cov_objective,
-    "cispo": cispo_objective,
-    "dppo": dppo_objective,
-    "policy_gradient": policy_gradient_objective,
-    "sft": likelihood_objective,
-}
 
 
 _OF_THE_MACHINE = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
@@ -55,7 +31,7 @@ def build_policy_loss(config: PolicyLossConfig) -> PolicyLoss:
     Raises:
         ConfigError: the user's function cannot be loaded, or does not take `config.args`.
     """
-    inner = _sum_of(_BUILT_IN[config.type](config), config) if config.type in _BUILT_IN else _user_loss(config)
+    inner = _built_in_loss(config) if config.type in POLICY_LOSSES else _user_loss(config)
 
     def loss(data: PolicyLossInput) -> tuple[Tensor, Counts]:
         factors_N, counts = correction_factors(data, config.correction)
@@ -67,7 +43,11 @@ def build_policy_loss(config: PolicyLossConfig) -> PolicyLoss:
     return loss
 
 
-def _sum_of(objective: Objective, config: PolicyLossConfig) -> PolicyLoss:
+def _built_in_loss(config: PolicyLossConfig) -> PolicyLoss:
+    objective: Objective = load_built_in(POLICY_LOSSES[config.type].function, package="holdfast.trainer.rl.losses")(
+        config
+    )
+
     def loss(data: PolicyLossInput) -> tuple[Tensor, Counts]:
         objective_N, counts = objective(data)
         weights_N = token_weights(data, config) * data.selected_N * data.correction_N
