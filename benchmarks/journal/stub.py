@@ -8,11 +8,14 @@ of its own, so that its work is not counted.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import sys
 
 import msgspec
 import numpy as np
+
+from holdfast.shared.wire.inference_api import ServedWeights
 
 _LETTERS = range(5, 31)  # of the tokenizer in examples/reverse_text
 
@@ -42,7 +45,9 @@ class Stub(asyncio.Protocol):
         self._pace = pace
         self._pages = {
             b"/health": b"{}",
-            b"/weights": msgspec.json.encode({"version": 0, "digest": digest, "model": model, "boot_id": "stub"}),
+            b"/weights": msgspec.json.encode(
+                ServedWeights(0, digest, model, uid=os.getuid(), boot_id="stub", owner=None)
+            ),
             b"/claim": b"{}",
             b"/release": b"{}",
             b"/v1/models": msgspec.json.encode({"data": [{"id": model, "max_model_len": 1 << 20}]}),

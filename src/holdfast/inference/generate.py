@@ -1,8 +1,8 @@
 """Token ids in, token ids and log-probabilities out: the route that rollouts use.
 
 It talks to vLLM's engine directly: no text, no chat template, one choice per seed, and every
-choice says which weights sampled it: version and digest of each span of tokens. JSON is decoded
-into and encoded from msgspec structs, since the answers are long lists of numbers.
+choice says which weights sampled it: version and digest of each span of tokens. The numbers of an
+answer stay packed until they are encoded.
 """
 
 from __future__ import annotations
@@ -11,51 +11,22 @@ import asyncio
 import itertools
 from typing import Any
 
-import msgspec
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from holdfast.inference.http.request_bodies import GenerateRequest
 from holdfast.inference.request_error import RequestError
 from holdfast.inference.weights.engine_weights import EngineWeights, read_label
-from holdfast.shared.wire.serving import OTHER_WEIGHTS, SampledSpan
+from holdfast.shared.wire.arrays import Logprobs, TokenIds
+from holdfast.shared.wire.inference_api import OTHER_WEIGHTS, Choice, GenerateRequest, GenerateResponse, SampledSpan
 
 # What vLLM samples at as asked: it raises lower temperatures in silence, and refuses higher ones.
 _MIN_TEMPERATURE = 0.01
 _MAX_TEMPERATURE = 2.0
 
 _request_ids = itertools.count()
-
-
-class Choice(msgspec.Struct):
-    """One sampled continuation; `logprobs` are those of `token_ids` in the distribution that was sampled from.
-
-    `prompt_logprobs`, where asked for, are those of every prompt token but the first, at temperature 1 and
-    of all tokens.
-    """
-
-    index: int
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str
-    versions: list[SampledSpan]
-    prompt_logprobs: list[float] | None = None
-
-
-class GenerateResponse(msgspec.Struct):
-    """Answer of `POST /inference/v1/generate`.
-
-    Attributes:
-        version: the newest that sampled any of it.
-        boot_id: of the server: another one in the next answer means that it was restarted in between.
-    """
-
-    choices: list[Choice]
-    version: int
-    boot_id: str
 
 
 class Generator:
@@ -155,11 +126,10 @@ def _prompt_logprobs(token_ids: list[int], found: Any) -> list[float]:
 def _choice(index: int, output: CompletionOutput) -> Choice:
     logprobs: Any = output.logprobs
     spans = output.weight_versions or []
-    token_ids = list(output.token_ids)
     return Choice(
         index=index,
-        token_ids=token_ids,
-        logprobs=logprobs.logprobs,
+        token_ids=TokenIds(output.token_ids),
+        logprobs=Logprobs(logprobs.logprobs),
         finish_reason=output.finish_reason or "abort",
         versions=[_span(span.version, span.start, span.end) for span in spans],
     )

@@ -19,7 +19,7 @@ from holdfast.inference.preflight import Preflight, check
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.files.run_owner import Owner, owner_of
+from holdfast.shared.files.run_owner import owner_of
 from holdfast.shared.process.child import (
     available_cores,
     die_with_launcher,
@@ -33,6 +33,7 @@ from holdfast.shared.process.descriptors import allow_many_connections
 from holdfast.shared.process.events import report
 from holdfast.shared.process.heartbeat import start_heartbeat
 from holdfast.shared.process.import_path import leave_out_working_directory, protect_children
+from holdfast.shared.wire.inference_api import Owner
 
 
 def main(argv: list[str]) -> int:

@@ -11,25 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
-
 from holdfast.inference.request_error import RequestError
-from holdfast.shared.files.run_owner import Owner
 from holdfast.shared.process.clock import awake_s
-
-
-class OwnerStatus(msgspec.Struct, frozen=True):
-    """The owner as `GET /weights` shows it.
-
-    Attributes:
-        silent_s: seconds since its last sign of life.
-        lease_s: silent for so long it owns the server no more; None: it owns it as long as the server lives.
-    """
-
-    run_id: str
-    directory: str
-    silent_s: float
-    lease_s: float | None
+from holdfast.shared.wire.inference_api import OWNED, Owner, OwnerStatus
 
 
 class Ownership:
@@ -71,7 +55,7 @@ class Ownership:
                 409,
                 f"this server is owned by the run in {current.directory} (run {current.run_id}, last heard of "
                 f"{current.silent_s:.0f} s ago), and {_free(current)}. Use another server, or stop that run.",
-                code="owned",
+                code=OWNED,
             )
         if owner is not None and self._reserved is None:
             self._owner, self._heard = owner, self._clock()

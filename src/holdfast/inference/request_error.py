@@ -1,6 +1,10 @@
-"""Errors that become HTTP answers."""
+"""The error that becomes an HTTP answer."""
 
 from __future__ import annotations
+
+from typing import Literal
+
+from holdfast.shared.wire.inference_api import ErrorCode
 
 
 class RequestError(Exception):
@@ -9,10 +13,10 @@ class RequestError(Exception):
     Args:
         status: of HTTP.
         reason: for people.
-        code: for programs, where they can do something about it: `owned`, `other_weights`.
+        code: for programs, where they can do something about it.
     """
 
-    def __init__(self, status: int, reason: str, *, code: str | None = None) -> None:
+    def __init__(self, status: int, reason: str, *, code: ErrorCode | Literal[""] = "") -> None:
         super().__init__(reason)
         self.status = status
         self.reason = reason

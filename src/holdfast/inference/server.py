@@ -45,9 +45,9 @@ from holdfast.inference.weights.engine_weights import EngineWeights
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.errors import ConfigError, InferenceError, ReadError, is_storage_failure
 from holdfast.shared.files.manifest import file_digest
-from holdfast.shared.files.run_owner import Owner
 from holdfast.shared.process.child import is_ignored
 from holdfast.shared.process.events import report
+from holdfast.shared.wire.inference_api import Owner
 
 ENGINE_DIED_EXIT_CODE = 75
 # How vLLM names engine processes that a signal ended.

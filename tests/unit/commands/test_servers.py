@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -14,6 +13,7 @@ from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import msgspec
 import pytest
 from fastapi import HTTPException
 from orchestrator_fakes import MODEL, FakeEngine, serving
@@ -26,6 +26,7 @@ from holdfast.shared.config.rl import hand_down_shared
 from holdfast.shared.errors import ConfigError, InferenceError
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.files.run_owner import directory_name
+from holdfast.shared.wire.inference_api import ServedWeights
 
 HOST = "127.0.0.1"
 
@@ -367,7 +368,8 @@ def test_a_server_that_refuses_the_claim_or_does_not_answer_it_is_not_taken(tmp_
 
     class Ending(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = json.dumps({"model": MODEL, "uid": os.getuid(), "owner": None}).encode()
+            served = ServedWeights(None, None, MODEL, uid=os.getuid(), boot_id="first", owner=None)
+            body = msgspec.json.encode(served)
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from holdfast.commands.launcher.liveness import Health, HealthProbe
@@ -22,6 +23,7 @@ from holdfast.commands.launcher.supervise import Supervisor
 from holdfast.orchestrator.engines.http import Transport
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.config.orchestrator import ClientConfig
+from holdfast.shared.wire.inference_api import ServedWeights
 from tests.processes import HANG_S
 
 
@@ -64,7 +66,8 @@ class _Server(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(f'{{"model": "m", "owner": null, "uid": {os.getuid()}}}'.encode())
+        served = ServedWeights(None, None, "m", uid=os.getuid(), boot_id="first", owner=None)
+        self.wfile.write(msgspec.json.encode(served))
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""

@@ -15,11 +15,12 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from holdfast.inference.http.access import ADMIN, Gate, asks_the_model, largest_body
-from holdfast.inference.http.request_bodies import UpdateRequest, decode_body, decode_request
+from holdfast.inference.http.access import ADMIN, Gate, asks_the_model
+from holdfast.inference.http.request_bodies import decode_body, decode_request
 from holdfast.inference.request_error import RequestError
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.process.descriptors import allow_connections, allow_many_connections
+from holdfast.shared.wire.inference_api import UpdateRequest, largest_request
 
 MOST = 1000
 JSON = {"Content-Type": "application/json"}
@@ -158,9 +159,9 @@ def test_bodies_have_a_bound() -> None:
         assert ask("POST", path, content=b"x" * (MOST + 1), headers=headers).status_code == 413
         assert ask("POST", path, content=pieces(10), headers=headers).json() == {"bytes": MOST}
         assert ask("POST", path, content=pieces(11), headers=headers).status_code == 413
-    assert largest_body(2048) == 4 * 2**20 + 64 * 2048
+    assert largest_request(2048) == 4 * 2**20 + 64 * 2048
     ids = 8 * 1_000_000  # as JSON, of a model for a million tokens
-    assert ids < largest_body(1_000_000) < 100_000_000
+    assert ids < largest_request(1_000_000) < 100_000_000
 
 
 @pytest.mark.parametrize(

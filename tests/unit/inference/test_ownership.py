@@ -9,7 +9,8 @@ import pytest
 from holdfast.inference.ownership import Ownership
 from holdfast.inference.request_error import RequestError
 from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.files.run_owner import Owner, owner_of
+from holdfast.shared.files.run_owner import owner_of
+from holdfast.shared.wire.inference_api import Owner
 
 MINE, OTHER = Owner("mine", "node:/mine"), Owner("other", "node:/other")
 LEASE_S = 90.0

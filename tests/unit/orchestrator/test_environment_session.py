@@ -11,11 +11,12 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from holdfast.orchestrator.environments.contract import step_rewards
-from holdfast.orchestrator.environments.interface import Completion, Message, Score, Session, SessionFull
+from holdfast.orchestrator.environments.interface import Message, Score, Session, SessionFull
 from holdfast.shared.chat.files import load_tokenizer
 from holdfast.shared.chat.tokenizer import Tokenizer
 from holdfast.shared.errors import ConfigError, DataError
 from holdfast.shared.wire.arrays import Logprobs, Rewards, TokenIds
+from holdfast.shared.wire.inference_api import Completion
 from holdfast.shared.wire.rollouts import StepRewards, VersionSpan
 
 BASE = "examples/reverse_text/base"

@@ -22,9 +22,7 @@ from holdfast.orchestrator.batches.run_start import Start, find_start
 from holdfast.orchestrator.batches.selection import select
 from holdfast.orchestrator.batches.state import OrchestratorState
 from holdfast.orchestrator.engines.client import InferenceClient
-from holdfast.orchestrator.engines.protocol import GenerateRequest
 from holdfast.orchestrator.environments.calls import place_of, place_of_task
-from holdfast.orchestrator.environments.interface import Completion
 from holdfast.orchestrator.rollouts.generation_log import GenerationLog, discard_generations
 from holdfast.orchestrator.rollouts.group import Outcome
 from holdfast.orchestrator.seeds import TaskSeed, request_seed
@@ -37,6 +35,7 @@ from holdfast.shared.files.manifest import MANIFEST_NAME, Manifest
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.files.weights_digest import weights_digest
 from holdfast.shared.wire.arrays import Logprobs, LossMask, Rewards, TokenIds
+from holdfast.shared.wire.inference_api import Completion, GenerateRequest
 from holdfast.shared.wire.rollouts import Batch, Dropped, Rollout, StepRewards, VersionSpan
 from holdfast.shared.wire.sampling import Sampling
 from tests.processes import HANG_S

@@ -109,9 +109,10 @@ def documented(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> Checkout:
 
 def play(environment: object, index: int, answers: list[str]) -> tuple[object, object]:
     """Play one session in which the policy says `answers`; return its task and the session."""
-    from holdfast.orchestrator.environments.interface import Completion, Environment, Session, TaskSeed
+    from holdfast.orchestrator.environments.interface import Environment, Session, TaskSeed
     from holdfast.shared.chat.files import load_tokenizer
     from holdfast.shared.wire.arrays import Logprobs, TokenIds
+    from holdfast.shared.wire.inference_api import Completion
 
     assert isinstance(environment, Environment)
     tokenizer = load_tokenizer(str(BASE))

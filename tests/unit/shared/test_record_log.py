@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.orchestrator.environments.interface import Completion
 from holdfast.orchestrator.rollouts.generation_log import GenerationLog
 from holdfast.shared.errors import RunDirError
 from holdfast.shared.files import durable, record_log
 from holdfast.shared.files.record_log import MARKER, RecordLog, read_records
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.arrays import Logprobs, TokenIds
+from holdfast.shared.wire.inference_api import Completion
 from holdfast.shared.wire.rollouts import VersionSpan
 from holdfast.shared.wire.sampling import Sampling
 from tests.conftest import ROOT

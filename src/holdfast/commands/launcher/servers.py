@@ -24,10 +24,17 @@ from holdfast.commands.launcher.ports import Reservation, reserve, reserve_first
 from holdfast.shared.config.rl import RlConfig
 from holdfast.shared.errors import InferenceError
 from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.files.run_owner import Owner, directory_name, owner_of
+from holdfast.shared.files.run_owner import directory_name, owner_of
 from holdfast.shared.printable import printable
 from holdfast.shared.wire.admin_token import read_admin_token
-from holdfast.shared.wire.same_model import same_model
+from holdfast.shared.wire.inference_api import (
+    CLAIM_ROUTE,
+    RELEASE_ROUTE,
+    WEIGHTS_ROUTE,
+    Owner,
+    ServedWeights,
+    same_model,
+)
 
 _TIMEOUT_S = 10.0
 # How often the launcher claims what it has claimed: an orchestrator does so too, but may not have started, or be dead.
@@ -40,21 +47,6 @@ _FAILURES = (OSError, ValueError, HTTPException, RecursionError)
 _MOST_BYTES = 1 << 20
 # Proxies of the environment are for the internet, not for the engines of a run.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
-class _OwnerStatus(msgspec.Struct):
-    run_id: str
-    directory: str
-    silent_s: float
-    lease_s: float | None  # None: the server was started for that run alone
-
-
-class _Served(msgspec.Struct):
-    """Answer of `GET /weights`, as far as it matters here."""
-
-    model: str
-    uid: int
-    owner: _OwnerStatus | None
 
 
 class _NotOurs(Exception):
@@ -203,7 +195,7 @@ class _Choice:
         # whose run it was gives back all: its last sign of life may have come after the orchestrator gave it back.
         for url in self._claimed if self._run_dir.is_own() else self._to_give_back:
             try:
-                _post(url, "/release", self._me, self._token())
+                _post(url, RELEASE_ROUTE, self._me, self._token())
             except _FAILURES as error:
                 if isinstance(getattr(error, "reason", None), ConnectionRefusedError):
                     continue  # it has ended
@@ -215,7 +207,7 @@ class _Choice:
         while not self._is_over.wait(_SIGN_OF_LIFE_S):
             for url in tuple(self._claimed):
                 try:
-                    _post(url, "/claim", self._me, self._token())
+                    _post(url, CLAIM_ROUTE, self._me, self._token())
                 except _FAILURES:  # the orchestrator says what is wrong, when it needs the server
                     continue
 
@@ -272,7 +264,7 @@ class _Choice:
         if served is not None:
             self._claim(url, served)
 
-    def _claim(self, url: str, served: _Served) -> None:
+    def _claim(self, url: str, served: ServedWeights) -> None:
         """Own the server at `url`.
 
         Raises:
@@ -287,7 +279,7 @@ class _Choice:
         if self._config.dry_run:
             return
         try:
-            _post(url, "/claim", self._me, self._token())
+            _post(url, CLAIM_ROUTE, self._me, self._token())
         except urllib.error.HTTPError as error:
             error.close()
             why = {
@@ -308,15 +300,15 @@ class _Choice:
         return read_admin_token(self._config.orchestrator.client.admin_token_env)
 
 
-def _look(url: str) -> _Served | None:
+def _look(url: str) -> ServedWeights | None:
     """Return what the server at `url` serves; None where nobody listens.
 
     Raises:
         _NotOurs: something else answers.
     """
     try:
-        with _opener.open(f"{url}/weights", timeout=_TIMEOUT_S) as answer:
-            return msgspec.json.decode(answer.read(_MOST_BYTES), type=_Served)
+        with _opener.open(f"{url}{WEIGHTS_ROUTE}", timeout=_TIMEOUT_S) as answer:
+            return msgspec.json.decode(answer.read(_MOST_BYTES), type=ServedWeights)
     except urllib.error.HTTPError as error:
         error.close()
         raise _NotOurs(f"HTTP {error.code}") from None

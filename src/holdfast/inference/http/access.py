@@ -21,21 +21,23 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-ADMIN = frozenset({"/update_weights", "/claim", "/release", "/pause", "/resume"})
+from holdfast.shared.wire.inference_api import (
+    CLAIM_ROUTE,
+    GENERATE_ROUTE,
+    PAUSE_ROUTE,
+    RELEASE_ROUTE,
+    RESUME_ROUTE,
+    UPDATE_ROUTE,
+    ErrorBody,
+)
+
+ADMIN = frozenset({UPDATE_ROUTE, CLAIM_ROUTE, RELEASE_ROUTE, PAUSE_ROUTE, RESUME_ROUTE})
 # Routes of vLLM that compute something and change nothing; what else it has for POST is its own administration.
 _ASKING_THE_MODEL = re.compile(
     r"/(v[12]/(?!(load|unload)_lora_adapter$).+|invocations|pooling|classify|score|rerank|embed|generative_scoring)"
 )
-_OPEN = re.compile(rf"{_ASKING_THE_MODEL.pattern}|/(inference/v1/generate|tokenize|detokenize|ping)")
+_OPEN = re.compile(rf"{_ASKING_THE_MODEL.pattern}|{GENERATE_ROUTE}|/(tokenize|detokenize|ping)")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-# Beside the tokens of the longest request: seeds, tools, a grammar, several prompts.
-_BODY_BYTES = 4 << 20
-_BYTES_PER_TOKEN = 64
-
-
-def largest_body(max_len: int) -> int:
-    """Return how many bytes a request to a model for `max_len` tokens may have."""
-    return _BODY_BYTES + _BYTES_PER_TOKEN * max_len
 
 
 def asks_the_model(method: str, path: str) -> bool:
@@ -149,4 +151,4 @@ def _is_json(content_type: str) -> bool:
 async def _answer(send: Send, status: int, reason: str) -> None:
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": msgspec.json.encode({"error": reason})})
+    await send({"type": "http.response.body", "body": msgspec.json.encode(ErrorBody(reason))})

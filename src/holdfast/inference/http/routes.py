@@ -8,9 +8,8 @@
     POST /pause, /resume          freeze and thaw generation (admin)
 
 Everything else that only reads or generates, `/metrics` included, is vLLM's; `inference.http.access` says who may use
-what. Every answer says which policy version made it. An error is `{"error": REASON}`, with a `code` where a program
-can do something about it: `owned` (409: the server is another run's) and `other_weights` (409: the request is for
-other weights than those that serve).
+what. Every answer says which policy version made it. Their bodies, answers and error codes are those of
+`holdfast.shared.wire.inference_api`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from fastapi import FastAPI
@@ -35,16 +34,33 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from holdfast.inference.generate import Generator
-from holdfast.inference.http.access import Gate, asks_the_model, largest_body
-from holdfast.inference.http.request_bodies import UpdateRequest, decode_body, decode_request
+from holdfast.inference.http.access import Gate, asks_the_model
+from holdfast.inference.http.request_bodies import decode_body, decode_request
 from holdfast.inference.metrics import ServerMetrics
 from holdfast.inference.ownership import Ownership
 from holdfast.inference.request_error import RequestError
 from holdfast.inference.vllm_engine import generate_one_token
 from holdfast.inference.weights.engine_weights import EngineWeights
-from holdfast.shared.files.run_owner import OWNER_HEADER, Owner
-
-VERSION_HEADER = "x-policy-version"
+from holdfast.shared.wire.arrays import list_packed
+from holdfast.shared.wire.inference_api import (
+    CLAIM_ROUTE,
+    GENERATE_ROUTE,
+    HEALTH_ROUTE,
+    OWNER_HEADER,
+    PAUSE_ROUTE,
+    RELEASE_ROUTE,
+    RESUME_ROUTE,
+    UPDATE_ROUTE,
+    VERSION_HEADER,
+    WEIGHTS_ROUTE,
+    ErrorBody,
+    HealthStatus,
+    Owner,
+    PauseStatus,
+    ServedWeights,
+    UpdateRequest,
+    largest_request,
+)
 
 _OWNER_HEADER = OWNER_HEADER.encode()
 # An engine that gave output this recently needs no probe.
@@ -109,20 +125,20 @@ class Routes:
         self._health_timeout_s = health_timeout_s
         self._generator = Generator(engine, engine_weights)
         self.ownership = ownership
-        self.most_body_bytes = largest_body(engine.model_config.max_model_len)
+        self.most_body_bytes = largest_request(engine.model_config.max_model_len)
         self._probe: asyncio.Task[None] | None = None
 
     def all(self) -> list[BaseRoute]:
         """Return the routes, each with its errors turned into answers."""
         return [
-            Route("/inference/v1/generate", _answering(self.generate), methods=["POST"]),
-            Route("/health", _answering(self.health), methods=["GET"]),
-            Route("/weights", _answering(self.weights), methods=["GET"]),
-            Route("/update_weights", _answering(self.update_weights), methods=["POST"]),
-            Route("/claim", _answering(self.claim), methods=["POST"]),
-            Route("/release", _answering(self.release), methods=["POST"]),
-            Route("/pause", _answering(self.pause), methods=["POST"]),
-            Route("/resume", _answering(self.resume), methods=["POST"]),
+            Route(GENERATE_ROUTE, _answering(self.generate), methods=["POST"]),
+            Route(HEALTH_ROUTE, _answering(self.health), methods=["GET"]),
+            Route(WEIGHTS_ROUTE, _answering(self.weights), methods=["GET"]),
+            Route(UPDATE_ROUTE, _answering(self.update_weights), methods=["POST"]),
+            Route(CLAIM_ROUTE, _answering(self.claim), methods=["POST"]),
+            Route(RELEASE_ROUTE, _answering(self.release), methods=["POST"]),
+            Route(PAUSE_ROUTE, _answering(self.pause), methods=["POST"]),
+            Route(RESUME_ROUTE, _answering(self.resume), methods=["POST"]),
         ]
 
     async def generate(self, request: Request) -> Response:
@@ -136,7 +152,7 @@ class Routes:
 
     async def weights(self, request: Request) -> Response:
         """Say which weights serve, with the digest of the bytes that the worker loaded."""
-        return _json(self._weights())
+        return _json(self._served())
 
     async def update_weights(self, request: Request) -> Response:
         """Replace the weights."""
@@ -146,35 +162,35 @@ class Routes:
     async def claim(self, request: Request) -> Response:
         """Make a run the owner of the server, before it has weights."""
         self.ownership.claim(await _owner_in(request))
-        return _json(self._weights())
+        return _json(self._served())
 
     async def release(self, request: Request) -> Response:
         """Let go of the server, if it is this run's: the weights go on serving."""
         self.ownership.release(await _owner_in(request))
-        return _json(self._weights())
+        return _json(self._served())
 
     async def pause(self, request: Request) -> Response:
         """Freeze generation."""
         await self._engine_weights.pause()
-        return _json({"paused": True})
+        return _json(PauseStatus(paused=True))
 
     async def resume(self, request: Request) -> Response:
         """Go on generating."""
         await self._engine_weights.resume()
-        return _json({"paused": False})
+        return _json(PauseStatus(paused=False))
 
     async def health(self, request: Request) -> Response:
         """Prove that the engine works: it gave output just now, or answers a probe in time."""
-        reason = await self._ailment()
-        body = {
-            "status": "ok" if reason is None else "failing",
-            "weights": self._engine_weights.version,
-            "paused": self._engine_weights.paused,
-            "reason": reason,
-        }
+        reason = await self._failure_reason()
+        body = HealthStatus(
+            status="ok" if reason is None else "failing",
+            weights=self._engine_weights.version,
+            paused=self._engine_weights.paused,
+            reason=reason,
+        )
         return _json(body, status=200 if reason is None else 503)
 
-    async def _ailment(self) -> str | None:
+    async def _failure_reason(self) -> str | None:
         if self._engine.errored:
             return "the engine died"
         if time.monotonic() - self._metrics.last_progress < _RECENT_S:
@@ -199,15 +215,15 @@ class Routes:
             return
         await generate_one_token(self._engine)
 
-    def _weights(self) -> dict[str, Any]:
-        return {
-            "version": self._engine_weights.version,
-            "digest": self._engine_weights.digest,
-            "model": self._model_name,
-            "uid": os.getuid(),
-            "boot_id": self._engine_weights.boot_id,
-            "owner": self.ownership.status(),
-        }
+    def _served(self) -> ServedWeights:
+        return ServedWeights(
+            version=self._engine_weights.version,
+            digest=self._engine_weights.digest,
+            model=self._model_name,
+            uid=os.getuid(),
+            boot_id=self._engine_weights.boot_id,
+            owner=self.ownership.status(),
+        )
 
 
 class PolicyVersionMiddleware:
@@ -298,8 +314,8 @@ async def _disconnected(request: Request) -> None:
 
 
 def _json(body: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+    return Response(msgspec.json.encode(body, enc_hook=list_packed), status, headers, media_type="application/json")
 
 
-def _error(status: int, reason: str, *, code: str | None = None) -> Response:
-    return _json({"error": reason} | ({"code": code} if code else {}), status=status)
+def _error(status: int, reason: str, *, code: str = "") -> Response:
+    return _json(ErrorBody(reason, code), status=status)

@@ -9,29 +9,19 @@ import time
 import uuid
 from pathlib import Path
 
-import msgspec
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from holdfast.inference.metrics import ServerMetrics
 from holdfast.inference.ownership import Ownership
 from holdfast.inference.request_error import RequestError
 from holdfast.inference.weights.worker import StageResult
-from holdfast.shared.files.run_owner import Owner
 from holdfast.shared.process.heartbeat import does
-from holdfast.shared.wire.serving import OTHER_WEIGHTS, UNREADABLE
+from holdfast.shared.wire.inference_api import OTHER_WEIGHTS, UNREADABLE, Owner, UpdateResponse
 
 _log = logging.getLogger("inference")
 
 _LABEL_SEPARATOR = ":"
 _STAGE_POLL_S = 0.25
-
-
-class UpdateResponse(msgspec.Struct):
-    """Answer of `POST /update_weights`: what now serves, and how long the update took."""
-
-    version: int
-    digest: str
-    seconds: float
 
 
 class EngineWeights:

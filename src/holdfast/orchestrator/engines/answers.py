@@ -6,19 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.orchestrator.engines.http import Unavailable
-from holdfast.orchestrator.engines.protocol import Choice, GenerateRequest, GenerateResponse
-from holdfast.orchestrator.environments.interface import Completion
 from holdfast.shared.errors import ConfigError, InferenceError
+from holdfast.shared.wire.inference_api import Choice, Completion, GenerateRequest, GenerateResponse
 from holdfast.shared.wire.sampled_checks import problem_of_ids, problem_of_logprobs, vocab_size_in
 
 # No token this unlikely is ever sampled: the smallest positive float32 is exp(-103.3).
 _LOWEST_SAMPLED_LOGPROB = -1000.0
 _FINISH_REASONS = ("stop", "length")
-# Of an answer in JSON: what stands around the choices, around the tokens of one, and for every token, many times over.
-_ANSWER_BYTES = 1 << 16
-_CHOICE_BYTES = 4096
-_SAMPLED_TOKEN_BYTES = 512
-_PROMPT_TOKEN_BYTES = 64
 
 
 def load_vocab_size(name: str) -> int:
@@ -38,17 +32,6 @@ def load_vocab_size(name: str) -> int:
         except (HFValidationError, OSError) as error:
             raise ConfigError(f"model.name: '{name}' is no directory and no model on the hub: {error}") from None
     return vocab_size_in(path)
-
-
-def largest_answer(request: GenerateRequest) -> int:
-    """Return how many bytes the answer to `request` can have at most, with much to spare for how numbers are written.
-
-    Were every token sampled by weights of its own, it would come with a span of them.
-    """
-    per_choice = _CHOICE_BYTES + _SAMPLED_TOKEN_BYTES * request.max_tokens
-    if request.prompt_logprobs:
-        per_choice += _PROMPT_TOKEN_BYTES * len(request.token_ids)
-    return _ANSWER_BYTES + len(request.seeds) * per_choice
 
 
 def check_choices(

@@ -20,17 +20,25 @@ from typing import Self
 
 import msgspec
 
-from holdfast.orchestrator.engines.answers import check_choices, largest_answer
+from holdfast.orchestrator.engines.answers import check_choices
 from holdfast.orchestrator.engines.engine import Engine
 from holdfast.orchestrator.engines.http import Transport, Unavailable, decode
-from holdfast.orchestrator.engines.protocol import Choice, GenerateRequest, GenerateResponse, ServedWeights
 from holdfast.orchestrator.task_group import run_all
 from holdfast.orchestrator.weight_push.published_files import PublishedWeights
 from holdfast.shared.config.orchestrator import ServersConfig
 from holdfast.shared.errors import InferenceError
 from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.files.run_owner import Owner, owner_of
+from holdfast.shared.files.run_owner import owner_of
 from holdfast.shared.wire.canary import Canary, deviation
+from holdfast.shared.wire.inference_api import (
+    GENERATE_ROUTE,
+    Choice,
+    GenerateRequest,
+    GenerateResponse,
+    Owner,
+    ServedWeights,
+    largest_answer,
+)
 
 _log = logging.getLogger("orchestrator")
 
@@ -224,6 +232,8 @@ class InferenceClient:
             InferenceError: the server refused or failed, gave no answer within `timeout_s`, or serves other weights
                 again and again.
         """
+        digest = request.weights_digest
+        assert digest is not None, "a run names the weights that it asks"
         target = self._engines[engine]
         body = msgspec.json.encode(request)
         most_bytes = largest_answer(request)
@@ -234,12 +244,12 @@ class InferenceClient:
                 epoch = target.epoch
             try:
                 with self._counted():
-                    data = await self._transport.post(target.url, "/inference/v1/generate", body, most_bytes=most_bytes)
+                    data = await self._transport.post(target.url, GENERATE_ROUTE, body, most_bytes=most_bytes)
                 answer = decode(data, GenerateResponse, url=target.url)
                 target.note_boot(answer.boot_id)
                 choices = check_choices(answer, request, url=target.url, vocab_size=self.vocab_size)
                 for choice in choices:
-                    self._check_sampled_by(choice, request.weights_digest)
+                    self._check_sampled_by(choice, digest)
                 return choices
             except Unavailable as failure:
                 await patience.pause(failure)

@@ -10,14 +10,24 @@ from typing import TypeVar
 import msgspec
 
 from holdfast.orchestrator.engines.http import Transport, Unavailable, decode
-from holdfast.orchestrator.engines.protocol import ModelList, PushedWeights, ServedWeights
 from holdfast.orchestrator.engines.retry import FIRST_BACKOFF_S, LAST_BACKOFF_S, Patience
 from holdfast.orchestrator.weight_push.published_files import PublishedWeights
 from holdfast.shared.errors import ConfigError, InferenceError
-from holdfast.shared.files.run_owner import Owner
 from holdfast.shared.printable import printable
 from holdfast.shared.process.heartbeat import Wait
-from holdfast.shared.wire.same_model import same_model
+from holdfast.shared.wire.inference_api import (
+    CLAIM_ROUTE,
+    HEALTH_ROUTE,
+    MODELS_ROUTE,
+    RELEASE_ROUTE,
+    UPDATE_ROUTE,
+    WEIGHTS_ROUTE,
+    ModelList,
+    Owner,
+    ServedWeights,
+    UpdateRequest,
+    same_model,
+)
 
 _log = logging.getLogger("orchestrator")
 
@@ -81,7 +91,7 @@ class Engine:
         backoff_s = FIRST_BACKOFF_S
         while True:
             try:
-                await self._transport.get(self.url, "/health")
+                await self._transport.get(self.url, HEALTH_ROUTE)
                 return
             except Unavailable as failure:
                 if wait.is_over():
@@ -107,7 +117,7 @@ class Engine:
                 f"with --model.name {model}, or name the right server in {self._key}.urls."
             )
         try:
-            cards = msgspec.json.decode(await self._transport.get(self.url, "/v1/models"), type=ModelList).data
+            cards = msgspec.json.decode(await self._transport.get(self.url, MODELS_ROUTE), type=ModelList).data
         except (InferenceError, Unavailable, ValueError, RecursionError):
             return  # optional: the server itself refuses what is too long
         longest = cards[0].max_model_len if cards else None
@@ -119,7 +129,7 @@ class Engine:
 
     async def served(self) -> ServedWeights:
         """Return what the server serves; see `Transport.get` for errors."""
-        served = decode(await self._transport.get(self.url, "/weights"), ServedWeights, url=self.url)
+        served = decode(await self._transport.get(self.url, WEIGHTS_ROUTE), ServedWeights, url=self.url)
         self.note_boot(served.boot_id)
         return served
 
@@ -133,8 +143,8 @@ class Engine:
         served = await self.served()
         if (served.version, served.digest) != (weights.version, weights.digest):
             boot_id = served.boot_id
-            body = msgspec.json.encode(PushedWeights(str(weights.path), weights.version, owner))
-            await self._transport.post_as_admin(self.url, "/update_weights", body)
+            body = msgspec.json.encode(UpdateRequest(str(weights.path), weights.version, owner))
+            await self._transport.post_as_admin(self.url, UPDATE_ROUTE, body)
             served = await self.served()
             if served.boot_id != boot_id:
                 raise Unavailable(f"the server was restarted while it was given policy version {weights.version}")
@@ -151,8 +161,8 @@ class Engine:
 
     async def claim(self, owner: Owner) -> None:
         """Make a run the owner of the server, or give a sign of life of it; see `Transport` for errors."""
-        await self._transport.post_as_admin(self.url, "/claim", msgspec.json.encode(owner), is_probe=True)
+        await self._transport.post_as_admin(self.url, CLAIM_ROUTE, msgspec.json.encode(owner), is_probe=True)
 
     async def release(self, owner: Owner) -> None:
         """Give the server back, if it is this run's; see `Transport` for errors."""
-        await self._transport.post_as_admin(self.url, "/release", msgspec.json.encode(owner), is_probe=True)
+        await self._transport.post_as_admin(self.url, RELEASE_ROUTE, msgspec.json.encode(owner), is_probe=True)

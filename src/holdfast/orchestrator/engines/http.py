@@ -16,15 +16,13 @@ from typing import TypeVar
 import httpx
 import msgspec
 
-from holdfast.orchestrator.engines.protocol import Refusal
 from holdfast.shared.config.orchestrator import ClientConfig, ServersConfig
 from holdfast.shared.errors import STORAGE_FAILED, InferenceError
-from holdfast.shared.files.run_owner import OWNER_HEADER
 from holdfast.shared.printable import printable
 from holdfast.shared.process.heartbeat import moved
 from holdfast.shared.wire.admin_token import read_admin_token
 from holdfast.shared.wire.arrays import decode_packed
-from holdfast.shared.wire.serving import OTHER_WEIGHTS, UNREADABLE
+from holdfast.shared.wire.inference_api import HEALTH_ROUTE, OTHER_WEIGHTS, OWNER_HEADER, UNREADABLE, ErrorBody
 
 _log = logging.getLogger("orchestrator")
 
@@ -182,7 +180,7 @@ class Transport:
             while not (await asyncio.wait({task}, timeout=timeout_s))[0]:
                 waited_s += timeout_s
                 try:
-                    await self.get(url, "/health")
+                    await self.get(url, HEALTH_ROUTE)
                 except (Unavailable, InferenceError) as error:
                     raise Unavailable(
                         f"the inference server gave no answer to {what} within {waited_s:g} s ({self._key}.timeout_s), "
@@ -259,7 +257,7 @@ def _reason(content: bytes) -> str:
 def _code(content: bytes) -> str:
     """The code of an error answer of ours, else nothing."""
     try:
-        return msgspec.json.decode(content, type=Refusal).code
+        return msgspec.json.decode(content, type=ErrorBody).code
     except (ValueError, RecursionError):
         return ""
 

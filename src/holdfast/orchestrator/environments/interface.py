@@ -30,25 +30,10 @@ from holdfast.shared.chat.tokenizer import Tokenizer
 from holdfast.shared.errors import DataError
 from holdfast.shared.printable import shown
 from holdfast.shared.wire.arrays import Logprobs, LossMask, TokenIds
+from holdfast.shared.wire.inference_api import Completion
 from holdfast.shared.wire.rollouts import VersionSpan
 
-__all__ = ["Completion", "Environment", "Message", "Score", "Session", "SessionFull", "Task", "TaskSeed"]
-
-
-class Completion(msgspec.Struct):
-    """What an engine sampled in one turn.
-
-    Attributes:
-        token_ids: sampled ids, the stop token included.
-        logprobs: their log-probabilities in the distribution that they were sampled from.
-        finish_reason: `stop`, `length` or `abort`.
-        versions: which policy sampled which of them; positions count from the first sampled token.
-    """
-
-    token_ids: TokenIds
-    logprobs: Logprobs
-    finish_reason: str
-    versions: list[VersionSpan]
+__all__ = ["Environment", "Message", "Score", "Session", "SessionFull", "Task", "TaskSeed"]
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ import msgspec
 import xxhash
 
 from holdfast.orchestrator.engines.answers import problem_of, problem_of_logprobs
-from holdfast.orchestrator.environments.interface import Completion
 from holdfast.shared.errors import RunDirError
 from holdfast.shared.files.record_log import RecordLog, read_records
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.arrays import decode_packed, encode_packed
+from holdfast.shared.wire.inference_api import Completion
 from holdfast.shared.wire.sampling import Sampling
 
 _log = logging.getLogger("orchestrator")

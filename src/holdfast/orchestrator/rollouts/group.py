@@ -15,13 +15,14 @@ from holdfast.orchestrator.environments.contract import (
     require_sound,
     step_rewards,
 )
-from holdfast.orchestrator.environments.interface import Completion, Environment, Score, Session, SessionFull, Task
+from holdfast.orchestrator.environments.interface import Environment, Score, Session, SessionFull, Task
 from holdfast.orchestrator.rollouts.sampler import Sampler
 from holdfast.orchestrator.seeds import TaskSeed, request_seed
 from holdfast.orchestrator.task_group import run_all
 from holdfast.shared.chat.tokenizer import Tokenizer
 from holdfast.shared.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from holdfast.shared.errors import EnvironmentFailure, HoldfastError
+from holdfast.shared.wire.inference_api import Completion
 from holdfast.shared.wire.rollouts import Dropped, DropReason, Rollout, VersionSpan
 
 _log = logging.getLogger("orchestrator")

@@ -7,10 +7,9 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from holdfast.orchestrator.engines.client import InferenceClient
-from holdfast.orchestrator.engines.protocol import GenerateRequest
-from holdfast.orchestrator.environments.interface import Completion
 from holdfast.orchestrator.rollouts.generation_log import GenerationLog
 from holdfast.shared.process.heartbeat import moved
+from holdfast.shared.wire.inference_api import Completion, GenerateRequest
 from holdfast.shared.wire.sampling import Sampling
 
 # Engine, most tokens, prompt: sessions that agree on these can share a request.

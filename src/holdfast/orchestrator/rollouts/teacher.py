@@ -9,13 +9,12 @@ from contextlib import asynccontextmanager
 from holdfast.orchestrator.current_phase import phase
 from holdfast.orchestrator.engines.answers import load_vocab_size
 from holdfast.orchestrator.engines.client import InferenceClient
-from holdfast.orchestrator.engines.protocol import GenerateRequest
-from holdfast.orchestrator.environments.interface import Completion
 from holdfast.orchestrator.rollouts.generation_log import GenerationLog
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import CheckpointError, InferenceError
 from holdfast.shared.process import events
 from holdfast.shared.wire.arrays import Logprobs, TokenIds
+from holdfast.shared.wire.inference_api import Completion, GenerateRequest
 from holdfast.shared.wire.rollouts import Rollout
 
 # How a judgement is told from a sampled answer in the log of generations.

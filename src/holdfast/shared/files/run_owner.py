@@ -4,24 +4,8 @@ from __future__ import annotations
 
 import socket
 
-import msgspec
-
 from holdfast.shared.files.run_dir import RunDir
-
-OWNER_HEADER = "x-holdfast-run"
-"""Header with the run's id: a request with it is a sign of life of the run that owns the server."""
-
-
-class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A run.
-
-    Attributes:
-        run_id: its id.
-        directory: `host:path` of its directory, for people; one run at a time can hold a directory.
-    """
-
-    run_id: str
-    directory: str
+from holdfast.shared.wire.inference_api import Owner
 
 
 def owner_of(run_dir: RunDir) -> Owner:
