@@ -16,7 +16,6 @@ from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.files import durable, manifest
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.files.weights_digest import weights_digest
-from holdfast.shared.wire.inference_api import Completion
 from holdfast.shared.wire.rollouts import Batch
 
 MODEL = "examples/reverse_text/base"

@@ -13,7 +13,7 @@ shared        what these have in common: settings, files, what goes over the wir
 # A user's files may come before everything: nothing is imported here that Python has not imported at its start.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from holdfast.orchestrator.environments.interface import Completion, Environment, Score, Session, SessionFull, Task
+    from holdfast.orchestrator.environments.interface import Environment, Score, Session, SessionFull, Task
     from holdfast.orchestrator.seeds import TaskSeed
     from holdfast.shared.chat.files import load_tokenizer
     from holdfast.shared.chat.messages import Message
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from holdfast.shared.files.checkpoints import BestMetric, Retention
     from holdfast.shared.files.metrics import read_metrics
     from holdfast.shared.wire.arrays import Logprobs, TokenIds
+    from holdfast.shared.wire.inference_api import Completion
     from holdfast.trainer.checkpoints.checkpointer import Checkpointer, load_state_with_optimizer, save_state
     from holdfast.trainer.checkpoints.plain_state import module_tensors
     from holdfast.trainer.checkpoints.warm_start import load_weights_only
@@ -73,7 +74,7 @@ __all__ = [
 ]
 
 _NAMES_OF = {
-    "orchestrator.environments.interface": ("Completion", "Environment", "Score", "Session", "SessionFull", "Task"),
+    "orchestrator.environments.interface": ("Environment", "Score", "Session", "SessionFull", "Task"),
     "orchestrator.seeds": ("TaskSeed",),
     "shared.chat.files": ("load_tokenizer",),
     "shared.chat.messages": ("Message",),
@@ -90,6 +91,7 @@ _NAMES_OF = {
     "shared.files.checkpoints": ("BestMetric", "Retention"),
     "shared.files.metrics": ("read_metrics",),
     "shared.wire.arrays": ("Logprobs", "TokenIds"),
+    "shared.wire.inference_api": ("Completion",),
     "trainer.checkpoints.checkpointer": ("Checkpointer", "load_state_with_optimizer", "save_state"),
     "trainer.checkpoints.plain_state": ("module_tensors",),
     "trainer.checkpoints.warm_start": ("load_weights_only",),

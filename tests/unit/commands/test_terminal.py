@@ -107,7 +107,7 @@ def test_proxies_never_meet_the_servers_of_a_run(monkeypatch: pytest.MonkeyPatch
         config = InferenceConfig.model_validate({"server": {"port": port}})
         served = _look(config.server.url)
         assert served is not None and served.model == "m"
-        assert b'"model": "m"' in asyncio.run(_ask_as_orchestrator(config.server.url))
+        assert b'"model":"m"' in asyncio.run(_ask_as_orchestrator(config.server.url))
         probe = HealthProbe(Health(f"{config.server.url}/health"), 0.05)
         deadline = time.monotonic() + HANG_S
         while not probe.silent_s():  # 0 before the first good answer
