@@ -148,8 +148,7 @@ def reference_logprobs(
         for indices in plan_pairs(block, arrangement, config, rank=mesh.rank, world_size=mesh.world_size):
             own[indices] = predict_pairs(policy, block, indices, pack=config.pack, device=mesh.device).cpu().numpy()
         # Every pair is one rank's; the others add zero, which changes no bit.
-        summed = mesh.sum({str(place): value for place, value in enumerate(own.ravel().tolist())})
-        blocks.append(np.asarray(list(summed.values())).reshape(-1, 2))
+        blocks.append(mesh.sum_tensor(torch.from_numpy(own)).numpy())
     reshard(policy)
     policy.train()
     return np.concatenate(blocks)

@@ -42,20 +42,20 @@ def run(config: TrainerConfig) -> None:
         pretraining = None
         if config.pretraining is not None:
             pretraining = PretrainingMix(config.pretraining, tokenizer, mesh, seed=config.seed)
-        parts = RlComponents(config, mesh)
+        components = RlComponents(config, mesh)
         with start_session(
             config,
             mesh,
             tokenizer,
             build_policy,
             pack=True,
-            parts=parts.begin,
+            components=components.begin,
             data_fingerprint=pretraining.fingerprint if pretraining else "",
             older_weights=config.async_level,
         ) as session:
-            parts.resume(session.run_dir, session.progress.step)
-            parts.check_models()
-            learner = Learner(config, session, parts, pretraining)  # before anything is published: it may refuse
+            components.resume(session.run_dir, session.progress.step)
+            components.check_models()
+            learner = Learner(config, session, components, pretraining)  # before anything is published: it may refuse
             last_probed = _last_probed(session, config)
 
             def publish(version: int) -> None:
@@ -65,15 +65,15 @@ def run(config: TrainerConfig) -> None:
                 session.publisher.publish(version, canary=canary, for_engines=goes_on)
 
             publish(session.progress.step)
-            _train(config, session, parts, learner, publish)
-            if parts.ema is not None:
-                _publish_average(session, parts.ema)
+            _train(config, session, components, learner, publish)
+            if components.ema is not None:
+                _publish_average(session, components.ema)
 
 
 def _train(
     config: TrainerConfig,
     session: Session[Policy],
-    parts: RlComponents,
+    components: RlComponents,
     learner: Learner,
     publish: Callable[[int], None],
 ) -> None:
@@ -92,7 +92,7 @@ def _train(
         with stopwatch.phase("wait_for_batch"):
             _wait_for_batch(run_dir, step, config)
         if saver.is_asked_to_stop():
-            saver.stop(progress.step, metrics, ledger.attachments() | parts.attachments())
+            saver.stop(progress.step, metrics, ledger.attachments() | components.attachments())
         is_first = step == first
         does(f"step {step}", bound_s=max(config.hang_timeout_s, config.startup_timeout_s * is_first))
         batch = read_batch(run_dir, step)
@@ -111,7 +111,7 @@ def _train(
         for alert in alerts.check(metrics) if mesh.is_main else ():
             report(f"ALERT: {alert}", step=step)
         with stopwatch.phase("checkpoint"):
-            committed = saver.after_step(step, metrics, ledger.attachments() | parts.attachments())
+            committed = saver.after_step(step, metrics, ledger.attachments() | components.attachments())
         kept = _prune_batches(session, config.journal) if committed else kept
         session.publisher.prune(_needed_weights([*kept, *saver.in_flight(), step], config.async_level))
 

@@ -104,7 +104,7 @@ def start_session(
     build: Build[M],
     *,
     pack: bool,
-    parts: Callable[[M], tuple[Mapping[str, State], Sequence[torch.optim.Optimizer]]] | None = None,
+    components: Callable[[M], tuple[Mapping[str, State], Sequence[torch.optim.Optimizer]]] | None = None,
     data_fingerprint: str = "",
     older_weights: int = 0,
 ) -> Session[M]:
@@ -113,7 +113,7 @@ def start_session(
     Args:
         build: makes the model.
         pack: whether rows are to hold several samples.
-        parts: makes what else is in the state, and the further optimizers that change it, from the
+        components: makes what else is in the state, and the further optimizers that change it, from the
             model with the weights that a new run begins with.
         data_fingerprint: of the training data, where the trainer has them.
         older_weights: how many published versions before its own a checkpoint needs.
@@ -123,7 +123,7 @@ def start_session(
     resume_step = ckpt.resume_step if ckpt else None
     policy, layout = _build_model(config, mesh, build)
     optimizer = build_optimizer(policy.hf_model, config.optim)
-    further, optimizers = parts(policy) if parts else ({}, ())
+    further, optimizers = components(policy) if components else ({}, ())
     adapters = None
     if is_adapted(policy.hf_model):
         adapters = Adapters(policy.hf_model, layout, base_name=config.model.name)

@@ -108,7 +108,7 @@ def start(tiny_model: Callable[..., Path], mesh: Mesh, tokenizer: PreTrainedToke
         }  # fmt: skip
         config = TrainerConfig.model_validate(values | settings)
         parts = RlComponents(config, mesh)
-        session = start_session(config, mesh, tokenizer, build_policy, pack=True, parts=parts.begin)
+        session = start_session(config, mesh, tokenizer, build_policy, pack=True, components=parts.begin)
         parts.resume(session.run_dir, session.progress.step)
         return Run(session, parts, Learner(config, session, parts, None))
 

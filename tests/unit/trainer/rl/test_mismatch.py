@@ -69,7 +69,7 @@ def learn(tiny_model: Callable[..., Path], mesh: Mesh, tokenizer: PreTrainedToke
         model = {"name": str(tiny_model(**settings.pop("of_model", {})))}
         config = TrainerConfig.model_validate({"output_dir": tmp_path, "model": model} | settings)
         parts = RlComponents(config, mesh)
-        session = start_session(config, mesh, tokenizer, build_policy, pack=True, parts=parts.begin)
+        session = start_session(config, mesh, tokenizer, build_policy, pack=True, components=parts.begin)
         before = {name: tensor.clone() for name, tensor in trained_tensors(session.policy.hf_model).items()}
         rollouts = sampled_by(session.policy, mesh, sampling, off_by=off_by)
         number = 3
