@@ -12,7 +12,7 @@ from tests.documentation import PAGES, blocks, prose
 from tests.documented_additions import PAGE, Copy
 
 EVERY_PAGE = [*PAGES, *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
-CHECKED = {"Add an environment", "Add a metric", "Add a test"}
+CHECKED = {"Add a policy loss", "Add an advantage", "Add an environment", "Add a metric", "Add a test"}
 
 
 def test_an_environment_is_a_file_and_a_line(tmp_path: Path) -> None:
@@ -29,6 +29,39 @@ def test_an_environment_is_a_file_and_a_line(tmp_path: Path) -> None:
         "print(len(task.answer), [score.reward for score in asyncio.run(environment.score(task, sessions))])",
     )
     assert printed == "7 [1.0, 0.0]\n" and len(copy.added_lines()) == 1
+
+
+def test_a_policy_loss_is_a_file_and_a_line(tmp_path: Path) -> None:
+    copy = Copy(tmp_path, "Add a policy loss")
+    printed = copy.python(
+        "-c",
+        "import torch\n"
+        "from holdfast import PolicyLossInput, build_policy_loss\n"
+        "from holdfast.shared.config import TrainerConfig\n"
+        "config = TrainerConfig(loss={'type': 'positive'}).loss\n"
+        "logprobs_N = torch.tensor([-1.0, -2.0, -3.0, -4.0], requires_grad=True)\n"
+        "ones_N, zeros_N = torch.ones(4), torch.zeros(4)\n"
+        "advantages_N = torch.tensor([2.0, -1.0, 0.0, 4.0])\n"
+        "data = PolicyLossInput(logprobs_N, zeros_N, zeros_N, advantages_N, zeros_N, ones_N / 4,\n"
+        "    ones_N, ones_N, zeros_N, torch.zeros(4, dtype=torch.long), step_sequences=1, step_tokens=4)\n"
+        "loss, counts = build_policy_loss(config)(data)\n"
+        "loss.backward()\n"
+        "print(loss.item(), logprobs_N.grad.tolist(), counts['positive'].item())",
+    )
+    assert printed == "4.5 [-0.5, -0.0, -0.0, -1.0] 2\n" and len(copy.added_lines()) == 1
+
+
+def test_an_advantage_is_a_file_and_a_line(tmp_path: Path) -> None:
+    copy = Copy(tmp_path, "Add an advantage")
+    printed = copy.python(
+        "-c",
+        "from types import SimpleNamespace\n"
+        "from holdfast.shared.config import TrainerConfig\n"
+        "from holdfast.trainer.rl.advantages.build import build_advantage\n"
+        "rollouts = [SimpleNamespace(environment='a', total_reward=reward) for reward in (0.0, 1.0, 1.0, 7.0)]\n"
+        "print([value * 3 for value in build_advantage(TrainerConfig(advantage='ranks'))([rollouts])[0]])",
+    )
+    assert printed == "[-3.0, 0.0, 0.0, 3.0]\n" and len(copy.added_lines()) == 1
 
 
 def test_a_metric_is_a_line_and_a_row(tmp_path: Path) -> None:
