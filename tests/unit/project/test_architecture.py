@@ -20,6 +20,10 @@ def test_every_import_between_rooms_leads_down() -> None:
     assert not [arrow for house in architecture.houses() for arrow in house.upward()]
 
 
+def test_no_neighbours_import_one_another_in_a_circle() -> None:
+    assert architecture.circles() == []
+
+
 def test_an_import_that_leads_up_or_sideways_is_noticed() -> None:
     house = House("x", [["a"], ["b", "c"]], {"a": ["b"], "b": ["c"], "c": ["a"]})
     assert house.upward() == ["x: b imports c", "x: c imports a"]
