@@ -30,7 +30,7 @@ from holdfast.trainer.models.pretrained import trained_tensors
 from holdfast.trainer.models.sharding import reshard
 from holdfast.trainer.optim.muon import _orthogonalized
 from holdfast.trainer.optim.optimizers import build_optimizer, update_parameters
-from holdfast.trainer.rl.batches.minibatches import annotate, plan_epochs
+from holdfast.trainer.rl.batches.minibatches import measure_targets, plan_epochs
 from holdfast.trainer.rl.batches.per_token import ADVANTAGE, AGE, SAMPLER_LOGPROB
 from holdfast.trainer.rl.losses.base import PolicyLossInput
 from holdfast.trainer.rl.losses.build import build_policy_loss
@@ -88,14 +88,14 @@ def statistics_of(mesh: Mesh) -> dict[str, float]:
 
 
 def measured(model_dir: Path, mesh: Mesh, **settings: Any) -> list[np.ndarray]:
-    """Return the log-probabilities that `annotate` gives every sample. Collective."""
+    """Return the log-probabilities that `measure_targets` gives every sample. Collective."""
     config = TrainedModelConfig(name=str(model_dir), **settings)
     samples = ragged_samples()
     policy = build_policy(config, mesh, seed=0).eval()
     (minibatches,) = plan_epochs(
         samples, UpdatesConfig(minibatches=2), row_tokens=14, mesh=mesh, seed=0, step=1, arrangement="packed"
     )
-    annotate(["logprob"], lambda micro: predict(policy, micro)[:1], minibatches, mesh, pack=True)
+    measure_targets(["logprob"], lambda micro: predict(policy, micro)[:1], minibatches, mesh, pack=True)
     reshard(policy)
     return [sample.per_token["logprob"] for sample in samples]
 

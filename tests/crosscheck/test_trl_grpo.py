@@ -241,7 +241,9 @@ def test_logprobs_and_entropies_of_a_model_are_those_of_trl(
     ]
     micro = build_micro_batch(samples, list(range(len(samples))), pack=True, device=mesh.device)
     policy = build_policy(TrainedModelConfig(name=str(model)), mesh, seed=0)
-    for ours_N, theirs_BT in zip(predict(policy, micro, Reading(Sampling(0.7)))[:2], by_trl[:2], strict=True):
+    for ours_N, theirs_BT in zip(
+        predict(policy, micro, Reading(Sampling(0.7), entropy=True))[:2], by_trl[:2], strict=True
+    ):
         theirs_N = theirs_BT[mask_BT[:, 1:]]
         torch.testing.assert_close(ours_N.double(), theirs_N, rtol=1e-5, atol=1e-5)
 

@@ -169,7 +169,7 @@ def load_samples(
         ConfigError, DataError: the dataset is missing, lacks columns, or has a row that cannot be used.
     """
     chat = chat_tokenizer(tokenizer)
-    rows, form = open_dataset(config, SAMPLE_FORMATS, shapes=SAMPLE_SHAPES, is_told=not mesh or mesh.is_main)
+    rows, form = open_dataset(config, SAMPLE_FORMATS, shapes=SAMPLE_SHAPES, is_reported=not mesh or mesh.is_main)
 
     def encode(row: Row) -> list[Encoded]:
         (example,) = form.examples(row, chat)
@@ -203,9 +203,9 @@ def load_samples(
 
 
 def open_dataset(
-    config: SftDataConfig, formats: tuple[Format, ...], *, shapes: str, is_told: bool
+    config: SftDataConfig, formats: tuple[Format, ...], *, shapes: str, is_reported: bool
 ) -> tuple[Rows, Format]:
-    """Return the rows of a dataset and how they are written, which is said as well where `is_told`.
+    """Return the rows of a dataset and how they are written, which is reported as well where `is_reported`.
 
     Raises:
         DataError: the dataset is missing, unreadable or empty, or its first row has no known columns.
@@ -216,7 +216,7 @@ def open_dataset(
     except DataError as error:
         raise DataError(f"{config.name}, {error}") from None
     form = find_format(first, formats, name=config.name, shapes=shapes)
-    if is_told:
+    if is_reported:
         unused = form.unused(first)
         rest = {"columns_not_read": ", ".join(unused)} if unused else {}
         report("tokenising", rows=f"{len(rows):,}", format=form.name, **rest)

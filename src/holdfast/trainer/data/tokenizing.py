@@ -2,7 +2,7 @@
 
 Every chunk is encoded by the same function wherever that is, and the results are put in the order of the rows,
 so the samples do not depend on how many cores or ranks there were. A row that cannot be used ends it; of
-several the first is told.
+several the first is reported.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def tokenize_rows(rows: Rows, encode: Encode, *, name: str, mesh: Mesh | None = 
     shared = mesh if mesh is not None and mesh.world_size > 1 and len(rows) > _FEW_ROWS else None
     mine = range(shared.rank, num_chunks, shared.world_size) if shared else range(num_chunks)
     workers = min(cores_of_this_rank(), len(mine)) if len(rows) > _FEW_ROWS else 1
-    is_told = mesh is None or mesh.is_main
+    is_reported = mesh is None or mesh.is_main
     chunks = []
-    progress = _Progress(sum(_chunk_size(rows, index) for index in mine), is_told=is_told)
+    progress = _Progress(sum(_chunk_size(rows, index) for index in mine), is_reported=is_reported)
     for chunk in _encoded(rows, encode, mine, name=name, workers=workers):
         chunks.append(chunk)
         progress.add(chunk.num_rows)
@@ -93,7 +93,7 @@ def tokenize_rows(rows: Rows, encode: Encode, *, name: str, mesh: Mesh | None = 
     for chunk in chunks:
         if chunk.error is not None:
             raise chunk.error
-    if is_told:
+    if is_reported:
         _say_remarks(chunks, name)
     return [sample for chunk in chunks for sample in chunk.samples()]
 
@@ -212,15 +212,15 @@ def _say_remarks(chunks: list[Chunk], name: str) -> None:
 class _Progress:
     """Says every few seconds how many rows are done."""
 
-    def __init__(self, total: int, *, is_told: bool) -> None:
+    def __init__(self, total: int, *, is_reported: bool) -> None:
         self._total = total
-        self._is_told = is_told
+        self._is_reported = is_reported
         self._done = 0
         self._last = time.monotonic()
 
     def add(self, rows: int) -> None:
         self._done += rows
         now = time.monotonic()
-        if self._is_told and now - self._last >= _REPORT_S:
+        if self._is_reported and now - self._last >= _REPORT_S:
             self._last = now
             report("tokenising", rows=f"{self._done:,} of {self._total:,}")

@@ -45,10 +45,12 @@ class Reading:
 
     Attributes:
         sampling: the distribution that the targets were sampled from.
-        entropy_gradient: whether entropies carry a gradient.
+        entropy: whether their entropies are computed, which takes as much memory as the logits once more.
+        entropy_gradient: whether they are, and carry a gradient.
     """
 
     sampling: Sampling = PLAIN_SAMPLING
+    entropy: bool = False
     entropy_gradient: bool = False
 
 
@@ -70,12 +72,12 @@ class Predicted(NamedTuple):
 
     Attributes:
         logprobs_N: of the target, in the distribution that `Reading.sampling` says.
-        entropy_N: of that distribution; carries a gradient only where the reading asks for it.
+        entropy_N: of that distribution, where the reading asks for it; with a gradient only where it asks for that.
         teacher_kl_N: KL of that distribution from the teacher's, over the whole vocabulary, where there is a teacher.
     """
 
     logprobs_N: Tensor
-    entropy_N: Tensor
+    entropy_N: Tensor | None = None
     teacher_kl_N: Tensor | None = None
 
 
@@ -122,18 +124,21 @@ def token_logprobs(
         taught_CH = taught_NH[own] if taught_NH is not None else None
         columns = checkpoint(one_chunk, hidden_NH[own], target_ids_N[own], taught_CH, use_reentrant=False)
         parts.append(Predicted(*columns))
+    entropies = [part.entropy_N for part in parts if part.entropy_N is not None]
     divergences = [part.teacher_kl_N for part in parts if part.teacher_kl_N is not None]
     return Predicted(
         torch.cat([part.logprobs_N for part in parts]),
-        torch.cat([part.entropy_N for part in parts]),
+        torch.cat(entropies) if entropies else None,
         torch.cat(divergences) if divergences else None,
     )
 
 
 def _read(logits_CV: Tensor, target_ids_C: Tensor, reading: Reading) -> tuple[Predicted, Tensor]:
     all_logprobs_CV = _all_logprobs(logits_CV, target_ids_C, reading)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and reading.entropy_gradient):
-        entropy_C = -(all_logprobs_CV.exp() * all_logprobs_CV).sum(-1)
+    entropy_C = None
+    if reading.entropy or reading.entropy_gradient:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and reading.entropy_gradient):
+            entropy_C = -(all_logprobs_CV.exp() * all_logprobs_CV).sum(-1)
     return Predicted(all_logprobs_CV.gather(1, target_ids_C[:, None]).sum(-1), entropy_C), all_logprobs_CV
 
 

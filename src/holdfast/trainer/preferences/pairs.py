@@ -124,7 +124,7 @@ def read_sides(
 ) -> tuple[list[Sample], Format]:
     """Return the tokenised examples of all rows, in their order, and how the rows are written."""
     chat = chat_tokenizer(tokenizer)
-    rows, form = open_dataset(config, formats, shapes=shapes, is_told=not mesh or mesh.is_main)
+    rows, form = open_dataset(config, formats, shapes=shapes, is_reported=not mesh or mesh.is_main)
 
     def encode(row: Row) -> list[Encoded]:
         sides = [encode_example(side, chat, train_on=config.train_on) for side in form.examples(row, chat)]

@@ -1,6 +1,6 @@
-"""What an RL run has beside policy and optimizer: the parts that its algorithm asks for, and their state.
+"""What an RL run has beside policy and optimizer: the components that its algorithm asks for, and their state.
 
-Every part is in the checkpoints: tensors as `PART.*`, values below `PART`, the replay buffer as a file.
+Every component is in the checkpoints: tensors as `NAME.*`, values below `NAME`, the replay buffer as a file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _REPLAY_NAME = f"{TRAINER_DIR}/replay.msgpack"
 
 
 class RlComponents:
-    """The parts of one run; None where the configuration has no use for one. Collective to make.
+    """The components of one run; None where the configuration has no use for one. Collective to make.
 
     Raises:
         ConfigError: a setting is missing.
@@ -85,7 +85,7 @@ class RlComponents:
             self.replay = ReplayBuffer(config.replay.capacity, max_age=config.replay.max_age, seed=config.seed)
 
     def begin(self, policy: Policy) -> tuple[dict[str, State], list[torch.optim.Optimizer]]:
-        """Return the state of the parts by name, and the optimizers that change it.
+        """Return the state of the components by name, and the optimizers that change it.
 
         Args:
             policy: with the weights that a new run begins with.

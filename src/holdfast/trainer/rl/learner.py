@@ -31,12 +31,12 @@ from holdfast.trainer.rl.advantages.assign import (
     add_distillation,
     advantage_metrics,
     assign_advantages,
-    critic_advantages,
+    assign_gae_advantages,
     whiten_advantages,
 )
 from holdfast.trainer.rl.advantages.build import build_advantage
 from holdfast.trainer.rl.advantages.scored_rollouts import score_rollouts
-from holdfast.trainer.rl.batches.minibatches import Minibatch, annotate, plan_epochs
+from holdfast.trainer.rl.batches.minibatches import Minibatch, measure_targets, plan_epochs
 from holdfast.trainer.rl.batches.per_token import AGE, OLD_ENTROPY, OLD_LOGPROB, REFERENCE_LOGPROB
 from holdfast.trainer.rl.batches.samples import group_rollouts, to_samples, without_truncated
 from holdfast.trainer.rl.batches.token_selection import select_tokens
@@ -57,28 +57,32 @@ class Learner:
     """Trains the policy, and what is trained beside it, on one batch after another."""
 
     def __init__(
-        self, config: TrainerConfig, session: Session[Policy], parts: RlComponents, pretraining: PretrainingMix | None
+        self,
+        config: TrainerConfig,
+        session: Session[Policy],
+        components: RlComponents,
+        pretraining: PretrainingMix | None,
     ) -> None:
         self._config = config
         self._session = session
         self._mesh = session.mesh
         self._policy = session.policy
-        self._parts = parts
+        self._components = components
         self._pretraining = pretraining
         self._loss = build_policy_loss(config.loss)
         self._mismatch = MismatchCheck(config, session.policy, session.mesh)
         self._advantage = None if config.advantage in MODEL_ADVANTAGES else build_advantage(config)
         kl = config.kl
-        if kl is not None and parts.kl is not None and kl.place == "loss" and kl.coef > 0:
+        if kl is not None and components.kl is not None and kl.place == "loss" and kl.coef > 0:
             assert kl.estimator is not None  # the config fills it in
-            self._loss = with_kl_term(self._loss, config.loss, parts.kl, kl.estimator, unbiased=kl.unbiased)
+            self._loss = with_kl_term(self._loss, config.loss, components.kl, kl.estimator, unbiased=kl.unbiased)
         distillation = config.distillation
         self._teacher = None
         if distillation is not None and distillation.divergence == "full":
-            self._teacher = parts.reference
+            self._teacher = components.reference
             self._loss = with_distillation_term(self._loss, config.loss, distillation.coef)
-        if parts.entropy is not None:
-            self._loss = with_entropy_bonus(self._loss, parts.entropy)
+        if components.entropy is not None:
+            self._loss = with_entropy_bonus(self._loss, components.entropy)
 
     def learn(self, batch: Batch, stopwatch: Stopwatch, *, is_foreign: bool = False) -> dict[str, float]:
         """Train on the batch of the next step; return its metrics. Collective.
@@ -91,9 +95,9 @@ class Learner:
             TrainingError: something is not finite, or the engine computes another model; then the step must not
                 be published or saved.
         """
-        step, config, parts = batch.step, self._config, self._parts
+        step, config, components = batch.step, self._config, self._components
         fresh = group_rollouts(batch.rollouts)
-        old = parts.replay.sample(step, config.replay.groups) if parts.replay and config.replay else []
+        old = components.replay.sample(step, config.replay.groups) if components.replay and config.replay else []
         groups = fresh + old
         rollouts = [rollout for group in groups for rollout in group]
         samples = to_samples(rollouts, trained_version=step - 1)
@@ -103,16 +107,16 @@ class Learner:
         with stopwatch.phase("experience"):
             left_out = [sample for sample, own in zip(samples, trained, strict=True) if own is not sample]
             self._measure(reading, [*epochs[0], *self._plan(step, left_out, UpdatesConfig())[0]])
-            metrics = self._judge(groups, samples, trained, num_fresh=len(fresh))
+            metrics = self._compute_advantages(groups, samples, trained, num_fresh=len(fresh))
         self._mismatch.begin(
             step,
             batch.rollouts,
             trained,
-            lambda found: self._annotate([OLD_LOGPROB], self._policy, reading, found),
+            lambda found: self._measure_policy(OLD_LOGPROB, self._policy, reading, found),
             is_foreign=is_foreign,
             is_truncated=reading.sampling.is_truncated,
         )
-        entropy = parts.entropy
+        entropy = components.entropy
         has_bonus = entropy is not None and entropy.coef > 0
         learning = replace(reading, entropy_gradient=has_bonus or ":" in config.loss.type)  # the user's may need it
         metrics |= {"entropy_coef": entropy.coef} if entropy is not None else {}
@@ -120,9 +124,9 @@ class Learner:
         metrics |= self._steer_kl(step, samples[: len(batch.rollouts)])
         if entropy is not None and self._trains_policy(step) and any(sample.num_targets for sample in trained):
             entropy.update(metrics["entropy"])
-        parts.after_step(step, self._policy)
-        if parts.replay is not None:
-            parts.replay.add(step, fresh)
+        components.after_step(step, self._policy)
+        if components.replay is not None:
+            components.replay.add(step, fresh)
             metrics["replay/groups"] = float(len(old))
         return metrics
 
@@ -138,7 +142,7 @@ class Learner:
             step=step,
         )
 
-    def _judge(
+    def _compute_advantages(
         self, groups: list[list[Rollout]], samples: list[Sample], trained: list[Sample], *, num_fresh: int
     ) -> dict[str, float]:
         """Give every sample its advantages; return metrics.
@@ -148,24 +152,29 @@ class Learner:
             trained: the same, with an empty mask where a rollout is not trained.
             num_fresh: groups of this batch; those after them are replayed.
         """
-        config, parts = self._config, self._parts
+        config, components = self._config, self._components
         rewards_PG, metrics = rewards_of_batch(
-            groups, samples, config, reward_model=parts.reward_model, moments=parts.moments, num_fresh=num_fresh
+            groups,
+            samples,
+            config,
+            reward_model=components.reward_model,
+            moments=components.moments,
+            num_fresh=num_fresh,
         )
         penalty = None
-        if config.kl is not None and parts.kl is not None:
-            metrics["kl_coef"] = parts.kl.coef
+        if config.kl is not None and components.kl is not None:
+            metrics["kl_coef"] = components.kl.coef
             if config.kl.place == "reward" and config.kl.coef > 0:
                 assert config.kl.estimator is not None  # the config fills it in
-                penalty = KlPenalty(parts.kl.coef, config.kl.estimator)
+                penalty = KlPenalty(components.kl.coef, config.kl.estimator)
         masks = config.rewards.truncated == "mask"
-        judged = score_rollouts(groups, samples, rewards_PG, penalty, mask_truncated=masks)
+        scored = score_rollouts(groups, samples, rewards_PG, penalty, mask_truncated=masks)
         if config.critic is not None:
-            critic_advantages(samples, judged, config.critic)
+            assign_gae_advantages(samples, scored, config.critic)
             if config.critic.whiten:
                 whiten_advantages(trained)
         elif self._advantage is not None:
-            assign_advantages(samples, self._advantage(judged))
+            assign_advantages(samples, self._advantage(scored))
         else:
             assign_advantages(samples, [[0.0 for _ in group] for group in groups])
         if config.distillation is not None and config.distillation.divergence == "sampled":
@@ -179,7 +188,7 @@ class Learner:
 
     def _steer_kl(self, step: int, samples: Sequence[Sample]) -> dict[str, float]:
         """Take the divergence of the fresh samples before this step into the coefficient of the next; return it."""
-        coefficient, sampled = self._parts.kl, [sample for sample in samples if sample.num_targets]
+        coefficient, sampled = self._components.kl, [sample for sample in samples if sample.num_targets]
         measured = self._needs_old_logprobs and self._needs_reference_logprobs
         if coefficient is None or not measured or not sampled:
             return {}
@@ -195,9 +204,9 @@ class Learner:
         config, kl, distillation = self._config, self._config.kl, self._config.distillation
         several = config.updates.epochs * config.updates.minibatches > 1
         for_kl = kl is not None and (kl.target is not None or (kl.place == "reward" and kl.coef > 0))
-        judges = distillation is not None and distillation.divergence == "sampled"
-        of_step = judges or "online_dpo" in config.advantages
-        return several or for_kl or of_step or config.loss.selects_tokens
+        has_sampled_divergence = distillation is not None and distillation.divergence == "sampled"
+        for_advantages = has_sampled_divergence or "online_dpo" in config.advantages
+        return several or for_kl or for_advantages or config.loss.selects_tokens
 
     @property
     def _needs_reference_logprobs(self) -> bool:
@@ -208,25 +217,33 @@ class Learner:
     def _measure(self, reading: Reading, minibatches: Sequence[Minibatch]) -> None:
         """Give every sample the numbers that no gradient is needed for. Collective."""
         if self._needs_old_logprobs:
-            names = [OLD_LOGPROB, OLD_ENTROPY] if self._config.loss.top_entropy_share < 1 else [OLD_LOGPROB]
-            self._annotate(names, self._policy, reading, minibatches)
-        if self._parts.reference is not None and self._needs_reference_logprobs:
-            self._annotate([REFERENCE_LOGPROB], self._parts.reference, reading, minibatches)
-        if self._parts.critic is not None:
-            self._parts.critic.measure(minibatches)
+            entropy_key = OLD_ENTROPY if self._config.loss.top_entropy_share < 1 else None
+            self._measure_policy(OLD_LOGPROB, self._policy, reading, minibatches, entropy_key=entropy_key)
+        if self._components.reference is not None and self._needs_reference_logprobs:
+            self._measure_policy(REFERENCE_LOGPROB, self._components.reference, reading, minibatches)
+        if self._components.critic is not None:
+            self._components.critic.measure(minibatches)
 
-    def _annotate(
-        self, names: Sequence[str], policy: Policy, reading: Reading, minibatches: Sequence[Minibatch]
+    def _measure_policy(
+        self,
+        key: str,
+        policy: Policy,
+        reading: Reading,
+        minibatches: Sequence[Minibatch],
+        *,
+        entropy_key: str | None = None,
     ) -> None:
-        """Give every sample what `names` say of its targets under `policy`, without dropout. Collective."""
+        """Give every sample its log-probabilities under `policy` as `key`, and the entropies. Collective."""
+        reading = replace(reading, entropy=entropy_key is not None)
+        keys = [key] if entropy_key is None else [key, entropy_key]
         was_training = policy.training
-        policy.eval()
+        policy.eval()  # no dropout
 
         def read(micro: MicroBatch) -> list[Tensor]:
             predicted = predict(policy, micro, reading)
-            return [predicted.entropy_N if name == OLD_ENTROPY else predicted.logprobs_N for name in names]
+            return [values_N for values_N in (predicted.logprobs_N, predicted.entropy_N) if values_N is not None]
 
-        annotate(names, read, minibatches, self._mesh, pack=policy.layout.packs)
+        measure_targets(keys, read, minibatches, self._mesh, pack=policy.layout.packs)
         reshard(policy)
         policy.train(was_training)
 
@@ -239,7 +256,7 @@ class Learner:
         stopwatch: Stopwatch,
     ) -> dict[str, float]:
         """Take all updates of the step; return their metrics."""
-        config, parts, session = self._config, self._parts, self._session
+        config, components, session = self._config, self._components, self._session
         # Every rank sees all samples, so all agree on the names of the metrics.
         ages = sorted({int(age) for sample in samples for age in set(sample.per_token[AGE][sample.loss_mask].tolist())})
         statistics = PolicyStatistics(
@@ -266,15 +283,15 @@ class Learner:
                     grad_norms.append(clip_gradients(self._policy, config.optim.max_grad_norm))
                     check_finite(step, loss=loss, grad_norm=grad_norms[-1])
                     update_parameters(session.optimizer, lr=lr)
-            if parts.critic is not None:
+            if components.critic is not None:
                 with stopwatch.phase("critic"):
-                    parts.critic.update(minibatch, lr=value_lr)
+                    components.critic.update(minibatch, lr=value_lr)
             done += 1
         metrics = statistics.reduce(self._mesh) | {"lr": lr}
         for name, values in (("grad_norm", grad_norms), ("pretraining_loss", pretraining_losses)):
             metrics |= {name: sum(values) / len(values)} if values else {}
-        if parts.critic is not None:
-            metrics |= parts.critic.take_metrics() | {"value_lr": value_lr}
+        if components.critic is not None:
+            metrics |= components.critic.take_metrics() | {"value_lr": value_lr}
         return metrics
 
     def _observe(

@@ -5,6 +5,8 @@ Shape legend: N predicted tokens of one forward pass.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from holdfast.trainer.data.packing import build_micro_batch
@@ -43,6 +45,7 @@ def policy_step(
     Where samples have no log-probabilities from before the step, the weights have not changed since:
     the update is the only one of its step. Under `torch.no_grad` the forward passes are made alone, for `statistics`.
     """
+    reading = replace(reading, entropy=True)
     samples = minibatch.samples
     num_targets = minibatch.num_targets
     weights = [1 / (len(samples) * max(1, sample.num_targets)) for sample in samples]
@@ -51,14 +54,15 @@ def policy_step(
     for indices in minibatch.micro_batches:
         micro = build_micro_batch(samples, indices, pack=policy.layout.packs, device=mesh.device)
         predicted = predict(policy, micro, reading, teacher=teacher)
-        logprobs_N = predicted.logprobs_N
+        logprobs_N, entropy_N = predicted.logprobs_N, predicted.entropy_N
+        assert entropy_N is not None  # the reading asks for it
         data = PolicyLossInput(
             logprobs_N=logprobs_N,
             old_logprobs_N=micro.per_token.get(OLD_LOGPROB, logprobs_N.detach()),
             sampler_logprobs_N=micro.per_token[SAMPLER_LOGPROB],
             reference_logprobs_N=micro.per_token.get(REFERENCE_LOGPROB),
             advantages_N=micro.per_token[ADVANTAGE],
-            entropy_N=predicted.entropy_N,
+            entropy_N=entropy_N,
             teacher_kl_N=predicted.teacher_kl_N,
             weights_N=weights_S[micro.sample_index_N],
             correction_N=torch.ones_like(logprobs_N),
@@ -73,6 +77,6 @@ def policy_step(
             # FSDP averages gradients over ranks; the weights sum to one over all of them.
             (loss * mesh.world_size).backward()
         own_loss += float(loss.detach())
-        statistics.add(data, counts, predicted.entropy_N.detach(), micro.per_token[AGE])
+        statistics.add(data, counts, entropy_N.detach(), micro.per_token[AGE])
     statistics.add_update(own_loss)
     return mesh.sum({"loss": own_loss})["loss"]

@@ -46,7 +46,7 @@ def test_values_and_gradients_do_not_depend_on_the_chunks(
         hidden,
         plain_head(head, bias_V=used, softcap=softcap),
         targets,
-        Reading(Sampling(temperature)),
+        Reading(Sampling(temperature), entropy=True),
         chunk_tokens=chunk_tokens,
     )
     expected, expected_entropy = by_hand(hidden, head, targets, used, temperature, softcap)
@@ -83,6 +83,15 @@ def test_entropies_carry_the_gradient_of_whole_logits_where_asked_for(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
         assert not token_logprobs(hidden, plain_head(head), targets, Reading(entropy_gradient=True))[1].requires_grad
+
+
+@pytest.mark.parametrize("chunk_tokens", [2, N])
+def test_entropies_that_nobody_asks_for_are_not_computed(chunk_tokens: int) -> None:
+    hidden, head, _, targets = inputs()
+    plain = token_logprobs(hidden, plain_head(head), targets, chunk_tokens=chunk_tokens)
+    asked = token_logprobs(hidden, plain_head(head), targets, Reading(entropy=True), chunk_tokens=chunk_tokens)
+    assert plain.entropy_N is None and asked.entropy_N is not None
+    assert torch.equal(plain.logprobs_N, asked.logprobs_N)
 
 
 def kl_by_hand(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
@@ -173,7 +182,7 @@ def test_whole_logits_never_exist_with_chunks() -> None:
 
 def test_entropy_is_in_nats_and_known_at_the_ends() -> None:
     hidden, head = torch.zeros(1, H), torch.ones(V, H)
-    _, entropy, _ = token_logprobs(hidden, plain_head(head), torch.tensor([0]))
+    _, entropy, _ = token_logprobs(hidden, plain_head(head), torch.tensor([0]), Reading(entropy=True))
     torch.testing.assert_close(entropy, torch.full((1,), float(V)).log())
     certain, *_ = token_logprobs(torch.ones(1, H), plain_head(torch.eye(V, H) * 100), torch.tensor([V - 1]))
     assert certain.item() < -90
@@ -181,7 +190,9 @@ def test_entropy_is_in_nats_and_known_at_the_ends() -> None:
 
 def test_no_targets_give_no_values_and_zero_gradients() -> None:
     hidden, head, _, _ = inputs()
-    logprobs, entropy, _ = token_logprobs(hidden[:0], plain_head(head), torch.zeros(0, dtype=torch.long))
+    logprobs, entropy, _ = token_logprobs(
+        hidden[:0], plain_head(head), torch.zeros(0, dtype=torch.long), Reading(entropy=True)
+    )
     assert logprobs.shape == entropy.shape == (0,)
     (gradient,) = torch.autograd.grad(logprobs.sum(), head)
     assert torch.count_nonzero(gradient) == 0

@@ -103,7 +103,9 @@ def test_tokens_at_a_border_stay_but_for_those_that_top_p_needs_not() -> None:
 
     def sizes(sampling: Sampling) -> list[float]:
         head = plain_head(torch.eye(4))
-        return token_logprobs(logits_CV, head, torch.arange(4), Reading(sampling)).entropy_N.exp().round().tolist()
+        found = token_logprobs(logits_CV, head, torch.arange(4), Reading(sampling, entropy=True))
+        assert found.entropy_N is not None
+        return found.entropy_N.exp().round().tolist()
 
     assert sizes(Sampling(min_p=1.0)) == sizes(Sampling(top_k=2)) == [4, 4, 4, 4]
     assert sorted(sizes(Sampling(top_p=0.5))) == [2, 2, 3, 3]  # two have the mass; a target that is cut comes back

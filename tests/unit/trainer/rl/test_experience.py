@@ -17,7 +17,7 @@ from holdfast.trainer.rl.advantages.assign import (
     add_distillation,
     advantage_metrics,
     assign_advantages,
-    critic_advantages,
+    assign_gae_advantages,
     whiten_advantages,
 )
 from holdfast.trainer.rl.advantages.group import grpo
@@ -139,7 +139,7 @@ def test_the_divergence_of_a_sequence_is_the_sum_over_its_trained_tokens() -> No
 @pytest.mark.parametrize("penalty", [None, KlPenalty(0.2, "k1")])
 def test_the_critics_advantages_are_those_of_a_double_loop(whiten: bool, penalty: KlPenalty | None) -> None:
     samples, gamma, lam = make_samples(), 0.9, 0.8
-    critic_advantages(samples, judge(samples, REWARDS, penalty), CriticConfig(gamma=gamma, lam=lam))
+    assign_gae_advantages(samples, judge(samples, REWARDS, penalty), CriticConfig(gamma=gamma, lam=lam))
     if whiten:
         whiten_advantages(samples)
     advantages: list[float] = []
@@ -179,7 +179,7 @@ def test_the_critics_advantages_are_finite_whatever_there_is_to_whiten(scale: fl
         for mask in masks
     ]
     for rewards in ([scale * number for number in range(len(masks))], [scale] * len(masks)):
-        critic_advantages(samples, judge(samples, [rewards]), CriticConfig())
+        assign_gae_advantages(samples, judge(samples, [rewards]), CriticConfig())
         whiten_advantages(samples)
         found = np.concatenate([sample.per_token[ADVANTAGE] for sample in samples])
         assert np.isfinite(found).all() and np.abs(found).max() <= max(scale, math.sqrt(len(found)))
@@ -189,7 +189,7 @@ def test_the_critics_advantages_are_finite_whatever_there_is_to_whiten(scale: fl
 def test_whitening_adds_its_epsilon_to_the_variance() -> None:
     sample = Sample(np.arange(3, dtype=np.int32), np.array([False, True, True]), {SAMPLER_LOGPROB: np.zeros(3)})
     sample.per_token[VALUE] = np.array([0.0, 2e-4, 0.0], dtype=np.float32)  # lam = 0: advantages -2e-4 and 0
-    critic_advantages([sample], judge([sample], [[0.0]]), CriticConfig(gamma=1.0, lam=0.0))
+    assign_gae_advantages([sample], judge([sample], [[0.0]]), CriticConfig(gamma=1.0, lam=0.0))
     whiten_advantages([sample])
     scale = math.sqrt(2e-8 + 1e-8)  # the sample variance of the two is (2e-4)^2 / 2
     np.testing.assert_allclose(sample.per_token[ADVANTAGE], [0.0, -1e-4 / scale, 1e-4 / scale], rtol=1e-5)
@@ -268,7 +268,7 @@ def test_what_a_teacher_did_not_judge_cannot_be_distilled() -> None:
 
 def test_one_target_alone_has_no_variance_to_be_whitened_by() -> None:
     (sample,) = [one for one, mask in zip(make_samples(), MASKS, strict=True) if mask == "0001"]
-    critic_advantages([sample], judge([sample], [[1.0]]), CriticConfig())
+    assign_gae_advantages([sample], judge([sample], [[1.0]]), CriticConfig())
     whiten_advantages([sample])
     assert np.isfinite(sample.per_token[ADVANTAGE]).all() and sample.per_token[ADVANTAGE][3] != 0
 
@@ -329,7 +329,7 @@ def test_rewards_of_turns_and_tokens_are_earned_where_they_end() -> None:
     # Without a critic's say, GAE with gamma and lambda 1 sums them from each token on.
     for sample in samples:
         sample.per_token[VALUE] = np.zeros(len(sample.token_ids), dtype=np.float32)
-    critic_advantages(samples, score_rollouts(groups, samples, REWARDS, None), CriticConfig(lam=1.0))
+    assign_gae_advantages(samples, score_rollouts(groups, samples, REWARDS, None), CriticConfig(lam=1.0))
     assert samples[2].per_token[ADVANTAGE].tolist() == [0.0, 0.0, -2.0, -2.0, 0.0, -2.5]
     assert samples[0].per_token[RETURN].tolist() == [0.0, 11.0, 10.0, 8.0, 5.0]
 
@@ -353,7 +353,7 @@ def test_a_critics_advantages_are_whitened_over_the_trained_tokens_alone() -> No
     trained = without_truncated(samples, rollouts)
     assert [one.num_targets for one in trained] == [0, 2, 3, 0, 0, 1]
     assert all(one.per_token is whole.per_token for one, whole in zip(trained, samples, strict=True))
-    critic_advantages(samples, judge(samples, REWARDS), CriticConfig())
+    assign_gae_advantages(samples, judge(samples, REWARDS), CriticConfig())
     before = np.concatenate([one.per_token[ADVANTAGE][one.targets] for one in trained]).astype(np.float64)
     whiten_advantages(trained)
     after = np.concatenate([one.per_token[ADVANTAGE][one.targets] for one in trained])

@@ -20,7 +20,7 @@ from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.logprobs import Reading
 from holdfast.trainer.models.policy import Policy, build_policy, predict
 from holdfast.trainer.models.sharding import reshard
-from holdfast.trainer.rl.batches.minibatches import Minibatch, annotate, plan_epochs
+from holdfast.trainer.rl.batches.minibatches import Minibatch, measure_targets, plan_epochs
 
 LENGTHS = (9, 4, 12, 6, 3, 8, 5)
 
@@ -107,7 +107,7 @@ def test_what_is_measured_is_that_of_a_plain_forward(tiny_model: Callable[..., P
     samples = make_samples()
     policy = build_policy(TrainedModelConfig(name=str(tiny_model())), mesh, seed=0)
     minibatches = plan(samples, mesh, minibatches=2)[0]
-    annotate(["logprob", "twice"], twice(forward_of(policy)), minibatches, mesh, pack=True)
+    measure_targets(["logprob", "twice"], twice(forward_of(policy)), minibatches, mesh, pack=True)
     model = AutoModelForCausalLM.from_pretrained(tiny_model(), attn_implementation="eager")
     for sample in samples:
         expected = np.zeros(len(sample.token_ids))
@@ -133,7 +133,7 @@ def test_measuring_and_training_give_equal_bits(
     policy = build_policy(config, mesh, seed=0)
     minibatches = plan(samples, mesh, minibatches=2, row_tokens=40)[0]
     policy.eval()
-    annotate(["measured"], lambda micro: [forward_of(policy)(micro)], minibatches, mesh, pack=True)
+    measure_targets(["measured"], lambda micro: [forward_of(policy)(micro)], minibatches, mesh, pack=True)
     reshard(policy)
     policy.train(not model.get("attention_dropout"))
     compared = 0

@@ -12,7 +12,7 @@ import torch
 from holdfast.shared.config.algorithm import CriticConfig
 from holdfast.shared.errors import DataError
 from holdfast.trainer.data.packing import Sample
-from holdfast.trainer.rl.advantages.base import Given, whiten
+from holdfast.trainer.rl.advantages.base import AdvantageValue, whiten
 from holdfast.trainer.rl.advantages.gae import generalized_advantages
 from holdfast.trainer.rl.advantages.scored_rollouts import Groups
 from holdfast.trainer.rl.batches.per_token import (
@@ -26,7 +26,7 @@ from holdfast.trainer.rl.batches.per_token import (
 )
 
 
-def assign_advantages(samples: Sequence[Sample], advantages_PG: Sequence[Sequence[Given]]) -> None:
+def assign_advantages(samples: Sequence[Sample], advantages_PG: Sequence[Sequence[AdvantageValue]]) -> None:
     """Give every token of a sample the advantage of its rollout, or each target its own."""
     for sample, value in zip(samples, chain.from_iterable(advantages_PG), strict=True):
         if isinstance(value, int | float):
@@ -35,7 +35,7 @@ def assign_advantages(samples: Sequence[Sample], advantages_PG: Sequence[Sequenc
             assign_targets(sample, ADVANTAGE, value)
 
 
-def critic_advantages(samples: Sequence[Sample], rollouts_PG: Groups, config: CriticConfig) -> None:
+def assign_gae_advantages(samples: Sequence[Sample], rollouts_PG: Groups, config: CriticConfig) -> None:
     """Give every target its advantage and return by GAE: penalties at each token, the reward at the last one.
 
     As in Ouyang et al. 2022, "Training language models to follow instructions with human feedback".

@@ -16,11 +16,11 @@ from holdfast.trainer.rl.advantages.scored_rollouts import Groups
 _WHITEN_EPSILON = 1e-8
 
 
-Given = float | Sequence[float] | np.ndarray
+AdvantageValue = float | Sequence[float] | np.ndarray
 """What an advantage gives a rollout: one number, or one for each of its T sampled tokens."""
 
 
-Advantage = Callable[[Groups], Sequence[Sequence[Given]]]
+Advantage = Callable[[Groups], Sequence[Sequence[AdvantageValue]]]
 
 
 RewardsAdvantage = Callable[[Sequence[float]], list[float]]

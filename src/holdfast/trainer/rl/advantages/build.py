@@ -13,7 +13,7 @@ from holdfast.shared.config.registry import ADVANTAGES, GROUP_ADVANTAGES, SINGLE
 from holdfast.shared.config.rl_trainer import TrainerConfig
 from holdfast.shared.errors import TrainingError
 from holdfast.shared.user_functions import calling, load_built_in, load_function
-from holdfast.trainer.rl.advantages.base import Advantage, Given
+from holdfast.trainer.rl.advantages.base import Advantage, AdvantageValue
 from holdfast.trainer.rl.advantages.group import batch_grpo, with_steps
 from holdfast.trainer.rl.advantages.scored_rollouts import Groups, ScoredRollout
 
@@ -30,8 +30,8 @@ def build_advantage(config: TrainerConfig) -> Advantage:
     functions = {name: build_named_advantage(name, config) for name in config.advantages}
     weights = {label: section.weight for label, section in config.environments.items()}
 
-    def advantage(groups: Groups) -> list[list[Given]]:
-        found: dict[int, Sequence[Given]] = {}
+    def advantage(groups: Groups) -> list[list[AdvantageValue]]:
+        found: dict[int, Sequence[AdvantageValue]] = {}
         for name, function in functions.items():
             own = {n: group for n, group in enumerate(groups) if config.advantage_of(group[0].environment) == name}
             if not own:
@@ -45,7 +45,7 @@ def build_advantage(config: TrainerConfig) -> Advantage:
     return advantage
 
 
-def _scaled(value: Given, scale: float) -> Given:
+def _scaled(value: AdvantageValue, scale: float) -> AdvantageValue:
     return scale * value if isinstance(value, int | float) else scale * np.asarray(value, dtype=np.float64)
 
 
@@ -106,7 +106,7 @@ def _user_advantage(name: str) -> Advantage:
     return advantage
 
 
-def _plain(value: Given) -> float | np.ndarray:
+def _plain(value: AdvantageValue) -> float | np.ndarray:
     numbers = np.asarray(value, dtype=np.float64)
     return numbers if numbers.ndim else float(numbers)
 

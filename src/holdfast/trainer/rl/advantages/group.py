@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from holdfast.shared.errors import TrainingError
-from holdfast.trainer.rl.advantages.base import Given, RewardsAdvantage, rewards_to_go, sample_std
+from holdfast.trainer.rl.advantages.base import AdvantageValue, RewardsAdvantage, rewards_to_go, sample_std
 from holdfast.trainer.rl.advantages.scored_rollouts import Groups, ScoredRollout
 from holdfast.trainer.rl.rewards.batch_rewards import reward_components
 
@@ -147,7 +147,7 @@ def gdpo(groups: Groups, weights: Mapping[str, float]) -> list[list[float]]:
     return [[next(whitened) for _ in group] for group in groups]
 
 
-def with_steps(function: RewardsAdvantage, groups: Groups) -> list[list[Given]]:
+def with_steps(function: RewardsAdvantage, groups: Groups) -> list[list[AdvantageValue]]:
     """Return `function` of the rewards of the wholes and, where there are rewards of parts, of those as well.
 
     Process supervision of Shao et al. 2024, "DeepSeekMath", section 4.1.3: the rewards of all parts of all rollouts of
@@ -157,13 +157,13 @@ def with_steps(function: RewardsAdvantage, groups: Groups) -> list[list[Given]]:
     return [_with_steps(function, group) for group in groups]
 
 
-def _with_steps(function: RewardsAdvantage, group: Sequence[ScoredRollout]) -> list[Given]:
+def _with_steps(function: RewardsAdvantage, group: Sequence[ScoredRollout]) -> list[AdvantageValue]:
     outcomes_G = function([one.reward for one in group])
     rewards_GK = [reward for one in group for reward in one.step_rewards.tolist()]
     if not rewards_GK:
         return list(outcomes_G)
     of_steps = iter(function(rewards_GK))
-    given: list[Given] = []
+    given: list[AdvantageValue] = []
     for one, outcome in zip(group, outcomes_G, strict=True):
         steps_T = np.zeros(one.num_tokens)
         steps_T[one.step_ends] = [next(of_steps) for _ in one.step_ends]

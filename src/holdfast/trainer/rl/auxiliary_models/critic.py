@@ -15,7 +15,7 @@ from holdfast.trainer.models.scalar_model import build_scalar_model, predict_val
 from holdfast.trainer.models.sharding import reshard
 from holdfast.trainer.optim.optimizers import build_optimizer, clip_gradients, update_parameters
 from holdfast.trainer.rl.advantages.gae import explained_variance, value_loss, value_sums
-from holdfast.trainer.rl.batches.minibatches import Minibatch, annotate
+from holdfast.trainer.rl.batches.minibatches import Minibatch, measure_targets
 from holdfast.trainer.rl.batches.per_token import RETURN, VALUE
 from holdfast.trainer.session.train_state import ModelState
 
@@ -40,7 +40,7 @@ class Critic:
     def measure(self, minibatches: Sequence[Minibatch]) -> None:
         """Give every sample the values before its targets, as `per_token[VALUE]`. Collective."""
         self.model.eval()
-        annotate(
+        measure_targets(
             [VALUE],
             lambda micro: [predict_values(self.model, micro)],
             minibatches,

@@ -76,7 +76,7 @@ def _plan(samples: list[Sample], row_tokens: int, arrangement: Arrangement, mesh
 
 
 @torch.no_grad()
-def annotate(
+def measure_targets(
     names: Sequence[str],
     forward: Callable[[MicroBatch], Sequence[Tensor]],
     minibatches: Sequence[Minibatch],

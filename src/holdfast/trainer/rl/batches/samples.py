@@ -52,13 +52,13 @@ def _to_sample(rollout: Rollout, trained_version: int) -> Sample:
     ages = np.zeros(length, dtype=np.float32)
     for span in rollout.versions:
         ages[span.start : span.end] = trained_version - span.version
-    judged = {} if reference is None else {REFERENCE_LOGPROB: np.asarray(reference, dtype=np.float32)}
+    teacher = {} if reference is None else {REFERENCE_LOGPROB: np.asarray(reference, dtype=np.float32)}
     return Sample(
         token_ids=np.asarray(rollout.token_ids, dtype=np.int32),
         loss_mask=loss_mask,
         per_token={
             SAMPLER_LOGPROB: np.asarray(rollout.logprobs, dtype=np.float32),
             AGE: ages,
-            **judged,
+            **teacher,
         },
     )

@@ -1,4 +1,4 @@
-"""Alerts: what the metrics of an RL run say is going wrong, told once.
+"""Alerts: what the metrics of an RL run say is going wrong, reported once.
 
 They follow the run through restarts: what came before is read from `metrics.jsonl`.
 """
@@ -22,12 +22,12 @@ class Alerts:
     """Watches the metrics of one step after the other.
 
     Args:
-        history: the metrics of the steps before, in order; what they gave rise to is not told again.
+        history: the metrics of the steps before, in order; what they gave rise to is not reported again.
     """
 
     def __init__(self, config: AlertsConfig, history: Iterable[Mapping[str, float | None]] = ()) -> None:
         self._config = config
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._first_entropy: float | None = None
         self._recent: dict[str, deque[float]] = {}
         self._rules: dict[str, Callable[[Mapping[str, float | None]], str | None]] = {
@@ -46,10 +46,10 @@ class Alerts:
             value = metrics.get(name)
             if value is None:
                 continue
-            message = rule(metrics) if name not in self._told else None
+            message = rule(metrics) if name not in self._reported else None
             self._recent.setdefault(name, deque(maxlen=self._config.window)).append(value)
             if message is not None:
-                self._told.add(name)
+                self._reported.add(name)
                 found.append(message)
         return found
 

@@ -1,4 +1,4 @@
-"""Mean and spread of all rewards of a run so far, by which rewards can be scaled."""
+"""Mean and standard deviation of all rewards of a run so far, by which rewards can be scaled."""
 
 from __future__ import annotations
 
