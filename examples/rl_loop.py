@@ -21,7 +21,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from holdfast import (
     Checkpointer,
@@ -37,6 +37,7 @@ from holdfast import (
     Task,
     TaskSeed,
     TokenIds,
+    Tokenizer,
     build_policy_loss,
     grpo,
     load_tokenizer,
@@ -66,7 +67,7 @@ class Reverse(Environment):
 class Engine:
     """transformers' `generate` for sessions that run side by side: all that wait for a turn become one batch."""
 
-    def __init__(self, model, stop_token_ids: list[int]) -> None:
+    def __init__(self, model: PreTrainedModel, stop_token_ids: list[int]) -> None:
         self.model = model
         self.stop_token_ids = stop_token_ids
         self.waiting: list[tuple[list[int], int, asyncio.Future[Completion]]] = []
@@ -99,22 +100,25 @@ class Engine:
             future.set_result(Completion(TokenIds(ids[:length]), Logprobs(logprobs[:length]), reason, []))
 
 
-async def play(environment: Environment, task: Task, engine: Engine, tokenizer) -> tuple[list[Session], list[float]]:
-    """Return the sessions of one problem and their rewards."""
-    prompt = tokenizer.prompt(task.prompt)
+Played = tuple[list[Session], list[float]]  # the sessions of one problem, and their rewards
+
+
+async def play(environment: Environment, task: Task, engine: Engine, tokenizer: Tokenizer) -> Played:
+    """Play the sessions of one problem side by side, and score them together."""
+    prompt = tokenizer.text_prompt(task.prompt) if isinstance(task.prompt, str) else tokenizer.prompt(task.prompt)
     limits = {"seq_len": SEQ_LEN, "max_tokens": MAX_TOKENS}
     sessions = [Session(prompt, tokenizer=tokenizer, sample_turn=engine.sample, **limits) for _ in range(GROUP_SIZE)]
     await asyncio.gather(*(environment.run(session, task) for session in sessions))
     return sessions, [score.reward for score in await environment.score(task, sessions)]
 
 
-async def play_all(environment: Environment, step: int, engine: Engine, tokenizer) -> list:
+async def play_all(environment: Environment, step: int, engine: Engine, tokenizer: Tokenizer) -> list[Played]:
     """Play the problems of a step: which they are is a pure function of seed and step, so there is no place to save."""
     seeds = [TaskSeed(SEED, "reverse", index) for index in range((step - 1) * PROBLEMS, step * PROBLEMS)]
     return await asyncio.gather(*(play(environment, environment.make_task(s), engine, tokenizer) for s in seeds))
 
 
-def loss_input(model, sessions: list[Session], advantages_B: list[float]) -> PolicyLossInput:
+def loss_input(model: PreTrainedModel, sessions: list[Session], advantages_B: list[float]) -> PolicyLossInput:
     """Return what the policy loss sees of a batch: one forward pass with gradient, and what was known before it."""
     longest = max(len(session.token_ids) for session in sessions)
     tokens_BT = torch.zeros(len(sessions), longest, dtype=torch.long)  # padded at the end: no earlier token sees it

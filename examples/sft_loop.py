@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from holdfast import Checkpointer, Retention
 
@@ -47,7 +47,7 @@ class Row:
         return len(self.token_ids) - self.num_prompt_tokens
 
 
-def read_rows(path: Path, tokenizer) -> list[Row]:
+def read_rows(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
     """Return the rows of a JSONL file of `prompt` and `completion`, each a list of messages."""
     rows = []
     for line in path.read_text().splitlines():
@@ -83,7 +83,7 @@ def learning_rate(step: int, max_steps: int) -> float:
     return LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * share))
 
 
-def summed_loss(model, rows: list[Row]) -> Tensor:
+def summed_loss(model: PreTrainedModel, rows: list[Row]) -> Tensor:
     """Return the negative log-likelihood of the rows' targets, summed."""
     longest = max(len(row.token_ids) for row in rows)
     tokens_BT = torch.zeros(len(rows), longest, dtype=torch.long)  # padded at the end: no earlier token sees it

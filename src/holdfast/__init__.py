@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from holdfast.orchestrator.seeds import TaskSeed
     from holdfast.shared.chat.files import load_tokenizer
     from holdfast.shared.chat.messages import Message
+    from holdfast.shared.chat.tokenizer import Tokenizer
     from holdfast.shared.config.losses import PolicyLossConfig
     from holdfast.shared.errors import (
         CheckpointError,
@@ -63,6 +64,7 @@ __all__ = [
     "Task",
     "TaskSeed",
     "TokenIds",
+    "Tokenizer",
     "build_policy_loss",
     "grpo",
     "load_state_with_optimizer",
@@ -78,6 +80,7 @@ _NAMES_OF = {
     "orchestrator.seeds": ("TaskSeed",),
     "shared.chat.files": ("load_tokenizer",),
     "shared.chat.messages": ("Message",),
+    "shared.chat.tokenizer": ("Tokenizer",),
     "shared.config.losses": ("PolicyLossConfig",),
     "shared.errors": (
         "CheckpointError",
