@@ -1,8 +1,8 @@
-"""The commands: `sft`, `dpo`, `reward-model`, `rl`, `trainer`, `orchestrator`, `inference`, `ckpt`, `rollouts`.
+"""The commands: one table, from which come `holdfast NAME ...`, the console script of every name, and the help.
 
-Each parses its configuration before anything heavy is imported, so `--help` and errors come at
-once, and then hands over to the launcher, which starts the processes. Nothing is imported above the functions that
-Python has not imported at its start: files of the user may come before everything until `_exit`.
+Each parses its command line before anything heavy is imported, so `--help` and errors come at once. Those that start
+something then hand their configuration over to the launcher. Nothing is imported above the functions that Python has
+not imported at its start: files of the user may come before everything until `_exit`.
 """
 
 from __future__ import annotations
@@ -14,21 +14,89 @@ from holdfast.shared.process.run_module import put_users_last
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import NoReturn
+    from typing import Any, NoReturn
 
-    from holdfast.shared.config.base import Command
+# Name -> what it does; the function in `holdfast.commands` that does it; the class in `holdfast.shared.config` that its
+# command line is read into. Without a class, the function gets the words as they are. It returns the exit code.
+# A line here is a command of `holdfast`; a line in [project.scripts] of pyproject.toml, one by its bare name as well.
+COMMANDS = {
+    "sft": ("Supervised fine-tuning.", "launcher.launch:launch_training", "SftConfig"),
+    "dpo": ("Preference optimisation: DPO, IPO, SimPO, ORPO.", "launcher.launch:launch_training", "DpoConfig"),
+    "reward-model": ("Training of a reward model.", "launcher.launch:launch_training", "RewardTrainingConfig"),
+    "rl": ("An RL run: trainer, orchestrator and inference server together.", "launcher.launch:launch_rl", "RlConfig"),
+    "trainer": (
+        "The trainer of an RL run, alone: for runs spread over machines.",
+        "launcher.launch:launch_training",
+        "TrainerConfig",
+    ),
+    "orchestrator": (
+        "The orchestrator of an RL run, alone.",
+        "launcher.launch:launch_orchestrator",
+        "OrchestratorConfig",
+    ),
+    "inference": (
+        "The inference server, alone; `rl` uses one that already answers.",
+        "launcher.launch:launch_inference",
+        "InferenceConfig",
+    ),
+    "ckpt": ("Checkpoints: list, verify, show, compare, export, thin out, import.", "ckpt.main:main", None),
+    "rollouts": ("Rollouts in the journal: show, statistics, export.", "rollouts.main:main", None),
+}
 
 
-def _run(program: str, choose: Callable[[], tuple[type[Command], Callable[..., int]]]) -> NoReturn:
-    """Parse the command line into the configuration that `choose` returns, and launch with its function."""
+def main() -> NoReturn:
+    """Be `holdfast NAME ...`, which is the same as the command NAME."""
+    _exit(lambda: dispatch(sys.argv[1:]))
 
-    def run() -> int:
-        command, launch = choose()
-        from holdfast.shared.config.load import parse_command_line
 
-        return launch(parse_command_line(command, sys.argv[1:], program=program))
+def __getattr__(name: str) -> Callable[[], NoReturn]:
+    """Return the function of a console script: `reward_model` for `reward-model`."""
+    command = name.replace("_", "-")
+    if command not in COMMANDS or "-" in name:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return lambda: _exit(lambda: run(command, sys.argv[1:]))
 
-    _exit(run)
+
+def dispatch(argv: list[str]) -> int:
+    """Run the command that the first word names, or list the commands; return the exit code.
+
+    Raises:
+        ConfigError: there is no such command; with the nearest spelling.
+    """
+    name = argv[0] if argv else "--help"
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0
+    if name not in COMMANDS:
+        from holdfast.shared.errors import ConfigError, nearest
+
+        raise ConfigError(f"unknown command '{name}'.{nearest(name, COMMANDS)} There are: {', '.join(COMMANDS)}.")
+    return run(name, argv[1:])
+
+
+def run(name: str, argv: list[str]) -> int:
+    """Run one command; return its exit code.
+
+    Raises:
+        HoldfastError: a mistake on the command line, or what stopped the command.
+    """
+    from importlib import import_module
+
+    _, function, configuration = COMMANDS[name]
+    module, _, attribute = function.partition(":")
+    action: Callable[[Any], int] = getattr(import_module(f"holdfast.commands.{module}"), attribute)
+    if configuration is None:
+        return action(argv)
+    from holdfast.shared import config
+    from holdfast.shared.config.load import parse_command_line
+
+    return action(parse_command_line(getattr(config, configuration), argv, program=name))
+
+
+def _help() -> str:
+    lines = [f"  {name:<14}{summary}" for name, (summary, _, _) in COMMANDS.items()]
+    head = ["usage: holdfast COMMAND ...", "", "Post-training that survives being killed at any moment.", ""]
+    return "\n".join([*head, *lines, "", "`holdfast COMMAND --help` shows the settings of a command."])
 
 
 def _exit(run: Callable[[], int]) -> NoReturn:
@@ -65,91 +133,3 @@ def _exit(run: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     sys.exit(code)
-
-
-def sft() -> NoReturn:
-    """Supervised fine-tuning."""
-    _train("sft", "SftConfig")
-
-
-def dpo() -> NoReturn:
-    """Preference optimisation: DPO, IPO, SimPO, ORPO."""
-    _train("dpo", "DpoConfig")
-
-
-def reward_model() -> NoReturn:
-    """Training of a reward model."""
-    _train("reward-model", "RewardTrainingConfig")
-
-
-def trainer() -> NoReturn:
-    """The trainer of an RL run, alone: for runs spread over machines."""
-    _train("rl", "TrainerConfig", name="trainer")
-
-
-def _train(program: str, configuration: str, *, name: str = "") -> NoReturn:
-    def choose() -> tuple[type[Command], Callable[..., int]]:
-        from holdfast.commands.launcher.launch import launch_training
-        from holdfast.shared import config
-
-        return getattr(config, configuration), lambda parsed: launch_training(program, parsed)
-
-    _run(name or program, choose)
-
-
-def rl() -> NoReturn:
-    """An RL run: trainer, orchestrator and inference server together."""
-
-    def choose() -> tuple[type[Command], Callable[..., int]]:
-        from holdfast.commands.launcher.launch import launch_rl
-        from holdfast.shared.config.rl import RlConfig
-
-        return RlConfig, launch_rl
-
-    _run("rl", choose)
-
-
-def orchestrator() -> NoReturn:
-    """The orchestrator of an RL run, alone."""
-
-    def choose() -> tuple[type[Command], Callable[..., int]]:
-        from holdfast.commands.launcher.launch import launch_orchestrator
-        from holdfast.shared.config.orchestrator import OrchestratorConfig
-
-        return OrchestratorConfig, launch_orchestrator
-
-    _run("orchestrator", choose)
-
-
-def inference() -> NoReturn:
-    """The inference server, alone; `rl` uses one that already answers."""
-
-    def choose() -> tuple[type[Command], Callable[..., int]]:
-        from holdfast.commands.launcher.launch import launch_inference
-        from holdfast.shared.config.inference import InferenceConfig
-
-        return InferenceConfig, launch_inference
-
-    _run("inference", choose)
-
-
-def ckpt() -> NoReturn:
-    """Checkpoints: list, verify, show, compare, export, thin out, import."""
-
-    def run() -> int:
-        from holdfast.commands.ckpt.main import main
-
-        return main(sys.argv[1:])
-
-    _exit(run)
-
-
-def rollouts() -> NoReturn:
-    """Rollouts in the journal: show, statistics, export."""
-
-    def run() -> int:
-        from holdfast.commands.rollouts.main import main
-
-        return main(sys.argv[1:])
-
-    _exit(run)

@@ -12,11 +12,9 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import tomli
-from pydantic import ValidationError
-
 from holdfast.inference.preflight import Preflight, check
 from holdfast.shared.config import InferenceConfig
+from holdfast.shared.config.load import read_toml
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.files.run_owner import owner_of
@@ -51,21 +49,7 @@ def _read_arguments(argv: list[str]) -> tuple[InferenceConfig, Owner | None]:
         raise ConfigError(
             f"usage: python -m holdfast.inference.main <resolved.toml> [<run directory>], got {len(argv)} arguments"
         )
-    return load_config(Path(argv[0])), owner_of(RunDir(Path(argv[1]))) if len(argv) == 2 else None
-
-
-def load_config(path: Path) -> InferenceConfig:
-    """Read a resolved configuration.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not a configuration of the inference server.
-    """
-    try:
-        return InferenceConfig.model_validate(tomli.loads(path.read_text()))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except (tomli.TOMLDecodeError, ValidationError) as error:
-        raise ConfigError(f"{path}: {error}") from None
+    return read_toml(InferenceConfig, argv[0]), owner_of(RunDir(Path(argv[1]))) if len(argv) == 2 else None
 
 
 def run(config: InferenceConfig, owner: Owner | None = None) -> int:

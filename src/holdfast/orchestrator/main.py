@@ -10,9 +10,6 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
-
-import tomli
 
 from holdfast.orchestrator.batches.batch_maker import BatchMaker
 from holdfast.orchestrator.batches.batch_publisher import BatchPublisher
@@ -28,6 +25,7 @@ from holdfast.orchestrator.environments.calls import place_of
 from holdfast.orchestrator.environments.watchdog import beating, watching_calls
 from holdfast.orchestrator.rollouts.teacher import Teacher, connect_teacher
 from holdfast.shared.chat.files import load_tokenizer
+from holdfast.shared.config.load import read_toml
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import ConfigError, EnvironmentFailure
 from holdfast.shared.files.run_dir import RunDir
@@ -195,11 +193,7 @@ def _run(config: OrchestratorConfig) -> None:
 def _read_config(arguments: Sequence[str]) -> OrchestratorConfig:
     if len(arguments) != 1:
         raise ConfigError("usage: python -m holdfast.orchestrator.main <resolved.toml>")
-    path = Path(arguments[0])
-    try:
-        return OrchestratorConfig.model_validate(tomli.loads(path.read_text()))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is no configuration of the orchestrator: {error}") from error
+    return read_toml(OrchestratorConfig, arguments[0])
 
 
 if __name__ == "__main__":

@@ -14,13 +14,11 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import tomli
-
-from holdfast.shared.config import DpoConfig, RewardTrainingConfig, SftConfig, TrainerConfig
+from holdfast.shared.config import PROGRAMS, TrainerConfig
+from holdfast.shared.config.load import read_toml
 from holdfast.shared.errors import HoldfastError, RankLost, is_storage_failure
 from holdfast.shared.process.child import (
     available_cores,
@@ -39,12 +37,10 @@ from holdfast.trainer.session.stop import SIGNALS, STOP_REQUEST
 
 _DEAD_RANK_S = 3.0
 _POLL_S = 0.02
-_PROGRAMS = {
-    "sft": ("holdfast.trainer.programs.sft", SftConfig),
-    "dpo": ("holdfast.trainer.programs.dpo", DpoConfig),
-    "reward-model": ("holdfast.trainer.programs.reward_model", RewardTrainingConfig),
-    "rl": ("holdfast.trainer.programs.rl", TrainerConfig),
-}
+
+
+def _module_of(program: str) -> ModuleType:
+    return importlib.import_module(f"holdfast.trainer.programs.{program.replace('-', '_')}")
 
 
 def _worker(program: str, config_path: str, parent: int) -> None:
@@ -53,13 +49,12 @@ def _worker(program: str, config_path: str, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_up_logging("trainer")
     heartbeat = start_heartbeat(f"_rank_{os.environ['RANK']}")
-    module_name, config_type = _PROGRAMS[program]
-    config = config_type.model_validate(tomli.loads(Path(config_path).read_text()))
+    config = read_toml(PROGRAMS[program], config_path)
     if config.ckpt is not None:
         STOP_REQUEST.listen()
     if isinstance(config, TrainerConfig):
         does("its start", bound_s=config.startup_timeout_s)
-    module = importlib.import_module(module_name)
+    module = _module_of(program)
     try:
         run_reporting_errors(lambda: _run_rank(module, config))
     finally:
@@ -85,15 +80,14 @@ def _run_rank(module: ModuleType, config: Any) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Start the ranks, wait for them, and return the exit code."""
     parser = argparse.ArgumentParser(prog="holdfast.trainer.launch")
-    parser.add_argument("program", choices=sorted(_PROGRAMS))
+    parser.add_argument("program", choices=sorted(PROGRAMS))
     parser.add_argument("config")
     arguments = parser.parse_args(argv)
     die_with_launcher()
     protect_children()
     set_up_logging("trainer")
     start_heartbeat()
-    module_name, config_type = _PROGRAMS[arguments.program]
-    config = config_type.model_validate(tomli.loads(Path(arguments.config).read_text()))
+    config = read_toml(PROGRAMS[arguments.program], arguments.config)
     ranks = config.parallel.num_ranks
     set_thread_environment(config.parallel.threads or max(1, available_cores() // ranks))
     if config.ckpt is not None:
@@ -104,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     report("importing torch")
     with heavy_imports():
-        importlib.import_module(module_name)
+        _module_of(arguments.program)
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -66,7 +66,9 @@ def _commit(run_dir: RunDir, step: int) -> None:
     (checkpoint / "orchestrator").mkdir()
     (checkpoint / "orchestrator" / journal.STATE_NAME).write_bytes(b"{}")
     files = manifest.describe_files(checkpoint)
-    listing = manifest.Manifest(kind="checkpoint", step=step, policy_version=step, run_id=run_dir.run_id(), files=files)
+    listing = manifest.Manifest(
+        kind="checkpoint", step=step, policy_version=step, run_id=run_dir.run_id(), program="rl", files=files
+    )
     manifest.write_manifest(checkpoint, listing)
 
 

@@ -70,12 +70,15 @@ def release_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RunDir, "lock_orchestrator", lambda _, over_exec=False: None)
 
 
-def add_checkpoint(run: RunDir, step: int, *, files: dict[str, str] | None = None) -> Path:
+def add_checkpoint(run: RunDir, step: int, *, files: dict[str, str] | None = None, program: str | None = None) -> Path:
+    program = (
+        program if program is not None else ("rl" if files and "orchestrator/orchestrator.json" in files else "sft")
+    )
     directory = run.checkpoint(step)
     for name, content in {"trainer/.metadata": "index", "trainer/__0_0.distcp": f"{step}", **(files or {})}.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text(content)
-    listing = manifest.Manifest(kind="checkpoint", step=step, policy_version=step, run_id=run.run_id(),
+    listing = manifest.Manifest(kind="checkpoint", step=step, policy_version=step, run_id=run.run_id(), program=program,
                                 files=manifest.describe_files(directory))  # fmt: skip
     manifest.write_manifest(directory, listing)
     return directory
@@ -293,10 +296,9 @@ def test_sft_and_rl_do_not_go_on_from_each_others_checkpoints(other: RunDir, new
     both = add_checkpoint(other, 12, files={"orchestrator/orchestrator.json": "{}"})
     with pytest.raises(CheckpointError, match="a checkpoint of rl, and sft cannot .*--ckpt.weights-only"):
         start(config_of(new, resume_dir=both), dry_run=True)
-    for loss, program in (("center_coef = 0.0", "reward-model"), ("beta = 0.1", "dpo")):
-        settings = {"trainer/config.toml": f"[loss]\n{loss}\n"}
-        saved = add_checkpoint(other, 13 + len(program), files=settings)
-        with pytest.raises(CheckpointError, match=f"a checkpoint of {program}, and sft cannot .*--ckpt.weights-only"):
+    for program, said in (("reward-model", "reward-model"), ("dpo", "dpo"), ("", "another training loop")):
+        saved = add_checkpoint(other, 13 + len(program), program=program)
+        with pytest.raises(CheckpointError, match=f"a checkpoint of {said}, and sft cannot .*--ckpt.weights-only"):
             start(config_of(new, resume_dir=saved), dry_run=True)
 
 

@@ -370,8 +370,8 @@ def test_configurations_that_are_none_of_the_orchestrator(tmp_path: Path, engine
     resolved.write_text("max_steps = 0")
     for arguments, said in (
         ([], r"usage: python -m holdfast\.orchestrator\.main <resolved\.toml>"),
-        ([str(resolved)], r"resolved\.toml is no configuration of the orchestrator: .*max_steps"),
-        ([str(tmp_path / "no.toml")], r"no\.toml is no configuration of the orchestrator: .*No such file"),
+        ([str(resolved)], r"resolved\.toml.*max_steps"),
+        ([str(tmp_path / "no.toml")], r"no\.toml: there is no such file"),
     ):
         with pytest.raises(ConfigError, match=re.compile(said, re.DOTALL)):
             read_config(arguments)

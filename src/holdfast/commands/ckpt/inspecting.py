@@ -131,6 +131,7 @@ def _details(directory: Path, listing: Manifest) -> list[tuple[str, str]]:
         "step": str(listing.step),
         "policy version": str(listing.policy_version),
         "run": listing.run_id,
+        "program": listing.program,
         "ranks": str(listing.world_size),
         "mesh": _joined(listing.mesh),
         "written": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(listing.created_unix_s)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 from holdfast.commands.launcher.full_disk import Patience
 from holdfast.commands.launcher.liveness import Health
@@ -34,13 +35,14 @@ from holdfast.shared.process.import_path import module_command
 _ANSWERING_S = 10.0
 
 
-def launch_training(program: str, config: TrainingCommand) -> int:
+def launch_training(config: TrainingCommand) -> int:
     """Run `sft`, `dpo`, `reward-model`, or the trainer of `rl` alone; return the exit code."""
     check_training(config)
     attempt = prepare(config, clean=config.clean, dry_run=config.dry_run)
     config = with_resume(config, attempt.resume_step)
-    path = write_config(attempt, "trainer" if program == "rl" else program, config, dry_run=config.dry_run)
-    plan = Plan(attempt, {"trainer": module_command("holdfast.trainer.launch", program, str(path))}, config, [path])
+    name = "trainer" if isinstance(config, TrainerConfig) else config.program
+    path = write_config(attempt, name, config, dry_run=config.dry_run)
+    plan = Plan(attempt, {"trainer": _trainer(config, path)}, config, [path])
     return _print_plan(plan) if config.dry_run else watch(plan)
 
 
@@ -83,7 +85,7 @@ def _plan_rl(config: RlConfig, *, starts_inference: bool, again: bool = False) -
     paths = {name: write_config(attempt, name, section, dry_run=config.dry_run) for name, section in sections.items()}
     write_config(attempt, "rl", config, dry_run=config.dry_run)
     commands = {
-        "trainer": module_command("holdfast.trainer.launch", "rl", str(paths["trainer"])),
+        "trainer": _trainer(trainer, paths["trainer"]),
         "orchestrator": module_command("holdfast.orchestrator.main", str(paths["orchestrator"])),
     }
     if starts_inference:
@@ -134,6 +136,11 @@ def launch_inference(config: InferenceConfig) -> int:
     reservation.keep_over_exec()
     print(f"loading vLLM to serve {config.model.name} at {config.server.url}; usually 15-60 s on CPU", flush=True)
     return _become(module_command("holdfast.inference.main", str(path)), "inference")
+
+
+def _trainer(config: TrainingCommand, path: Path) -> list[str]:
+    """Return the command line of the process that starts the ranks, which reads `config` from `path`."""
+    return module_command("holdfast.trainer.launch", config.program, str(path))
 
 
 def _become(argv: list[str], process: str) -> int:

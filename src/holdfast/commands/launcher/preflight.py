@@ -19,10 +19,9 @@ from pydantic import BaseModel
 from holdfast.shared.config.dpo import DpoConfig
 from holdfast.shared.config.inference import InferenceConfig
 from holdfast.shared.config.orchestrator import OrchestratorConfig
-from holdfast.shared.config.reward_training import RewardTrainingConfig
 from holdfast.shared.config.rl import RlConfig
 from holdfast.shared.config.rl_trainer import TrainerConfig
-from holdfast.shared.config.trainer import SftConfig, TrainingCommand
+from holdfast.shared.config.trainer import SupervisedCommand, TrainingCommand
 from holdfast.shared.errors import ConfigError, EnvironmentFailure, HoldfastError
 from holdfast.shared.files.local_inputs import check_data_path, check_model_path, check_weights_path
 from holdfast.shared.process.child import LAUNCHER_ENV
@@ -41,7 +40,7 @@ def check_training(config: TrainingCommand) -> None:
     ckpt = config.ckpt
     if config.model.init == "pretrained" and not (ckpt and (ckpt.resume_step or ckpt.resume_dir or ckpt.weights_only)):
         check_weights_path(config.model.name)
-    if isinstance(config, SftConfig | DpoConfig | RewardTrainingConfig):
+    if isinstance(config, SupervisedCommand):
         check_data_path(config.data.name, key="data.name")
     if isinstance(config, DpoConfig) and config.loss.reference_model:
         check_model_path(config.loss.reference_model, key="loss.reference_model")

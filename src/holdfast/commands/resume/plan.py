@@ -15,16 +15,13 @@ from holdfast.commands.resume.fork import bring_in, find_fork
 from holdfast.commands.resume.kept_batches import last_kept_batch, refuse_to_leave_behind
 from holdfast.commands.resume.remote import fetch, set_aside_after
 from holdfast.shared.config.base import CkptConfig
-from holdfast.shared.config.dpo import DpoConfig
 from holdfast.shared.config.inference import InferenceConfig
 from holdfast.shared.config.orchestrator import OrchestratorConfig
-from holdfast.shared.config.reward_training import RewardTrainingConfig
 from holdfast.shared.config.rl_trainer import TrainerConfig
-from holdfast.shared.config.trainer import SftConfig, TrainingCommand
+from holdfast.shared.config.trainer import TrainingCommand
 from holdfast.shared.errors import CheckpointError, ConfigError, RunDirError
-from holdfast.shared.files.checkpoints import MODEL_DIR, ORCHESTRATOR_DIR, TRAINER_DIR, verify_checkpoint
-from holdfast.shared.files.journal import STATE_NAME
-from holdfast.shared.files.manifest import Verification
+from holdfast.shared.files.checkpoints import MODEL_DIR, TRAINER_DIR, verify_checkpoint
+from holdfast.shared.files.manifest import Verification, read_manifest
 from holdfast.shared.files.run_dir import RunDir, resolve_resume_step
 from holdfast.shared.files.warm_start import check_warm_start
 from holdfast.shared.remote.object_store import StorageError
@@ -232,32 +229,17 @@ def _check_fits(attempt: Attempt, trainer: TrainingCommand) -> None:
             f"max_steps = {trainer.max_steps} lies before step {step}, which the run would go on from. "
             f"Raise --max-steps{others}."
         )
-    made_by, found = _made_by(directory)
-    programs = {SftConfig: "sft", DpoConfig: "dpo", RewardTrainingConfig: "reward-model", TrainerConfig: "rl"}
-    for kind, program in programs.items():
-        if isinstance(trainer, kind) and made_by != program:
-            raise CheckpointError(
-                f"{directory} holds {found}: it is a checkpoint of {made_by}, and {program} "
-                f"cannot go on from it. --ckpt.weights-only {directory} starts a new run from its weights."
-            )
+    made_by = read_manifest(directory).program
+    if made_by != trainer.program:
+        raise CheckpointError(
+            f"{directory} is a checkpoint of {made_by or 'another training loop'}, and {trainer.program} cannot go on "
+            f"from it. --ckpt.weights-only {directory} starts a new run from its weights."
+        )
     saved, wanted = directory / MODEL_DIR / "config.json", Path(trainer.model.name) / "config.json"
     refuse_other_model(saved, wanted, model_name=trainer.model.name, step=step)
     settings = directory / TRAINER_DIR / CONFIG_NAME
     if settings.exists():
         refuse_other_tensors(read_settings(settings), trainer, step=step)
-
-
-def _made_by(directory: Path) -> tuple[str, str]:
-    """Return the program whose checkpoint this is, and by what in it that can be told."""
-    if (directory / ORCHESTRATOR_DIR / STATE_NAME).exists():
-        return "rl", "the state of an orchestrator"
-    saved = directory / TRAINER_DIR / CONFIG_NAME
-    loss = read_settings(saved).get("loss", {}) if saved.exists() else {}
-    if "center_coef" in loss:
-        return "reward-model", "the settings of a reward model's loss"
-    if loss:
-        return "dpo", "the settings of a preference loss"
-    return "sft", "no state of an orchestrator and no preference loss"
 
 
 def _settle(attempt: Attempt, *, how: Verification, last_batch: int | None, of_batches: bool) -> None:

@@ -7,9 +7,15 @@ from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.config.reward_training import RewardTrainingConfig
 from holdfast.shared.config.rl import RlConfig
 from holdfast.shared.config.rl_trainer import TrainerConfig
-from holdfast.shared.config.trainer import SftConfig, TrainingCommand
+from holdfast.shared.config.trainer import SftConfig, SupervisedCommand, TrainingCommand
+
+# The training programs, by the names that their configurations give them.
+PROGRAMS: dict[str, type[TrainingCommand]] = {
+    config.program: config for config in (SftConfig, DpoConfig, RewardTrainingConfig, TrainerConfig)
+}
 
 __all__ = [
+    "PROGRAMS",
     "CkptConfig",
     "Command",
     "DpoConfig",
@@ -19,6 +25,7 @@ __all__ = [
     "RewardTrainingConfig",
     "RlConfig",
     "SftConfig",
+    "SupervisedCommand",
     "TrainerConfig",
     "TrainingCommand",
 ]

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from holdfast.shared.config.base import Section
 from holdfast.shared.config.registry import PREFERENCE_LOSSES
-from holdfast.shared.config.trainer import PolicyOptimConfig, SftDataConfig, TrainingCommand
+from holdfast.shared.config.trainer import PolicyOptimConfig, SftDataConfig, SupervisedCommand
 from holdfast.shared.errors import nearest
 
 _HAS_REFERENCE = tuple(name for name, one in PREFERENCE_LOSSES.items() if one.has_reference)
@@ -150,23 +150,16 @@ class PreferenceDataConfig(SftDataConfig):
     `micro_batch_size` pairs at a time, one side a row."""
 
 
-class DpoConfig(TrainingCommand):
+class DpoConfig(SupervisedCommand):
     """Preference optimisation: `uv run dpo @ configs/reverse_text/dpo.toml`."""
+
+    program = "dpo"
 
     optim: PolicyOptimConfig = PolicyOptimConfig()  # pyright: ignore[reportIncompatibleVariableOverride] - only read
     """Optimizer and learning-rate schedule."""
 
-    data: PreferenceDataConfig = PreferenceDataConfig()
+    data: PreferenceDataConfig = PreferenceDataConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
     """Pairs and batches."""
 
     loss: PreferenceLossConfig = PreferenceLossConfig()
     """Preference loss."""
-
-    val_interval: int | None = Field(default=None, ge=1)
-    """Steps between validations; unset: after the final step only. Needs data.validation_fraction."""
-
-    @model_validator(mode="after")
-    def _something_to_validate_on(self) -> DpoConfig:
-        if self.val_interval is not None and self.data.validation_fraction == 0:
-            raise ValueError(f"val_interval = {self.val_interval} needs data.validation_fraction above 0, got 0")
-        return self

@@ -45,8 +45,8 @@ class _Files:
     data: dict[str, Any] = field(default_factory=dict)
     origin: dict[str, str] = field(default_factory=dict)
 
-    def add(self, path: str, section: tuple[str, ...]) -> None:
-        content: Any = _read(path)
+    def add(self, path: str, section: tuple[str, ...] = (), *, shown: str) -> None:
+        content: Any = _read(path, shown)
         for name in reversed(section):
             content = {name: content}
         try:
@@ -67,19 +67,19 @@ class _Files:
                 into[key] = value
 
 
-def _read(path: str) -> dict[str, Any]:
+def _read(path: str, shown: str) -> dict[str, Any]:
     try:
         status = Path(path).stat()
         # A pipe without a writer would be waited for, and a device may have no end.
         if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
-            raise ConfigError(f"'@ {path}' is no regular file, but a pipe or a device")
+            raise ConfigError(f"{shown} is no regular file, but a pipe or a device")
         if status.st_size > _MOST_BYTES:
-            raise ConfigError(f"'@ {path}' has {status.st_size} bytes, allowed are {_MOST_BYTES}")
+            raise ConfigError(f"{shown} has {status.st_size} bytes, allowed are {_MOST_BYTES}")
         return tomli.loads(Path(path).read_bytes().decode())
     except FileNotFoundError:
-        raise ConfigError(f"'@ {path}': there is no such file (from {Path.cwd()})") from None
+        raise ConfigError(f"{shown}: there is no such file (from {Path.cwd()})") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"'@ {path}' cannot be read: {error}") from None
+        raise ConfigError(f"{shown} cannot be read: {error}") from None
     except ValueError as error:  # tomli's own, and numbers of thousands of digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     except RecursionError:
@@ -131,7 +131,7 @@ def _split_files(argv: list[str], command: type[BaseModel]) -> tuple[_Files, lis
             if not _is_value(name.split("."), command):
                 section = tuple(name.split("."))
                 flags.pop()
-        files.add(path, section)
+        files.add(path, section, shown=f"'@ {path}'")
     return files, flags
 
 
@@ -275,7 +275,7 @@ def read_toml(command: type[C], path: str | Path) -> C:
         ConfigError: the file is missing or does not hold a valid configuration.
     """
     files = _Files()
-    files.add(str(path), ())
+    files.add(str(path), shown=str(path))
     try:
         return command.model_validate(files.data)
     except ValidationError as error:

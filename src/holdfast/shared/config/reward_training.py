@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from holdfast.shared.config.base import Section
 from holdfast.shared.config.dpo import PreferenceDataConfig
-from holdfast.shared.config.trainer import TrainingCommand
+from holdfast.shared.config.trainer import SupervisedCommand
 
 
 class RewardLossConfig(Section):
@@ -17,22 +17,19 @@ class RewardLossConfig(Section):
     take 0.01). The first term sees differences only."""
 
 
-class RewardTrainingConfig(TrainingCommand):
+class RewardTrainingConfig(SupervisedCommand):
     """Training of a reward model: `uv run reward-model @ configs/reverse_text/reward_model.toml`."""
 
-    data: PreferenceDataConfig = PreferenceDataConfig()
+    program = "reward-model"
+
+    data: PreferenceDataConfig = PreferenceDataConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
     """Pairs and batches."""
 
     loss: RewardLossConfig = RewardLossConfig()
     """Loss of a pair."""
 
-    val_interval: int | None = Field(default=None, ge=1)
-    """Steps between validations; unset: after the final step only. Needs data.validation_fraction."""
-
     @model_validator(mode="after")
-    def _settings_fit_together(self) -> RewardTrainingConfig:
-        if self.val_interval is not None and self.data.validation_fraction == 0:
-            raise ValueError(f"val_interval = {self.val_interval} needs data.validation_fraction above 0, got 0")
+    def _is_no_language_model(self) -> RewardTrainingConfig:
         if self.model.fp32_lm_head:
             raise ValueError(
                 "model.fp32_lm_head is for language models; a reward model has no such layer: leave it out"

@@ -40,6 +40,8 @@ class JournalConfig(Section):
 class TrainerConfig(TrainingCommand):
     """The trainer of an RL run; it trains on the batches that the orchestrator journals."""
 
+    program = "rl"
+
     optim: PolicyOptimConfig = PolicyOptimConfig()  # pyright: ignore[reportIncompatibleVariableOverride] - only read
     """Optimizer and learning-rate schedule of the policy."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -132,6 +132,9 @@ class PolicyOptimConfig(OptimConfig):
 class TrainingCommand(Command):
     """What every training program has."""
 
+    program: ClassVar[str]
+    """Name of the program: of its command, its module in `holdfast.trainer.programs`, and in its checkpoints."""
+
     max_steps: int = Field(default=100, ge=1)
     """Train until this optimizer step (counted from the start of the run, also on resume)."""
 
@@ -203,8 +206,8 @@ class SftDataConfig(Section):
     """A new order every epoch, from `seed`; off: file order."""
 
 
-class SftConfig(TrainingCommand):
-    """Supervised fine-tuning: `uv run sft @ configs/reverse_text/sft.toml`."""
+class SupervisedCommand(TrainingCommand):
+    """What every training program on rows of data has."""
 
     data: SftDataConfig = SftDataConfig()
     """Samples and batches."""
@@ -213,7 +216,13 @@ class SftConfig(TrainingCommand):
     """Steps between validations; unset: after the final step only. Needs data.validation_fraction."""
 
     @model_validator(mode="after")
-    def _something_to_validate_on(self) -> SftConfig:
+    def _something_to_validate_on(self) -> SupervisedCommand:
         if self.val_interval is not None and self.data.validation_fraction == 0:
             raise ValueError(f"val_interval = {self.val_interval} needs data.validation_fraction above 0, got 0")
         return self
+
+
+class SftConfig(SupervisedCommand):
+    """Supervised fine-tuning: `uv run sft @ configs/reverse_text/sft.toml`."""
+
+    program = "sft"

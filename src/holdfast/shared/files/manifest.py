@@ -62,6 +62,8 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         world_size: ranks that wrote it.
         mesh: sizes of the device mesh's dimensions, by name.
         run_id: id of the run that wrote it.
+        program: which training program's checkpoint it is (`sft`, `rl` ...); empty for anything else, and for the
+            checkpoint of a loop of one's own.
         created_unix_s: when it was written, by the writer's clock; for people, decides nothing.
         fingerprints: of model, data and configuration.
         metrics: the metrics of the step.
@@ -78,6 +80,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     world_size: int = 1
     mesh: dict[str, int] = {}
     run_id: str = ""
+    program: str = ""
     created_unix_s: int = msgspec.field(default_factory=lambda: int(time.time()))
     fingerprints: Fingerprints = Fingerprints()
     metrics: dict[str, float] = {}

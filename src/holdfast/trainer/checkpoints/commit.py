@@ -48,11 +48,13 @@ class Identity:
 
     Attributes:
         run_id: id of the run.
+        program: of which training program it is.
         data, config: fingerprints; that of the model is made from the tensors.
         files: content of files that are the same in every checkpoint, by path in it.
     """
 
     run_id: str = ""
+    program: str = ""
     data: str = ""
     config: str = ""
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -225,6 +227,7 @@ class Commit:
             world_size=self._ranks.world_size,
             mesh=_mesh_of(tensors),
             run_id=self._identity.run_id,
+            program=self._identity.program,
             fingerprints=Fingerprints(
                 model=fingerprint_tensors(tensors), data=self._identity.data, config=self._identity.config
             ),

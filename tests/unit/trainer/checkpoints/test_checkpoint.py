@@ -297,7 +297,7 @@ def test_an_attachment_on_another_filesystem_is_copied(
 
 def test_the_manifest_says_who_wrote_it(make_state: MakeState, run_dir: RunDir) -> None:
     files = {f"{TRAINER_DIR}/config.toml": b"lr = 1", "model/config.json": b"{}"}
-    identity = Identity("a run", "data", "config", files)
+    identity = Identity("a run", "sft", "data", "config", files)
     state = make_state(steps=2)
     with Checkpointer(run_dir.checkpoints, state, identity=identity) as checkpointer:
         checkpointer.save(2)
