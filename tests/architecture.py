@@ -145,10 +145,11 @@ def definition(step: Step) -> ast.AST | None:
 
 
 def mentions(file: str) -> set[str]:
-    """Return every name and attribute that a file of the package uses, and every text: engines are called by names."""
+    """Return every name and attribute that a file uses, and every text: engines and commands are called by names."""
     nodes = list(ast.walk(ast.parse((SOURCE / file).read_text())))
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    names |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    names |= {text.rpartition(":")[2] for text in texts}  # `module:function`
     return names | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
