@@ -12,7 +12,7 @@ from tests.documentation import PAGES, blocks, prose
 from tests.documented_additions import PAGE, Copy
 
 EVERY_PAGE = [*PAGES, *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
-CHECKED = {"Add a policy loss", "Add an advantage", "Add an environment", "Add a metric", "Add a test"}
+CHECKED = {"Add a policy loss", "Add an advantage", "Add a command", "Add an environment", "Add a metric", "Add a test"}
 
 
 def test_an_environment_is_a_file_and_a_line(tmp_path: Path) -> None:
@@ -62,6 +62,15 @@ def test_an_advantage_is_a_file_and_a_line(tmp_path: Path) -> None:
         "print([value * 3 for value in build_advantage(TrainerConfig(advantage='ranks'))([rollouts])[0]])",
     )
     assert printed == "[-3.0, 0.0, 0.0, 3.0]\n" and len(copy.added_lines()) == 1
+
+
+def test_a_command_is_a_file_and_a_line(tmp_path: Path) -> None:
+    from holdfast.shared.files.run_dir import RunDir
+
+    copy = Copy(tmp_path / "copy", "Add a command")
+    RunDir(tmp_path / "outputs" / "first").create()
+    assert copy.python("-m", "holdfast", "runs", str(tmp_path / "outputs")) == "first -\n"
+    assert "runs" in copy.python("-m", "holdfast", "--help") and len(copy.added_lines()) == 1
 
 
 def test_a_metric_is_a_line_and_a_row(tmp_path: Path) -> None:
