@@ -13,80 +13,31 @@ Tensors may be sharded; each rank reads what it holds. Optimizer and counters ar
 from __future__ import annotations
 
 import logging
-import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
 
-import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from holdfast.shared.errors import CheckpointError
 from holdfast.shared.files import manifest
 from holdfast.shared.files.adapter import adapted_matrices
-from holdfast.shared.files.checkpoints import TRAINER_DIR, Kind, require_weights, verify_checkpoint
+from holdfast.shared.files.checkpoints import Kind, require_weights, verify_checkpoint
 from holdfast.shared.files.manifest import MANIFEST_NAME, Verification
 from holdfast.shared.files.warm_start import WEIGHT_PREFIXES
-from holdfast.trainer.checkpoints.dcp import read_tensors
-from holdfast.trainer.checkpoints.index import IndexReader, some
+from holdfast.trainer.checkpoints.index import some
+from holdfast.trainer.checkpoints.weight_sources import ConvertedSource, Found, Layout, Source, local_part, open_source
 from holdfast.trainer.mesh import RankGroup
 
 _log = logging.getLogger("trainer")
 
-Region = tuple[slice, ...]
-
-# Keys below which a file of a training loop keeps its model.
-_MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 # What older Hugging Face files hold besides weights: computed from the config.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$")
 _OPTIMIZER = re.compile(r"optim(izers?)?\.")
 # Output and input embeddings, by the ends of their names; tied models keep one of them.
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-# Tensors that are cast are read into buffers of at most this many bytes together.
-_BUFFER_BYTES = 1 << 30
-
-
-@dataclass(frozen=True)
-class Found:
-    """Shape and dtype of a tensor in a file, which is not read yet."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class Source(Protocol):
-    """Where tensors are read from."""
-
-    found: dict[str, Found]
-
-    def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill tensors in place, by their names in the source; dtypes may differ. Collective."""
-        ...
-
-
-class Layout(Protocol):
-    """How files hold the tensors of a model, where that differs from memory: see `trainer.models.tensor_layout`."""
-
-    def sources(self, file_names: Iterable[str]) -> dict[str, list[str]]:
-        """Return which tensors of files belong together."""
-        ...
-
-    def from_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of memory that whole groups of `sources` become."""
-        ...
 
 
 def load_weights_only(
@@ -113,11 +64,11 @@ def load_weights_only(
     kind = require_weights(path)
     with RankGroup() as ranks:  # one rank reads every byte; what it finds is raised on all
         ranks.on_main(lambda: _verify(path, kind, how), error=CheckpointError)
-    source = _open(path, kind)
+    source = open_source(path, kind)
     prefixes = ("model.",) if kind is Kind.CHECKPOINT else WEIGHT_PREFIXES
     is_as_in_memory = any(all(f"{prefix}{name}" in source.found for name in tensors) for prefix in prefixes)
     if layout is not None and kind is not Kind.CHECKPOINT and not is_as_in_memory and not adapted_matrices(tensors):
-        source = _ConvertedSource(source, layout)
+        source = ConvertedSource(source, layout)
     names = _match(tensors, source, prefixes, f"{path} ({kind})")
     cast = {(source.found[name].dtype, tensors[own].dtype) for own, name in names.items()}
     for there, here in sorted(cast, key=str):
@@ -204,174 +155,5 @@ def _are_equal(source: Source, first: str, second: str, like: Tensor) -> bool:
         return False
     buffers = {name: torch.empty_like(like, dtype=source.found[name].dtype) for name in (first, second)}
     source.fill(buffers)
-    one, other = (_local_part(buffer)[0] for buffer in buffers.values())
+    one, other = (local_part(buffer)[0] for buffer in buffers.values())
     return torch.equal(one, other)
-
-
-def _local_part(tensor: Tensor) -> tuple[Tensor, Region]:
-    """Return what this rank holds of a tensor, and where that lies in the whole."""
-    if not isinstance(tensor, DTensor):
-        return tensor, tuple(slice(0, size) for size in tensor.shape)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local(), tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-
-
-def _open(path: Path, kind: Kind) -> Source:
-    if kind is Kind.CHECKPOINT:
-        return _DcpSource(path / TRAINER_DIR)
-    if kind is Kind.DCP:
-        return _DcpSource(path)
-    files = [path] if kind is Kind.TENSORS else _files_of(path)
-    return _SafetensorsSource(files) if files[0].suffix == ".safetensors" else _PickleSource(files)
-
-
-def _files_of(directory: Path) -> list[Path]:
-    """Return the files with the weights of a Hugging Face directory: those of the index, or all there are."""
-    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
-        index, single = directory / f"{stem}.{suffix}.index.json", directory / f"{stem}.{suffix}"
-        if index.is_file():
-            try:
-                names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
-            except msgspec.DecodeError as error:
-                raise CheckpointError(f"{index} is damaged: {error}") from None
-            return [directory / name for name in sorted(names)]
-        if single.is_file():
-            return [single]
-    return sorted(directory.glob("*.safetensors")) or sorted(directory.glob("pytorch_model*.bin"))
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
-
-
-class _DcpSource:
-    """A torch.distributed.checkpoint directory. Objects that are no tensors are never unpickled."""
-
-    def __init__(self, directory: Path) -> None:
-        self._index = IndexReader(directory)
-        saved = self._index.tensors()
-        self.found = {name: Found(tuple(entry.size), entry.properties.dtype) for name, entry in saved.items()}
-
-    def fill(self, targets: Mapping[str, Tensor]) -> None:
-        self._read({name: target for name, target in targets.items() if self.found[name].dtype == target.dtype})
-        group: dict[str, Tensor] = {}
-        group_bytes = 0
-        others = [name for name, target in targets.items() if self.found[name].dtype != target.dtype]
-        for number, name in enumerate(others, start=1):
-            group[name] = torch.empty_like(targets[name], dtype=self.found[name].dtype)
-            group_bytes += group[name].nbytes
-            if group_bytes >= _BUFFER_BYTES or number == len(others):
-                self._read(group)
-                for done, buffer in group.items():
-                    _local_part(targets[done])[0].copy_(_local_part(buffer)[0])
-                group, group_bytes = {}, 0
-
-    def _read(self, tensors: Mapping[str, Tensor]) -> None:
-        if tensors:
-            read_tensors(tensors, self._index)
-
-
-class _SafetensorsSource:
-    """Safetensors files; each rank reads its part of every tensor."""
-
-    def __init__(self, files: list[Path]) -> None:
-        self.found: dict[str, Found] = {}
-        self._file_of: dict[str, Path] = {}
-        for file in files:
-            with _readable(file), safe_open(file, framework="pt") as content:
-                for name in content.keys():  # noqa: SIM118 - not a mapping
-                    entry = content.get_slice(name)
-                    if entry.get_dtype() not in _DTYPES:
-                        raise CheckpointError(f"{file}: {name} has the dtype {entry.get_dtype()}, which is not known")
-                    self.found[name] = Found(tuple(entry.get_shape()), _DTYPES[entry.get_dtype()])
-                    self._file_of[name] = file
-
-    def fill(self, targets: Mapping[str, Tensor]) -> None:
-        for file in dict.fromkeys(self._file_of[name] for name in targets):
-            with _readable(file), safe_open(file, framework="pt") as content:
-                for name, target in targets.items():
-                    if self._file_of[name] == file:
-                        local, region = _local_part(target)
-                        whole = content.get_slice(name) if region else content.get_tensor(name)
-                        local.copy_(whole[region] if region else whole)
-
-
-class _ConvertedSource:
-    """Tensors of memory, from those that another source has in the layout of files.
-
-    Whatever becomes one tensor, or one group of them, is read whole on each rank.
-    """
-
-    def __init__(self, source: Source, layout: Layout) -> None:
-        self._source = source
-        self._layout = layout
-        self._groups: list[list[str]] = []
-        self._group_of: dict[str, int] = {}
-        self.found: dict[str, Found] = {}
-        for names in layout.sources(source.found).values():
-            try:
-                made = layout.from_files({name: self._empty(name, device="meta") for name in names})
-            except (RuntimeError, ValueError, LookupError) as error:
-                raise CheckpointError(
-                    f"{names[0]} and {len(names) - 1} other tensors do not make one of this model's: {error}"
-                ) from None
-            self.found |= {name: Found(tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()}
-            self._group_of |= dict.fromkeys(made, len(self._groups))
-            self._groups.append(names)
-
-    def fill(self, targets: Mapping[str, Tensor]) -> None:
-        for group in dict.fromkeys(self._group_of[name] for name in targets):
-            pieces = {name: self._empty(name, device="cpu") for name in self._groups[group]}
-            self._source.fill(pieces)
-            for name, tensor in self._layout.from_files(pieces).items():
-                if name in targets:
-                    local, region = _local_part(targets[name])
-                    local.copy_(tensor[region])
-
-    def _empty(self, name: str, *, device: str) -> Tensor:
-        found = self._source.found[name]
-        return torch.empty(found.shape, dtype=found.dtype, device=device)
-
-
-class _PickleSource:
-    """Files of torch.save, mapped into memory where their format allows it."""
-
-    def __init__(self, files: list[Path]) -> None:
-        self._tensors: dict[str, Tensor] = {}
-        for file in files:
-            self._tensors |= _tensors_in(file)
-        self.found = {name: Found(tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()}
-
-    def fill(self, targets: Mapping[str, Tensor]) -> None:
-        for name, target in targets.items():
-            local, region = _local_part(target)
-            local.copy_(self._tensors[name][region])
-
-
-def _tensors_in(file: Path) -> dict[str, Tensor]:
-    with _readable(file):
-        try:
-            content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # the format before torch 1.6 cannot be mapped
-            content = torch.load(file, map_location="cpu", weights_only=True)
-    while isinstance(content, dict):
-        if content and all(isinstance(value, Tensor) for value in content.values()):
-            return content
-        key = next((key for key in _MODEL_KEYS if isinstance(content.get(key), dict)), None)
-        if key is None:
-            break
-        _log.info("%s: taking the tensors below '%s'", file, key)
-        content = content[key]
-    raise CheckpointError(
-        f"{file} holds no table of tensors by name. Needed: what torch.save(model.state_dict(), ...) writes."
-    )
-
-
-@contextmanager
-def _readable(file: Path) -> Iterator[None]:
-    """Turn what reading a damaged or missing file raises into one error that names it."""
-    try:
-        yield
-    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{file} cannot be read: {reason}") from error

@@ -171,7 +171,7 @@ def test_other_dtypes_are_cast_and_the_log_says_so(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("holdfast.trainer.checkpoints.warm_start._BUFFER_BYTES", 5000)  # several groups of buffers
+    monkeypatch.setattr("holdfast.trainer.checkpoints.weight_sources._BUFFER_BYTES", 5000)  # several groups of buffers
     half = tmp_path / "half"
     half.mkdir()
     model = tiny_model(num_hidden_layers=1)
