@@ -28,7 +28,7 @@ def write_checkpoint(
         policy_version=step,
         files=manifest.describe_files(directory),
         run_id=run_id,
-        program="rl",
+        program="sft",
         metrics=metrics or {},
     )
     manifest.write_manifest(directory, listing)

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from holdfast.commands.resume.resume_step import resolve_resume_step
 from holdfast.shared.errors import CheckpointError, ReadError
 from holdfast.shared.files.manifest import (
     MANIFEST_NAME,
@@ -26,7 +27,7 @@ from holdfast.shared.files.manifest import (
     read_manifest,
     verify,
 )
-from holdfast.shared.files.run_dir import RunDir, resolve_resume_step
+from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ModelFactory
 from tests.training_runs import SftRun, run_sft
 

@@ -15,6 +15,7 @@ import pyarrow.parquet as parquet
 import pytest
 from tokenizers import Tokenizer
 
+from holdfast.commands.resume.superseded import set_aside_after
 from holdfast.shared.files import durable
 from holdfast.shared.files.journal import Accepted, Counts, publish_batch, read_batch
 from holdfast.shared.files.run_dir import RunDir
@@ -191,7 +192,7 @@ def test_a_batch_of_a_teacher_says_so(rollouts: Command, run_dir: RunDir) -> Non
 
 
 def test_what_was_set_aside_is_shown_by_its_path(rollouts: Command, run_dir: RunDir) -> None:
-    run_dir.set_aside_after(3, 2)
+    set_aside_after(run_dir, 3, 2)
     aside = run_dir.discarded(2) / "rollouts" / "step_4"
     assert document(rollouts, run_dir, "show", aside)["step"] == 4
     assert [line["step"] for line in document(rollouts, run_dir, "stats")["batches"]] == [2, 3]

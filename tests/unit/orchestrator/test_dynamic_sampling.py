@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from orchestrator_fakes import FakeEngine, FakeTrainer, commit_checkpoint, make_config, read_rollouts, serving
 
+from holdfast.commands.resume.superseded import set_aside_after
 from holdfast.orchestrator.batches.selection import has_signal
 from holdfast.orchestrator.environments.interface import Environment, Message, Score, Session, Task, TaskSeed
 from holdfast.orchestrator.main import orchestrate
@@ -183,7 +184,7 @@ def test_a_resume_draws_the_problems_of_the_uninterrupted_run(tmp_path: Path, en
         run(configure(straight.path, engine, Signals, dynamic_sampling={}))
         run(configure(resumed.path, engine, Signals, dynamic_sampling={}, max_steps=3))
         commit_checkpoint(resumed, 2)
-        resumed.set_aside_after(2, attempt=1)
+        set_aside_after(resumed, 2, attempt=1)
         run(configure(resumed.path, engine, Signals, dynamic_sampling={}, ckpt={"resume_step": 2}), start=2)
     assert read_rollouts(straight, range(1, STEPS + 1)) == read_rollouts(resumed, range(1, STEPS + 1))
     assert totals(straight) == totals(resumed)

@@ -27,6 +27,7 @@ from orchestrator_fakes import (
     serving,
 )
 
+from holdfast.commands.resume.superseded import set_aside_after
 from holdfast.orchestrator.batches.state import OrchestratorState, read_state
 from holdfast.orchestrator.environments.interface import Environment, Message, Score, Session, Task, TaskSeed
 from holdfast.orchestrator.environments.scorers import SCORERS
@@ -165,7 +166,7 @@ def test_resume_makes_the_batches_of_the_uninterrupted_run(
         run(make_config(straight.path, engine, **settings))
         run(make_config(resumed.path, engine, max_steps=5, **settings))
         commit_checkpoint(resumed, 3)
-        resumed.set_aside_after(3, attempt=1)
+        set_aside_after(resumed, 3, attempt=1)
         run(make_config(resumed.path, engine, ckpt={"resume_step": 3}, **settings), start=3)
     assert read_rollouts(straight, range(1, 9)) == read_rollouts(resumed, range(1, 9))
     states = [(run_dir.batch(8) / journal.STATE_NAME).read_bytes() for run_dir in (straight, resumed)]
@@ -210,7 +211,7 @@ def test_without_the_older_weights_the_resumed_version_is_used_and_said(
     with serving(engine):
         run(make_config(tmp_path, engine, max_steps=5, async_level=2))
         commit_checkpoint(run_dir, 3)
-        run_dir.set_aside_after(3, attempt=1)
+        set_aside_after(run_dir, 3, attempt=1)
         (run_dir.weights_of(1) / "manifest.json").unlink()
         run(make_config(tmp_path, engine, async_level=2, ckpt={"resume_step": 3}), start=3)
     assert [version for version, _ in read_rollouts(run_dir, range(4, 9))] == [3, 2, 3, 4, 5]

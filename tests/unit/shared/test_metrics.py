@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.commands.launcher.console import Console, Tail, step_line
+from holdfast.commands.resume.superseded import set_aside_after
 from holdfast.shared.errors import DataError
 from holdfast.shared.files.metrics import MetricsWriter, read_metrics
 from holdfast.shared.files.run_dir import RunDir
@@ -104,5 +105,5 @@ def test_a_damaged_line_is_named_and_a_resume_sets_it_aside(run_dir: RunDir) -> 
     with pytest.raises(DataError, match=r"metrics\.jsonl, line 2, is damaged: .*Remove the line"):
         read_metrics(run_dir.metrics)
     assert [line["step"] for line in Tail(run_dir.metrics, from_end=False)] == [1]
-    (aside,) = run_dir.set_aside_after(5, 1)
+    (aside,) = set_aside_after(run_dir, 5, 1)
     assert aside.read_bytes() == damaged and run_dir.metrics.read_bytes() == whole

@@ -16,6 +16,8 @@ from holdfast.commands.ckpt.listing import ls
 from holdfast.commands.ckpt.places import Places
 from holdfast.commands.launcher.console import Tail
 from holdfast.commands.resume.remote import fetch
+from holdfast.commands.resume.resume_step import resolve_resume_step
+from holdfast.commands.resume.superseded import set_aside_damaged
 from holdfast.orchestrator.batches.run_start import find_start
 from holdfast.orchestrator.batches.schedule import StrictSchedule
 from holdfast.orchestrator.batches.state import OrchestratorState
@@ -23,7 +25,7 @@ from holdfast.shared.errors import CheckpointError, ReadError, RunDirError, is_s
 from holdfast.shared.files import durable, journal
 from holdfast.shared.files.journal import read_accepted
 from holdfast.shared.files.manifest import MANIFEST_NAME, is_committed, read_manifest, verify
-from holdfast.shared.files.run_dir import RunDir, resolve_resume_step
+from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.remote.checkpoints import RemoteCheckpoints
 from holdfast.shared.wire.rollouts import Batch
 from holdfast.shared.wire.sampling import Sampling
@@ -88,7 +90,7 @@ def test_an_older_step_can_still_be_asked_for_by_number(three: RunDir) -> None:
         assert resolve_resume_step(three, 20) == 20
         with pytest.raises(ReadError):
             three.committed_steps()
-        assert three.set_aside_damaged(2) == []
+        assert set_aside_damaged(three, 2) == []
     assert three.committed_steps() == [10, 20, 30]
 
 

@@ -21,7 +21,7 @@ import pytest
 from fsspec.exceptions import FSTimeoutError
 
 from holdfast.commands.resume.plan import prepare
-from holdfast.commands.resume.remote import fetch, set_aside_after
+from holdfast.commands.resume.remote import fetch, set_aside_remote_after
 from holdfast.shared.config import SftConfig
 from holdfast.shared.errors import CheckpointError, ConfigError, ReadError, RunDirError
 from holdfast.shared.files import manifest
@@ -409,7 +409,7 @@ class TestFetch:
     def test_going_on_from_an_older_step_sets_later_ones_aside_out_loud(
         self, url: str, empty: RunDir, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        set_aside_after(url, 1)
+        set_aside_remote_after(url, 1)
         assert "as it lies after step 1: step_2, step_3" in capsys.readouterr().out
         assert fetch(url, empty, "latest") == 1
 

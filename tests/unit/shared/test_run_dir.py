@@ -12,9 +12,11 @@ from typing import Literal
 
 import pytest
 
+from holdfast.commands.resume.resume_step import resolve_resume_step
+from holdfast.commands.resume.superseded import set_aside_after, set_aside_damaged
 from holdfast.shared.errors import CheckpointError, RunDirError
 from holdfast.shared.files import durable, manifest
-from holdfast.shared.files.run_dir import RunDir, resolve_resume_step
+from holdfast.shared.files.run_dir import RunDir
 from tests.processes import HANG_S
 
 
@@ -32,7 +34,7 @@ def commit(run_dir: RunDir, step: int) -> Path:
 def test_a_run_directory_touches_nothing_until_asked(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     assert not run_dir.holds_run() and run_dir.committed_steps() == [] and run_dir.next_attempt() == 1
-    assert run_dir.clear_leftovers() == [] and run_dir.set_aside_after(0, 1) == []
+    assert run_dir.clear_leftovers() == [] and set_aside_after(run_dir, 0, 1) == []
     assert not (tmp_path / "run").exists()
 
 
@@ -165,7 +167,7 @@ def test_setting_aside_moves_exactly_the_future(run_dir: RunDir) -> None:
     lines = [json.dumps({"step": step, "loss": step / 8}) + "\n" for step in (1, 2, 3, 10)]
     run_dir.metrics.write_text("".join(lines) + '{"step": 11, "lo')
     run_dir.generations(11).write_text("finished")
-    moved = run_dir.set_aside_after(2, attempt=4)
+    moved = set_aside_after(run_dir, 2, attempt=4)
 
     assert run_dir.committed_steps() == run_dir.published_batches() == [1, 2]
     assert run_dir.published_weights() == [1], "the trainer publishes the resumed version again"
@@ -178,7 +180,7 @@ def test_setting_aside_moves_exactly_the_future(run_dir: RunDir) -> None:
         assert (aside / "rollouts" / f"step_{step}" / "content").read_text() == str(step)
     assert (aside / "rollouts" / "generations_11.log").read_text() == "finished"
     assert len(moved) == 8 and all(path.exists() for path in moved)
-    assert run_dir.set_aside_after(2, attempt=5) == []
+    assert set_aside_after(run_dir, 2, attempt=5) == []
 
 
 def test_the_journal_may_stay_to_be_trained_again(run_dir: RunDir) -> None:
@@ -187,7 +189,7 @@ def test_the_journal_may_stay_to_be_trained_again(run_dir: RunDir) -> None:
     for step in (4, 5):
         run_dir.generations(step).write_text("finished")
     run_dir.weights_of(2).mkdir(parents=True)
-    moved = run_dir.set_aside_after(1, attempt=2, last_batch=3)
+    moved = set_aside_after(run_dir, 1, attempt=2, last_batch=3)
     aside = run_dir.discarded(2)
     assert moved == [
         aside / "weights" / "step_2",
@@ -201,7 +203,7 @@ def test_what_an_attempt_set_aside_that_died_of_it_is_not_written_over(run_dir: 
     for loss in (1, 2):
         (commit(run_dir, 2) / "data").write_bytes(b"%d" % loss)
         run_dir.metrics.write_text(json.dumps({"step": 2, "loss": loss}) + "\n")
-        run_dir.set_aside_after(1, attempt=2)
+        set_aside_after(run_dir, 1, attempt=2)
     aside = run_dir.discarded(2)
     assert [(aside / "checkpoints" / name / "data").read_bytes() for name in ("step_2", "step_2.2")] == [b"1", b"2"]
     assert [json.loads((aside / name).read_text())["loss"] for name in ("metrics.jsonl", "metrics.jsonl.2")] == [1, 2]
@@ -212,7 +214,7 @@ def test_damaged_checkpoints_are_set_aside_wherever_they_lie(run_dir: RunDir) ->
         commit(run_dir, step)
     (run_dir.checkpoint(1) / manifest.MANIFEST_NAME).unlink()
     shutil.copy(run_dir.checkpoint(2) / manifest.MANIFEST_NAME, run_dir.checkpoint(3))
-    set_aside = run_dir.set_aside_damaged(4)
+    set_aside = set_aside_damaged(run_dir, 4)
     aside = run_dir.discarded(4) / "checkpoints"
     assert [path for path, _ in set_aside] == [aside / "step_1", aside / "step_3"]
     assert "manifest.json is missing" in set_aside[0][1] and "the manifest of step 2" in set_aside[1][1]
@@ -251,7 +253,7 @@ def test_the_newest_falls_back_past_damage_and_says_so(
     said: list[str] = []
     assert resolve_resume_step(run_dir, wanted, say=said.append) == 10
     assert len(said) == 1 and "skipping the checkpoint of step 15" in said[0] and str(damaged) in said[0]
-    run_dir.set_aside_after(10, 2)
+    set_aside_after(run_dir, 10, 2)
     assert not run_dir.checkpoint(15).exists()  # so that step 15 can be saved again
     assert (run_dir.discarded(2) / "checkpoints" / "step_15").exists()
 

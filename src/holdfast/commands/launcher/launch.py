@@ -19,6 +19,7 @@ from holdfast.commands.launcher.servers import chosen_servers, picks_its_port
 from holdfast.commands.launcher.watch import Healing, Plan, clear_unpublished, watch
 from holdfast.commands.resume.attempt import Attempt, with_resume, write_config
 from holdfast.commands.resume.plan import prepare
+from holdfast.commands.resume.resume_step import resolve_resume_step
 from holdfast.shared.config.base import CkptConfig
 from holdfast.shared.config.inference import InferenceConfig
 from holdfast.shared.config.orchestrator import OrchestratorConfig
@@ -26,7 +27,7 @@ from holdfast.shared.config.rl import RlConfig, hand_down_shared
 from holdfast.shared.config.rl_trainer import TrainerConfig
 from holdfast.shared.config.trainer import TrainingCommand
 from holdfast.shared.errors import ConfigError
-from holdfast.shared.files.run_dir import RunDir, resolve_resume_step
+from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.child import available_cores
 from holdfast.shared.process.events import PROCESS_ENV
 from holdfast.shared.process.import_path import module_command

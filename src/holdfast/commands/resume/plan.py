@@ -13,7 +13,9 @@ from holdfast.commands.resume.attempt import CONFIG_NAME, Attempt, last_started
 from holdfast.commands.resume.config_diff import read_settings, refuse_other_model, refuse_other_tensors
 from holdfast.commands.resume.fork import bring_in, find_fork
 from holdfast.commands.resume.kept_batches import last_kept_batch, refuse_to_leave_behind
-from holdfast.commands.resume.remote import fetch, set_aside_after
+from holdfast.commands.resume.remote import fetch, set_aside_remote_after
+from holdfast.commands.resume.resume_step import resolve_resume_step
+from holdfast.commands.resume.superseded import set_aside_after, set_aside_damaged
 from holdfast.shared.config.base import CkptConfig
 from holdfast.shared.config.inference import InferenceConfig
 from holdfast.shared.config.orchestrator import OrchestratorConfig
@@ -22,7 +24,7 @@ from holdfast.shared.config.trainer import TrainingCommand
 from holdfast.shared.errors import CheckpointError, ConfigError, RunDirError
 from holdfast.shared.files.checkpoints import MODEL_DIR, TRAINER_DIR, verify_checkpoint
 from holdfast.shared.files.manifest import Verification, read_manifest
-from holdfast.shared.files.run_dir import RunDir, resolve_resume_step
+from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.files.warm_start import check_warm_start
 from holdfast.shared.remote.object_store import StorageError
 
@@ -98,7 +100,7 @@ def prepare(
                 "or the permissions, then start again."
             ) from error
         if store is not None and attempt.fork is None:
-            _with_store(lambda: set_aside_after(store, attempt.resume_step or 0), again=again)
+            _with_store(lambda: set_aside_remote_after(store, attempt.resume_step or 0), again=again)
     return attempt
 
 
@@ -250,11 +252,11 @@ def _settle(attempt: Attempt, *, how: Verification, last_batch: int | None, of_b
     if attempt.fork is not None or not run_dir.holds_run():
         run_dir.create(forked_from=attempt.fork.origin if attempt.fork else None)
     aside = run_dir.discarded(number)
-    for path, reason in run_dir.set_aside_damaged(number):
+    for path, reason in set_aside_damaged(run_dir, number):
         print(f"WARNING: set aside {path.relative_to(run_dir.path)}, as it is damaged: {reason}")
     step = attempt.resume_step or 0
     after = 0 if attempt.fork else step
-    if moved := run_dir.set_aside_after(after, number, last_batch=last_batch):
+    if moved := set_aside_after(run_dir, after, number, last_batch=last_batch):
         print(f"set aside in {aside.relative_to(run_dir.path)}, as it lies after step {after}:")
         print("  " + ", ".join(str(path.relative_to(aside)) for path in moved))
     if attempt.fork is not None:

@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
+from holdfast.commands.resume.superseded import set_aside
 from holdfast.shared.errors import CheckpointError, RunDirError
 from holdfast.shared.files import durable, manifest
+from holdfast.shared.files.checkpoints import newest_intact
 from holdfast.shared.files.manifest import Verification
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.remote.checkpoints import RemoteCheckpoints
@@ -59,7 +61,7 @@ def fetch(
     return step
 
 
-def set_aside_after(url: str, step: int) -> None:
+def set_aside_remote_after(url: str, step: int) -> None:
     """Make the remote steps after `step` not exist, out loud: the run goes on from `step` and makes them anew."""
     if later := RemoteCheckpoints(url).set_aside_after(step):
         print(f"set aside at {url}, as it lies after step {step}: {', '.join(f'step_{number}' for number in later)}")
@@ -136,28 +138,23 @@ def _fetch_newest(
     remote: RemoteCheckpoints, steps: list[int], run_dir: RunDir, how: Verification, say: Callable[[str], None]
 ) -> int | None:
     here = next((step for step in reversed(_steps_here(run_dir)) if _is_intact(run_dir, step, how)), None)
-    damaged = []
-    for step in reversed(steps):
-        if here is not None and step <= here:
-            return None
-        try:
-            _bring(remote, run_dir, step, say)
-            return step
-        except StorageError:
-            raise
-        except CheckpointError as error:
-            say(f"WARNING: skipping the remote checkpoint of step {step}: {error}")
-            damaged.append(str(error))
-    if damaged and here is None:
+    newest, damaged = newest_intact(
+        [step for step in steps if here is None or step > here],
+        lambda step: _bring(remote, run_dir, step, say),
+        say=lambda text: say(f"WARNING: {text}"),
+        what="remote checkpoint",
+        passing=(StorageError,),
+    )
+    if newest is None and damaged and here is None:
         raise CheckpointError(f"every checkpoint at {remote.url} is damaged: {'; '.join(damaged)}")
-    return None
+    return newest
 
 
 def _bring(remote: RemoteCheckpoints, run_dir: RunDir, step: int, say: Callable[[str], None]) -> None:
     started = time.monotonic()
     # A damaged one is worth keeping: what it lost may not be what somebody needs of it.
     remote.download(
-        step, run_dir.checkpoint(step), make_room=lambda old: run_dir.set_aside(old, run_dir.next_attempt())
+        step, run_dir.checkpoint(step), make_room=lambda old: set_aside(run_dir, old, run_dir.next_attempt())
     )
     say(f"copied the checkpoint of step {step} from {remote.url} in {time.monotonic() - started:.1f} s")
 

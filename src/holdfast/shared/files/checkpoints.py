@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -150,6 +150,37 @@ def verify_checkpoint(directory: Path, *, how: Verification, step: int | None = 
     if listing.kind != "checkpoint":
         raise CheckpointError(f"{directory} holds {listing.kind}, not a checkpoint")
     return listing
+
+
+def newest_intact(
+    steps: Iterable[int],
+    check: Callable[[int], object],
+    *,
+    say: Callable[[str], None],
+    what: str = "checkpoint",
+    passing: tuple[type[Exception], ...] = (),
+) -> tuple[int | None, list[str]]:
+    """Return the newest step that `check` finds no damage in, None if there is none; and what the others lack.
+
+    Args:
+        steps: in any order.
+        check: raises a CheckpointError for a step that is damaged; whatever else it raises passes.
+        say: is told which steps were skipped and why.
+        what: what the steps are of, in what is said.
+        passing: kinds of CheckpointError that are no damage and pass, too.
+    """
+    damaged: list[str] = []
+    for step in sorted(steps, reverse=True):
+        try:
+            check(step)
+        except passing:
+            raise
+        except CheckpointError as error:
+            say(f"skipping the {what} of step {step}: {error}")
+            damaged.append(str(error))
+        else:
+            return step, damaged
+    return None, damaged
 
 
 def describe_found(path: Path) -> str:

@@ -17,19 +17,16 @@ discarded/attempt_K/     what a resume from an older step superseded, and damage
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
-from holdfast.shared.errors import CheckpointError, ReadError, RunDirError
+from holdfast.shared.errors import RunDirError
 from holdfast.shared.files import durable, lock
-from holdfast.shared.files.checkpoints import Entry, list_entries, verify_checkpoint
-from holdfast.shared.files.manifest import Verification, read_manifest
+from holdfast.shared.files.checkpoints import Entry, list_entries
+from holdfast.shared.files.manifest import read_manifest
 
 REFERENCE_NAME = "reference_logprobs.npz"
 _STEP = re.compile(r"step_(\d+)$")
@@ -37,15 +34,16 @@ _OF_STEP = re.compile(r"((ema_)?step_\d+|generations_\d+\.log)$")
 _ATTEMPT = re.compile(r"attempt_(\d+)$")
 
 
-def _number_of(path: Path) -> int:
+def number_of(path: Path) -> int:
+    """Return the step in the name of a step directory or a generation log."""
     return int(path.stem.rsplit("_", 1)[1])
 
 
-def _numbered_paths(parent: Path) -> list[Path]:
-    """Every step directory and generation log in `parent`, in the order of steps."""
+def numbered_paths(parent: Path) -> list[Path]:
+    """Return every step directory and generation log in `parent`, in the order of steps."""
     if not parent.is_dir():
         return []
-    return sorted((path for path in parent.iterdir() if _OF_STEP.match(path.name)), key=_number_of)
+    return sorted((path for path in parent.iterdir() if _OF_STEP.match(path.name)), key=number_of)
 
 
 def _numbered(parent: Path, pattern: re.Pattern[str]) -> list[int]:
@@ -268,130 +266,3 @@ class RunDir:
         """
         parents = [self.path, self.checkpoints, self.weights, *([self.rollouts] if of_batches else [])]
         return [path for parent in parents for path in durable.clear_leftovers(parent)]
-
-    def set_aside_damaged(self, attempt: int) -> list[tuple[Path, str]]:
-        """Move checkpoints without a valid manifest to `discarded/attempt_K`; return where to, and the reasons.
-
-        A save gets its name when it is whole, so these were committed once and lost something since.
-        """
-        damaged = [entry for entry in self.entries() if entry.status == "damaged"]
-        return [(self.set_aside(entry.path, attempt), entry.reason) for entry in damaged]
-
-    def set_aside_after(self, step: int, attempt: int, *, last_batch: int | None = None) -> list[Path]:
-        """Move what lies after `step` to `discarded/attempt_K`, and return where it is now.
-
-        That is checkpoints, weights and batches of later steps, and their lines of metrics.jsonl.
-        Nothing is deleted but the weights of `step` itself, which the trainer publishes again from
-        the checkpoint, so that nobody takes old ones for them.
-
-        Args:
-            last_batch: leave batches up to this one in place, to be trained again instead of being
-                made again, and the generations of the one after it; unset: all move.
-        """
-        until = {self.checkpoints: step, self.weights: step, self.rollouts: step if last_batch is None else last_batch}
-        later = [
-            path
-            for parent, last in until.items()
-            for path in _numbered_paths(parent)
-            if _number_of(path) > last + (path.suffix == ".log" and last_batch is not None)
-        ]
-        moved = [self.set_aside(path, attempt) for path in later]
-        if self.weights_of(step).exists():
-            durable.remove_directory(self.weights_of(step))
-        if self.metrics.exists():
-            lines = self.metrics.read_bytes().splitlines(keepends=True)
-            kept = [line for line in lines if _step_of(line) <= step]
-            if len(kept) < len(lines):
-                aside = self._free_name(self.metrics, attempt)
-                aside.write_bytes(b"".join(line for line in lines if _step_of(line) > step))
-                durable.write_file(self.metrics, b"".join(kept))
-                moved.append(aside)
-        return moved
-
-    def set_aside(self, path: Path, attempt: int) -> Path:
-        """Move `path` to `discarded/attempt_K`; return where it is now."""
-        aside = self._free_name(path, attempt)
-        os.rename(path, aside)
-        return aside
-
-    def _free_name(self, path: Path, attempt: int) -> Path:
-        """Where to put `path`: an attempt that died while it set things aside has put others there already."""
-        aside = wanted = self.discarded(attempt) / path.relative_to(self.path)
-        durable.make_directory(wanted.parent)
-        copies = 1
-        while aside.exists():
-            copies += 1
-            aside = wanted.with_name(f"{wanted.name}.{copies}")
-        return aside
-
-
-def _step_of(line: bytes) -> float:
-    """Step of one line of metrics.jsonl; a torn or damaged line counts as the last of all."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
-
-
-def resolve_resume_step(
-    run_dir: RunDir,
-    wanted: int | Literal["latest", "auto"] | None,
-    *,
-    how: Verification = "full",
-    say: Callable[[str], None] = print,
-) -> int | None:
-    """Return the step to resume from, or None for a fresh start. The step is verified.
-
-    Args:
-        run_dir: where the checkpoints are.
-        wanted: `ckpt.resume_step`: a step, `latest` or -1, `auto`, or None. `latest` and `auto` fall
-            back past damaged steps; a step asked for by number does not.
-        how: `full` reads every byte; `size` compares sizes only.
-        say: is told which steps were skipped and why.
-
-    Raises:
-        CheckpointError: the step is not there or damaged, listing the steps that are.
-        ReadError: the step cannot be read. An older one is not taken for it.
-    """
-    if wanted is None:
-        return None
-    entries = run_dir.entries()
-    steps = [entry.step for entry in entries if entry.status == "committed"]
-    there = f"committed steps: {', '.join(map(str, steps))}" if steps else "it has no committed checkpoint"
-    if wanted not in ("latest", "auto", -1):
-        if wanted not in [entry.step for entry in entries]:
-            raise CheckpointError(f"ckpt.resume_step = {wanted} is not in {run_dir.checkpoints}: {there}.")
-        try:
-            verify_checkpoint(run_dir.checkpoint(int(wanted)), how=how, step=int(wanted))
-        except CheckpointError as error:
-            others = ", ".join(str(step) for step in steps if step != wanted) or "none"
-            raise CheckpointError(
-                f"ckpt.resume_step = {wanted}: {error}. Choose another step; other committed steps: {others}."
-            ) from None
-        except ReadError as error:
-            raise ReadError(
-                f"ckpt.resume_step = {wanted}: {error}. Mend the storage, or choose another step."
-            ) from error
-        return int(wanted)
-    damaged = []
-    for entry in reversed(entries):
-        try:
-            verify_checkpoint(entry.path, how=how, step=entry.step)
-            return entry.step
-        except CheckpointError as error:
-            say(f"WARNING: skipping the checkpoint of step {entry.step}: {error}")
-            damaged.append(str(error))
-        except ReadError as error:
-            others = ", ".join(str(step) for step in steps if step < entry.step) or "none"
-            raise ReadError(
-                f"ckpt.resume_step = {wanted}: {error}. That is no damage, so no older step is taken for step "
-                f"{entry.step}. Mend the storage, or choose one by number: {others}."
-            ) from error
-    if damaged:
-        raise CheckpointError(f"ckpt.resume_step = {wanted}: every checkpoint is damaged: {'; '.join(damaged)}")
-    if wanted == "auto":
-        return None
-    raise CheckpointError(
-        f"ckpt.resume_step = {wanted}: nothing to resume in {run_dir.checkpoints}: {there}. "
-        "Use `auto` to start afresh when there is none."
-    )

@@ -32,7 +32,15 @@ from torch import Tensor
 
 from holdfast.shared.errors import CheckpointError, RankLost, SaveError
 from holdfast.shared.files import manifest
-from holdfast.shared.files.checkpoints import TRAINER_DIR, Kind, Retention, describe_found, kind_of, list_entries
+from holdfast.shared.files.checkpoints import (
+    TRAINER_DIR,
+    Kind,
+    Retention,
+    describe_found,
+    kind_of,
+    list_entries,
+    newest_intact,
+)
 from holdfast.shared.files.manifest import Verification
 from holdfast.trainer.checkpoints.commit import Attachment, Commit, Identity, Snapshot, read_values
 from holdfast.trainer.checkpoints.dcp import check_same_tensors, read_tensors
@@ -290,16 +298,13 @@ class Checkpointer:
         if isinstance(step, int):
             manifest.verify(self.directory / f"step_{step}", how=verify, step=step)
             return step
-        damaged = []
-        for entry in reversed(list_entries(self.directory)):
-            if entry.status == "torn":
-                continue
-            try:
-                manifest.verify(entry.path, how=verify, step=entry.step)
-                return entry.step
-            except CheckpointError as error:
-                _log.warning("skipping the checkpoint of step %d: %s", entry.step, error)
-                damaged.append(str(error))
+        newest, damaged = newest_intact(
+            [entry.step for entry in list_entries(self.directory) if entry.status != "torn"],
+            lambda number: manifest.verify(self.directory / f"step_{number}", how=verify, step=number),
+            say=_log.warning,
+        )
+        if newest is not None:
+            return newest
         if damaged:
             raise CheckpointError(f"every checkpoint is damaged: {'; '.join(damaged)}")
         if step == "auto":
