@@ -11,6 +11,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from holdfast.shared.process.clock import BusyClock
+
 
 class ServerMetrics(Collector):
     """Counters of one server. Busy is the time with at least one generation request in flight.
@@ -21,9 +23,7 @@ class ServerMetrics(Collector):
 
     def __init__(self) -> None:
         self._started = time.monotonic()
-        self._busy_s = 0.0
-        self._busy_since = 0.0
-        self._in_flight = 0
+        self._busy = BusyClock()
         self._requests = 0
         self._tokens = 0
         self._updates = 0
@@ -33,16 +33,9 @@ class ServerMetrics(Collector):
     @contextmanager
     def request(self) -> Iterator[None]:
         """Count a generation request while the block runs."""
-        if self._in_flight == 0:
-            self._busy_since = time.monotonic()
-        self._in_flight += 1
         self._requests += 1
-        try:
+        with self._busy.count():
             yield
-        finally:
-            self._in_flight -= 1
-            if self._in_flight == 0:
-                self._busy_s += time.monotonic() - self._busy_since
 
     def weight_update(self, seconds: float) -> None:
         """Count a weight update that took `seconds`."""
@@ -64,11 +57,13 @@ class ServerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics; called by prometheus at each scrape."""
-        now = time.monotonic()
-        busy = self._busy_s + (now - self._busy_since if self._in_flight else 0.0)
+        busy = self._busy.busy_s
         counters = {
             "holdfast_engine_busy_seconds": ("Time with at least one generation request in flight", busy),
-            "holdfast_engine_idle_seconds": ("Time without a generation request", now - self._started - busy),
+            "holdfast_engine_idle_seconds": (
+                "Time without a generation request",
+                time.monotonic() - self._started - busy,
+            ),
             "holdfast_generated_tokens": ("Tokens sampled by the engine", self._tokens),
             "holdfast_generation_requests": ("Generation requests, finished or not", self._requests),
             "holdfast_weight_updates": ("Weight updates applied", self._updates),
@@ -76,7 +71,9 @@ class ServerMetrics(Collector):
         }
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(name, text, value=value)
-        yield GaugeMetricFamily("holdfast_requests_in_flight", "Generation requests in flight", value=self._in_flight)
+        yield GaugeMetricFamily(
+            "holdfast_requests_in_flight", "Generation requests in flight", value=self._busy.in_flight
+        )
 
     def register(self, registry: CollectorRegistry) -> None:
         """Show these metrics on the `/metrics` page that serves `registry`."""

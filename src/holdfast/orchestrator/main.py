@@ -24,6 +24,8 @@ from holdfast.orchestrator.environments import load_environment
 from holdfast.orchestrator.environments.calls import place_of
 from holdfast.orchestrator.environments.watchdog import beating, watching_calls
 from holdfast.orchestrator.rollouts.teacher import Teacher, connect_teacher
+from holdfast.orchestrator.weight_push.directory import DirectoryTransport
+from holdfast.orchestrator.weight_push.push import WeightPusher
 from holdfast.shared.chat.files import load_tokenizer
 from holdfast.shared.config.load import read_toml
 from holdfast.shared.config.orchestrator import OrchestratorConfig
@@ -69,13 +71,9 @@ async def orchestrate(config: OrchestratorConfig) -> None:
     ):
         if teacher is not None:
             start.state.teacher_digest = teacher.digest
-        schedule = StrictSchedule(
-            run_dir,
-            client,
-            async_level=config.async_level,
-            trainer_step=start.trainer_step,
-            timeout_s=config.weights_timeout_s,
-        )
+        transport = DirectoryTransport(run_dir, timeout_s=config.weights_timeout_s)
+        schedule = StrictSchedule(transport, async_level=config.async_level, trainer_step=start.trainer_step)
+        pusher = WeightPusher(client, transport)
         maker = BatchMaker(
             config,
             client,
@@ -85,7 +83,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
             state=start.state,
             teacher=teacher,
         )
-        pipeline = BatchPipeline(config, client=client, publisher=publisher, schedule=schedule, maker=maker)
+        pipeline = BatchPipeline(config, client=client, publisher=publisher, pusher=pusher, maker=maker)
         with watching_calls():
             for step in range(first, config.max_steps + 1):
                 version = schedule.version_for(step)
@@ -93,7 +91,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
                     await pipeline.begin(step, version=version)
                 await pipeline.produce(step, version=version)
             await publisher.settle()
-        await client.release()
+        await client.lease.release()
     events.report("finished", step=config.max_steps)
 
 
@@ -129,7 +127,7 @@ async def _give_back(config: OrchestratorConfig) -> None:
     """Give the servers back that an attempt claimed which died between its last batch and its end."""
     if not config.is_sampled_by_teacher:
         async with InferenceClient(config.client, run_dir=RunDir(config.output_dir)) as client:
-            await client.release()
+            await client.lease.release()
 
 
 def _resume_step(config: OrchestratorConfig) -> int | None:

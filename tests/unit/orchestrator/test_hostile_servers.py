@@ -13,8 +13,8 @@ from fastapi import Response
 from fastapi.responses import StreamingResponse
 from orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
 
-from holdfast.orchestrator.engines import retry as patience
-from holdfast.orchestrator.engines.http import _FAILING_PATIENCE_S, Unavailable
+from holdfast.orchestrator.engines import retry
+from holdfast.orchestrator.engines.http import _RETRY_FAILING_S, Unavailable
 from holdfast.orchestrator.main import orchestrate
 from holdfast.shared.config.orchestrator import ClientConfig
 from holdfast.shared.errors import InferenceError
@@ -38,7 +38,7 @@ def test_a_busy_server_is_asked_again_with_growing_pauses(
     tmp_path: Path, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Six failures are more than any number of attempts that a fast loop had."""
-    monkeypatch.setattr(patience, "FIRST_BACKOFF_S", 0.02)
+    monkeypatch.setattr(retry, "FIRST_BACKOFF_S", 0.02)
     engine = run(tmp_path, lambda count: Response(status_code=status) if count <= 6 else None)
     pauses = [later - earlier for earlier, later in zip(engine.arrived, engine.arrived[1:], strict=False)]
     assert len(pauses) == 6
@@ -48,7 +48,7 @@ def test_a_busy_server_is_asked_again_with_growing_pauses(
 def test_the_pause_that_a_server_asks_for_is_kept_up_to_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "_LONGEST_PAUSE_S", 1.5)
+    monkeypatch.setattr(retry, "_LONGEST_PAUSE_S", 1.5)
     values = {1: "1", 2: "Fri, 31 Dec 2199 23:59:59 GMT", 3: "whenever"}
 
     def busy(count: int) -> Response | None:
@@ -65,7 +65,7 @@ def test_the_pause_that_a_server_asks_for_is_kept_up_to_a_limit(
         (Unavailable("busy"), [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5], 900),
         (Unavailable("busy", retry_after_s=7), [7] * 9, 900),
         (Unavailable("busy", retry_after_s=3600), [60] * 9, 900),
-        (Unavailable("fails", patience_s=_FAILING_PATIENCE_S), [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5], 120),
+        (Unavailable("fails", retry_for_s=_RETRY_FAILING_S), [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5], 120),
     ],
     ids=["busy", "asks for a pause", "asks for a long one", "500"],
 )
@@ -79,13 +79,13 @@ def test_the_pauses_and_their_end_are_those_of_the_documentation(
         now += seconds
         slept.append(seconds)
 
-    monkeypatch.setattr(patience.asyncio, "sleep", sleep)
-    monkeypatch.setattr(patience, "awake_s", lambda: now)
+    monkeypatch.setattr(retry.asyncio, "sleep", sleep)
+    monkeypatch.setattr(retry, "awake_s", lambda: now)
     limit_s = ClientConfig().ready_timeout_s
     assert limit_s == 900
 
     async def fail() -> None:
-        asked = patience.Patience("http://host", limit_s, key="client.ready_timeout_s")
+        asked = retry.RetryPolicy("http://host", limit_s, key="client.ready_timeout_s")
         while True:
             await asked.pause(failure)
 

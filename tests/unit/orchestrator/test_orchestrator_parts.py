@@ -27,7 +27,14 @@ from holdfast.orchestrator.rollouts.generation_log import GenerationLog, discard
 from holdfast.orchestrator.rollouts.group import Outcome
 from holdfast.orchestrator.seeds import TaskSeed, request_seed
 from holdfast.orchestrator.task_group import run_all
-from holdfast.orchestrator.weight_push.published_files import PublishedWeights, describe_weights, wait_for_weights
+from holdfast.orchestrator.weight_push.directory import (
+    DirectoryTransport,
+    PublishedDirectory,
+    describe_weights,
+    wait_for_weights,
+)
+from holdfast.orchestrator.weight_push.push import WeightPusher
+from holdfast.orchestrator.weight_push.transport import PublishedWeights
 from holdfast.shared.config.orchestrator import ClientConfig, EnvironmentConfig
 from holdfast.shared.errors import CheckpointError, ConfigError, InferenceError, RunDirError
 from holdfast.shared.files import durable, journal, manifest
@@ -102,7 +109,8 @@ def run_client(config: ClientConfig, run_dir: RunDir) -> tuple[list[Completion],
     async def use() -> tuple[list[Completion], float]:
         async with InferenceClient(config, run_dir=run_dir) as client:
             weights = describe_weights(run_dir, 0)
-            await client.serve(weights)
+            pusher = WeightPusher(client, DirectoryTransport(run_dir, timeout_s=HANG_S))
+            await pusher.serve(weights, check=lambda: None)
             return await generate(client, weights), client.busy_s
 
     return asyncio.run(use())
@@ -199,12 +207,12 @@ def test_weights_that_are_taken_away_while_they_are_described_are_waited_for(
     run_dir = RunDir(tmp_path)
     publish_weights(run_dir, 0, b"zero")
 
-    def take_away(run_dir: RunDir, version: int) -> PublishedWeights:
+    def take_away(run_dir: RunDir, version: int) -> PublishedDirectory:
         monkeypatch.undo()
         durable.remove_directory(run_dir.weights_of(version))
         return describe_weights(run_dir, version)
 
-    monkeypatch.setattr("holdfast.orchestrator.weight_push.published_files.describe_weights", take_away)
+    monkeypatch.setattr("holdfast.orchestrator.weight_push.directory.describe_weights", take_away)
     check = lambda: publish_weights(run_dir, 0, b"one")  # noqa: E731
     found = asyncio.run(wait_for_weights(run_dir, 0, timeout_s=HANG_S, check=check))
     assert found == describe_weights(run_dir, 0)

@@ -33,7 +33,7 @@ from holdfast.orchestrator.environments.interface import Environment, Message, S
 from holdfast.orchestrator.environments.scorers import SCORERS
 from holdfast.orchestrator.main import _read_config as read_config
 from holdfast.orchestrator.main import orchestrate
-from holdfast.orchestrator.weight_push.published_files import describe_weights
+from holdfast.orchestrator.weight_push.directory import describe_weights
 from holdfast.shared.chat.files import load_tokenizer
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import (

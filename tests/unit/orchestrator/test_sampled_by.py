@@ -18,7 +18,7 @@ from orchestrator_fakes import FakeEngine, FakeTrainer, make_config, read_rollou
 from holdfast.orchestrator.engines.client import InferenceClient
 from holdfast.orchestrator.engines.http import Transport, Unavailable, _new_pool
 from holdfast.orchestrator.main import orchestrate
-from holdfast.orchestrator.weight_push.published_files import describe_weights
+from holdfast.orchestrator.weight_push.directory import describe_weights
 from holdfast.shared.config.orchestrator import ClientConfig, OrchestratorConfig
 from holdfast.shared.errors import InferenceError
 from holdfast.shared.files import journal
@@ -160,7 +160,7 @@ def test_a_server_is_owned_by_the_run_and_given_back_at_its_end(tmp_path: Path) 
 @pytest.fixture
 def lively(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[FakeEngine, RunDir]:
     """Return a server, and a run whose client gives it signs of life without a pause."""
-    monkeypatch.setattr("holdfast.orchestrator.engines.client._SIGN_OF_LIFE_S", 0.01)
+    monkeypatch.setattr("holdfast.orchestrator.engines.lease._SIGN_OF_LIFE_S", 0.01)
     run_dir = RunDir(tmp_path)
     run_dir.create()
     return FakeEngine(version=0, digest="any"), run_dir
@@ -175,7 +175,7 @@ def test_a_restarted_server_hears_who_owns_it(tmp_path: Path, lively: tuple[Fake
             engine.owner = None  # its weights are the same, so nothing is pushed
             while engine.owner is None:
                 await asyncio.sleep(0.01)
-            await client.release()
+            await client.lease.release()
             assert engine.owner is None
             await asyncio.sleep(0.1)
             assert engine.owner is None, "given back for good"
@@ -204,7 +204,7 @@ def test_signs_of_life_go_on_after_one_that_failed_and_a_lost_server_is_not_give
                 while engine.claims < 6:
                     await asyncio.sleep(0.01)
                 await asyncio.to_thread(stack.close)
-                await client.release()
+                await client.lease.release()
 
     asyncio.run(live())
     assert caplog.text.count("did not hear a sign of life") >= 2
@@ -245,7 +245,7 @@ def test_a_sign_of_life_that_is_under_way_takes_nothing_back(tmp_path: Path, liv
             await client.wait_until_ready(model=engine.model, seq_len=8)
             engine.on_claim = take_long
             assert await asyncio.to_thread(begun.wait, 30)
-            releasing = asyncio.create_task(client.release())
+            releasing = asyncio.create_task(client.lease.release())
             await asyncio.wait([releasing], timeout=0.5)
             go_on.set()
             await releasing

@@ -306,15 +306,14 @@ def test_defaults_that_the_guarantees_name_are_those_of_the_settings() -> None:
 
 
 def test_constants_that_the_guarantees_name_are_those_of_the_code() -> None:
-    from holdfast.orchestrator.engines import http
-    from holdfast.orchestrator.engines import retry as patience
+    from holdfast.orchestrator.engines import http, retry
     from holdfast.orchestrator.environments import watchdog
 
     page = " ".join(guarantees.PAGE.read_text().split())
     for text in (
-        f"again after {patience.FIRST_BACKOFF_S:g} s, then twice as long each time up to {patience.LAST_BACKOFF_S:g} s",
-        f"`Retry-After` says ({patience._LONGEST_PAUSE_S:g} s at most)",
-        f"for {['no', 'one', 'two'][round(http._FAILING_PATIENCE_S / 60)]} minutes with 500",
+        f"again after {retry.FIRST_BACKOFF_S:g} s, then twice as long each time up to {retry.LAST_BACKOFF_S:g} s",
+        f"`Retry-After` says ({retry._LONGEST_PAUSE_S:g} s at most)",
+        f"for {['no', 'one', 'two'][round(http._RETRY_FAILING_S / 60)]} minutes with 500",
         f"silent from {vitals._FIRST_BEAT_S:g} s after its start",
         f"named after {watchdog.SILENT_S:g} s with environment",
         f"after {storage._FIRST_DELAY_S:g} s, then 2, 4, ... up to {storage._LAST_DELAY_S:g} s",

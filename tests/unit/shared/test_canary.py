@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from holdfast.orchestrator.engines.client import InferenceClient
-from holdfast.orchestrator.weight_push.published_files import describe_weights, read_canary
+from holdfast.orchestrator.weight_push.canary_check import check_canary
+from holdfast.orchestrator.weight_push.directory import describe_weights
 from holdfast.shared.config import TrainerConfig
 from holdfast.shared.config.orchestrator import ClientConfig
 from holdfast.shared.config.trainer import TrainedModelConfig
@@ -108,7 +109,7 @@ def test_an_engine_that_computes_something_else_is_refused(
 
     async def check() -> None:
         async with InferenceClient(ClientConfig(urls=[engine.url])) as client:
-            await client.check_canary(canary, weights_digest="digest")
+            await check_canary(client, canary, weights_digest="digest")
 
     with serving(engine):
         if is_fine:
@@ -126,9 +127,9 @@ def test_weights_may_come_without_a_canary_but_not_with_a_broken_one(
     run_dir = RunDir(tmp_path)
     publish_weights(run_dir, 3, b"weights")
     weights = describe_weights(run_dir, 3)
-    assert read_canary(weights) is None
+    assert weights.read_canary() is None
     (weights.path / CANARY_NAME).write_bytes(b'{"token_ids": [1, 2], "logprobs": [-0.5], "allowed_nats": null}')
-    assert read_canary(weights) == Canary([1, 2], [-0.5], None)
+    assert weights.read_canary() == Canary([1, 2], [-0.5], None)
     (weights.path / CANARY_NAME).write_bytes(b"{")
     with pytest.raises(CheckpointError, match=r"canary\.json is damaged"):
-        read_canary(weights)
+        weights.read_canary()

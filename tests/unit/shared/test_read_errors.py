@@ -21,6 +21,7 @@ from holdfast.commands.resume.superseded import set_aside_damaged
 from holdfast.orchestrator.batches.run_start import find_start
 from holdfast.orchestrator.batches.schedule import StrictSchedule
 from holdfast.orchestrator.batches.state import OrchestratorState
+from holdfast.orchestrator.weight_push.directory import DirectoryTransport
 from holdfast.shared.errors import CheckpointError, ReadError, RunDirError, is_storage_failure
 from holdfast.shared.files import durable, journal
 from holdfast.shared.files.journal import read_accepted
@@ -126,7 +127,7 @@ def test_a_file_of_a_step_that_cannot_even_be_looked_at_makes_it_unreadable(
 def test_batches_and_weights_that_cannot_be_read_are_not_replaced(run_dir: RunDir) -> None:
     """Before, the batch was made again, and another version of the weights sampled the next one."""
     write_weights(run_dir, 3)
-    schedule = StrictSchedule(run_dir, None, async_level=1, trainer_step=4, timeout_s=1)  # type: ignore[arg-type]
+    schedule = StrictSchedule(DirectoryTransport(run_dir, timeout_s=1), async_level=1, trainer_step=4)
     with unreadable(run_dir.weights_of(3) / MANIFEST_NAME), pytest.raises(ReadError):
         schedule.version_for(5)
     assert schedule.version_for(5) == 3

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from holdfast.inference.weights.files import OUTPUT_LAYER, Architecture, CheckedWeights, checked, read_files
+from holdfast.inference.weights.files import OUTPUT_LAYER, Architecture, checked, read_files
+from holdfast.inference.weights.transport import CheckedWeights
 from holdfast.shared.errors import CheckpointError, DataError
 from holdfast.shared.files.adapter import (
     ADAPTER_CONFIG_NAME,

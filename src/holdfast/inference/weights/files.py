@@ -23,6 +23,7 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
+from holdfast.inference.weights.transport import CheckedWeights
 from holdfast.shared.errors import CheckpointError, DataError, nearest
 from holdfast.shared.files.manifest import MANIFEST_NAME, read_manifest
 from holdfast.shared.files.weights_digest import WeightsFile, combined_digest, scaling_of, weights_files
@@ -78,19 +79,6 @@ class Architecture:
         Layers that predict several tokens ahead, and buffers that old versions wrote, are such.
         """
         return frozenset() if self.model_dir is None else _ignored(self.model_dir, self.shapes.keys())
-
-
-@dataclass(frozen=True)
-class CheckedWeights:
-    """Weights that were read and found to be whole and finite.
-
-    Attributes:
-        tensors: name -> tensor on the CPU, in the engine's dtype.
-        digest: `holdfast.shared.files.weights_digest` of the bytes that were read.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    digest: str
 
 
 def read_architecture(model_dir: Path) -> Architecture:

@@ -25,10 +25,10 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from holdfast.inference.weights.adapters import BaseWeights, read_adapter
-from holdfast.inference.weights.files import Architecture, CheckedWeights, read_architecture, read_weights
+from holdfast.inference.weights.directory import DirectorySource
+from holdfast.inference.weights.files import read_architecture, read_weights
+from holdfast.inference.weights.transport import CheckedWeights, WeightSource
 from holdfast.shared.errors import DataError, ReadError, is_storage_failure
-from holdfast.shared.files.adapter import holds_adapter
 from holdfast.shared.process.child import die_with_parent
 
 LOAD_FORMAT = "holdfast"
@@ -117,8 +117,7 @@ class PolicyWorker:
         model_runner: Any
 
     # Class attributes: a mixin of vLLM's worker gets no constructor call.
-    _architecture: Architecture | None = None
-    _base: BaseWeights | None = None
+    _source: WeightSource | None = None
     _staged: CheckedWeights | None = None
     _staging: Future[StageResult] | None = None
 
@@ -126,8 +125,8 @@ class PolicyWorker:
         """Digest of the weights that were loaded at the start; None with dummy weights."""
         return _loaded_digest
 
-    def stage_weights(self, directory: str, version: int) -> StageResult | None:
-        """Read and check the weights, or adapter, in `directory` beside the model, which goes on unchanged.
+    def stage_weights(self, location: str, version: int) -> StageResult | None:
+        """Read and check the weights of `version` at `location` beside the model, which goes on unchanged.
 
         Large ones are read in a thread, so that the engine goes on meanwhile: then the result is None, and that of
         `staged_weights` sooner or later.
@@ -135,7 +134,7 @@ class PolicyWorker:
         if self._staging is not None:
             self._staging.exception()  # of an update that was given up
         self._staging = Future()
-        thread = threading.Thread(target=self._stage, args=(Path(directory), version, self._staging), daemon=True)
+        thread = threading.Thread(target=self._stage, args=(location, version, self._staging), daemon=True)
         thread.start()
         thread.join(_STAGE_AT_ONCE_S)
         return self.staged_weights()
@@ -145,29 +144,21 @@ class PolicyWorker:
         assert self._staging is not None
         return self._staging.result() if self._staging.done() else None
 
-    def _stage(self, directory: Path, version: int, told: Future[StageResult]) -> None:
+    def _stage(self, location: str, version: int, result: Future[StageResult]) -> None:
         self._staged = None
         try:
-            self._staged = self._read(directory, version)
+            if self._source is None:
+                self._source = DirectorySource(Path(self.model_config.model), _engine_dtype(self.model_config))
+            self._staged = self._source.stage(location, version)
         except (DataError, ReadError, OSError) as error:
             if is_storage_failure(error):
-                told.set_result(StageResult(refused=None, unreadable=str(error)))
+                result.set_result(StageResult(refused=None, unreadable=str(error)))
             else:
-                told.set_result(StageResult(refused=str(error), unreadable=None))
-        except BaseException as error:  # noqa: BLE001 - told to who asks
-            told.set_exception(error)
+                result.set_result(StageResult(refused=str(error), unreadable=None))
+        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+            result.set_exception(error)
         else:
-            told.set_result(StageResult(refused=None, unreadable=None))
-
-    def _read(self, directory: Path, version: int) -> CheckedWeights:
-        model_dir, dtype = Path(self.model_config.model), _engine_dtype(self.model_config)
-        if self._architecture is None:
-            self._architecture = read_architecture(model_dir)
-        if not holds_adapter(directory):
-            return read_weights(directory, self._architecture, dtype=dtype, version=version)
-        if self._base is None:
-            self._base = BaseWeights(model_dir, self._architecture)
-        return read_adapter(directory, self._base, dtype=dtype, version=version)
+            result.set_result(StageResult(refused=None, unreadable=None))
 
     def apply_weights(self) -> str:
         """Swap the staged weights into the model and return their digest. Ends the process on failure.

@@ -18,7 +18,7 @@ from holdfast.orchestrator.rollouts.sampler import Sampler
 from holdfast.orchestrator.rollouts.teacher import Teacher
 from holdfast.orchestrator.seeds import TaskSeed
 from holdfast.orchestrator.task_group import run_all
-from holdfast.orchestrator.weight_push.published_files import PublishedWeights
+from holdfast.orchestrator.weight_push.transport import PublishedWeights
 from holdfast.shared.chat.tokenizer import Tokenizer
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import EnvironmentFailure

@@ -8,10 +8,11 @@ import time
 from holdfast.orchestrator.batches.batch_maker import BatchMaker
 from holdfast.orchestrator.batches.batch_publisher import BatchPublisher
 from holdfast.orchestrator.batches.metrics import BatchTimes, batch_metrics
-from holdfast.orchestrator.batches.schedule import StrictSchedule
 from holdfast.orchestrator.current_phase import phase
 from holdfast.orchestrator.engines.client import InferenceClient
-from holdfast.orchestrator.weight_push.published_files import PublishedWeights, read_canary
+from holdfast.orchestrator.weight_push.canary_check import check_canary
+from holdfast.orchestrator.weight_push.push import WeightPusher
+from holdfast.orchestrator.weight_push.transport import PublishedWeights
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.process import events
 from holdfast.shared.wire.rollouts import Batch
@@ -28,13 +29,13 @@ class BatchPipeline:
         *,
         client: InferenceClient,
         publisher: BatchPublisher,
-        schedule: StrictSchedule,
+        pusher: WeightPusher,
         maker: BatchMaker,
     ) -> None:
         self._config = config
         self._client = client
         self._publisher = publisher
-        self._schedule = schedule
+        self._pusher = pusher
         self._maker = maker
         self._ended = time.perf_counter()
         self._busy_s = client.busy_s
@@ -107,18 +108,18 @@ class BatchPipeline:
 
     async def _wait_for(self, version: int) -> PublishedWeights:
         with phase("waiting for weights", version=version):
-            return await self._schedule.wait_for_version(version, check=self._publisher.check)
+            return await self._pusher.wait_for(version, check=self._publisher.check)
 
     async def _serve(self, weights: PublishedWeights) -> PublishedWeights:
         """Make the engines serve `weights`, and prove it once. A teacher serves what it has."""
         if self._config.is_sampled_by_teacher:
             return weights
         with phase("pushing weights and reading them back", version=weights.version):
-            weights = await self._schedule.serve(weights, check=self._publisher.check)
-        if not self._is_proved and (canary := read_canary(weights)) is not None:
+            weights = await self._pusher.serve(weights, check=self._publisher.check)
+        if not self._is_proved and (canary := weights.read_canary()) is not None:
             with phase("probing with the canary", version=weights.version):
                 # Engines take sessions of `seq_len` tokens, of which they must sample one.
                 shown = canary.head(self._config.seq_len - 1)
-                await self._client.check_canary(shown, weights_digest=weights.digest)
+                await check_canary(self._client, shown, weights_digest=weights.digest)
             self._is_proved = True
         return weights

@@ -1,4 +1,4 @@
-"""One inference server: whether it is there, what it serves, and giving it weights."""
+"""One inference server: whether it is there, what it serves, and whose it is."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from holdfast.orchestrator.engines.http import Transport, Unavailable, decode
-from holdfast.orchestrator.engines.retry import FIRST_BACKOFF_S, LAST_BACKOFF_S, Patience
-from holdfast.orchestrator.weight_push.published_files import PublishedWeights
+from holdfast.orchestrator.engines.retry import FIRST_BACKOFF_S, LAST_BACKOFF_S, RetryPolicy
 from holdfast.shared.errors import ConfigError, InferenceError
 from holdfast.shared.printable import printable
 from holdfast.shared.process.heartbeat import Wait
@@ -62,23 +61,23 @@ class Engine:
             _log.warning("%s was restarted", self.url)
         self._boot_id = boot_id
 
-    def patience(self) -> Patience:
-        """Return new patience with it, for one request."""
-        return Patience(self.url, self._ready_timeout_s, key=f"{self._key}.ready_timeout_s")
+    def retry_policy(self) -> RetryPolicy:
+        """Return how long to go on asking it, for one request."""
+        return RetryPolicy(self.url, self._ready_timeout_s, key=f"{self._key}.ready_timeout_s")
 
-    async def insist(self, work: Callable[[], Awaitable[_T]]) -> _T:
+    async def retry(self, work: Callable[[], Awaitable[_T]]) -> _T:
         """Return what `work` returns, again and again while the server is lost meanwhile.
 
         Raises:
             InferenceError: it was lost for too long, or whatever `work` raises.
         """
-        patience = self.patience()
+        attempts = self.retry_policy()
         while True:
             try:
                 return await work()
             except Unavailable as failure:
                 _log.warning("%s: %s; waiting for it", self.url, failure)
-                await patience.pause(failure)
+                await attempts.pause(failure)
                 await self.wait_for_health()
 
     async def wait_for_health(self) -> None:
@@ -110,7 +109,7 @@ class Engine:
             ConfigError: its longest session is shorter.
         """
         await self.wait_for_health()
-        served = await self.insist(self.served)
+        served = await self.retry(self.served)
         if not same_model(served.model, model):
             raise InferenceError(
                 f"{self.url} serves the model '{printable(served.model)}', this run needs '{model}'. Start the server "
@@ -133,31 +132,9 @@ class Engine:
         self.note_boot(served.boot_id)
         return served
 
-    async def push(self, weights: PublishedWeights, owner: Owner) -> None:
-        """Make the server serve `weights`, and read version and digest back.
-
-        Raises:
-            Unavailable: it was lost meanwhile.
-            InferenceError: it refused, or serves something else afterwards.
-        """
-        served = await self.served()
-        if (served.version, served.digest) != (weights.version, weights.digest):
-            boot_id = served.boot_id
-            body = msgspec.json.encode(UpdateRequest(str(weights.path), weights.version, owner))
-            await self._transport.post_as_admin(self.url, UPDATE_ROUTE, body)
-            served = await self.served()
-            if served.boot_id != boot_id:
-                raise Unavailable(f"the server was restarted while it was given policy version {weights.version}")
-        if served.version != weights.version:
-            raise InferenceError(
-                f"{self.url} was given policy version {weights.version} and reports version {served.version}. "
-                "Does somebody else push weights to this server?"
-            )
-        if served.digest != weights.digest:
-            raise InferenceError(
-                f"{self.url} loaded version {weights.version} with digest {served.digest}, but {weights.path} "
-                f"was published with digest {weights.digest}: the weights changed or were damaged on the way."
-            )
+    async def update_weights(self, request: UpdateRequest) -> None:
+        """Have the server stage and serve other weights; see `Transport.post_as_admin` for errors."""
+        await self._transport.post_as_admin(self.url, UPDATE_ROUTE, msgspec.json.encode(request))
 
     async def claim(self, owner: Owner) -> None:
         """Make a run the owner of the server, or give a sign of life of it; see `Transport` for errors."""

@@ -44,7 +44,7 @@ _PROBES = [
 ]
 _BUSY = (429, 502, 503, 504)
 # A server that fails itself may be asked again as well, but not for as long as one that is only busy.
-_FAILING_PATIENCE_S = 120.0
+_RETRY_FAILING_S = 120.0
 # Of an answer to anything but a generation, and of any error.
 _MOST_BYTES = 1 << 20
 
@@ -56,13 +56,13 @@ class Unavailable(Exception):
 
     Args:
         retry_after_s: how long the server asks to be left alone.
-        patience_s: how long at most it makes sense to ask again.
+        retry_for_s: how long at most it makes sense to ask again.
     """
 
-    def __init__(self, reason: str, *, retry_after_s: float = 0.0, patience_s: float = math.inf) -> None:
+    def __init__(self, reason: str, *, retry_after_s: float = 0.0, retry_for_s: float = math.inf) -> None:
         super().__init__(reason)
         self.retry_after_s = retry_after_s
-        self.patience_s = patience_s
+        self.retry_for_s = retry_for_s
 
 
 class Transport:
@@ -137,7 +137,7 @@ class Transport:
             if timeout_s is None:
                 answer, content = await asyncio.wait_for(asking, PROBE_TIMEOUT_S)
             else:
-                answer, content = await self._patiently(asking, f"{method} {url}{route}", url, timeout_s)
+                answer, content = await self._await_while_healthy(asking, f"{method} {url}{route}", url, timeout_s)
         except TimeoutError:
             raise Unavailable(
                 f"the inference server gave no answer to {method} {url}{route} within {PROBE_TIMEOUT_S:g} s"
@@ -150,9 +150,9 @@ class Transport:
         if answer.status_code in _BUSY:
             raise Unavailable(reason, retry_after_s=_retry_after_s(answer))
         if answer.status_code == 500:
-            raise Unavailable(reason, retry_after_s=_retry_after_s(answer), patience_s=_FAILING_PATIENCE_S)
+            raise Unavailable(reason, retry_after_s=_retry_after_s(answer), retry_for_s=_RETRY_FAILING_S)
         if _code(content) == OTHER_WEIGHTS:
-            raise Unavailable(reason, patience_s=0.0)
+            raise Unavailable(reason, retry_for_s=0.0)
         if answer.status_code in (401, 403) and isinstance(self._config, ClientConfig):
             reason += f". Set {self._config.admin_token_env} to the server's admin token."
         refused = InferenceError(reason)
@@ -166,10 +166,10 @@ class Transport:
         async with next(self._next_pool).stream(method, url, content=content, headers=headers) as answer:
             return answer, await _read(answer, most_bytes, what=f"{method} {url}")
 
-    async def _patiently(
+    async def _await_while_healthy(
         self, asking: Coroutine[None, None, tuple[httpx.Response, bytes]], what: str, url: str, timeout_s: float
     ) -> tuple[httpx.Response, bytes]:
-        """Return the answer, however long it takes, as long as the server at `url` is well every `timeout_s` seconds.
+        """Return the answer, however long it takes, as long as the server at `url` is healthy each `timeout_s` s.
 
         Raises:
             Unavailable: it is not.

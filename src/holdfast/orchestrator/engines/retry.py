@@ -16,8 +16,8 @@ _ATTEMPTS = 5
 _LONGEST_PAUSE_S = 60.0
 
 
-class Patience:
-    """With one server during one request.
+class RetryPolicy:
+    """How long one request goes on asking one server.
 
     Args:
         url: of the server, for errors.
@@ -43,7 +43,7 @@ class Patience:
         if self._attempts == 1:
             self._since = awake_s()
         failing_s = awake_s() - self._since
-        if self._attempts >= _ATTEMPTS and failing_s >= min(self._limit_s, failure.patience_s):
+        if self._attempts >= _ATTEMPTS and failing_s >= min(self._limit_s, failure.retry_for_s):
             raise InferenceError(
                 f"{self._url} was lost {self._attempts} times in a row within {failing_s:.0f} s ({self._key}): "
                 f"{failure}"

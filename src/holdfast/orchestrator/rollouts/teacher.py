@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from holdfast.orchestrator.current_phase import phase
 from holdfast.orchestrator.engines.answers import load_vocab_size
 from holdfast.orchestrator.engines.client import InferenceClient
+from holdfast.orchestrator.engines.fixed_weights import adopt_served_weights
 from holdfast.orchestrator.rollouts.generation_log import GenerationLog
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import CheckpointError, InferenceError
@@ -97,11 +98,10 @@ async def connect_teacher(config: OrchestratorConfig, *, digest: str) -> AsyncIt
         room = config.seq_len + (config.teacher.mode == "logprobs")
         with phase("waiting for the teacher"):
             await client.wait_until_ready(model=config.teacher.model, seq_len=room)
-            served = await client.adopt()
-        assert served.digest is not None, "adopt refuses servers without weights"
-        if digest not in ("", served.digest):
+            served = await adopt_served_weights(client, key="teacher")
+        if digest not in ("", served):
             raise CheckpointError(
-                f"the teacher '{config.teacher.model}' has weights with digest {served.digest}; the batches so far "
+                f"the teacher '{config.teacher.model}' has weights with digest {served}; the batches so far "
                 f"were made with digest {digest}. Serve the same teacher again, or start a new run."
             )
-        yield Teacher(client, digest=served.digest, max_concurrency=config.teacher.max_concurrency)
+        yield Teacher(client, digest=served, max_concurrency=config.teacher.max_concurrency)

@@ -1,4 +1,4 @@
-"""A clock that stands still while this process is frozen.
+"""A clock that stands still while this process is frozen, and one that counts the time in which there is work.
 
 `docker pause`, SIGSTOP of everything, a suspended job: afterwards `time.monotonic` says that every deadline is over,
 though nobody had the chance to meet one. `awake_s` leaves such times out. A process that only waits, or whose event
@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 FROZEN_S = 5.0
 """A look at the clock so long after the one before means that the process was frozen between them."""
@@ -57,3 +59,34 @@ def _begin_anew() -> None:
 
 
 os.register_at_fork(after_in_child=_begin_anew)
+
+
+class BusyClock:
+    """Counts the seconds in which at least one of several overlapping pieces of work goes on. For one thread.
+
+    Attributes:
+        in_flight: how many go on now.
+    """
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self._busy_s = 0.0
+        self._since = 0.0
+
+    @contextmanager
+    def count(self) -> Iterator[None]:
+        """Count a piece of work while the block runs."""
+        if self.in_flight == 0:
+            self._since = time.monotonic()
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            if self.in_flight == 0:
+                self._busy_s += time.monotonic() - self._since
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds so far."""
+        return self._busy_s + (time.monotonic() - self._since if self.in_flight else 0.0)

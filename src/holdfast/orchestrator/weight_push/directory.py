@@ -1,4 +1,7 @@
-"""Published weights: waiting for a version, and knowing the digest that engines must report for it."""
+"""The transport by directory: every version is a directory of safetensors that trainer and engines both see.
+
+A version appears by one rename, with a manifest from which its digest is known before an engine has read it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import msgspec
 
 from holdfast.shared.errors import CheckpointError, WaitedInVain
 from holdfast.shared.files.journal import POLL_S
-from holdfast.shared.files.manifest import MANIFEST_NAME, read_manifest
+from holdfast.shared.files.manifest import MANIFEST_NAME, is_committed, read_manifest
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.files.weights_digest import listed_digest
 from holdfast.shared.process.heartbeat import Wait
@@ -19,8 +22,8 @@ from holdfast.shared.wire.canary import CANARY_NAME, Canary
 
 
 @dataclass(frozen=True)
-class PublishedWeights:
-    """A published version.
+class PublishedDirectory:
+    """A published version, as a directory.
 
     Attributes:
         version: policy version.
@@ -34,12 +37,57 @@ class PublishedWeights:
     digest: str
     written: tuple[int, int]
 
+    @property
+    def location(self) -> str:
+        """Its directory, which an engine's machine must see by the same name."""
+        return str(self.path)
+
     def was_replaced(self) -> bool:
         """Whether the directory went away or was published again since it was described."""
         try:
             return _written(self.path) != self.written
         except FileNotFoundError:
             return True
+
+    def read_canary(self) -> Canary | None:
+        """Return what the trainer computed with it, where it published that: see `holdfast.trainer.programs.rl`.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        path = self.path / CANARY_NAME
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=Canary)
+        except FileNotFoundError:
+            return None
+        except msgspec.DecodeError as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from None
+
+
+class DirectoryTransport:
+    """Finds published versions in the directory of a run; implements `WeightTransport`.
+
+    Args:
+        run_dir: of the run.
+        timeout_s: give a version up after so long in which nobody got anything done.
+    """
+
+    def __init__(self, run_dir: RunDir, *, timeout_s: float) -> None:
+        self._run_dir = run_dir
+        self._timeout_s = timeout_s
+
+    @property
+    def place(self) -> str:
+        """The directory of all versions."""
+        return str(self._run_dir.weights)
+
+    def is_published(self, version: int) -> bool:
+        """Whether `version` is there whole."""
+        return is_committed(self._run_dir.weights_of(version))
+
+    async def wait_for(self, version: int, *, check: Callable[[], None]) -> PublishedDirectory:
+        """Wait for the trainer to publish `version`: see `wait_for_weights`."""
+        return await wait_for_weights(self._run_dir, version, timeout_s=self._timeout_s, check=check)
 
 
 def _written(path: Path) -> tuple[int, int]:
@@ -48,22 +96,7 @@ def _written(path: Path) -> tuple[int, int]:
     return status.st_ino, status.st_mtime_ns
 
 
-def read_canary(weights: PublishedWeights) -> Canary | None:
-    """Return what the trainer computed with `weights`, where it published that: see `holdfast.trainer.programs.rl`.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    path = weights.path / CANARY_NAME
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Canary)
-    except FileNotFoundError:
-        return None
-    except msgspec.DecodeError as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
-
-
-def describe_weights(run_dir: RunDir, version: int) -> PublishedWeights:
+def describe_weights(run_dir: RunDir, version: int) -> PublishedDirectory:
     """Return the published weights of `version`, from their manifest: no tensor is read.
 
     The content needs no check here: an engine computes its digest from the bytes that it loads.
@@ -81,12 +114,12 @@ def describe_weights(run_dir: RunDir, version: int) -> PublishedWeights:
     digest = listed_digest(manifest, path)
     if not digest:
         raise CheckpointError(f"{path} lists no *.safetensors file in its manifest")
-    return PublishedWeights(version=version, path=path, digest=digest, written=written)
+    return PublishedDirectory(version=version, path=path, digest=digest, written=written)
 
 
 async def wait_for_weights(
     run_dir: RunDir, version: int, *, timeout_s: float, check: Callable[[], None]
-) -> PublishedWeights:
+) -> PublishedDirectory:
     """Wait for the trainer to publish `version`, without blocking the event loop.
 
     Args:

@@ -1,0 +1,101 @@
+"""Pushing published weights to the engines, and reading back what they serve."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from holdfast.orchestrator.engines.client import InferenceClient
+from holdfast.orchestrator.engines.engine import Engine
+from holdfast.orchestrator.engines.http import Unavailable
+from holdfast.orchestrator.task_group import run_all
+from holdfast.orchestrator.weight_push.transport import PublishedWeights, WeightTransport
+from holdfast.shared.errors import InferenceError
+from holdfast.shared.wire.inference_api import Owner, UpdateRequest
+
+_log = logging.getLogger("orchestrator")
+
+# How often weights may be published again while engines load them.
+_REPLACEMENTS = 3
+
+
+class WeightPusher:
+    """Has all engines of a client serve what the trainer publishes.
+
+    Args:
+        client: of the engines, which the run owns from the first push on.
+        transport: by which published weights come to them.
+    """
+
+    def __init__(self, client: InferenceClient, transport: WeightTransport) -> None:
+        self._client = client
+        self._transport = transport
+        self._serving: PublishedWeights | None = None
+
+    async def wait_for(self, version: int, *, check: Callable[[], None]) -> PublishedWeights:
+        """Wait until the trainer has published `version`; `check` is called meanwhile and may raise.
+
+        Raises:
+            WaitedInVain: it did not come in time.
+            CheckpointError: it came, and is not what it should be.
+        """
+        if self._serving is not None and self._serving.version == version:
+            return self._serving
+        return await self._transport.wait_for(version, check=check)
+
+    async def serve(self, weights: PublishedWeights, *, check: Callable[[], None]) -> PublishedWeights:
+        """Make all engines serve `weights`, and return what they serve. What serves already is asked for all the same:
+        an engine may have been restarted since.
+
+        Raises:
+            InferenceError: an engine refused them, belongs to another run, or reports another version or digest.
+        """
+        for _ in range(_REPLACEMENTS):
+            try:
+                await self._push_to_all(weights)
+                break
+            except InferenceError:
+                if not weights.was_replaced():
+                    raise
+                _log.warning("%s was published again while it was loaded; loading it again", weights.location)
+                weights = await self._transport.wait_for(weights.version, check=check)
+        else:
+            raise InferenceError(f"{weights.location} was published again {_REPLACEMENTS} times while it was loaded")
+        self._serving = weights
+        return weights
+
+    async def _push_to_all(self, weights: PublishedWeights) -> None:
+        owner = await self._client.lease.claim()
+
+        async def push_to(engine: Engine) -> None:
+            await engine.retry(lambda: push(engine, weights, owner))
+
+        # Also what an engine gets that was lost meanwhile, before it is asked again.
+        self._client.expect(version=weights.version, restore=push_to)
+        await run_all(push_to(engine) for engine in self._client.engines)
+
+
+async def push(engine: Engine, weights: PublishedWeights, owner: Owner) -> None:
+    """Make an engine serve `weights`, and read version and digest back.
+
+    Raises:
+        Unavailable: it was lost meanwhile.
+        InferenceError: it refused, or serves something else afterwards.
+    """
+    served = await engine.served()
+    if (served.version, served.digest) != (weights.version, weights.digest):
+        boot_id = served.boot_id
+        await engine.update_weights(UpdateRequest(weights.location, weights.version, owner))
+        served = await engine.served()
+        if served.boot_id != boot_id:
+            raise Unavailable(f"the server was restarted while it was given policy version {weights.version}")
+    if served.version != weights.version:
+        raise InferenceError(
+            f"{engine.url} was given policy version {weights.version} and reports version {served.version}. "
+            "Does somebody else push weights to this server?"
+        )
+    if served.digest != weights.digest:
+        raise InferenceError(
+            f"{engine.url} loaded version {weights.version} with digest {served.digest}, but {weights.location} "
+            f"was published with digest {weights.digest}: the weights changed or were damaged on the way."
+        )
