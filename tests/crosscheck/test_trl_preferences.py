@@ -17,8 +17,14 @@ from transformers import PreTrainedModel
 
 from holdfast.shared.config.dpo import PreferenceLossConfig
 from holdfast.shared.config.reward_training import RewardLossConfig
-from holdfast.trainer.preferences.losses import PairLogprobs, PairLosses, build_preference_loss, kto_loss, sequence_sums
-from holdfast.trainer.preferences.reward_loss import reward_loss
+from holdfast.trainer.preferences.losses import (
+    PairLogprobs,
+    PairLosses,
+    build_preference_loss,
+    kto_loss,
+    reward_loss,
+    sequence_sums,
+)
 from tests.conftest import ModelFactory
 
 pytestmark = pytest.mark.trl

@@ -1,7 +1,9 @@
-"""Preference losses: pure functions of the log-probabilities of pairs.
+"""Losses of preferences: pure functions of the log-probabilities, or rewards, of pairs.
 
-Each returns losses and rewards per pair. The program divides by the pairs of the whole optimizer
-step, over all ranks and micro-batches, so a step has one loss however it is split.
+Each returns losses per pair. The program divides by the pairs of the whole optimizer step, over all ranks and
+micro-batches, so a step has one loss however it is split.
+
+To add one: its function here or in a file beside it, and its line in `holdfast.shared.config.registry`.
 
 Shape legend: P pairs, A answers that are labelled one by one.
 """
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from holdfast.shared.config.dpo import PreferenceLossConfig
 from holdfast.shared.config.registry import PREFERENCE_LOSSES
+from holdfast.shared.config.reward_training import RewardLossConfig
 from holdfast.shared.user_functions import load_built_in
 
 _LARGEST_LOGPROB = -1e-9
@@ -261,3 +264,22 @@ def _log_odds(mean_P: Tensor) -> Tensor:
 
 def _scored(losses_P: Tensor, chosen_rewards_P: Tensor, rejected_rewards_P: Tensor) -> PairLosses:
     return PairLosses(losses_P, chosen_rewards_P.detach(), rejected_rewards_P.detach())
+
+
+def reward_loss(chosen_P: Tensor, rejected_P: Tensor, margins_P: Tensor, config: RewardLossConfig) -> Tensor:
+    """Return the loss of each pair (P,).
+
+    loss = -log sigmoid(r_w - r_l - margin) + center_coef (r_w + r_l)^2
+
+    The first term is the negative log-likelihood of the preferences under Bradley and Terry (1952), as in
+    Christiano et al. 2017, "Deep reinforcement learning from human preferences", and Ouyang et al. 2022,
+    "Training language models to follow instructions with human feedback"; the margin of a pair is of Touvron et al.
+    2023, "Llama 2", eq. 2. The second fixes the sum, on which the first does not depend (Eisenstein et al. 2023,
+    "Helping or herding?").
+
+    Args:
+        chosen_P, rejected_P: rewards of both sides.
+        margins_P: how much more reward the chosen side should have, such as how clearly it was preferred.
+    """
+    losses_P = -F.logsigmoid(chosen_P - rejected_P - margins_P)
+    return losses_P + config.center_coef * (chosen_P + rejected_P).square()

@@ -181,7 +181,7 @@ def fingerprint_preferences(preferences: Sequence[Preference]) -> str:
     return fingerprint_samples([side for preference in preferences for side in preference.sides])
 
 
-def plan_pairs(
+def plan_preferences(
     pairs: Sequence[Preference], arrangement: Arrangement, config: PreferenceDataConfig, *, rank: int, world_size: int
 ) -> list[list[int]]:
     """Return the micro-batches of `rank` as lists of indices of pairs; every rank gets the same number of them."""
@@ -205,7 +205,7 @@ def plan_sides(
     world_size: int,
     side: int,
 ) -> list[list[int]]:
-    """Return the same as `plan_pairs` for passes that have one side of each alone: twice as many go together."""
+    """Return the same as `plan_preferences` for passes that have one side of each alone: twice as many go together."""
     plan = plan_rows(
         [len(preference.sides[side].token_ids) for preference in preferences],
         arrangement=arrangement,

@@ -38,7 +38,7 @@ from holdfast.trainer.models.policy import Policy, build_policy, predict
 from holdfast.trainer.models.self_check import check_model
 from holdfast.trainer.models.sharding import reshard
 from holdfast.trainer.preferences.losses import sequence_sums
-from holdfast.trainer.preferences.pairs import Preference, fingerprint_preferences, plan_pairs
+from holdfast.trainer.preferences.pairs import Preference, fingerprint_preferences, plan_preferences
 from holdfast.trainer.session.session import Session
 
 
@@ -145,7 +145,7 @@ def reference_logprobs(
     for start in range(0, len(pairs), config.batch_size):
         block = pairs[start : start + config.batch_size]
         own = np.zeros((len(block), 2))
-        for indices in plan_pairs(block, arrangement, config, rank=mesh.rank, world_size=mesh.world_size):
+        for indices in plan_preferences(block, arrangement, config, rank=mesh.rank, world_size=mesh.world_size):
             own[indices] = predict_pairs(policy, block, indices, pack=config.pack, device=mesh.device).cpu().numpy()
         # Every pair is one rank's; the others add zero, which changes no bit.
         blocks.append(mesh.sum_tensor(torch.from_numpy(own)).numpy())

@@ -28,7 +28,7 @@ from holdfast.trainer.models.policy import Policy
 from holdfast.trainer.models.scalar_model import ScalarModel
 from holdfast.trainer.models.sharding import reshard
 from holdfast.trainer.optim.optimizers import check_finite, clip_gradients, update_parameters
-from holdfast.trainer.preferences.pairs import P, Preference, plan_pairs
+from holdfast.trainer.preferences.pairs import P, Preference, plan_preferences
 from holdfast.trainer.session.measurements import Stopwatch, step_metrics
 from holdfast.trainer.session.session import Session
 
@@ -49,7 +49,7 @@ class Objective(Protocol[M_contra, P_contra]):
         ...
 
 
-def train_on_pairs(
+def train_on_preferences(
     config: DpoConfig | RewardTrainingConfig,
     session: Session[M],
     objective: Objective[M, P],
@@ -100,7 +100,7 @@ def train_on_pairs(
 
 
 class Plan(Protocol):
-    """Makes the micro-batches of a rank, as `plan_pairs` does."""
+    """Makes the micro-batches of a rank, as `plan_preferences` does."""
 
     def __call__(
         self,
@@ -130,7 +130,7 @@ class PairObjective(Generic[M, P]):
     config: PreferenceDataConfig
     mesh: Mesh
     summarize: Callable[[dict[str, float]], dict[str, float]] = dict
-    plan: Plan = plan_pairs
+    plan: Plan = plan_preferences
 
     def accumulate_gradients(self, model: M, batch: Sequence[P]) -> dict[str, float]:
         """Add the gradients of one optimizer step; return its metrics, over all its pairs. Collective."""

@@ -23,7 +23,7 @@ from holdfast.trainer.preferences.labelled import load_answers
 from holdfast.trainer.preferences.losses import PairLogprobs, build_preference_loss
 from holdfast.trainer.preferences.pairs import P, Pair, fingerprint_preferences, load_pairs, split_preferences
 from holdfast.trainer.preferences.reference import Reference, other_reference, predict_pairs, start_reference
-from holdfast.trainer.preferences.training import Objective, PairObjective, train_on_pairs
+from holdfast.trainer.preferences.training import Objective, PairObjective, train_on_preferences
 from holdfast.trainer.session.session import start_program, start_session
 
 _log = logging.getLogger("trainer")
@@ -62,7 +62,7 @@ def _train(
     ) as session:
         reference = start_reference(config, session, preferences, other)
         chosen = objective(config, reference, mesh)
-        train_on_pairs(config, session, chosen, training, held_out, attachments=reference.attachments)
+        train_on_preferences(config, session, chosen, training, held_out, attachments=reference.attachments)
         session.publish_last()
 
 

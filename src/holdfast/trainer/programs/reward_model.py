@@ -22,9 +22,9 @@ from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.data.row_formats import PAIR_FORMATS, RATED_PAIR_FORMATS
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.scalar_model import ScalarModel, build_scalar_model, score_samples
+from holdfast.trainer.preferences.losses import reward_loss
 from holdfast.trainer.preferences.pairs import Pair, fingerprint_preferences, load_pairs, split_preferences
-from holdfast.trainer.preferences.reward_loss import reward_loss
-from holdfast.trainer.preferences.training import PairObjective, train_on_pairs
+from holdfast.trainer.preferences.training import PairObjective, train_on_preferences
 from holdfast.trainer.session.session import Build, start_program, start_session
 
 _log = logging.getLogger("trainer")
@@ -47,7 +47,7 @@ def run(config: RewardTrainingConfig) -> None:
             pack=config.data.pack,
             data_fingerprint=fingerprint_preferences(training),
         ) as session:
-            train_on_pairs(config, session, reward_objective(config, mesh), training, held_out)
+            train_on_preferences(config, session, reward_objective(config, mesh), training, held_out)
             session.publish_last()
 
 

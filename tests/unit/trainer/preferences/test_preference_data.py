@@ -25,7 +25,13 @@ from holdfast.trainer.data.packing import Arrangement
 from holdfast.trainer.data.row_formats import PAIR_FORMATS, RATED_PAIR_FORMATS
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import Policy, build_policy
-from holdfast.trainer.preferences.pairs import Pair, fingerprint_preferences, load_pairs, plan_pairs, split_preferences
+from holdfast.trainer.preferences.pairs import (
+    Pair,
+    fingerprint_preferences,
+    load_pairs,
+    plan_preferences,
+    split_preferences,
+)
 from holdfast.trainer.preferences.reference import (
     OtherReference,
     Reference,
@@ -273,7 +279,9 @@ def test_held_out_pairs_keep_their_numbers() -> None:
 def test_every_pair_is_in_one_micro_batch_of_one_rank(arrangement: Arrangement, world_size: int) -> None:
     pairs = ragged_pairs(17)
     config = PreferenceDataConfig(seq_len=16, micro_batch_size=2)
-    plans = [plan_pairs(pairs, arrangement, config, rank=rank, world_size=world_size) for rank in range(world_size)]
+    plans = [
+        plan_preferences(pairs, arrangement, config, rank=rank, world_size=world_size) for rank in range(world_size)
+    ]
     assert len({len(plan) for plan in plans}) == 1
     assert sorted(index for plan in plans for micro in plan for index in micro) == list(range(17))
     for micro in (micro for plan in plans for micro in plan):

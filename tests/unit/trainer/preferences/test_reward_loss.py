@@ -19,8 +19,8 @@ from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.scalar_model import ScalarModel, build_scalar_model
+from holdfast.trainer.preferences.losses import reward_loss
 from holdfast.trainer.preferences.pairs import Pair
-from holdfast.trainer.preferences.reward_loss import reward_loss
 from holdfast.trainer.programs.reward_model import end_at_stop_token, reward_objective
 
 SETTINGS = [RewardLossConfig(), RewardLossConfig(center_coef=0.1)]
