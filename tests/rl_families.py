@@ -39,7 +39,8 @@ from holdfast.trainer.rl.monitoring.mismatch import LIMITS
 from holdfast.trainer.rl.regularization.kl import k3
 from tests.families import FAMILIES, Family, write_model
 from tests.families_page import IN_RL
-from tests.inference_zygote import free_port, shared_zygote
+from tests.forking.engines import shared_engines
+from tests.ports import free_port
 from tests.processes import HANG_S
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "examples" / "reverse_text" / "base"
@@ -158,7 +159,7 @@ def _sampled(model: Path, published: Path, directory: Path) -> list[tuple[list[i
         {"model": {"name": str(model), "max_len": 128}, "server": {"port": free_port()}, "engine": {"threads": 1}}
     )
     log = directory / "inference.log"
-    server = shared_zygote().start(config, log)
+    server = shared_engines().start(config, log)
     try:
         server.wait_ready()
         answer = httpx.post(f"{server.url}/update_weights", json={"path": str(published), "version": 1}, timeout=HANG_S)

@@ -19,8 +19,8 @@ import psutil
 from holdfast.shared.files.metrics import read_metrics
 from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ROOT
+from tests.forking.commands import shared_commands
 from tests.processes import HANG_S, command_line
-from tests.training_zygote import shared_zygote
 
 CONFIG = "configs/reverse_text/rl.toml"
 MODEL = ROOT / "examples" / "reverse_text" / "model"
@@ -177,10 +177,10 @@ def complete(run: RlRun, timeout_s: float = END_TIMEOUT_S) -> CompletedRun:
 def succeeded(output_dir: Path, *flags: str, timeout_s: float = END_TIMEOUT_S) -> CompletedRun:
     """Run `rl` to its end, which must be a success that leaves no process behind.
 
-    Nothing disturbs it, so its trainer and orchestrator are forked, see `forked_commands`.
+    Nothing disturbs it, so its trainer and orchestrator are forked, see `forking.popen`.
     """
     argv = ["@", CONFIG, "--output-dir", str(output_dir), *flags]
-    run = shared_zygote().command("rl", output_dir, argv, environment=os.environ, timeout_s=timeout_s)
+    run = shared_commands().start("rl", output_dir, argv).wait(timeout_s)
     assert run.code == 0, run.log
     left = survivors(RunDir(output_dir), set())
     assert not left, run.log

@@ -100,12 +100,12 @@ def run_command(command: list[str], output: Path, *, starts_python: bool = False
         command: the path of the command, and its flags.
         output: the directory of its run.
         starts_python: start the processes as a user does, which imports torch; otherwise they are forked from one
-            that has done so, see `forked_commands`.
+            that has done so, see `forking.popen`.
     """
     if not starts_python:
-        from tests.training_zygote import shared_zygote
+        from tests.forking.commands import shared_commands
 
-        run = shared_zygote().command(Path(command[0]).name, output, command[1:], environment=os.environ)
+        run = shared_commands().start(Path(command[0]).name, output, command[1:]).wait()
         assert run.code is not None
         return SftRun(run.code, run.log, RunDir(output))
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=DEADLINE_S)

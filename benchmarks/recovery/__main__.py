@@ -21,7 +21,7 @@ from pathlib import Path
 from holdfast.shared.files.run_dir import RunDir
 from tests.chaos.driver import find_process
 from tests.chaos.witness import Progress
-from tests.inference_zygote import free_port
+from tests.ports import free_port
 from tests.rl_runs import SMALL_BATCH, RlRun
 
 _VICTIMS = {

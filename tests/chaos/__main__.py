@@ -24,7 +24,7 @@ from tests.chaos.driver import Blow, Chaos, ChaosRun
 from tests.chaos.invariants import check
 from tests.chaos.schedule import DISK, MACHINE, RUN, STORE, draw, shares, steps_of
 from tests.chaos.surroundings import Store
-from tests.inference_zygote import free_port
+from tests.ports import free_port
 from tests.rl_runs import SMALL_BATCH, succeeded
 
 _DISK_MIB = 512

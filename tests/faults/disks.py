@@ -53,7 +53,7 @@ class Disk:
 
     @property
     def fault(self) -> str:
-        """Source that makes a run of the zygote see the mounts."""
+        """Source that makes a forked run see the mounts."""
         return f"from tests.faults.disks import enter\nenter({self._holder.pid})\n"
 
     def view(self, path: Path) -> Path:

@@ -97,19 +97,18 @@ def install(
 
 
 def _fork_killer(delay_s: float) -> int:
-    """Start a process that kills this one `delay_s` after a byte in the returned pipe, whatever this one does then."""
-    victim = os.getpid()
+    """Start a process that kills the writer of an id into the returned pipe `delay_s` later, whatever it does then."""
     wake, alarm = os.pipe()
     if os.fork() == 0:
         os.closerange(3, wake)  # the lock of the run among them
         os.closerange(wake + 1, os.sysconf("SC_OPEN_MAX"))
-        is_there = os.read(wake, 1) != b""
+        victim = os.read(wake, 64)
         deadline = time.monotonic() + delay_s
-        while is_there and (left_s := deadline - time.monotonic()) > 0:
-            if select.select([wake], [], [], left_s)[0]:  # another rank's byte, or the end of all who held the pipe
-                is_there = os.read(wake, 1) != b""
-        if is_there:
-            os.kill(victim, signal.SIGKILL)
+        while victim and (left_s := deadline - time.monotonic()) > 0:
+            if select.select([wake], [], [], left_s)[0] and not os.read(wake, 64):  # the end of all who held the pipe
+                victim = b""
+        if victim:
+            os.kill(int(victim.split()[0]), signal.SIGKILL)
         os._exit(0)
     os.close(wake)
     return alarm
@@ -163,7 +162,7 @@ class _Watch:
         line = f"{self._number}\t{name}\t{path}\t{target}\t{time.monotonic()}\n"
         self._write(self._trail, line.encode())
         if self._number == self.killer_from:
-            self._write(self.killer, b"!")
+            self._write(self.killer, f"{os.getpid()}\n".encode())
         if self._number == self.kill_at and self.instant == "before":
             os.kill(os.getpid(), signal.SIGKILL)
         return self._number

@@ -1,91 +1,119 @@
-"""Real trainers of RL runs for tests of faults; this file is also the helper's program, see `forking`.
+"""Runs of the trainer of `rl` on a journal that is there already: nothing but the trainer decides what comes out.
 
-A child does what the launcher of `rl` does before it starts a trainer, and then what the trainer does, on one
-rank in the child itself or on several through the trainer's own launcher.
+The command is `trainer`, which trains the batches that it finds.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
-import traceback
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from tests.faults import faulty_calls, power_cut
-from tests.faults.forking import ForkingHelper, serve
+import tomli_w
 
-_IMPORTED = (
-    "torch.distributed.launcher.api",
-    "holdfast.trainer.launch",
-    "holdfast.trainer.programs.rl",
-    "transformers.models.qwen3.modeling_qwen3",
-    "holdfast.commands.launcher.launch",
-)
+from holdfast.shared.files.run_dir import RunDir
+from tests.faults import power_cut
+from tests.faults.orchestrators import run_orchestrator
+from tests.forking.commands import RUN_TIMEOUT_S, Run, shared_commands
+from tests.unit.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
+
+STEPS = 4
 
 
-class Trainers(ForkingHelper):
-    """Runs trainers one after the other. Use as a context manager."""
+def make_journal(folder: Path) -> Path:
+    """Return batches 1 to 4 of a run in the new directory `folder`, made by the real orchestrator."""
+    engine = FakeEngine()
+    folder.mkdir()
+    with serving(engine), FakeTrainer(RunDir(folder), start=0, max_steps=STEPS):
+        code = run_orchestrator(make_config(folder, engine, max_steps=STEPS))
+    assert code == 0, folder.with_suffix(".log").read_text()
+    return folder / "rollouts"
 
-    def run(self, config: dict[str, Any], *, trains: bool = True, recording: Path | None = None, **fault: Any) -> int:
-        """Run one to its end; return its exit code, negative for a signal.
+
+class Trainers:
+    """Runs on one model and one journal, in directories of one folder."""
+
+    def __init__(self, model: Path, journal: Path, folder: Path) -> None:
+        self._model, self._journal, self._folder = model, journal, folder
+
+    def prepare(self, name: str, **settings: Any) -> Path:
+        """Return the configuration of a run that was started once and has all batches in its journal.
 
         Args:
-            config: of the trainer and the orchestrator, by these names, as plain values.
-            trains: False: stop when the run directory is prepared.
-            recording: where to write what power cuts could have left; see `power_cut`.
-            fault: options of `faulty_calls.install`, which counts from the first call of the trainer; its
-                trail is the output directory with the suffix `.trail`, its log the one with `.log`.
+            settings: of the trainer.
         """
-        log = Path(config["trainer"]["output_dir"]).with_suffix(".log")
-        record_as = str(recording) if recording else None
-        return self._ask({**config, "trains": trains, "recording": record_as, "fault": fault}, log=log)
+        config = self.write_config(name, **settings)
+        run = _start(config, until="prepared").wait()
+        assert run.code == 0, run.log
+        shutil.copytree(self._journal, run.output / "rollouts", dirs_exist_ok=True)
+        return config
+
+    def write_config(self, name: str, **settings: Any) -> Path:
+        """Return the configuration of a run in the directory `name`, as it lies there."""
+        config = {
+            "output_dir": str(self._folder / name),
+            "max_steps": STEPS,
+            "model": {"name": str(self._model)},
+            "optim": {"lr": 1e-3},
+            "parallel": {"threads": 1},
+            "ckpt": {"interval": 1, "keep": 2, "resume_step": "auto"},
+            "journal": {"keep": 0},  # so that batches are removed, and the trainer is killed at that as well
+            **settings,
+        }
+        path = self._folder / f"{name}.toml"
+        path.write_text(tomli_w.dumps(config))
+        return path
 
 
-def _child(request: dict[str, Any]) -> NoReturn:
-    code, output = 1, Path(request["trainer"]["output_dir"])
-    save = power_cut.record(output) if request["recording"] else None
+def run_trainer(config: Path, **fault: Any) -> Run:
+    """Run one to its end, in the directory that has the name of its configuration.
+
+    Args:
+        fault: options of `faulty_calls.install` in the trainer; the trail is the output with the suffix `.trail`.
+    """
+    output = config.with_suffix("")
+    trail = output.with_suffix(".trail")
+    trail.unlink(missing_ok=True)
+    words = ", ".join(f"{name}={value!r}" for name, value in fault.items())
+    install = f"from tests.faults.faulty_calls import install\ninstall({str(output)!r}, {str(trail)!r}, {words})\n"
+    return _start(config, trainer_fault=install).wait()
+
+
+def _start(config: Path, **options: Any) -> Run:
+    return shared_commands().start("trainer", config.with_suffix(""), ["@", str(config)], **options)
+
+
+def record_trainer(config: Path, recording: Path) -> None:
+    """Run one to its end and write into `recording` what power cuts could have left; see `power_cut`."""
+    fork = shared_commands().call(
+        "tests.faults.rl_trainers:be_recorded", config.with_suffix(".log"), config=str(config), recording=str(recording)
+    )
+    assert fork.wait(RUN_TIMEOUT_S) == 0, fork.log
+
+
+def be_recorded(config: str, recording: str) -> None:
+    """In a child: be the command, its trainer and the only rank in one process, which is what can be recorded."""
+    import torch.distributed.launcher.api
+
+    import holdfast.commands.launcher.launch
+    from holdfast.commands import cli
+    from tests.forking.popen import run_module
+
+    def run_here(plan: holdfast.commands.launcher.launch.Plan) -> int:
+        run_module(plan.commands["trainer"][3:])
+        raise AssertionError("a trainer ends by sys.exit")
+
+    def only_rank(_: object, worker: Any) -> Any:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+        return lambda program, path, _: worker(program, path, os.getppid())
+
+    save = power_cut.record(Path(config).with_suffix(""))
+    holdfast.commands.launcher.launch.watch = run_here  # type: ignore[assignment]
+    torch.distributed.launcher.api.elastic_launch = only_rank  # type: ignore[assignment, misc]
+    sys.argv = ["trainer", "@", config]
     try:
-        _train(request, output)
-        code = 0
-    except SystemExit as end:
-        code = int(end.code or 0)
-    except BaseException:  # noqa: BLE001 - this is the end of the process
-        traceback.print_exc()
+        cli.trainer()
     finally:
-        if save is not None:
-            save(Path(request["recording"]))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _train(request: dict[str, Any], output: Path) -> None:
-    """What `holdfast.commands.launcher.launch.launch_rl` does for the trainer, and the trainer's ranks."""
-    import holdfast.trainer.launch
-    from holdfast.commands.resume.attempt import with_resume, write_config
-    from holdfast.commands.resume.plan import prepare
-    from holdfast.shared.config.orchestrator import OrchestratorConfig
-    from holdfast.shared.config.rl_trainer import TrainerConfig
-
-    config = TrainerConfig.model_validate(request["trainer"])
-    orchestrator = OrchestratorConfig.model_validate(request["orchestrator"])
-    attempt = prepare(config, clean=False, dry_run=False, orchestrator=orchestrator)
-    path = write_config(attempt, "trainer", with_resume(config, attempt.resume_step), dry_run=False)
-    write_config(attempt, "orchestrator", orchestrator, dry_run=False)
-    if not request["trains"]:
-        return
-    if not request["recording"]:
-        trail = output.with_suffix(".trail")
-        trail.unlink(missing_ok=True)
-        faulty_calls.install(str(output), str(trail), **request["fault"])
-    # A page of memory that its ranks share, and not the helper's, which all runs would share.
-    holdfast.trainer.launch.STOP_REQUEST.__init__()
-    if config.parallel.num_ranks > 1:
-        sys.exit(holdfast.trainer.launch.main(["rl", str(path)]))
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    holdfast.trainer.launch._worker("rl", str(path), os.getppid())
-
-
-if __name__ == "__main__":
-    serve(_IMPORTED, _child)
+        save(Path(recording))

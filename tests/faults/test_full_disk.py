@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from holdfast.shared.errors import STORAGE_FAILED
-from holdfast.shared.files import journal
 from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.rollouts import Batch
 from tests.faults.faulty_calls import read_trail
-from tests.faults.orchestrator_runs import Orchestrators
+from tests.faults.orchestrators import journaled, run_orchestrator
 from tests.unit.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
 
 pytestmark = pytest.mark.slow
@@ -22,32 +19,14 @@ _STEPS = 2
 _FAILING = ("mkdir", "open", "write", "rename", "fsync")
 
 
-@pytest.fixture(scope="module")
-def orchestrators() -> Iterator[Orchestrators]:
-    with Orchestrators() as orchestrators:
-        yield orchestrators
-
-
-def _journal(run_dir: RunDir) -> list[tuple[Batch, bytes]]:
-    """Every batch with the state after it, without what depends on the clock."""
-    found = []
-    for step in range(1, _STEPS + 1):
-        batch = journal.read_batch(run_dir, step)
-        batch.metrics = {}
-        found.append((batch, (run_dir.batch(step) / journal.STATE_NAME).read_bytes()))
-    return found
-
-
-def test_wherever_the_disk_is_full_it_says_so_and_the_journal_comes_out_the_same(
-    tmp_path: Path, orchestrators: Orchestrators
-) -> None:
+def test_wherever_the_disk_is_full_it_says_so_and_the_journal_comes_out_the_same(tmp_path: Path) -> None:
     engine = FakeEngine()
     with serving(engine):
         straight = RunDir(tmp_path / "straight")
         straight.path.mkdir()
         with FakeTrainer(straight, start=0, max_steps=_STEPS):
-            assert orchestrators.run(make_config(straight.path, engine, max_steps=_STEPS)) == 0
-        expected = _journal(straight)
+            assert run_orchestrator(make_config(straight.path, engine, max_steps=_STEPS)) == 0
+        expected = journaled(straight, _STEPS)
         calls = [call for call in read_trail(straight.path.with_suffix(".trail")) if call.path.startswith("rollouts")]
         assert {call.name for call in calls} >= set(_FAILING)
 
@@ -60,11 +39,11 @@ def test_wherever_the_disk_is_full_it_says_so_and_the_journal_comes_out_the_same
             config = make_config(run_dir.path, engine, max_steps=_STEPS)
             log = run_dir.path.with_suffix(".log")
             with FakeTrainer(run_dir, start=0, max_steps=_STEPS):
-                code = orchestrators.run(config, fail="* rollouts", nth=number, until_nth=10**9, error=errno.ENOSPC)
+                code = run_orchestrator(config, fail="* rollouts", nth=number, until_nth=10**9, error=errno.ENOSPC)
                 said = log.read_text()
                 assert code in (STORAGE_FAILED, 0), said  # 0: this time there were fewer calls
                 assert "Traceback" not in said, said
                 tried, told = tried + 1, told + (code == STORAGE_FAILED)
-                assert orchestrators.run(config) == 0, log.read_text()
-            assert _journal(run_dir) == expected, f"call {number}: {call}"
+                assert run_orchestrator(config) == 0, log.read_text()
+            assert journaled(run_dir, _STEPS) == expected, f"call {number}: {call}"
         assert told > 0.8 * tried

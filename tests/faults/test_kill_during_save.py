@@ -24,9 +24,9 @@ from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ModelFactory
 from tests.faults.faulty_calls import Call, Instant, read_trail
 from tests.faults.run_states import FLAGS, KEEP, LAST, differing, end_state, whole_steps
+from tests.forking.commands import Run, shared_commands
 from tests.processes import HANG_S
 from tests.training_runs import LiveSft
-from tests.training_zygote import Run, shared_zygote
 
 SEED = 16
 NUM_EVEN, NUM_TIMED = 36, 12
@@ -64,7 +64,7 @@ def start(tiny_model: ModelFactory, sft_data: Path) -> Start:
     def run(output: Path, *flags: str, fault: str = "", **options: Any) -> Run:
         watch = f"{str(output / 'checkpoints')!r}, {str(trail_of(output))!r}, {fault}"
         source = f"from tests.faults.faulty_calls import install\ninstall({watch})" if fault else ""
-        return shared_zygote().run(output, model, sft_data, *FLAGS, *flags, fault=source, **options)
+        return shared_commands().sft(output, model, sft_data, *FLAGS, *flags, trainer_fault=source, **options).wait()
 
     return run
 
@@ -129,7 +129,7 @@ def check_trial(trial: Trial, start: Start, output: Path, wanted: dict[str, Any]
     killed = start(output, fault=trial.fault)
     if trial.delay_s is not None and killed.code == 0:
         return ""  # the delay was longer than the run: it counts as one that nothing disturbed
-    if killed.code != -signal.SIGKILL:
+    if not killed.was_killed:
         return f"{trial.name}: not killed but ended with {killed.code}:\n{killed.log[-2000:]}"
     calls = read_trail(trail_of(output))
     there = whole_steps(output / "checkpoints")

@@ -22,7 +22,7 @@ from tests.checkpoint_files import contents
 from tests.conftest import ModelFactory
 from tests.faults.faulty_calls import Call, read_trail
 from tests.faults.run_states import differing, end_state, whole_steps
-from tests.training_zygote import Run, shared_zygote
+from tests.forking.commands import Run, shared_commands
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +56,7 @@ def start(tiny_model: ModelFactory, sft_data: Path) -> Start:
         trail = str(output.with_name(f"{output.name}.trail"))
         source = f"from tests.faults.faulty_calls import install\ninstall({str(output)!r}, {trail!r}, {kill})"
         fault = source if kill is not None else ""
-        return shared_zygote().run(output, model, sft_data, *FLAGS, *flags, fault=fault, **options)
+        return shared_commands().sft(output, model, sft_data, *FLAGS, *flags, fault=fault, **options).wait()
 
     return run
 

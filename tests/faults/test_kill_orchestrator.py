@@ -13,33 +13,15 @@ from pathlib import Path
 import pytest
 
 from holdfast.orchestrator.rollouts.generation_log import decode_answer
-from holdfast.shared.files import journal
 from holdfast.shared.files.record_log import read_records
 from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.rollouts import Batch
 from tests.faults.faulty_calls import Call, Instant, read_trail
-from tests.faults.orchestrator_runs import Orchestrators
+from tests.faults.orchestrators import journaled, run_orchestrator
 from tests.unit.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
 
 pytestmark = pytest.mark.slow
 
 _STEPS = 3
-
-
-@pytest.fixture(scope="module")
-def orchestrators() -> Iterator[Orchestrators]:
-    with Orchestrators() as orchestrators:
-        yield orchestrators
-
-
-def _journal(run_dir: RunDir) -> list[tuple[Batch, bytes]]:
-    """Every batch with the state after it, without what depends on the clock."""
-    found = []
-    for step in range(1, _STEPS + 1):
-        batch = journal.read_batch(run_dir, step)
-        batch.metrics = {}
-        found.append((batch, (run_dir.batch(step) / journal.STATE_NAME).read_bytes()))
-    return found
 
 
 def _instants(calls: list[Call]) -> Iterator[tuple[int, Instant]]:
@@ -62,14 +44,14 @@ def _logged_seeds(run_dir: RunDir) -> set[int]:
     return {seed for answer in answers for seed in answer.seeds}
 
 
-def test_whatever_call_it_dies_at_the_journal_comes_out_the_same(tmp_path: Path, orchestrators: Orchestrators) -> None:
+def test_whatever_call_it_dies_at_the_journal_comes_out_the_same(tmp_path: Path) -> None:
     engine = FakeEngine()
     with serving(engine):
         straight = RunDir(tmp_path / "straight")
         straight.path.mkdir()
         with FakeTrainer(straight, start=0, max_steps=_STEPS):
-            assert orchestrators.run(make_config(straight.path, engine, max_steps=_STEPS)) == 0
-        expected = _journal(straight)
+            assert run_orchestrator(make_config(straight.path, engine, max_steps=_STEPS)) == 0
+        expected = journaled(straight, _STEPS)
         calls = read_trail(straight.path.with_suffix(".trail"))
         names = {(call.name, call.path.split("/")[-1].split("-")[0]) for call in calls}
         assert {("rename", ".tmp"), ("write", "generations_2.log"), ("unlink", "generations_2.log")} <= names, names
@@ -80,14 +62,14 @@ def test_whatever_call_it_dies_at_the_journal_comes_out_the_same(tmp_path: Path,
             run_dir.path.mkdir()
             config = make_config(run_dir.path, engine, max_steps=_STEPS)
             with FakeTrainer(run_dir, start=0, max_steps=_STEPS):
-                code = orchestrators.run(config, kill_at=number, instant=instant)
+                code = run_orchestrator(config, kill_at=number, instant=instant)
                 assert code in (-signal.SIGKILL, 0)  # 0: this time there were fewer calls
                 died += code != 0
                 logged, asked = _logged_seeds(run_dir), len(engine.requests)
                 visible = run_dir.published_batches()
-                assert orchestrators.run(config) == 0, run_dir.path.with_suffix(".log").read_text()
+                assert run_orchestrator(config) == 0, run_dir.path.with_suffix(".log").read_text()
             where = f"call {number}, {instant}: {calls[number - 1]}"
-            assert _journal(run_dir) == expected, where
+            assert journaled(run_dir, _STEPS) == expected, where
             again = {seed for request in engine.requests[asked:] for seed in request["seeds"]}
             assert not logged & again, where
             assert len(engine.requests) - asked <= 3 * (_STEPS - len(visible)), where

@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,7 @@ from holdfast.shared.files.manifest import verify
 from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ModelFactory
 from tests.faults.faulty_calls import Call, Instant, read_trail
-from tests.faults.journaled_runs import STEPS, Runs, make_journal
-from tests.faults.rl_trainers import Trainers
+from tests.faults.rl_trainers import STEPS, Trainers, make_journal, run_trainer
 from tests.rl_runs import EVERYTHING, Outcome, assert_same, exact_metrics, outcome
 
 _MOST_TRIALS = 48
@@ -52,7 +49,6 @@ class Straight:
     """A run that nothing disturbed, and how to repeat it."""
 
     trainers: Trainers
-    runs: Runs
     folder: Path
     settings: dict[str, Any]
     calls: list[Call]
@@ -60,30 +56,32 @@ class Straight:
     lines: list[dict[str, float]]
 
     @classmethod
-    def of(cls, trainers: Trainers, model: Path, journal: Path, folder: Path, **settings: Any) -> Straight:
+    def of(cls, model: Path, journal: Path, folder: Path, **settings: Any) -> Straight:
         """Run it in `folder`."""
         folder.mkdir(exist_ok=True)
-        runs, run_dir = Runs(trainers, model, journal, folder), RunDir(folder / "straight")
-        assert trainers.run(runs.new("straight", **settings)) == 0, runs.log("straight")
+        trainers, run_dir = Trainers(model, journal, folder), RunDir(folder / "straight")
+        run = run_trainer(trainers.prepare("straight", **settings))
+        assert run.code == 0, f"{run.log}\n{run.trainer_log}"
         calls = read_trail(run_dir.path.with_suffix(".trail"))
         renamed = {call.target.split("/")[0] for call in calls if call.name == "rename"}
         assert {"weights", "checkpoints", "rollouts"} <= renamed, renamed  # published, committed, pruned
         lines = exact_metrics(run_dir, range(1, STEPS + 1))
-        return cls(trainers, runs, folder, settings, calls, outcome(run_dir, STEPS), lines)
+        return cls(trainers, folder, settings, calls, outcome(run_dir, STEPS), lines)
 
     def survives(self, name: str, **fault: Any) -> bool:
         """Let a run die of `fault`, start it again and compare its end; return whether it did die."""
-        config, run_dir = self.runs.new(name, **self.settings), RunDir(self.folder / name)
-        code = self.trainers.run(config, **fault)
+        config, run_dir = self.trainers.prepare(name, **self.settings), RunDir(self.folder / name)
+        run = run_trainer(config, **fault)
         # 0: this time there were fewer calls
-        assert code in (-signal.SIGKILL, 0), f"{name}\n{self.runs.log(name)}"
+        assert run.was_killed or run.code == 0, f"{name}\n{run.log}\n{run.trainer_log}"
         for version in run_dir.published_weights():
             verify(run_dir.weights_of(version))
-        assert self.trainers.run(config) == 0, f"{name}\n{self.runs.log(name)}"
+        again = run_trainer(config)
+        assert again.code == 0, f"{name}\n{again.log}\n{again.trainer_log}"
         assert_same(outcome(run_dir, STEPS), self.expected)
         assert exact_metrics(run_dir, range(1, STEPS + 1)) == self.lines, name
         shutil.rmtree(run_dir.path)
-        return code != 0
+        return run.was_killed
 
     def dies_at(self, number: int, instant: Instant) -> bool:
         """Let a run die around one call."""
@@ -103,18 +101,10 @@ class Straight:
 
 
 @pytest.fixture(scope="module")
-def trainers() -> Iterator[Trainers]:
-    with Trainers() as trainers:
-        yield trainers
-
-
-@pytest.fixture(scope="module")
-def everything(
-    trainers: Trainers, tiny_model: ModelFactory, journal: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Straight:
+def everything(tiny_model: ModelFactory, journal: Path, tmp_path_factory: pytest.TempPathFactory) -> Straight:
     """The run with every part, of a model with dropout, so that the generators count too."""
     model, folder = tiny_model(attention_dropout=0.1), tmp_path_factory.mktemp("everything")
-    return Straight.of(trainers, model, journal, folder, **EVERYTHING)
+    return Straight.of(model, journal, folder, **EVERYTHING)
 
 
 def test_every_part_is_in_the_checkpoint_and_has_moved(everything: Straight) -> None:
@@ -150,8 +140,8 @@ def test_whatever_call_it_dies_at_the_run_comes_out_the_same(
     if name == "every part":
         straight = request.getfixturevalue("everything")
     else:
-        trainers, tiny_model, journal = (request.getfixturevalue(of) for of in ("trainers", "tiny_model", "journal"))
-        straight = Straight.of(trainers, tiny_model(), journal, tmp_path)
+        tiny_model, journal = (request.getfixturevalue(of) for of in ("tiny_model", "journal"))
+        straight = Straight.of(tiny_model(), journal, tmp_path)
     instants, generator = _instants(straight.calls), random.Random(1)
     died = [straight.dies_at(number, instant) for number, instant in instants]
     assert sum(died) > 0.9 * len(instants)
@@ -162,12 +152,12 @@ def test_whatever_call_it_dies_at_the_run_comes_out_the_same(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_two_ranks_with_every_part_end_in_the_same_bits_and_train_as_one_does(
-    trainers: Trainers, tiny_model: ModelFactory, journal: Path, tmp_path: Path
+    tiny_model: ModelFactory, journal: Path, tmp_path: Path
 ) -> None:
     settings = EVERYTHING | {"row_tokens": 64}
-    one = Straight.of(trainers, tiny_model(), journal, tmp_path / "one", **settings)
+    one = Straight.of(tiny_model(), journal, tmp_path / "one", **settings)
     both = {"parallel": {"num_ranks": 2, "threads": 1}}
-    two = Straight.of(trainers, tiny_model(), journal, tmp_path / "two", **settings, **both)
+    two = Straight.of(tiny_model(), journal, tmp_path / "two", **settings, **both)
     assert {"random_rank_0.json", "random_rank_1.json"} <= two.expected.trainer_state.keys()
     assert two.dies_after(two.seconds / 2)
     for mine, theirs in zip(two.lines, one.lines, strict=True):
@@ -175,11 +165,12 @@ def test_two_ranks_with_every_part_end_in_the_same_bits_and_train_as_one_does(
 
 
 def test_a_critic_whose_loss_breaks_ends_the_step_unpublished_and_unsaved(
-    trainers: Trainers, tiny_model: ModelFactory, journal: Path, tmp_path: Path
+    tiny_model: ModelFactory, journal: Path, tmp_path: Path
 ) -> None:
-    runs, settings = Runs(trainers, tiny_model(), journal, tmp_path), EVERYTHING | {"critic": {"optim": {"lr": 1e30}}}
-    assert trainers.run(runs.new("broken", **settings)) == 3
-    run_dir, log = RunDir(tmp_path / "broken"), runs.log("broken")
+    trainers, settings = Trainers(tiny_model(), journal, tmp_path), EVERYTHING | {"critic": {"optim": {"lr": 1e30}}}
+    run = run_trainer(trainers.prepare("broken", **settings))
+    assert run.code == 3, run.log
+    run_dir, log = RunDir(tmp_path / "broken"), run.trainer_log
     assert run_dir.published_weights() == [0] and run_dir.committed_steps() == []
     assert not run_dir.metrics.read_text()
     assert "error: the critic's loss is" in log and "critic.optim.lr" in log and "Traceback" not in log

@@ -14,10 +14,9 @@ from holdfast.shared.files.manifest import verify
 from holdfast.shared.files.record_log import read_records
 from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ModelFactory
-from tests.faults.journaled_runs import STEPS, Runs, make_journal
-from tests.faults.orchestrator_runs import Orchestrators
+from tests.faults.orchestrators import record_orchestrator, run_orchestrator
 from tests.faults.power_cut import SURVIVALS, Instant, Recording, Survival
-from tests.faults.rl_trainers import Trainers
+from tests.faults.rl_trainers import STEPS, Trainers, make_journal, record_trainer, run_trainer
 from tests.faults.run_states import whole_steps
 from tests.rl_runs import assert_same, exact_metrics, outcome
 from tests.unit.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
@@ -65,39 +64,38 @@ def _assert_whole(run_dir: RunDir, where: str) -> None:
 def test_what_the_trainer_leaves_in_a_power_cut_is_whole_and_ends_in_the_same_bits(
     tiny_model: ModelFactory, tmp_path: Path
 ) -> None:
-    with Trainers() as trainers:
-        runs = Runs(trainers, tiny_model(), make_journal(tmp_path / "journal"), tmp_path)
-        straight, recorded_as = RunDir(tmp_path / "straight"), tmp_path / "recording"
-        config = runs.new("straight")
-        assert trainers.run(config, recording=recorded_as) == 0, runs.log("straight")
-        expected, lines = outcome(straight, STEPS), exact_metrics(straight, range(1, STEPS + 1))
+    trainers = Trainers(tiny_model(), make_journal(tmp_path / "journal"), tmp_path)
+    straight, recorded_as = RunDir(tmp_path / "straight"), tmp_path / "recording"
+    record_trainer(trainers.prepare("straight"), recorded_as)
+    expected, lines = outcome(straight, STEPS), exact_metrics(straight, range(1, STEPS + 1))
 
-        recording, generator = Recording.load(recorded_as), random.Random(0)
-        crashes = _crashes(recording, generator)
-        again = _again(crashes, generator)
-        for number, (instant, survival) in enumerate(crashes):
-            where = f"before {instant.call}, {survival}, crash {number}"
-            run_dir = RunDir(tmp_path / f"crash_{number}")
-            recording.crash(instant, survival, run_dir.path, generator)
-            _assert_whole(run_dir, where)
-            if number in again:
-                assert trainers.run(runs.config_of(run_dir.path)) == 0, f"{where}\n{runs.log(run_dir.path.name)}"
-                assert_same(outcome(run_dir, STEPS), expected)
-                assert exact_metrics(run_dir, range(1, STEPS + 1)) == lines, where
-            shutil.rmtree(run_dir.path)
+    recording, generator = Recording.load(recorded_as), random.Random(0)
+    crashes = _crashes(recording, generator)
+    again = _again(crashes, generator)
+    for number, (instant, survival) in enumerate(crashes):
+        where = f"before {instant.call}, {survival}, crash {number}"
+        run_dir = RunDir(tmp_path / f"crash_{number}")
+        recording.crash(instant, survival, run_dir.path, generator)
+        _assert_whole(run_dir, where)
+        if number in again:
+            run = run_trainer(trainers.write_config(run_dir.path.name))
+            assert run.code == 0, f"{where}\n{run.log}\n{run.trainer_log}"
+            assert_same(outcome(run_dir, STEPS), expected)
+            assert exact_metrics(run_dir, range(1, STEPS + 1)) == lines, where
+        shutil.rmtree(run_dir.path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_what_the_orchestrator_leaves_in_a_power_cut_is_whole_and_ends_in_the_same_journal(tmp_path: Path) -> None:
     engine, steps, recorded_as = FakeEngine(), 3, tmp_path / "recording"
-    with serving(engine), Orchestrators() as orchestrators:
+    with serving(engine):
 
         def run(run_dir: RunDir, recording: Path | None = None) -> list[bytes]:
             """Run with a trainer of its own; return what the journal says, without what depends on the clock."""
             config = make_config(run_dir.path, engine, max_steps=steps)
             with FakeTrainer(run_dir, start=0, max_steps=steps):
-                code = orchestrators.run(config, recording=recording)
+                code = record_orchestrator(config, recording) if recording else run_orchestrator(config)
             assert code == 0, run_dir.path.with_suffix(".log").read_text()
             return [(run_dir.batch(step) / journal.STATE_NAME).read_bytes() for step in range(1, steps + 1)]
 

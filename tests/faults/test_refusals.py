@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from holdfast.shared.files.metrics import read_metrics
 from tests.conftest import ModelFactory
 from tests.faults.disks import Disk
 from tests.faults.run_states import FLAGS, LAST, differing, end_state, whole_steps
-from tests.training_zygote import Run, shared_zygote
+from tests.forking.commands import Run, shared_commands
+from tests.processes import HANG_S
 
 Start = Callable[..., Run]
 Chmod = Callable[[Path, int], None]
@@ -28,7 +30,7 @@ def start(tiny_model: ModelFactory, sft_data: Path) -> Start:
     model = tiny_model(weights=False, attention_dropout=0.3)
 
     def run(output: Path, *flags: str, common: tuple[str, ...] = FLAGS, **options: Any) -> Run:
-        return shared_zygote().start(output, model, sft_data, *common, *flags, **options)
+        return shared_commands().sft(output, model, sft_data, *common, *flags, **options)
 
     return run
 
@@ -137,7 +139,7 @@ def wait_for_step(run: Run, step: int) -> None:
     """Wait until the run has trained `step`."""
     metrics = run.output / "metrics.jsonl"
     while not metrics.exists() or not (lines := read_metrics(metrics)) or lines[-1]["step"] < step:
-        assert run.answers.empty(), f"it ended before step {step}:\n{run.log}"
+        assert not run.has_ended, f"it ended before step {step}:\n{run.log}"
 
 
 def test_a_second_run_is_refused_and_the_first_not_disturbed(start: Start, output: Path, tmp_path: Path) -> None:
@@ -147,7 +149,7 @@ def test_a_second_run_is_refused_and_the_first_not_disturbed(start: Start, outpu
     for number, common in enumerate((FLAGS, ("--clean",))):
         second = start(output, common=common, log=tmp_path / f"second_{number}.log").wait()
         check_refused(second, f"{output} is in use by another run (process {first.pid})", "--output-dir")
-    assert first.answers.empty(), "the first was over before the second was refused"
+    assert not first.has_ended, "the first was over before the second was refused"
     assert first.wait().code == 0, first.log
     straight = start(tmp_path / "straight", *long).wait()
     assert straight.code == 0, straight.log
@@ -157,8 +159,11 @@ def test_a_second_run_is_refused_and_the_first_not_disturbed(start: Start, outpu
 def test_the_lock_is_free_as_soon_as_its_holder_is_killed(start: Start, output: Path) -> None:
     first = start(output, "--max-steps", "100000")
     wait_for_step(first, 5)
+    children = psutil.Process(first.pid).children(recursive=True)
     os.kill(first.pid, signal.SIGKILL)
     assert first.wait().code == -signal.SIGKILL
+    _, left = psutil.wait_procs(children, HANG_S)
+    assert not left
     steps = whole_steps(output / "checkpoints")
     until = str(max(steps) + 2)
     second = start(output, "--max-steps", until).wait()

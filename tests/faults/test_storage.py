@@ -19,7 +19,7 @@ from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ModelFactory
 from tests.faults.disks import Disk
 from tests.faults.run_states import FLAGS, LAST, differing, end_state, whole_steps
-from tests.training_zygote import Run, shared_zygote
+from tests.forking.commands import Run, shared_commands
 
 Start = Callable[..., Run]
 
@@ -32,7 +32,7 @@ ROOM_BYTES = 900_000
 def start(tiny_model: ModelFactory, sft_data: Path) -> Start:
     """Return a start of `sft` on the tiny model: three saves of which the last removes the first."""
     model = tiny_model(weights=False, attention_dropout=0.3)
-    return lambda output, *flags, **options: shared_zygote().start(output, model, sft_data, *FLAGS, *flags, **options)
+    return lambda output, *flags, **options: shared_commands().sft(output, model, sft_data, *FLAGS, *flags, **options)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def saved_steps(log: str) -> list[int]:
 def check_message(run: Run, reason: str, *, step: int = 4) -> None:
     """The last words say which step, where, why and what to do, once and without a traceback."""
     assert run.code == STORAGE_FAILED, run.log
-    assert "Traceback" not in run.log, run.log
+    assert "Traceback" not in run.log + run.trainer_log, run.log
     (message,) = [line for line in run.log.splitlines() if line.startswith("error: ")]
     where = f"the checkpoint of step {step} could not be saved in {run.output}/checkpoints"
     assert where in message and reason in message, message
@@ -151,15 +151,16 @@ def test_told_to_warn_it_trains_on_says_every_failure_and_saves_again_when_there
 ) -> None:
     flags = ("--max-steps", str(LONG), "--ckpt.interval", "2", "--ckpt.keep", "1", "--ckpt.on-failure", "warn")
     run = start(output, *flags, fault=small.disk.fault)
-    while not failed_steps(run.log):
-        assert run.answers.empty(), f"it ended before a save failed:\n{run.log}"
+    while not failed_steps(run.trainer_log):
+        assert not run.has_ended, f"it ended before a save failed:\n{run.log}"
     small.ballast.unlink()
     run.wait()
-    assert run.code == 0 and "Traceback" not in run.log and "error: " not in run.log, run.log
-    failed, saved = failed_steps(run.log), saved_steps(run.log)
+    log = run.log + run.trainer_log
+    assert run.code == 0 and "Traceback" not in log and "error: " not in log, log
+    failed, saved = failed_steps(run.trainer_log), saved_steps(run.trainer_log)
     assert failed[0] == 4 and saved[0] == 2 and saved[-1] == LONG
     assert sorted({*failed, *saved}) == list(range(2, LONG + 1, 2)) and len(failed) + len(saved) == LONG // 2
-    assert run.log.count("No space left on device") == len(failed)
+    assert run.trainer_log.count("No space left on device") == len(failed)
     assert steps_without_ballast(small.checkpoints) == [LONG]
     assert len(read_metrics(output / "metrics.jsonl")) == LONG
 
@@ -171,7 +172,7 @@ def test_told_to_warn_a_final_save_that_fails_is_still_a_failure(
     flags = ("--ckpt.keep", "1", "--ckpt.on-failure", "warn", mode)
     run = start(output, *flags, fault=small.disk.fault).wait()
     check_message(run, "No space left on device", step=LAST)
-    assert 4 in failed_steps(run.log) and steps_without_ballast(small.checkpoints) == [2]
+    assert 4 in failed_steps(run.trainer_log) and steps_without_ballast(small.checkpoints) == [2]
     assert read_metrics(output / "metrics.jsonl")[-1]["step"] == LAST
 
 
@@ -194,9 +195,9 @@ def test_a_disk_that_breaks_for_good(
         if disk.problem:
             pytest.skip(f"no image of a disk can be mounted here: {disk.problem}")
         run = start(output, "--max-steps", str(LONG), "--ckpt.keep", "20", fault=disk.fault).wait()
-        step = failed_steps(run.log)[-1]
-        assert step > 2, run.log
-        reason = "Input/output error" if "Input/output error" in run.log else "Read-only file system"
+        step = failed_steps(run.trainer_log)[-1]
+        assert step > 2, run.trainer_log
+        reason = "Input/output error" if "Input/output error" in run.trainer_log else "Read-only file system"
         check_message(run, reason, step=step)
         copied = tmp_path / "rescued"
         shutil.copytree(output, copied, ignore=shutil.ignore_patterns("checkpoints"))
@@ -243,7 +244,7 @@ def failing(output: Path, call: str, *, nth: int = 1, until_nth: int | None = No
 @pytest.mark.parametrize("case", FAILURES)
 def test_an_io_error_anywhere_in_a_save_fails_it_whole(start: Start, output: Path, case: str) -> None:
     call, nth = FAILURES[case]
-    run = start(output, fault=failing(output, call, nth=nth)).wait()
+    run = start(output, trainer_fault=failing(output, call, nth=nth)).wait()
     check_message(run, _EIO)
     assert sorted(whole_steps(output / "checkpoints")) == [2]
     assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step_2"]
@@ -254,14 +255,17 @@ def test_after_an_io_error_the_run_goes_on_bit_for_bit(
 ) -> None:
     """Once stopped and resumed, once told to warn: then the next save commits in the same run."""
     call, nth = FAILURES["later shard write"]
-    stopped = start(output, fault=failing(output, call, nth=nth)).wait()
+    stopped = start(output, trainer_fault=failing(output, call, nth=nth)).wait()
     check_message(stopped, _EIO)
     resumed = start(output).wait()
     assert resumed.code == 0 and "from step 2 " in resumed.log, resumed.log
     assert differing(end_state(output), wanted(1)) == []
     warned_output = output.with_name("warned")
-    warned = start(warned_output, "--ckpt.on-failure", "warn", fault=failing(warned_output, call, nth=nth)).wait()
-    assert warned.code == 0 and failed_steps(warned.log) == [4] and saved_steps(warned.log) == [2, 6], warned.log
+    warned = start(
+        warned_output, "--ckpt.on-failure", "warn", trainer_fault=failing(warned_output, call, nth=nth)
+    ).wait()
+    assert warned.code == 0, warned.log
+    assert failed_steps(warned.trainer_log) == [4] and saved_steps(warned.trainer_log) == [2, 6], warned.trainer_log
     assert differing(end_state(warned_output), wanted(1)) == []
 
 
@@ -270,7 +274,7 @@ def test_a_disk_that_dies_in_a_save_takes_nothing_committed_with_it(
 ) -> None:
     """Every call fails from then on, also those that would clear up: the next start does that."""
     dead = failing(output, "* .tmp-step_4", nth=60, until_nth=10**9)
-    run = start(output, fault=dead).wait()
+    run = start(output, trainer_fault=dead).wait()
     check_message(run, _EIO)
     assert sorted(whole_steps(output / "checkpoints")) == [2] and (output / "checkpoints/.tmp-step_4").exists()
     resumed = start(output).wait()
@@ -280,9 +284,9 @@ def test_a_disk_that_dies_in_a_save_takes_nothing_committed_with_it(
 
 def test_what_cannot_be_removed_is_said_and_the_new_step_stays(start: Start, output: Path) -> None:
     """The save succeeded, so the run does; the next commit tries again."""
-    run = start(output, "--max-steps", "8", fault=failing(output, "rename step_2$")).wait()
-    assert run.code == 0 and "Traceback" not in run.log, run.log
-    (message,) = [line for line in run.log.splitlines() if "ERROR" in line]
+    run = start(output, "--max-steps", "8", trainer_fault=failing(output, "rename step_2$")).wait()
+    assert run.code == 0 and "Traceback" not in run.trainer_log, run.log
+    (message,) = [line for line in run.trainer_log.splitlines() if "ERROR" in line]
     assert f"{output}/checkpoints/step_6 is saved, but older ones could not be removed: {_EIO}" in message
     assert sorted(whole_steps(output / "checkpoints")) == [6, 8]
 
@@ -291,7 +295,7 @@ def test_a_step_whose_name_is_not_flushed_counts_as_failed_and_may_be_used(
     start: Start, wanted: Callable[[int], dict[str, Any]], output: Path
 ) -> None:
     """The last flush of a save: the step is whole and has its name, but a power cut could take that away."""
-    run = start(output, fault=failing(output, "fsync .$", nth=2)).wait()
+    run = start(output, trainer_fault=failing(output, "fsync .$", nth=2)).wait()
     check_message(run, _EIO)
     assert sorted(whole_steps(output / "checkpoints")) == [2, 4]
     resumed = start(output).wait()
@@ -303,7 +307,7 @@ def test_a_step_whose_name_is_not_flushed_counts_as_failed_and_may_be_used(
 def test_an_io_error_on_one_rank_fails_the_save_of_all(
     start: Start, wanted: Callable[[int], dict[str, Any]], output: Path, call: str
 ) -> None:
-    run = start(output, fault=failing(output, call, nth=1, rank=1), ranks=2).wait()
+    run = start(output, trainer_fault=failing(output, call, nth=1, rank=1), ranks=2).wait()
     assert run.code == STORAGE_FAILED, run.log
     messages = [line for line in run.log.splitlines() if line.startswith("error: ")]
     assert messages and all("step 4 could not be saved" in line and f"rank 1: {_EIO}" in line for line in messages)

@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from holdfast.shared.config import InferenceConfig
-from tests.inference_zygote import ServerHandle, free_port, shared_zygote
+from tests.forking.engines import ServerHandle, shared_engines
+from tests.ports import free_port
 from tests.processes import HANG_S
 from tests.rl_runs import MODEL, SMALL_BATCH, CompletedRun, succeeded
 
@@ -58,7 +59,7 @@ def rl_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UsedServer]:
             "engine": {"threads": 1},
         }
     )
-    handle = shared_zygote().start(config, tmp_path_factory.mktemp("rl_server") / "inference.log")
+    handle = shared_engines().start(config, tmp_path_factory.mktemp("rl_server") / "inference.log")
     handle.wait_ready()
     yield UsedServer(handle)
     handle.terminate()

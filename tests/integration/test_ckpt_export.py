@@ -27,8 +27,9 @@ from holdfast.trainer.conversion.writing import Export
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import build_policy
 from holdfast.trainer.models.pretrained import trained_tensors
+from tests.forking.engines import shared_engines
 from tests.inference_models import reference_logprobs, write_model
-from tests.inference_zygote import free_port, shared_zygote
+from tests.ports import free_port
 from tests.processes import HANG_S
 from tests.training_runs import run_sft
 
@@ -115,7 +116,7 @@ def test_vllm_serves_an_export(masters: Path, tmp_path: Path) -> None:
     config = InferenceConfig.model_validate(
         {"model": {"name": str(masters), "max_len": 64}, "server": {"port": free_port()}, "engine": {"threads": 1}}
     )
-    server = shared_zygote().start(config, tmp_path / "inference.log")
+    server = shared_engines().start(config, tmp_path / "inference.log")
     server.wait_ready()
     prompt = [5, 17, 40, 41, 9, 66]
     body = {"token_ids": prompt, "seeds": [1], "max_tokens": 16}

@@ -13,8 +13,9 @@ import httpx
 import pytest
 
 from holdfast.shared.config import InferenceConfig
+from tests.forking.engines import ServerHandle, shared_engines
 from tests.inference_models import reference_logprobs, truncated_logprobs, write_model
-from tests.inference_zygote import ServerHandle, free_port, shared_zygote
+from tests.ports import free_port
 from tests.processes import HANG_S
 
 MAX_LEN = 256
@@ -31,7 +32,7 @@ def _start(model: Path, log_path: Path, **settings: Any) -> ServerHandle:
     config = InferenceConfig.model_validate(
         {"model": {"name": str(model), "max_len": MAX_LEN} | settings, "server": {"port": free_port()}}
     )
-    server = shared_zygote().start(config, log_path)
+    server = shared_engines().start(config, log_path)
     server.wait_ready()
     return server
 

@@ -13,8 +13,9 @@ import pytest
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.files.weights_digest import weights_digest
+from tests.forking.engines import ServerHandle, shared_engines
 from tests.inference_models import write_model
-from tests.inference_zygote import ServerHandle, free_port, shared_zygote
+from tests.ports import free_port
 from tests.processes import HANG_S
 
 LEASE_S = 1.0
@@ -34,7 +35,7 @@ def start(models: Path, directory: Path, *, port: int, owner: Path | None = None
     config = InferenceConfig.model_validate(
         {"model": {"name": str(models / "a"), "max_len": 64}, "server": {"port": port, "lease_s": LEASE_S}}
     )
-    server = shared_zygote().start(config, directory / "inference.log", owner=owner)
+    server = shared_engines().start(config, directory / "inference.log", owner=owner)
     server.wait_ready()
     return server
 

@@ -25,8 +25,9 @@ from holdfast.commands.launcher.supervise import error_message
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.process.heartbeat import HEARTBEAT_ENV, Beat
 from tests.conftest import ModelFactory
+from tests.forking.engines import ServerHandle, shared_engines
 from tests.inference_models import write_model
-from tests.inference_zygote import ServerHandle, free_port, shared_zygote
+from tests.ports import free_port
 from tests.processes import HANG_S, command_line
 
 REQUEST = {"token_ids": [5, 6, 7], "seeds": [1], "max_tokens": 4}
@@ -41,7 +42,7 @@ def _start(model: Path, tmp_path: Path, *, server: dict[str, Any] | None = None,
     config = InferenceConfig.model_validate(
         {"model": {"name": str(model), "max_len": 256}, "server": {"port": free_port()} | (server or {})}
     )
-    return shared_zygote().start(config, tmp_path / "inference.log", **options)
+    return shared_engines().start(config, tmp_path / "inference.log", **options)
 
 
 def _engine(server: ServerHandle) -> psutil.Process:
@@ -128,7 +129,7 @@ def test_engine_arguments_that_cannot_be_used_are_refused(
     config = InferenceConfig.model_validate(
         {"model": {"name": str(model), "fp32_lm_head": True}, "server": {"port": free_port()}, "engine": {"args": args}}
     )
-    server = shared_zygote().start(config, tmp_path / "inference.log")
+    server = shared_engines().start(config, tmp_path / "inference.log")
     assert server.wait() == 2
     assert message in server.log() and "Traceback" not in server.log()
 
@@ -308,7 +309,7 @@ def test_what_vllm_refuses_in_a_configuration_is_told_whole(model: Path, tmp_pat
     config = InferenceConfig.model_validate(
         {"model": {"name": str(model), "max_len": 10_000_000}, "server": {"port": free_port()}}
     )
-    server = shared_zygote().start(config, tmp_path / "inference.log")
+    server = shared_engines().start(config, tmp_path / "inference.log")
     assert server.wait() == 3
     said = error_message(server.log_path)
     assert said is not None and "max_model_len" in said and "10000000" in said
@@ -363,7 +364,7 @@ def test_health_fails_when_the_engine_hangs(model: Path, tmp_path: Path) -> None
             "server": {"port": free_port(), "health_timeout_s": 0.5},
         }
     )
-    server = shared_zygote().start(config, tmp_path / "inference.log")
+    server = shared_engines().start(config, tmp_path / "inference.log")
     server.wait_ready()
     engine = _engine(server)
     engine.suspend()

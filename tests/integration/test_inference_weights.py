@@ -25,8 +25,9 @@ from holdfast.shared.config import InferenceConfig
 from holdfast.shared.files.manifest import Manifest, describe_files, write_manifest
 from holdfast.shared.files.weights_digest import weights_digest
 from holdfast.shared.process.heartbeat import HEARTBEAT_ENV, Beat
+from tests.forking.engines import ServerHandle, shared_engines
 from tests.inference_models import reference_logprobs, write_model
-from tests.inference_zygote import ServerHandle, free_port, shared_zygote
+from tests.ports import free_port
 from tests.processes import HANG_S
 
 PROMPT = [5, 17, 40, 41, 9, 66]
@@ -65,7 +66,7 @@ def _start(models: Path, directory: Path, **model: Any) -> ServerHandle:
     config = InferenceConfig.model_validate(
         {"model": {"name": str(models / "a"), "max_len": 512} | model, "server": {"port": free_port()}}
     )
-    server = shared_zygote().start(config, directory / "inference.log", env={HEARTBEAT_ENV: str(directory / "beat")})
+    server = shared_engines().start(config, directory / "inference.log", env={HEARTBEAT_ENV: str(directory / "beat")})
     server.wait_ready()
     return server
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.inference_zygote import free_port
+from tests.ports import free_port
 from tests.rl_runs import MODEL
 from tests.training_runs import DEADLINE_S
 

@@ -15,7 +15,7 @@ from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.documentation import Command, commands
 from tests.documented_runs import Checkout
-from tests.inference_zygote import free_port
+from tests.ports import free_port
 from tests.rl_runs import SMALL_BATCH, assert_same, exact_metrics, last_step, outcome, succeeded
 
 _STEPS = 20

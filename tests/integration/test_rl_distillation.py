@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.files.journal import read_batch
 from holdfast.shared.wire.rollouts import Rollout
-from tests.inference_zygote import free_port, shared_zygote
+from tests.forking.engines import shared_engines
 from tests.integration.conftest import UsedServer
+from tests.ports import free_port
 from tests.rl_runs import MODEL, RlRun, assert_same, complete, exact_metrics, outcome, succeeded
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -34,7 +35,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UsedServer]:
             "engine": {"threads": 1},
         }
     )
-    handle = shared_zygote().start(config, tmp_path_factory.mktemp("teacher") / "inference.log")
+    handle = shared_engines().start(config, tmp_path_factory.mktemp("teacher") / "inference.log")
     handle.wait_ready()
     yield UsedServer(handle)
     handle.terminate()

@@ -17,8 +17,9 @@ from holdfast.shared.files.metrics import read_metrics
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.canary import CANARY_NAME, MAX_TOKENS
 from holdfast.shared.wire.sampling import Sampling
-from tests.inference_zygote import free_port, shared_zygote
+from tests.forking.engines import shared_engines
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
+from tests.ports import free_port
 from tests.rl_runs import (
     MODEL,
     CompletedRun,
@@ -234,7 +235,7 @@ def test_sessions_may_be_as_short_as_the_canary(tmp_path: Path) -> None:
             "engine": {"threads": 1},
         }
     )
-    handle = shared_zygote().start(config, tmp_path / "inference.log")
+    handle = shared_engines().start(config, tmp_path / "inference.log")
     handle.wait_ready()
     try:
         lengths = ("--inference.model.max-len", str(MAX_TOKENS), "--orchestrator.seq-len", str(MAX_TOKENS))

@@ -10,7 +10,7 @@ import pytest
 from holdfast.shared.files.metrics import read_metrics
 from holdfast.trainer.mesh import Mesh
 from tests.conftest import ModelFactory
-from tests.inference_zygote import free_port
+from tests.ports import free_port
 from tests.rl_families import Refused, measure, names, read_results
 from tests.rl_runs import RlRun, succeeded
 

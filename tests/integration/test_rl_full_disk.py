@@ -10,8 +10,8 @@ import pytest
 
 from holdfast.shared.errors import STORAGE_FAILED
 from tests.chaos.disk import SmallDisk
-from tests.inference_zygote import free_port
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
+from tests.ports import free_port
 from tests.rl_runs import CompletedRun, RlRun, assert_same, complete, exact_metrics, outcome
 
 _STEPS = ("--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2")

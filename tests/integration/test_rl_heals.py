@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.inference_zygote import free_port
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
+from tests.ports import free_port
 from tests.processes import command_line
 from tests.rl_runs import SMALL_BATCH, CompletedRun, RlRun, assert_same, complete, exact_metrics, outcome
 

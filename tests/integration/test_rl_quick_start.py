@@ -10,7 +10,7 @@ import httpx
 
 from holdfast.shared.files.metrics import read_metrics
 from tests.documented_metrics import undocumented
-from tests.inference_zygote import free_port
+from tests.ports import free_port
 from tests.processes import HANG_S
 from tests.rl_runs import RlRun, complete
 

@@ -16,7 +16,7 @@ from holdfast.commands.launcher.restarts import Restarts
 from holdfast.shared.errors import STUCK, ProcessDied
 from holdfast.shared.process.heartbeat import HEALING_NAME, HEARTBEAT_ENV, Wait
 from holdfast.shared.process.stacks import show_stacks
-from tests.inference_zygote import free_port
+from tests.ports import free_port
 from tests.processes import HANG_S
 from tests.unit.stand_ins import Stands
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from holdfast.shared.errors import NOT_SAVED, STORAGE_FAILED, ProcessDied
-from tests.inference_zygote import free_port
+from tests.ports import free_port
 from tests.processes import HANG_S
 from tests.unit.stand_ins import Stands
 

@@ -26,9 +26,8 @@ from holdfast.trainer.models.policy import build_policy, predict
 from holdfast.trainer.programs import rl
 from holdfast.trainer.session.measurements import Stopwatch
 from tests.conftest import ModelFactory
-from tests.faults.journaled_runs import STEPS, Runs, make_journal
-from tests.faults.rl_trainers import Trainers
-from tests.inference_zygote import free_port
+from tests.faults.rl_trainers import STEPS, Trainers, make_journal, run_trainer
+from tests.ports import free_port
 from tests.unit.orchestrator_fakes import FakeEngine, make_config, publish_weights, serving
 
 
@@ -96,12 +95,12 @@ def test_batches_that_do_not_come(tmp_path: Path) -> None:
 
 def test_the_bounds_of_the_work_of_a_trainer(tiny_model: ModelFactory, tmp_path: Path) -> None:
     """Waiting is not bounded by the launcher: whoever is waited for is."""
-    with Trainers() as trainers:
-        runs = Runs(trainers, tiny_model(), make_journal(tmp_path / "journal"), tmp_path)
-        settings = {"hang_timeout_s": 11, "startup_timeout_s": 22, "save_timeout_s": 33}
-        config = runs.new("run", loss={"type": "tests.faults.noted_bounds:loss"}, **settings)
-        assert trainers.run(config) == 0, runs.log("run")
-    noted = [line.removeprefix("bound: ") for line in runs.log("run").splitlines() if line.startswith("bound: ")]
+    trainers = Trainers(tiny_model(), make_journal(tmp_path / "journal"), tmp_path)
+    settings = {"hang_timeout_s": 11, "startup_timeout_s": 22, "save_timeout_s": 33}
+    run = run_trainer(trainers.prepare("run", loss={"type": "tests.faults.noted_bounds:loss"}, **settings))
+    assert run.code == 0, f"{run.log}\n{run.trainer_log}"
+    lines = run.trainer_log.splitlines()
+    noted = [line.removeprefix("bound: ") for line in lines if line.startswith("bound: ")]
     steps = [
         (f"its wait for batch {step}: None", f"step {step}: {first_s}", f"publishing and saving step {step}: 33.0")
         for step, first_s in zip(range(1, STEPS + 1), (22.0, 11.0, 11.0, 11.0), strict=True)

@@ -6,6 +6,7 @@ whichever process a scheduler signals, all notice. Only ranks of one machine sha
 
 from __future__ import annotations
 
+import functools
 import mmap
 import signal
 import struct
@@ -18,8 +19,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 class StopRequest:
     """Which signal asked to stop, shared by the process that makes it and its forks."""
 
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, 1 + _TIME.size)
+    @functools.cached_property
+    def _memory(self) -> mmap.mmap:
+        """The page, made at its first use: by the process that listens and then forks the ranks."""
+        return mmap.mmap(-1, 1 + _TIME.size)
 
     def listen(self) -> None:
         """Take SIGTERM and SIGUSR1 of this process as requests, instead of dying by them."""

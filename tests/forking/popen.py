@@ -1,7 +1,7 @@
-"""The commands, less the start of Python: what the launcher would start anew is forked from it instead.
+"""What the launcher starts, less the start of Python: forked from the launcher, which has imported torch already.
 
-`training_zygote` runs this in a process that has imported torch. Launcher, trainer and ranks are processes of their
-own as ever, with the same parents, sessions, environments and logs; the imports alone are not made again.
+Launcher, trainer and ranks are processes of their own as ever, with the same parents, sessions, environments and
+logs; the imports alone are not made again.
 """
 
 from __future__ import annotations
@@ -15,30 +15,47 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from types import SimpleNamespace
+from importlib.machinery import SourceFileLoader
+from types import ModuleType, SimpleNamespace
 from typing import Any, BinaryIO, NoReturn
 
 from holdfast.shared.process.import_path import module_command
 from tests.processes import end_with
 
-_FORKED = ("holdfast.trainer.launch", "holdfast.orchestrator.main")
+_TRAINER = "holdfast.trainer.launch"
+_FORKED = (_TRAINER, "holdfast.orchestrator.main")
 
 
-def run_command(program: str, argv: list[str]) -> NoReturn:
-    """Be the console script `program`."""
+def fork_children(trainer_fault: str) -> None:
+    """Make the launcher in this process fork trainer and orchestrator; an engine is started as ever.
+
+    Args:
+        trainer_fault: Python source that runs in a trainer before anything else.
+    """
     import holdfast.commands.launcher.supervise
-    from holdfast.commands import cli
 
-    replaced = {name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")}
-    holdfast.commands.launcher.supervise.subprocess = SimpleNamespace(Popen=_start, **replaced)  # type: ignore[assignment]
-    sys.argv = [program, *argv]
-    getattr(cli, program.replace("-", "_"))()
-    raise AssertionError("a command ends by sys.exit")
+    def start(argv: list[str], **options: Any) -> ForkedModule | subprocess.Popen[bytes]:
+        if argv[3] not in _FORKED:
+            return subprocess.Popen(argv, **options)
+        return ForkedModule(argv, **options, fault=trainer_fault if argv[3] == _TRAINER else "")
+
+    kept = {name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")}
+    holdfast.commands.launcher.supervise.subprocess = SimpleNamespace(Popen=start, **kept)  # type: ignore[assignment]
 
 
-def _start(argv: list[str], **options: Any) -> ForkedModule | subprocess.Popen[bytes]:
-    """Fork what is imported already; an engine is started as ever."""
-    return (ForkedModule if argv[3] in _FORKED else subprocess.Popen)(argv, **options)
+def run_module(argv: list[str]) -> None:
+    """Do what `python -m` does with `argv`, the name of a module and its arguments.
+
+    Not by `runpy`: for every frame of a frozen module, torch's rendezvous looks through all that is imported.
+    """
+    spec = importlib.util.find_spec(argv[0])
+    assert spec is not None and isinstance(spec.loader, SourceFileLoader), argv
+    main = ModuleType("__main__")
+    main.__spec__, main.__file__ = spec, spec.origin
+    code = spec.loader.get_code(argv[0])
+    assert code is not None
+    sys.argv, sys.modules["__main__"] = argv, main
+    exec(code, main.__dict__)
 
 
 class ForkedModule:
@@ -53,6 +70,7 @@ class ForkedModule:
         stderr: int,
         env: Mapping[str, str],
         start_new_session: bool,
+        fault: str,
     ) -> None:
         begin = module_command(argv[3])
         assert argv[: len(begin)] == begin and start_new_session, argv
@@ -62,7 +80,7 @@ class ForkedModule:
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            _be_module(argv[3:], stdout.fileno(), env)
+            _be_module(argv[3:], stdout.fileno(), env, fault)
 
     def poll(self) -> int | None:
         """Return the exit code of a process that has ended."""
@@ -87,8 +105,8 @@ class ForkedModule:
         return code
 
 
-def _be_module(argv: list[str], output: int, env: Mapping[str, str]) -> NoReturn:
-    """The child: as after `exec`, then what `run_module` does."""
+def _be_module(argv: list[str], output: int, env: Mapping[str, str], fault: str) -> NoReturn:
+    """The child: as after `exec`."""
 
     def run() -> int:
         signal.set_wakeup_fd(-1)
@@ -104,9 +122,10 @@ def _be_module(argv: list[str], output: int, env: Mapping[str, str]) -> NoReturn
         os.environ.clear()
         os.environ.update(env)
         logging.getLogger().handlers.clear()
-        sys.argv = argv
         _take_name(argv)
-        return _main_of(argv[0])
+        exec(fault, {})
+        run_module(argv)
+        return 0
 
     end_with(run)
 
@@ -115,12 +134,3 @@ def _take_name(argv: list[str]) -> None:
     """Show the command line that a start would have, by which tests look for what is left of a run of `rl`."""
     if importlib.util.find_spec("setproctitle"):  # comes with vLLM, without which there is no `rl`
         importlib.import_module("setproctitle").setproctitle(" ".join(module_command(*argv)))
-
-
-def _main_of(name: str) -> int:
-    import holdfast.trainer.launch
-    from holdfast.shared.process.child import exit_code_of
-
-    # A page of memory that its ranks share, and not the one that all forks would share.
-    holdfast.trainer.launch.STOP_REQUEST.__init__()
-    return exit_code_of(importlib.import_module(name).main)

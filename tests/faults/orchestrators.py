@@ -1,0 +1,53 @@
+"""Real orchestrators for tests of faults, in processes of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from holdfast.shared.config.orchestrator import OrchestratorConfig
+from holdfast.shared.files import journal
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.wire.rollouts import Batch
+from tests.forking.commands import RUN_TIMEOUT_S, shared_commands
+
+
+def run_orchestrator(config: OrchestratorConfig, **fault: Any) -> int:
+    """Run one to its end; return its exit code, negative for a signal. Its log is the output with that suffix.
+
+    Args:
+        fault: options of `faulty_calls.install`; the trail is the output with the suffix `.trail`.
+    """
+    output, trail = config.output_dir, config.output_dir.with_suffix(".trail")
+    trail.unlink(missing_ok=True)
+    words = ", ".join(f"{name}={value!r}" for name, value in fault.items())
+    install = f"from tests.faults.faulty_calls import install\ninstall({str(output)!r}, {str(trail)!r}, {words})\n"
+    return _run(config, fault=install)
+
+
+def record_orchestrator(config: OrchestratorConfig, recording: Path) -> int:
+    """Run one to its end, write into `recording` what power cuts could have left, and return its exit code."""
+    record = (
+        "from pathlib import Path\nfrom tests.faults import power_cut\n"
+        f"save = power_cut.record(Path({str(config.output_dir)!r}))\n"
+    )
+    return _run(config, fault=record, at_end=f"save(Path({str(recording)!r}))")
+
+
+def _run(config: OrchestratorConfig, **sources: str) -> int:
+    toml = config.output_dir.with_suffix(".toml")
+    toml.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
+    log = config.output_dir.with_suffix(".log")
+    return shared_commands().module(log, "holdfast.orchestrator.main", toml, **sources).wait(RUN_TIMEOUT_S)
+
+
+def journaled(run_dir: RunDir, steps: int) -> list[tuple[Batch, bytes]]:
+    """Return every batch with the state after it, without what depends on the clock."""
+    found = []
+    for step in range(1, steps + 1):
+        batch = journal.read_batch(run_dir, step)
+        batch.metrics = {}
+        found.append((batch, (run_dir.batch(step) / journal.STATE_NAME).read_bytes()))
+    return found

@@ -1,0 +1,214 @@
+"""Real commands and modules for tests, started in a fraction of a second instead of several.
+
+    run = shared_commands().sft(output, model, data, "--max-steps", "6", "--ckpt.interval", "2").wait()
+    assert run.code == 0, run.log
+
+The commands are what users type: launcher, trainer and ranks, in processes of their own. A fault is Python source
+that runs in one of them before anything else: the product has no hooks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.process.child import heavy_imports
+from tests.forking.popen import fork_children, run_module
+from tests.forking.server import Fork, ForkServer
+from tests.training_runs import sft_command
+
+RUN_TIMEOUT_S = 120.0
+Until = Literal["trained", "prepared"]
+
+_IMPORTED = (
+    "datasets",
+    "datasets.packaged_modules.json.json",
+    "pandas",
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+    "torch.distributed.launcher.api",
+    "holdfast.orchestrator.main",
+    "holdfast.trainer.programs.dpo",
+    "holdfast.trainer.launch",
+    "holdfast.trainer.programs.reward_model",
+    "holdfast.trainer.programs.rl",
+    "holdfast.trainer.programs.sft",
+    "transformers.models.qwen3.modeling_qwen3",
+    "holdfast.commands.launcher.launch",
+)
+
+
+@dataclass
+class Run:
+    """One command; `code` is there when it has ended."""
+
+    output: Path
+    fork: Fork
+
+    @property
+    def pid(self) -> int:
+        """The process of the command itself."""
+        return self.fork.pid
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code; a signal's number is negative, as in subprocess."""
+        return self.fork.code
+
+    @property
+    def log(self) -> str:
+        """What the command printed so far."""
+        return self.fork.log
+
+    @property
+    def trainer_log(self) -> str:
+        """What the trainer of the newest attempt wrote so far into its log."""
+        run_dir = RunDir(self.output)
+        path = run_dir.logs(run_dir.next_attempt() - 1) / "trainer.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether SIGKILL ended its trainer or a rank of it, and by that the run."""
+        return (
+            self.code == 1
+            and re.search(r"^error: trainer(: rank \d+)? was killed by signal 9\b", self.log, re.M) is not None
+        )
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended."""
+        return self.fork.has_ended
+
+    def wait(self, timeout_s: float = RUN_TIMEOUT_S) -> Self:
+        """Wait for its end.
+
+        Raises:
+            TimeoutError: it still runs.
+        """
+        self.fork.wait(timeout_s)
+        return self
+
+
+class Commands:
+    """Starts commands and modules. Several threads may use it."""
+
+    def __init__(self) -> None:
+        self._server = ForkServer("tests.forking.commands:prepare")
+
+    def sft(
+        self,
+        output: Path,
+        model: Path,
+        data: Path,
+        *flags: str,
+        log: Path | None = None,
+        ranks: int = 1,
+        fault: str = "",
+        trainer_fault: str = "",
+        until: Until = "trained",
+    ) -> Run:
+        """Start `sft` with the flags of `training_runs.sft_command`; see `start`."""
+        argv = sft_command(output, model, data, "--parallel.num-ranks", str(ranks), *flags)[1:]
+        return self.start("sft", output, argv, log=log, fault=fault, trainer_fault=trainer_fault, until=until)
+
+    def start(
+        self,
+        program: str,
+        output: Path,
+        argv: list[str],
+        *,
+        log: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        fault: str = "",
+        trainer_fault: str = "",
+        until: Until = "trained",
+    ) -> Run:
+        """Start a command; return when its process is there.
+
+        Args:
+            program: its name, such as `dpo`.
+            output: the directory of the run, which `argv` names as well.
+            log: where its output goes; unset: `output` with the suffix `.out`.
+            environment: its variables, by default those of this process.
+            fault: Python source that runs in the command first.
+            trainer_fault: the same in its trainer, before the ranks are forked.
+            until: stop when the run directory is prepared, or go on and train.
+        """
+        log = log or output.with_name(f"{output.name}.out")
+        words = {"fault": fault, "trainer_fault": trainer_fault, "until": until}
+        called = "tests.forking.commands:be_command"
+        fork = self._server.fork(called, log, environment=environment, program=program, argv=argv, **words)
+        return Run(output, fork)
+
+    def module(self, log: Path, *argv: str | Path, fault: str = "", at_end: str = "") -> Fork:
+        """Start `python -m ARGV`; return when its process is there.
+
+        Args:
+            fault: Python source that runs in it first.
+            at_end: Python source that runs when it ends, with the names of `fault`.
+        """
+        words = [str(word) for word in argv]
+        return self._server.fork("tests.forking.commands:be_module", log, argv=words, fault=fault, at_end=at_end)
+
+    def call(self, function: str, log: Path, **arguments: str) -> Fork:
+        """Call `module:function` in a process; return when that is there."""
+        return self._server.fork(function, log, **arguments)
+
+    def two_ranks(self, module: str, directory: Path, *argv: Path) -> None:
+        """Run a program of two ranks, `python -m tests.… ARGV DIRECTORY`, which must end well."""
+        fork = self.module(directory.with_name(f"{directory.name}.log"), module, *argv, directory)
+        assert fork.wait(RUN_TIMEOUT_S) == 0, fork.log
+
+    def close(self) -> None:
+        """End all of them."""
+        self._server.close()
+
+
+@functools.cache
+def shared_commands() -> Commands:
+    """Return the one of this process; it starts importing at the first call."""
+    commands = Commands()
+    atexit.register(commands.close)
+    return commands
+
+
+def prepare() -> None:
+    """In the server: import, and make what every trainer would make anew: a quarter of the time of a short run."""
+    with heavy_imports():
+        for name in _IMPORTED:
+            importlib.import_module(name)
+        if mapping := sys.modules.get("transformers.conversion_mapping"):
+            mapping.get_checkpoint_conversion_mapping("qwen3")  # kept in a cache
+
+
+def be_command(program: str, argv: list[str], fault: str, trainer_fault: str, until: Until) -> None:
+    """In a child: be the console script `program`."""
+    import holdfast.commands.launcher.launch
+    from holdfast.commands import cli
+
+    exec(fault, {})
+    fork_children(trainer_fault)
+    if until == "prepared":
+        holdfast.commands.launcher.launch.watch = lambda plan: 0
+    sys.argv = [program, *argv]
+    getattr(cli, program.replace("-", "_"))()
+    raise AssertionError("a command ends by sys.exit")
+
+
+def be_module(argv: list[str], fault: str, at_end: str) -> None:
+    """In a child: be `python -m ARGV`."""
+    names: dict[str, Any] = {}
+    exec(fault, names)
+    try:
+        run_module(argv)
+    finally:
+        exec(at_end, names)

@@ -1,0 +1,162 @@
+"""Real inference servers for tests, started in a second or two instead of a quarter of a minute.
+
+They are forked from a process that has imported vLLM, and run `holdfast.inference.main` as processes of their own:
+tests can kill them, and see the exit codes that they really give.
+
+    server = shared_engines().start(InferenceConfig(...), tmp_path / "inference.log")
+    server.wait_ready()
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from holdfast.shared.config import InferenceConfig
+from holdfast.shared.process.child import heavy_imports
+from tests.forking.popen import run_module
+from tests.forking.server import Fork, ForkServer
+
+READY_TIMEOUT_S = 90.0
+_POLL_S = 0.02
+
+_IMPORTED = (
+    "holdfast.inference.server",
+    "transformers.models.qwen3.modeling_qwen3",
+    "vllm.entrypoints.openai.chat_completion.serving",
+    "vllm.entrypoints.openai.completion.serving",
+    "vllm.model_executor.models.qwen3",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+)
+
+
+class ServerHandle:
+    """One server: a process that a test may ask, stop and kill."""
+
+    def __init__(self, url: str, fork: Fork) -> None:
+        self.url = url
+        self.pid = fork.pid
+        self.log_path = fork.log_path
+        self._fork = fork
+
+    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Return when `/health` says 200.
+
+        Raises:
+            RuntimeError: the server ended, or took longer than `timeout_s`.
+        """
+        import httpx
+
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            try:
+                if httpx.get(f"{self.url}/health", timeout=timeout_s).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            try:
+                code = self.wait(_POLL_S)
+            except TimeoutError:
+                continue
+            raise RuntimeError(f"the server ended with exit code {code}:\n{self.log()}")
+        raise RuntimeError(f"the server was not ready after {timeout_s} s:\n{self.log()}")
+
+    def wait(self, timeout_s: float = 30.0) -> int:
+        """Return the exit code once the server ended; a signal's number is negative, as in subprocess.
+
+        Raises:
+            TimeoutError: it still runs after `timeout_s`.
+        """
+        return self._fork.wait(timeout_s)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the server has ended."""
+        if not self._fork.has_ended:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> int:
+        """Ask the server to stop, and return its exit code."""
+        self.send_signal(signal.SIGTERM)
+        return self.wait()
+
+    def kill(self) -> int:
+        """Kill the server as a crash would, and return its exit code."""
+        self.send_signal(signal.SIGKILL)
+        return self.wait()
+
+    def log(self) -> str:
+        """What the server wrote so far."""
+        return self._fork.log
+
+
+class Engines:
+    """Starts servers."""
+
+    def __init__(self) -> None:
+        self._server = ForkServer("tests.forking.engines:prepare")
+
+    def start(
+        self,
+        config: InferenceConfig,
+        log_path: Path,
+        *,
+        env: Mapping[str, str] | None = None,
+        owner: Path | None = None,
+        sabotage: str = "",
+    ) -> ServerHandle:
+        """Start a server for `config`; its output goes to `log_path`. Returns before it is ready.
+
+        `env` comes on top of the environment of this process. `owner` is the directory of the run that the server
+        is for, as `rl` starts it. `sabotage` is Python source that runs in the server before anything else, for
+        faults that cannot be provoked from outside.
+        """
+        import tomli_w
+
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        toml_path = log_path.with_suffix(".toml")
+        toml_path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
+        arguments = [str(toml_path), *([] if owner is None else [str(owner)])]
+        fork = self._server.fork(
+            "tests.forking.engines:be_server",
+            log_path,
+            environment={**os.environ, **(env or {})},
+            arguments=arguments,
+            sabotage=sabotage,
+        )
+        return ServerHandle(f"http://127.0.0.1:{config.server.port}", fork)
+
+    def close(self) -> None:
+        """End all of them."""
+        self._server.close()
+
+
+@functools.cache
+def shared_engines() -> Engines:
+    """Return the one of this process; it starts importing at the first call."""
+    engines = Engines()
+    atexit.register(engines.close)
+    return engines
+
+
+def prepare() -> None:
+    """In the server of forks: import what a server imports."""
+    from holdfast.inference.main import set_environment
+
+    with heavy_imports():
+        set_environment(InferenceConfig.model_validate({}))
+        for name in _IMPORTED:
+            importlib.import_module(name)
+
+
+def be_server(arguments: list[str], sabotage: str) -> None:
+    """In a child: be `python -m holdfast.inference.main ARGUMENTS`."""
+    exec(sabotage, {})
+    run_module(["holdfast.inference.main", *arguments])
