@@ -30,8 +30,8 @@ from holdfast.trainer.rl.losses.regularizers import with_kl_term
 from holdfast.trainer.rl.regularization.coefficients import KlCoefficient
 from holdfast.trainer.rl.regularization.kl import estimate_kl
 from tests.conftest import ModelFactory
-from tests.judged import advantage_of, judged_groups, judged_rollout
 from tests.policy_inputs import policy_input
+from tests.scored_rollouts import advantage_of, scored_groups, scored_rollout
 
 pytestmark = pytest.mark.trl
 
@@ -298,19 +298,19 @@ def scored_rewards(trainer: Any, rewards: list[float]) -> list[float]:
 def test_group_advantages_are_those_of_trl(name: str, trl_trainers: ModuleType, model: Path, tmp_path: Path) -> None:
     scale = "group" if name == "grpo" else "none"
     trainer = trl_trainers.grpo_trainer(model, tmp_path, scale_rewards=scale)
-    ours = advantage_of(name)(judged_groups(groups_of(REWARDS)))
+    ours = advantage_of(name)(scored_groups(groups_of(REWARDS)))
     if name == "grpo":  # TRL adds 1e-4 to the standard deviation, ours adds 1e-6
         stds = [sample_std(group) for group in groups_of(REWARDS)]
         ours = [[a * (std + 1e-6) / (std + 1e-4) for a in group] for group, std in zip(ours, stds, strict=True)]
     assert flat(ours) == pytest.approx(scored_rewards(trainer, REWARDS), **SCORED)
     equal = [3.25] * len(REWARDS)
-    assert scored_rewards(trainer, equal) == flat(advantage_of(name)(judged_groups(groups_of(equal))))
+    assert scored_rewards(trainer, equal) == flat(advantage_of(name)(scored_groups(groups_of(equal))))
 
 
 def test_reinforce_pp_whitens_like_trl() -> None:
     from trl.experimental.ppo.ppo_trainer import masked_whiten  # slow to import
 
-    groups = [[judged_rollout(reward, 1 + number) for number, reward in enumerate(g)] for g in groups_of(REWARDS)]
+    groups = [[scored_rollout(reward, 1 + number) for number, reward in enumerate(g)] for g in groups_of(REWARDS)]
     rollouts = [one for group in groups for one in group]
     mask_BT = torch.zeros(len(rollouts), GROUP_SIZE)
     for row, one in enumerate(rollouts):
@@ -326,7 +326,7 @@ def test_the_standard_deviation_of_the_batch_is_that_of_trl(
     trl_trainers: ModuleType, model: Path, tmp_path: Path
 ) -> None:
     trainer = trl_trainers.grpo_trainer(model, tmp_path, scale_rewards="batch")
-    ours = advantage_of("grpo", advantage_std="batch")(judged_groups(groups_of(REWARDS)))
+    ours = advantage_of("grpo", advantage_std="batch")(scored_groups(groups_of(REWARDS)))
     factor = (sample_std(REWARDS) + 1e-6) / (sample_std(REWARDS) + 1e-4)
     assert [factor * value for value in flat(ours)] == pytest.approx(scored_rewards(trainer, REWARDS), **SCORED)
 
@@ -337,7 +337,7 @@ def test_gdpo_is_trl_s_normalize_then_sum(trl_trainers: ModuleType, model: Path,
     trainer.reward_funcs, trainer.reward_func_names = trainer.reward_funcs * 2, ["reward", "other"]
     trainer.reward_weights = torch.tensor(weights)
     trainer._calculate_rewards = lambda *_: torch.tensor([REWARDS, others], dtype=torch.float64).T
-    rollouts = [judged_rollout(r, metrics={"other": other}) for r, other in zip(REWARDS, others, strict=True)]
+    rollouts = [scored_rollout(r, metrics={"other": other}) for r, other in zip(REWARDS, others, strict=True)]
     groups = [rollouts[first : first + GROUP_SIZE] for first in range(0, len(rollouts), GROUP_SIZE)]
     ours = flat(advantage_of("gdpo", rewards={"weights": {"reward": 1.0, "other": 0.5}})(groups))
     # TRL adds 1e-4 to standard deviations of about 1, ours adds 1e-6.
@@ -346,7 +346,7 @@ def test_gdpo_is_trl_s_normalize_then_sum(trl_trainers: ModuleType, model: Path,
 
 def test_rloo_advantages_are_those_of_trl(trl_trainers: ModuleType, model: Path, tmp_path: Path) -> None:
     trainer = trl_trainers.rloo_trainer(model, tmp_path, beta=0.0)
-    ours = flat(advantage_of("rloo")(judged_groups(groups_of(REWARDS))))
+    ours = flat(advantage_of("rloo")(scored_groups(groups_of(REWARDS))))
     assert ours == pytest.approx(scored_rewards(trainer, REWARDS), **SCORED)
 
 
@@ -362,7 +362,7 @@ def test_rloo_subtracts_the_k1_of_the_whole_sequence_from_the_reward(
     k1_BT = estimate_kl(step.old_BT, step.reference_BT, "k1")
     sums = (k1_BT * step.mask_BT).sum(1).tolist()
     penalised = [reward - beta * kl for reward, kl in zip(REWARDS, sums, strict=True)]
-    ours = flat(advantage_of("rloo")(judged_groups(groups_of(penalised))))
+    ours = flat(advantage_of("rloo")(scored_groups(groups_of(penalised))))
     assert ours == pytest.approx(theirs, **SCORED)
 
 

@@ -18,7 +18,7 @@ from holdfast.shared.config.reward_training import RewardTrainingConfig
 from holdfast.shared.config.rl import hand_down_shared
 from holdfast.shared.config.trainer import PolicyOptimConfig
 from holdfast.shared.errors import ConfigError, InferenceError
-from tests import judged
+from tests import scored_rollouts
 
 ALGORITHMS = Path(__file__).resolve().parents[3] / "configs" / "reverse_text" / "algorithms"
 
@@ -151,7 +151,7 @@ NEEDED = {
     "distillation": ("--trainer.kl.reference", "teacher"),
     "pass_at_k": ("--trainer.advantage-k", "2"),
     "gdpo": ("--trainer.rewards.weights", '{"reward": 1}'),
-    "online_dpo": ("--trainer.kl", "--trainer.loss", json.dumps(judged.NEEDED["online_dpo"]["loss"])),
+    "online_dpo": ("--trainer.kl", "--trainer.loss", json.dumps(scored_rollouts.NEEDED["online_dpo"]["loss"])),
 }
 
 

@@ -105,6 +105,7 @@ class Learner:
         epochs = self._plan(step, trained, config.updates)
         reading = Reading(_learned_distribution(batch, config))
         with stopwatch.phase("experience"):
+            # What is not trained is measured, too: its penalties and values count in the advantages of the others.
             left_out = [sample for sample, own in zip(samples, trained, strict=True) if own is not sample]
             self._measure(reading, [*epochs[0], *self._plan(step, left_out, UpdatesConfig())[0]])
             metrics = self._compute_advantages(groups, samples, trained, num_fresh=len(fresh))

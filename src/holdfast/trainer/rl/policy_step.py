@@ -58,6 +58,7 @@ def policy_step(
         assert entropy_N is not None  # the reading asks for it
         data = PolicyLossInput(
             logprobs_N=logprobs_N,
+            # Not measured before the step: this is its only update, and the weights have not changed since.
             old_logprobs_N=micro.per_token.get(OLD_LOGPROB, logprobs_N.detach()),
             sampler_logprobs_N=micro.per_token[SAMPLER_LOGPROB],
             reference_logprobs_N=micro.per_token.get(REFERENCE_LOGPROB),

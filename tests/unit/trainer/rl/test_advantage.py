@@ -27,7 +27,7 @@ from holdfast.trainer.rl.advantages.reinforce_pp import reinforce_pp
 from holdfast.trainer.rl.advantages.scored_rollouts import Groups, ScoredRollout
 from holdfast.trainer.rl.batches.per_token import ADVANTAGE
 from holdfast.trainer.rl.batches.samples import group_rollouts, to_samples
-from tests.judged import advantage_of, judged_groups, judged_rollout
+from tests.scored_rollouts import advantage_of, scored_groups, scored_rollout
 
 
 def test_dr_grpo_is_reward_minus_mean() -> None:
@@ -69,7 +69,7 @@ def test_max_rl_divides_by_the_mean() -> None:
 
 def test_reinforce_pp_counts_tokens_and_gives_each_its_rewards_to_go() -> None:
     # Two tokens with penalties .5 and 1 before a reward of 3, and one token with reward 1: to go 1.5, 2 and 1.
-    groups = [[judged_rollout(1.5, 2, token_rewards=np.array([-0.5, 2.0]))], [judged_rollout(1.0, 1)]]
+    groups = [[scored_rollout(1.5, 2, token_rewards=np.array([-0.5, 2.0]))], [scored_rollout(1.0, 1)]]
     # Mean 1.5, sample variance (0 + .25 + .25) / 2.
     std = math.sqrt(0.25 + 1e-8)
     ((first,), (second,)) = reinforce_pp(groups)
@@ -88,7 +88,7 @@ def random_groups(seed: int, *, scale: float = 1.0, sizes: tuple[int, ...] = (5,
             if num_tokens:
                 token_rewards[-1] += reward - token_rewards.sum()
             metrics = {"other": scale * float(generator.random())}
-            group.append(judged_rollout(reward, num_tokens, task_id=task, token_rewards=token_rewards, metrics=metrics))
+            group.append(scored_rollout(reward, num_tokens, task_id=task, token_rewards=token_rewards, metrics=metrics))
         groups.append(group)
     return groups
 
@@ -122,7 +122,7 @@ def slow_pass_at_k(rewards: list[float], index: int, k: int) -> float:
 
 
 def slow_online_dpo(group: Sequence[ScoredRollout], index: int) -> float:
-    """A tenth is the beta, and -0.1 the log-ratio of every token in `tests.judged`."""
+    """A tenth is the beta, and -0.1 the log-ratio of every token in `tests.scored_rollouts`."""
     rewards = [one.reward for one in group]
     best, worst = rewards.index(max(rewards)), rewards.index(min(rewards))
     if index not in (best, worst) or best == worst:
@@ -132,7 +132,7 @@ def slow_online_dpo(group: Sequence[ScoredRollout], index: int) -> float:
 
 
 def slow_gdpo(groups: Groups) -> list[float]:
-    """What each rollout is given, with the weights of `tests.judged`."""
+    """What each rollout is given, with the weights of `tests.scored_rollouts`."""
     sums = []
     for group in groups:
         own = [[one.environment_reward for one in group], [one.metrics["other"] for one in group]]
@@ -189,9 +189,9 @@ def test_every_advantage_is_the_slow_one_over_ragged_lengths(name: str, scale: f
 @pytest.mark.parametrize("name", REWARD_ADVANTAGES)
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, 1e6])
 def test_equal_rewards_and_empty_rollouts_give_exactly_zero(name: str, reward: float) -> None:
-    groups = [[judged_rollout(reward, tokens, token_rewards=np.zeros(tokens)) for tokens in (3, 0, 5)] for _ in "ab"]
+    groups = [[scored_rollout(reward, tokens, token_rewards=np.zeros(tokens)) for tokens in (3, 0, 5)] for _ in "ab"]
     assert not any(value for own in by_token(name, groups) for value in own)
-    empty = [[judged_rollout(reward, 0), judged_rollout(reward + 1, 0)]]
+    empty = [[scored_rollout(reward, 0), scored_rollout(reward + 1, 0)]]
     assert by_token(name, empty) == [[], []]
 
 
@@ -200,7 +200,7 @@ def test_equal_rewards_and_empty_rollouts_give_exactly_zero(name: str, reward: f
 )  # which sees more than the reward
 def test_an_advantage_follows_the_reward(name: str) -> None:
     rewards = [[0.3, 0.9, 0.1, 0.4], [0.2, 0.0, 0.8, 0.7]]
-    got = by_token(name, judged_groups(rewards))
+    got = by_token(name, scored_groups(rewards))
     for first, rewards_G in zip((0, 4), rewards, strict=True):
         own = [values[-1] for values in got[first : first + 4]]
         assert own.index(max(own)) == rewards_G.index(max(rewards_G))
@@ -246,8 +246,8 @@ def test_pass_at_k_is_the_gradient_of_the_chance_to_solve_a_problem() -> None:
 def test_the_reward_with_the_largest_spread_does_not_drown_the_others_in_gdpo() -> None:
     weights = {"rewards": {"weights": {"reward": 1.0, "other": 1.0}}}
     groups = [
-        [judged_rollout(reward, metrics={"other": other}) for reward, other in ((1.0, 0.0), (0.0, 1000.0))],
-        [judged_rollout(0.0, metrics={"other": 0.0}), judged_rollout(1.0, metrics={"other": 0.0})],
+        [scored_rollout(reward, metrics={"other": other}) for reward, other in ((1.0, 0.0), (0.0, 1000.0))],
+        [scored_rollout(0.0, metrics={"other": 0.0}), scored_rollout(1.0, metrics={"other": 0.0})],
     ]
     ((first, second), (bad, good)) = advantage_of("gdpo", **weights)(groups)
     assert first == pytest.approx(0.0, abs=1e-5) and second == pytest.approx(0.0, abs=1e-5)
@@ -255,7 +255,7 @@ def test_the_reward_with_the_largest_spread_does_not_drown_the_others_in_gdpo() 
 
 
 def test_the_batch_gives_its_standard_deviation_to_every_group() -> None:
-    groups = judged_groups([[1.0, 2.0], [3.0, 6.0]])
+    groups = scored_groups([[1.0, 2.0], [3.0, 6.0]])
     std = math.sqrt(14 / 3) + 1e-6
     assert advantage_of("grpo", advantage_std="batch")(groups) == [
         [pytest.approx(-0.5 / std), pytest.approx(0.5 / std)], [pytest.approx(-1.5 / std), pytest.approx(1.5 / std)]
@@ -267,7 +267,7 @@ def step_rollout(reward: float, steps: dict[int, float], num_tokens: int = 4) ->
     token_rewards = np.zeros(num_tokens)
     token_rewards[list(steps)] = list(steps.values())
     token_rewards[-1] += reward
-    return judged_rollout(
+    return scored_rollout(
         reward, num_tokens, token_rewards=token_rewards,
         step_ends=np.array(list(steps), dtype=int), step_rewards=np.array(list(steps.values())),
     )  # fmt: skip
@@ -298,7 +298,7 @@ def test_the_other_advantages_take_the_rewards_of_steps_to_the_whole(name: str) 
         to_go = [[2.5, 2.0, 2.0, 1.0], [2.25, 2.25, 2.0, 2.0], [0.5] * 4]
         expected = slow_whiten(to_go)
     else:
-        expected = by_token(name, [[judged_rollout(reward, 4) for reward in (2.5, 2.25, 0.5)]])
+        expected = by_token(name, [[scored_rollout(reward, 4) for reward in (2.5, 2.25, 0.5)]])
     for mine, theirs in zip(by_token(name, groups), expected, strict=True):
         assert mine == pytest.approx(theirs)
 
@@ -310,7 +310,7 @@ def test_gdpo_has_no_weight_for_rewards_of_steps() -> None:
 
 def test_the_batch_scale_of_grpo_takes_the_rewards_of_steps_to_the_whole() -> None:
     groups = [[step_rollout(1.0, {0: 1.0}), step_rollout(0.0, {})]]
-    plain = judged_groups([[2.0, 0.0]])
+    plain = scored_groups([[2.0, 0.0]])
     assert advantage_of("grpo", advantage_std="batch")(groups) == advantage_of("grpo", advantage_std="batch")(plain)
 
 
@@ -321,7 +321,7 @@ def test_every_environment_gets_its_own_advantage_and_weight() -> None:
     })  # fmt: skip
     rewards = {"a": [[1.0, 4.0], [2.0]], "b": [[3.0, 5.0]], "c": [[1.0, 2.0]]}
     groups = {
-        name: [[judged_rollout(reward, environment=name) for reward in group] for group in own]
+        name: [[scored_rollout(reward, environment=name) for reward in group] for group in own]
         for name, own in rewards.items()
     }
     mixed = [groups["a"][0], groups["b"][0], groups["c"][0], groups["a"][1]]
@@ -344,7 +344,7 @@ def test_rollouts_that_are_not_trained_count_in_every_baseline() -> None:
 
 def test_a_group_of_one_is_refused_where_rollouts_are_compared() -> None:
     assert {*GROUP_ADVANTAGES, *SINGLE_ADVANTAGES} == {*REWARD_ADVANTAGES, *MODEL_ADVANTAGES}
-    groups = judged_groups([[1.0, 2.0], [3.0]])
+    groups = scored_groups([[1.0, 2.0], [3.0]])
     for name in GROUP_ADVANTAGES:
         with pytest.raises(TrainingError, match="task 1 of environment 'e' has a single one.*reinforce_pp, gae"):
             require_siblings(groups, name)
@@ -355,7 +355,7 @@ def test_a_group_of_one_is_refused_where_rollouts_are_compared() -> None:
 
 def test_reinforce_pp_learns_from_groups_of_one() -> None:
     # Three tokens each: mean 2, sample variance 6 / 5.
-    ((bad,), (good,)) = reinforce_pp(judged_groups([[1.0], [3.0]]))
+    ((bad,), (good,)) = reinforce_pp(scored_groups([[1.0], [3.0]]))
     assert good.tolist() == pytest.approx([1 / math.sqrt(1.2 + 1e-8)] * 3) and bad.tolist() == (-good).tolist()
 
 
@@ -378,7 +378,7 @@ def test_advantages_reach_every_token_of_their_rollouts() -> None:
     samples = to_samples(rollouts, trained_version=0)
     rewards_PG = [[one.reward for one in group] for group in group_rollouts(rollouts)]
     assert rewards_PG == [[1.0, 3.0], [5.0, 4.0]]
-    assign_advantages(samples, advantage_of("dr_grpo")(judged_groups(rewards_PG)))
+    assign_advantages(samples, advantage_of("dr_grpo")(scored_groups(rewards_PG)))
     given = [sample.per_token[ADVANTAGE].tolist() for sample in samples]
     assert given == [[-1.0] * 2, [1.0] * 2, [0.5] * 2, [-0.5] * 2]
     assign_advantages(samples, [[np.array([0.25]), [-2.0]], [3.0, np.array([1.0])]])
@@ -417,7 +417,7 @@ def ragged(groups: list[list[ScoredRollout]]) -> list[list[Any]]:
 
 def test_an_advantage_of_the_user() -> None:
     config = TrainerConfig(advantage=f"{__name__}:shortest_of_the_best")
-    groups = [[judged_rollout(1.0, 2), judged_rollout(1.0, 1), judged_rollout(0.0, 1)]]
+    groups = [[scored_rollout(1.0, 2), scored_rollout(1.0, 1), scored_rollout(0.0, 1)]]
     assert advantage_of(config.advantage)(groups) == [[0.0, 1.0, 0.0]]
     by_place = advantage_of(f"{__name__}:of_tokens")(groups)
     assert [np.asarray(value).tolist() for value in by_place[0]] == [[0.0, 1.0], [0.0], [0.0]]
@@ -438,7 +438,7 @@ def test_a_wrong_advantage_of_the_user_is_named() -> None:
         ("fails", "failed: ZeroDivisionError: "),
     ):
         with pytest.raises(TrainingError, match=f"{function}.*{message}"):
-            advantage_of(f"{__name__}:{function}")(judged_groups([[1.0, 2.0]]))
+            advantage_of(f"{__name__}:{function}")(scored_groups([[1.0, 2.0]]))
 
 
 def test_an_unknown_advantage_is_refused_with_what_is_allowed() -> None:

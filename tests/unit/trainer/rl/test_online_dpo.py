@@ -14,12 +14,12 @@ from holdfast.shared.config.rl_trainer import TrainerConfig
 from holdfast.trainer.preferences.losses import PairLogprobs, build_preference_loss
 from holdfast.trainer.rl.advantages.online_dpo import online_dpo
 from holdfast.trainer.rl.advantages.scored_rollouts import ScoredRollout
-from tests.judged import NEEDED, judged_rollout
+from tests.scored_rollouts import NEEDED, scored_rollout
 
 
 def rollout(reward: float, log_ratio: float, num_tokens: int = 1) -> ScoredRollout:
     old = np.full(num_tokens, log_ratio / max(1, num_tokens))
-    return judged_rollout(reward, num_tokens, old_logprobs=old, reference_logprobs=np.zeros(num_tokens))
+    return scored_rollout(reward, num_tokens, old_logprobs=old, reference_logprobs=np.zeros(num_tokens))
 
 
 def test_a_hand_made_pair() -> None:
@@ -59,7 +59,7 @@ def test_the_gradient_is_that_of_dpo_over_the_problems(seed: int) -> None:
         references = [torch.randn(len(answer), dtype=torch.float64) for answer in answers]
         groups.append(
             [
-                judged_rollout(reward, len(new), old_logprobs=new.detach().numpy(), reference_logprobs=of.numpy())
+                scored_rollout(reward, len(new), old_logprobs=new.detach().numpy(), reference_logprobs=of.numpy())
                 for reward, new, of in zip(rewards, answers, references, strict=True)
             ]
         )

@@ -66,13 +66,9 @@ def build_named_advantage(name: str, config: TrainerConfig) -> Advantage:
     function = partial(load_built_in(built_in.function, package="holdfast.trainer.rl.advantages"), **settings)
     if name == "grpo" and config.advantage_std == "batch":
         return batch_grpo  # its std is over problems, so it sees them all
-    match built_in.takes:
-        case "rewards":
-            return lambda groups: [function([one.total_reward for one in group]) for group in groups]
-        case "step_rewards":
-            return partial(with_steps, function)
-        case "rollouts":
-            return function
+    if built_in.takes == "rewards":
+        return lambda groups: [function([one.total_reward for one in group]) for group in groups]
+    return partial(with_steps, function) if built_in.takes == "step_rewards" else function
 
 
 def require_siblings(groups: Groups, name: str) -> None:

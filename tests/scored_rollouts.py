@@ -31,7 +31,7 @@ def advantage_of(name: str, **settings: Any) -> Advantage:
     return build_named_advantage(name, config)
 
 
-def judged_rollout(reward: float, num_tokens: int = 3, **fields: Any) -> ScoredRollout:
+def scored_rollout(reward: float, num_tokens: int = 3, **fields: Any) -> ScoredRollout:
     """A rollout of a prompt of two tokens and `num_tokens` sampled ones, the reward at the last."""
     token_rewards = np.zeros(num_tokens)
     token_rewards[-1:] = reward
@@ -46,6 +46,6 @@ def judged_rollout(reward: float, num_tokens: int = 3, **fields: Any) -> ScoredR
     return ScoredRollout(**values | fields)
 
 
-def judged_groups(rewards_PG: Sequence[Sequence[float]]) -> Groups:
+def scored_groups(rewards_PG: Sequence[Sequence[float]]) -> Groups:
     """Groups of rollouts of three tokens with these rewards."""
-    return [[judged_rollout(reward, task_id=task) for reward in group] for task, group in enumerate(rewards_PG)]
+    return [[scored_rollout(reward, task_id=task) for reward in group] for task, group in enumerate(rewards_PG)]
