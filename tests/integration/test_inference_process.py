@@ -297,8 +297,8 @@ def test_a_model_that_the_engine_cannot_run_is_told_before_it_is_ready(
 
 def test_an_engine_that_is_killed_at_its_first_token_is_worth_another_start(model: Path, tmp_path: Path) -> None:
     kill = (
-        "import psutil, holdfast.inference.server as s; prove = s._prove; "
-        "s._prove = lambda engine: (psutil.Process().children()[0].kill(), prove(engine))[1]"
+        "import psutil, holdfast.inference.server as s; prove = s._check_first_token; "
+        "s._check_first_token = lambda engine: (psutil.Process().children()[0].kill(), prove(engine))[1]"
     )
     server = _start(model, tmp_path, sabotage=kill)
     assert server.wait() == 75

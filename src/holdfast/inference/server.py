@@ -116,7 +116,7 @@ async def _serve(
         engine_weights = EngineWeights(engine, metrics, ownership, update_timeout_s=config.server.update_timeout_s)
         if config.model.load == "auto":
             await _while_alive(engine, engine_weights.adopt_initial())
-        await _prove(engine)
+        await _check_first_token(engine)
         vllm_app = await _while_alive(engine, build_vllm_app(engine, args))
         routes = Routes(
             engine,
@@ -202,7 +202,7 @@ async def _while_alive(engine: AsyncLLM, work: Coroutine[Any, Any, _T]) -> _T:
         watching.cancel()
 
 
-async def _prove(engine: AsyncLLM) -> None:
+async def _check_first_token(engine: AsyncLLM) -> None:
     """Generate one token, so that an engine which cannot run this model says so now, and not to the first client.
 
     Raises:

@@ -3,7 +3,7 @@
     python -m holdfast.orchestrator.check_environments < config.json
 
 The launcher runs it before it starts anything. Built-in environments are constructed: `jsonl` reads its file, here and
-in the orchestrator again, so that a wrong row is told before anything is started. Of a user's own the module is
+in the orchestrator again, so that a wrong row is reported before anything is started. Of a user's own the module is
 imported and the arguments are held against the constructor's parameters.
 """
 

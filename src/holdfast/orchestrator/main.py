@@ -59,7 +59,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
     if start.trainer_step or first > 1:
         events.report("resumed", step=start.trainer_step, first_batch=first)
     if first > config.max_steps:
-        await _give_back(config)
+        await _release_engines(config)
         events.report("finished", step=start.state.step)
         return
 
@@ -123,7 +123,7 @@ async def _connect_policy(config: OrchestratorConfig, teacher: Teacher | None) -
         yield client
 
 
-async def _give_back(config: OrchestratorConfig) -> None:
+async def _release_engines(config: OrchestratorConfig) -> None:
     """Give the servers back that an attempt claimed which died between its last batch and its end."""
     if not config.is_sampled_by_teacher:
         async with InferenceClient(config.client, run_dir=RunDir(config.output_dir)) as client:
@@ -137,7 +137,7 @@ def _resume_step(config: OrchestratorConfig) -> int | None:
     return step
 
 
-class PatientLoop(asyncio.SelectorEventLoop):
+class FreezeTolerantLoop(asyncio.SelectorEventLoop):
     """An event loop whose deadlines stand still while the process is frozen: nobody could have met them."""
 
     def time(self) -> float:
@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(config: OrchestratorConfig) -> None:
     try:
-        with asyncio.Runner(loop_factory=PatientLoop) as runner:
+        with asyncio.Runner(loop_factory=FreezeTolerantLoop) as runner:
             runner.run(run_until_stopped(config))
     except (SystemExit, KeyboardInterrupt) as error:
         # What is raised in a call of an environment is caught there. Its own tasks and callbacks end the event loop.

@@ -1,4 +1,4 @@
-"""Running several things at once so that the first failure stops the rest and is the one that is told."""
+"""Running several things at once so that the first failure stops the rest and is the one that is raised."""
 
 from __future__ import annotations
 

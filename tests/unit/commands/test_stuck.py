@@ -49,7 +49,7 @@ made("rollouts/step_1")
 
 _BLOCKED_ONCE = """
 import asyncio
-from holdfast.orchestrator.main import PatientLoop
+from holdfast.orchestrator.main import FreezeTolerantLoop
 from holdfast.orchestrator.environments.watchdog import beating
 async def main():
     async with beating(bound_s=3):
@@ -57,7 +57,7 @@ async def main():
         if not Path("blocked").exists():
             Path("blocked").touch()
             time.sleep(600)
-with asyncio.Runner(loop_factory=PatientLoop) as runner:
+with asyncio.Runner(loop_factory=FreezeTolerantLoop) as runner:
     runner.run(main())
 made("rollouts/step_1")
 """

@@ -20,7 +20,7 @@ import pytest
 from holdfast.commands.launcher.liveness import Health, HealthProbe
 from holdfast.commands.launcher.servers import _look
 from holdfast.commands.launcher.supervise import Supervisor
-from holdfast.orchestrator.engines.http import Transport
+from holdfast.orchestrator.engines.http import HttpTransport
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.config.orchestrator import ClientConfig
 from holdfast.shared.wire.inference_api import ServedWeights
@@ -91,7 +91,7 @@ def _serving(kind: type[BaseHTTPRequestHandler]) -> Iterator[int]:
 
 
 async def _ask_as_orchestrator(url: str) -> bytes:
-    transport = Transport(ClientConfig(urls=[url]), key="client")
+    transport = HttpTransport(ClientConfig(urls=[url]), key="client")
     try:
         return await transport.get(url, "/weights")
     finally:

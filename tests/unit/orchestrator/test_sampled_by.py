@@ -16,7 +16,7 @@ from fastapi import HTTPException
 from orchestrator_fakes import FakeEngine, FakeTrainer, make_config, read_rollouts, serving
 
 from holdfast.orchestrator.engines.client import InferenceClient
-from holdfast.orchestrator.engines.http import Transport, Unavailable, _new_pool
+from holdfast.orchestrator.engines.http import HttpTransport, Unavailable, _new_pool
 from holdfast.orchestrator.main import orchestrate
 from holdfast.orchestrator.weight_push.directory import describe_weights
 from holdfast.shared.config.orchestrator import ClientConfig, OrchestratorConfig
@@ -276,7 +276,7 @@ def test_a_frozen_server_is_waited_for_by_a_probe(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("holdfast.orchestrator.engines.http.PROBE_TIMEOUT_S", 0.05)
 
     async def ask(url: str) -> None:
-        transport = Transport(ClientConfig(urls=[url], timeout_s=0.05), key="client")
+        transport = HttpTransport(ClientConfig(urls=[url], timeout_s=0.05), key="client")
         with pytest.raises(Unavailable, match="no answer to POST .*/claim within 0.05 s"):
             await transport.post_as_admin(url, "/claim", b"{}", is_probe=True)
         with pytest.raises(Unavailable, match=r"within 0.05 s \(client.timeout_s\), and is not well"):

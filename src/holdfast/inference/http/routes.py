@@ -255,7 +255,9 @@ class PolicyVersionMiddleware:
             if message["type"] == "http.response.start":
                 headers = message.setdefault("headers", [])
                 if not any(name == VERSION_HEADER.encode() for name, _ in headers):
-                    headers.append((VERSION_HEADER.encode(), _shown(before, self._engine_weights.version).encode()))
+                    headers.append(
+                        (VERSION_HEADER.encode(), _version_text(before, self._engine_weights.version).encode())
+                    )
             await send(message)
 
         if asks_the_model(scope["method"], scope["path"]):  # our own route looks for itself
@@ -270,7 +272,7 @@ class PolicyVersionMiddleware:
             await self._app(scope, receive, stamped)
 
 
-def _shown(before: int | None, after: int | None) -> str:
+def _version_text(before: int | None, after: int | None) -> str:
     if after is None:
         return "none"
     return str(after) if before in (None, after) else f"{before}-{after}"

@@ -75,7 +75,7 @@ class BatchMaker:
         # Whole groups pass at a time, so that a group's first turns can share one request.
         slots = asyncio.Semaphore(max(1, self._config.client.max_concurrency // self._config.group_size))
 
-        async def in_turn(problem: Problem) -> Outcome:
+        async def run_one(problem: Problem) -> Outcome:
             async with slots:
                 outcome = await run_group(
                     problem, step, config=self._config, tokenizer=self._tokenizer, sampler=sampler
@@ -88,7 +88,7 @@ class BatchMaker:
         try:
             while missing := self._num_missing(outcomes):
                 problems = self._choose_problems(state, missing, first=len(outcomes))
-                outcomes += await sampler.guard(run_all(in_turn(problem) for problem in problems))
+                outcomes += await sampler.guard(run_all(run_one(problem) for problem in problems))
         finally:
             await sampler.close()
         selection = select(outcomes, num_groups=self._config.problems_per_step)

@@ -39,7 +39,7 @@ class BatchPipeline:
         self._maker = maker
         self._ended = time.perf_counter()
         self._busy_s = client.busy_s
-        self._is_proved = config.is_sampled_by_teacher
+        self._has_passed_canary = config.is_sampled_by_teacher
 
     async def begin(self, step: int, *, version: int) -> None:
         """Make the engines serve `version` for batch `step`, and have them prove that they compute with it.
@@ -116,10 +116,10 @@ class BatchPipeline:
             return weights
         with phase("pushing weights and reading them back", version=weights.version):
             weights = await self._pusher.serve(weights, check=self._publisher.check)
-        if not self._is_proved and (canary := weights.read_canary()) is not None:
+        if not self._has_passed_canary and (canary := weights.read_canary()) is not None:
             with phase("probing with the canary", version=weights.version):
                 # Engines take sessions of `seq_len` tokens, of which they must sample one.
                 shown = canary.head(self._config.seq_len - 1)
                 await check_canary(self._client, shown, weights_digest=weights.digest)
-            self._is_proved = True
+            self._has_passed_canary = True
         return weights

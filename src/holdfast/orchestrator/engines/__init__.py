@@ -1,1 +1,1 @@
-"""The inference servers, as the orchestrator sees them: readiness, requests, answers, teachers."""
+"""The inference servers, as the orchestrator sees them: readiness, ownership, requests, answers, and loss of one."""

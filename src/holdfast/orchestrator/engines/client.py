@@ -19,7 +19,7 @@ import msgspec
 
 from holdfast.orchestrator.engines.answers import check_choices
 from holdfast.orchestrator.engines.engine import Engine
-from holdfast.orchestrator.engines.http import Transport, Unavailable, decode
+from holdfast.orchestrator.engines.http import HttpTransport, Unavailable, decode
 from holdfast.orchestrator.engines.lease import Lease
 from holdfast.orchestrator.task_group import run_all
 from holdfast.shared.config.orchestrator import ServersConfig
@@ -65,7 +65,7 @@ class InferenceClient:
         vocab_size: int | None = None,
     ) -> None:
         self.vocab_size = vocab_size
-        self._transport = Transport(config, key=key)
+        self._transport = HttpTransport(config, key=key)
         self.engines: Sequence[Engine] = [
             Engine(url.rstrip("/"), self._transport, key=key, ready_timeout_s=config.ready_timeout_s)
             for url in config.urls

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from holdfast.orchestrator.engines.http import Transport, Unavailable, decode
+from holdfast.orchestrator.engines.http import HttpTransport, Unavailable, decode
 from holdfast.orchestrator.engines.retry import FIRST_BACKOFF_S, LAST_BACKOFF_S, RetryPolicy
 from holdfast.shared.errors import ConfigError, InferenceError
 from holdfast.shared.printable import printable
@@ -46,7 +46,7 @@ class Engine:
         ready_timeout_s: how long it may be away, or fail in a row.
     """
 
-    def __init__(self, url: str, transport: Transport, *, key: str, ready_timeout_s: float) -> None:
+    def __init__(self, url: str, transport: HttpTransport, *, key: str, ready_timeout_s: float) -> None:
         self.url = url
         self.epoch = 0
         self.recovering = asyncio.Lock()
@@ -127,19 +127,19 @@ class Engine:
             )
 
     async def served(self) -> ServedWeights:
-        """Return what the server serves; see `Transport.get` for errors."""
+        """Return what the server serves; see `HttpTransport.get` for errors."""
         served = decode(await self._transport.get(self.url, WEIGHTS_ROUTE), ServedWeights, url=self.url)
         self.note_boot(served.boot_id)
         return served
 
     async def update_weights(self, request: UpdateRequest) -> None:
-        """Have the server stage and serve other weights; see `Transport.post_as_admin` for errors."""
+        """Have the server stage and serve other weights; see `HttpTransport.post_as_admin` for errors."""
         await self._transport.post_as_admin(self.url, UPDATE_ROUTE, msgspec.json.encode(request))
 
     async def claim(self, owner: Owner) -> None:
-        """Make a run the owner of the server, or give a sign of life of it; see `Transport` for errors."""
+        """Make a run the owner of the server, or give a sign of life of it; see `HttpTransport` for errors."""
         await self._transport.post_as_admin(self.url, CLAIM_ROUTE, msgspec.json.encode(owner), is_probe=True)
 
     async def release(self, owner: Owner) -> None:
-        """Give the server back, if it is this run's; see `Transport` for errors."""
+        """Give the server back, if it is this run's; see `HttpTransport` for errors."""
         await self._transport.post_as_admin(self.url, RELEASE_ROUTE, msgspec.json.encode(owner), is_probe=True)

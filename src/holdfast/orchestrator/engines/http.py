@@ -65,11 +65,11 @@ class Unavailable(Exception):
         self.retry_for_s = retry_for_s
 
 
-class Transport:
+class HttpTransport:
     """Sends requests to all servers of one section of the configuration.
 
     Attributes:
-        run_id: of the run that owns the servers, told with every request; None: none does.
+        run_id: of the run that owns the servers, sent with every request; None: none does.
 
     Args:
         config: where the servers are.

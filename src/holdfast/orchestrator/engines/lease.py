@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from holdfast.orchestrator.engines.engine import Engine
-from holdfast.orchestrator.engines.http import Transport, Unavailable
+from holdfast.orchestrator.engines.http import HttpTransport, Unavailable
 from holdfast.orchestrator.task_group import run_all
 from holdfast.shared.errors import InferenceError
 from holdfast.shared.files.run_dir import RunDir
@@ -30,7 +30,7 @@ class Lease:
         run_dir: of the run; None: it owns nothing.
     """
 
-    def __init__(self, engines: Sequence[Engine], transport: Transport, run_dir: RunDir | None) -> None:
+    def __init__(self, engines: Sequence[Engine], transport: HttpTransport, run_dir: RunDir | None) -> None:
         self._engines = engines
         self._transport = transport
         self._run_dir = run_dir

@@ -1,4 +1,4 @@
-"""Calls into environments: what they raise, and what takes too long, is told with its environment, task and place.
+"""Calls into environments: what they raise, and what takes too long, is reported with its environment, task and place.
 
 Environments are other people's code. Whatever they raise, `sys.exit` included, becomes one `EnvironmentFailure`.
 The time in which a call waits for the engine is not the environment's: it counts neither for `timeout_s` nor as

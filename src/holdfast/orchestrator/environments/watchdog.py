@@ -82,11 +82,11 @@ class _Watch(threading.Thread):
             blocking = self._blocking_call()
             if blocking is not None:
                 call, frame, seconds = blocking
-                self._tell([(call, seconds)], "blocks all others", at=place_of_frame(frame))
+                self._report([(call, seconds)], "blocks all others", at=place_of_frame(frame))
                 self._end_if_over(call, frame, seconds)
                 continue
             silent = [(call, call.silent_s) for call in tuple(RUNNING)]
-            self._tell(silent, "is silent")
+            self._report(silent, "is silent")
 
     def _blocking_call(self) -> tuple[Call, FrameType, float] | None:
         """Return the call that keeps the event loop from answering, where it is, and for how many seconds."""
@@ -104,7 +104,7 @@ class _Watch(threading.Thread):
             return None
         return call, innermost, awake_s() - self._asked_at
 
-    def _tell(self, calls: Iterable[tuple[Call, float]], how: str, at: str | None = None) -> None:
+    def _report(self, calls: Iterable[tuple[Call, float]], how: str, at: str | None = None) -> None:
         """Name the longest silence of every method of every environment, when it is time to."""
         longest: dict[tuple[str, str], tuple[Call, float]] = {}
         numbers: dict[tuple[str, str], int] = {}

@@ -74,8 +74,8 @@ async def run_group(
             for session in sessions:
                 _require_ended(session, problem, "score")
                 session.end()
-                require_sound(session, what=_named(problem))
-            scores = checked_scores(found, sessions, what=_named(problem))
+                require_sound(session, what=_context(problem))
+            scores = checked_scores(found, sessions, what=_context(problem))
     except (EnvironmentFailure, PromptTooLong) as failure:
         sampler.check()
         if problem.settings.on_error == "stop":
@@ -121,7 +121,7 @@ def _to_rollout(
 
 
 def _prompt_ids(task: Task, problem: Problem, *, tokenizer: Tokenizer, seq_len: int) -> list[int]:
-    token_ids = prompt_ids_of(task, tokenizer, what=_named(problem), room=seq_len - 1)
+    token_ids = prompt_ids_of(task, tokenizer, what=_context(problem), room=seq_len - 1)
     if not 1 <= len(token_ids) < seq_len:
         raise PromptTooLong(
             f"environment '{problem.name}', task {problem.seed.index}: the prompt has {len(token_ids)} tokens; allowed "
@@ -181,7 +181,7 @@ async def _play(session: Session, task: Task, problem: Problem) -> None:
     _require_ended(session, problem, "run")
     if not session.texts:
         raise EnvironmentFailure(
-            f"{_named(problem)}: run() ended without a sampled turn; write `await session.sample()` in "
+            f"{_context(problem)}: run() ended without a sampled turn; write `await session.sample()` in "
             "an `async def run`"
         )
 
@@ -189,13 +189,13 @@ async def _play(session: Session, task: Task, problem: Problem) -> None:
 def _require_ended(session: Session, problem: Problem, method: str) -> None:
     if session.is_sampling:
         raise EnvironmentFailure(
-            f"{_named(problem)}: {method}() ended while a session.sample() went on: await every one that it starts"
+            f"{_context(problem)}: {method}() ended while a session.sample() went on: await every one that it starts"
         )
 
 
 def _calling(problem: Problem, method: str) -> AbstractAsyncContextManager[None]:
     return calling(
-        _named(problem),
+        _context(problem),
         name=f"environment '{problem.name}', task {problem.seed.index}",
         environment=problem.name,
         method=method,
@@ -203,7 +203,7 @@ def _calling(problem: Problem, method: str) -> AbstractAsyncContextManager[None]
     )
 
 
-def _named(problem: Problem) -> str:
+def _context(problem: Problem) -> str:
     return f"environment '{problem.name}' failed on task {problem.seed.index} (seed {problem.seed.number})"
 
 

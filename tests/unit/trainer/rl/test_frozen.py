@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from holdfast.commands.launcher.liveness import Vitals
-from holdfast.orchestrator.main import PatientLoop
+from holdfast.orchestrator.main import FreezeTolerantLoop
 from holdfast.shared.files import journal
 from holdfast.shared.process.clock import FROZEN_S, awake_s
 from holdfast.shared.process.heartbeat import PERIOD_S
@@ -73,7 +73,7 @@ def test_deadlines_stand_still(tmp_path: Path, leap: Callable[[float], None]) ->
             await asyncio.sleep(0.01)
             return "answered"
 
-    with asyncio.Runner(loop_factory=PatientLoop) as runner:
+    with asyncio.Runner(loop_factory=FreezeTolerantLoop) as runner:
         assert runner.run(answer()) == "answered"
 
 
