@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from holdfast.trainer.mesh import Mesh
-    from tests.training_runs import Runs, SftRun
+    from tests.runs.training import Runs, SftRun
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = ROOT / "examples" / "reverse_text" / "base"
@@ -168,7 +168,7 @@ def mesh() -> Iterator[Mesh]:
 @pytest.fixture(scope="session")
 def sft_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a file of ragged samples."""
-    from tests.training_runs import write_data
+    from tests.runs.training import write_data
 
     return write_data(tmp_path_factory.mktemp("data") / "samples.jsonl")
 
@@ -176,7 +176,7 @@ def sft_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def sft_runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: ModelFactory, sft_data: Path) -> Runs:
     """Return runs of the real `sft` command by name."""
-    from tests.training_runs import Runs, run_sft
+    from tests.runs.training import Runs, run_sft
 
     home = tmp_path_factory.mktemp("runs")
     plain, dropout = tiny_model(weights=False), tiny_model(weights=False, attention_dropout=0.3)

@@ -21,8 +21,8 @@ from pathlib import Path
 from holdfast.shared.files.run_dir import RunDir
 from tests.chaos.driver import find_process
 from tests.chaos.witness import Progress
-from tests.ports import free_port
-from tests.rl_runs import SMALL_BATCH, RlRun
+from tests.runs.ports import free_port
+from tests.runs.rl import SMALL_BATCH, RlRun
 
 _VICTIMS = {
     "orchestrator": "orchestrator",

@@ -24,8 +24,8 @@ from tests.chaos.driver import Blow, Chaos, ChaosRun
 from tests.chaos.invariants import check
 from tests.chaos.schedule import DISK, MACHINE, RUN, STORE, draw, shares, steps_of
 from tests.chaos.surroundings import Store
-from tests.ports import free_port
-from tests.rl_runs import SMALL_BATCH, succeeded
+from tests.runs.ports import free_port
+from tests.runs.rl import SMALL_BATCH, succeeded
 
 _DISK_MIB = 512
 _SHORT_TURNS = ("--orchestrator.sampling.max-tokens", "8")

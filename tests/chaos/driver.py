@@ -17,8 +17,8 @@ from tests.chaos.disk import SmallDisk
 from tests.chaos.schedule import Hit
 from tests.chaos.surroundings import ReadErrors, Store
 from tests.chaos.witness import Progress, Witness
-from tests.processes import command_line
-from tests.rl_runs import POLL_S, RlRun
+from tests.runs.processes import command_line
+from tests.runs.rl import POLL_S, RlRun
 
 _MODULES = {"orchestrator": "holdfast.orchestrator.main", "inference": "holdfast.inference.main"}
 _RECOVERY_TIMEOUT_S = 240.0

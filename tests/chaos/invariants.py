@@ -8,7 +8,7 @@ import msgspec
 
 from holdfast.shared.files.metrics import read_metrics
 from tests.chaos.driver import ChaosRun
-from tests.rl_runs import CompletedRun, assert_same, exact_metrics, outcome
+from tests.runs.rl import CompletedRun, assert_same, exact_metrics, outcome
 
 
 def check(chaos: ChaosRun, reference: CompletedRun, *, max_steps: int, turns: int = 1) -> dict[str, str]:

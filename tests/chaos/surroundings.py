@@ -7,7 +7,7 @@ import threading
 import uuid
 from pathlib import Path
 
-from tests.s3_server import BUCKET, GONE, S3Server
+from tests.servers.s3 import BUCKET, GONE, S3Server
 
 _PREFIX = "chaos"
 

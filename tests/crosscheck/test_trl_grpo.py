@@ -29,9 +29,9 @@ from holdfast.trainer.rl.losses.build import build_policy_loss
 from holdfast.trainer.rl.losses.regularizers import with_kl_term
 from holdfast.trainer.rl.regularization.coefficients import KlCoefficient
 from holdfast.trainer.rl.regularization.kl import estimate_kl
+from tests.builders.policy_inputs import policy_input
+from tests.builders.scored_rollouts import advantage_of, scored_groups, scored_rollout
 from tests.conftest import ModelFactory
-from tests.policy_inputs import policy_input
-from tests.scored_rollouts import advantage_of, scored_groups, scored_rollout
 
 pytestmark = pytest.mark.trl
 

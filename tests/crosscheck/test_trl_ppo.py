@@ -15,8 +15,8 @@ from holdfast.shared.config.losses import PolicyLossConfig
 from holdfast.trainer.rl.advantages.gae import generalized_advantages, value_loss
 from holdfast.trainer.rl.losses.build import build_policy_loss
 from holdfast.trainer.rl.regularization.kl import estimate_kl
+from tests.builders.policy_inputs import policy_input
 from tests.conftest import ModelFactory
-from tests.policy_inputs import policy_input
 
 if TYPE_CHECKING:
     from tests.crosscheck.trl_trainers import PpoUpdate

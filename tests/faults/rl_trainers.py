@@ -17,7 +17,7 @@ from holdfast.shared.files.run_dir import RunDir
 from tests.faults import power_cut
 from tests.faults.orchestrators import run_orchestrator
 from tests.forking.commands import RUN_TIMEOUT_S, Run, shared_commands
-from tests.unit.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
+from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
 
 STEPS = 4
 

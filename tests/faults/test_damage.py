@@ -29,7 +29,7 @@ from holdfast.shared.files.manifest import (
 )
 from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ModelFactory
-from tests.training_runs import SftRun, run_sft
+from tests.runs.training import SftRun, run_sft
 
 STEPS = (1, 2, 3)
 NEWEST, OTHER = 3, 2

@@ -11,7 +11,7 @@ from holdfast.shared.errors import STORAGE_FAILED
 from holdfast.shared.files.run_dir import RunDir
 from tests.faults.faulty_calls import read_trail
 from tests.faults.orchestrators import journaled, run_orchestrator
-from tests.unit.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
+from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
 
 pytestmark = pytest.mark.slow
 

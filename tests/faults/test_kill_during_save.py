@@ -25,8 +25,8 @@ from tests.conftest import ModelFactory
 from tests.faults.faulty_calls import Call, Instant, read_trail
 from tests.faults.run_states import FLAGS, KEEP, LAST, differing, end_state, whole_steps
 from tests.forking.commands import Run, shared_commands
-from tests.processes import HANG_S
-from tests.training_runs import LiveSft
+from tests.runs.processes import HANG_S
+from tests.runs.training import LiveSft
 
 SEED = 16
 NUM_EVEN, NUM_TIMED = 36, 12

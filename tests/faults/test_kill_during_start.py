@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from holdfast.shared.files.manifest import MANIFEST_NAME
-from tests.checkpoint_files import contents
+from tests.builders.checkpoint_files import contents
 from tests.conftest import ModelFactory
 from tests.faults.faulty_calls import Call, read_trail
 from tests.faults.run_states import differing, end_state, whole_steps

@@ -17,7 +17,7 @@ from holdfast.shared.files.record_log import read_records
 from holdfast.shared.files.run_dir import RunDir
 from tests.faults.faulty_calls import Call, Instant, read_trail
 from tests.faults.orchestrators import journaled, run_orchestrator
-from tests.unit.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
+from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ModelFactory
 from tests.faults.faulty_calls import Call, Instant, read_trail
 from tests.faults.rl_trainers import STEPS, Trainers, make_journal, run_trainer
-from tests.rl_runs import EVERYTHING, Outcome, assert_same, exact_metrics, outcome
+from tests.runs.rl import EVERYTHING, Outcome, assert_same, exact_metrics, outcome
 
 _MOST_TRIALS = 48
 

@@ -18,8 +18,8 @@ from tests.faults.orchestrators import record_orchestrator, run_orchestrator
 from tests.faults.power_cut import SURVIVALS, Instant, Recording, Survival
 from tests.faults.rl_trainers import STEPS, Trainers, make_journal, record_trainer, run_trainer
 from tests.faults.run_states import whole_steps
-from tests.rl_runs import assert_same, exact_metrics, outcome
-from tests.unit.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
+from tests.runs.rl import assert_same, exact_metrics, outcome
+from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
 
 _RESTARTS = 2  # of every way of losing things
 _MOST_CRASHES = 250

@@ -16,7 +16,7 @@ from tests.conftest import ModelFactory
 from tests.faults.disks import Disk
 from tests.faults.run_states import FLAGS, LAST, differing, end_state, whole_steps
 from tests.forking.commands import Run, shared_commands
-from tests.processes import HANG_S
+from tests.runs.processes import HANG_S
 
 Start = Callable[..., Run]
 Chmod = Callable[[Path, int], None]

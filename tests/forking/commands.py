@@ -23,7 +23,7 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.child import heavy_imports
 from tests.forking.popen import fork_children, run_module
 from tests.forking.server import Fork, ForkServer
-from tests.training_runs import sft_command
+from tests.runs.training import sft_command
 
 RUN_TIMEOUT_S = 120.0
 Until = Literal["trained", "prepared"]

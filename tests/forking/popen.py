@@ -20,7 +20,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, BinaryIO, NoReturn
 
 from holdfast.shared.process.import_path import module_command
-from tests.processes import end_with
+from tests.runs.processes import end_with
 
 _TRAINER = "holdfast.trainer.launch"
 _FORKED = (_TRAINER, "holdfast.orchestrator.main")

@@ -1,7 +1,7 @@
 """A process that imports what is heavy once, and forks a child for every request: its two ends, and what they say.
 
     server = ForkServer("tests.forking.commands:prepare")
-    fork = server.fork("tests.forking.commands:be_module", log, argv=["tests.family_ranks", str(directory)])
+    fork = server.fork("tests.forking.commands:be_module", log, argv=["tests.ranks.families", str(directory)])
     assert fork.wait() == 0, fork.log
 
 A request is a line of JSON: a function, its arguments, where the output goes, what is different in the environment.
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from holdfast.shared.process.child import die_with_parent
-from tests.processes import end_with
+from tests.runs.processes import end_with
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPORT_TIMEOUT_S = 180.0

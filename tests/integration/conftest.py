@@ -13,9 +13,9 @@ import pytest
 
 from holdfast.shared.config import InferenceConfig
 from tests.forking.engines import ServerHandle, shared_engines
-from tests.ports import free_port
-from tests.processes import HANG_S
-from tests.rl_runs import MODEL, SMALL_BATCH, CompletedRun, succeeded
+from tests.runs.ports import free_port
+from tests.runs.processes import HANG_S
+from tests.runs.rl import MODEL, SMALL_BATCH, CompletedRun, succeeded
 
 REFERENCE_STEPS = 20
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.algorithms.curves import Curve, read_curves
 from tests.conftest import ROOT
-from tests.ports import free_port
+from tests.runs.ports import free_port
 
 
 def run_benchmark(algorithm: str, output: Path) -> Curve:

@@ -13,7 +13,7 @@ from tests.chaos.driver import Chaos
 from tests.chaos.invariants import check
 from tests.chaos.schedule import DISK, draw, shares, steps_of
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
-from tests.rl_runs import CompletedRun
+from tests.runs.rl import CompletedRun
 
 _KILLS, _STOPS = 5, 1
 _SEED = 7

@@ -11,8 +11,8 @@ import torch
 
 from holdfast.shared.files import manifest
 from holdfast.trainer.checkpoints.checkpointer import load_state_with_optimizer, save_state
-from tests.checkpoint_ranks import make_objects, train, whole
 from tests.forking.commands import shared_commands
+from tests.ranks.checkpoints import make_objects, train, whole
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     objects = make_objects(0)
     train(objects, 3)
     save_state(made / "one", objects, step=3)
-    shared_commands().two_ranks("tests.checkpoint_ranks", made)
+    shared_commands().two_ranks("tests.ranks.checkpoints", made)
     return made
 
 

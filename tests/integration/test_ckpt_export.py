@@ -28,10 +28,10 @@ from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import build_policy
 from holdfast.trainer.models.pretrained import trained_tensors
 from tests.forking.engines import shared_engines
-from tests.inference_models import reference_logprobs, write_model
-from tests.ports import free_port
-from tests.processes import HANG_S
-from tests.training_runs import run_sft
+from tests.models.served import reference_logprobs, write_model
+from tests.runs.ports import free_port
+from tests.runs.processes import HANG_S
+from tests.runs.training import run_sft
 
 STEPS = 2
 

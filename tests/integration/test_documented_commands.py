@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.documentation import commands
-from tests.documented_runs import NOT_OURS, Checkout
+from tests.pages.documentation import commands
+from tests.pages.runs import NOT_OURS, Checkout
 
 STARTED = {"checkpoints.md"}
 """Pages whose commands are all started in the everyday tests; of the others they are checked by --dry-run."""

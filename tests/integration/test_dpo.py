@@ -16,8 +16,8 @@ import pytest
 from holdfast.shared.files import manifest
 from holdfast.shared.files.run_dir import REFERENCE_NAME, RunDir
 from tests.conftest import ROOT
-from tests.processes import HANG_S
-from tests.training_runs import PAIRS, LiveRun, SftRun, pairs_command, refused, run_pairs, run_sft, succeeded
+from tests.runs.processes import HANG_S
+from tests.runs.training import PAIRS, LiveRun, SftRun, pairs_command, refused, run_pairs, run_sft, succeeded
 
 COLUMNS = ("step", "loss", "grad_norm", "lr", "rewards/chosen", "rewards/accuracies", "logps/rejected", "samples")
 TWO = ("--parallel.num-ranks", "2")

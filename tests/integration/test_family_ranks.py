@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from holdfast.trainer.mesh import Mesh
-from tests.families import FAMILIES, random_samples, reference_outcome, write_model
-from tests.family_ranks import LENGTHS, compute
 from tests.forking.commands import shared_commands
+from tests.models.families import FAMILIES, random_samples, reference_outcome, write_model
+from tests.ranks.families import LENGTHS, compute
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "falcon"])
@@ -18,7 +18,7 @@ def test_two_ranks_compute_what_plain_transformers_does(name: str, mesh: Mesh, t
     """Falcon-H1 has recurrent layers and scales its logits; Falcon chooses its attention when it is built."""
     family = next(family for family in FAMILIES if family.name == name)
     model_dir = write_model(family, tmp_path / "model", seed=2)
-    shared_commands().two_ranks("tests.family_ranks", tmp_path, model_dir)
+    shared_commands().two_ranks("tests.ranks.families", tmp_path, model_dir)
     one = compute(model_dir, mesh)
     plain = reference_outcome(model_dir, random_samples(LENGTHS, seed=1))
     assert float(one["loss"]) == pytest.approx(plain.loss, abs=1e-5)

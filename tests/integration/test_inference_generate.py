@@ -14,9 +14,9 @@ import pytest
 
 from holdfast.shared.config import InferenceConfig
 from tests.forking.engines import ServerHandle, shared_engines
-from tests.inference_models import reference_logprobs, truncated_logprobs, write_model
-from tests.ports import free_port
-from tests.processes import HANG_S
+from tests.models.served import reference_logprobs, truncated_logprobs, write_model
+from tests.runs.ports import free_port
+from tests.runs.processes import HANG_S
 
 MAX_LEN = 256
 PROMPT = [5, 17, 40, 41, 9, 66]

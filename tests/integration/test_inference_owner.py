@@ -14,9 +14,9 @@ from holdfast.shared.config import InferenceConfig
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.files.weights_digest import weights_digest
 from tests.forking.engines import ServerHandle, shared_engines
-from tests.inference_models import write_model
-from tests.ports import free_port
-from tests.processes import HANG_S
+from tests.models.served import write_model
+from tests.runs.ports import free_port
+from tests.runs.processes import HANG_S
 
 LEASE_S = 1.0
 MINE = {"run_id": "mine", "directory": "node:/mine"}

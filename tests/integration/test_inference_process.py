@@ -26,9 +26,9 @@ from holdfast.shared.config import InferenceConfig
 from holdfast.shared.process.heartbeat import HEARTBEAT_ENV, Beat
 from tests.conftest import ModelFactory
 from tests.forking.engines import ServerHandle, shared_engines
-from tests.inference_models import write_model
-from tests.ports import free_port
-from tests.processes import HANG_S, command_line
+from tests.models.served import write_model
+from tests.runs.ports import free_port
+from tests.runs.processes import HANG_S, command_line
 
 REQUEST = {"token_ids": [5, 6, 7], "seeds": [1], "max_tokens": 4}
 

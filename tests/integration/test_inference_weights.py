@@ -26,9 +26,9 @@ from holdfast.shared.files.manifest import Manifest, describe_files, write_manif
 from holdfast.shared.files.weights_digest import weights_digest
 from holdfast.shared.process.heartbeat import HEARTBEAT_ENV, Beat
 from tests.forking.engines import ServerHandle, shared_engines
-from tests.inference_models import reference_logprobs, write_model
-from tests.ports import free_port
-from tests.processes import HANG_S
+from tests.models.served import reference_logprobs, write_model
+from tests.runs.ports import free_port
+from tests.runs.processes import HANG_S
 
 PROMPT = [5, 17, 40, 41, 9, 66]
 TOLERANCE = 1e-4

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.rl_runs import MODEL
-from tests.training_runs import DEADLINE_S
+from tests.runs.rl import MODEL
+from tests.runs.training import DEADLINE_S
 
 pytestmark = pytest.mark.skipif(shutil.which("uv") is None, reason="wheels are built and installed with uv")
 _SCRIPT = """

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.training_runs import SftRun, run_command
+from tests.runs.training import SftRun, run_command
 
 PAIRS = ROOT / "examples" / "reverse_text" / "preferences.jsonl"
 

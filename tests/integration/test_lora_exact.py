@@ -22,8 +22,8 @@ from holdfast.shared.files.weights_digest import weights_digest
 from holdfast.trainer.conversion.reading import TensorReader
 from tests.conftest import ROOT
 from tests.integration.conftest import UsedServer
-from tests.rl_runs import MODEL, RlRun, assert_same, complete, exact_metrics, outcome, succeeded
-from tests.training_runs import Runs, SftRun, run_sft
+from tests.runs.rl import MODEL, RlRun, assert_same, complete, exact_metrics, outcome, succeeded
+from tests.runs.training import Runs, SftRun, run_sft
 
 STEPS = 6
 HALF = 3

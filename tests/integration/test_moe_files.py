@@ -15,7 +15,7 @@ from holdfast.trainer.conversion.importing import import_weights
 from holdfast.trainer.conversion.reading import TensorReader
 from holdfast.trainer.conversion.writing import Export
 from tests.conftest import ModelFactory
-from tests.training_runs import run_sft
+from tests.runs.training import run_sft
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 NAME = "model.safetensors"

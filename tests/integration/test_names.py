@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.ports import free_port
-from tests.rl_runs import MODEL
-from tests.training_runs import DEADLINE_S
+from tests.runs.ports import free_port
+from tests.runs.rl import MODEL
+from tests.runs.training import DEADLINE_S
 
 _TRAP = "raise SystemExit(f'{__file__} was imported')\n"
 _OURS = ("trainer", "inference/__init__", "inference/main")  # as our processes are called

@@ -13,10 +13,10 @@ import pytest
 
 from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ROOT
-from tests.documentation import Command, commands
-from tests.documented_runs import Checkout
-from tests.ports import free_port
-from tests.rl_runs import SMALL_BATCH, assert_same, exact_metrics, last_step, outcome, succeeded
+from tests.pages.documentation import Command, commands
+from tests.pages.runs import Checkout
+from tests.runs.ports import free_port
+from tests.runs.rl import SMALL_BATCH, assert_same, exact_metrics, last_step, outcome, succeeded
 
 _STEPS = 20
 _INFERENCE, _TRAINER, _ORCHESTRATOR, _TRAINER_AGAIN, _ORCHESTRATOR_AGAIN = range(5)

@@ -13,7 +13,7 @@ import pytest
 from holdfast.shared.files import manifest
 from holdfast.shared.files.checkpoints import list_entries
 from tests.conftest import ROOT
-from tests.processes import HANG_S
+from tests.runs.processes import HANG_S
 
 MAX_STEPS = 40
 

@@ -21,8 +21,8 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan
 from holdfast.shared.wire.sampling import Sampling
 from tests.conftest import ROOT
-from tests.processes import HANG_S
-from tests.training_runs import LiveSft, SftRun, run_sft
+from tests.runs.processes import HANG_S
+from tests.runs.training import LiveSft, SftRun, run_sft
 
 MAX_STEPS = "120"
 

@@ -15,7 +15,7 @@ from tests.integration.conftest import UsedServer
 from tests.reference_losses.machine import numerics
 from tests.reference_losses.record import RENEW, Record, differences, largest_relative, other_numerics, read_records
 from tests.reference_losses.runs import STEPS, SUPERVISED, Numbers, command_line, numbers_of
-from tests.training_runs import run_command
+from tests.runs.training import run_command
 
 TOLERANCES = {"sft": 1e-5, "dpo": 1e-5, "reward-model": 1e-3}
 """Of a loss, relative, on another machine. Plainer kernels of torch and of MKL moved it by at most 6e-7, and by 8e-5

@@ -9,10 +9,10 @@ import pytest
 
 from holdfast.shared.files import manifest
 from holdfast.shared.remote.checkpoints import RemoteCheckpoints
-from tests.checkpoint_files import contents
+from tests.builders.checkpoint_files import contents
 from tests.conftest import ModelFactory
-from tests.s3_server import BUCKET, S3Server
-from tests.training_runs import run_sft
+from tests.runs.training import run_sft
+from tests.servers.s3 import BUCKET, S3Server
 
 URL = f"s3://{BUCKET}/run"
 

@@ -21,10 +21,10 @@ from holdfast.shared.remote import object_store
 from holdfast.shared.remote.checkpoints import RemoteCheckpoints
 from holdfast.shared.remote.object_store import StorageError
 from holdfast.shared.remote.uploader import Uploader
-from tests.checkpoint_files import contents, write_checkpoint, write_weights
-from tests.processes import HANG_S
-from tests.s3_server import BUCKET, GONE, S3Server
-from tests.training_runs import Runs
+from tests.builders.checkpoint_files import contents, write_checkpoint, write_weights
+from tests.runs.processes import HANG_S
+from tests.runs.training import Runs
+from tests.servers.s3 import BUCKET, GONE, S3Server
 
 OBJECTS = 7
 """Files of a checkpoint and its manifest."""

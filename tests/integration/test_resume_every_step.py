@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.shared.files import manifest
 from holdfast.trainer.data.samples import SampleOrder
-from tests.training_runs import Runs, run_sft
+from tests.runs.training import Runs, run_sft
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from holdfast.shared.config.schedule import learning_rate
 from holdfast.shared.config.trainer import OptimConfig
 from holdfast.shared.files import manifest
 from tests.conftest import ModelFactory
-from tests.training_runs import Runs, SftRun, run_sft
+from tests.runs.training import Runs, SftRun, run_sft
 
 PEAK = 1e-3
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ROOT
-from tests.training_runs import PAIRS, SftRun, pairs_command, refused, run_pairs, run_sft, succeeded
+from tests.runs.training import PAIRS, SftRun, pairs_command, refused, run_pairs, run_sft, succeeded
 
 EXAMPLE = ROOT / "examples" / "reverse_text"
 COLUMNS = ("step", "loss", "grad_norm", "lr", "rewards/chosen", "rewards/accuracies", "rewards/std", "samples")

@@ -15,8 +15,8 @@ from holdfast.shared.files.journal import read_batch
 from holdfast.shared.wire.rollouts import Rollout
 from tests.forking.engines import shared_engines
 from tests.integration.conftest import UsedServer
-from tests.ports import free_port
-from tests.rl_runs import MODEL, RlRun, assert_same, complete, exact_metrics, outcome, succeeded
+from tests.runs.ports import free_port
+from tests.runs.rl import MODEL, RlRun, assert_same, complete, exact_metrics, outcome, succeeded
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -11,7 +11,7 @@ from holdfast.shared.files.journal import STATE_NAME, Accepted, Counts, read_acc
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Dropped
 from tests.integration.conftest import UsedServer
-from tests.rl_runs import RlRun, assert_same, complete, exact_metrics, outcome, succeeded
+from tests.runs.rl import RlRun, assert_same, complete, exact_metrics, outcome, succeeded
 
 _STEPS = 8
 _SETTINGS = """

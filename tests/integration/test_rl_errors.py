@@ -13,7 +13,7 @@ import pytest
 from holdfast.shared.files.metrics import read_metrics
 from holdfast.shared.files.run_dir import RunDir
 from tests.integration.conftest import UsedServer
-from tests.rl_runs import MODEL, CompletedRun, RlRun, complete
+from tests.runs.rl import MODEL, CompletedRun, RlRun, complete
 
 _ENVIRONMENT = """
 from holdfast.orchestrator.environments.reverse_text import ReverseText

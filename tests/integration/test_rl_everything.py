@@ -12,8 +12,8 @@ import tomli_w
 from holdfast.shared.files.metrics import read_metrics
 from holdfast.shared.remote.checkpoints import RemoteCheckpoints
 from tests.integration.conftest import UsedServer
-from tests.rl_runs import EVERYTHING, RlRun, assert_same, complete, exact_metrics, outcome, succeeded
-from tests.training_runs import write_data
+from tests.runs.rl import EVERYTHING, RlRun, assert_same, complete, exact_metrics, outcome, succeeded
+from tests.runs.training import write_data
 
 _STEPS = 8
 _RUN = ("--max-steps", str(_STEPS), "--ckpt.interval", "2", "--trainer.parallel.threads", "1")

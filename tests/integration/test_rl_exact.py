@@ -19,8 +19,8 @@ from holdfast.shared.wire.canary import CANARY_NAME, MAX_TOKENS
 from holdfast.shared.wire.sampling import Sampling
 from tests.forking.engines import shared_engines
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
-from tests.ports import free_port
-from tests.rl_runs import (
+from tests.runs.ports import free_port
+from tests.runs.rl import (
     MODEL,
     CompletedRun,
     Outcome,

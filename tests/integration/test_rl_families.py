@@ -1,4 +1,4 @@
-"""Every family through vLLM on CPU as `tests/families_in_rl.json` says, and a mixture of experts through `rl`."""
+"""Every family through vLLM on CPU as `models/families_in_rl.json` says, and a mixture of experts through `rl`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from holdfast.shared.files.metrics import read_metrics
 from holdfast.trainer.mesh import Mesh
 from tests.conftest import ModelFactory
-from tests.ports import free_port
-from tests.rl_families import Refused, measure, names, read_results
-from tests.rl_runs import RlRun, succeeded
+from tests.models.families_in_rl import Refused, measure, names, read_results
+from tests.runs.ports import free_port
+from tests.runs.rl import RlRun, succeeded
 
 HIGHEST_MISMATCH_KL = 1e-6
 RESULTS = read_results()
@@ -37,7 +37,7 @@ def test_engine_and_trainer_agree_or_the_family_is_refused(name: str, mesh: Mesh
         with pytest.raises(Refused) as caught:
             measure(name, tmp_path, mesh)
         found, said = _without_numbers(str(caught.value)), _without_numbers(expected.removeprefix("no: "))
-        assert found[:40] == said[:40], "run `python -m tests.rl_families NAME`"
+        assert found[:40] == said[:40], "run `python -m tests.models.families_in_rl NAME`"
     else:
         assert measure(name, tmp_path, mesh) < HIGHEST_MISMATCH_KL
         said = "WARNING: the model has a recurrent state" in (tmp_path / "inference.log").read_text()

@@ -11,8 +11,8 @@ import pytest
 from holdfast.shared.errors import STORAGE_FAILED
 from tests.chaos.disk import SmallDisk
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
-from tests.ports import free_port
-from tests.rl_runs import CompletedRun, RlRun, assert_same, complete, exact_metrics, outcome
+from tests.runs.ports import free_port
+from tests.runs.rl import CompletedRun, RlRun, assert_same, complete, exact_metrics, outcome
 
 _STEPS = ("--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2")
 _WAITING = re.compile(

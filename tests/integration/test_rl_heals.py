@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
-from tests.ports import free_port
-from tests.processes import command_line
-from tests.rl_runs import SMALL_BATCH, CompletedRun, RlRun, assert_same, complete, exact_metrics, outcome
+from tests.runs.ports import free_port
+from tests.runs.processes import command_line
+from tests.runs.rl import SMALL_BATCH, CompletedRun, RlRun, assert_same, complete, exact_metrics, outcome
 
 _STEPS = ("--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2")
 _HEARTBEAT_S = 20

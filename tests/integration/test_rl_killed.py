@@ -12,7 +12,7 @@ import pytest
 from holdfast.shared.files.journal import read_batch
 from holdfast.shared.files.run_dir import RunDir
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
-from tests.rl_runs import (
+from tests.runs.rl import (
     CompletedRun,
     RlRun,
     assert_same,

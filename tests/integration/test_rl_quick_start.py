@@ -9,10 +9,10 @@ from statistics import mean
 import httpx
 
 from holdfast.shared.files.metrics import read_metrics
-from tests.documented_metrics import undocumented
-from tests.ports import free_port
-from tests.processes import HANG_S
-from tests.rl_runs import RlRun, complete
+from tests.pages.metrics import undocumented
+from tests.runs.ports import free_port
+from tests.runs.processes import HANG_S
+from tests.runs.rl import RlRun, complete
 
 # From the first 3 to the last 10 of 50 steps; measured: 0.15 to 0.2.
 REWARD_RISE = 0.08

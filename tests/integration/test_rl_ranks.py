@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.shared.files.metrics import read_metrics
 from tests.integration.conftest import UsedServer
-from tests.rl_runs import CompletedRun, succeeded
+from tests.runs.rl import CompletedRun, succeeded
 
 # Sums in another order, float32.
 RELATIVE = 1e-4

@@ -13,7 +13,7 @@ from holdfast.shared.files.metrics import read_metrics
 from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.integration.conftest import UsedServer
-from tests.rl_runs import succeeded
+from tests.runs.rl import succeeded
 
 _STEPS = 30
 _PPO = "configs/reverse_text/algorithms/ppo.toml"

@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.processes import HANG_S
-from tests.rl_runs import MODEL, SMALL_BATCH, RlRun, assert_same, complete, outcome, succeeded
+from tests.runs.processes import HANG_S
+from tests.runs.rl import MODEL, SMALL_BATCH, RlRun, assert_same, complete, outcome, succeeded
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

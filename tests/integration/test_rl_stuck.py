@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import UsedServer
-from tests.rl_runs import RlRun, assert_same, complete, outcome
+from tests.runs.rl import RlRun, assert_same, complete, outcome
 
 _LOSS = """
 import os

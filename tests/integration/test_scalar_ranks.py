@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from holdfast.trainer.mesh import Mesh
 from tests.forking.commands import shared_commands
-from tests.scalar_ranks import compute
+from tests.ranks.scalar_model import compute
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def one_and_two(
     shutil.copytree(model_dir, reward_model)
     config = AutoConfig.from_pretrained(model_dir, num_labels=1)
     AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(reward_model)
-    shared_commands().two_ranks("tests.scalar_ranks", directory, model_dir, reward_model)
+    shared_commands().two_ranks("tests.ranks.scalar_model", directory, model_dir, reward_model)
     return compute(model_dir, reward_model, mesh), [torch.load(directory / f"rank_{rank}.pt") for rank in (0, 1)]
 
 

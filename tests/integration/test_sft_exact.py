@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from holdfast.shared.config import SftConfig
 from holdfast.shared.config.load import read_toml
 from holdfast.shared.files import manifest
-from tests.training_runs import Runs, sft_command
+from tests.runs.training import Runs, sft_command
 
 RELATIVE = 1e-5
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.shared.files import manifest
-from tests.processes import HANG_S
-from tests.training_runs import LiveSft
+from tests.runs.processes import HANG_S
+from tests.runs.training import LiveSft
 
 Start = Callable[..., LiveSft]
 Ends = Callable[..., bool]

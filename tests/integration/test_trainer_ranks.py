@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.shared.files import manifest
-from tests.training_runs import Runs
+from tests.runs.training import Runs
 
 
 def test_two_ranks_give_the_losses_of_one(sft_runs: Runs) -> None:

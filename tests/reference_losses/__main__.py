@@ -11,11 +11,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.ports import free_port
 from tests.reference_losses.machine import numerics
 from tests.reference_losses.record import PATH, Record, differences, other_numerics, read_records, write_records
 from tests.reference_losses.runs import COMMANDS, command_line, numbers_of
-from tests.training_runs import run_command
+from tests.runs.ports import free_port
+from tests.runs.training import run_command
 
 
 def main() -> int:

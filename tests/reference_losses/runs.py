@@ -17,8 +17,8 @@ from safetensors import safe_open
 
 from holdfast.shared.files.journal import read_batch
 from holdfast.shared.files.run_dir import RunDir
-from tests.rl_runs import SMALL_BATCH
-from tests.training_runs import SftRun
+from tests.runs.rl import SMALL_BATCH
+from tests.runs.training import SftRun
 
 STEPS = 20
 SUPERVISED = ("sft", "dpo", "reward-model")

@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, settings
 from holdfast.commands import cli
 from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ModelFactory
-from tests.unit.stand_ins import Stands
+from tests.runs.stand_ins import Stands
 
 if TYPE_CHECKING:
     from holdfast.trainer.mesh import Mesh
-    from tests.train_states import MakeState
+    from tests.builders.train_states import MakeState
 
 # A busy machine takes longer for anything; and no example of ours is spoilt by what another left in a fixture.
 settings.register_profile(
@@ -57,7 +57,7 @@ def stands(tmp_path: Path) -> Stands:
 @pytest.fixture
 def make_state(tiny_model: ModelFactory, mesh: Mesh) -> MakeState:
     """Return a maker of the states of a trainer."""
-    from tests.train_states import state_maker
+    from tests.builders.train_states import state_maker
 
     return state_maker(tiny_model, mesh)
 

@@ -23,7 +23,7 @@ from holdfast.shared.files import journal, lock, manifest
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan
 from holdfast.shared.wire.sampling import PLAIN_SAMPLING
-from tests.processes import HANG_S
+from tests.runs.processes import HANG_S
 
 pytestmark = pytest.mark.usefixtures("in_root")
 

@@ -19,7 +19,7 @@ from holdfast.commands.tables import Grid, Report, age, size
 from holdfast.shared.files import manifest
 from holdfast.shared.files.metrics import read_metrics
 from holdfast.shared.files.run_dir import RunDir
-from tests.training_runs import run_sft
+from tests.runs.training import run_sft
 
 Ckpt = Callable[..., tuple[int, str, str]]
 

@@ -18,7 +18,7 @@ from holdfast.commands.launcher.ports import reserve
 from holdfast.shared.config import RlConfig, SftConfig
 from holdfast.shared.config.load import read_toml
 from holdfast.shared.files.run_dir import RunDir
-from tests.ports import free_port
+from tests.runs.ports import free_port
 
 MODEL = "examples/reverse_text/base"
 Run = Callable[..., tuple[int, str, str]]

@@ -16,7 +16,7 @@ from holdfast.commands import cli
 from holdfast.commands.launcher import preflight
 from holdfast.shared.config import TrainerConfig
 from holdfast.shared.errors import ConfigError, HoldfastError
-from tests.ports import free_port
+from tests.runs.ports import free_port
 
 Launch = Callable[..., str]
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 import pytest
 from fastapi import HTTPException
-from orchestrator_fakes import MODEL, FakeEngine, serving
 
 from holdfast.commands.launcher.ports import Reservation, reserve, reserve_first_free
 from holdfast.commands.launcher.servers import Servers, chosen_servers, picks_its_port
@@ -27,6 +26,7 @@ from holdfast.shared.errors import ConfigError, InferenceError
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.files.run_owner import directory_name
 from holdfast.shared.wire.inference_api import ServedWeights
+from tests.servers.orchestrator_fakes import MODEL, FakeEngine, serving
 
 HOST = "127.0.0.1"
 

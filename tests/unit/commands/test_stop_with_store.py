@@ -20,8 +20,8 @@ from holdfast.shared.files.metrics import MetricsWriter
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.heartbeat import HEARTBEAT_ENV
 from holdfast.trainer.checkpoints.checkpointer import Checkpointer
-from tests.checkpoint_files import write_checkpoint
-from tests.train_states import NotifyingStorage
+from tests.builders.checkpoint_files import write_checkpoint
+from tests.builders.train_states import NotifyingStorage
 
 # Saves its step here at once, and then goes on "uploading" as its argument says.
 TRAINER = """

@@ -16,9 +16,9 @@ from holdfast.commands.launcher.restarts import Restarts
 from holdfast.shared.errors import STUCK, ProcessDied
 from holdfast.shared.process.heartbeat import HEALING_NAME, HEARTBEAT_ENV, Wait
 from holdfast.shared.process.stacks import show_stacks
-from tests.ports import free_port
-from tests.processes import HANG_S
-from tests.unit.stand_ins import Stands
+from tests.runs.ports import free_port
+from tests.runs.processes import HANG_S
+from tests.runs.stand_ins import Stands
 
 pytestmark = pytest.mark.usefixtures("restored_signals")
 

@@ -24,7 +24,7 @@ from holdfast.orchestrator.engines.http import HttpTransport
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.config.orchestrator import ClientConfig
 from holdfast.shared.wire.inference_api import ServedWeights
-from tests.processes import HANG_S
+from tests.runs.processes import HANG_S
 
 
 @pytest.mark.usefixtures("restored_signals")

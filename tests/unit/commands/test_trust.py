@@ -20,7 +20,7 @@ from holdfast.trainer.checkpoints.checkpointer import save_state
 from holdfast.trainer.checkpoints.index import IndexReader
 from holdfast.trainer.checkpoints.warm_start import load_weights_only
 from holdfast.trainer.conversion.reading import TensorReader
-from tests.checkpoint_files import write_checkpoint
+from tests.builders.checkpoint_files import write_checkpoint
 
 NAMES = [
     "os system",

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from holdfast.shared.errors import NOT_SAVED, STORAGE_FAILED, ProcessDied
-from tests.ports import free_port
-from tests.processes import HANG_S
-from tests.unit.stand_ins import Stands
+from tests.runs.ports import free_port
+from tests.runs.processes import HANG_S
+from tests.runs.stand_ins import Stands
 
 pytestmark = pytest.mark.usefixtures("restored_signals")
 

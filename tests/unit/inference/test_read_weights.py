@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from holdfast.inference.weights.files import Architecture, read_architecture, read_weights
 from holdfast.shared.errors import DataError
 from holdfast.shared.files.weights_digest import weights_digest
-from tests.inference_models import write_model
+from tests.models.served import write_model
 
 ARCHITECTURE = Architecture(shapes={"a": (2, 3), "b": (4,)}, tied=False)
 

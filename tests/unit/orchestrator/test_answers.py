@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import pytest
 from fastapi import Response
-from orchestrator_fakes import MODEL, STOP_TOKEN, FakeEngine, FakeTrainer, make_config, serving
 
 from holdfast.orchestrator.engines.answers import load_vocab_size
 from holdfast.orchestrator.main import orchestrate
@@ -22,6 +21,7 @@ from holdfast.shared.files import journal
 from holdfast.shared.files.record_log import RecordLog, read_records
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.sampled_checks import problem_of_logprobs, vocab_size_in
+from tests.servers.orchestrator_fakes import MODEL, STOP_TOKEN, FakeEngine, FakeTrainer, make_config, serving
 
 VOCAB_SIZE = json.loads((Path(MODEL) / "config.json").read_text())["vocab_size"]
 Alter = Callable[[dict[str, Any]], None]

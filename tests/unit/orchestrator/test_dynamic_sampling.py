@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from orchestrator_fakes import FakeEngine, FakeTrainer, commit_checkpoint, make_config, read_rollouts, serving
 
 from holdfast.commands.resume.superseded import set_aside_after
 from holdfast.orchestrator.batches.selection import has_signal
@@ -21,6 +20,14 @@ from holdfast.shared.files.journal import Accepted, Counts
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Batch
 from holdfast.trainer.rl.batches.ledger import check_tasks
+from tests.servers.orchestrator_fakes import (
+    FakeEngine,
+    FakeTrainer,
+    commit_checkpoint,
+    make_config,
+    read_rollouts,
+    serving,
+)
 
 STEPS = 4
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from orchestrator_fakes import make_config
 
 from holdfast.orchestrator.check_environments import check_environments
 from holdfast.orchestrator.environments import load_environment
@@ -18,6 +17,7 @@ from holdfast.orchestrator.environments.jsonl import Jsonl
 from holdfast.orchestrator.environments.reverse_text import ReverseText
 from holdfast.shared.config.orchestrator import EnvironmentConfig
 from holdfast.shared.errors import ConfigError, DataError, EnvironmentFailure, HoldfastError
+from tests.servers.orchestrator_fakes import make_config
 
 if TYPE_CHECKING:
     from decimal import Decimal

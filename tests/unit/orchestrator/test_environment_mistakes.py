@@ -19,7 +19,6 @@ import pytest
 import tomli_w
 import torch
 from fastapi.responses import JSONResponse
-from orchestrator_fakes import FakeEngine, FakeTrainer, make_config, publish_weights, serving
 
 from holdfast.orchestrator.environments.contract import PromptTooLong
 from holdfast.orchestrator.environments.interface import Environment, Score, Session, SessionFull, Task, TaskSeed
@@ -31,7 +30,8 @@ from holdfast.shared.files import journal
 from holdfast.shared.files.record_log import RecordLog
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Batch
-from tests.processes import HANG_S
+from tests.runs.processes import HANG_S
+from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, publish_weights, serving
 
 
 class Plain(Environment):

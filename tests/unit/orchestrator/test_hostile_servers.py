@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from fastapi import Response
 from fastapi.responses import StreamingResponse
-from orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
 
 from holdfast.orchestrator.engines import retry
 from holdfast.orchestrator.engines.http import _RETRY_FAILING_S, Unavailable
@@ -19,6 +18,7 @@ from holdfast.orchestrator.main import orchestrate
 from holdfast.shared.config.orchestrator import ClientConfig
 from holdfast.shared.errors import InferenceError
 from holdfast.shared.files.run_dir import RunDir
+from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
 
 Intercept = Callable[[int], Response | None]
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from orchestrator_fakes import STOP_TOKEN, FakeEngine, commit_checkpoint, make_config, publish_weights, serving
 
 from holdfast.orchestrator.batches import run_start
 from holdfast.orchestrator.batches.batch_publisher import BatchPublisher
@@ -45,7 +44,15 @@ from holdfast.shared.wire.arrays import Logprobs, LossMask, Rewards, TokenIds
 from holdfast.shared.wire.inference_api import Completion, GenerateRequest
 from holdfast.shared.wire.rollouts import Batch, Dropped, Rollout, StepRewards, VersionSpan
 from holdfast.shared.wire.sampling import Sampling
-from tests.processes import HANG_S
+from tests.runs.processes import HANG_S
+from tests.servers.orchestrator_fakes import (
+    STOP_TOKEN,
+    FakeEngine,
+    commit_checkpoint,
+    make_config,
+    publish_weights,
+    serving,
+)
 
 
 def test_integer_weights_are_exact() -> None:

@@ -17,15 +17,6 @@ import msgspec
 import numpy as np
 import pytest
 import tomli_w
-from orchestrator_fakes import (
-    FakeEngine,
-    FakeTrainer,
-    commit_checkpoint,
-    make_config,
-    publish_weights,
-    read_rollouts,
-    serving,
-)
 
 from holdfast.commands.resume.superseded import set_aside_after
 from holdfast.orchestrator.batches.state import OrchestratorState, read_state
@@ -48,7 +39,16 @@ from holdfast.shared.files import journal
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process import heartbeat
 from holdfast.shared.wire.rollouts import Batch
-from tests.processes import HANG_S
+from tests.runs.processes import HANG_S
+from tests.servers.orchestrator_fakes import (
+    FakeEngine,
+    FakeTrainer,
+    commit_checkpoint,
+    make_config,
+    publish_weights,
+    read_rollouts,
+    serving,
+)
 
 _MIX = [{"id": "reverse_text", "weight": 2}, {"id": "reverse_text", "name": "short", "args": {"max_length": 9}}]
 

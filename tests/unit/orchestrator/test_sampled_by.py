@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from fastapi import HTTPException
-from orchestrator_fakes import FakeEngine, FakeTrainer, make_config, read_rollouts, serving
 
 from holdfast.orchestrator.engines.client import InferenceClient
 from holdfast.orchestrator.engines.http import HttpTransport, Unavailable, _new_pool
@@ -24,6 +23,7 @@ from holdfast.shared.errors import InferenceError
 from holdfast.shared.files import journal
 from holdfast.shared.files.manifest import read_manifest
 from holdfast.shared.files.run_dir import RunDir
+from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, read_rollouts, serving
 
 STEPS = 6
 TWO_TURNS = [{"id": "test_orchestrator_run:TwoTurns"}]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from orchestrator_fakes import FakeEngine, FakeTrainer, make_config, read_rollouts, serving
 
 from holdfast.orchestrator.batches.state import read_state
 from holdfast.orchestrator.main import orchestrate
@@ -15,6 +14,7 @@ from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import CheckpointError, ConfigError, InferenceError
 from holdfast.shared.files import journal
 from holdfast.shared.files.run_dir import RunDir
+from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, read_rollouts, serving
 
 STEPS = 3
 GROUP, PROBLEMS = 4, 3

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests import architecture
-from tests.architecture import PAGE, House, Step, ways
+from tests.pages import architecture
+from tests.pages.architecture import PAGE, House, Step, ways
 
 WAYS = ways(PAGE.read_text())
 STEPS = [step for way in WAYS for step in way]
@@ -13,7 +13,7 @@ STEPS = [step for way in WAYS for step in way]
 
 def test_the_page_is_what_contracts_imports_and_docstrings_say() -> None:
     text = PAGE.read_text()
-    assert text == architecture.page_with(text), "write it anew: uv run python -m tests.architecture"
+    assert text == architecture.page_with(text), "write it anew: uv run python -m tests.pages.architecture"
 
 
 def test_every_import_between_rooms_leads_down() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.documentation import PAGES, blocks, prose
-from tests.documented_additions import PAGE, Copy
+from tests.pages.additions import PAGE, Copy
+from tests.pages.documentation import PAGES, blocks, prose
 
 EVERY_PAGE = [*PAGES, *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
 CHECKED = {"Add a policy loss", "Add an advantage", "Add a command", "Add an environment", "Add a metric", "Add a test"}
@@ -95,7 +95,7 @@ def test_every_addition_of_the_page_is_tried() -> None:
 
 
 def _additions(title: str) -> list[object]:
-    from tests.documentation import section
+    from tests.pages.documentation import section
 
     lines = section(PAGE, title)
     return [block for block in blocks(PAGE) if block.line in lines and (block.option("add") or block.option("of"))]

@@ -21,11 +21,11 @@ from holdfast.shared.config import InferenceConfig, RlConfig
 from holdfast.shared.config.fingerprint import FREE
 from holdfast.shared.config.orchestrator import EnvironmentConfig
 from holdfast.shared.files import record_log
-from tests import guarantees
 from tests.conftest import BASE, ROOT
-from tests.documentation import LANGUAGES, PAGES, Block, Command, anchors, blocks, commands, links, prose, shows
-from tests.documented_runs import Checkout, settings_file
 from tests.integration.test_documented_commands import STARTED
+from tests.pages import guarantees
+from tests.pages.documentation import LANGUAGES, PAGES, Block, Command, anchors, blocks, commands, links, prose, shows
+from tests.pages.runs import Checkout, settings_file
 
 RunCommand = Callable[..., tuple[int, str, str]]
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]

@@ -24,7 +24,7 @@ from holdfast.shared.wire.canary import CANARY_NAME, TEXT, Canary, deviation
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import build_policy
 from holdfast.trainer.rl.monitoring.canary import measure_canary
-from tests.unit.orchestrator_fakes import FakeEngine, publish_weights, serving
+from tests.servers.orchestrator_fakes import FakeEngine, publish_weights, serving
 
 MODEL = Path(__file__).parents[3] / "examples" / "reverse_text" / "model"
 

@@ -16,7 +16,7 @@ from holdfast.shared.chat.masking import Chat, encode_chat, encode_completion, e
 from holdfast.shared.chat.tokenizer import Tokenizer
 from holdfast.shared.errors import ConfigError, DataError
 from holdfast.trainer.data.samples import chat_tokenizer, check_same_tokens, load_tokenizer
-from tests.chat_templates import KINDS, ODD, SPECIAL, TEMPLATES, make_tokenizer
+from tests.models.chat_templates import KINDS, ODD, SPECIAL, TEMPLATES, make_tokenizer
 
 _WORDS = ["a", "fox", "The dog", "It is 12.", "  ", "\n", "é", "東京", "😀", "###", "12", *SPECIAL[3:6], "</s>"]
 _TEXTS = st.lists(st.sampled_from(_WORDS), max_size=5).map("".join) | st.text(max_size=6)

@@ -18,7 +18,7 @@ from holdfast.shared.config.reward_training import RewardTrainingConfig
 from holdfast.shared.config.rl import hand_down_shared
 from holdfast.shared.config.trainer import PolicyOptimConfig
 from holdfast.shared.errors import ConfigError, InferenceError
-from tests import scored_rollouts
+from tests.builders import scored_rollouts
 
 ALGORITHMS = Path(__file__).resolve().parents[3] / "configs" / "reverse_text" / "algorithms"
 

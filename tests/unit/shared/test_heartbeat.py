@@ -18,7 +18,7 @@ import pytest
 
 from holdfast.commands.launcher.liveness import Health, Vitals, place_of_beats
 from holdfast.shared.process.heartbeat import HEARTBEAT_ENV, PERIOD_S, does, start_heartbeat
-from tests.processes import HANG_S
+from tests.runs.processes import HANG_S
 
 _BEAT = (
     "import sys, time; from holdfast.shared.process.heartbeat import start_heartbeat; "

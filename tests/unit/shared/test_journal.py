@@ -21,7 +21,7 @@ from holdfast.shared.wire.arrays import Logprobs, LossMask, Rewards, TokenIds
 from holdfast.shared.wire.rollouts import Batch, Rollout, StepRewards, VersionSpan, decode_batch, encode_batch
 from holdfast.shared.wire.sampling import Sampling
 from tests.conftest import ROOT
-from tests.processes import HANG_S
+from tests.runs.processes import HANG_S
 
 
 def make_batch(step: int = 3) -> Batch:

@@ -14,8 +14,8 @@ from holdfast.shared.errors import SaveError
 from holdfast.shared.files import durable, lock
 from holdfast.shared.files.checkpoints import Entry
 from holdfast.trainer.checkpoints.checkpointer import Checkpointer
-from tests.processes import HANG_S
-from tests.train_states import held_writes
+from tests.builders.train_states import held_writes
+from tests.runs.processes import HANG_S
 
 HOLD = """
 import sys

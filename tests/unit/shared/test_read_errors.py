@@ -30,7 +30,7 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.remote.checkpoints import RemoteCheckpoints
 from holdfast.shared.wire.rollouts import Batch
 from holdfast.shared.wire.sampling import Sampling
-from tests.checkpoint_files import contents, write_checkpoint, write_weights
+from tests.builders.checkpoint_files import contents, write_checkpoint, write_weights
 
 
 @contextmanager

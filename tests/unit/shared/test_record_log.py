@@ -26,7 +26,7 @@ from holdfast.shared.wire.inference_api import Completion
 from holdfast.shared.wire.rollouts import VersionSpan
 from holdfast.shared.wire.sampling import Sampling
 from tests.conftest import ROOT
-from tests.processes import HANG_S
+from tests.runs.processes import HANG_S
 
 PAYLOADS = [bytes([number]) * (50 * number + 1) for number in range(6)]
 

@@ -30,8 +30,8 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.remote.checkpoints import RemoteCheckpoints
 from holdfast.shared.remote.object_store import ObjectStore, StorageError, is_transient
 from holdfast.shared.remote.uploader import Uploader
-from tests.checkpoint_files import contents, write_checkpoint, write_weights
-from tests.processes import HANG_S
+from tests.builders.checkpoint_files import contents, write_checkpoint, write_weights
+from tests.runs.processes import HANG_S
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from holdfast.commands.resume.superseded import set_aside_after, set_aside_damag
 from holdfast.shared.errors import CheckpointError, RunDirError
 from holdfast.shared.files import durable, manifest
 from holdfast.shared.files.run_dir import RunDir
-from tests.processes import HANG_S
+from tests.runs.processes import HANG_S
 
 
 def commit(run_dir: RunDir, step: int) -> Path:

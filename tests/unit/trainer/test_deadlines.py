@@ -27,8 +27,8 @@ from holdfast.trainer.programs import rl
 from holdfast.trainer.session.measurements import Stopwatch
 from tests.conftest import ModelFactory
 from tests.faults.rl_trainers import STEPS, Trainers, make_journal, run_trainer
-from tests.ports import free_port
-from tests.unit.orchestrator_fakes import FakeEngine, make_config, publish_weights, serving
+from tests.runs.ports import free_port
+from tests.servers.orchestrator_fakes import FakeEngine, make_config, publish_weights, serving
 
 
 def error_of(

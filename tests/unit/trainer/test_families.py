@@ -21,8 +21,8 @@ from holdfast.trainer.models.lora import adapter_parameters, whole_tensors
 from holdfast.trainer.models.policy import Policy, build_policy
 from holdfast.trainer.models.self_check import check_model
 from tests.conftest import ROOT
-from tests.families import FAMILIES, Family, random_samples, reference_outcome, trainer_outcome, write_model
-from tests.families_page import Row, page
+from tests.models.families import FAMILIES, Family, random_samples, reference_outcome, trainer_outcome, write_model
+from tests.pages.families import Row, page
 
 PAGE = ROOT / "docs" / "models.md"
 LENGTHS = (23, 5, 31, 2, 14, 9)

@@ -24,7 +24,7 @@ from holdfast.trainer.checkpoints.index import IndexReader
 from holdfast.trainer.checkpoints.random_state import capture_random_state, restore_random_state, seed_everything
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.session.train_state import TrainState
-from tests.train_states import MakeState, copied, draw, local_part, same, train
+from tests.builders.train_states import MakeState, copied, draw, local_part, same, train
 
 both = pytest.mark.parametrize("save_async", [False, True], ids=["sync", "async"])
 

@@ -22,8 +22,8 @@ from holdfast.trainer.checkpoints.checkpointer import Checkpointer
 from holdfast.trainer.checkpoints.dcp import ShardWriter
 from holdfast.trainer.checkpoints.plain_state import ObjectsState
 from holdfast.trainer.checkpoints.staging import Stager
-from tests.processes import HANG_S
-from tests.train_states import MakeState, copied, draw, held_writes, local_part, same, train
+from tests.builders.train_states import MakeState, copied, draw, held_writes, local_part, same, train
+from tests.runs.processes import HANG_S
 
 STEPS_MEANWHILE = 3
 

@@ -20,7 +20,7 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.trainer import mesh
 from holdfast.trainer.checkpoints import commit, dcp
 from holdfast.trainer.checkpoints.checkpointer import Checkpointer
-from tests.train_states import MakeState, NotifyingStorage, train
+from tests.builders.train_states import MakeState, NotifyingStorage, train
 
 both = pytest.mark.parametrize("save_async", [False, True], ids=["sync", "async"])
 

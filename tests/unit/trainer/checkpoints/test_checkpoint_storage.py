@@ -12,8 +12,8 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.remote.checkpoints import RemoteCheckpoints
 from holdfast.trainer.checkpoints.checkpointer import Checkpointer
 from holdfast.trainer.checkpoints.storage import LocalStorage, ObjectStorage
-from tests.checkpoint_files import write_checkpoint, write_weights
-from tests.processes import HANG_S
+from tests.builders.checkpoint_files import write_checkpoint, write_weights
+from tests.runs.processes import HANG_S
 
 
 @pytest.fixture

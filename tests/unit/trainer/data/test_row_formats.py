@@ -18,7 +18,7 @@ from holdfast.shared.errors import ProcessDied
 from holdfast.trainer.data.samples import fingerprint_samples
 from holdfast.trainer.data.tokenizing import cores_of_this_rank
 from holdfast.trainer.preferences.pairs import load_pairs
-from tests.chat_templates import make_tokenizer
+from tests.models.chat_templates import make_tokenizer
 from tests.unit.trainer.data.test_data import load, refused, tokenize_row, trained_text, whole_text, write
 
 Tokenizer = PreTrainedTokenizerBase

@@ -31,7 +31,7 @@ from holdfast.trainer.models.tensor_layout import TensorLayout
 from holdfast.trainer.models.weight_publisher import WeightPublisher
 from holdfast.trainer.optim.optimizers import build_optimizer
 from holdfast.trainer.session.train_state import Progress, TrainState
-from tests.train_states import copied, local_part, same, train
+from tests.builders.train_states import copied, local_part, same, train
 
 Models = Callable[..., Path]
 LORA = {"rank": 2, "alpha": 6.0}

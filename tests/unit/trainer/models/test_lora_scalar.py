@@ -26,8 +26,8 @@ from holdfast.trainer.models.scalar_model import ScalarModel, build_scalar_model
 from holdfast.trainer.models.tensor_layout import TensorLayout
 from holdfast.trainer.models.weight_publisher import WeightPublisher
 from holdfast.trainer.rl.rewards.reward_model import RewardModel
-from tests.scalar_ranks import ragged_samples
-from tests.train_states import copied, local_part, same
+from tests.builders.train_states import copied, local_part, same
+from tests.ranks.scalar_model import ragged_samples
 
 Models = Callable[..., Path]
 

@@ -27,7 +27,7 @@ from holdfast.trainer.models.policy import Policy, build_policy, predict
 from holdfast.trainer.models.pretrained import trained_tensors
 from holdfast.trainer.models.sharding import reshard
 from holdfast.trainer.models.structure import decoder_layers
-from tests.train_states import local_part
+from tests.builders.train_states import local_part
 
 Models = Callable[..., Path]
 KINDS = {

@@ -14,7 +14,7 @@ from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import build_policy
 from holdfast.trainer.models.self_check import check_model
-from tests.families import Family, Outcome, random_samples, reference_outcome, trainer_outcome, write_model
+from tests.models.families import Family, Outcome, random_samples, reference_outcome, trainer_outcome, write_model
 
 ORIGINAL = 16
 LENGTHS = (23, 5, ORIGINAL, ORIGINAL + 1, 31, 2, 14)

@@ -31,7 +31,7 @@ from holdfast.trainer.models.policy import build_policy
 from holdfast.trainer.models.pretrained import trained_tensors
 from holdfast.trainer.models.scalar_model import ScalarModel, build_scalar_model, predict_values, score_samples
 from holdfast.trainer.models.weight_publisher import WeightPublisher
-from tests.train_states import local_part
+from tests.builders.train_states import local_part
 
 Models = Callable[..., Path]
 LENGTHS = (7, 3, 12)

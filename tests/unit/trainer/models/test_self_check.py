@@ -21,7 +21,7 @@ from holdfast.trainer.models.policy import Policy, build_policy
 from holdfast.trainer.models.scalar_model import build_scalar_model
 from holdfast.trainer.models.self_check import check_model, is_random_in_training
 from holdfast.trainer.models.structure import use_attention
-from tests.families import FAMILIES, write_model
+from tests.models.families import FAMILIES, write_model
 
 Build = Callable[..., Policy]
 

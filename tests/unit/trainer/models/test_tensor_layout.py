@@ -35,8 +35,8 @@ from holdfast.trainer.models.policy import Policy, build_policy
 from holdfast.trainer.models.pretrained import initial_weights, load_model_config, trained_tensors
 from holdfast.trainer.models.tensor_layout import TensorLayout, names_in_files
 from holdfast.trainer.models.weight_publisher import WeightPublisher
+from tests.builders.train_states import local_part
 from tests.conftest import ModelFactory
-from tests.train_states import local_part
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

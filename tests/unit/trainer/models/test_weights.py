@@ -24,7 +24,7 @@ from holdfast.trainer.models.hf_files import SafetensorsWriter
 from holdfast.trainer.models.policy import Policy, build_policy
 from holdfast.trainer.models.pretrained import trained_tensors
 from holdfast.trainer.models.weight_publisher import WeightPublisher
-from tests.train_states import local_part
+from tests.builders.train_states import local_part
 
 Models = Callable[..., Path]
 

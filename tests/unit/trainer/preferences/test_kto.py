@@ -27,7 +27,7 @@ from holdfast.trainer.preferences.labelled import LabelledAnswer, following_othe
 from holdfast.trainer.preferences.losses import kto_loss
 from holdfast.trainer.preferences.pairs import fingerprint_preferences, load_pairs, split_preferences
 from holdfast.trainer.preferences.reference import Reference, reference_logprobs
-from tests.plain_logprobs import answer_logprob
+from tests.models.plain_logprobs import answer_logprob
 
 ROWS = [
     {"prompt": "ab>", "completion": "ba", "label": True},

@@ -42,7 +42,7 @@ from holdfast.trainer.preferences.reference import (
 from holdfast.trainer.preferences.reference import _read as read_reference
 from holdfast.trainer.programs.dpo import dpo_objective
 from holdfast.trainer.programs.reward_model import end_at_stop_token
-from tests.plain_logprobs import answer_logprob
+from tests.models.plain_logprobs import answer_logprob
 
 TEXTS = [{"prompt": "ab>", "chosen": "ba", "rejected": "ab done"}, {"prompt": "cde>", "chosen": "edc", "rejected": "c"}]
 

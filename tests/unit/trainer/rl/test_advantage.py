@@ -27,7 +27,7 @@ from holdfast.trainer.rl.advantages.reinforce_pp import reinforce_pp
 from holdfast.trainer.rl.advantages.scored_rollouts import Groups, ScoredRollout
 from holdfast.trainer.rl.batches.per_token import ADVANTAGE
 from holdfast.trainer.rl.batches.samples import group_rollouts, to_samples
-from tests.scored_rollouts import advantage_of, scored_groups, scored_rollout
+from tests.builders.scored_rollouts import advantage_of, scored_groups, scored_rollout
 
 
 def test_dr_grpo_is_reward_minus_mean() -> None:
@@ -122,7 +122,7 @@ def slow_pass_at_k(rewards: list[float], index: int, k: int) -> float:
 
 
 def slow_online_dpo(group: Sequence[ScoredRollout], index: int) -> float:
-    """A tenth is the beta, and -0.1 the log-ratio of every token in `tests.scored_rollouts`."""
+    """A tenth is the beta, and -0.1 the log-ratio of every token in `tests.builders.scored_rollouts`."""
     rewards = [one.reward for one in group]
     best, worst = rewards.index(max(rewards)), rewards.index(min(rewards))
     if index not in (best, worst) or best == worst:
@@ -132,7 +132,7 @@ def slow_online_dpo(group: Sequence[ScoredRollout], index: int) -> float:
 
 
 def slow_gdpo(groups: Groups) -> list[float]:
-    """What each rollout is given, with the weights of `tests.scored_rollouts`."""
+    """What each rollout is given, with the weights of `tests.builders.scored_rollouts`."""
     sums = []
     for group in groups:
         own = [[one.environment_reward for one in group], [one.metrics["other"] for one in group]]

@@ -32,7 +32,7 @@ from holdfast.trainer.rl.batches.per_token import (
 )
 from holdfast.trainer.rl.batches.samples import without_truncated
 from holdfast.trainer.rl.regularization.kl import KlPenalty, kl_of_sequences
-from tests.scored_rollouts import advantage_of
+from tests.builders.scored_rollouts import advantage_of
 
 REWARDS = [[1.0, 0.25, -0.5], [2.0, 2.5, 0.0]]
 LENGTHS = (5, 4, 6, 3, 7, 4)

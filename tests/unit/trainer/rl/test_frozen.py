@@ -19,7 +19,7 @@ from holdfast.orchestrator.main import FreezeTolerantLoop
 from holdfast.shared.files import journal
 from holdfast.shared.process.clock import FROZEN_S, awake_s
 from holdfast.shared.process.heartbeat import PERIOD_S
-from tests.processes import HANG_S
+from tests.runs.processes import HANG_S
 
 
 @pytest.fixture

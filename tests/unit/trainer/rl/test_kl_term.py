@@ -15,7 +15,7 @@ from holdfast.trainer.rl.losses.build import build_policy_loss
 from holdfast.trainer.rl.losses.regularizers import with_kl_term
 from holdfast.trainer.rl.regularization.coefficients import KlCoefficient
 from holdfast.trainer.rl.regularization.kl import KlEstimator
-from tests.policy_inputs import policy_input
+from tests.builders.policy_inputs import policy_input
 
 # Two sequences of two tokens and one: weights 1/4, 1/4, 1/2 by sequence, 1/3 each by token.
 LOGPROBS, REFERENCE, ADVANTAGES = [-1.0, -2.0, -0.5], [-1.2, -1.5, -0.5], [0.5, 0.5, -1.0]

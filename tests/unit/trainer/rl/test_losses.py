@@ -18,7 +18,7 @@ from holdfast.shared.config.registry import POLICY_LOSSES
 from holdfast.shared.errors import ConfigError, TrainingError
 from holdfast.trainer.rl.losses.base import PolicyLossInput
 from holdfast.trainer.rl.losses.build import build_policy_loss
-from tests.slow_losses import as_input, configured, random_step, slow_gradient, slow_loss
+from tests.builders.slow_losses import as_input, configured, random_step, slow_gradient, slow_loss
 
 BUILT_IN = tuple(POLICY_LOSSES)
 RATIO_TO = [name for name in BUILT_IN if "ratio_to" in POLICY_LOSSES[name].defaults]

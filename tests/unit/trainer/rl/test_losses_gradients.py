@@ -17,7 +17,7 @@ from torch import Tensor
 from holdfast.shared.config.losses import CorrectionConfig, PolicyLossConfig
 from holdfast.shared.config.registry import POLICY_LOSSES
 from holdfast.trainer.rl.losses.build import build_policy_loss
-from tests.policy_inputs import policy_input
+from tests.builders.policy_inputs import policy_input
 
 SHAPES = ((3, 7, 1, 5), (1,), (4, 0, 2), (1, 1, 1, 1), (9, 2, 0, 0, 6), (0, 0), ())
 SPREADS = (0.0, 1e-4, 0.3, 20.0, 130.0)

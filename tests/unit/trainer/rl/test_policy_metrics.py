@@ -13,7 +13,7 @@ import torch
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.rl.monitoring.metrics import PolicyStatistics
 from tests.forking.commands import shared_commands
-from tests.policy_ranks import AGES, LOSSES, TOKENS, compute, loss_input, statistics_of
+from tests.ranks.policy_metrics import AGES, LOSSES, TOKENS, compute, loss_input, statistics_of
 
 
 def k3(log_ratio: float) -> float:
@@ -70,7 +70,7 @@ def one_and_two(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What one rank computes, and what each of two does."""
     directory, model_dir = tmp_path_factory.mktemp("ranks"), tiny_model()
-    shared_commands().two_ranks("tests.policy_ranks", directory, model_dir, sft_data)
+    shared_commands().two_ranks("tests.ranks.policy_metrics", directory, model_dir, sft_data)
     return compute(model_dir, sft_data, mesh), [torch.load(directory / f"rank_{rank}.pt") for rank in (0, 1)]
 
 

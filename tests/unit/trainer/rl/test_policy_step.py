@@ -29,8 +29,8 @@ from holdfast.trainer.rl.losses.regularizers import with_entropy_bonus
 from holdfast.trainer.rl.monitoring.metrics import PolicyStatistics
 from holdfast.trainer.rl.policy_step import policy_step
 from holdfast.trainer.rl.regularization.coefficients import EntropyCoefficient
-from tests.slow_losses import configured
-from tests.train_states import local_part
+from tests.builders.slow_losses import configured
+from tests.builders.train_states import local_part
 
 TEMPERATURE = 0.8
 SHIFT = 0.1

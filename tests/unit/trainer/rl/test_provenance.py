@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from orchestrator_fakes import publish_weights
 
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.files.weights_digest import weights_digest
@@ -14,6 +13,7 @@ from holdfast.shared.process.events import EVENTS_ENV
 from holdfast.shared.wire.rollouts import Batch
 from holdfast.shared.wire.sampling import Sampling
 from holdfast.trainer.rl.batches.provenance import check_provenance
+from tests.servers.orchestrator_fakes import publish_weights
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.trainer.checkpoints.storage import LocalStorage, ObjectStorage
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.session.checkpointing import open_storage
-from tests.processes import HANG_S
+from tests.runs.processes import HANG_S
 
 
 @pytest.mark.parametrize("ckpt", [None, {}])

@@ -27,8 +27,8 @@ from holdfast.trainer.session import saving
 from holdfast.trainer.session import stop as stop_module
 from holdfast.trainer.session.saving import GraceOver, Saver
 from holdfast.trainer.session.stop import StopRequest
-from tests.processes import HANG_S
-from tests.train_states import held_writes
+from tests.builders.train_states import held_writes
+from tests.runs.processes import HANG_S
 
 MAX_STEPS = 7
 

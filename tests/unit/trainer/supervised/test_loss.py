@@ -20,7 +20,7 @@ from holdfast.trainer.rl.losses.base import PolicyLossInput
 from holdfast.trainer.rl.losses.build import build_policy_loss
 from holdfast.trainer.rl.regularization.kl import k3
 from holdfast.trainer.supervised.loss import cross_entropy
-from tests.policy_inputs import policy_input
+from tests.builders.policy_inputs import policy_input
 
 CLIP = PolicyLossConfig(type="grpo", clip_low=0.2, clip_high=0.3)
 

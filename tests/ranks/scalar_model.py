@@ -1,4 +1,4 @@
-"""Two real ranks that share a scalar model: `python -m tests.scalar_ranks MODEL REWARD_MODEL DIRECTORY`.
+"""Two real ranks that share a scalar model: `python -m tests.ranks.scalar_model MODEL REWARD_MODEL DIRECTORY`.
 
 Each rank writes what it computed into `DIRECTORY/rank_R.pt`.
 """
@@ -18,7 +18,7 @@ from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.pretrained import trained_tensors
 from holdfast.trainer.models.scalar_model import build_scalar_model, predict_values, score_samples
 from holdfast.trainer.rl.rewards.reward_model import RewardModel
-from tests.two_ranks import run_on_two_ranks
+from tests.ranks.two import run_on_two_ranks
 
 
 def ragged_samples() -> list[Sample]:

@@ -1,8 +1,8 @@
 """Families through `rl`: publish changed weights, have vLLM sample by them, and compare with the trainer.
 
-    uv run python -m tests.rl_families [NAME ...]
+    uv run python -m tests.models.families_in_rl [NAME ...]
 
-measures all families of `tests.families`, or those named, and writes `tests/families_in_rl.json`, which
+measures all families of `tests.models.families`, or those named, and writes `tests/models/families_in_rl.json`, which
 `tests/integration/test_rl_families.py` holds the code to and docs/models.md shows.
 """
 
@@ -37,13 +37,13 @@ from holdfast.trainer.models.tensor_layout import TensorLayout, names_in_files
 from holdfast.trainer.models.weight_publisher import WeightPublisher
 from holdfast.trainer.rl.monitoring.mismatch import LIMITS
 from holdfast.trainer.rl.regularization.kl import k3
-from tests.families import FAMILIES, Family, write_model
-from tests.families_page import IN_RL
 from tests.forking.engines import shared_engines
-from tests.ports import free_port
-from tests.processes import HANG_S
+from tests.models.families import FAMILIES, Family, write_model
+from tests.pages.families import IN_RL
+from tests.runs.ports import free_port
+from tests.runs.processes import HANG_S
 
-TOKENIZER = Path(__file__).resolve().parents[1] / "examples" / "reverse_text" / "base"
+TOKENIZER = Path(__file__).resolve().parents[2] / "examples" / "reverse_text" / "base"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 # vLLM's attention on CPU takes heads of 32, 64, 80, 96, ... numbers.
 _SIZES = {

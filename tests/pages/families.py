@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.trainer.models.layout import Layout
-from tests.families import Family
+from tests.models.families import Family
 
-IN_RL = Path(__file__).parent / "families_in_rl.json"
+IN_RL = Path(__file__).parents[1] / "models" / "families_in_rl.json"
 _TEXT = """\
 # Models
 
@@ -56,9 +56,9 @@ balances the experts of a mixture is not part of any loss here, and their choice
 
 The column `rl` is about vLLM on CPU in float32, with heads of attention of 32 numbers: *yes* means that the engine
 took changed weights by the names of the original checkpoint, sampled by them, and was within a mismatch KL of 1e-6
-of the trainer; otherwise it says what ends the run, and why. `python -m tests.rl_families` measures it. Values of
-published models are taken where vLLM knows no others: a tied output layer of Gemma 2, Cohere, Bloom and LFM2, which it
-ties even if config.json does not.
+of the trainer; otherwise it says what ends the run, and why. `python -m tests.models.families_in_rl` measures it.
+Values of published models are taken where vLLM knows no others: a tied output layer of Gemma 2, Cohere, Bloom and
+LFM2, which it ties even if config.json does not.
 For models with a recurrent state the engine keeps no prefixes of prompts on CPU (vLLM needs chunked prefill for
 that, which a seed per request rules out), and the last bits of their log-probabilities depend on which requests share a
 batch: no two runs of `rl` have the same bits, whether they die or not, unless `--inference.engine.max-num-seqs 1`

@@ -1,8 +1,8 @@
 """The generated parts of docs/architecture.md, and the ways through the code that its lists tell.
 
-`uv run python -m tests.architecture` writes the parts between `<!-- NAME -->` and `<!-- /NAME -->` anew: the tree of
-the packages from their docstrings, the picture of the houses and their rooms from the layers in pyproject.toml and the
-imports as they are, and the contracts that forbid something.
+`uv run python -m tests.pages.architecture` writes the parts between `<!-- NAME -->` and `<!-- /NAME -->` anew: the
+tree of the packages from their docstrings, the picture of the houses and their rooms from the layers in
+pyproject.toml and the imports as they are, and the contracts that forbid something.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from holdfast.shared.files.metrics import read_metrics
 from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.forking.commands import shared_commands
-from tests.processes import HANG_S, command_line
+from tests.runs.processes import HANG_S, command_line
 
 CONFIG = "configs/reverse_text/rl.toml"
 MODEL = ROOT / "examples" / "reverse_text" / "model"

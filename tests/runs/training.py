@@ -17,11 +17,11 @@ import psutil
 
 from holdfast.shared.files.metrics import read_metrics
 from holdfast.shared.files.run_dir import RunDir
-from tests.processes import command_line
+from tests.runs.processes import command_line
 
 SFT = str(Path(sys.executable).with_name("sft"))
 DEADLINE_S = 120
-PAIRS = Path(__file__).resolve().parents[1] / "examples" / "reverse_text" / "preferences.jsonl"
+PAIRS = Path(__file__).resolve().parents[2] / "examples" / "reverse_text" / "preferences.jsonl"
 
 
 def write_data(path: Path, *, count: int = 60) -> Path:

@@ -6,7 +6,7 @@ Every fence names its language:
                           those are the commands and the others what they print: digits count as any number, `...`
                           as any text
     ```python             must compile; `file=name.py` behind it: the file that later blocks of the page import;
-                          `add=PATH`: a file to add to the repository, see tests/documented_additions.py
+                          `add=PATH`: a file to add to the repository, see tests/pages/additions.py
     ```diff of=PATH       lines to add to a file of the repository
     ```toml COMMAND       settings of COMMAND
     ```bash  ```text      a script, which must be one for bash; anything else

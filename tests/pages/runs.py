@@ -21,7 +21,7 @@ from holdfast.shared.config import (
 from holdfast.shared.config.load import parse_command_line
 from holdfast.shared.config.rl import hand_down_shared
 from tests.conftest import ROOT
-from tests.documentation import Block, Command, blocks, shows
+from tests.pages.documentation import Block, Command, blocks, shows
 
 TRAINING = {"sft": SftConfig, "dpo": DpoConfig, "reward-model": RewardTrainingConfig, "trainer": TrainerConfig}
 # Not of holdfast: what they need is a network, another machine, or the suite that this is a part of.

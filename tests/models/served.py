@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-BASE = Path(__file__).resolve().parents[1] / "examples" / "reverse_text" / "base"
+BASE = Path(__file__).resolve().parents[2] / "examples" / "reverse_text" / "base"
 # The servers under test need the cores.
 torch.set_num_threads(1)
 

@@ -1,4 +1,4 @@
-"""Two real ranks that save and load together: `python -m tests.checkpoint_ranks DIRECTORY`.
+"""Two real ranks that save and load together: `python -m tests.ranks.checkpoints DIRECTORY`.
 
 Each rank goes through all scenarios and writes what it saw into `DIRECTORY/rank_R.json`, by scenario.
 `DIRECTORY/one` is a checkpoint of `make_objects` saved by one process beforehand.
@@ -32,9 +32,9 @@ from holdfast.trainer.checkpoints.storage import LocalStorage
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.session.saving import Saver
 from holdfast.trainer.session.stop import StopRequest
-from tests.processes import HANG_S
-from tests.train_states import NotifyingStorage, copied, held_writes, same
-from tests.two_ranks import run_on_two_ranks
+from tests.builders.train_states import NotifyingStorage, copied, held_writes, same
+from tests.ranks.two import run_on_two_ranks
+from tests.runs.processes import HANG_S
 
 Objects = dict[str, Any]
 WIDTH = 256

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from tests.conftest import ROOT
-from tests.documentation import Block, blocks, section
+from tests.pages.documentation import Block, blocks, section
 
 PAGE = ROOT / "docs" / "developing.md"
 

@@ -1,4 +1,4 @@
-"""Two real ranks that measure and count what one does: `python -m tests.policy_ranks MODEL DATA DIRECTORY`.
+"""Two real ranks that measure and count what one does: `python -m tests.ranks.policy_metrics MODEL DATA DIRECTORY`.
 
 Each rank writes what it computed into `DIRECTORY/rank_R.pt`.
 """
@@ -38,8 +38,8 @@ from holdfast.trainer.rl.losses.regularizers import with_distillation_term
 from holdfast.trainer.rl.monitoring.metrics import PolicyStatistics
 from holdfast.trainer.rl.policy_step import policy_step
 from holdfast.trainer.rl.pretraining import PretrainingMix
-from tests.policy_inputs import policy_input
-from tests.two_ranks import run_on_two_ranks
+from tests.builders.policy_inputs import policy_input
+from tests.ranks.two import run_on_two_ranks
 
 AGES = (0, 1, 4)
 # Of each token: new, old, sampler and reference log-probability, age. By update, by forward pass.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from holdfast.shared.config.losses import CorrectionConfig, PolicyLossConfig
 from holdfast.trainer.rl.losses.base import PolicyLossInput
-from tests.policy_inputs import policy_input
+from tests.builders.policy_inputs import policy_input
 
 Token = dict[str, float]
 Sequences = list[list[Token]]

@@ -1,4 +1,4 @@
-"""Two real ranks that share a model of some family: `python -m tests.family_ranks MODEL DIRECTORY`.
+"""Two real ranks that share a model of some family: `python -m tests.ranks.families MODEL DIRECTORY`.
 
 Each rank writes what it computed into `DIRECTORY/rank_R.pt`.
 """
@@ -16,8 +16,8 @@ from holdfast.shared.config.trainer import SftDataConfig, TrainedModelConfig
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import build_policy
 from holdfast.trainer.supervised.step import supervised_step
-from tests.families import random_samples
-from tests.two_ranks import run_on_two_ranks
+from tests.models.families import random_samples
+from tests.ranks.two import run_on_two_ranks
 
 LENGTHS = (23, 5, 31, 2, 14)
 
