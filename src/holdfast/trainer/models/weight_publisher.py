@@ -1,7 +1,8 @@
 """Published weights: `weights/step_N`, a Hugging Face directory that from_pretrained and vLLM load.
 
 Of a run with LoRA, it holds the merged model and the adapter below `adapter/`; or, for engines, which
-have the weights that it is added to, the adapter alone.
+have the weights that it is added to, the adapter alone. The trainer's side of the weight push: see
+`holdfast.orchestrator.weight_push` for the others.
 """
 
 from __future__ import annotations
