@@ -4,7 +4,7 @@ Every rank computes the same plan from the same samples and takes its own part, 
 tell another what it does, and the loss denominator (predicted tokens of the whole step) is known to
 all.
 
-Shape legend: B rows, L tokens of a row, N predicted tokens of the micro-batch.
+Shape legend: B rows, L tokens of a row, N predicted tokens of the micro-batch; a packed row: T tokens, S samples.
 """
 
 from __future__ import annotations
