@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from holdfast.commands.launcher.full_disk import Patience
 from holdfast.commands.launcher.liveness import Health
 from holdfast.commands.launcher.restarts import Restarts
+from holdfast.commands.launcher.storage_backoff import StorageBackoff
 from holdfast.commands.launcher.watch import Healing, Plan, watch
 from holdfast.commands.resume.attempt import Attempt
 from holdfast.shared.config import TrainerConfig
@@ -62,5 +62,7 @@ class Stands:
             self.attempts += 1
             return plan()
 
-        healing = Healing(again=again, restarts=Restarts(restarts, 600), patience=Patience(600), heartbeat_timeout_s=60)
+        healing = Healing(
+            again=again, restarts=Restarts(restarts, 600), storage_backoff=StorageBackoff(600), heartbeat_timeout_s=60
+        )
         return watch(plan(), healing if heals else None)

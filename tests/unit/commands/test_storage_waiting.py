@@ -1,4 +1,4 @@
-"""A storage that fails is told apart from a crash, by its own exit code, and waited for with patience."""
+"""A storage that fails is told apart from a crash, by its own exit code, and waited for with backoff."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from holdfast.commands.launcher.console import Tail
-from holdfast.commands.launcher.full_disk import Patience, fullest
+from holdfast.commands.launcher.storage_backoff import StorageBackoff, fullest
 from holdfast.shared.errors import (
     STORAGE_FAILED,
     DataError,
@@ -170,7 +170,7 @@ def test_a_torn_line_is_passed_over(tmp_path: Path) -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Return a function that lets seconds pass."""
     now = 1000.0
-    monkeypatch.setattr("holdfast.commands.launcher.full_disk.awake_s", lambda: now)
+    monkeypatch.setattr("holdfast.commands.launcher.storage_backoff.awake_s", lambda: now)
 
     def pass_s(seconds: float) -> None:
         nonlocal now
@@ -180,26 +180,26 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 def test_the_wait_grows_up_to_a_limit_and_ends(clock: Callable[[float], None]) -> None:
-    patience, delays = Patience(100), []
-    while (delay := patience.delay_s(7)) is not None:
+    backoff, delays = StorageBackoff(100), []
+    while (delay := backoff.delay_s(7)) is not None:
         delays.append(delay)
         clock(delay)
     assert delays == [1, 2, 4, 8, 16, 30, 30, 9]
 
 
 def test_the_time_begins_anew_with_a_step_that_was_never_trained_before(clock: Callable[[float], None]) -> None:
-    patience = Patience(10)
-    assert patience.delay_s(7) == 1
+    backoff = StorageBackoff(10)
+    assert backoff.delay_s(7) == 1
     clock(9)
-    assert patience.delay_s(8) == 1
+    assert backoff.delay_s(8) == 1
     clock(9)
-    assert patience.delay_s(6) == 1, "the second failure at step 8 or before, one second left"
+    assert backoff.delay_s(6) == 1, "the second failure at step 8 or before, one second left"
     clock(1)
-    assert patience.delay_s(8) is None
+    assert backoff.delay_s(8) is None
 
 
 def test_no_patience_is_no_wait() -> None:
-    assert Patience(0).delay_s(3) is None
+    assert StorageBackoff(0).delay_s(3) is None
 
 
 def test_the_fullest_directory_is_named(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.launcher.liveness import Health, Vitals
+from holdfast.commands.launcher.liveness import Health, LivenessMonitor
 from holdfast.commands.launcher.restarts import Restarts
 from holdfast.shared.errors import STUCK, ProcessDied
 from holdfast.shared.process.heartbeat import HEALING_NAME, HEARTBEAT_ENV, Wait
@@ -169,15 +169,15 @@ def test_the_rank_that_stands_still_is_named(tmp_path: Path, monkeypatch: pytest
     """Both beat, and one of them moves on."""
     now = 1000.0
     monkeypatch.setattr("holdfast.commands.launcher.liveness.awake_s", lambda: now)
-    vitals = Vitals(tmp_path / "trainer")
+    monitor = LivenessMonitor(tmp_path / "trainer")
     for second in range(12):
         now += 1
         for rank, moves in enumerate((second, 7)):
             (tmp_path / "new").write_text(f'{{"moves": {moves}, "doing": "step 3", "bound_s": 10}}')
             (tmp_path / "new").replace(tmp_path / f"trainer_rank_{rank}")
-        assert vitals.silent_s() < 2
-        assert (vitals.stuck() is None) == (second < 11)
-    stuck = vitals.stuck()
+        assert monitor.silent_s() < 2
+        assert (monitor.stuck() is None) == (second < 11)
+    stuck = monitor.stuck()
     assert stuck is not None
     assert (stuck.part, stuck.doing, stuck.seconds) == ("rank 1", "step 3", 11.0)
 
@@ -186,12 +186,12 @@ def test_an_update_of_weights_is_no_silence(tmp_path: Path) -> None:
     """The engine answers nobody meanwhile: what bounds it is the time for an update."""
     beats = tmp_path / "inference"
     beats.write_text('{"moves": 1, "doing": "taking policy version 3", "bound_s": 600, "answers": false}')
-    vitals = Vitals(beats, Health("http://127.0.0.1:9/health"), probe_period_s=60)
-    assert vitals._health is not None
-    vitals._health._last_good = -1000.0
-    assert vitals.silent_s() < 100
+    monitor = LivenessMonitor(beats, Health("http://127.0.0.1:9/health"), probe_period_s=60)
+    assert monitor._health is not None
+    monitor._health._last_good = -1000.0
+    assert monitor.silent_s() < 100
     beats.write_text('{"moves": 2, "doing": "serving"}')
-    assert vitals.silent_s() < 100, "it could not be asked until just now"
+    assert monitor.silent_s() < 100, "it could not be asked until just now"
 
 
 def test_a_wait_is_over_when_nobody_gets_anything_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.commands.resume.fork import bring_in, find_fork
+from holdfast.commands.resume.fork import copy_fork, find_fork
 from holdfast.shared.errors import CheckpointError
 from holdfast.shared.files import manifest
 from holdfast.shared.files.checkpoints import require_weights
@@ -127,5 +127,5 @@ def test_a_manifest_names_files_of_its_directory_alone(name: str, tmp_path: Path
     with pytest.raises(CheckpointError, match="names a file outside"):
         manifest.verify(directory)
     with pytest.raises(CheckpointError, match="names a file outside"):
-        bring_in(find_fork(directory, mine, how="full"), mine, how="full")
+        copy_fork(find_fork(directory, mine, how="full"), mine, how="full")
     assert not mine.checkpoints.exists()

@@ -14,8 +14,7 @@ import msgspec
 import pytest
 
 from holdfast.commands.launcher import full_disk as storage
-from holdfast.commands.launcher import liveness as vitals
-from holdfast.commands.launcher import servers
+from holdfast.commands.launcher import liveness, servers
 from holdfast.shared import errors
 from holdfast.shared.config import InferenceConfig, RlConfig
 from holdfast.shared.config.fingerprint import FREE
@@ -314,7 +313,7 @@ def test_constants_that_the_guarantees_name_are_those_of_the_code() -> None:
         f"again after {retry.FIRST_BACKOFF_S:g} s, then twice as long each time up to {retry.LAST_BACKOFF_S:g} s",
         f"`Retry-After` says ({retry._LONGEST_PAUSE_S:g} s at most)",
         f"for {['no', 'one', 'two'][round(http._RETRY_FAILING_S / 60)]} minutes with 500",
-        f"silent from {vitals._FIRST_BEAT_S:g} s after its start",
+        f"silent from {liveness._FIRST_BEAT_S:g} s after its start",
         f"named after {watchdog.SILENT_S:g} s with environment",
         f"after {storage._FIRST_DELAY_S:g} s, then 2, 4, ... up to {storage._LAST_DELAY_S:g} s",
         f"takes the server at port {InferenceConfig().server.port} if it is nobody's",

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.launcher.liveness import Health, Vitals, place_of_beats
+from holdfast.commands.launcher.liveness import Health, LivenessMonitor, place_of_beats
 from holdfast.shared.process.heartbeat import HEARTBEAT_ENV, PERIOD_S, does, start_heartbeat
 from tests.runs.processes import HANG_S
 
@@ -33,11 +33,11 @@ def _until(condition: Callable[[], bool], timeout_s: float = HANG_S) -> None:
         time.sleep(0.01)
 
 
-def _watch(vitals: Vitals, seconds: float) -> None:
+def _watch(monitor: LivenessMonitor, seconds: float) -> None:
     """Listen for so long, in which who does not beat falls silent; a busy machine may listen late."""
     beginning = time.monotonic()
     while time.monotonic() - beginning < seconds:
-        vitals.silent_s()
+        monitor.silent_s()
         time.sleep(0.01)
 
 
@@ -60,28 +60,28 @@ def beating(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[bytes]]
 def test_a_stopped_part_makes_the_whole_silent(
     tmp_path: Path, beating: Callable[[str], subprocess.Popen[bytes]]
 ) -> None:
-    vitals = Vitals(tmp_path / "heartbeats" / "trainer")
-    assert vitals.silent_s() == 0  # before the first beat: it may still import
+    monitor = LivenessMonitor(tmp_path / "heartbeats" / "trainer")
+    assert monitor.silent_s() == 0  # before the first beat: it may still import
     beating("")
     rank = beating("_rank_0")
     _until(lambda: len(list((tmp_path / "heartbeats").glob("*"))) == 2)
-    _watch(vitals, 2.5 * PERIOD_S)
-    _until(lambda: vitals.silent_s() < PERIOD_S)
+    _watch(monitor, 2.5 * PERIOD_S)
+    _until(lambda: monitor.silent_s() < PERIOD_S)
     rank.send_signal(signal.SIGSTOP)
-    _until(lambda: vitals.silent_s() > 3 * PERIOD_S)
+    _until(lambda: monitor.silent_s() > 3 * PERIOD_S)
     rank.send_signal(signal.SIGCONT)
-    _until(lambda: vitals.silent_s() < PERIOD_S)
+    _until(lambda: monitor.silent_s() < PERIOD_S)
 
 
 def test_a_new_process_is_not_blamed_for_the_silence_of_the_old(tmp_path: Path) -> None:
     prefix = tmp_path / "heartbeats" / "orchestrator"
     prefix.parent.mkdir()
     prefix.touch()
-    vitals = Vitals(prefix)
-    vitals.silent_s()
-    _until(lambda: vitals.silent_s() > 0.1)
-    vitals.forget()
-    assert vitals.silent_s() == 0
+    monitor = LivenessMonitor(prefix)
+    monitor.silent_s()
+    _until(lambda: monitor.silent_s() > 0.1)
+    monitor.forget()
+    assert monitor.silent_s() == 0
     assert not prefix.exists()
 
 
@@ -90,38 +90,38 @@ def test_a_process_that_never_beats_is_silent_after_a_time_for_its_imports(
 ) -> None:
     now = 1000.0
     monkeypatch.setattr("holdfast.commands.launcher.liveness.awake_s", lambda: now)
-    vitals = Vitals(tmp_path / "heartbeats" / "orchestrator")
+    monitor = LivenessMonitor(tmp_path / "heartbeats" / "orchestrator")
     now += 30
-    assert vitals.silent_s() == 0
+    assert monitor.silent_s() == 0
     now += 5
-    assert vitals.silent_s() == 5
-    vitals.forget()
-    assert vitals.silent_s() == 0
+    assert monitor.silent_s() == 5
+    monitor.forget()
+    assert monitor.silent_s() == 0
 
 
 def test_who_takes_the_place_of_another_has_to_beat_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr("holdfast.commands.launcher.liveness.awake_s", lambda: now)
     (tmp_path / "orchestrator").write_text("{}")
-    vitals = Vitals(tmp_path / "orchestrator")
-    assert vitals.silent_s() == 0
+    monitor = LivenessMonitor(tmp_path / "orchestrator")
+    assert monitor.silent_s() == 0
     now += 500
-    vitals.forget()
+    monitor.forget()
     now += 30
-    assert vitals.silent_s() == 0, "it imports"
+    assert monitor.silent_s() == 0, "it imports"
     now += 5
-    assert vitals.silent_s() == 5
+    assert monitor.silent_s() == 5
 
 
 def test_a_part_that_has_ended_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HEARTBEAT_ENV, str(tmp_path / "heartbeats" / "trainer"))
     whole, rank = start_heartbeat(), start_heartbeat("_rank_0")
-    vitals = Vitals(tmp_path / "heartbeats" / "trainer")
+    monitor = LivenessMonitor(tmp_path / "heartbeats" / "trainer")
     _until(lambda: len(list((tmp_path / "heartbeats").glob("*"))) == 2)
-    vitals.silent_s()
+    monitor.silent_s()
     rank.end()
-    _watch(vitals, 2.5 * PERIOD_S)
-    _until(lambda: vitals.silent_s() < PERIOD_S)
+    _watch(monitor, 2.5 * PERIOD_S)
+    _until(lambda: monitor.silent_s() < PERIOD_S)
     whole.end()
     assert not list((tmp_path / "heartbeats").iterdir())
 
@@ -157,10 +157,10 @@ def test_a_full_memory_makes_no_living_process_look_dead(
     monkeypatch.setattr(os, "pwrite", full)
     monkeypatch.setenv(HEARTBEAT_ENV, str(tmp_path / "trainer"))
     beat = start_heartbeat()
-    vitals = Vitals(tmp_path / "trainer")
+    monitor = LivenessMonitor(tmp_path / "trainer")
     _until(beat.path.exists if beat.path else bool)
-    _watch(vitals, 2.5 * PERIOD_S)
-    _until(lambda: vitals.silent_s() < PERIOD_S)
+    _watch(monitor, 2.5 * PERIOD_S)
+    _until(lambda: monitor.silent_s() < PERIOD_S)
     beat.end()
     assert [record.getMessage() for record in caplog.records] == [
         f"heartbeats are not written whole: {OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))}"
@@ -226,17 +226,17 @@ def health_url() -> Iterator[str]:
 
 
 def test_an_engine_that_beats_but_is_not_well_is_silent(tmp_path: Path, health_url: str) -> None:
-    vitals = Vitals(tmp_path / "inference", Health(health_url), probe_period_s=0.05)
-    _until(lambda: vitals.silent_s() > 0)
-    _watch(vitals, 1)
-    _until(lambda: vitals.silent_s() < 0.5)
+    monitor = LivenessMonitor(tmp_path / "inference", Health(health_url), probe_period_s=0.05)
+    _until(lambda: monitor.silent_s() > 0)
+    _watch(monitor, 1)
+    _until(lambda: monitor.silent_s() < 0.5)
     _Route.status = 503
-    _until(lambda: vitals.silent_s() > 1.5)
-    vitals.forget()
-    assert vitals.silent_s() == 0  # the next one may take its time to start
+    _until(lambda: monitor.silent_s() > 1.5)
+    monitor.forget()
+    assert monitor.silent_s() == 0  # the next one may take its time to start
     _Route.status = 200
-    _until(lambda: 0 < vitals.silent_s() < 0.5)
-    vitals.end()
+    _until(lambda: 0 < monitor.silent_s() < 0.5)
+    monitor.end()
 
 
 def test_an_answer_is_waited_for_as_long_as_the_server_may_take(
@@ -247,12 +247,12 @@ def test_an_answer_is_waited_for_as_long_as_the_server_may_take(
         _Route.answer(route)
 
     monkeypatch.setattr(_Route, "do_GET", slow)
-    hasty = Vitals(tmp_path / "hasty", Health(health_url, timeout_s=0.05), probe_period_s=0.05)
-    patient = Vitals(tmp_path / "patient", Health(health_url, timeout_s=300), probe_period_s=0.05)
+    hasty = LivenessMonitor(tmp_path / "hasty", Health(health_url, timeout_s=0.05), probe_period_s=0.05)
+    patient = LivenessMonitor(tmp_path / "patient", Health(health_url, timeout_s=300), probe_period_s=0.05)
     _until(lambda: patient.is_well)
     assert not hasty.is_well
-    for vitals in (hasty, patient):
-        vitals.end()
+    for monitor in (hasty, patient):
+        monitor.end()
 
 
 def test_a_beat_is_written_over_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from holdfast.commands.ckpt.checkpoint_dirs import CheckpointDirs
 from holdfast.commands.ckpt.inspecting import verify as ckpt_verify
 from holdfast.commands.ckpt.listing import ls
-from holdfast.commands.ckpt.places import Places
 from holdfast.commands.launcher.console import Tail
 from holdfast.commands.resume.remote import fetch
 from holdfast.commands.resume.resume_step import resolve_resume_step
@@ -98,7 +98,7 @@ def test_an_older_step_can_still_be_asked_for_by_number(three: RunDir) -> None:
 def test_the_commands_call_it_unreadable_and_remove_nothing(
     three: RunDir, run_command: Callable[..., tuple[int, str, str]]
 ) -> None:
-    places = Places(three.path)
+    places = CheckpointDirs(three.path)
     with unreadable(three.checkpoint(10) / MANIFEST_NAME):
         (problem,) = ls(places, metric=None).problems
         assert problem.startswith("step 10 is unreadable: ")
@@ -115,7 +115,7 @@ def test_a_file_of_a_step_that_cannot_even_be_looked_at_makes_it_unreadable(
     shard = three.checkpoint(10) / "trainer/__0.distcp"
     kept = shard.rename(shard.with_name("kept"))
     shard.symlink_to(shard)
-    (problem,) = ls(Places(three.path), metric=None).problems
+    (problem,) = ls(CheckpointDirs(three.path), metric=None).problems
     assert problem.startswith("step 10 is unreadable: ") and "__0.distcp cannot be read: Too many levels of" in problem
     code, out, _ = run_command("ckpt", "prune", "--keep", "1", "--output-dir", three.path)
     assert code == 1 and "step 10 is unreadable and stays: " in out

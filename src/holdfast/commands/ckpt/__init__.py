@@ -2,7 +2,7 @@
 
 main.py       from the command line to one action and an exit code
 arguments.py  subcommands and flags
-places.py     where steps and exports lie, and which step an argument means
+dirs.py     where steps and exports lie, and which step an argument means
 listing.py    ls
 inspecting.py verify, show
 comparing.py  diff

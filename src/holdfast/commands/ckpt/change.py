@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from holdfast.commands.ckpt.checkpoint_dirs import CheckpointDirs, is_temporary, size_of
 from holdfast.commands.ckpt.inspecting import verified
-from holdfast.commands.ckpt.places import Places, is_temporary, size_of
 from holdfast.commands.ckpt.tensor_work import tensor_work
 from holdfast.commands.tables import Grid, Report, size
 from holdfast.shared.errors import CheckpointError, ConfigError, ReadError, RunDirError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def export(
-    places: Places,
+    dirs: CheckpointDirs,
     *,
     step: str,
     to: Path,
@@ -36,7 +36,7 @@ def export(
     base: str | None,
 ) -> Report:
     """Write the model of a step as a new Hugging Face directory; the step is verified first."""
-    directory = places.step_directory(step)
+    directory = dirs.step_directory(step)
     _refuse_existing(to, "--to")
     verified(directory)
     with tensor_work("reading and writing tensors"):
@@ -47,7 +47,7 @@ def export(
 
 
 def promote(
-    places: Places,
+    dirs: CheckpointDirs,
     *,
     step: str,
     name: str,
@@ -57,17 +57,17 @@ def promote(
     base: str | None,
 ) -> Report:
     """Export a step under a name; nothing ever removes it."""
-    to = places.exports / name
+    to = dirs.exports / name
     if to.exists():
         raise CheckpointError(
             f"the export '{name}' exists already: {to}. Choose another --name, or remove it yourself."
         )
-    return export(places, step=step, to=to, dtype=dtype, max_shard_size=max_shard_size, model=model, base=base)
+    return export(dirs, step=step, to=to, dtype=dtype, max_shard_size=max_shard_size, model=model, base=base)
 
 
-def import_weights(places: Places, *, source: str, to: Path, model: str | None) -> Report:
+def import_weights(dirs: CheckpointDirs, *, source: str, to: Path, model: str | None) -> Report:
     """Turn weights of any kind into a new directory for `--ckpt.weights-only` and `--model.name`."""
-    path = Path(source) if Path(source).exists() or not source.isdecimal() else places.step_directory(source)
+    path = Path(source) if Path(source).exists() or not source.isdecimal() else dirs.step_directory(source)
     if kind_of(path) == Kind.UNKNOWN:
         raise CheckpointError(
             f"no weights can be imported from {path}: it is {describe_found(path)}. Needed: a .safetensors, .bin or "
@@ -101,7 +101,7 @@ class Removed(msgspec.Struct):
 
 
 def prune(
-    places: Places, *, keep: int | None, keep_interval: int | None, keep_best: str | None, dry_run: bool
+    dirs: CheckpointDirs, *, keep: int | None, keep_interval: int | None, keep_best: str | None, dry_run: bool
 ) -> Report:
     """Remove superseded steps, torn saves and torn exports. A run that goes on is refused; the newest step stays.
 
@@ -112,32 +112,32 @@ def prune(
     """
     if keep is None and (keep_interval is not None or keep_best is not None):
         raise ConfigError("--keep-interval and --keep-best keep steps besides the newest: say how many with --keep.")
-    places.check()
+    dirs.check()
     retention = Retention(keep, keep_interval, BestMetric.parse(keep_best) if keep_best else None)
-    with contextlib.nullcontext() if dry_run else _sole_writer(places):
-        return _prune(places, retention, dry_run=dry_run)
+    with contextlib.nullcontext() if dry_run else _sole_writer(dirs):
+        return _prune(dirs, retention, dry_run=dry_run)
 
 
 @contextlib.contextmanager
-def _sole_writer(places: Places) -> Iterator[None]:
-    places.run_dir.lock()
-    if not places.checkpoints.is_dir():
+def _sole_writer(dirs: CheckpointDirs) -> Iterator[None]:
+    dirs.run_dir.lock()
+    if not dirs.checkpoints.is_dir():
         yield
         return
-    descriptor = os.open(places.checkpoints, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = os.open(dirs.checkpoints, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if is_directory_locked(descriptor, take=True):
-            raise RunDirError(f"a training loop saves into {places.checkpoints}. Wait for it or stop it, then prune.")
+            raise RunDirError(f"a training loop saves into {dirs.checkpoints}. Wait for it or stop it, then prune.")
         yield
     finally:
         os.close(descriptor)
 
 
-def _prune(places: Places, retention: Retention, *, dry_run: bool) -> Report:
-    entries = places.entries()
+def _prune(dirs: CheckpointDirs, retention: Retention, *, dry_run: bool) -> Report:
+    entries = dirs.entries()
     superseded, problems = _superseded(entries, retention)
     doomed = [entry for entry in entries if entry.status == "torn" or entry.step in superseded]
-    torn_exports = [path for path in places.export_directories() if is_temporary(path) and not _is_being_written(path)]
+    torn_exports = [path for path in dirs.export_directories() if is_temporary(path) and not _is_being_written(path)]
     removed = [
         *(Removed(str(entry.path), _why(entry), entry.size_bytes) for entry in doomed),
         *(Removed(str(path), "torn", size_of(path)) for path in torn_exports),

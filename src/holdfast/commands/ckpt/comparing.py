@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from holdfast.commands.ckpt.checkpoint_dirs import CheckpointDirs
 from holdfast.commands.ckpt.inspecting import CONFIG, counters, verified
-from holdfast.commands.ckpt.places import Places
 from holdfast.commands.ckpt.tensor_work import tensor_work
 from holdfast.commands.resume.config_diff import Drift, compare_settings, read_settings
 from holdfast.commands.tables import Grid, Report, number
@@ -26,9 +26,9 @@ _MODEL = "model."
 Changes = dict[str, tuple[Any, Any]]
 
 
-def diff(places: Places, *, before: str, after: str, top: int) -> Report:
-    """Compare two steps, each a step of `places` or a path; verify both first."""
-    first, second = places.step_directory(before), places.step_directory(after)
+def diff(dirs: CheckpointDirs, *, before: str, after: str, top: int) -> Report:
+    """Compare two steps, each a step of `dirs` or a path; verify both first."""
+    first, second = dirs.step_directory(before), dirs.step_directory(after)
     old, new = verified(first), verified(second)
     with tensor_work("comparing tensors"):
         with heavy_imports():

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.commands.ckpt.places import Places, is_temporary
+from holdfast.commands.ckpt.checkpoint_dirs import CheckpointDirs, is_temporary
 from holdfast.commands.ckpt.tensor_work import tensor_work
 from holdfast.commands.resume.config_diff import read_settings
 from holdfast.commands.tables import Grid, Report, number, size, working
@@ -46,13 +46,13 @@ class Verified(msgspec.Struct):
     reason: str
 
 
-def verify(places: Places, *, steps: list[str], how: Verification) -> Report:
+def verify(dirs: CheckpointDirs, *, steps: list[str], how: Verification) -> Report:
     """Check steps (all, and all exports, if none is named) against their manifests."""
     if steps:
-        directories = [places.step_directory(text) for text in steps]
+        directories = [dirs.step_directory(text) for text in steps]
     else:
-        directories = [entry.path for entry in places.entries() if entry.status != "torn"]
-        directories += [path for path in places.export_directories() if not is_temporary(path)]
+        directories = [entry.path for entry in dirs.entries() if entry.status != "torn"]
+        directories += [path for path in dirs.export_directories() if not is_temporary(path)]
     started = time.monotonic()
     lines = [_verify_one(directory, how) for directory in directories]
     seconds = time.monotonic() - started
@@ -68,7 +68,7 @@ def verify(places: Places, *, steps: list[str], how: Verification) -> Report:
         "seconds": seconds,
         "problems": problems,
     }
-    nothing = f"no checkpoints in {places.checkpoints}"
+    nothing = f"no checkpoints in {dirs.checkpoints}"
     parts = [Grid(("directory", "status", ">size"), rows), total] if lines else [nothing]
     return Report(document, parts, problems)
 
@@ -94,9 +94,9 @@ def verified(directory: Path, *, how: Verification = "full") -> Manifest:
         return manifest.verify(directory, how=how, step=int(step) if is_step else None)
 
 
-def show(places: Places, *, step: str) -> Report:
+def show(dirs: CheckpointDirs, *, step: str) -> Report:
     """Show manifest, counters, tensors and settings of one step."""
-    directory = places.step_directory(step)
+    directory = dirs.step_directory(step)
     listing = verified(directory)
     with tensor_work("reading the index of the tensors"):
         with heavy_imports():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.commands.ckpt.places import Places, is_temporary, occupied, size_of
+from holdfast.commands.ckpt.checkpoint_dirs import CheckpointDirs, is_temporary, occupied, size_of
 from holdfast.commands.tables import Grid, Report, age, number, size
 from holdfast.shared.errors import CheckpointError, ReadError
 from holdfast.shared.files import manifest
@@ -42,21 +42,21 @@ class ExportLine(msgspec.Struct):
     reason: str
 
 
-def ls(places: Places, *, metric: str | None) -> Report:
+def ls(dirs: CheckpointDirs, *, metric: str | None) -> Report:
     """List steps and exports; a damaged or unreadable one is a problem, a torn one is not."""
-    entries = places.entries()
+    entries = dirs.entries()
     saved = {entry.step: entry.manifest.metrics for entry in entries if entry.manifest and entry.status == "committed"}
-    chosen = places.metric(metric, saved)
+    chosen = dirs.metric(metric, saved)
     best = chosen.best(saved) if chosen else None
     name = chosen.name if chosen else ""
     steps = [_step_line(entry, name, best) for entry in entries]
-    exports = [_export_line(path) for path in places.export_directories()]
+    exports = [_export_line(path) for path in dirs.export_directories()]
     bad = ("damaged", "unreadable")
     problems = [f"step {line.step} is {line.status}: {line.reason}" for line in steps if line.status in bad]
     problems += [f"export {line.name} is {line.status}: {line.reason}" for line in exports if line.status in bad]
-    sizes = occupied(places.output_dir)
+    sizes = occupied(dirs.output_dir)
     document = {
-        "checkpoints": str(places.checkpoints),
+        "checkpoints": str(dirs.checkpoints),
         "metric": name or None,
         "best": best,
         "steps": msgspec.to_builtins(steps),
@@ -64,7 +64,7 @@ def ls(places: Places, *, metric: str | None) -> Report:
         "occupied_bytes": sizes,
         "problems": problems,
     }
-    parts: list[Grid | str] = [f"no checkpoints in {places.checkpoints}"]
+    parts: list[Grid | str] = [f"no checkpoints in {dirs.checkpoints}"]
     if steps:
         parts = [_step_grid(steps, name or "metric")]
     if any(line.status == "torn" for line in steps):

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from holdfast.commands.ckpt.arguments import parse
 from holdfast.commands.ckpt.change import export, import_weights, promote, prune
+from holdfast.commands.ckpt.checkpoint_dirs import CheckpointDirs
 from holdfast.commands.ckpt.comparing import diff
 from holdfast.commands.ckpt.inspecting import show, verify
 from holdfast.commands.ckpt.listing import ls
-from holdfast.commands.ckpt.places import Places
 from holdfast.commands.ckpt.tensor_work import TensorWorkFailed
 from holdfast.commands.tables import Report
 
@@ -34,9 +34,9 @@ def main(argv: list[str]) -> int:
     arguments = vars(parse(argv))
     action = _ACTIONS[arguments.pop("command")]
     as_json = arguments.pop("json")
-    places = Places(arguments.pop("output_dir"))
+    dirs = CheckpointDirs(arguments.pop("output_dir"))
     try:
-        report = action(places, **arguments)
+        report = action(dirs, **arguments)
     except TensorWorkFailed as failure:
         return failure.exit_code
     report.print(as_json=as_json)

@@ -10,12 +10,12 @@ import os
 import sys
 from pathlib import Path
 
-from holdfast.commands.launcher.full_disk import Patience
 from holdfast.commands.launcher.liveness import Health
 from holdfast.commands.launcher.ports import reserve
 from holdfast.commands.launcher.preflight import check_inference, check_orchestrator, check_rl, check_training
 from holdfast.commands.launcher.restarts import Restarts
 from holdfast.commands.launcher.servers import chosen_servers, picks_its_port
+from holdfast.commands.launcher.storage_backoff import StorageBackoff
 from holdfast.commands.launcher.watch import Healing, Plan, clear_unpublished, watch
 from holdfast.commands.resume.attempt import Attempt, with_resume, write_config
 from holdfast.commands.resume.plan import prepare
@@ -61,7 +61,7 @@ def launch_rl(config: RlConfig) -> int:
         healing = Healing(
             again=lambda: _plan_rl(config, starts_inference=servers.starts_own, again=True),
             restarts=Restarts(config.max_restarts, config.restart_window_s),
-            patience=Patience(config.storage_timeout_s),
+            storage_backoff=StorageBackoff(config.storage_timeout_s),
             heartbeat_timeout_s=config.heartbeat_timeout_s,
         )
         return watch(plan, healing)

@@ -89,7 +89,7 @@ class Health:
     timeout_s: float = 30.0
 
 
-class Vitals:
+class LivenessMonitor:
     """Signs of life of one process: its heartbeats, and the answers of its health route where it has one.
 
     A health route that generates a token for its answer tells a hung engine from a living one.

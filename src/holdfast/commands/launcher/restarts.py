@@ -39,7 +39,7 @@ class Restarts:
         """Return the seconds to wait before process `name` is started again; None: it is not.
 
         Deaths by a signal, crashes and a dead engine are worth another try. Errors that were told (bad input,
-        numbers that broke) would only come again. A storage that failed is no crash: see `commands.launcher.full_disk`.
+        numbers that broke) would only come again. A storage that failed is no crash: see `storage_backoff`.
 
         Args:
             stuck_at: the step at which it came no further. That takes longer to notice than any window, so it may

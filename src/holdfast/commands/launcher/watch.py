@@ -20,20 +20,18 @@ from pathlib import Path
 from typing import TypeVar
 
 from holdfast.commands.launcher.console import Console
-from holdfast.commands.launcher.engine_log import engine_failure
-from holdfast.commands.launcher.full_disk import Patience, fullest
-from holdfast.commands.launcher.liveness import PROBE_PERIOD_S, Health, Vitals, place_of_beats
+from holdfast.commands.launcher.endings import death_of, engine_failure_of, how_it_ended, report_stop
+from holdfast.commands.launcher.liveness import PROBE_PERIOD_S, Health, LivenessMonitor, place_of_beats
 from holdfast.commands.launcher.restarts import Restarts
-from holdfast.commands.launcher.supervise import Child, Supervisor, last_lines
+from holdfast.commands.launcher.storage_backoff import StorageBackoff, fullest
+from holdfast.commands.launcher.supervise import Child, Supervisor
 from holdfast.commands.resume.attempt import Attempt
 from holdfast.shared.config.trainer import TrainingCommand
 from holdfast.shared.errors import (
-    NOT_SAVED,
     STORAGE_FAILED,
     STUCK,
     HoldfastError,
     ProcessDied,
-    ReadError,
     is_storage_failure,
 )
 from holdfast.shared.files import durable
@@ -73,13 +71,13 @@ class Healing:
     Attributes:
         again: makes the plan that goes on with the run after its trainer died.
         restarts: the allowance of restarts after crashes.
-        patience: how long the run waits for its storage.
+        storage_backoff: how long the run waits for its storage.
         heartbeat_timeout_s: a process that is silent for this long is killed.
     """
 
     again: Callable[[], Plan]
     restarts: Restarts
-    patience: Patience
+    storage_backoff: StorageBackoff
     heartbeat_timeout_s: float
 
 
@@ -97,32 +95,40 @@ def watch(plan: Plan, healing: Healing | None = None) -> int:
     timeout_s = healing.heartbeat_timeout_s if healing else math.inf
     period_s = min(PROBE_PERIOD_S, timeout_s / 4)
     with place_of_beats(run_dir.path) as beats, Supervisor() as supervisor:
-        vitals = {name: Vitals(beats / name, plan.health.get(name), probe_period_s=period_s) for name in plan.commands}
+        monitors = {
+            name: LivenessMonitor(beats / name, plan.health.get(name), probe_period_s=period_s)
+            for name in plan.commands
+        }
         try:
             while True:
-                outcome = _Watcher(plan, supervisor, healing, vitals, beats).run()
+                outcome = _Watcher(plan, supervisor, healing, monitors, beats).run()
                 if isinstance(outcome, int):
                     return outcome
                 plan = outcome
         finally:
-            for one in vitals.values():
-                one.end()
+            for monitor in monitors.values():
+                monitor.end()
 
 
 class _Watcher:
     """Watches one attempt."""
 
     def __init__(
-        self, plan: Plan, supervisor: Supervisor, healing: Healing | None, vitals: dict[str, Vitals], beats: Path
+        self,
+        plan: Plan,
+        supervisor: Supervisor,
+        healing: Healing | None,
+        monitors: dict[str, LivenessMonitor],
+        beats: Path,
     ) -> None:
         self._plan = plan
         self._supervisor = supervisor
         self._healing = healing
         self._restarts = healing.restarts if healing else Restarts(0, 0.0)
-        self._patience = healing.patience if healing else Patience(0.0)
+        self._storage_backoff = healing.storage_backoff if healing else StorageBackoff(0.0)
         self._run_dir = plan.attempt.run_dir
         self._logs = self._run_dir.logs(plan.attempt.number)
-        self._vitals = vitals
+        self._monitors = monitors
         self._beats = beats
         self._killed: set[int] = set()
         self._stuck: dict[int, str] = {}
@@ -147,7 +153,13 @@ class _Watcher:
                 self._save_before_stop(outcome)
             self._supervisor.stop()
         if outcome is not None:
-            return self._report_stop(outcome)
+            return report_stop(
+                outcome,
+                self._trainer(),
+                step=self._console.last_step,
+                run_dir=self._run_dir,
+                config=self._plan.trainer,
+            )
         step = self._console.last_step
         print(f"finished step {step} of {self._plan.trainer.max_steps}; weights: {self._run_dir.weights_of(step)}")
         return 0
@@ -165,7 +177,7 @@ class _Watcher:
                 # Nobody looks at them where nothing heals. A run within a run must not beat for the outer one.
                 HEARTBEAT_ENV: str(self._beats / name) if self._healing is not None else "",
             }
-            self._vitals[name].forget()
+            self._monitors[name].forget()
             self._supervisor.start(
                 name,
                 argv,
@@ -187,7 +199,7 @@ class _Watcher:
     def _restart(self, child: Child) -> None:
         if child.name == "orchestrator":
             clear_unpublished(self._run_dir)
-        self._vitals[child.name].forget()
+        self._monitors[child.name].forget()
         self._tell_of_healing()
         child.environment[EVENTS_ENV] = str(self._logs / "events.jsonl")  # it may be of an earlier attempt
         self._supervisor.restart(child)
@@ -197,19 +209,19 @@ class _Watcher:
         if self._healing is None:
             return
         for child in self._supervisor.children:
-            vitals = self._vitals[child.name]
-            silent_s = vitals.silent_s()
+            monitor = self._monitors[child.name]
+            silent_s = monitor.silent_s()
             if child.process.poll() is not None or child.process.pid in self._killed:
                 continue
             if silent_s > self._healing.heartbeat_timeout_s:
                 self._console.say(f"{child.name} has shown no sign of life for {silent_s:.0f} s: killing it")
-            elif (stuck := vitals.stuck()) is not None:
+            elif (stuck := monitor.stuck()) is not None:
                 who = f"{child.name} ({stuck.part})" if stuck.part else child.name
                 self._stuck[child.process.pid] = f"{who} came no further in {stuck.doing}"
                 self._console.say(f"{who} has come no further for {stuck.seconds:.0f} s in {stuck.doing}: killing it")
             else:
                 continue
-            show_stacks(vitals.pids(), of=child.process.pid, log=child.log)
+            show_stacks(monitor.pids(), of=child.process.pid, log=child.log)
             self._killed.add(child.process.pid)  # once: where its storage hangs, it takes its time to end
             self._supervisor.kill(child)
 
@@ -229,7 +241,7 @@ class _Watcher:
             ProcessDied: it is not to be started again.
         """
         if child.process.returncode == STORAGE_FAILED:
-            number = self._wait_for_storage(self._death(child))
+            number = self._wait_for_storage(self._death_of(child))
         else:
             number = self._wait_to_restart(child)
         if number is not None:
@@ -260,11 +272,11 @@ class _Watcher:
         Raises:
             ProcessDied: the storage has failed for too long.
         """
-        delay_s = self._patience.delay_s(self._console.last_step)
+        delay_s = self._storage_backoff.delay_s(self._console.last_step)
         if delay_s is None:
             self._supervisor.stop()
             given_up = ProcessDied(str(error))
-            if timeout_s := self._patience.timeout_s:
+            if timeout_s := self._storage_backoff.timeout_s:
                 given_up.args = (f"{error}\n       the storage was waited for in vain for {timeout_s:g} s",)
             given_up.exit_code = STORAGE_FAILED
             raise given_up from None
@@ -282,7 +294,7 @@ class _Watcher:
         Raises:
             ProcessDied: it is not to be started again.
         """
-        failure = _engine_failure(child)
+        failure = engine_failure_of(child)
         step = self._console.last_step
         comes_again = self._restarts.comes_again(child.name, failure, step=step)
         is_stuck = child.process.pid in self._stuck or child.process.returncode == STUCK
@@ -290,10 +302,10 @@ class _Watcher:
         delay = None if comes_again else self._restarts.delay_s(child.name, code, stuck_at=step if is_stuck else None)
         if delay is None:
             self._supervisor.stop()
-            raise self._death(child)
+            raise self._death_of(child)
         used, limit = self._restarts.used(child.name), self._restarts.limit
         reason = f" ({failure.splitlines()[0]})" if failure else ""
-        self._console.say(f"{child.name} {_how_it_ended(child)}{reason}: starting it again (restart {used} of {limit})")
+        self._console.say(f"{child.name} {how_it_ended(child)}{reason}: starting it again (restart {used} of {limit})")
         return self._supervisor.pause(delay, self._refresh_waiting)
 
     def _died_starting_again(self, child: Child) -> bool:
@@ -301,29 +313,11 @@ class _Watcher:
 
         That it tells an error, which an earlier one would have told as well, does not mean that it comes again.
         """
-        vitals = self._vitals[child.name]
-        return child.is_service and vitals.was_well and not vitals.is_well
+        monitor = self._monitors[child.name]
+        return child.is_service and monitor.was_well and not monitor.is_well
 
-    def _death(self, child: Child) -> ProcessDied:
-        reason = child.error
-        failure = _engine_failure(child)
-        if failure is not None:
-            said = (reason or f"the engine died, the server {_how_it_ended(child)}").removesuffix(" (its log is above)")
-            indented = failure.replace("\n", "\n       ")
-            error = ProcessDied(f"{child.name}: {said}\n       {indented}\n       log: {child.log}")
-        elif reason is not None:
-            error = ProcessDied(f"{child.name}: {reason}\n       log: {child.log}")
-        elif child.process.pid in self._stuck:
-            error = ProcessDied(f"{self._stuck[child.process.pid]}\n       log: {child.log}")
-        else:
-            tail = last_lines(child.log)
-            error = ProcessDied(f"{child.name} {_how_it_ended(child)}; the last lines of {child.log}:\n{tail}")
-        used = self._restarts.used(child.name)
-        if used:
-            error.args = (f"{error}\n       it was started again {used} times{self._restarts.over(child.name)}",)
-        code = child.process.returncode
-        error.exit_code = 3 if code == STUCK else code if code in (2, 3, STORAGE_FAILED) else 1
-        return error
+    def _death_of(self, child: Child) -> ProcessDied:
+        return death_of(child, stuck=self._stuck.get(child.process.pid), restarts=self._restarts)
 
     def _signal_taken_by(self, child: Child) -> int | None:
         """Return the signal that a trainer saved for and ended by: a scheduler may signal ranks as well as us."""
@@ -344,50 +338,9 @@ class _Watcher:
         if not self._supervisor.ask_to_end(trainer, number, self._console.refresh, timeout_s=timeout_s):
             self._supervisor.kill(trainer)  # the time is over, or a second signal wants it over
 
-    def _report_stop(self, number: int) -> int:
-        """Say what a stopped run saved; return 128 + signal, or `NOT_SAVED` where its last step is not saved."""
-        step = self._console.last_step
-        stopped = f"stopped at step {step} of {self._plan.trainer.max_steps}"
-        trainer = self._trainer()
-        if self._plan.trainer.ckpt is None or trainer is None:
-            print(f"{stopped}; nothing was saved (--ckpt saves the step that a signal stops at)")
-            return 128 + number
-        try:
-            steps = self._run_dir.committed_steps()
-        except (OSError, ReadError) as error:
-            print(f"{stopped}; whether that is saved cannot be told: {error}")
-            return NOT_SAVED
-        resume = f"go on from step {steps[-1]} with --ckpt.resume-step latest" if steps else "there is no checkpoint"
-        is_saved = (steps[-1] if steps else 0) >= step
-        code = trainer.process.returncode
-        was_killed = code not in (0, *(128 + asked for asked in (signal.SIGTERM, signal.SIGUSR1)))
-        if is_saved and was_killed and self._plan.trainer.ckpt.dir is not None and step:
-            said = trainer.error or f"the trainer {_how_it_ended(trainer)} before it had uploaded it"
-            print(f"{stopped}; step {step} is saved here, but not at {self._plan.trainer.ckpt.dir}: {said}\n{resume}")
-            return NOT_SAVED
-        if not is_saved or code in (1, 2, 3, STORAGE_FAILED):
-            what = f"step {step} is saved here, but" if is_saved else f"step {step} was NOT saved:"
-            print(f"{stopped}; {what} {trainer.error or f'see {trainer.log}'}\n{resume}")
-            return NOT_SAVED
-        print(f"{stopped}, which is saved; {resume}" if step else f"{stopped}, before anything was trained")
-        return 128 + number
-
     def _trainer(self) -> Child | None:
         """The trainer; None where the storage let none start."""
         return next((child for child in self._supervisor.children if child.name == "trainer"), None)
-
-
-def _engine_failure(child: Child) -> str | None:
-    """Why the engine of a dead inference server failed; None where something killed either."""
-    if child.name != "inference" or child.process.returncode < 0:
-        return None
-    return engine_failure(child.log, begin=child.log_begin)
-
-
-def _how_it_ended(child: Child) -> str:
-    code = child.process.returncode
-    early = " before its work was done" if code == 0 and not child.is_service else ""
-    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}{early}"
 
 
 def clear_unpublished(run_dir: RunDir) -> None:

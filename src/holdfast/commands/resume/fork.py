@@ -102,7 +102,7 @@ def _others(directory: Path) -> str:
     return f"Other committed steps there: {', '.join(steps)}. " if steps else ""
 
 
-def bring_in(fork: Fork, run_dir: RunDir, *, how: Verification) -> None:
+def copy_fork(fork: Fork, run_dir: RunDir, *, how: Verification) -> None:
     """Put the checkpoint, and the older weights that batches need, into `run_dir`.
 
     Files are hard-linked where the filesystem can do that, else copied: nothing ever writes into

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from holdfast.commands.resume.attempt import CONFIG_NAME, Attempt, last_started
 from holdfast.commands.resume.config_diff import read_settings, refuse_other_model, refuse_other_tensors
-from holdfast.commands.resume.fork import bring_in, find_fork
+from holdfast.commands.resume.fork import copy_fork, find_fork
 from holdfast.commands.resume.kept_batches import last_kept_batch, refuse_to_leave_behind
 from holdfast.commands.resume.remote import fetch, set_aside_remote_after
 from holdfast.commands.resume.resume_step import resolve_resume_step
@@ -260,7 +260,7 @@ def _settle(attempt: Attempt, *, how: Verification, last_batch: int | None, of_b
         print(f"set aside in {aside.relative_to(run_dir.path)}, as it lies after step {after}:")
         print("  " + ", ".join(str(path.relative_to(aside)) for path in moved))
     if attempt.fork is not None:
-        bring_in(attempt.fork, run_dir, how=how)
+        copy_fork(attempt.fork, run_dir, how=how)
         print(f"forked {attempt.fork.directory} (run {attempt.fork.listing.run_id})")
     replayed = [batch for batch in run_dir.published_batches() if batch > step]
     if replayed:

@@ -7,20 +7,19 @@ against its manifest before anything of it is shown or written.
 from __future__ import annotations
 
 import argparse
-import itertools
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from holdfast.commands.rollouts.batches import find_batches, problems_of, read_batch_at, step_of
 from holdfast.commands.rollouts.export import check_target, write_rollouts
 from holdfast.commands.rollouts.text import TextOf, segments, text_of
 from holdfast.commands.subcommands import Subcommands
 from holdfast.commands.tables import Grid, Report, number, working
-from holdfast.shared.errors import CheckpointError, ConfigError, RunDirError
-from holdfast.shared.files.journal import STATE_NAME, Counts, dropped_by_reason, read_accepted, read_batch_in
+from holdfast.shared.errors import CheckpointError, ConfigError
+from holdfast.shared.files.journal import STATE_NAME, Counts, dropped_by_reason, read_accepted
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Batch, Rollout
 
@@ -28,8 +27,6 @@ _EPILOG = (
     "STEP is a number, a span such as 3-7, `latest`, `all`, or the path of a batch such as "
     "OUTPUT_DIR/discarded/attempt_2/rollouts/step_9. A batch stays until the oldest checkpoint needs it no more."
 )
-_SPAN = re.compile(r"(\d+)-(\d+)")
-_STEP_NAME = re.compile(r"step_(\d+)(\.\d+)?")
 
 
 def main(argv: list[str]) -> int:
@@ -82,7 +79,7 @@ def show(run_dir: RunDir, *, step: str, problem: int | None) -> Report:
     directories = find_batches(run_dir, [step])
     if len(directories) != 1:
         raise ConfigError(f"show takes one batch, '{step}' means {len(directories)}. `rollouts stats` shows several.")
-    batch = _read(directories[0])
+    batch = read_batch_at(directories[0])
     groups = problems_of(batch)
     if problem is None:
         return _show_batch(directories[0], batch, groups)
@@ -228,12 +225,12 @@ def stats(run_dir: RunDir, *, steps: Sequence[str]) -> Report:
     total = ""
     for directory in directories:
         try:
-            batch = _read(directory)
+            batch = read_batch_at(directory)
             ledger, total = _ledger(directory, batch.step)
         except CheckpointError as error:
             problems.append(f"{directory.name} is damaged: {error}")
-            lines.append({"step": _step_of(directory), "path": str(directory), "status": "damaged"})
-            rows.append((str(_step_of(directory)), "damaged", *("-" for _ in range(len(_COLUMNS) + 3))))
+            lines.append({"step": step_of(directory), "path": str(directory), "status": "damaged"})
+            rows.append((str(step_of(directory)), "damaged", *("-" for _ in range(len(_COLUMNS) + 3))))
             continue
         line = _line(batch.rollouts)
         names = sorted({rollout.environment for rollout in batch.rollouts})
@@ -277,61 +274,8 @@ def export(run_dir: RunDir, *, steps: Sequence[str], to: Path) -> Report:
     if not directories:
         raise CheckpointError(f"there is no batch in {run_dir.rollouts} to export.")
     for directory in directories:
-        _read(directory)
+        read_batch_at(directory)
     with working(f"writing {to}"):
-        count = write_rollouts(to, map(_read, directories))
+        count = write_rollouts(to, map(read_batch_at, directories))
     document = {"path": str(to), "batches": len(directories), "rollouts": count, "size_bytes": to.stat().st_size}
     return Report(document, [f"wrote {to}: {count:,} rollouts of {len(directories)} batches"])
-
-
-def problems_of(batch: Batch) -> list[list[Rollout]]:
-    """Return the rollouts of a batch, problem by problem, in their order."""
-    grouped = itertools.groupby(batch.rollouts, key=lambda rollout: (rollout.environment, rollout.task_id))
-    return [list(group) for _, group in grouped]
-
-
-def find_batches(run_dir: RunDir, texts: Sequence[str]) -> list[Path]:
-    """Return the directories of the batches that some STEP arguments mean, each once, in their order.
-
-    Raises:
-        RunDirError: there is no run.
-        CheckpointError: a batch is not there, naming those that are.
-        ConfigError: an argument is no STEP.
-    """
-    if not run_dir.path.is_dir():
-        raise RunDirError(f"there is no directory {run_dir.path}. Name the run with --output-dir.")
-    if not (run_dir.holds_run() or run_dir.rollouts.is_dir()):
-        raise RunDirError(f"{run_dir.path} holds no rl run. Name the run with --output-dir.")
-    return list(dict.fromkeys(directory for text in texts for directory in _batches_of(run_dir, text)))
-
-
-def _batches_of(run_dir: RunDir, text: str) -> Iterator[Path]:
-    there = run_dir.published_batches()
-    if text == "all":
-        wanted = there
-    elif text == "latest":
-        wanted = there[-1:] or [0]
-    elif text.isdecimal():
-        wanted = [int(text)]
-    elif span := _SPAN.fullmatch(text):
-        wanted = range(int(span[1]), int(span[2]) + 1)
-    elif Path(text).is_dir() and _STEP_NAME.fullmatch(Path(text).name):
-        yield Path(text)
-        return
-    else:
-        raise ConfigError(f"'{text}' is no STEP: a number, a span such as 3-7, `latest`, `all`, or a batch's directory")
-    for step in wanted:
-        if step not in there:
-            steps = f"it has {', '.join(map(str, there))}" if there else "it has none"
-            raise CheckpointError(f"batch {text} is not in {run_dir.rollouts}: {steps}.")
-        yield run_dir.batch(step)
-
-
-def _step_of(directory: Path) -> int:
-    match = _STEP_NAME.fullmatch(directory.name)
-    assert match is not None
-    return int(match[1])
-
-
-def _read(directory: Path) -> Batch:
-    return read_batch_in(directory, step=_step_of(directory))

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.commands.launcher.liveness import Vitals
+from holdfast.commands.launcher.liveness import LivenessMonitor
 from holdfast.orchestrator.main import FreezeTolerantLoop
 from holdfast.shared.files import journal
 from holdfast.shared.process.clock import FROZEN_S, awake_s
@@ -47,10 +47,10 @@ def test_the_clock_leaves_out_what_nobody_looked_at(leap: Callable[[float], None
 def test_nobody_was_silent_while_the_launcher_was_frozen(tmp_path: Path, leap: Callable[[float], None]) -> None:
     beats = tmp_path / "trainer"
     beats.touch()
-    vitals = Vitals(beats)
-    vitals.silent_s()
+    monitor = LivenessMonitor(beats)
+    monitor.silent_s()
     leap(600)
-    assert vitals.silent_s() < FROZEN_S
+    assert monitor.silent_s() < FROZEN_S
 
 
 def test_deadlines_stand_still(tmp_path: Path, leap: Callable[[float], None]) -> None:
@@ -88,7 +88,7 @@ from holdfast.shared.process.heartbeat import HEARTBEAT_ENV
 from holdfast.commands.resume.attempt import Attempt
 from holdfast.commands.launcher.restarts import Restarts
 from holdfast.shared.files.run_dir import RunDir
-from holdfast.commands.launcher.full_disk import Patience
+from holdfast.commands.launcher.storage_backoff import StorageBackoff
 from holdfast.commands.launcher.watch import Healing, Plan, watch
 
 run_dir = RunDir(Path(sys.argv[1]))
@@ -113,7 +113,7 @@ commands = {{
 config = TrainerConfig.model_validate({{"output_dir": sys.argv[1], "max_steps": 1}})
 plan = Plan(Attempt(run_dir, 1, None), commands, config, [])
 healing = Healing(
-    again=lambda: plan, restarts=Restarts(0, 600), patience=Patience(0), heartbeat_timeout_s={_TIMEOUT_S}
+    again=lambda: plan, restarts=Restarts(0, 600), storage_backoff=StorageBackoff(0), heartbeat_timeout_s={_TIMEOUT_S}
 )
 sys.exit(watch(plan, healing))
 """

@@ -12,7 +12,7 @@ _FIRST_DELAY_S = 1.0
 _LAST_DELAY_S = 30.0
 
 
-class Patience:
+class StorageBackoff:
     """When to try again, and when to give up.
 
     Args:

@@ -15,7 +15,7 @@ from holdfast.shared.files.durable import TEMPORARY_PREFIX
 from holdfast.shared.files.run_dir import RunDir
 
 
-class Places:
+class CheckpointDirs:
     """The directories that one `--output-dir` stands for.
 
     A directory that holds `step_N` itself, as a training loop of one's own may have it, is taken for the
