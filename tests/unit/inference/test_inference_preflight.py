@@ -11,7 +11,7 @@ import pytest
 from holdfast.inference.http.access import is_loopback
 from holdfast.inference.main import _read_arguments as read_arguments
 from holdfast.inference.preflight import bind, required_token, resolve_model
-from holdfast.orchestrator.engines.http import Transport
+from holdfast.orchestrator.engines.http import HttpTransport
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.config.inference import ServerConfig
 from holdfast.shared.config.orchestrator import ClientConfig
@@ -58,7 +58,7 @@ def test_a_public_server_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("token", ["S3CRET\n", " S3CRET", "S3 CRET", "S3CRETé", " ", "S3CRET\x7f"])
 def test_a_token_that_no_header_can_hold_is_refused_on_both_sides(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_ADMIN_TOKEN", token)
-    for read in (lambda: required_token(_server()), lambda: Transport(ClientConfig(), key="client")):
+    for read in (lambda: required_token(_server()), lambda: HttpTransport(ClientConfig(), key="client")):
         with pytest.raises(ConfigError, match="HOLDFAST_ADMIN_TOKEN holds spaces, line breaks or") as caught:
             read()
         assert "S3" not in str(caught.value)

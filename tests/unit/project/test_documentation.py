@@ -191,7 +191,7 @@ def test_batches_and_logs_are_read_by_the_programs_of_the_journals_page(checkout
     from holdfast.shared.files.record_log import RecordLog
     from holdfast.shared.files.run_dir import RunDir
     from holdfast.shared.wire.arrays import Logprobs, TokenIds, encode_packed
-    from tests.unit.commands.test_rollouts_cli import make_batch, state_after
+    from tests.unit.commands.rollouts.test_rollouts_cli import make_batch, state_after
 
     checkout.save_files(ROOT / "docs" / "journal.md")
     run_dir = RunDir(checkout.path / "run")

@@ -49,10 +49,10 @@ def test_all_of_src_can_be_changed() -> None:
 
 def test_tests_that_import_a_module_come_first() -> None:
     first, *_, last = rounds_of("holdfast/commands/launcher/restarts.py")
-    assert "tests/unit/commands/test_restarts.py" in first and all("unit" in test for test in first)
+    assert "tests/unit/commands/launcher/test_restarts.py" in first and all("unit" in test for test in first)
     assert last == ["tests/integration/test_sft_stop.py", "tests/integration/test_rl_exact.py",
                     "tests/integration/test_rl_heals.py"]  # fmt: skip
-    assert "tests/unit/commands/test_rollouts_cli.py" in rounds_of("holdfast/commands/rollouts/text.py")[0], (
+    assert "tests/unit/commands/rollouts/test_rollouts_cli.py" in rounds_of("holdfast/commands/rollouts/text.py")[0], (
         "what is called so comes next"
     )
     assert rounds_of("holdfast/trainer/rl/losses/base.py")[1], "what is imported through others is tried through them"

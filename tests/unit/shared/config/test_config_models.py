@@ -28,7 +28,7 @@ from holdfast.shared.config.fingerprint import fingerprint
 from holdfast.shared.config.load import read_toml, to_toml
 
 COMMANDS = (SftConfig, DpoConfig, RewardTrainingConfig, RlConfig, TrainerConfig, OrchestratorConfig, InferenceConfig)
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+CONFIGS = Path(__file__).resolve().parents[4] / "configs"
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:

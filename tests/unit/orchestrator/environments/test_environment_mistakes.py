@@ -30,6 +30,7 @@ from holdfast.shared.files import journal
 from holdfast.shared.files.record_log import RecordLog
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Batch
+from tests.conftest import ROOT
 from tests.runs.processes import HANG_S
 from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, publish_weights, serving
 
@@ -566,7 +567,7 @@ def process(config: OrchestratorConfig, prelude: str = "") -> subprocess.Complet
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
     code = f"{prelude}\nfrom holdfast.orchestrator.main import main\nmain([{str(path)!r}])"
-    places = [str(place) for place in Path(__file__).parents[:2]]
+    places = [str(Path(__file__).parent), str(ROOT)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=HANG_S)
 

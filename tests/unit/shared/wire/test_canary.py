@@ -26,7 +26,7 @@ from holdfast.trainer.models.policy import build_policy
 from holdfast.trainer.rl.monitoring.canary import measure_canary
 from tests.servers.orchestrator_fakes import FakeEngine, publish_weights, serving
 
-MODEL = Path(__file__).parents[3] / "examples" / "reverse_text" / "model"
+MODEL = Path(__file__).parents[4] / "examples" / "reverse_text" / "model"
 
 
 @pytest.mark.parametrize(

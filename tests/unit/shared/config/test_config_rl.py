@@ -20,7 +20,7 @@ from holdfast.shared.config.trainer import PolicyOptimConfig
 from holdfast.shared.errors import ConfigError, InferenceError
 from tests.builders import scored_rollouts
 
-ALGORITHMS = Path(__file__).resolve().parents[3] / "configs" / "reverse_text" / "algorithms"
+ALGORITHMS = Path(__file__).resolve().parents[4] / "configs" / "reverse_text" / "algorithms"
 
 
 def rl(*argv: str) -> RlConfig:

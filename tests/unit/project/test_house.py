@@ -1,0 +1,31 @@
+"""Where the tests of a package are: `tests/unit` has the directories of `src/holdfast`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+PROJECT = "project"
+"""Tests of what is no package: docs, examples, the tools of the tests."""
+
+ELSEWHERE = {
+    ".": "the face of the package: project/test_face.py",
+    "orchestrator/rollouts": "by orchestrator/ as a whole: sessions, generations and sampling are one way",
+    "orchestrator/weight_push": "by orchestrator/ against servers, and by integration/test_inference_weights.py",
+    "shared": "errors, printable names and functions of users: by all that raises, prints and loads them",
+    "trainer/programs": "by whole runs: integration/ test_sft_exact.py, test_dpo.py, test_rl_exact.py",
+}
+"""Packages without a directory of unit tests, and where they are tested."""
+
+
+def directories(home: Path, pattern: str) -> set[str]:
+    """Return the directories below `home` with files of that pattern."""
+    return {str(path.parent.relative_to(home)) for path in home.rglob(pattern) if path.name != "__init__.py"}
+
+
+def test_unit_tests_lie_in_directories_of_the_packages() -> None:
+    packages = directories(ROOT / "src" / "holdfast", "*.py")
+    tested = directories(ROOT / "tests" / "unit", "test_*.py") - {PROJECT}
+    assert tested <= packages, sorted(tested - packages)
+    assert packages - tested == ELSEWHERE.keys(), sorted((packages - tested) ^ ELSEWHERE.keys())
