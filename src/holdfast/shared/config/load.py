@@ -79,7 +79,8 @@ def _read(path: str, shown: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{shown}: there is no such file (from {Path.cwd()})") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{shown} cannot be read: {error}") from None
+        # A storage that is away stays the cause: a process that reads its configuration is started again after it.
+        raise ConfigError(f"{shown} cannot be read: {error}") from error
     except ValueError as error:  # tomli's own, and numbers of thousands of digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     except RecursionError:

@@ -12,8 +12,8 @@ import pytest
 
 from holdfast.shared.config import OrchestratorConfig, RlConfig, SftConfig
 from holdfast.shared.config.base import Command
-from holdfast.shared.config.load import parse_command_line
-from holdfast.shared.errors import ConfigError
+from holdfast.shared.config.load import parse_command_line, read_toml
+from holdfast.shared.errors import ConfigError, is_storage_failure
 
 Write = Callable[[str, str], str]
 
@@ -297,6 +297,12 @@ def test_only_regular_files_of_a_size_are_read(tmp_path: Path) -> None:
     assert "is no regular file" in refused("@", str(pipe))
     assert "is no regular file" in refused("@", "/dev/zero")
     assert "has 17179869184 bytes, allowed are" in refused("@", str(sparse))
+
+
+def test_a_resolved_file_that_the_storage_does_not_give_is_no_mistake_in_it() -> None:
+    with pytest.raises(ConfigError, match="cannot be read") as caught:
+        read_toml(SftConfig, "/proc/self/mem")  # whose first byte is nobody's: EIO
+    assert is_storage_failure(caught.value), "so a process that reads its configuration is started again"
 
 
 def test_many_mistakes_are_not_all_listed(write: Write) -> None:
