@@ -6,6 +6,7 @@ That package is imported where it is called, so that whatever does without torch
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import sys
 from collections.abc import Iterator
@@ -46,5 +47,6 @@ def _stdout_on_stderr() -> Iterator[None]:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
+        ctypes.CDLL(None).fflush(None)  # what libraries in C have printed may still lie in their buffer
         os.dup2(stdout, 1)
         os.close(stdout)

@@ -26,6 +26,16 @@ def test_what_libraries_print_does_not_come_into_the_report(capfd: pytest.Captur
     assert sorted(printed.err.splitlines()) == ["below python", "python", "straight"]
 
 
+def test_nor_does_what_a_library_in_c_leaves_in_its_buffer() -> None:
+    code = (
+        "import ctypes\nfrom holdfast.commands.ckpt.tensor_work import tensor_work\n"
+        "with tensor_work('reading'):\n    ctypes.CDLL(None).printf(b'from C')\nprint('{}')\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("{}\n", "from C")
+
+
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
