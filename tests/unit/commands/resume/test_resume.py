@@ -296,7 +296,11 @@ def test_sft_and_rl_do_not_go_on_from_each_others_checkpoints(other: RunDir, new
     both = add_checkpoint(other, 12, files={"orchestrator/orchestrator.json": "{}"})
     with pytest.raises(CheckpointError, match="a checkpoint of rl, and sft cannot .*--ckpt.weights-only"):
         start(config_of(new, resume_dir=both), dry_run=True)
-    for program, said in (("reward-model", "reward-model"), ("dpo", "dpo"), ("", "another training loop")):
+    for program, said in (
+        ("reward-model", "reward-model"),
+        ("dpo", "dpo"),
+        ("", "another training loop or an older version"),
+    ):
         saved = add_checkpoint(other, 13 + len(program), program=program)
         with pytest.raises(CheckpointError, match=f"a checkpoint of {said}, and sft cannot .*--ckpt.weights-only"):
             start(config_of(new, resume_dir=saved), dry_run=True)
