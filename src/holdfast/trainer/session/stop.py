@@ -21,11 +21,12 @@ class StopRequest:
 
     @functools.cached_property
     def _memory(self) -> mmap.mmap:
-        """The page, made at its first use: by the process that listens and then forks the ranks."""
+        """The page, made by the process that listens and then forks the ranks; else by whoever asks first."""
         return mmap.mmap(-1, 1 + _TIME.size)
 
     def listen(self) -> None:
-        """Take SIGTERM and SIGUSR1 of this process as requests, instead of dying by them."""
+        """Take SIGTERM and SIGUSR1 of this process and its forks as requests, instead of dying by them."""
+        _ = self._memory  # now: a page that is made after the fork is not shared
         for number in SIGNALS:
             signal.signal(number, lambda received, _: self.ask(received))
 
