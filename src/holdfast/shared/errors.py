@@ -1,19 +1,26 @@
 """The exceptions of the project.
 
-    HoldfastError                  anything a user can be told in one message
+    HoldfastError               anything a user can be told in one message
     ├── ConfigError             a key, type or value that cannot be used           exit 2
     ├── DataError               a dataset, sample or model directory at fault      exit 2
+    │   └── PromptTooLong       the prompt of a task leaves no room for an answer  the rollout is dropped
     ├── RunDirError             the output directory is in use or holds a run      exit 2
     ├── CheckpointError         a checkpoint is missing, damaged or does not fit   exit 2
+    │   └── StorageError        an object store failed or cannot be reached        exit 2
     ├── ReadError               a file is there and cannot be read: no damage      exit 2, mostly 5
     ├── EnvironmentFailure      an environment raised or broke its contract        exit 3
+    │   └── CallTimeout         a call of an environment took longer than it may   the rollout is dropped
     ├── InferenceError          the inference server refused, failed or vanished   exit 3
+    │   └── WaitedInVain        another process of the run made nothing in time    exit 6
     ├── TrainingError           the numbers went wrong (NaN loss)                  exit 3
     ├── RankLost                another rank of the trainer ended                  exit 1
     ├── Stopped                 a signal asked to stop; the step is saved          exit 128 + signal
-    ├── WaitedInVain            another process of the run made nothing in time    exit 6
     ├── SaveError               a checkpoint could not be written                  exit 3
+    │   └── GraceOver           not within the time that a stop leaves             exit 3
     └── ProcessDied             a child process ended before its time              exit 1, or the 2, 3 or 5 of the child
+
+The inference server has two more codes, by which `rl` starts it again: 70 where a swap of weights broke off, 75 where
+its engine died.
 
 A run that a signal stops exits with 128 + signal, or with `NOT_SAVED` when the save that checkpoints
 ask for then did not land.

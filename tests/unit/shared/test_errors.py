@@ -1,0 +1,46 @@
+"""The tree of exceptions at the top of `holdfast.shared.errors` is that of the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from holdfast.shared import errors
+
+SRC = Path(errors.__file__).parents[2]
+
+
+def _bases() -> dict[str, str]:
+    """Return the first base of every class of `src`, by name."""
+    classes = [
+        node for path in SRC.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and node.bases
+    ]  # fmt: skip
+    return {node.name: ast.unparse(node.bases[0]).rpartition(".")[2] for node in classes}
+
+
+def _in_code() -> dict[str, str]:
+    """Return the public exceptions below `HoldfastError`, each with its base."""
+    bases = _bases()
+
+    def is_error(name: str) -> bool:
+        return name == "HoldfastError" or (name in bases and is_error(bases[name]))
+
+    return {name: base for name, base in bases.items() if is_error(base) and not name.startswith("_")}
+
+
+def _drawn() -> dict[str, str]:
+    """Return the same as the docstring draws it."""
+    tree: dict[str, str] = {}
+    parents = ["HoldfastError"]
+    for indent, name in re.findall(r"^    ((?:│   )*)[├└]── (\w+)", errors.__doc__ or "", re.MULTILINE):
+        depth = len(indent) // 4
+        parents = [*parents[: depth + 1], name]
+        tree[name] = parents[depth]
+    return tree
+
+
+def test_the_tree_is_that_of_the_code() -> None:
+    assert len(_drawn()) > 10
+    assert _drawn() == _in_code()
