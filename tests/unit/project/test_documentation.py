@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.commands.launcher import full_disk as storage
 from holdfast.commands.launcher import liveness, servers
+from holdfast.commands.launcher import storage_backoff as storage
 from holdfast.shared import errors
 from holdfast.shared.config import InferenceConfig, RlConfig
 from holdfast.shared.config.fingerprint import FREE

@@ -465,7 +465,7 @@ def test_a_fault_of_the_machine_is_none_of_the_user() -> None:
 
 
 def test_the_documentation_shows_the_examples_and_defaults_that_are_tested() -> None:
-    docs = Path(__file__).parents[4] / "docs"
+    docs = Path(__file__).parents[5] / "docs"
     assert inspect.getsource(reinforce_with_entropy) in (docs / "extending.md").read_text()
     page = (docs / "losses.md").read_text()
     for name, built_in in POLICY_LOSSES.items():
