@@ -2,10 +2,9 @@
 
 import sys
 
+# The working directory, whose files must not come before Python's: see `shared.process.import_path`.
 if not sys.flags.safe_path:
-    del sys.path[
-        0
-    ]  # the working directory, whose files must not come before Python's; see `shared.process.import_path`
+    del sys.path[0]
 
 from holdfast.commands.cli import main
 
