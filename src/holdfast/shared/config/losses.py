@@ -122,8 +122,8 @@ class PolicyLossConfig(Section):
 
     type: str = Field(
         default="dapo",
-        description=f"{', '.join(f'`{name}`' for name in POLICY_LOSSES)} (no advantages: every rollout is a "
-        "demonstration), or `module:function` of your own.",
+        description=f"{', '.join(f'`{name}`' for name in POLICY_LOSSES)}, or `module:function` of your own. `sft` "
+        "takes no advantages: every rollout is a demonstration.",
     )
 
     clip_low: float | None = Field(default=None, ge=0, le=1)
