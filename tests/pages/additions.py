@@ -20,16 +20,16 @@ PAGE = ROOT / "docs" / "developing.md"
 
 
 class Copy:
-    """The packages of the repository under `path`, with what the section `title` adds."""
+    """The packages of the repository under `path`, with what the sections `titles` add."""
 
-    def __init__(self, path: Path, title: str) -> None:
+    def __init__(self, path: Path, *titles: str) -> None:
         self.path = path
         for name in ("src", "tests", "docs"):
             shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("configs", "examples"):
             (path / name).symlink_to(ROOT / name)
         shutil.copy(ROOT / "pyproject.toml", path)
-        self.additions = [block for block in blocks(PAGE) if block.line in section(PAGE, title)]
+        self.additions = [b for title in titles for b in blocks(PAGE) if b.line in section(PAGE, title)]
         for block in self.additions:
             self._apply(block)
 
@@ -57,6 +57,6 @@ class Copy:
         return done.stdout
 
     def added_lines(self) -> list[str]:
-        """Return the lines that the section adds to files that are there."""
+        """Return the lines that the sections add to files that are there."""
         text = "".join(block.text for block in self.additions if block.option("of") is not None)
         return re.findall(r"^\+(.*)$", text, re.MULTILINE)

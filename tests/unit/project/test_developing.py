@@ -64,13 +64,13 @@ def test_an_advantage_is_a_file_and_a_line(tmp_path: Path) -> None:
     assert printed == "[-3.0, 0.0, 0.0, 3.0]\n" and len(copy.added_lines()) == 1
 
 
-def test_a_command_is_a_file_and_a_line(tmp_path: Path) -> None:
+def test_a_command_is_a_file_a_line_and_a_floor(tmp_path: Path) -> None:
     from holdfast.shared.files.run_dir import RunDir
 
     copy = Copy(tmp_path / "copy", "Add a command")
     RunDir(tmp_path / "outputs" / "first").create()
     assert copy.python("-m", "holdfast", "runs", str(tmp_path / "outputs")) == "first -\n"
-    assert "runs" in copy.python("-m", "holdfast", "--help") and len(copy.added_lines()) == 1
+    assert "runs" in copy.python("-m", "holdfast", "--help") and len(copy.added_lines()) == 2
 
 
 def test_a_metric_is_a_line_and_a_row(tmp_path: Path) -> None:
@@ -85,6 +85,14 @@ def test_a_test_is_a_file_in_the_package_of_its_module(tmp_path: Path) -> None:
     copy = Copy(tmp_path, "Add a test")
     (added,) = (block.option("add") for block in copy.additions)
     assert "1 passed" in copy.python("-m", "pytest", "-n", "0", "-q", str(added))
+
+
+def test_all_additions_together_keep_the_import_contracts(tmp_path: Path) -> None:
+    copy = Copy(tmp_path, *sorted(CHECKED))
+    copy.python("-c", "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports())")
+    copy.python("-m", "tests.pages.architecture")
+    assert "runs          ─\n" in (tmp_path / "docs" / "architecture.md").read_text()
+    assert "All checks passed!" in copy.python("-m", "ruff", "check", "src")
 
 
 def test_every_addition_of_the_page_is_tried() -> None:
