@@ -51,6 +51,10 @@ def test_checkers_see_the_same_names_in_the_same_modules() -> None:
     assert sorted(name for names in seen.values() for name in names) == sorted(holdfast.__all__)
 
 
+def test_checkers_may_use_the_annotations_where_it_is_installed() -> None:
+    assert Path(holdfast.__file__).with_name("py.typed").is_file()
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'holdfast' has no attribute 'Enviroment'"):
         holdfast.Enviroment  # noqa: B018
