@@ -65,6 +65,7 @@ def kind_of(path: Path) -> Kind:
         return Kind.ADAPTER
     if has_weights and (path / "config.json").exists():
         return Kind.WEIGHTS if (path / MANIFEST_NAME).exists() else Kind.HUGGING_FACE
+    # One that lost its index: verifying it then names the missing file.
     if (path / MANIFEST_NAME).exists():
         return Kind.CHECKPOINT
     return Kind.UNKNOWN
@@ -117,6 +118,7 @@ def list_entries(directory: Path) -> list[Entry]:
 def _entry(path: Path) -> Entry | None:
     if not path.is_dir():
         return None
+    # match, not fullmatch: removals and downloads put a random suffix behind the step.
     if match := _TORN_STEP.match(path.name):
         return Entry(int(match[1]), path, "torn", None, "the save never committed")
     match = _STEP.fullmatch(path.name)
@@ -173,6 +175,7 @@ def newest_intact(
     for step in sorted(steps, reverse=True):
         try:
             check(step)
+        # First: these are CheckpointErrors, too.
         except passing:
             raise
         except CheckpointError as error:
@@ -243,7 +246,7 @@ class BestMetric:
         values = {
             step: metrics[self.name]
             for step, metrics in saved.items()
-            if self.name in metrics and metrics[self.name] == metrics[self.name]
+            if self.name in metrics and metrics[self.name] == metrics[self.name]  # NaN is unequal to itself
         }
         if not values:
             return None

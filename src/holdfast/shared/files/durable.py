@@ -21,6 +21,7 @@ def temporary_sibling(path: Path) -> Path:
 
 def fsync_file(path: Path) -> None:
     """Flush the content of one file to the disk."""
+    # Read-only suffices: fsync flushes the file whoever wrote it, and needs no permission to write.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -42,7 +43,9 @@ def make_directory(path: Path) -> None:
     if path.is_dir():
         return
     make_directory(path.parent)
+    # exist_ok: another rank or process may make it between the look and this.
     path.mkdir(exist_ok=True)
+    # A new name is durable only when the directory that holds it is flushed.
     fsync_directory(path.parent)
 
 
@@ -58,14 +61,16 @@ def fsync_tree(path: Path) -> None:
 
     for directory, _, files in os.walk(path, onerror=fail):
         for name in files:
+            # Files before the directory that names them: a durable name must never lead to half a file.
             fsync_file(Path(directory) / name)
         fsync_directory(Path(directory))
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write all of `data`; a disk that fills up takes a part first and gives its error for the rest."""
+    """Write all of `data`, or raise."""
     left = memoryview(data)
     while left:
+        # A disk that fills up takes a part first, and gives its error for the rest only.
         left = left[os.write(descriptor, left) :]
 
 
@@ -77,11 +82,13 @@ def write_file(path: Path, data: bytes) -> None:
         with open(temporary, "wb") as file:
             file.write(data)
             file.flush()
+            # Before the rename: else a power cut may leave the new name with no content.
             os.fsync(file.fileno())
         os.rename(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    # After the rename: it is durable only now; what the caller does next may depend on it.
     fsync_directory(path.parent)
 
 
@@ -101,8 +108,10 @@ def publish_directory(temporary: Path, final: Path) -> None:
     Raises:
         FileExistsError: `final` exists; published directories are never written over.
     """
+    # rename would quietly replace an empty directory.
     if final.exists():
         raise FileExistsError(f"{final} exists already; published directories are never overwritten")
+    # All content before the rename: the name is the promise that it is there.
     fsync_tree(temporary)
     os.rename(temporary, final)
     fsync_directory(final.parent)
@@ -112,6 +121,7 @@ def remove_directory(path: Path) -> None:
     """Remove a published directory; a crash half way leaves a temporary name, never a half of it."""
     doomed = temporary_sibling(path)
     os.rename(path, doomed)
+    # Before the first file goes: a power cut must not bring the name back over half a directory.
     fsync_directory(path.parent)
     shutil.rmtree(doomed)
 

@@ -35,6 +35,7 @@ def publish_batch(run_dir: RunDir, batch: Batch, state: bytes) -> Path:
     files: dict[str, FileEntry] = {}
     for name, data in ((BATCH_NAME, encode_batch(batch)), (STATE_NAME, state)):
         (temporary / name).write_bytes(data)
+        # Of the bytes in memory: reading the file back would take what the disk made of them for right.
         files[name] = FileEntry(len(data), xxhash.xxh3_128_hexdigest(data))
     listing = Manifest(
         kind="batch",
@@ -161,9 +162,7 @@ def wait_for(
 ) -> bool:
     """Wait until `path` exists; return whether it came before nothing else happened for `timeout_s` seconds.
 
-    A run directory may lie on a shared filesystem, where no notification crosses machines, so
-    this asks every few milliseconds. `check` is called at each round and may raise; the wait
-    ends early when `unless` returns something true.
+    `check` is called at each round and may raise; the wait ends early when `unless` returns something true.
     """
     wait = Wait(timeout_s)
     while not path.exists():
@@ -171,5 +170,5 @@ def wait_for(
             check()
         if wait.is_over() or (unless is not None and unless()):
             return False
-        time.sleep(POLL_S)
+        time.sleep(POLL_S)  # no notification crosses machines on a shared filesystem
     return True

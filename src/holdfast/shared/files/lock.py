@@ -56,6 +56,7 @@ class Holder:
     @property
     def is_dead(self) -> bool:
         """Whether it has certainly ended, so that only its children can be what still holds the lock."""
+        # A process id of another kernel or container says nothing here: take its holder for living.
         if self.pid_space != _pid_space():
             return False
         try:
@@ -88,10 +89,12 @@ def take(path: Path, *, over_exec: bool = False) -> Holder | None:
     deadline = time.monotonic() + _DYING_S
     while True:
         try:
+            # Not lockf: POSIX locks are lost with any close of the file, and children do not inherit them.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
             holder = Holder.read(descriptor)
+            # None: it has the lock and is about to write itself in; look again.
             if holder is not None and not holder.is_dead:
                 os.close(descriptor)
                 return holder
@@ -107,6 +110,7 @@ def take(path: Path, *, over_exec: bool = False) -> Holder | None:
             raise _without_locks(path, error) from error
     # Never closed: the lock lasts as long as the process, whatever becomes of the objects in it.
     Holder.me().write(descriptor)
+    # With the id of this process: a fork inherits the set, and is not the one that took the lock.
     _own.add((os.getpid(), path.absolute()))
     return None
 
@@ -123,6 +127,7 @@ def is_held(path: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
+        # Shared: two who only look must not take each other for a holder.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = Holder.read(descriptor)
@@ -158,6 +163,7 @@ class DirectoryLock:
             RunDirError: another process has it.
         """
         self._path = path.resolve()
+        # flock is of the open file: a second one of the same process would wait for the first.
         descriptor, holders = self._held.get(self._path, (-1, 0))
         if not holders:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

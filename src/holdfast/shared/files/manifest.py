@@ -125,6 +125,7 @@ def describe_files(directory: Path, *, known: Mapping[str, FileEntry] | None = N
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return the bytes of a manifest file, its own checksum filled in."""
     manifest = msgspec.structs.replace(manifest, checksum=_NO_CHECKSUM)
+    # The checksum is of these very bytes: zeros of its own length keep every other byte in place.
     data = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
     return _fill_checksum(data, _NO_CHECKSUM, xxhash.xxh3_128_hexdigest(data))
 
@@ -145,6 +146,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         try:
+            # Another format may have other fields: say that rather than "damaged".
             found = msgspec.json.decode(data, type=_Versioned).format
         except (msgspec.DecodeError, UnicodeDecodeError):
             found = FORMAT_VERSION
@@ -169,6 +171,7 @@ class _Versioned(msgspec.Struct):
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Commit `directory`: write its manifest durably."""
+    # Atomically: a manifest that is cut off would make a whole directory look damaged.
     durable.write_file(directory / MANIFEST_NAME, encode_manifest(manifest))
 
 
@@ -237,6 +240,7 @@ def check_file(path: Path, entry: FileEntry, *, how: Verification = "full", wher
     where = where or str(path)
     try:
         status = path.stat()
+        # Before it is opened: opening a pipe would wait for its writer.
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{where} is missing")
         if status.st_size != entry.size_bytes:

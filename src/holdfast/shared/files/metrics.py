@@ -16,6 +16,7 @@ class MetricsWriter:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Appending: lines of an attempt before stay, and a part of a line is never written over.
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:

@@ -69,6 +69,7 @@ def read_records(path: Path) -> tuple[list[bytes], list[Damage]]:
             payloads.append(payload)
             position += _HEAD_BYTES + len(payload)
             continue
+        # One byte on, not one record: the damaged length cannot be trusted.
         following = _next_whole(data, position + 1)
         end = len(data) if following is None else following
         damages.append(Damage(len(payloads), position, end - position, is_tail=following is None))
@@ -87,6 +88,7 @@ class RecordLog:
         durable.make_directory(path.parent)
         self.path = path
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        # Else records would follow a torn end, which then is damage in the middle of the log.
         os.ftruncate(self._descriptor, valid_bytes)
         os.lseek(self._descriptor, 0, os.SEEK_END)
         self._end = valid_bytes
@@ -144,8 +146,10 @@ class RecordLog:
             while True:
                 with self._changed:
                     self._changed.wait_for(lambda: self._end > self._durable_bytes or self._closing.is_set())
+                    # Both under the lock, before the sync: what is appended during it is not yet durable.
                     is_last, end = self._closing.is_set(), self._end
                 if end > self._durable_bytes:
+                    # Outside of the lock: appending must never wait for the disk. The size is synced too.
                     os.fdatasync(self._descriptor)
                     self._durable_bytes = end
                 if is_last:
@@ -156,6 +160,7 @@ class RecordLog:
             self._failure = error
             _log.error("%s cannot be made durable: %s", self.path, error)
         finally:
+            # Not at once after a failure: append may still write to this descriptor, or to its next owner.
             self._closing.wait()
             os.close(self._descriptor)
 

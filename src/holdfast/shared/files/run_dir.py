@@ -215,6 +215,7 @@ class RunDir:
         """
         path = self.path / "run.json"
         identity = json.loads(path.read_text()) if path.exists() else {}
+        # What is there wins: checkpoints and servers know the run by its first id.
         identity = {"run_id": uuid.uuid4().hex, "created_unix_s": int(time.time())} | identity
         if forked_from is not None:
             identity["forked_from"] = forked_from
@@ -243,6 +244,7 @@ class RunDir:
         """Remove the published weights of versions after `step`."""
         for version in self.published_weights():
             if version > step:
+                # By rename: an engine that is told this path must find all of it or nothing.
                 durable.remove_directory(self.weights_of(version))
 
     def remove_old_attempts(self, last: int) -> None:

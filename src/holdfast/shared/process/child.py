@@ -17,14 +17,12 @@ from typing import Any, NoReturn
 from holdfast.shared.errors import STORAGE_FAILED, HoldfastError, is_storage_failure
 
 LAUNCHER_ENV = "HOLDFAST_LAUNCHER_PID"
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def die_with_launcher() -> None:
-    """Die with the launcher that started this process; one started by hand may outlive its shell.
-
-    The launcher gives its process id, so a launcher that died before this call is noticed as well.
-    """
+    """Die with the launcher that started this process; one started by hand may outlive its shell."""
+    # Popped: what this process starts has another parent, and must not take itself for an orphan.
     launcher = os.environ.pop(LAUNCHER_ENV, None)
     if launcher is not None:
         die_with_parent(parent=int(launcher))
@@ -34,7 +32,9 @@ def die_with_parent(sig: int = signal.SIGKILL, *, parent: int | None = None) -> 
     """Ask the kernel (Linux) for `sig` when the parent ends, so that no orphan outlives a killed run."""
     parent = parent or os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, sig)
+    # It ended before the call above, so its signal will never come.
     if os.getppid() != parent:
+        # Without clean-up: a fork would flush and close what belongs to its parent.
         os._exit(1)
 
 
@@ -61,6 +61,7 @@ def heavy_imports() -> Iterator[None]:
     try:
         yield
     finally:
+        # Before it is on again: then it walks over these objects not even once.
         gc.freeze()
         gc.enable()
 
@@ -79,6 +80,7 @@ class _LossyFile(io.FileIO):
         except OSError as error:
             if not is_storage_failure(error) and not isinstance(error, BrokenPipeError):
                 raise
+            # As if written: a short count would have the buffer keep it and try again for ever.
             return memoryview(data).nbytes
 
 
@@ -94,6 +96,7 @@ def make_output_lossy() -> None:
         if not isinstance(raw, io.FileIO) or isinstance(raw, _LossyFile):
             continue
         stream.flush()
+        # closefd=False: the descriptor belongs to the stream that is replaced.
         lossy = io.BufferedWriter(_LossyFile(raw.fileno(), "w", closefd=False))
         text = io.TextIOWrapper(lossy, stream.encoding, "backslashreplace", line_buffering=True)
         setattr(sys, name, text)

@@ -1,8 +1,7 @@
 """Phases of a process, told to whoever watches it.
 
 The launcher names a file in the environment; every process of the run appends one JSON line per
-phase, in one write, so lines of several processes never mix. Without a launcher only the log
-line is left.
+phase. Without a launcher only the log line is left.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ def report(phase: str, **fields: object) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
+            # One write to a file opened with O_APPEND: lines of several processes never mix.
             os.write(descriptor, (json.dumps(event, default=str) + "\n").encode())
         finally:
             os.close(descriptor)

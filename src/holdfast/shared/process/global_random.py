@@ -23,7 +23,7 @@ _apart = threading.local()
 
 def keep_uploads_apart() -> None:
     """Let what draws from `random` in a thread of uploads draw from a generator of that thread."""
-    if hasattr(random.random, "__wrapped__"):
+    if hasattr(random.random, "__wrapped__"):  # done already: wrapping twice would nest
         return
     taken = random.random
     for name in _METHODS:
@@ -37,6 +37,7 @@ def keep_uploads_apart() -> None:
 def _divided(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(real)
     def draw(*arguments: Any, **options: Any) -> Any:
+        # By name: the threads are made by libraries, after this.
         if threading.current_thread().name not in _THREADS:
             return real(*arguments, **options)
         if not hasattr(_apart, "generator"):

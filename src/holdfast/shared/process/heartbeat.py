@@ -73,10 +73,11 @@ class Heartbeat:
                 self._write(self.path)
             except OSError as error:
                 failure = str(error)
+            # Once for each reason, not once a second.
             if failure not in ("", told):
                 _log.warning("heartbeats are not written whole: %s", failure)
             told = failure
-            self._ended.wait(PERIOD_S)
+            self._ended.wait(PERIOD_S)  # not sleep: `end` joins this thread
 
     def _write(self, path: Path) -> None:
         """Write over the beat before, which needs no room: others may fill the memory."""
@@ -121,6 +122,7 @@ def start_heartbeat(name: str = "") -> Heartbeat:
 def does(doing: str, *, bound_s: float | None = None, answers: bool = True) -> None:
     """Say what this process does from now on, and after how long without `moved` it is stuck in that."""
     before = _own.beat
+    # A new object, never changed in place: the beating thread encodes it without a lock.
     _own.beat = Beat(before.moves + 1, before.work + 1, doing, bound_s, answers)
 
 
@@ -149,6 +151,7 @@ class Wait:
         now = awake_s()
         if now - self._since <= self._timeout_s:
             return False
+        # Beats come once a period: looking more often reads many files for nothing.
         if now - self._looked > PERIOD_S / 2:
             self._looked = now
             seen = self._signs()

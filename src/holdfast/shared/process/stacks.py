@@ -20,6 +20,7 @@ _LOOK_AGAIN_S = 0.02
 
 def write_stacks_on_request() -> None:
     """From now on write to stderr what each thread does when `show_stacks` asks, also where none runs Python."""
+    # Not signal.signal: a Python handler runs only when the main thread gets back to Python.
     faulthandler.register(_SIGNAL, file=2)
 
 
@@ -39,6 +40,7 @@ def show_stacks(pids: Iterable[int], *, of: int, log: Path) -> None:
         try:
             process = psutil.Process(pid)
             is_child = of in (pid, *(parent.pid for parent in process.parents()))
+            # A stopped process writes nothing until it goes on: not worth the wait.
             if not is_child or process.status() == psutil.STATUS_STOPPED:
                 continue
             process.send_signal(_SIGNAL)

@@ -69,6 +69,7 @@ class RemoteCheckpoints:
         listing = manifest.read_manifest(directory)
         if listing.step != step:
             raise CheckpointError(f"{directory} is the checkpoint of step {listing.step}, not of step {step}")
+        # Before the step: once its manifest is there, a resume may look for them.
         for path in weights:
             self._upload(path, f"{WEIGHTS_DIR}/{path.name}", same_files_suffice=True)
         return self._upload(directory, f"step_{step}")
@@ -81,14 +82,18 @@ class RemoteCheckpoints:
             is_same = remote == data or (same_files_suffice and _files_of(remote) == files)
             if is_same and self._misfit(name, files) is None:
                 return False
+            # The commit goes before the first file changes: a step is never half old and half new.
             self._remove(f"{name}/{MANIFEST_NAME}")
         self._store.remove_tree(name)
         for file, entry in files.items():
+            # Every byte, before it is sent: damage must not take the place of an intact step there.
             manifest.check_file(directory / file, entry)
             self._store.put(directory / file, f"{name}/{file}")
+        # Listed again: a store may report success and keep less.
         misfit = self._misfit(name, files)
         if misfit is not None:
             raise StorageError(f"{misfit} after it was written; the store cannot be trusted")
+        # The bytes that were checked, not the file: it is the same manifest, to the bit, on both sides.
         self._store.write(f"{name}/{MANIFEST_NAME}", data)
         return True
 
@@ -137,8 +142,10 @@ class RemoteCheckpoints:
                 if not self._store.get(f"{name}/{file}", target):
                     raise CheckpointError(f"{self.url}/{name}/{file} is missing")
                 manifest.check_file(target, entry, where=f"{self.url}/{name}/{file}")
+            # Last, when every file was checked.
             (temporary / MANIFEST_NAME).write_bytes(data)
             if to.exists():
+                # Only now: until the other is whole, what is there may be all that is left.
                 make_room(to)
             durable.publish_directory(temporary, to)
         except OSError as error:
@@ -162,6 +169,7 @@ class RemoteCheckpoints:
         self._remove_directory(f"step_{step}")
 
     def _remove_directory(self, name: str) -> None:
+        # The commit first: a removal that is cut off leaves a step that does not exist.
         self._remove(f"{name}/{MANIFEST_NAME}")
         self._store.remove_tree(name)
 
@@ -193,6 +201,7 @@ class RemoteCheckpoints:
         later = []
         for number in reversed(self._numbers("")):
             if number > step and (data := self._store.read(f"step_{number}/{MANIFEST_NAME}")) is not None:
+                # Written before the commit goes: else clear_leftovers would take its files for leftovers.
                 self._store.write(f"step_{number}/{DISCARDED_NAME}", data)
                 self._remove(f"step_{number}/{MANIFEST_NAME}")
                 later.append(number)
@@ -211,10 +220,12 @@ class RemoteCheckpoints:
         for step in self.steps():
             try:
                 saved[step] = self.read_manifest(step).metrics
+            # Before its base class: a store that is away says nothing about the manifest.
             except StorageError:
                 raise
             except CheckpointError as error:
                 _log.warning("left alone: %s", error)
+                # What it needs cannot be known, and somebody may mend it.
                 protected = {*protected, step}
         superseded = retention.superseded(saved, protected)
         for step in superseded:
@@ -223,6 +234,7 @@ class RemoteCheckpoints:
         needed = {version for step in kept for version in range(step - older_weights, step + 1)}
         if older_weights and kept:
             for version in self._numbers(f"{WEIGHTS_DIR}/"):
+                # Later ones may be of an upload that was cut off between weights and step, and comes again.
                 if version not in needed and version < max(kept):
                     self._remove_directory(f"{WEIGHTS_DIR}/step_{version}")
         return superseded

@@ -105,6 +105,7 @@ class ObjectStore:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         protocol = url.partition("://")[0] if "://" in url else "file"
+        # Instances and listings are not shared: what another program wrote or removed must be seen.
         options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
         if protocol in ("s3", "s3a"):
             options |= _S3_OPTIONS
@@ -192,6 +193,7 @@ class ObjectStore:
         names = [f"{directory}/{name}" for name in self.sizes(directory)]
         for name in names:
             self.remove(name)
+        # Unlike an object store, a filesystem keeps the empty directories.
         if not isinstance(self._fs, AsyncFileSystem) and self._fs.isdir(self._path(directory)):
             self._call(f"removing {directory}", "rm", self._path(directory), recursive=True)
         return names
@@ -213,6 +215,7 @@ class ObjectStore:
     def abort(self) -> None:
         """Make the call in progress, and all later ones, fail now. For other threads."""
         self._aborted.set()
+        # Once: the other thread may set it to None between two looks.
         running = self._running
         if running is not None:
             running.cancel()
@@ -236,6 +239,7 @@ class ObjectStore:
             self._refuse_if_aborted(operation)
             try:
                 return self._once(method, *arguments, **options)
+            # It is an Exception, too; an abort must not be tried again.
             except concurrent.futures.CancelledError as error:
                 self._refuse_if_aborted(operation)
                 raise self._failure(operation, error) from error
@@ -244,11 +248,13 @@ class ObjectStore:
                     raise self._failure(operation, error) from error
                 raise
             except Exception as error:
+                # A file of this machine that fails is no fault of the store: it goes to the caller as it is.
                 if local is not None and _is_of(local, error, is_download=method == "get_file"):
                     raise
                 pause = next(pauses, None)
                 if pause is None or not is_transient(error):
                     raise self._failure(operation, error) from error
+                # Not sleep: an abort ends the pause.
                 self._aborted.wait(pause)
 
     def _once(self, method: str, *arguments: Any, **options: Any) -> Any:
@@ -263,6 +269,7 @@ class ObjectStore:
         future = asyncio.run_coroutine_threadsafe(coroutine, loop)
         self._running = future
         try:
+            # An abort that came just before found no call to cancel.
             if self._aborted.is_set():
                 future.cancel()
             while not future.done():

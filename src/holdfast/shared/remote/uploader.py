@@ -39,8 +39,7 @@ class Uploader:
     What fails and may pass is tried again, with growing pauses, until the run ends: a store that is away costs
     nothing but time. What waits is not the only copy, so retention may remove it: then it is superseded there as well.
 
-    Used by the one process that commits checkpoints. The thread is a daemon: a dead network never
-    keeps the process alive.
+    Used by the one process that commits checkpoints.
 
     Args:
         remote: where to; no other thread may use it.
@@ -71,6 +70,7 @@ class Uploader:
         self._is_closed = False
         self._is_given_up = False
         self._is_cleared = False
+        # A daemon: a dead network must not keep the process alive.
         self._thread = threading.Thread(target=self._work, name=UPLOAD_THREAD, daemon=True)
         self._thread.start()
 
@@ -90,6 +90,7 @@ class Uploader:
         with self._changed:
             if self._current is not None and self._current.step == step:
                 return False
+            # Given up rather than waited for: a slow store must not fill the disk here.
             waiting = [job for job in self._jobs if job.step != step]
             if len(waiting) < len(self._jobs):
                 _log.warning("step %d is not uploaded: retention removes it before its turn came", step)
@@ -143,7 +144,9 @@ class Uploader:
                 self._is_given_up = True
                 reason = f" ({self._refusal})" if self._refusal else ""
                 self._changed.notify_all()
+            # Outside of the lock, which the thread needs to end.
             self._remote.abort()
+            # Bounded: a call that hangs in the kernel cannot be aborted; the thread is a daemon.
             self._thread.join(_GIVE_UP_S)
             steps = ", ".join(str(job.step) for job in jobs)
             raise CheckpointError(
@@ -168,10 +171,12 @@ class Uploader:
                 comes_again = failure is not None and self._will_try_again(failure)
                 self._refusal = failure if comes_again else None
                 if comes_again:
+                    # Back before the pause, whose wait lets the lock go: retention may take it from there.
                     self._jobs.appendleft(job)
                     self._pause()
                 else:
                     self._num_tries = 0
+                    # The first counts: later ones mostly follow from it.
                     self._failure = self._failure or failure
                     self._changed.notify_all()
 
@@ -189,6 +194,7 @@ class Uploader:
         longest_s = _LONGEST_LAST_PAUSE_S if was_closed else _LONGEST_PAUSE_S
         pause_s = min(longest_s, _FIRST_PAUSE_S * 2**self._num_tries)
         self._num_tries += 1
+        # Ends early where the run ends: its last tries come faster.
         self._changed.wait_for(lambda: self._is_given_up or self._is_closed != was_closed, pause_s)
         if self._is_closed != was_closed:
             self._num_tries = 0
