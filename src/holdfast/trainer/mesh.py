@@ -56,6 +56,7 @@ class Mesh:
     def _reduce(self, values: dict[str, float], operation: dist.ReduceOp.RedOpType) -> dict[str, float]:
         if self.world_size == 1:
             return values
+        # float64: float32 counts tokens exactly up to 2^24 only.
         tensor = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, op=operation)
         return dict(zip(values, tensor.tolist(), strict=True))
@@ -70,6 +71,7 @@ class Mesh:
         """Return the CPU vectors of all ranks, of whatever lengths, one after the other in the order of ranks."""
         if self.world_size == 1:
             return vector
+        # Lengths first: all_gather takes tensors of one shape.
         size = torch.tensor([len(vector)])
         sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
         dist.all_gather(sizes, size)
@@ -109,6 +111,7 @@ def open_mesh(config: ParallelConfig) -> Iterator[Mesh]:
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     else:
         device = torch.device("cpu")
+        # Ranks share the cores of a machine, and each would take all of them.
         torch.set_num_threads(config.threads or max(1, available_cores() // world_size))
         dist.init_process_group("gloo", timeout=timeout)
     device_mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("fsdp",))
@@ -120,7 +123,6 @@ def open_mesh(config: ParallelConfig) -> Iterator[Mesh]:
 class RankGroup:
     """The ranks that save together, with a gloo group of their own; one process without torch.distributed, too.
 
-    A background save must not share a group with training: collectives of two threads would mix.
     Making the object is collective.
 
     Args:
@@ -132,6 +134,7 @@ class RankGroup:
         self._group: dist.ProcessGroup | None = None
         if self.world_size > 1:
             timeout = datetime.timedelta(seconds=timeout_s) if timeout_s is not None else None
+            # Its own: collectives of a save behind the training and of the training would mix in one.
             self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
 
     def __enter__(self) -> RankGroup:
@@ -156,10 +159,12 @@ class RankGroup:
             result = action()
         except Exception as caught:  # noqa: BLE001 - reported to all ranks, and raised on each of them
             failure = caught
+        # In words: an exception may not be picklable, or not importable elsewhere.
         reason = (describe(failure), is_storage_failure(failure)) if failure is not None else None
         failed = {rank: found for rank, found in enumerate(self.all_gather(reason)) if found is not None}
         if failed:
             reasons = [f"rank {rank}: {reason}" for rank, (reason, _) in failed.items()]
+            # Rank 0 alone is mostly `on_main`: naming the rank would say nothing.
             raised = error(failed[0][0] if set(failed) == {0} else "; ".join(reasons))
             if any(is_storage for _, is_storage in failed.values()):
                 raised.exit_code = STORAGE_FAILED  # on every rank: which of them ends first must not matter
@@ -213,6 +218,7 @@ def _naming_lost_ranks() -> Iterator[None]:
     """Turn the failure of a collective itself into the error that it means."""
     try:
         yield
+    # gloo raises nothing more special, for a closed connection and a time-out alike.
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
         raise RankLost(f"another rank of the trainer ended or cannot be reached: {reason}") from error

@@ -169,13 +169,16 @@ class Checkpointer:
         self._collect_result()
         # The main rank writes the attachments; others need not make their content.
         written = attachments if self._control.is_main else None
+        # Before the thread starts: the training moves counters and generators on from then.
         snapshot = Snapshot.of(self._state, step, metrics=metrics, attachments=written)
         tensors = self._state.tensors()
         if self._save_async:
             if self._hooks and not any(tensor.is_cuda for tensor in tensors.values()):
+                # Here, not in the thread: the next optimizer step may come before that runs.
                 self._staged.clear()
             else:
                 tensors = self._stager.stage(tensors)
+            # A daemon: a save that hangs in a collective must not keep a failed process from ending.
             self._thread = threading.Thread(
                 target=self._write,
                 args=(lambda: self._commit.write(snapshot, tensors, stage=self._stage), step),
@@ -216,6 +219,7 @@ class Checkpointer:
                 self._newest_failure = None
                 self._committed.append(step)
         finally:
+            # Also where staging was never reached: an optimizer step waits for it.
             self._staged.set()
 
     def _is_busy(self) -> bool:
@@ -241,6 +245,7 @@ class Checkpointer:
         with self._results_lock:
             failure, self._failure = self._failure, None
         if failure is not None:
+            # Without that rank no later save can succeed, whatever `on_failure` says.
             if self._on_failure == "stop" or isinstance(failure, RankLost):
                 raise failure
             _log.error("%s", failure)
@@ -265,6 +270,7 @@ class Checkpointer:
         """
         self.wait()
         for hook in self._hooks:
+            # The optimizer may outlive this object.
             hook.remove()
         try:
             self._collect_result()
@@ -290,6 +296,7 @@ class Checkpointer:
         chosen = self._control.broadcast(found)
         if chosen is None:
             return 0
+        # Sizes only: rank 0 has just read the bytes, where that was asked for.
         load_state_with_optimizer(self.directory / f"step_{chosen}", self._state, seed=self._seed, verify="size")
         self._commit.protect(chosen)
         return chosen

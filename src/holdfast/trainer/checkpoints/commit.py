@@ -91,7 +91,7 @@ class Snapshot:
             step,
             msgspec.json.encode(state.values()),
             msgspec.json.encode(capture_random_state()),
-            dict(metrics or {}),
+            dict(metrics or {}),  # a copy: the caller may go on with its own
             {place: source if isinstance(source, Path) else source() for place, source in (attachments or {}).items()},
         )
 
@@ -164,6 +164,7 @@ class Commit:
         started = time.perf_counter()
         is_ours = False
         try:
+            # First of all: the next optimizer step waits for it.
             staged = self._ranks.together(lambda: stage(tensors))
             self._check_same_step(snapshot.step)
             self._ranks.on_main(lambda: self._claim_directory(final, alone=name is None))
@@ -175,8 +176,10 @@ class Commit:
             self._ranks.together(lambda: _write_through(random_path, snapshot.random_state))
             size = self._ranks.on_main(lambda: self._publish(snapshot, tensors, shards, temporary, final))
         except BaseException as error:
+            # Unless claimed, the temporary name may be that of another process that saves here.
             if self._ranks.is_main and is_ours:
                 shutil.rmtree(temporary, ignore_errors=True)
+            # As it is: by its class the next call knows that no save can follow.
             if isinstance(error, RankLost) or not isinstance(error, Exception):
                 raise
             raise SaveError(
@@ -194,6 +197,7 @@ class Commit:
         Raises:
             RankLost: on every rank, with the steps.
         """
+        # Raised on all ranks alike, since all see the same list.
         steps = self._ranks.all_gather(step)
         if set(steps) != {step}:
             raise RankLost(
@@ -222,7 +226,7 @@ class Commit:
         listing = Manifest(
             kind="checkpoint",
             step=snapshot.step,
-            policy_version=snapshot.step,
+            policy_version=snapshot.step,  # the weights after step N are version N
             files=_describe_files(temporary, shards),
             world_size=self._ranks.world_size,
             mesh=_mesh_of(tensors),
@@ -236,7 +240,9 @@ class Commit:
             },  # JSON has no others
             libraries=manifest.library_versions(),
         )
+        # After all that it lists.
         manifest.write_manifest(temporary, listing)
+        # The last that may fail the save: behind it the step counts.
         self._before_commit()
         durable.publish_directory(temporary, final)
         return sum(entry.size_bytes for entry in listing.files.values())
@@ -247,6 +253,7 @@ class Commit:
         The step is saved whatever happens here, so a failure is logged and is none of the save.
         """
         try:
+            # Before retention, which asks the storage what may go.
             self._storage.publish(final)
         except Exception as error:  # noqa: BLE001 - logged
             _log.error("%s is saved, but what should follow failed: %s", final, describe(error))
@@ -255,6 +262,7 @@ class Commit:
                 entry.step: entry.manifest.metrics for entry in list_entries(self._directory) if entry.manifest
             }
             for step in self._retention.superseded(committed, self._protected):
+                # The storage last: its yes gives up an upload that waits.
                 if self._may_remove(step) and self._storage.release(step):
                     durable.remove_directory(self._directory / f"step_{step}")
         except Exception as error:  # noqa: BLE001 - logged
@@ -271,13 +279,15 @@ class Commit:
 def _make_empty(temporary: Path) -> None:
     durable.make_directory(temporary.parent)
     if temporary.exists():
+        # Of a `save_state` that was killed: only who has the directory alone clears its leftovers.
         shutil.rmtree(temporary)
     (temporary / TRAINER_DIR).mkdir(parents=True)
 
 
 def _write_through(path: Path, data: bytes) -> None:
-    """Write and flush a file: rank 0 cannot flush what lies in the cache of another machine."""
+    """Write and flush a file."""
     path.write_bytes(data)
+    # By its own rank: rank 0 cannot flush what lies in the cache of another machine.
     durable.fsync_file(path)
 
 
@@ -297,6 +307,7 @@ def _describe_files(directory: Path, shards: dict[str, FileEntry]) -> dict[str, 
 
 def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Return the xxh3-128 of names, shapes and dtypes of the model's tensors."""
+    # The model alone: moments follow from it and from the optimizer, which is configuration.
     described = sorted(
         (name, list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items() if name.startswith("model.")
     )

@@ -39,14 +39,12 @@ _WRITEBACK_BYTES = 1 << 26
 
 
 class _DigestStream(io.RawIOBase):
-    """A file that is hashed while it is written, and remembers why a write failed.
-
-    torch reports a failed write as "unexpected pos", which hides a full disk.
-    """
+    """A file that is hashed while it is written, and remembers why a write failed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path = path
+        # O_EXCL: the directory was made empty for this save; a file in it is somebody else's.
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._digest = xxhash.xxh3_128()
         self._small = bytearray()  # pickles come in thousands of pieces of a few bytes
@@ -75,8 +73,10 @@ class _DigestStream(io.RawIOBase):
             try:
                 written = os.write(self._descriptor, chunk)
             except OSError as error:
+                # Kept, because torch reports it as "unexpected pos", which hides a full disk.
                 self.failure = OSError(error.errno, error.strerror, str(self._path))
                 raise self.failure from None
+            # Only what was taken: after a short write the rest comes again.
             self._digest.update(chunk[:written])
             done += written
             self._position += written
@@ -86,6 +86,7 @@ class _DigestStream(io.RawIOBase):
         """Have the disk work while the rest is being written, not only in the final fsync."""
         if self._position - self._flushed >= _WRITEBACK_BYTES:
             size = self._position - self._flushed
+            # Linux begins to write dirty pages back at this, without waiting (WB_SYNC_NONE).
             os.posix_fadvise(self._descriptor, self._flushed, size, os.POSIX_FADV_DONTNEED)
             self._flushed = self._position
 
@@ -106,6 +107,7 @@ class _DigestStream(io.RawIOBase):
     def close(self) -> None:
         if not self.closed:
             try:
+                # Else flushing would fail again, and hide the first reason.
                 if self.failure is None:
                     self.flush()
             finally:
@@ -124,6 +126,7 @@ class _DigestFiles(FileSystem):
         stream = _DigestStream(Path(path))
         try:
             yield stream
+            # Not in `finally`: a write that failed has no checksum to tell.
             self.entries[Path(path).name] = stream.entry()
         finally:
             self.failure = self.failure or stream.failure
@@ -173,8 +176,10 @@ class ShardWriter:
     def _make_plan(self, tensors: Mapping[str, Tensor], planner: DefaultSavePlanner, files: FileSystemWriter) -> None:
         """Agree on who writes what, unless the tensors are those of the last time on every rank."""
         described = {name: _describe(tensor) for name, tensor in tensors.items()}
+        # All or none: what one rank plans anew changes what others write.
         if all(self._ranks.all_gather(described == self._described)):
             return
+        # Offsets of another plan mean nothing in this one.
         self._results, self._all_results = None, []
         local = self._ranks.together(lambda: files.prepare_local_plan(planner.create_local_plan()))
         with without_garbage_collection():
@@ -194,6 +199,7 @@ class ShardWriter:
         assert self._plan is not None
         plan = planner.finish_plan(self._plan)
         try:
+            # Ours is computed anyway, while the bytes are written.
             with serialization_config.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]  # added at import
                 written = cast(list[WriteResult], files.write_data(plan, planner).value())
         except Exception:

@@ -146,6 +146,7 @@ class ObjectsState:
         for name, value in decoded.items():
             thing = self._objects[name]
             if isinstance(thing, Optimizer):
+                # All are checked before any is changed.
                 _check_groups(name, thing, value)
         for name, value in decoded.items():
             thing = self._objects[name]
@@ -200,6 +201,7 @@ class ObjectsState:
             if state:
                 optimizer.state[parameter] = state
             else:
+                # No state there: it had taken no step, and must begin like that again.
                 optimizer.state.pop(parameter, None)
 
 
@@ -218,6 +220,7 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
             )
         transient |= {f"{prefix}.{name}" if prefix else name for name in part._non_persistent_buffers_set}
     buffers = {name: buffer for name, buffer in module.named_buffers() if name not in transient}
+    # Detached: they share the memory, and loading in place needs no gradient.
     return {name: parameter.detach() for name, parameter in module.named_parameters()} | buffers
 
 
@@ -241,7 +244,9 @@ def _make_moment(
 ) -> Tensor:
     """Return a tensor for one entry of an optimizer's state, where `Optimizer.load_state_dict` would have it."""
     dtype = saved.properties.dtype
+    # A scalar parameter has the shape of its own step counter.
     if saved.size == parameter.shape and key != "step":
+        # Like the parameter: of a sharded one the moment is sharded alike.
         return torch.zeros_like(parameter, dtype=dtype)
     if isinstance(parameter, DTensor) and len(saved.size) > 0:
         raise CheckpointError(

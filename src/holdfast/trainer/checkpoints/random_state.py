@@ -31,6 +31,7 @@ def capture_random_state() -> RandomState:
     _, keys, position, has_gauss, gauss = cast(tuple[str, np.ndarray, int, int, float], np.random.get_state())
     return RandomState(
         torch_cpu=torch.get_rng_state().numpy().tobytes(),
+        # Little-endian: the same bytes whatever machine reads them.
         numpy_keys=keys.astype("<u4").tobytes(),
         numpy_rest=(position, has_gauss, gauss),
         python_version=python_version,
@@ -42,6 +43,7 @@ def capture_random_state() -> RandomState:
 
 def restore_random_state(state: RandomState) -> None:
     """Put the generators of this rank back into `state`."""
+    # A bytearray: torch warns of memory that cannot be written.
     torch.set_rng_state(torch.frombuffer(bytearray(state.torch_cpu), dtype=torch.uint8))
     keys = np.frombuffer(state.numpy_keys, dtype="<u4")
     np.random.set_state(("MT19937", keys, *state.numpy_rest))
@@ -52,6 +54,7 @@ def restore_random_state(state: RandomState) -> None:
 
 def seed_everything(seed: int, *, step: int, rank: int) -> None:
     """Seed all generators of this rank as a function of (run seed, step, rank)."""
+    # numpy never changes what its SeedSequence gives, and neighbouring ranks get unlike seeds.
     entropy = np.random.SeedSequence([seed, step, rank]).generate_state(3)
     random.seed(int(entropy[0]))
     np.random.seed(int(entropy[1]))

@@ -40,6 +40,7 @@ class Stager:
         for name in self._buffers.keys() - tensors.keys():
             del self._buffers[name]
         if copies_from_gpu:  # untested: needs a GPU
+            # The copies above are only queued; until they end the buffers hold the save before.
             torch.cuda.current_stream().synchronize()
         return staged
 
@@ -57,6 +58,7 @@ class Stager:
     def _buffer(self, name: str, local: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+            # Pinned: only then does a copy from the GPU go on beside this thread.
             buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
             self._buffers[name] = buffer
         return buffer
@@ -67,6 +69,7 @@ def _copy(buffer: Tensor, local: Tensor) -> None:
     if local.is_cuda or local.numel() < _SMALL_ELEMENTS or not local.is_contiguous():
         buffer.copy_(local, non_blocking=local.is_cuda)
     else:
+        # As bytes: numpy has no bfloat16.
         np.copyto(buffer.view(torch.uint8).numpy(), local.view(torch.uint8).numpy())
 
 

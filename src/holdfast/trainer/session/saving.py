@@ -88,6 +88,7 @@ class Saver:
             return []
         is_last = step == self._max_steps
         if is_last or self._is_time or (config.interval is not None and step % config.interval == 0):
+            # The last waits for a save in progress: no later step makes good for it.
             self._save(step, metrics, attachments, urgent=is_last)
         self._check_storage()
         self._poll()
@@ -113,6 +114,7 @@ class Saver:
     ) -> None:
         self._check_best(step, metrics)
         if self._checkpointer.save(step, metrics=metrics, attachments=attachments, urgent=urgent):
+            # Only now: a save that was skipped is due at the next step again.
             self._last_save_time = time.monotonic()
             self._is_time = False
 
@@ -149,6 +151,7 @@ class Saver:
                 self._poll()
             except SaveError as error:  # of an earlier step: this one is saved for all that
                 _log.error("%s", error)
+            # It may be saved already, by its interval or by the minutes.
             if step > self._newest:
                 self._save(step, metrics, attachments, urgent=True)
                 is_in_time = self._checkpointer.wait(max(0.0, deadline - time.monotonic()))

@@ -79,12 +79,15 @@ class Session(Generic[M]):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Wait for the last save, also where training failed; where it did not, for all ranks."""
         if kind is not None:
+            # Then there is no time left to wait in.
             if not issubclass(kind, GraceOver):
+                # Bounded: where another rank has ended, its collectives may not.
                 self.checkpointer.wait(_LAST_SAVE_S)
             return
         self.saver.close()
         if self.metrics is not None:
             self.metrics.close()
+        # The early end of one rank would be taken for the end of all.
         self.mesh.barrier()
         report("finished", step=self.progress.step)
 
@@ -123,6 +126,7 @@ def start_session(
     resume_step = ckpt.resume_step if ckpt else None
     policy, layout = _build_model(config, mesh, build)
     optimizer = build_optimizer(policy.hf_model, config.optim)
+    # Before loading, which then writes into the tensors that they make.
     further, optimizers = components(policy) if components else ({}, ())
     adapters = None
     if is_adapted(policy.hf_model):
@@ -146,6 +150,7 @@ def start_session(
     if isinstance(resume_step, int):
         resume(checkpointer, run_dir, resume_step, data_fingerprint=data_fingerprint, mesh=mesh)
         _log.info("resumed from step %d: %d samples trained", resume_step, progress.samples)
+    # After loading: what is compared are the weights that are trained.
     check_model(policy, mesh, name=config.model.name, pack=pack, dtype=config.model.dtype)
     if ckpt is not None:
         checkpointer.reserve()

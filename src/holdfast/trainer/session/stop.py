@@ -32,8 +32,10 @@ class StopRequest:
 
     def ask(self, number: int) -> None:
         """Ask all ranks to stop, as signal `number` does."""
+        # The first signal counts: the launcher measures the grace from it, too.
         if not self._memory[0]:
             _TIME.pack_into(self._memory, 1, time.monotonic())
+        # After the time: who sees a number finds when it came.
         self._memory[0] = number
 
     def signal_number(self) -> int:

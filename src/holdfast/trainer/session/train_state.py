@@ -87,6 +87,7 @@ class TrainState(State):
         counters = {name: value for name, value in values.items() if name in Progress.__struct_fields__}
         restored = msgspec.convert(counters, Progress)
         for field in Progress.__struct_fields__:
+            # In place: others hold this very object.
             setattr(self.progress, field, getattr(restored, field))
         for name, state in self.parts.items():
             if name in values:
