@@ -67,6 +67,11 @@ def dispatch(argv: list[str]) -> int:
     if name in ("-h", "--help"):
         print(_help())
         return 0
+    if name == "--version":
+        from importlib.metadata import version
+
+        print(f"holdfast {version('holdfast')}")
+        return 0
     if name not in COMMANDS:
         from holdfast.shared.errors import ConfigError, nearest
 
@@ -96,7 +101,14 @@ def run(name: str, argv: list[str]) -> int:
 def _help() -> str:
     lines = [f"  {name:<14}{summary}" for name, (summary, _, _) in COMMANDS.items()]
     head = ["usage: holdfast COMMAND ...", "", "Post-training that survives being killed at any moment.", ""]
-    return "\n".join([*head, *lines, "", "`holdfast COMMAND --help` shows the settings of a command."])
+    return "\n".join(
+        [
+            *head,
+            *lines,
+            "",
+            "`holdfast COMMAND --help` shows the settings of a command; `holdfast --version` the version.",
+        ]
+    )
 
 
 def _exit(run: Callable[[], int]) -> NoReturn:

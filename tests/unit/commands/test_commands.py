@@ -60,6 +60,11 @@ def test_help_lists_every_command(words: list[str], holdfast: Run) -> None:
         assert f"  {name:<14}{summary}\n" in out
 
 
+def test_the_version_is_that_of_the_distribution(holdfast: Run) -> None:
+    project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert holdfast("--version") == (0, f"holdfast {project['version']}\n", "")
+
+
 def test_an_unknown_command_is_told_with_the_nearest(holdfast: Run) -> None:
     code, out, err = holdfast("rollout", "show")
     assert (code, out) == (2, "")

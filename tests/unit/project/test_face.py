@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
+from tests.conftest import ROOT
 
 _NEEDS_TORCH = {
     *("Checkpointer", "load_state_with_optimizer", "load_weights_only", "module_tensors", "save_state"),
@@ -60,3 +61,13 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         holdfast.Enviroment  # noqa: B018
     with pytest.raises(ImportError, match="cannot import name 'Enviroment' from 'holdfast'"):
         exec("from holdfast import Enviroment")
+
+
+def test_nothing_of_the_houses_imports_the_face() -> None:
+    """Through it, a lower house would reach a higher one behind the contracts."""
+    for path in sorted((ROOT / "src" / "holdfast").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                assert (node.module, node.level) != ("holdfast", 0), f"{path}:{node.lineno}"
+            elif isinstance(node, ast.Import):
+                assert all(alias.name != "holdfast" for alias in node.names), f"{path}:{node.lineno}"
