@@ -83,6 +83,7 @@ class Tail:
         with open(self._path, "rb") as file:
             file.seek(self._offset)
             for line in file:
+                # Half a line: it is read whole at the next look, as the offset stays before it.
                 if not line.endswith(b"\n"):
                     return
                 self._offset += len(line)

@@ -75,6 +75,7 @@ def report_stop(number: int, trainer: Child | None, *, step: int, run_dir: RunDi
     resume = f"go on from step {steps[-1]} with --ckpt.resume-step latest" if steps else "there is no checkpoint"
     is_saved = (steps[-1] if steps else 0) >= step
     code = trainer.process.returncode
+    # 128 + N: it saved for a signal, ours or one that a scheduler sent to its ranks.
     was_killed = code not in (0, *(128 + asked for asked in (signal.SIGTERM, signal.SIGUSR1)))
     if is_saved and was_killed and config.ckpt.dir is not None and step:
         said = trainer.error or f"the trainer {how_it_ended(trainer)} before it had uploaded it"

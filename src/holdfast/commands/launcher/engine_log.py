@@ -31,6 +31,7 @@ def engine_failure(log: Path, *, begin: int = 0) -> str | None:
     lines = log.read_bytes()[begin:].decode(errors="replace").splitlines() if log.exists() else []
     starts = [number for number, line in enumerate(lines) if _START in line]
     lines = lines[starts[-1] if starts else 0 :]
+    # Only lines of the engine: what the server raises follows from them.
     own = [_ENGINE.sub("", line) for line in lines if _ENGINE.match(line)]
     if _TRACEBACK not in own or any(map(_KILLED.search, lines)):
         return None

@@ -69,6 +69,7 @@ def launch_rl(config: RlConfig) -> int:
 
 def _plan_rl(config: RlConfig, *, starts_inference: bool, again: bool = False) -> Plan:
     """Decide where the run starts, or goes on after its trainer died, and write every process's configuration."""
+    # --clean was for the first start: again it would remove the run itself.
     clean = config.clean and not again
     attempt = prepare(
         config.trainer,
@@ -102,6 +103,7 @@ def launch_orchestrator(config: OrchestratorConfig) -> int:
     check_orchestrator(config)
     run_dir = RunDir(config.output_dir)
     if not config.dry_run:
+        # Inheritable: the lock belongs to the program that this process becomes.
         run_dir.lock_orchestrator(over_exec=True)
         clear_unpublished(run_dir)
     ckpt = config.ckpt or CkptConfig()
@@ -111,6 +113,7 @@ def launch_orchestrator(config: OrchestratorConfig) -> int:
             "that first, then this with --ckpt.resume-step and the number of the step."
         )
     resume_step = resolve_resume_step(run_dir, ckpt.resume_step, how=ckpt.verify)
+    # That of the trainer, which counts attempts; its logs and settings lie together.
     attempt = Attempt(run_dir, max(1, run_dir.next_attempt() - 1), resume_step)
     config = with_resume(config, resume_step)
     path = write_config(attempt, "orchestrator", config, dry_run=config.dry_run)
@@ -146,13 +149,14 @@ def _trainer(config: TrainingCommand, path: Path) -> list[str]:
 
 def _become(argv: list[str], process: str) -> int:
     os.environ[PROCESS_ENV] = process
+    # execv drops what Python has not written yet.
     sys.stdout.flush()
     os.execv(argv[0], argv)
 
 
 def _share_cores(trainer: TrainerConfig, inference: InferenceConfig) -> None:
-    """Give trainer and engine their own cores: two thread teams on the same cores are ruinous."""
-    cores = available_cores()
+    """Give trainer and engine their own cores."""
+    cores = available_cores()  # two thread teams on the same cores are ruinous
     if trainer.parallel.threads is None:
         trainer.parallel.threads = max(1, cores // 2 // trainer.parallel.num_ranks)
     if inference.engine.threads is None:

@@ -45,6 +45,7 @@ def place_of_beats(run_dir: Path) -> Iterator[Path]:
         place.mkdir(mode=0o700, exist_ok=True)
     except OSError:
         place = Path(tempfile.mkdtemp(prefix="holdfast-"))
+    # Anyone may write to /dev/shm, and the name can be foretold.
     if place.is_symlink() or place.stat().st_uid != os.getuid():
         place = Path(tempfile.mkdtemp(prefix="holdfast-"))  # somebody else made it
     try:
@@ -126,6 +127,7 @@ class LivenessMonitor:
         self._listen(now)
         longest = max((now - part.heard for part in self._parts.values()), default=0.0)
         if self._health is not None:
+            # Who says that it cannot answer now is not taken for silent.
             if all(part.beat.answers for part in self._parts.values()):
                 longest = max(longest, self._health.silent_s())
             else:
@@ -218,8 +220,10 @@ class HealthProbe:
             asked = awake_s()
             try:
                 with _opener.open(self._health.url, timeout=self._health.timeout_s):
+                    # When it was asked, not when it answered: that is what the answer proves.
                     self._last_good = asked
                     self.was_good = True
+            # Any failure is silence, and silence is what kills; HTTPException is no OSError.
             except (OSError, http.client.HTTPException) as error:
                 if isinstance(error, urllib.error.HTTPError):
                     error.close()

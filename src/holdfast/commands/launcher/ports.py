@@ -40,6 +40,7 @@ def reserve(host: str, port: int) -> Reservation | None:
         holder.close()
         return None
     reservation = Reservation(port, holder)
+    # After the name is taken: two launchers that look at once must not both find it free.
     if not _can_bind(host, port):
         reservation.release()
         return None

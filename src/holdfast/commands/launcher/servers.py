@@ -190,6 +190,7 @@ class _Choice:
         """Give back what was claimed, and the port."""
         self._is_over.set()
         if self._claimed:
+            # A sign of life that is under way would claim the server again, behind its release.
             self._living.join()
         # One that was this run's before is not given back by a launcher that found the run under way, and ends. One
         # whose run it was gives back all: its last sign of life may have come after the orchestrator gave it back.
@@ -205,7 +206,7 @@ class _Choice:
 
     def _give_signs_of_life(self) -> None:
         while not self._is_over.wait(_SIGN_OF_LIFE_S):
-            for url in tuple(self._claimed):
+            for url in tuple(self._claimed):  # a copy: the other thread adds to it
                 try:
                     _post(url, CLAIM_ROUTE, self._me, self._token())
                 except _FAILURES:  # the orchestrator says what is wrong, when it needs the server
@@ -221,6 +222,7 @@ class _Choice:
             self._reservation.release()
             self._reservation = reserve_first_free(server.host, server.port + 1)
             server.port = self._reservation.port
+        # After the loop, which may have changed the port and so the address.
         self._config.orchestrator.client.urls = [self._config.inference.server.url]
         if server.port == wanted:
             return Servers(True, "")
@@ -329,5 +331,5 @@ def _post(url: str, route: str, owner: Owner, token: str | None) -> None:
 
 def _refusal(reason: str) -> InferenceError:
     error = InferenceError(reason)
-    error.exit_code = 2
+    error.exit_code = 2  # nothing was started: an error of the configuration
     return error

@@ -38,6 +38,7 @@ class StorageBackoff:
         if left_s <= 0:
             return None
         self._failures += 1
+        # Not beyond the limit: the last try is made when it is reached.
         return min(left_s, _LAST_DELAY_S, _FIRST_DELAY_S * 2 ** (self._failures - 1))
 
 

@@ -1,8 +1,7 @@
 """Starting child processes, waiting for what happens to them, and stopping them without orphans.
 
 The launcher waits for one of three events: a child ended, a signal came, or it is time to refresh
-the console. Children run in sessions of their own, so Ctrl-C reaches the launcher alone, which stops
-them in order; they ask the kernel to kill them should the launcher die.
+the console. Children ask the kernel to kill them should the launcher die.
 """
 
 from __future__ import annotations
@@ -73,6 +72,7 @@ class Supervisor:
 
     def __init__(self) -> None:
         self.children: list[Child] = []
+        # A signal makes it readable: select then wakes at once (the self-pipe trick).
         self._receiver, self._sender = socket.socketpair()
         self._receiver.setblocking(False)
         self._sender.setblocking(False)
@@ -84,6 +84,7 @@ class Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             if not is_ignored(number):
                 signal.signal(number, self._note_signal)
+        # Does nothing, but only signals with a handler write to the wakeup descriptor.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         return self
 
@@ -111,16 +112,18 @@ class Supervisor:
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as output:
             for dead in [child for child in self.children if child.name == name]:
+                # Before the new one starts: it needs the port and the memory.
                 _end_group(dead)
                 self.children.remove(dead)
+            # Opened for appending: this is the end of what its predecessors wrote.
             begin = output.tell()
             process = subprocess.Popen(
                 argv,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL,  # nothing that a user types is for a child
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment, LAUNCHER_ENV: str(os.getpid())},
-                start_new_session=True,
+                start_new_session=True,  # Ctrl-C reaches the launcher alone, which stops them in order
             )
         child = Child(name, process, log, is_service, argv, environment, has_done_its_work, begin)
         self.children.append(child)
@@ -135,6 +138,7 @@ class Supervisor:
         """
         while True:
             refresh()
+            # Before deaths: a scheduler may signal the children as well, which then end by it.
             if (number := self._take_signal()) is not None:
                 return number
             failed = [child for child in self.children if child.has_failed]
@@ -142,6 +146,7 @@ class Supervisor:
                 return failed[0]
             if all(child.is_finished for child in self.children if not child.is_service):
                 return None
+            # With a limit: not every event is a signal, such as lines of metrics.
             select.select([self._receiver], [], [], REFRESH_S)
             self._drain()
 
@@ -218,6 +223,7 @@ class Supervisor:
             try:
                 child.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
+                # With its group: ranks and engines would live on.
                 _signal_group(child.process.pid, signal.SIGKILL, group=True)
                 child.process.wait()
         for child in asked:
@@ -226,10 +232,7 @@ class Supervisor:
 
 
 def _end_group(child: Child) -> None:
-    """Kill a child and what it started, such as an engine, and wait until they have let go of ports and memory.
-
-    A large process takes seconds to die, and its successor needs the very port and memory that it holds.
-    """
+    """Kill a child and what it started, such as an engine, and wait until they have let go of ports and memory."""
     _signal_group(child.process.pid, signal.SIGKILL, group=True)
     child.process.wait()
     deadline = time.monotonic() + STOP_TIMEOUT_S
@@ -237,10 +240,12 @@ def _end_group(child: Child) -> None:
         try:
             if os.getpgid(pid) != child.process.pid:
                 continue
+            # Not waitpid: they are no children of ours. A descriptor is not fooled by a reused id.
             descriptor = os.pidfd_open(pid)
         except (ProcessLookupError, PermissionError):
             continue
         try:
+            # A large process takes seconds to die, and holds port and memory until then.
             select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
         finally:
             os.close(descriptor)
@@ -269,6 +274,7 @@ def error_message(path: Path, *, begin: int = 0) -> str | None:
         begin: bytes of `path` that others wrote before.
     """
     lines = path.read_bytes()[begin:].decode(errors="replace").splitlines() if path.exists() else []
+    # The last lines alone: an error message stands near the end, and logs may be long.
     for number in range(len(lines) - 1, max(-1, len(lines) - 50), -1):
         if lines[number].startswith("error: "):
             block = [lines[number].removeprefix("error: ")]

@@ -92,7 +92,9 @@ def watch(plan: Plan, healing: Healing | None = None) -> int:
     """
     make_output_lossy()
     run_dir = plan.attempt.run_dir
+    # Without healing nobody is killed for silence: the first death ends the run.
     timeout_s = healing.heartbeat_timeout_s if healing else math.inf
+    # The wait for the next question counts as silence: well below what is taken for death.
     period_s = min(PROBE_PERIOD_S, timeout_s / 4)
     with place_of_beats(run_dir.path) as beats, Supervisor() as supervisor:
         monitors = {
@@ -177,6 +179,7 @@ class _Watcher:
                 # Nobody looks at them where nothing heals. A run within a run must not beat for the outer one.
                 HEARTBEAT_ENV: str(self._beats / name) if self._healing is not None else "",
             }
+            # Before it starts: beats of its predecessor must not speak for it.
             self._monitors[name].forget()
             self._supervisor.start(
                 name,
@@ -210,6 +213,7 @@ class _Watcher:
             return
         for child in self._supervisor.children:
             monitor = self._monitors[child.name]
+            # First: asking is what listens, and `stuck` goes by what was heard.
             silent_s = monitor.silent_s()
             if child.process.poll() is not None or child.process.pid in self._killed:
                 continue
@@ -221,6 +225,7 @@ class _Watcher:
                 self._console.say(f"{who} has come no further for {stuck.seconds:.0f} s in {stuck.doing}: killing it")
             else:
                 continue
+            # Before the kill: afterwards nobody can say where it hung.
             show_stacks(monitor.pids(), of=child.process.pid, log=child.log)
             self._killed.add(child.process.pid)  # once: where its storage hangs, it takes its time to end
             self._supervisor.kill(child)
@@ -247,6 +252,7 @@ class _Watcher:
         if number is not None:
             return number
         if child.name == "trainer" and self._healing is not None:
+            # The orchestrator as well: `again` goes back to a step, and sets aside what lies after it.
             self._supervisor.stop(names={"trainer", "orchestrator"})
             return self._until_storage_takes_it(self._healing.again)
         number = self._until_storage_takes_it(lambda: self._restart(child))
@@ -344,10 +350,8 @@ class _Watcher:
 
 
 def clear_unpublished(run_dir: RunDir) -> None:
-    """Remove what a dead orchestrator left of the batch that it was publishing.
-
-    The trainer lives, and removes old batches under temporary names as well: those are not touched.
-    """
+    """Remove what a dead orchestrator left of the batch that it was publishing."""
+    # Only behind the last batch: the trainer removes older ones under such names at this moment.
     last = max([*run_dir.published_batches(), *run_dir.committed_steps()], default=0)
     prefix = f"{durable.TEMPORARY_PREFIX}step_"
     for path in run_dir.rollouts.glob(f"{prefix}*"):

@@ -53,6 +53,7 @@ def with_resume(config: T, resume_step: int | None) -> T:
     if config.ckpt is not None:
         config.ckpt.resume_step = resume_step
         config.ckpt.resume_dir = None
+        # The step has weights of its own.
         if resume_step is not None:
             config.ckpt.weights_only = None
     return config

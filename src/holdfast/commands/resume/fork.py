@@ -53,6 +53,7 @@ def find_fork(path: Path, run_dir: RunDir, *, how: Verification, async_level: in
         CheckpointError: it is damaged, or no checkpoint: says what it is and which flag fits.
         ConfigError: it is of this run itself.
     """
+    # Resolved: a link into the run's own directory is one as well.
     directory = path.resolve()
     if directory.is_relative_to(run_dir.path.resolve()):
         raise ConfigError(
@@ -126,7 +127,9 @@ def _bring_directory(source: Path, final: Path, listing: Manifest) -> None:
         for name in (*listing.files, MANIFEST_NAME):
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             all_linked &= durable.link_or_copy(source / name, temporary / name)
+        # Links are the bytes that were verified; copies are others.
         verify(temporary, how="size" if all_linked else "full", step=listing.step)
+        # It was verified a while ago: its own run may have put another step in its place since.
         if read_manifest(temporary).checksum != listing.checksum:
             raise CheckpointError(f"{source} changed while it was copied to {final}")
         durable.publish_directory(temporary, final)

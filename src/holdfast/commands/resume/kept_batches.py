@@ -48,6 +48,7 @@ def last_kept_batch(
     sections = {"trainer": trainer, "orchestrator": orchestrator, "inference": inference}
     names = [name for name, section in sections.items() if section is not None]
     previous = last_started(run_dir, attempt.number, names)
+    # What the batches were made with cannot be known.
     if previous is None and orchestrator is not None:
         return None
     try:
@@ -75,6 +76,7 @@ def last_kept_batch(
         if (problem := problem_of_batch(batch, vocab_size)) is not None:
             print(f"WARNING: batch {last + 1} is made again, for nobody can have sampled it: {problem}")
             break
+        # Its weights come out differently now, and so would the batch.
         if not same_weights and batch.policy_version > step:
             break
         last += 1

@@ -64,6 +64,7 @@ def prepare(
         ckpt = ckpt.model_copy(update={"resume_step": "auto"})
     _refuse_contradictions(ckpt, clean=clean)
     if not dry_run and not again:  # then this process holds the lock
+        # Before anything is looked at: another launcher could change it behind the look.
         run_dir.lock()
         if orchestrator is not None:
             run_dir.lock_orchestrator()
@@ -82,6 +83,7 @@ def prepare(
     if not dry_run:
         lives = orchestrator is None and run_dir.has_orchestrator()  # one that was started by hand, as this trainer
         try:
+            # Before anything moves: it compares with what the last attempt left.
             last_batch = None if clean else last_kept_batch(attempt, ckpt, trainer, orchestrator, inference)
             if lives:
                 refuse_to_leave_behind(attempt, last_batch, clean=clean)
@@ -99,6 +101,7 @@ def prepare(
                 f"{run_dir.path} could not be prepared: {error}. No committed checkpoint is lost: mend the storage "
                 "or the permissions, then start again."
             ) from error
+        # Last: a start that is refused or fails here must not have touched the store.
         if store is not None and attempt.fork is None:
             _with_store(lambda: set_aside_remote_after(store, attempt.resume_step or 0), again=again)
     return attempt
@@ -256,7 +259,9 @@ def _settle(attempt: Attempt, *, how: Verification, last_batch: int | None, of_b
     for path, reason in set_aside_damaged(run_dir, number):
         print(f"WARNING: set aside {path.relative_to(run_dir.path)}, as it is damaged: {reason}")
     step = attempt.resume_step or 0
+    # What is there belongs to no step of the run that is forked.
     after = 0 if attempt.fork else step
+    # Before the fork is copied: it gets names that may be taken.
     if moved := set_aside_after(run_dir, after, number, last_batch=last_batch):
         print(f"set aside in {aside.relative_to(run_dir.path)}, as it lies after step {after}:")
         print("  " + ", ".join(str(path.relative_to(aside)) for path in moved))

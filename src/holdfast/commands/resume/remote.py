@@ -75,6 +75,7 @@ def _refuse_another_run(remote: RemoteCheckpoints, steps: list[int], run_dir: Ru
     if not run_dir.holds_run():
         return
     identity = json.loads((run_dir.path / "run.json").read_text())
+    # Empty in manifests of a loop of one's own; a fork holds a step of the run that it began with.
     ours = {"", identity["run_id"], identity.get("forked_from", {}).get("run_id", "")}
     for step in reversed(steps):
         try:
@@ -121,6 +122,7 @@ def _fetch_one(
         )
     try:
         _bring(remote, run_dir, wanted, say)
+    # It is a CheckpointError too, and says nothing about this step.
     except StorageError:
         raise
     except CheckpointError as error:

@@ -62,6 +62,7 @@ def resolve_resume_step(
                 f"{step}. Mend the storage, or choose one by number: {others}."
             ) from error
 
+    # Unreadable and damaged ones, too: they must stop or be named, not be passed over in silence.
     there_are = [entry.step for entry in entries]
     newest, damaged = newest_intact(there_are, check, say=lambda text: say(f"WARNING: {text}"))
     if newest is not None:

@@ -39,6 +39,7 @@ def set_aside_after(run_dir: RunDir, step: int, attempt: int, *, last_batch: int
         path
         for parent, last in until.items()
         for path in numbered_paths(parent)
+        # The log behind the last kept batch is of the one to be made next: its answers still hold.
         if number_of(path) > last + (path.suffix == ".log" and last_batch is not None)
     ]
     moved = [set_aside(run_dir, path, attempt) for path in later]
@@ -49,6 +50,7 @@ def set_aside_after(run_dir: RunDir, step: int, attempt: int, *, last_batch: int
         kept = [line for line in lines if _step_of(line) <= step]
         if len(kept) < len(lines):
             aside = _free_name(run_dir, run_dir.metrics, attempt)
+            # Put aside before they go: a kill between leaves them twice, not nowhere.
             aside.write_bytes(b"".join(line for line in lines if _step_of(line) > step))
             durable.write_file(run_dir.metrics, b"".join(kept))
             moved.append(aside)
@@ -67,6 +69,7 @@ def _free_name(run_dir: RunDir, path: Path, attempt: int) -> Path:
     aside = wanted = run_dir.discarded(attempt) / path.relative_to(run_dir.path)
     durable.make_directory(wanted.parent)
     copies = 1
+    # rename would replace a file, or fail on a directory.
     while aside.exists():
         copies += 1
         aside = wanted.with_name(f"{wanted.name}.{copies}")
