@@ -71,6 +71,7 @@ class Generator:
         self.check(request)
         if request.weights_digest is not None:
             self._engine_weights.require(request.weights_digest)
+        # Before the request: whatever changes from here on shows in it.
         num_updates = self._engine_weights.num_updates
         try:
             choices = await asyncio.gather(
@@ -101,13 +102,13 @@ class Generator:
             min_p=request.min_p,
             max_tokens=request.max_tokens,
             stop_token_ids=request.stop_token_ids,
-            ignore_eos=True,
-            logprobs=0,
+            ignore_eos=True,  # the stop tokens of the request end it, and nothing else
+            logprobs=0,  # that of the sampled token alone
             prompt_logprobs=0 if request.prompt_logprobs else None,
-            flat_logprobs=True,
+            flat_logprobs=True,  # no object for each token
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
+            skip_clone=True,  # made for this request alone
         )
         prompt = tokens_input(request.token_ids)
         async for output in self._engine.generate(prompt, params, f"generate-{next(_request_ids)}"):

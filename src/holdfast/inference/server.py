@@ -58,7 +58,7 @@ _T = TypeVar("_T")
 _log = logging.getLogger("inference")
 _WATCH_INTERVAL_S = 0.2
 _KEEP_ALIVE_S = 120
-_BACKLOG = 2048
+_BACKLOG = 2048  # uvicorn's own
 
 
 class _Server(uvicorn.Server):
@@ -116,6 +116,7 @@ async def _serve(
         engine_weights = EngineWeights(engine, metrics, ownership, update_timeout_s=config.server.update_timeout_s)
         if config.model.load == "auto":
             await _while_alive(engine, engine_weights.adopt_initial())
+        # Before the port answers: nobody may take a server for well that cannot generate.
         await _check_first_token(engine)
         vllm_app = await _while_alive(engine, build_vllm_app(engine, args))
         routes = Routes(
@@ -156,6 +157,7 @@ async def _run(server: _Server, engine: AsyncLLM, *, sock: socket.socket, signal
         loop.add_signal_handler(number, stopping.set)
     host, port = sock.getsockname()[:2]
     try:
+        # Bound before the engine was loaded, so that the port is ours; whoever asks until now is refused.
         sock.listen(_BACKLOG)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}. Another server took the port.") from None
@@ -169,9 +171,11 @@ async def _run(server: _Server, engine: AsyncLLM, *, sock: socket.socket, signal
         await asyncio.sleep(0.005)
     report("ready", host=host, port=port)
     await asyncio.wait((serving, watching, asked), return_when=asyncio.FIRST_COMPLETED)
+    # Ctrl-C may end the engine as well as us: then we were asked to.
     died = watching.done() and not stopping.is_set()
     if died:
         _log.error("the engine died (%s); the server ends", watching.result())
+    # In a thread, as it waits for the process; 0: at once, since its requests are given up.
     await loop.run_in_executor(None, engine.shutdown, 0)
     # Nobody answers the requests in flight any more, and uvicorn would wait for them.
     engine.output_processor.propagate_error(EngineDeadError())
@@ -214,6 +218,7 @@ async def _check_first_token(engine: AsyncLLM) -> None:
     except (EngineDeadError, EngineGenerateError) as error:
         await asyncio.sleep(_WATCH_INTERVAL_S)  # for its exit code
         processes = getattr(engine.engine_core.resources.engine_manager, "processes", [])
+        # Negative: a signal. Another start may well do.
         if any(process.exitcode is not None and process.exitcode < 0 for process in processes):
             raise EngineDeadError from None
         raise InferenceError(

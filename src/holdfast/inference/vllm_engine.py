@@ -66,6 +66,7 @@ def vllm_arguments(config: InferenceConfig, model_dir: Path, tokenizer_dir: Path
         "max-model-len": config.model.max_len,
         "load-format": LOAD_FORMAT if config.model.load == "auto" else "dummy",
         "worker-extension-cls": "holdfast.inference.weights.worker.PolicyWorker",
+        # Those of the distribution that is sampled from: after temperature and truncation.
         "logprobs-mode": "processed_logprobs",
         # The model's own top-p and top-k would bend the distribution that the policy is trained on.
         "generation-config": "vllm",
@@ -90,6 +91,7 @@ def vllm_arguments(config: InferenceConfig, model_dir: Path, tokenizer_dir: Path
         arguments["hf-overrides"] = '{"head_dtype": "float32"}'
     if taken := sorted(given.keys() & set(_RESERVED)):
         raise ConfigError(f"engine.args.{taken[0]} cannot be set: the server sets it itself from its other settings.")
+    # `given` last: what the user sets wins.
     return [_flag(name, value) for name, value in (arguments | given).items() if value is not None]
 
 
@@ -110,6 +112,7 @@ def parse_arguments(arguments: list[str]) -> Namespace:
     def refuse(message: str) -> NoReturn:
         raise ConfigError(f"vLLM refuses its arguments (engine.args): {message}")
 
+    # argparse would print its usage and exit.
     parser.error = refuse  # type: ignore[method-assign]
     if current_platform.is_cpu():
         # vLLM looks at the model's class in a second process that imports everything again, lest
@@ -164,6 +167,7 @@ def _wait_for_exit_codes() -> None:
 
     def with_exit_codes(self: engine_utils.CoreEngineProcManager) -> dict[str, int]:
         for process in self.processes:
+            # timeout=0: only one that has closed its files already is waited for.
             if process.pid is not None and connection.wait([process.sentinel], timeout=0):
                 process.join(_EXIT_TIMEOUT_S)
         return finished_processes(self)
@@ -178,6 +182,7 @@ def _heed_recurrent_state(args: Namespace) -> None:
     """
     if not AsyncEngineArgs.from_cli_args(args).create_model_config().has_inner_state:
         return
+    # None: the user has not said.
     if args.enable_prefix_caching is None:
         args.enable_prefix_caching = False
     if args.max_num_seqs != 1:

@@ -64,6 +64,7 @@ class BaseWeights:
 
     def _in_float32(self) -> Iterator[tuple[str, tuple[int, ...], memoryview]]:
         for name, tensor in self.tensors.items():
+            # In float32: the trainer digests its own in that, whatever dtype its files have.
             tensor = tensor.float() if tensor.is_floating_point() else tensor
             yield name, tuple(tensor.shape), tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
@@ -91,6 +92,7 @@ def read_adapter(
             f"has those of {base.directory} ({base.digest}). Start it with the weights that the trainer has."
         )
     adapted = _adapted(directory, tensors, base, renamed=wanted.renamed)
+    # A copy: the next adapter is added to the same base.
     merged = dict(base.tensors) | adapted
     return CheckedWeights(
         tensors={name: checked(directory, name, tensor, base.architecture, dtype) for name, tensor in merged.items()},

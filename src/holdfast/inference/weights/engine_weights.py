@@ -42,6 +42,7 @@ class EngineWeights:
         self._metrics = metrics
         self._ownership = ownership
         self._update_timeout_s = update_timeout_s if math.isfinite(update_timeout_s) else None
+        # Updates and pauses one after the other: a resume in the middle would run a half-written model.
         self._lock = asyncio.Lock()
         self.version: int | None = None
         self.digest: str | None = None
@@ -92,6 +93,7 @@ class EngineWeights:
                 fails; nothing has changed.
         """
         async with self._lock:
+            # Under the lock: who owns the server may change while another update goes on.
             self._ownership.claim(owner)
             started = time.perf_counter()
             does(f"reading policy version {version}", bound_s=self._update_timeout_s)
@@ -100,9 +102,11 @@ class EngineWeights:
                 does(f"taking policy version {version}", bound_s=self._update_timeout_s, answers=False)
                 # Not AsyncLLM.pause_generation: it sleeps 20 ms after the engine has confirmed.
                 await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+                # Before the swap: `generate` must not miss a change under its prompt.
                 self.num_updates += 1
                 digests: list[str | None] = await self._engine.collective_rpc("apply_weights")
                 await self._adopt(version, _agreed(digests))
+                # Whoever paused it says when it goes on.
                 if not self.paused:
                     await self._engine.resume_generation()
             finally:
@@ -122,11 +126,13 @@ class EngineWeights:
         staged: list[StageResult | None] = await self._engine.collective_rpc(
             "stage_weights", args=(str(directory), version)
         )
+        # Asked again and again: a call that waits would hold up the engine.
         while any(result is None for result in staged):
             await asyncio.sleep(_STAGE_POLL_S)
             staged = await self._engine.collective_rpc("staged_weights")
         results = [result for result in staged if result is not None]
         for result in results:
+            # First: what could not be read may be right, and may be tried again.
             if result["unreadable"] is not None:
                 raise RequestError(
                     507,

@@ -174,10 +174,12 @@ def read_files(
     for path in paths:
         if expected is not None:
             _check_size(path, path.stat().st_size, expected)
+        # Read once: digest and tensors are of the same bytes, whatever becomes of the file.
         content = path.read_bytes()
         file = WeightsFile(path.name, len(content), xxhash.xxh3_128_hexdigest(content))
         if expected is not None:
             _check_file(path, file, expected)
+        # safetensors begins with the length of its header, which is parsed before any tensor is looked at.
         header_bytes = int.from_bytes(content[:8], "little")
         if header_bytes > architecture.most_header_bytes:
             raise DataError(
@@ -231,6 +233,7 @@ def _manifest_entries(directory: Path, version: int | None) -> dict[str, Weights
         manifest = read_manifest(directory)
     except CheckpointError as error:
         raise DataError(str(error)) from None
+    # None: what the engine starts with has no version of the run.
     if version is not None and manifest.kind == "weights" and manifest.policy_version != version:
         raise DataError(
             f"{directory} holds policy version {manifest.policy_version} by its {MANIFEST_NAME}, "
@@ -300,6 +303,7 @@ def checked(
             f"{directory}: tensor '{name}' has dtype {str(tensor.dtype).removeprefix('torch.')}, allowed: {allowed}"
         )
     tensor = tensor.to(dtype)
+    # After the cast: float16 and bfloat16 may overflow where float32 did not.
     if not bool(torch.isfinite(tensor).all()):
         raise DataError(f"{directory}: tensor '{name}' holds NaN or infinity")
     return tensor

@@ -145,6 +145,7 @@ class PolicyWorker:
         return self._staging.result() if self._staging.done() else None
 
     def _stage(self, location: str, version: int, result: Future[StageResult]) -> None:
+        # First: what an update that was given up left must not be applied by this one.
         self._staged = None
         try:
             if self._source is None:
@@ -167,6 +168,7 @@ class PolicyWorker:
         here ends the process with SWAP_FAILED_EXIT_CODE.
         """
         try:
+            # Taken out: a second apply must fail rather than swap in the same again.
             staged, self._staged = self._staged, None
             assert staged is not None, "apply_weights without stage_weights"
             model = self.model_runner.get_model()
@@ -185,6 +187,7 @@ class PolicyWorker:
             self.model_runner.reset_lora_state()
         except BaseException:  # noqa: BLE001 - the process ends
             _log.exception("the weights could not be swapped; the engine ends, because its model is half-written")
+            # os._exit flushes nothing.
             logging.shutdown()
             os._exit(SWAP_FAILED_EXIT_CODE)
         return staged.digest

@@ -96,6 +96,7 @@ def packed_attention(
 
     attended = attend(unpack(query), unpack(key), unpack(value))
     flat = attended.transpose(1, 2).reshape(samples * longest, query.shape[1], value.shape[-1])
+    # Back in the order of the row; the padding is dropped here.
     return flat.index_select(0, packed_index.scatter_T).unsqueeze(0), None
 
 
@@ -104,6 +105,7 @@ def _causal(
 ) -> Tensor:
     length = query.shape[2]
     mask = None
+    # No mask where the window holds all: SDPA has faster kernels for is_causal.
     if sliding_window is not None and length > sliding_window:
         mask = _seen(length, sliding_window, query.device)
     return F.scaled_dot_product_attention(
@@ -141,10 +143,12 @@ def _causal_scores(
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
+    # finfo.min rather than -inf, as in transformers' own masks.
     scores = scores.masked_fill(~_seen(length, sliding_window, query.device), torch.finfo(scores.dtype).min)
     if sinks_H is not None:
         sinks = sinks_H.to(scores.dtype).reshape(1, -1, 1, 1).expand(scores.shape[0], -1, length, 1)
         scores = torch.cat([scores, sinks], dim=-1)
+    # In float32 and back, as transformers' eager attention. The sink takes its share and is dropped.
     weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)[..., :length]
     return F.dropout(weights, dropout) @ value
 

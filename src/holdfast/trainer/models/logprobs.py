@@ -33,6 +33,7 @@ def plain_head(
         weight_VH, bias_V = weight_VH.float(), None if bias_V is None else bias_V.float()
 
     def head(hidden_CH: Tensor) -> Tensor:
+        # .float() behind the product: the softmax over the vocabulary needs more than bfloat16.
         logits_CV = torch.nn.functional.linear(hidden_CH.to(weight_VH.dtype), weight_VH, bias_V).float()
         return logits_CV if softcap is None else softcap * torch.tanh(logits_CV / softcap)
 
@@ -116,6 +117,7 @@ def token_logprobs(
         return predicted._replace(teacher_kl_N=_divergence(all_logprobs_CV, teacher_CV))
 
     count, taught_NH = hidden_NH.shape[0], teacher.hidden_NH if teacher is not None else None
+    # One chunk is not computed twice: recomputing would save no memory.
     if count <= chunk_tokens:
         return one_chunk(hidden_NH, target_ids_N, taught_NH)
     parts = list[Predicted]()
@@ -137,6 +139,7 @@ def _read(logits_CV: Tensor, target_ids_C: Tensor, reading: Reading) -> tuple[Pr
     all_logprobs_CV = _all_logprobs(logits_CV, target_ids_C, reading)
     entropy_C = None
     if reading.entropy or reading.entropy_gradient:
+        # Without a gradient unless it is asked for: the graph would keep as much as the logits once more.
         with torch.set_grad_enabled(torch.is_grad_enabled() and reading.entropy_gradient):
             entropy_C = -(all_logprobs_CV.exp() * all_logprobs_CV).sum(-1)
     return Predicted(all_logprobs_CV.gather(1, target_ids_C[:, None]).sum(-1), entropy_C), all_logprobs_CV

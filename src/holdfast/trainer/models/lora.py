@@ -66,6 +66,7 @@ def inject_adapters(hf_model: PreTrainedModel, config: LoraConfig) -> None:
     )
     peft.inject_adapter_in_model(peft_config, hf_model)
     if scores:
+        # peft has frozen everything but its factors.
         hf_model.get_parameter(HEAD).requires_grad_(True)
         peft_config.modules_to_save = [HEAD.partition(".")[0]]  # as peft calls what an adapter holds whole
 
@@ -130,6 +131,7 @@ def initial_tensors(hf_model: nn.Module, base: Mapping[str, Tensor], *, seed: in
 
     A is uniform as in peft and in the authors' program, drawn on the CPU from `seed` alone; B is zero.
     """
+    # Its own: rank 0 alone draws here, which must not move its global generator.
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for name, tensor in hf_model.state_dict(keep_vars=True).items():
@@ -139,6 +141,7 @@ def initial_tensors(hf_model: nn.Module, base: Mapping[str, Tensor], *, seed: in
             continue
         tensors[name] = torch.zeros(tensor.shape)
         if ".lora_A." in name:
+            # a = sqrt(5) makes the bound 1 / sqrt(I).
             nn.init.kaiming_uniform_(tensors[name], a=math.sqrt(5), generator=generator)
     return tensors
 
@@ -160,6 +163,7 @@ def whole_tensors(hf_model: nn.Module, *, keep: bool) -> Iterator[tuple[str, Ten
     for name, tensor in base_tensors(hf_model).items():
         value = _whole(tensor)
         pair = [_whole(factors[factor].detach()) for factor in matrices.get(name, ())]
+        # After the gathering, which is collective: this rank takes part and keeps nothing.
         if not keep:
             continue
         value = value.cpu()
@@ -183,6 +187,7 @@ def digest_of(tensors: Mapping[str, Tensor], layout: TensorLayout | None = None)
     def values() -> Iterator[tuple[str, tuple[int, ...], memoryview]]:
         wholes = ((name, _whole(tensor)) for name, tensor in tensors.items())
         for name, whole in layout.to_files(wholes) if layout is not None else wholes:
+            # In float32: the digest must not depend on the dtype that the weights are held in.
             whole = whole.float() if whole.is_floating_point() else whole
             yield name, tuple(whole.shape), whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 

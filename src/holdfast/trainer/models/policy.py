@@ -129,7 +129,9 @@ def build_policy(config: TrainedModelConfig, mesh: Mesh, *, seed: int, weights: 
             f"{model_config.model_type}, so it cannot be trained here"
         )
     weights = weights or config.lora is not None  # no checkpoint holds the weights that adapters are added to
+    # Rank 0 alone reads them: one copy in the memory of a machine, and one draw of random ones.
     source = initial_weights(config, model_config, seed) if weights and mesh.is_main else {}
+    # Without memory: a rank gets its shards and nothing more.
     with torch.device("meta"):
         causal_lm = build_hf_model(AutoModelForCausalLM, config, model_config)
         if config.lora is not None:

@@ -39,12 +39,15 @@ def apply_wrappers(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh) 
         return  # nothing to shard and nothing to cast: FSDP would only copy, for a quarter of a small model's step
     mixed_precision = MixedPrecisionPolicy()
     if config.dtype == "bfloat16":
+        # Gradients are summed over ranks in float32: bfloat16 would lose the small ones.
         mixed_precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     # With one rank there is nothing to free by resharding, only copies to repeat.
     has_shards = mesh.world_size > 1
     for layer in layers:
         fully_shard(layer, mesh=mesh.device_mesh, mp_policy=mixed_precision, reshard_after_forward=has_shards)
+    # The backward pass begins with the root; and `readout` needs the head to stay.
     fully_shard(model, mesh=mesh.device_mesh, mp_policy=mixed_precision, reshard_after_forward=False)
+    # FSDP2 gathers parameters before `forward` alone; `run` needs them, too.
     register_fsdp_forward_method(model, "run")
 
 
