@@ -90,6 +90,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
                 if step == first:
                     await pipeline.begin(step, version=version)
                 await pipeline.produce(step, version=version)
+            # Before the engines are given back: a batch that does not land must be made again.
             await publisher.settle()
         await client.lease.release()
     events.report("finished", step=config.max_steps)
@@ -162,6 +163,7 @@ async def run_until_stopped(config: OrchestratorConfig) -> None:
     try:
         await work
     except asyncio.CancelledError:
+        # Cancelled by somebody else: that is no clean end.
         if not stopped:
             raise
         events.report("stopped")

@@ -1,6 +1,6 @@
 """Seeds: every random choice of a run is a hash of what it is for, so that none depends on timing.
 
-Each seed is the xxh3-64 of its parts, cut to 63 bits: engines keep seeds as non-negative int64.
+Each seed is the xxh3-64 of its parts, cut to 63 bits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from functools import cached_property
 
 import xxhash
 
-_MASK = 2**63 - 1
+_MASK = 2**63 - 1  # engines keep seeds as non-negative int64
+# The unit separator: ("a", "bc") and ("ab", "c") must differ.
 _SEPARATOR = "\x1f"
 
 
@@ -49,6 +50,7 @@ class TaskSeed:
 
     def fresh(self) -> TaskSeed:
         """Return this seed with nothing drawn from it yet; every call of `make_task` gets one."""
+        # replace calls the constructor: the cached generator is not taken along.
         return replace(self)
 
     def shared(self, *parts: int | str) -> int:

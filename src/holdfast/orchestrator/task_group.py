@@ -18,6 +18,7 @@ async def run_all(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
         first = _first(failures)
     else:
         return [task.result() for task in tasks]
+    # Outside of `except`: else the group would be its context, and be printed with it.
     raise first
 
 

@@ -68,6 +68,7 @@ class BatchMaker:
             EnvironmentFailure: an environment raised or broke its contract, and may not; or no group is left.
             InferenceError: an engine failed, or another version answered.
         """
+        # A copy: a batch that fails leaves the state after the last whole one.
         state = self.state.copy()
         log = self._open_log(step, weights)
         sampler = self._sampler(log, weights)
@@ -88,12 +89,14 @@ class BatchMaker:
         try:
             while missing := self._num_missing(outcomes):
                 problems = self._choose_problems(state, missing, first=len(outcomes))
+                # In the order of the draw, whichever group ends first.
                 outcomes += await sampler.guard(run_all(run_one(problem) for problem in problems))
         finally:
             await sampler.close()
         selection = select(outcomes, num_groups=self._config.problems_per_step)
         self._check(step, selection)
         count(state, step, selection)
+        # Only now: the batch is whole.
         self.state = state
         self.num_reused = sampler.num_reused
         return selection
@@ -129,6 +132,7 @@ class BatchMaker:
         for position in range(first, first + number):
             name = next_environment(state)
             index = state.environments[name].next_task
+            # Moved on by every draw, also of groups that are dropped: no task comes twice.
             state.environments[name].next_task += 1
             problems.append(
                 Problem(

@@ -23,6 +23,7 @@ class BatchPublisher:
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
+        # One worker: batches become visible in their order.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publisher")
         self._pending: asyncio.Future[None] | None = None
 
@@ -36,6 +37,7 @@ class BatchPublisher:
         if self._pending is not None:
             await asyncio.wait([self._pending])
             if error is not None and not self._pending.cancelled():
+                # Looked at, so that asyncio does not report it as never retrieved; `error` came first.
                 self._pending.exception()
         self._thread.shutdown()
 
@@ -55,6 +57,7 @@ class BatchPublisher:
             RunDirError: it could not be.
         """
         if self._pending is not None:
+            # Shielded: where this wait is cancelled, __aexit__ must still find the write to wait for.
             await asyncio.shield(self._pending)
             self._pending = None
 
@@ -68,4 +71,5 @@ class BatchPublisher:
             journal.publish_batch(self._run_dir, batch, state)
         except OSError as error:
             raise RunDirError(f"batch {batch.step} cannot be written to {self._run_dir.rollouts}: {error}") from error
+        # After the batch is durable: until then they are all that is left of it.
         discard_generations(self._run_dir, up_to=batch.step)

@@ -14,6 +14,7 @@ _log = logging.getLogger("orchestrator")
 
 def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
     """Return the smallest integers in the ratio of the decimal numbers `weights`: 0.1 counts as 1/10."""
+    # By its repr: 0.1 is meant as 1/10, not as the float nearest to it.
     fractions = {name: Fraction(repr(weight)) for name, weight in weights.items()}
     denominator = lcm(*(fraction.denominator for fraction in fractions.values()))
     scaled = {name: int(fraction * denominator) for name, fraction in fractions.items()}
@@ -33,6 +34,7 @@ def adopt_mix(state: OrchestratorState, weights: Mapping[str, float]) -> None:
         position.weight = weight
     for name, position in state.environments.items():
         if name not in integers:
+            # Kept at its place: it goes on there should it come back.
             position.weight = 0
     if before and before != {name: position.weight for name, position in state.environments.items()}:
         _log.warning("the mix of environments changed since the checkpoint: was %s, is %s", before, integers)

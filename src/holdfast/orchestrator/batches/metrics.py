@@ -97,6 +97,7 @@ def _staleness(rollouts: Sequence[Rollout], *, step: int) -> dict[str, float]:
     tokens: Counter[int] = Counter()
     for rollout in rollouts:
         for span in rollout.versions:
+            # Step N trains version N - 1.
             tokens[step - 1 - span.version] += span.end - span.start
     if not tokens:  # a teacher sampled them
         return {}
@@ -124,6 +125,7 @@ def _environment_metrics(settings: EnvironmentConfig, groups: Sequence[Sequence[
     metrics |= {metric: _mean(found) for metric, found in values.items()}
     if settings.success_reward is not None or all("exact" in rollout.metrics for rollout in rollouts):
         solved = [sum(_is_solved(rollout, settings.success_reward) for rollout in group) for group in groups]
+        # All groups are of one size.
         size = len(groups[0])
         for power in range(size.bit_length()):
             k = 2**power
@@ -145,6 +147,7 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
 
 
 def _mean(values: Sequence[float]) -> float:
+    # fsum: exact, so the order of the rollouts does not matter.
     return math.fsum(values) / len(values)
 
 

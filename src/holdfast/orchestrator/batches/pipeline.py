@@ -94,6 +94,7 @@ class BatchPipeline:
             dropped=selection.dropped,
             metrics=metrics,
         )
+        # The state after this batch, in the same rename as the batch.
         await self._publisher.submit(batch, self._maker.state.encode())
         _log.info(
             "batch %d by version %d: reward %.4f, %.1f tokens, %d groups dropped, %.2f s (waited %.2f s for weights)",
@@ -108,6 +109,7 @@ class BatchPipeline:
 
     async def _wait_for(self, version: int) -> PublishedWeights:
         with phase("waiting for weights", version=version):
+            # A batch that cannot be written ends this wait: no later version comes without it.
             return await self._pusher.wait_for(version, check=self._publisher.check)
 
     async def _serve(self, weights: PublishedWeights) -> PublishedWeights:

@@ -41,12 +41,14 @@ def find_start(run_dir: RunDir, resume_step: int | None) -> Start:
         try:
             return _start_after(run_dir, trainer_step, published)
         except (CheckpointError, FileNotFoundError):
+            # A newer checkpoint means that the trainer pruned while we looked: look again.
             if max(run_dir.committed_steps(), default=0) <= trainer_step:
                 raise
 
 
 def _start_after(run_dir: RunDir, trainer_step: int, published: set[int]) -> Start:
     last = trainer_step
+    # Only without a gap: state N belongs to all batches before it.
     while last + 1 in published:
         last += 1
     if last > trainer_step:

@@ -35,6 +35,7 @@ class StrictSchedule:
         still published they are used, so the batch is the one that an uninterrupted run makes;
         where not, the resumed version samples it.
         """
+        # Batch N is trained by step N, on weights N - 1; the first ones have version 0 alone.
         wanted = max(0, step - 1 - self._async_level)
         if wanted >= self._trainer_step or self._transport.is_published(wanted):
             return wanted

@@ -46,6 +46,7 @@ class Selection:
 def select(outcomes: Sequence[Outcome], *, num_groups: int) -> Selection:
     """Return at most `num_groups` groups: those with signal first, then the earliest of the others."""
     candidates = [place for place, outcome in enumerate(outcomes) if not isinstance(outcome, Dropped)]
+    # sorted is stable: among equals the order of the draw stays.
     chosen = set(sorted(candidates, key=lambda place: not has_signal(outcomes[place]))[:num_groups])
     groups: list[list[Rollout]] = []
     unused: list[list[Rollout]] = []

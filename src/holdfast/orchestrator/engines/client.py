@@ -81,6 +81,7 @@ class InferenceClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Before the transport that its signs of life go by.
         await self.lease.close()
         await self._transport.close()
 
@@ -129,11 +130,13 @@ class InferenceClient:
         while True:
             # A server that just restarted must not be asked before it has its weights again.
             async with target.recovering:
+                # Of before the request: whoever recovers the engine meanwhile has done so for us as well.
                 epoch = target.epoch
             try:
                 with self._busy.count():
                     data = await self._transport.post(target.url, GENERATE_ROUTE, body, most_bytes=most_bytes)
                 answer = decode(data, GenerateResponse, url=target.url)
+                # Before the check: a restart explains what it finds.
                 target.note_boot(answer.boot_id)
                 choices = check_choices(answer, request, url=target.url, vocab_size=self.vocab_size)
                 for choice in choices:
@@ -155,16 +158,18 @@ class InferenceClient:
                 raise Unavailable(
                     f"tokens were sampled by policy version {span.version} with digest {span.digest:.80}, asked for "
                     f"was {'the digest' if version is None else f'version {version} with digest'} {digest}",
-                    retry_for_s=0.0,
+                    retry_for_s=0.0,  # weights that are pushed again and still differ do not come right with time
                 )
 
     async def _recover(self, engine: Engine, *, epoch: int, failure: Unavailable) -> None:
         """Wait for a lost engine and have its weights restored; one caller does it for all."""
         async with engine.recovering:
+            # Another request has recovered it while this one waited for the lock.
             if engine.epoch != epoch:
                 return
             _log.warning("%s: %s; waiting for it", engine.url, failure)
             await engine.wait_for_health()
             assert self._restore is not None, "expect comes first"
             await self._restore(engine)
+            # Last: a restore that fails leaves the engine lost for the next caller.
             engine.epoch += 1

@@ -157,6 +157,7 @@ class HttpTransport:
             reason += f". Set {self._config.admin_token_env} to the server's admin token."
         refused = InferenceError(reason)
         if _code(content) == UNREADABLE:
+            # The run waits for its storage then, rather than end.
             refused.exit_code = STORAGE_FAILED
         raise refused
 
@@ -177,6 +178,7 @@ class HttpTransport:
         task = asyncio.ensure_future(asking)
         waited_s = 0.0
         try:
+            # asyncio.wait, not wait_for: that would cancel the request at each look.
             while not (await asyncio.wait({task}, timeout=timeout_s))[0]:
                 waited_s += timeout_s
                 try:
@@ -190,7 +192,7 @@ class HttpTransport:
                 moved()  # whoever waits for us shall do so, too
             return task.result()
         finally:
-            task.cancel()
+            task.cancel()  # also where we are cancelled ourselves: wait leaves its tasks running
 
 
 def decode(data: bytes, kind: type[_T], *, url: str) -> _T:
@@ -266,7 +268,7 @@ def _retry_after_s(answer: httpx.Response) -> float:
     """How long an answer asks to be left alone, in seconds or by a date; 0 where it does not say."""
     value = answer.headers.get("retry-after", "")
     if value.isascii() and value.isdecimal():
-        return float(value[:9])
+        return float(value[:9])  # not for ever, whatever stands there
     try:
         return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
     except ValueError:

@@ -40,6 +40,7 @@ class RetryPolicy:
             InferenceError: it failed often and for long enough.
         """
         self._attempts += 1
+        # From the first failure on, not from the request: a slow answer is no failure.
         if self._attempts == 1:
             self._since = awake_s()
         failing_s = awake_s() - self._since

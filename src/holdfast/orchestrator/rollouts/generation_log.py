@@ -117,6 +117,7 @@ class GenerationLog:
             self._records = RecordLog(self.path, valid_bytes=valid_bytes)
         except OSError as error:
             raise self._unwritable(error) from error
+        # A new log, or one of something else, which was cut to nothing.
         if valid_bytes == 0:
             try:
                 self._append(self._header)
@@ -165,9 +166,11 @@ class GenerationLog:
             _log.warning("%s: %s; what it held is sampled again", self.path, damage)
         if not payloads:
             return 0
+        # Without the header nobody knows what sampled the rest.
         if damages and damages[0].record == 0:
             _log.warning("%s has lost its header; its batch is sampled anew", self.path)
             return 0
+        # As bytes: equal headers are equal to the bit.
         if payloads[0] != self._encoder.encode(self._header):
             _log.warning("%s was sampled by other weights or settings; its batch is sampled anew", self.path)
             return 0
@@ -180,6 +183,7 @@ class GenerationLog:
                 len(payloads) - 1,
                 problems[0],
             )
+        # Damage in the middle stays: cutting there would lose the whole answers behind it.
         return damages[-1].start if damages and damages[-1].is_tail else self.path.stat().st_size
 
     def _index(self, payload: bytes) -> str | None:

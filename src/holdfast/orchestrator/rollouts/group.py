@@ -77,6 +77,7 @@ async def run_group(
                 require_sound(session, what=_context(problem))
             scores = checked_scores(found, sessions, what=_context(problem))
     except (EnvironmentFailure, PromptTooLong) as failure:
+        # An engine that failed may have been turned into an error of the environment by its code.
         sampler.check()
         if problem.settings.on_error == "stop":
             if failure.__cause__ is not None:
@@ -167,6 +168,7 @@ async def _play_all(sessions: Sequence[Session], task: Task, problem: Problem) -
             return failure
         return None
 
+    # The first in the order of samples, not of time.
     for failure in await run_all(play(session) for session in sessions):
         if failure is not None:
             raise failure

@@ -62,10 +62,12 @@ class Sampler:
         working, failing = asyncio.ensure_future(work), asyncio.ensure_future(self._has_failed.wait())
         try:
             await asyncio.wait((working, failing), return_when=asyncio.FIRST_COMPLETED)
+            # First: a failure of the engine counts for more than what the work made of it.
             self.check()
             return working.result()
         finally:
             for one in (working, failing):
+                # Cancelled and awaited: nobody may sample into the next batch.
                 one.cancel()
             await asyncio.gather(working, failing, return_exceptions=True)
 
@@ -88,6 +90,7 @@ class Sampler:
         waiting = self._gathering.get(key)
         if waiting is None:
             waiting = self._gathering[key] = {}
+            # At the end of this turn of the loop: who asks until then shares the request.
             loop.call_soon(self._send, key)
         waiting[seed] = loop.create_future()
         return await waiting[seed]
@@ -96,12 +99,14 @@ class Sampler:
         """Cancel what is still in flight, and close the log of generations."""
         for request in self._requests:
             request.cancel()
+        # Before the log closes: what is in flight appends to it.
         await asyncio.gather(*self._requests, return_exceptions=True)
         self._log.close()
 
     def _send(self, key: _Key) -> None:
         waiting = self._gathering.pop(key)
         request = asyncio.create_task(self._request(key, waiting))
+        # The loop itself holds tasks weakly.
         self._requests.add(request)
         request.add_done_callback(self._requests.discard)
 
@@ -122,6 +127,7 @@ class Sampler:
             )
             choices = await self._client.generate(request, engine=engine)
             moved()
+            # Kept before any session sees it: what an environment acted on is found again after a kill.
             self._log.append(token_ids, max_tokens=max_tokens, seeds=seeds, completions=choices)
         except BaseException as error:
             if isinstance(error, Exception) and self._failure is None:

@@ -52,6 +52,7 @@ class Teacher:
             found = Completion(TokenIds(), await self._ask(token_ids, place=place), "judged", [])
             log.append(token_ids, max_tokens=_JUDGEMENT_TOKENS, seeds=[_JUDGEMENT_SEED], completions=[found])
         pairs = zip(found.logprobs, rollout.loss_mask, strict=True)
+        # 0 where nothing was sampled, as in `logprobs`: no loss looks there.
         rollout.reference_logprobs = Logprobs([value if sampled else 0.0 for value, sampled in pairs])
 
     async def _ask(self, token_ids: list[int], *, place: int) -> Logprobs:
@@ -72,6 +73,7 @@ class Teacher:
                 f"the teacher gave {len(given)} log-probabilities for {len(token_ids)} tokens; expected one for each "
                 "but the first"
             )
+        # Nothing predicts the first token.
         return Logprobs([0.0, *given])
 
 

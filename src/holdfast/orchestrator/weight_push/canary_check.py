@@ -30,6 +30,7 @@ async def check_canary(client: InferenceClient, canary: Canary, *, weights_diges
         (choice,) = await client.generate(request, engine=number)
         found, allowed = deviation(canary, choice.prompt_logprobs or []), canary.allowed_nats
         _log.info("%s: canary differs by %.2g nats from the trainer's (allowed: %s)", engine.url, found, allowed)
+        # `not <=` rather than `>`: NaN is refused, too.
         if allowed is not None and not found <= allowed:
             raise InferenceError(
                 f"{engine.url} serves the right weights, but computes other log-probabilities from them than the "

@@ -44,17 +44,18 @@ class WeightPusher:
         return await self._transport.wait_for(version, check=check)
 
     async def serve(self, weights: PublishedWeights, *, check: Callable[[], None]) -> PublishedWeights:
-        """Make all engines serve `weights`, and return what they serve. What serves already is asked for all the same:
-        an engine may have been restarted since.
+        """Make all engines serve `weights`, and return what they serve.
 
         Raises:
             InferenceError: an engine refused them, belongs to another run, or reports another version or digest.
         """
         for _ in range(_REPLACEMENTS):
             try:
+                # Also what serves already: an engine may have been restarted since.
                 await self._push_to_all(weights)
                 break
             except InferenceError:
+                # Only a version that the trainer published anew meanwhile is worth another try.
                 if not weights.was_replaced():
                     raise
                 _log.warning("%s was published again while it was loaded; loading it again", weights.location)
@@ -87,6 +88,7 @@ async def push(engine: Engine, weights: PublishedWeights, owner: Owner) -> None:
         boot_id = served.boot_id
         await engine.update_weights(UpdateRequest(weights.location, weights.version, owner))
         served = await engine.served()
+        # Before version and digest are looked at: a restart is no refusal.
         if served.boot_id != boot_id:
             raise Unavailable(f"the server was restarted while it was given policy version {weights.version}")
     if served.version != weights.version:
