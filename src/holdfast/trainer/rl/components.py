@@ -113,6 +113,7 @@ class RlComponents:
             CheckpointError: the replay buffer cannot be read.
         """
         path = run_dir.checkpoint(step) / _REPLAY_NAME
+        # At step 0 nothing has been trained that could be replayed.
         if self.replay is None or step == 0:
             return
         if path.exists():
@@ -146,6 +147,7 @@ class RlComponents:
 
     def attachments(self) -> dict[str, Attachment]:
         """Return what makes the files that belong into every checkpoint."""
+        # What makes it, not the bytes: only rank 0 writes them, and only where it saves.
         return {_REPLAY_NAME: self.replay.encode} if self.replay is not None else {}
 
 

@@ -100,6 +100,7 @@ class Learner:
         old = components.replay.sample(step, config.replay.groups) if components.replay and config.replay else []
         groups = fresh + old
         rollouts = [rollout for group in groups for rollout in group]
+        # Step N trains version N - 1.
         samples = to_samples(rollouts, trained_version=step - 1)
         trained = without_truncated(samples, rollouts) if config.rewards.truncated == "mask" else samples
         epochs = self._plan(step, trained, config.updates)
@@ -122,11 +123,14 @@ class Learner:
         learning = replace(reading, entropy_gradient=has_bonus or ":" in config.loss.type)  # the user's may need it
         metrics |= {"entropy_coef": entropy.coef} if entropy is not None else {}
         metrics |= self._update(step, learning, trained, epochs, stopwatch)
+        # After the update, which the coefficient before has penalised: this one is for the next step.
         metrics |= self._steer_kl(step, samples[: len(batch.rollouts)])
+        # Without a trained token there is no mean entropy to follow.
         if entropy is not None and self._trains_policy(step) and any(sample.num_targets for sample in trained):
             entropy.update(metrics["entropy"])
         components.after_step(step, self._policy)
         if components.replay is not None:
+            # Behind the draw: a step never replays its own groups.
             components.replay.add(step, fresh)
             metrics["replay/groups"] = float(len(old))
         return metrics
@@ -194,6 +198,7 @@ class Learner:
         if coefficient is None or not measured or not sampled:
             return {}
         sums = kl_of_sequences(sampled)
+        # Every rank has all samples, so all come to the same coefficient without a collective.
         mean = math.fsum(sums) / len(sums)
         if self._trains_policy(step):
             coefficient.update(mean, len(sums))
@@ -245,6 +250,7 @@ class Learner:
             return [values_N for values_N in (predicted.logprobs_N, predicted.entropy_N) if values_N is not None]
 
         measure_targets(keys, read, minibatches, self._mesh, pack=policy.layout.packs)
+        # Without a backward pass nothing else puts the parameters back into shards.
         reshard(policy)
         policy.train(was_training)
 
@@ -266,6 +272,7 @@ class Learner:
         critic_alone = not self._trains_policy(step)
         lr = 0.0 if critic_alone else learning_rate(step, config.optim, config.max_steps)
         value_lr = learning_rate(step, config.critic.optim, config.max_steps) if config.critic is not None else 0.0
+        # Counted from the step, not kept: a resumed run draws what an uninterrupted one does.
         done = (step - 1) * config.updates.epochs * config.updates.minibatches
         grad_norms, pretraining_losses = [], []
         if critic_alone:
@@ -278,10 +285,12 @@ class Learner:
                     loss = self._step(minibatch, statistics, reading)
                     if self._pretraining is not None:
                         pretraining_losses.append(self._pretraining.step(self._policy, done, self._mesh))
+                # After the first update the weights are no longer those that this compares.
                 if not grad_norms:
                     self._mismatch.before_update(step, statistics)
                 with stopwatch.phase("optimizer"):
                     grad_norms.append(clip_gradients(self._policy, config.optim.max_grad_norm))
+                    # Before the weights change: what is not finite must not reach them.
                     check_finite(step, loss=loss, grad_norm=grad_norms[-1])
                     update_parameters(session.optimizer, lr=lr)
             if components.critic is not None:

@@ -48,6 +48,7 @@ def policy_step(
     reading = replace(reading, entropy=True)
     samples = minibatch.samples
     num_targets = minibatch.num_targets
+    # At least 1: a sequence whose mask is empty has no token that bears its weight.
     weights = [1 / (len(samples) * max(1, sample.num_targets)) for sample in samples]
     weights_S = torch.tensor(weights, dtype=torch.float32, device=mesh.device)
     own_loss = 0.0
@@ -77,6 +78,7 @@ def policy_step(
         if torch.is_grad_enabled():
             # FSDP averages gradients over ranks; the weights sum to one over all of them.
             (loss * mesh.world_size).backward()
+        # In float64 over the micro-batches, and without their graphs.
         own_loss += float(loss.detach())
         statistics.add(data, counts, entropy_N.detach(), micro.per_token[AGE])
     statistics.add_update(own_loss)

@@ -32,6 +32,7 @@ class Critic:
         self._mesh = mesh
         init = model_config.init if config.name is None else "pretrained"
         own = model_config.model_copy(update={"name": config.name or model_config.name, "lora": None, "init": init})
+        # A head of zeros: its first values are 0, so that the first advantages are the returns alone.
         self.model = build_scalar_model(own, mesh, seed=seed, head="zero")
         self.optimizer = build_optimizer(self.model.hf_model, config.optim)
         self.state = ModelState(self.model, self.optimizer)
@@ -56,6 +57,7 @@ class Critic:
         Raises:
             TrainingError: loss or gradient is not finite; nothing was changed.
         """
+        # At least 1: a minibatch may have nothing to train, and still every rank must take part.
         num_targets = max(1, minibatch.num_targets)
         own = {"value_loss": 0.0, "value_clip_fraction": 0.0}
         for indices in minibatch.micro_batches:
@@ -75,6 +77,7 @@ class Critic:
             )
         norm = clip_gradients(self.model, self._config.optim.max_grad_norm)
         summed = self._mesh.sum(own)
+        # Numbers of all ranks, so that all come to the same verdict.
         if not torch.isfinite(torch.tensor([summed["value_loss"], norm])).all():
             raise TrainingError(
                 f"the critic's loss is {summed['value_loss']}, its gradient norm is {norm}. Nothing of this step was "

@@ -26,6 +26,7 @@ class Ema(State):
     def __init__(self, tensors: Mapping[str, Tensor], *, decay: float) -> None:
         self.decay = decay
         self.num_updates = 0
+        # copy=True: `to` returns the very weights where they are float32 already.
         self._averages = {name: tensor.detach().to(torch.float32, copy=True) for name, tensor in tensors.items()}
 
     @torch.no_grad()

@@ -88,7 +88,7 @@ class FollowingModel(State):
             if tensor.is_floating_point():
                 tensor.lerp_(policy[name].detach(), self._mixup)
             else:
-                tensor.copy_(policy[name])
+                tensor.copy_(policy[name])  # no average of integers
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights of the reference by name, as they lie in memory; loading writes into them."""

@@ -57,8 +57,10 @@ def plan_epochs(
     for epoch in range(config.epochs):
         order = np.arange(len(samples))
         if config.minibatches > 1:
+            # Sorted keys, not Generator.shuffle, whose stream numpy may change between versions.
             keys = np.random.SeedSequence(seed, spawn_key=(step, epoch)).generate_state(len(samples), np.uint64)
             order = np.argsort(keys, kind="stable")
+        # Fewer samples than minibatches leave some empty: an update of nothing is none.
         parts = [part for part in np.array_split(order, config.minibatches) if len(part)]
         epochs.append([_plan([samples[index] for index in part], row_tokens, arrangement, mesh) for part in parts])
     return epochs
@@ -96,6 +98,7 @@ def measure_targets(
         found_KT = torch.zeros(len(names), int(ends[-1]), dtype=torch.float32)
         for indices in minibatch.micro_batches:
             micro = build_micro_batch(minibatch.samples, indices, pack=pack, device=mesh.device)
+            # To the CPU in one copy: each is a synchronisation with the GPU.
             values_KN = torch.stack([values_N.float() for values_N in forward(micro)]).cpu()
             for index, part_KN in zip(indices, values_KN.split([counts[index] for index in indices], 1), strict=True):
                 found_KT[:, ends[index] - counts[index] : ends[index]] = part_KN

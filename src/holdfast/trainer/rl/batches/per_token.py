@@ -43,4 +43,5 @@ def assign_targets(sample: Sample, key: str, values_T: Sequence[float] | np.ndar
 
 def target_values(sample: Sample, key: str) -> np.ndarray:
     """Return the values of `per_token[key]` at the targets, (T,), float64."""
+    # float64: sums and means over many tokens keep their digits.
     return sample.per_token[key][sample.targets].astype(np.float64)

@@ -43,6 +43,7 @@ class ReplayBuffer:
 
     def add(self, step: int, groups: Sequence[Sequence[Rollout]]) -> None:
         """Keep the fresh groups of the batch of `step`; forget what is over capacity or too old for `step`."""
+        # Forgotten by age at once: what cannot be drawn any more would only fill checkpoints.
         young = [group for group in self._groups if step - group.step <= self._max_age]
         self._keep(young + [_Group(step, list(rollouts)) for rollouts in groups])
 
@@ -76,4 +77,5 @@ class ReplayBuffer:
             ) from error
 
     def _keep(self, groups: list[_Group]) -> None:
+        # max: a negative start would count from the end, and keep too few.
         self._groups = groups[max(0, len(groups) - self._capacity) :]

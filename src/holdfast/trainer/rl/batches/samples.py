@@ -51,6 +51,7 @@ def _to_sample(rollout: Rollout, trained_version: int) -> Sample:
     loss_mask = np.asarray(rollout.loss_mask, dtype=bool)
     ages = np.zeros(length, dtype=np.float32)
     for span in rollout.versions:
+        # Per span: a rollout may have been sampled across an update of the weights.
         ages[span.start : span.end] = trained_version - span.version
     teacher = {} if reference is None else {REFERENCE_LOGPROB: np.asarray(reference, dtype=np.float32)}
     return Sample(

@@ -39,6 +39,7 @@ def select_tokens(minibatch: Minibatch, config: PolicyLossConfig, *, seed: int, 
         _assign(SELECTED, samples, highest(_all_targets(OLD_ENTROPY, samples), config.top_entropy_share))
     if config.covariance.share is not None:
         covariances_T = covariances(_all_targets(OLD_LOGPROB, samples), _all_targets(ADVANTAGE, samples))
+        # By the count of updates: every rank, and a resumed run, draws the same.
         keys_T = np.random.SeedSequence(seed, spawn_key=(update,)).generate_state(len(covariances_T), np.uint64)
         _assign(HIGH_COVARIANCE, samples, covariant(covariances_T, keys_T, config.covariance))
 
@@ -74,6 +75,7 @@ def covariant(covariances_T: np.ndarray, keys_T: np.ndarray, config: CovarianceC
     assert config.share is not None  # the config fills it in
     count = max(1, int(config.share * len(covariances_T)))
     if config.low is None or config.high is None:
+        # Stable: equal covariances must give the same choice on every machine.
         order_T = np.argsort(-covariances_T, kind="stable")
     else:
         allowed_T = np.flatnonzero((covariances_T > config.low) & (covariances_T < config.high))

@@ -50,6 +50,7 @@ def gspo_token_objective(config: PolicyLossConfig) -> Objective:
 
     def objective(data: PolicyLossInput) -> tuple[Tensor, Counts]:
         mean_N = over_sequences(log_ratios(data, config).detach(), data.sequence_N, torch.mean)
+        # 0 in value: it brings in the gradient of the token alone.
         own_N = data.logprobs_N - data.logprobs_N.detach()
         return clipped_surrogate(torch.exp(mean_N + own_N), data.advantages_N, config)
 
@@ -67,6 +68,7 @@ def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, config: PolicyLossC
     low, high = config.clip_range
     clipped_N = torch.minimum(ratio_N * advantages_N, ratio_N.clamp(low, high) * advantages_N)
     dual_N = (ratio_N > config.dual_clip) & (advantages_N < 0)
+    # Where A < 0 the surrogate is unbounded below in rho: dual clip bounds it, and its gradient.
     return torch.where(dual_N, config.dual_clip * advantages_N, clipped_N), {
         **clip_counts(ratio_N, advantages_N, low, high),
         "clip_fraction/dual": dual_N.sum(),

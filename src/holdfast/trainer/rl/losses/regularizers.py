@@ -19,6 +19,7 @@ def with_entropy_bonus(loss: PolicyLoss, coefficient: EntropyCoefficient) -> Pol
 
     def rewarded(data: PolicyLossInput) -> tuple[Tensor, Counts]:
         value, counts = loss(data)
+        # At least 1: an update may have no trained token on any rank.
         return value - coefficient.coef * data.entropy_N.sum() / max(1, data.step_tokens), counts
 
     return rewarded

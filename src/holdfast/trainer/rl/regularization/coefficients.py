@@ -37,6 +37,7 @@ class EntropyCoefficient(State):
         config = self._config
         if config.target is not None:
             by = config.step_size if entropy <= config.target else -config.step_size
+            # Within 0 and the largest: it must not wind up while the entropy stays on one side.
             self._steered = min(max(self._steered + by, 0.0), config.largest)
         self._last = entropy
 

@@ -88,6 +88,7 @@ class KlPenalty:
 def kl_of_sequences(samples: Sequence[Sample]) -> list[float]:
     """Return, for each sample, k1 against the reference before the step, summed over its targets, in nats."""
     return [
+        # Not bounded, as the penalty is: the mean of bounded ones would not estimate the divergence.
         math.fsum((target_values(sample, OLD_LOGPROB) - target_values(sample, REFERENCE_LOGPROB)).tolist())
         for sample in samples
     ]
