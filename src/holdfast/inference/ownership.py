@@ -57,11 +57,13 @@ class Ownership:
                 f"{current.silent_s:.0f} s ago), and {_free(current)}. Use another server, or stop that run.",
                 code=OWNED,
             )
+        # A reserved server stays its run's: whoever passes here is that run.
         if owner is not None and self._reserved is None:
             self._owner, self._heard = owner, self._clock()
 
     def renew(self, run_id: str) -> None:
         """Take note of a sign of life of run `run_id`."""
+        # Even after the lease: nobody else has claimed it since.
         if self._owner is not None and self._owner.run_id == run_id:
             self._heard = self._clock()
 

@@ -46,6 +46,7 @@ def _module_of(program: str) -> ModuleType:
 def _worker(program: str, config_path: str, parent: int) -> None:
     """One rank: runs in a forked child of process `parent`, which may have died by now."""
     die_with_parent(parent=parent)
+    # Ctrl-C reaches the whole group; the process that started the ranks stops them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_up_logging("trainer")
     heartbeat = start_heartbeat(f"_rank_{os.environ['RANK']}")
@@ -72,6 +73,7 @@ def _run_rank(module: ModuleType, config: Any) -> None:
         is_explained = isinstance(error, HoldfastError) and not isinstance(error, RankLost)
         if config.parallel.num_ranks > 1 and not is_explained and not is_storage_failure(error):
             deadline = time.monotonic() + _DEAD_RANK_S
+            # Ends by the signal that asks the others to stop, once the dead one was noticed.
             while not STOP_REQUEST.signal_number() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
         raise
@@ -89,6 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     start_heartbeat()
     config = read_toml(PROGRAMS[arguments.program], arguments.config)
     ranks = config.parallel.num_ranks
+    # Before torch is imported, which reads it once.
     set_thread_environment(config.parallel.threads or max(1, available_cores() // ranks))
     if config.ckpt is not None:
         # Until there are ranks there is nothing to save: no one need wait for the imports.
@@ -112,9 +115,9 @@ def main(argv: list[str] | None = None) -> int:
         max_nodes=1,
         nproc_per_node=ranks,
         rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
+        rdzv_endpoint="127.0.0.1:0",  # port 0: the kernel picks a free one
         run_id="holdfast",
-        max_restarts=0,
+        max_restarts=0,  # our launcher starts again, from a checkpoint and with its own count
         start_method="fork",
         monitor_interval=0.05,
         # With checkpoints on, SIGTERM asks the ranks for a last save instead of stopping them.
@@ -124,6 +127,7 @@ def main(argv: list[str] | None = None) -> int:
         elastic_launch(launch_config, _worker)(arguments.program, arguments.config, os.getpid())
     except ChildFailedError as error:
         # A rank that was killed makes the others fail in their collectives: it is the reason, not they.
+        # False sorts before True: those that a signal killed come first.
         rank, first = min(error.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
         if first.exitcode < 0:
             print(f"error: rank {rank} was killed by signal {-first.exitcode}", file=sys.stderr, flush=True)

@@ -199,6 +199,7 @@ class Routes:
         if self._probe is None or self._probe.done():
             self._probe = asyncio.create_task(self._run_probe())
         try:
+            # Shielded: a caller that gives up must not end the probe of the others.
             await asyncio.wait_for(asyncio.shield(self._probe), self._health_timeout_s)
         except TimeoutError:
             return f"the engine gave no answer to a probe within {self._health_timeout_s:g} s"
@@ -303,10 +304,11 @@ async def _until_disconnect(request: Request, work: Awaitable[_T]) -> _T:
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise RequestError(499, "the client closed the connection")
+            raise RequestError(499, "the client closed the connection")  # nginx's code; nobody reads it
         return task.result()
     finally:
         gone.cancel()
+        # Also where we are cancelled ourselves: the engine drops what nobody waits for.
         task.cancel()
 
 

@@ -42,6 +42,7 @@ def materialize(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh, wei
     hf_model = model.hf_model
     apply_wrappers(model, config, mesh)
     model.to_empty(device=mesh.device)
+    # to_empty gave tied parameters memory of their own.
     hf_model.tie_weights()
     _reset_buffers(hf_model)
     _prepare(model, config, mesh)
@@ -55,11 +56,13 @@ def _prepare(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh) -> Non
     """Have the model find out how it is to be used, before it has its weights: that must not depend on them."""
     with torch.no_grad():
         for parameter in model.parameters():
+            # to_empty left garbage, of which the comparisons in `prepare` could be NaN.
             parameter.fill_(1.0)
     model.layout = Layout(packs=takes_positions(model.hf_model), attention=config.attention)
     was_training = model.training
     model.eval()
     devices = [mesh.device] if mesh.device.type == "cuda" else []
+    # fork_rng: whatever is random in these passes must not move the generators of the run.
     with naming_failures(model, config.name, config.dtype), torch.random.fork_rng(devices=devices):
         model.run(model.prepare)
     reshard(model)
@@ -99,6 +102,7 @@ def _reset_buffers(hf_model: PreTrainedModel) -> None:
         module._is_hf_initialized = False  # type: ignore[assignment]
     buffers = {name: buffer for name, buffer in hf_model.named_buffers() if buffer.is_floating_point()}
     for buffer in buffers.values():
+        # NaN marks those that initialize_weights passes over.
         buffer.fill_(math.nan)
     hf_model.initialize_weights()
     persistent = hf_model.state_dict().keys()
@@ -108,4 +112,4 @@ def _reset_buffers(hf_model: PreTrainedModel) -> None:
         )
     for name, buffer in buffers.items():
         if name in persistent and buffer.isnan().any():
-            buffer.fill_(1.0)
+            buffer.fill_(1.0)  # the weights or a checkpoint fill it

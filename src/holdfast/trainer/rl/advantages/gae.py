@@ -22,6 +22,7 @@ def generalized_advantages(rewards_T: Tensor, values_T: Tensor, *, gamma: float,
         gamma: discount per token.
         lam: 0 trusts the critic for all but one reward; 1 takes the rewards alone, less the value.
     """
+    # Python floats: sums of float64 in one order, the same on every device.
     rewards, values = rewards_T.detach().double().tolist(), values_T.detach().double().tolist()
     advantages: list[float] = []
     advantage = next_value = 0.0
@@ -53,6 +54,7 @@ def value_loss(
     errors_N = (values_N - returns_N).square()
     clipped_N = torch.clamp(values_N, old_values_N - clip, old_values_N + clip)
     clipped_errors_N = (clipped_N - returns_N).square()
+    # Strictly: where both are equal nothing was clipped.
     is_clipped_N = (clipped_errors_N > errors_N) & (weights_N != 0)
     loss = 0.5 * (weights_N * torch.maximum(errors_N, clipped_errors_N)).sum()
     return loss, {"value_clip_fraction": is_clipped_N.sum()}

@@ -24,6 +24,7 @@ def dr_grpo(rewards_G: Sequence[float]) -> list[float]:
 
     Equal rewards give exactly 0, whatever their mean rounds to.
     """
+    # The mean of equal rewards may round, and GRPO would divide that by its epsilon.
     if max(rewards_G) == min(rewards_G):
         return [0.0] * len(rewards_G)
     mean = math.fsum(rewards_G) / len(rewards_G)
@@ -46,6 +47,7 @@ def rloo(rewards_G: Sequence[float]) -> list[float]:
     That is G / (G - 1) times `r_i - mean(r)`. A group of one has no others: 0.
     """
     size = len(rewards_G)
+    # at least 1: a group of one has no others
     return [centred * size / max(1, size - 1) for centred in dr_grpo(rewards_G)]
 
 
@@ -64,7 +66,7 @@ def max_rl(rewards_G: Sequence[float]) -> list[float]:
             "Shift the rewards, or choose another advantage."
         )
     mean = math.fsum(rewards_G) / len(rewards_G)
-    return [centred / mean if centred else 0.0 for centred in dr_grpo(rewards_G)]
+    return [centred / mean if centred else 0.0 for centred in dr_grpo(rewards_G)]  # where the mean is 0, all are
 
 
 def pass_at_k(rewards_G: Sequence[float], *, k: int) -> list[float]:

@@ -34,6 +34,7 @@ def measure_canary(
     micro = build_micro_batch([sample], [0], pack=policy.layout.packs, device=mesh.device)
     policy.eval()  # no dropout: the engine has none, and no random number is drawn
     logprobs_N = predict(policy, micro).logprobs_N
+    # No backward pass follows, which would do so.
     reshard(policy)
     policy.train()
     allowed = math.sqrt(2 * mismatch_limit(config))

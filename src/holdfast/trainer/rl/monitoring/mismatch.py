@@ -97,6 +97,7 @@ class MismatchCheck:
         self._is_comparable = not is_foreign and all(rollout.versions for rollout in rollouts)
         if self._is_done or not (self._is_comparable and self._is_random):
             return
+        # Copies: what is measured without dropout must not become the old log-probabilities of the loss.
         copies = [
             Sample(one.token_ids, one.loss_mask, {SAMPLER_LOGPROB: one.per_token[SAMPLER_LOGPROB]})
             for one in samples
@@ -136,6 +137,7 @@ class MismatchCheck:
             self._refuse_above_limit(step, mismatch_kl)
 
     def _refuse_above_limit(self, step: int, mismatch_kl: float) -> None:
+        # `not <=` rather than `>`: NaN is refused, too.
         if not mismatch_kl <= self._limit:
             raise _other_model(step, mismatch_kl, self._limit, self._config, kind=self._kind)
 
