@@ -127,7 +127,6 @@ def main(argv: list[str] | None = None) -> int:
         elastic_launch(launch_config, _worker)(arguments.program, arguments.config, os.getpid())
     except ChildFailedError as error:
         # A rank that was killed makes the others fail in their collectives: it is the reason, not they.
-        # False sorts before True: those that a signal killed come first.
         rank, first = min(error.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
         if first.exitcode < 0:
             print(f"error: rank {rank} was killed by signal {-first.exitcode}", file=sys.stderr, flush=True)

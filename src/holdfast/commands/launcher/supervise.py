@@ -115,7 +115,6 @@ class Supervisor:
                 # Before the new one starts: it needs the port and the memory.
                 _end_group(dead)
                 self.children.remove(dead)
-            # Opened for appending: this is the end of what its predecessors wrote.
             begin = output.tell()
             process = subprocess.Popen(
                 argv,

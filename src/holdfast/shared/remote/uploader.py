@@ -176,7 +176,6 @@ class Uploader:
                     self._pause()
                 else:
                     self._num_tries = 0
-                    # The first counts: later ones mostly follow from it.
                     self._failure = self._failure or failure
                     self._changed.notify_all()
 

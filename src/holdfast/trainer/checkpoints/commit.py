@@ -307,7 +307,6 @@ def _describe_files(directory: Path, shards: dict[str, FileEntry]) -> dict[str, 
 
 def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Return the xxh3-128 of names, shapes and dtypes of the model's tensors."""
-    # The model alone: moments follow from it and from the optimizer, which is configuration.
     described = sorted(
         (name, list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items() if name.startswith("model.")
     )

@@ -96,7 +96,6 @@ def packed_attention(
 
     attended = attend(unpack(query), unpack(key), unpack(value))
     flat = attended.transpose(1, 2).reshape(samples * longest, query.shape[1], value.shape[-1])
-    # Back in the order of the row; the padding is dropped here.
     return flat.index_select(0, packed_index.scatter_T).unsqueeze(0), None
 
 

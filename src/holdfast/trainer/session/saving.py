@@ -114,7 +114,7 @@ class Saver:
     ) -> None:
         self._check_best(step, metrics)
         if self._checkpointer.save(step, metrics=metrics, attachments=attachments, urgent=urgent):
-            # Only now: a save that was skipped is due at the next step again.
+            # Only now: by the minutes, a save that was skipped is due at the next step again.
             self._last_save_time = time.monotonic()
             self._is_time = False
 

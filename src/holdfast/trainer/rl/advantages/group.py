@@ -47,7 +47,7 @@ def rloo(rewards_G: Sequence[float]) -> list[float]:
     That is G / (G - 1) times `r_i - mean(r)`. A group of one has no others: 0.
     """
     size = len(rewards_G)
-    # at least 1: a group of one has no others
+    # At least 1: a group of one has no others
     return [centred * size / max(1, size - 1) for centred in dr_grpo(rewards_G)]
 
 
