@@ -182,7 +182,6 @@ def _heed_recurrent_state(args: Namespace) -> None:
     """
     if not AsyncEngineArgs.from_cli_args(args).create_model_config().has_inner_state:
         return
-    # None: the user has not said.
     if args.enable_prefix_caching is None:
         args.enable_prefix_caching = False
     if args.max_num_seqs != 1:

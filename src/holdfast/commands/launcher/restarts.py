@@ -55,7 +55,6 @@ class Restarts:
                 return None
             self._stuck[name] = (stuck_at, count + 1)
             return _FIRST_DELAY_S
-        # It died otherwise: being stuck is counted anew.
         self._stuck.pop(name, None)
         now = time.monotonic()
         times = self._times[name]

@@ -96,7 +96,6 @@ class BatchMaker:
         selection = select(outcomes, num_groups=self._config.problems_per_step)
         self._check(step, selection)
         count(state, step, selection)
-        # Only now: the batch is whole.
         self.state = state
         self.num_reused = sampler.num_reused
         return selection

@@ -14,7 +14,6 @@ _log = logging.getLogger("orchestrator")
 
 def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
     """Return the smallest integers in the ratio of the decimal numbers `weights`: 0.1 counts as 1/10."""
-    # By its repr: 0.1 is meant as 1/10, not as the float nearest to it.
     fractions = {name: Fraction(repr(weight)) for name, weight in weights.items()}
     denominator = lcm(*(fraction.denominator for fraction in fractions.values()))
     scaled = {name: int(fraction * denominator) for name, fraction in fractions.items()}

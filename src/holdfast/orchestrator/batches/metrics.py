@@ -125,7 +125,6 @@ def _environment_metrics(settings: EnvironmentConfig, groups: Sequence[Sequence[
     metrics |= {metric: _mean(found) for metric, found in values.items()}
     if settings.success_reward is not None or all("exact" in rollout.metrics for rollout in rollouts):
         solved = [sum(_is_solved(rollout, settings.success_reward) for rollout in group) for group in groups]
-        # All groups are of one size.
         size = len(groups[0])
         for power in range(size.bit_length()):
             k = 2**power

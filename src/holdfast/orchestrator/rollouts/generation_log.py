@@ -170,7 +170,6 @@ class GenerationLog:
         if damages and damages[0].record == 0:
             _log.warning("%s has lost its header; its batch is sampled anew", self.path)
             return 0
-        # As bytes: equal headers are equal to the bit.
         if payloads[0] != self._encoder.encode(self._header):
             _log.warning("%s was sampled by other weights or settings; its batch is sampled anew", self.path)
             return 0

@@ -171,7 +171,6 @@ class _Versioned(msgspec.Struct):
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Commit `directory`: write its manifest durably."""
-    # Atomically: a manifest that is cut off would make a whole directory look damaged.
     durable.write_file(directory / MANIFEST_NAME, encode_manifest(manifest))
 
 

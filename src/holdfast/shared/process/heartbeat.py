@@ -73,7 +73,6 @@ class Heartbeat:
                 self._write(self.path)
             except OSError as error:
                 failure = str(error)
-            # Once for each reason, not once a second.
             if failure not in ("", told):
                 _log.warning("heartbeats are not written whole: %s", failure)
             told = failure

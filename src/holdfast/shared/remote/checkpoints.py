@@ -142,7 +142,6 @@ class RemoteCheckpoints:
                 if not self._store.get(f"{name}/{file}", target):
                     raise CheckpointError(f"{self.url}/{name}/{file} is missing")
                 manifest.check_file(target, entry, where=f"{self.url}/{name}/{file}")
-            # Last, when every file was checked.
             (temporary / MANIFEST_NAME).write_bytes(data)
             if to.exists():
                 # Only now: until the other is whole, what is there may be all that is left.

@@ -270,7 +270,6 @@ class Checkpointer:
         """
         self.wait()
         for hook in self._hooks:
-            # The optimizer may outlive this object.
             hook.remove()
         try:
             self._collect_result()

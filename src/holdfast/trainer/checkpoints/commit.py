@@ -197,7 +197,6 @@ class Commit:
         Raises:
             RankLost: on every rank, with the steps.
         """
-        # Raised on all ranks alike, since all see the same list.
         steps = self._ranks.all_gather(step)
         if set(steps) != {step}:
             raise RankLost(
@@ -240,7 +239,6 @@ class Commit:
             },  # JSON has no others
             libraries=manifest.library_versions(),
         )
-        # After all that it lists.
         manifest.write_manifest(temporary, listing)
         # The last that may fail the save: behind it the step counts.
         self._before_commit()

@@ -39,7 +39,6 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str, /) -> Any:
         if name not in _ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of an index of tensors")
-        # Only names that passed: what the base class imports may run code.
         return super().find_class(module, name)
 
 

@@ -54,7 +54,6 @@ def value_loss(
     errors_N = (values_N - returns_N).square()
     clipped_N = torch.clamp(values_N, old_values_N - clip, old_values_N + clip)
     clipped_errors_N = (clipped_N - returns_N).square()
-    # Strictly: where both are equal nothing was clipped.
     is_clipped_N = (clipped_errors_N > errors_N) & (weights_N != 0)
     loss = 0.5 * (weights_N * torch.maximum(errors_N, clipped_errors_N)).sum()
     return loss, {"value_clip_fraction": is_clipped_N.sum()}

@@ -48,7 +48,6 @@ class Ledger:
         """
         accepted = read_accepted(self._run_dir.batch(batch.step) / STATE_NAME, step=batch.step)
         check_tasks(batch, before=self._accepted, after=accepted)
-        # Only where the check has passed.
         self._accepted = accepted
 
     def attachments(self) -> dict[str, Path]:

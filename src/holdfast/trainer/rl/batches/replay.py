@@ -43,7 +43,6 @@ class ReplayBuffer:
 
     def add(self, step: int, groups: Sequence[Sequence[Rollout]]) -> None:
         """Keep the fresh groups of the batch of `step`; forget what is over capacity or too old for `step`."""
-        # Forgotten by age at once: what cannot be drawn any more would only fill checkpoints.
         young = [group for group in self._groups if step - group.step <= self._max_age]
         self._keep(young + [_Group(step, list(rollouts)) for rollouts in groups])
 

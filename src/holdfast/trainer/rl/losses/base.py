@@ -105,6 +105,5 @@ def over_sequences(values_N: Tensor, sequence_N: Tensor, reduce: Callable[[Tenso
     """
     if values_N.numel() == 0:
         return values_N
-    # Consecutive: the tokens of a sequence are neighbours, and sorting would be wasted.
     _, lengths = torch.unique_consecutive(sequence_N, return_counts=True)
     return torch.cat([reduce(part).expand(len(part)) for part in values_N.split(lengths.tolist())])

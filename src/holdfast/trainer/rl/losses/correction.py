@@ -53,7 +53,6 @@ def correction_factors(data: PolicyLossInput, config: CorrectionConfig) -> tuple
         factors_N = torch.where(bounded_N, 0.0, weights_N)
     counts = {"correction/bounded": bounded_N.sum()}
     if config.veto is not None:
-        # Of the tokens themselves, whatever level the weights are of.
         vetoed_N = over_sequences(token_N, data.sequence_N, torch.min) < math.log(config.veto)
         factors_N = torch.where(vetoed_N, 0.0, factors_N)
         counts["correction/vetoed"] = vetoed_N.sum()
