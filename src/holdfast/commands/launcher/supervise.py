@@ -110,11 +110,12 @@ class Supervisor:
     ) -> Child:
         """Start one child with its output in `log`; it takes the place of a dead one of that name."""
         log.parent.mkdir(parents=True, exist_ok=True)
+        for dead in [child for child in self.children if child.name == name]:
+            # Before the new one starts: it needs the port and the memory. Also before its log begins: the dead may
+            # have written till now.
+            _end_group(dead)
+            self.children.remove(dead)
         with open(log, "ab") as output:
-            for dead in [child for child in self.children if child.name == name]:
-                # Before the new one starts: it needs the port and the memory.
-                _end_group(dead)
-                self.children.remove(dead)
             begin = output.tell()
             process = subprocess.Popen(
                 argv,

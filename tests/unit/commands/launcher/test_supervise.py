@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.commands.launcher import supervise
 from holdfast.commands.launcher.supervise import Child, Supervisor, error_message, last_lines
 from holdfast.shared.process.child import LAUNCHER_ENV
 
@@ -276,3 +277,24 @@ def test_the_error_of_an_earlier_life_is_not_taken_for_that_of_a_later_one(tmp_p
         child = supervisor.restart(child)
         assert child.process.wait() == -signal.SIGKILL and child.error is None
         assert error_message(child.log) == "no room"
+
+
+def test_what_the_dead_write_while_they_are_ended_is_not_said_of_their_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks and engines go on writing after the process that started them."""
+    end = supervise._end_group
+
+    def ended_late(child: Child) -> None:
+        end(child)
+        with open(child.log, "a") as log:
+            log.write("error: of the dead\n")
+
+    with Supervisor() as supervisor:
+        child = supervisor.start("a", python("sys.exit(3)"), tmp_path / "a.log", environment={})
+        child.process.wait()
+        monkeypatch.setattr(supervise, "_end_group", ended_late)
+        again = supervisor.restart(child)
+        monkeypatch.undo()
+        again.process.wait()
+        assert again.error is None and "of the dead" in again.log.read_text()
