@@ -51,7 +51,7 @@ def set_aside_after(run_dir: RunDir, step: int, attempt: int, *, last_batch: int
         if len(kept) < len(lines):
             aside = _free_name(run_dir, run_dir.metrics, attempt)
             # Put aside before they go: a kill between leaves them twice, not nowhere.
-            aside.write_bytes(b"".join(line for line in lines if _step_of(line) > step))
+            durable.write_file(aside, b"".join(line for line in lines if _step_of(line) > step))
             durable.write_file(run_dir.metrics, b"".join(kept))
             moved.append(aside)
     return moved

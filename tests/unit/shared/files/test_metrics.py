@@ -10,6 +10,7 @@ import pytest
 from holdfast.commands.launcher.console import Console, Tail, step_line
 from holdfast.commands.resume.superseded import set_aside_after
 from holdfast.shared.errors import DataError
+from holdfast.shared.files import durable
 from holdfast.shared.files.metrics import MetricsWriter, read_metrics
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.events import EVENTS_ENV, PROCESS_ENV, report
@@ -107,3 +108,20 @@ def test_a_damaged_line_is_named_and_a_resume_sets_it_aside(run_dir: RunDir) -> 
     assert [line["step"] for line in Tail(run_dir.metrics, from_end=False)] == [1]
     (aside,) = set_aside_after(run_dir, 5, 1)
     assert aside.read_bytes() == damaged and run_dir.metrics.read_bytes() == whole
+
+
+def test_lines_that_are_set_aside_are_on_the_disk_before_they_go(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a power cut leaves them nowhere: the shorter file is durable."""
+    durably: list[str] = []
+    write_file = durable.write_file
+
+    def noted(path: Path, data: bytes) -> None:
+        durably.append(path.name)
+        write_file(path, data)
+
+    monkeypatch.setattr(durable, "write_file", noted)
+    run_dir.metrics.write_bytes(b'{"step": 1}\n{"step": 2}\n')
+    (aside,) = set_aside_after(run_dir, 1, 1)
+    assert durably == [aside.name, run_dir.metrics.name] and aside.read_bytes() == b'{"step": 2}\n'
