@@ -29,7 +29,7 @@ _log = logging.getLogger("orchestrator")
 # A probe of a busy engine may take long; vLLM's own deadline for one is 20 s.
 PROBE_TIMEOUT_S = 30.0
 _CONNECT_TIMEOUT_S = 5.0
-# uvicorn drops connections after 5 s of silence; leaving first avoids writing into a closed one.
+# Below what servers allow (ours 120 s, uvicorn by itself 5 s): leaving first avoids writing into a closed one.
 _KEEPALIVE_S = 4.0
 # httpx polls every connection of a pool at every request, so many small pools cost less than one large.
 _POOL_CONNECTIONS = 16

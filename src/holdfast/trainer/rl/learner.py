@@ -272,7 +272,7 @@ class Learner:
         critic_alone = not self._trains_policy(step)
         lr = 0.0 if critic_alone else learning_rate(step, config.optim, config.max_steps)
         value_lr = learning_rate(step, config.critic.optim, config.max_steps) if config.critic is not None else 0.0
-        # Counted from the step, not kept: a resumed run draws what an uninterrupted one does.
+        # Counted from the step, as if none had taken fewer updates: a resumed run draws what an uninterrupted one does.
         done = (step - 1) * config.updates.epochs * config.updates.minibatches
         grad_norms, pretraining_losses = [], []
         if critic_alone:
