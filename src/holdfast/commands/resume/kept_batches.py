@@ -14,6 +14,7 @@ from holdfast.shared.config.rl_trainer import TrainerConfig
 from holdfast.shared.config.trainer import TrainingCommand
 from holdfast.shared.errors import CheckpointError, ConfigError, DataError, RunDirError
 from holdfast.shared.files.journal import read_batch
+from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.sampled_checks import problem_of_batch, vocab_size_in
 
 
@@ -66,7 +67,13 @@ def last_kept_batch(
         return None
     if attempt.resume_step is None and _warm_start(before) != _warm_start(trainer):
         return None
-    last, vocab_size = step, _vocab_size(trainer)
+    # Where the weights come out differently now, so would the batches that later versions made.
+    return _last_whole_batch(run_dir, step, _vocab_size(trainer), last_version=None if same_weights else step)
+
+
+def _last_whole_batch(run_dir: RunDir, step: int, vocab_size: int | None, *, last_version: int | None) -> int:
+    """Return the last batch from `step` on that is there without a gap, whole, and of `last_version` or before."""
+    last = step
     while run_dir.batch(last + 1).exists():
         try:
             batch = read_batch(run_dir, last + 1)
@@ -76,8 +83,7 @@ def last_kept_batch(
         if (problem := problem_of_batch(batch, vocab_size)) is not None:
             print(f"WARNING: batch {last + 1} is made again, for nobody can have sampled it: {problem}")
             break
-        # Its weights come out differently now, and so would the batch.
-        if not same_weights and batch.policy_version > step:
+        if last_version is not None and batch.policy_version > last_version:
             break
         last += 1
     return last

@@ -81,30 +81,50 @@ def prepare(
             check_warm_start(ckpt.weights_only, trainer.model, how=ckpt.verify)
     _check_fits(attempt, trainer)
     if not dry_run:
-        lives = orchestrator is None and run_dir.has_orchestrator()  # one that was started by hand, as this trainer
-        try:
-            # Before anything moves: it compares with what the last attempt left.
-            last_batch = None if clean else last_kept_batch(attempt, ckpt, trainer, orchestrator, inference)
-            if lives:
-                refuse_to_leave_behind(attempt, last_batch, clean=clean)
-            if clean:
-                run_dir.remove_run()
-            run_dir.require_writable()
-            if again:
-                # They will be published again, bit for bit: many deaths must not fill the disk with copies.
-                run_dir.remove_weights_after(attempt.resume_step or 0)
-            _settle(attempt, how=ckpt.verify, last_batch=last_batch, of_batches=not lives)
-            if trainer.keep_attempts != "all":
-                _forget_attempts(attempt, trainer.keep_attempts, has_engine=inference is not None)
-        except OSError as error:
-            raise RunDirError(
-                f"{run_dir.path} could not be prepared: {error}. No committed checkpoint is lost: mend the storage "
-                "or the permissions, then start again."
-            ) from error
+        sections = (trainer, orchestrator, inference)
+        _make_room(attempt, ckpt, sections, clean=clean, again=again)
         # Last: a start that is refused or fails here must not have touched the store.
         if store is not None and attempt.fork is None:
             _with_store(lambda: set_aside_remote_after(store, attempt.resume_step or 0), again=again)
     return attempt
+
+
+def _make_room(
+    attempt: Attempt,
+    ckpt: CkptConfig,
+    sections: tuple[TrainingCommand, OrchestratorConfig | None, InferenceConfig | None],
+    *,
+    clean: bool,
+    again: bool,
+) -> None:
+    """Set aside or remove what the attempt supersedes in the run directory.
+
+    Raises:
+        RunDirError: the storage fails, or an orchestrator that lives would be left behind.
+        ReadError: a file that decides about it cannot be read.
+    """
+    trainer, orchestrator, inference = sections
+    run_dir = attempt.run_dir
+    lives = orchestrator is None and run_dir.has_orchestrator()  # one that was started by hand, as this trainer
+    try:
+        # Before anything moves: it compares with what the last attempt left.
+        last_batch = None if clean else last_kept_batch(attempt, ckpt, trainer, orchestrator, inference)
+        if lives:
+            refuse_to_leave_behind(attempt, last_batch, clean=clean)
+        if clean:
+            run_dir.remove_run()
+        run_dir.require_writable()
+        if again:
+            # They will be published again, bit for bit: many deaths must not fill the disk with copies.
+            run_dir.remove_weights_after(attempt.resume_step or 0)
+        _settle(attempt, how=ckpt.verify, last_batch=last_batch, of_batches=not lives)
+        if trainer.keep_attempts != "all":
+            _forget_attempts(attempt, trainer.keep_attempts, has_engine=inference is not None)
+    except OSError as error:
+        raise RunDirError(
+            f"{run_dir.path} could not be prepared: {error}. No committed checkpoint is lost: mend the storage "
+            "or the permissions, then start again."
+        ) from error
 
 
 def _forget_attempts(attempt: Attempt, keep: int, *, has_engine: bool) -> None:

@@ -35,22 +35,8 @@ def resolve_resume_step(
         return None
     entries = run_dir.entries()
     steps = [entry.step for entry in entries if entry.status == "committed"]
-    there = f"committed steps: {', '.join(map(str, steps))}" if steps else "it has no committed checkpoint"
     if wanted not in ("latest", "auto", -1):
-        if wanted not in [entry.step for entry in entries]:
-            raise CheckpointError(f"ckpt.resume_step = {wanted} is not in {run_dir.checkpoints}: {there}.")
-        try:
-            verify_checkpoint(run_dir.checkpoint(int(wanted)), how=how, step=int(wanted))
-        except CheckpointError as error:
-            others = ", ".join(str(step) for step in steps if step != wanted) or "none"
-            raise CheckpointError(
-                f"ckpt.resume_step = {wanted}: {error}. Choose another step; other committed steps: {others}."
-            ) from None
-        except ReadError as error:
-            raise ReadError(
-                f"ckpt.resume_step = {wanted}: {error}. Mend the storage, or choose another step."
-            ) from error
-        return int(wanted)
+        return _checked(run_dir, int(wanted), steps, is_there=wanted in [entry.step for entry in entries], how=how)
 
     def check(step: int) -> None:
         try:
@@ -72,6 +58,26 @@ def resolve_resume_step(
     if wanted == "auto":
         return None
     raise CheckpointError(
-        f"ckpt.resume_step = {wanted}: nothing to resume in {run_dir.checkpoints}: {there}. "
+        f"ckpt.resume_step = {wanted}: nothing to resume in {run_dir.checkpoints}: {_listing(steps)}. "
         "Use `auto` to start afresh when there is none."
     )
+
+
+def _checked(run_dir: RunDir, wanted: int, steps: list[int], *, is_there: bool, how: Verification) -> int:
+    """Return a step that was asked for by number, when it is there and intact."""
+    if not is_there:
+        raise CheckpointError(f"ckpt.resume_step = {wanted} is not in {run_dir.checkpoints}: {_listing(steps)}.")
+    try:
+        verify_checkpoint(run_dir.checkpoint(wanted), how=how, step=wanted)
+    except CheckpointError as error:
+        others = ", ".join(str(step) for step in steps if step != wanted) or "none"
+        raise CheckpointError(
+            f"ckpt.resume_step = {wanted}: {error}. Choose another step; other committed steps: {others}."
+        ) from None
+    except ReadError as error:
+        raise ReadError(f"ckpt.resume_step = {wanted}: {error}. Mend the storage, or choose another step.") from error
+    return wanted
+
+
+def _listing(steps: list[int]) -> str:
+    return f"committed steps: {', '.join(map(str, steps))}" if steps else "it has no committed checkpoint"
