@@ -53,7 +53,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, model: Path, sft_data: Pat
 def ckpt(*argv: object, code: int = 0) -> subprocess.CompletedProcess[str]:
     """Run the command as a process, and check its exit code."""
     program = [sys.executable, "-c", "from holdfast.commands.cli import ckpt; ckpt()"]
-    done = subprocess.run([*program, *map(str, argv)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([*program, *map(str, argv)], capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done

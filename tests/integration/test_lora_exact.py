@@ -130,7 +130,7 @@ def test_an_export_is_the_adapter_or_the_merged_model(
 
     def export(name: str, *flags: object) -> subprocess.CompletedProcess[str]:
         argv = (command("ckpt"), "export", STEPS, "--to", tmp_path / name, "--output-dir", run_dir.path, *flags)
-        return subprocess.run(list(map(str, argv)), capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(list(map(str, argv)), capture_output=True, text=True, timeout=280, check=False)
 
     assert export("alone").returncode == 0
     assert kind_of(tmp_path / "alone") is Kind.ADAPTER and manifest.verify(tmp_path / "alone").step == STEPS
@@ -158,7 +158,7 @@ def test_the_reference_of_dpo_is_the_model_without_the_adapter(command: Callable
         "data.name": ROOT / "examples" / "reverse_text" / "preferences.jsonl", "parallel.threads": 1,
     }  # fmt: skip
     words = (word for key, value in settings.items() for word in (f"--{key}", str(value)))
-    done = subprocess.run([command("dpo"), *words, *LORA], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([command("dpo"), *words, *LORA], capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert lines[0]["loss"] == pytest.approx(math.log(2)) and abs(lines[0]["rewards/margins"]) < 1e-6

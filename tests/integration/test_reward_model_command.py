@@ -91,7 +91,7 @@ def test_it_learns_to_score_the_chosen_side_higher_and_transformers_scores_alike
 
 def export(command: Callable[[str], str], run: SftRun, step: int, target: Path, *flags: object) -> None:
     argv = (command("ckpt"), "export", step, "--to", target, "--output-dir", run.run_dir.path, *flags)
-    done = subprocess.run(list(map(str, argv)), capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(list(map(str, argv)), capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
 
 

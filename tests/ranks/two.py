@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from holdfast.trainer.mesh import Mesh
 
-_DEADLINE_S = 120.0
+_DEADLINE_S = 280.0
 
 
 def run_on_two_ranks(work: Callable[[Mesh], None], directory: Path) -> NoReturn:

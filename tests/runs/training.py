@@ -20,7 +20,7 @@ from holdfast.shared.files.run_dir import RunDir
 from tests.runs.processes import command_line
 
 SFT = str(Path(sys.executable).with_name("sft"))
-DEADLINE_S = 120
+DEADLINE_S = 280
 PAIRS = Path(__file__).resolve().parents[2] / "examples" / "reverse_text" / "preferences.jsonl"
 
 
