@@ -546,7 +546,8 @@ def test_a_text_that_cannot_fit_ends_the_session_without_being_tokenised(tmp_pat
 def test_a_long_traceback_is_cut_in_the_log_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(EnvironmentFailure):
         run(tmp_path, Raises, args={"what": "base"})
-    assert "in _raise" in caplog.text and len(caplog.text) < 6000 and "x" * 1000 not in caplog.text
+    text = caplog.text.replace(str(ROOT), "")  # how long the lines are is not the checkout's place to say
+    assert "in _raise" in text and len(text) < 6000 and "x" * 1000 not in text
 
 
 @pytest.mark.parametrize("where", ["score", "init"])
