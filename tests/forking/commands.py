@@ -112,13 +112,15 @@ class Commands:
         *flags: str,
         log: Path | None = None,
         ranks: int = 1,
+        environment: Mapping[str, str] | None = None,
         fault: str = "",
         trainer_fault: str = "",
         until: Until = "trained",
     ) -> Run:
         """Start `sft` with the flags of `training_runs.sft_command`; see `start`."""
         argv = sft_command(output, model, data, "--parallel.num-ranks", str(ranks), *flags)[1:]
-        return self.start("sft", output, argv, log=log, fault=fault, trainer_fault=trainer_fault, until=until)
+        faults = {"fault": fault, "trainer_fault": trainer_fault}
+        return self.start("sft", output, argv, log=log, environment=environment, until=until, **faults)
 
     def start(
         self,

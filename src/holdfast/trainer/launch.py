@@ -14,6 +14,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +37,7 @@ from holdfast.shared.process.heartbeat import does, start_heartbeat
 from holdfast.shared.process.import_path import protect_children
 from holdfast.trainer.session.stop import SIGNALS, STOP_REQUEST
 
+VISIBLE_DEVICES_ENV = "CUDA_VISIBLE_DEVICES"
 _DEAD_RANK_S = 3.0
 _POLL_S = 0.02
 
@@ -79,6 +82,23 @@ def _run_rank(module: ModuleType, config: Any) -> None:
         raise
 
 
+@contextmanager
+def _without_gpus() -> Iterator[None]:
+    """Let torch see no GPU within the block.
+
+    `LaunchConfig` asks how many there are. Where NVML cannot say (MIG, containers without it), torch asks CUDA itself,
+    which the ranks could then never use.
+    """
+    visible = os.environ.get(VISIBLE_DEVICES_ENV)
+    os.environ[VISIBLE_DEVICES_ENV] = ""
+    try:
+        yield
+    finally:
+        del os.environ[VISIBLE_DEVICES_ENV]
+        if visible is not None:
+            os.environ[VISIBLE_DEVICES_ENV] = visible
+
+
 def main(argv: list[str] | None = None) -> int:
     """Start the ranks, wait for them, and return the exit code."""
     parser = argparse.ArgumentParser(prog="holdfast.trainer.launch")
@@ -98,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
         for number in SIGNALS:
             signal.signal(number, lambda received, _: os._exit(128 + received))
     # Ranks are forked from this process: nothing in it may begin to use CUDA, not even by asking whether there is one.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     report("importing torch")
     with heavy_imports():
         _module_of(arguments.program)
@@ -110,19 +130,20 @@ def main(argv: list[str] | None = None) -> int:
         STOP_REQUEST.listen()
     for noisy in ("torch.distributed.elastic", "torch.distributed.launcher"):
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
-    launch_config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",  # port 0: the kernel picks a free one
-        run_id="holdfast",
-        max_restarts=0,  # our launcher starts again, from a checkpoint and with its own count
-        start_method="fork",
-        monitor_interval=0.05,
-        # With checkpoints on, SIGTERM asks the ranks for a last save instead of stopping them.
-        signals_to_handle="SIGINT,SIGHUP,SIGQUIT" + (",SIGTERM" if config.ckpt is None else ""),
-    )
+    with _without_gpus():
+        launch_config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",  # port 0: the kernel picks a free one
+            run_id="holdfast",
+            max_restarts=0,  # our launcher starts again, from a checkpoint and with its own count
+            start_method="fork",
+            monitor_interval=0.05,
+            # With checkpoints on, SIGTERM asks the ranks for a last save instead of stopping them.
+            signals_to_handle="SIGINT,SIGHUP,SIGQUIT" + (",SIGTERM" if config.ckpt is None else ""),
+        )
     try:
         elastic_launch(launch_config, _worker)(arguments.program, arguments.config, os.getpid())
     except ChildFailedError as error:
