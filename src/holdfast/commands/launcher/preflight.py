@@ -79,8 +79,13 @@ def check_inference(config: InferenceConfig) -> None:
 
     Raises:
         DataError: it is not.
-        ConfigError: vLLM is not installed, or the admin token is none.
+        ConfigError: vLLM is not installed, the admin token is none, or several servers are asked for.
     """
+    if config.engines > 1:
+        raise ConfigError(
+            f"engines = {config.engines}: `inference` is one server. Start it once for each, with a --server.port and "
+            "an --output-dir of its own, or let `rl` start them with --inference.engines."
+        )
     read_admin_token(config.server.admin_token_env)
     check_model_path(config.model.name, key="model.name")
     require_vllm()
@@ -110,6 +115,8 @@ def check_rl(config: RlConfig, *, starts_inference: bool) -> None:
     Raises:
         ConfigError, DataError: what cannot be used.
     """
+    if config.inference.engines > 1:
+        raise ConfigError(f"inference.engines = {config.inference.engines}: `rl` starts one engine only")
     if starts_inference:
         require_vllm()
     check_training(config.trainer)

@@ -24,7 +24,8 @@ FREE = frozenset({
     "batch_timeout_s", "hang_timeout_s", "startup_timeout_s", "save_timeout_s",
     "client", "weights_timeout_s", "environments[].timeout_s",
     "teacher.urls", "teacher.timeout_s", "teacher.ready_timeout_s", "teacher.max_concurrency",
-    "server", "engine.threads", "engine.max_num_seqs", "engine.kv_cache_bytes", "engine.gpu_memory_utilization",
+    "server", "engines",
+    "engine.threads", "engine.max_num_seqs", "engine.kv_cache_bytes", "engine.gpu_memory_utilization",
 })  # fmt: skip
 """Settings of any process, by dotted key (`[]`: of every item), that may change on resume: where a run lies, how
 long it goes on, how often it is saved, what is told about it, which machines and how many of them it runs on, and how

@@ -92,3 +92,6 @@ class InferenceConfig(Command):
 
     engine: EngineConfig = EngineConfig()
     """The vLLM engine."""
+
+    engines: int = Field(default=1, ge=1)
+    """Servers that `rl` starts, each with an engine and a log of its own, at `server.port` and the ports behind it."""

@@ -139,6 +139,8 @@ def test_a_word_that_is_no_setting(refused: Launch) -> None:
 
 def test_models_data_and_lengths(refused: Launch) -> None:
     assert "model.name = 'no/such/dir'" in refused("inference", "--model.name", "no/such/dir")
+    assert "engines = 2: `inference` is one server. Start it once for each" in refused("inference", "--engines", "2")
+    assert "`rl` starts one engine only" in refused(*QUICK_START, "--inference.engines", "2")
     assert "kl.reference = './no'" in refused(*QUICK_START, "--trainer.kl.reference", "./no")
     critic = ("--trainer.advantage", "gae", "--trainer.critic.name", "./no")
     assert "critic.name = './no'" in refused(*QUICK_START, *critic)
