@@ -33,7 +33,9 @@ model when it is built.
   the longest stays within the same budget of tokens. Nothing has to be set; the log says `one sample a row` and why.
 - **Attention.** `packed` is ours, and knows soft caps and sinks. Where it does not compute what a model's own eager
   attention does, `sdpa` of transformers is taken, or `eager` where that differs too. `model.attention` chooses
-  another; one that leaves out a part of the model is refused.
+  another; one that leaves out a part of the model is refused. On GPUs `packed` is a kernel for samples of any length
+  ([gpu.md](gpu.md)). `sdpa` and `eager`, where they are chosen, get one sample a row: several would need a mask of the
+  square of the row's length.
 - **Rotary frequencies** that depend on how long a sample is (`longrope`, `dynamic`) are those that it has alone,
   whatever shares its row; `transformers` goes by the longest sample of a batch. vLLM takes the long factors of
   `longrope` for every sample as soon as `model.max_len` is above `original_max_position_embeddings`: keep it below, or

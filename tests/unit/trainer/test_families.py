@@ -20,8 +20,10 @@ from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.lora import adapter_parameters, whole_tensors
 from holdfast.trainer.models.policy import Policy, build_policy
 from holdfast.trainer.models.self_check import check_model
+from holdfast.trainer.models.varlen import KERNELS, Kernel
 from tests.conftest import ROOT
 from tests.models.families import FAMILIES, Family, random_samples, reference_outcome, trainer_outcome, write_model
+from tests.models.per_sample import PerSample
 from tests.pages.families import Row, page
 
 PAGE = ROOT / "docs" / "models.md"
@@ -31,6 +33,7 @@ REFUSED = {
     "rwkv": "RwkvForCausalLM changes its own weights in a forward pass that only measures",
     "qwen3_vl_text": "transformers has no causal language model of type qwen3_vl_text",
 }
+WITHOUT_KERNEL = {"gemma2", "vaultgemma", "gpt_oss"}  # soft caps and sinks
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +50,7 @@ def build(family: Family, directory: Path, mesh: Mesh) -> Policy:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_loss_and_gradient_are_those_of_plain_transformers(
-    family: Family, rows: dict[str, Row], mesh: Mesh, tmp_path: Path
+    family: Family, rows: dict[str, Row], mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = write_model(family, tmp_path, seed=1)
     if family.name in REFUSED:
@@ -62,6 +65,11 @@ def test_loss_and_gradient_are_those_of_plain_transformers(
     for pack in (True, False):
         loss, gradient = trainer_outcome(policy, samples, pack=pack, budget=64).difference(expected)
         assert loss < 1e-5 and gradient < 1e-5, f"pack = {pack}: {policy.layout}, own head: {not policy.has_plain_head}"
+    kernel = PerSample()
+    monkeypatch.setitem(KERNELS, "cpu", Kernel(kernel, frozenset({torch.float32}), 256))
+    loss, gradient = trainer_outcome(policy, samples, pack=True, budget=64).difference(expected)
+    assert loss < 1e-5 and gradient < 1e-5, "by the route of GPUs"
+    assert (kernel.calls > 0) == (policy.layout.attention == "packed" and family.kind not in WITHOUT_KERNEL)
     norms = torch.stack([gradient.norm() for gradient in expected.gradients.values()])
     assert norms.max() > 1e-3
     rows[family.name] = Row(family, layout=policy.layout, plain_head=policy.has_plain_head)

@@ -23,7 +23,8 @@ class TrainedModelConfig(ModelConfig):
 
     attention: str = "packed"
     """`packed` (causal attention per sample, any device; where a model asks for more, `sdpa` or `eager` of
-    transformers) or the name of a transformers attention implementation, such as `flash_attention_2`."""
+    transformers) or the name of a transformers attention implementation, such as `flash_attention_2`. `sdpa` and
+    `eager` get one sample a row."""
 
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, about a third more time."""

@@ -1,10 +1,11 @@
 """Causal attention over packed rows, on any device.
 
 A packed row holds several samples one after the other. Attention must not cross their borders, and
-a mask over the whole row would cost the square of its length. So queries, keys and values are laid
-out as one padded batch of samples, and causal attention runs over that: a valid token never sees
-the padding, which lies behind it, and no mask is needed. The result is the one that each sample
-gives alone. Registered with transformers under the name `packed`.
+a mask over the whole row would cost the square of its length. On GPUs a kernel takes samples of any
+lengths: `holdfast.trainer.models.varlen`. On a CPU, and where that kernel lacks something, which the log
+names then, queries, keys and values are laid out as one padded batch of samples, and causal attention
+runs over that: a valid token never sees the padding, which lies behind it, and no mask is needed. The
+result is the one that each sample gives alone. Registered with transformers under the name `packed`.
 
 What models ask of attention beyond that: soft caps of the scores (Gemma 2, https://arxiv.org/abs/2408.00118)
 and learned sinks (gpt-oss, https://arxiv.org/abs/2508.10925) are computed with plain matrix products. An
@@ -16,6 +17,10 @@ B rows of an unpacked batch.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,6 +28,9 @@ from transformers import AttentionInterface
 
 from holdfast.shared.errors import DataError
 from holdfast.trainer.data.packing import PackedIndex
+from holdfast.trainer.models.varlen import KERNELS, Kernel, attend_by_kernel, reason_against
+
+_log = logging.getLogger("trainer")
 
 IRRELEVANT = {
     "cache_position",
@@ -39,6 +47,20 @@ IRRELEVANT = {
     "use_cache",
 }
 """Arguments that do not change what attention within samples gives."""
+
+_named: set[str] = set()
+_is_silent = False
+
+
+@contextmanager
+def without_naming() -> Iterator[None]:
+    """Say nothing of the kernel in the block, whose attention is no model's that is trained."""
+    global _is_silent
+    before, _is_silent = _is_silent, True
+    try:
+        yield
+    finally:
+        _is_silent = before
 
 
 def packed_attention(
@@ -80,6 +102,14 @@ def packed_attention(
             "model.attention to eager"
         )
     assert attention_mask is None, "packed attention takes no mask"
+    kernel = _kernel_for(module, query, key, value, dropout=dropout, softcap=softcap, has_sinks=s_aux is not None)
+    if kernel is not None:
+        borders = None if packed_index is None else packed_index.cu_seqlens
+        longest = query.shape[2] if packed_index is None else packed_index.max_len
+        window = sliding_window
+        return attend_by_kernel(
+            kernel, query, key, value, borders=borders, longest=longest, scaling=scaling, sliding_window=window
+        ), None
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if softcap is None and s_aux is None:
@@ -97,6 +127,43 @@ def packed_attention(
     attended = attend(unpack(query), unpack(key), unpack(value))
     flat = attended.transpose(1, 2).reshape(samples * longest, query.shape[1], value.shape[-1])
     return flat.index_select(0, packed_index.scatter_T).unsqueeze(0), None
+
+
+def _kernel_for(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    dropout: float,
+    softcap: float | None,
+    has_sinks: bool,
+) -> Kernel | None:
+    """Return the kernel to take; None where the device has none, or none for this, which is named once."""
+    kernel = KERNELS.get(query.device.type)
+    if kernel is None:
+        return None
+    reason = reason_against(
+        kernel,
+        dtypes={query.dtype, key.dtype, value.dtype},
+        head_dims=(query.shape[-1], value.shape[-1]),
+        is_usable=kernel.is_usable(query.device.index),
+        dropout=dropout,
+        softcap=softcap,
+        has_sinks=has_sinks,
+    )
+    if not reason:
+        return kernel
+    # Compiled code cannot log; the check of the model at every start is not compiled.
+    if not torch.compiler.is_compiling() and not _is_silent and reason not in _named:
+        _named.add(reason)
+        _log.warning(
+            "%s attends to padded batches of samples instead of PyTorch's kernel for variable lengths: %s. It takes "
+            "more time and memory, and with a sliding window a mask of the square of the longest sample.",
+            type(module).__name__,
+            reason,
+        )
+    return None
 
 
 def _causal(

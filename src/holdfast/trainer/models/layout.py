@@ -29,11 +29,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from holdfast.shared.errors import DataError
 from holdfast.trainer.data.packing import Arrangement
-from holdfast.trainer.models import attention as _registers_packed_attention  # noqa: F401
+from holdfast.trainer.models.attention import without_naming
 from holdfast.trainer.models.structure import other_attention, takes_positions
 
 _PROBE = "holdfast_probe"
 _PROBE_TOKENS = 160  # more than the blocks in which linear attention and compressed attention work
+_BY_MASK = ("sdpa", "eager")  # transformers' attentions that know by a mask where the samples of a row are
 _ROUNDING = 1e-4  # of a relative difference in float32, between programs that compute the same
 _MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -94,7 +95,7 @@ def find_layout(hf_model: PreTrainedModel, run: Callable[[Tensor], Tensor], atte
     Raises:
         DataError: the model needs what the configured attention leaves out.
     """
-    record = _Record({"packed": "packed_index", "sdpa": None, "eager": None}.get(attention, "cu_seq_lens_q"))
+    record = _Record({"packed": "packed_index", **dict.fromkeys(_BY_MASK)}.get(attention, "cu_seq_lens_q"))
     # A model that chose its attention when it was built is not asked for another: some would fail.
     reason = "" if _takes_any_attention(hf_model) else "its layers do not use transformers' attention interface"
     limit = getattr(hf_model.config.get_text_config(), "max_position_embeddings", None) or _PROBE_TOKENS
@@ -118,6 +119,8 @@ def find_layout(hf_model: PreTrainedModel, run: Callable[[Tensor], Tensor], atte
             return PACKED
         plain = hf_model._supports_sdpa and record.calls > 0 and "sdpa" not in differs
         return Layout(False, "sdpa" if plain else "eager", reason)
+    if attention in _BY_MASK and not reason:
+        reason = f"{attention} attention would need a mask of the square of the row's length"
     if attention == "sdpa" and "sdpa" in differs:
         raise DataError(
             f"model.attention = sdpa is not the attention of {type(hf_model).__name__} ({differs['sdpa']}): leave "
@@ -218,7 +221,7 @@ def _difference(
     seen = (distance >= 0) & (distance < (window or length))
     additive = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None].to(query.device)
     masks = {"packed": None, "sdpa": seen[None, None].to(query.device)}
-    with torch.no_grad():
+    with torch.no_grad(), without_naming():
         expected = own(module, *given, additive, **arguments)[0]
         try:
             found = ALL_ATTENTION_FUNCTIONS[name](module, *given, masks[name], **arguments)[0]

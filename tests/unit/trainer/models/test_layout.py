@@ -86,7 +86,13 @@ def test_a_model_that_cannot_be_packed_says_why(hf_model: PreTrainedModel) -> No
 
 
 def test_an_attention_that_was_chosen_is_kept_or_refused(hf_model: PreTrainedModel, tiny_model: Models) -> None:
-    assert [layout_of(hf_model, name) for name in ("sdpa", "eager")] == [Layout(True, "sdpa"), Layout(True, "eager")]
+    for name in ("sdpa", "eager"):
+        why = f"{name} attention would need a mask of the square of the row's length"
+        assert layout_of(hf_model, name) == Layout(False, name, why)
+    by_borders = "its layers do not tell attention where the samples of a row are"
+    assert layout_of(hf_model, "flash_attention_2") == Layout(False, "flash_attention_2", by_borders)
+    borders = torch.tensor([0, 160], dtype=torch.int32)
+    assert layout_of(hf_model, "flash_attention_2", cu_seq_lens_q=borders) == Layout(True, "flash_attention_2")
     capped = AutoModelForCausalLM.from_pretrained(tiny_model("gemma2", head_dim=16), attn_implementation="eager")
     assert layout_of(capped, "eager").attention == "eager"
     with pytest.raises(DataError, match=r"sdpa is not the attention of Gemma2ForCausalLM \(the results are .* apart\)"):

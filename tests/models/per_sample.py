@@ -1,0 +1,49 @@
+"""Attention of one sample at a time, in the place of the GPU's kernel for samples of any length."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class PerSample:
+    """Attention one sample at a time, which insists on what the kernel insists on; counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.windows = set[tuple[int, int]]()
+
+    def __call__(
+        self,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        borders: Tensor,
+        longest: int,
+        *,
+        scale: float,
+        window_size: tuple[int, int],
+    ) -> Tensor:
+        self.calls += 1
+        self.windows.add(window_size)
+        lengths = borders.diff().tolist()
+        assert borders.dtype == torch.int32 and borders.ndim == 1 and borders[0] == 0
+        assert borders[-1] == query_THD.shape[0] == key_TKD.shape[0] == value_TKD.shape[0]
+        assert query_THD.shape[-1] == key_TKD.shape[-1] == value_TKD.shape[-1]
+        assert query_THD.shape[-1] % 8 == 0 and query_THD.shape[1] % key_TKD.shape[1] == 0
+        assert longest == max(lengths) and min(lengths) > 0
+        assert all(tensor.stride(-1) == 1 for tensor in (query_THD, key_TKD, value_TKD))
+        before, behind = window_size
+        assert behind == 0
+        parts = zip(query_THD.split(lengths), key_TKD.split(lengths), value_TKD.split(lengths), strict=True)
+        return torch.cat([self._attend(*part, scale, before) for part in parts])
+
+    @staticmethod
+    def _attend(query_LHD: Tensor, key_LKD: Tensor, value_LKD: Tensor, scale: float, before: int) -> Tensor:
+        group = query_LHD.shape[1] // key_LKD.shape[1]
+        key_LHD, value_LHD = (tensor.repeat_interleave(group, 1) for tensor in (key_LKD, value_LKD))
+        scores_HLL = torch.einsum("ihd,jhd->hij", query_LHD, key_LHD) * scale
+        place = torch.arange(query_LHD.shape[0])
+        distance = place[:, None] - place[None, :]
+        seen = distance >= 0 if before < 0 else (distance >= 0) & (distance <= before)
+        return torch.einsum("hij,jhd->ihd", scores_HLL.masked_fill(~seen, -torch.inf).softmax(-1), value_LHD)

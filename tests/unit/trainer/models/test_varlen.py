@@ -1,0 +1,205 @@
+"""The kernel for samples of any lengths: when it is taken, what it is given, and that whole models come out the same.
+
+The kernel itself needs a GPU, and is compared with plain attention in `tests/gpu`. Here a function that computes
+attention one sample at a time takes its place, under the same conditions; `test_families` has it in all families.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from holdfast.shared.config.trainer import TrainedModelConfig
+from holdfast.trainer.data.packing import PackedIndex
+from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.models import attention
+from holdfast.trainer.models.attention import packed_attention
+from holdfast.trainer.models.layout import PACKED
+from holdfast.trainer.models.policy import build_policy
+from holdfast.trainer.models.self_check import check_model
+from holdfast.trainer.models.varlen import KERNELS, Kernel, reason_against
+from tests.models.families import FAMILIES, random_samples, trainer_outcome, write_model
+from tests.models.per_sample import PerSample
+
+CPU = torch.device("cpu")
+FLASH = KERNELS["cuda"]
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> PerSample:
+    """Take a kernel on the CPU as on a GPU."""
+    function = PerSample()
+    monkeypatch.setitem(KERNELS, "cpu", Kernel(function, frozenset({torch.float32, torch.float64}), 64))
+    return function
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    """Return the warnings, which grow."""
+    monkeypatch.setattr(attention, "_named", set())
+    lines = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("trainer")
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+
+
+BF16 = {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("given_", "said_"),
+    [
+        ({}, ""),
+        ({"dtypes": {torch.float16}}, ""),
+        ({"head_dims": (192, 128)}, ""),
+        ({"head_dims": (10, 10)}, ""),
+        ({"is_usable": False}, "older than Ampere"),
+        ({"dtypes": {torch.float32}}, "it takes bfloat16 or float16, and attention is in float32"),
+        ({"dtypes": {torch.float32, torch.bfloat16}}, "attention is in bfloat16 and float32"),
+        ({"dtypes": {torch.float16, torch.bfloat16}}, "attention is in bfloat16 and float16"),
+        ({"head_dims": (512, 512)}, "heads of up to 256 numbers, and the model's have 512"),
+        ({"head_dims": (64, 320)}, "the model's have 320"),
+        ({"dropout": 0.1}, "it has no dropout"),
+        ({"softcap": 50.0}, "it has no soft caps"),
+        ({"has_sinks": True}, "it has no sinks"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_named(given_: dict[str, object], said_: str) -> None:
+    arguments = {"dtypes": BF16, "head_dims": (128, 128)} | given_
+    reason = reason_against(FLASH, **arguments)  # type: ignore[arg-type]
+    assert said_ in reason and bool(reason) == bool(said_)
+
+
+def test_on_a_cpu_there_is_no_kernel_and_nothing_to_name(said: list[str]) -> None:
+    assert KERNELS.keys() == {"cuda"}
+    query = torch.randn(1, 2, 6, 8)
+    packed_attention(
+        nn.Identity(), query, query, query, None, packed_index=PackedIndex.from_lengths([2, 4], device=CPU)
+    )
+    assert said == []
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, window: int | None, index: PackedIndex | None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    out, _ = packed_attention(
+        nn.Identity(), query, key, value, None, scaling=None, sliding_window=window, packed_index=index
+    )
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=out.dtype)
+    return out, torch.autograd.grad((out * upstream).sum(), (query, key, value))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    heads=st.sampled_from([(4, 4), (4, 2), (4, 1)]),
+    dims=st.sampled_from([(8, 8), (12, 12), (16, 10), (6, 24)]),
+    window=st.sampled_from([None, 1, 3, 50]),
+)
+@settings(max_examples=40)
+def test_the_kernel_gives_what_the_padded_batch_gives(
+    lengths: list[int], heads: tuple[int, int], dims: tuple[int, int], window: int | None
+) -> None:
+    generator = torch.Generator().manual_seed(sum(lengths))
+
+    def random(num_heads: int, dim: int) -> Tensor:
+        shape = (1, num_heads, sum(lengths), dim)
+        return torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+
+    given_ = random(heads[0], dims[0]), random(heads[1], dims[0]), random(heads[1], dims[1])
+    index = PackedIndex.from_lengths(lengths, device=CPU)
+    expected = attend(*given_, window, index)
+    function = PerSample()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(KERNELS, "cpu", Kernel(function, frozenset({torch.float64}), 64))
+        found = attend(*given_, window, index)
+    assert function.calls == 1
+    # No window where it holds all: (-1, 0) is the kernel's faster plain causal attention.
+    assert function.windows == {(-1 if window is None or window >= max(lengths) else window - 1, 0)}
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_rows_of_one_sample_each_go_through_the_kernel_as_samples(window: int | None, kernel: PerSample) -> None:
+    query, key = (torch.randn(3, heads, 7, 8, requires_grad=True) for heads in (4, 2))
+    found = attend(query, key, key, window, None)
+    assert kernel.calls == 1
+    del KERNELS["cpu"]
+    torch.testing.assert_close(found, attend(query, key, key, window, None))
+
+
+WHOLE = {
+    "llama": 0,
+    "mistral (sliding window)": 0,
+    "gemma3_text": 0,
+    "deepseek_v3": 0,
+    "gpt2": 0,
+    "gemma2": "it has no soft caps of scores",
+    "gpt_oss": "it has no sinks",
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_models_come_out_the_same(
+    name: str, kernel: PerSample, said: list[str], mesh: Mesh, tmp_path: Path
+) -> None:
+    family = next(family for family in FAMILIES if family.name == name)
+    directory = write_model(family, tmp_path, seed=1)
+    samples = random_samples((23, 5, 31, 2, 14, 9), seed=1)
+    policy = build_policy(TrainedModelConfig(name=str(directory), logits_chunk_tokens=16), mesh, seed=0).eval()
+    assert said == [], "the probe's own attention is none that is trained"
+    check_model(policy, mesh, name=name, pack=True, dtype="float32")
+    assert policy.layout == PACKED
+    kernel.calls = 0
+    found = {pack: trainer_outcome(policy, samples, pack=pack, budget=64) for pack in (True, False)}
+    reason = WHOLE[name]
+    assert (kernel.calls > 0) == (not reason)
+    assert [line for line in said if str(reason) in line] == said and len(said) == (1 if reason else 0)
+    del KERNELS["cpu"]
+    for pack, outcome in found.items():
+        loss, gradient = outcome.difference(trainer_outcome(policy, samples, pack=pack, budget=64))
+        assert loss < 1e-5 and gradient < 1e-5
+
+
+def test_a_way_out_is_named_once_with_its_reason(kernel: PerSample, said: list[str]) -> None:
+    query = torch.randn(1, 2, 6, 8)
+    index = PackedIndex.from_lengths([2, 4], device=CPU)
+    for dtype in (torch.float32, torch.bfloat16, torch.bfloat16):
+        one = query.to(dtype)
+        packed_attention(nn.Identity(), one, one, one, None, packed_index=index)
+    assert kernel.calls == 1
+    (line,) = said
+    assert "Identity attends to padded batches" in line and "attention is in bfloat16." in line
+    KERNELS["cpu"] = replace(KERNELS["cpu"], is_usable=lambda _: False)
+    packed_attention(nn.Identity(), query, query, query, None, packed_index=index)
+    assert kernel.calls == 1 and "older than Ampere" in said[1]
+
+
+@pytest.mark.parametrize("dtypes", [{torch.float32}, {torch.bfloat16}, None])
+def test_choosing_breaks_no_compiled_graph(
+    dtypes: set[torch.dtype] | None, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    def plain(query_THD: Tensor, _key: Tensor, value_TKD: Tensor, *_: object, **__: object) -> Tensor:
+        return query_THD + value_TKD
+
+    if dtypes is not None:
+        monkeypatch.setitem(KERNELS, "cpu", Kernel(plain, frozenset(dtypes), 64))
+    query = torch.randn(1, 2, 6, 8)
+    index = PackedIndex.from_lengths([2, 4], device=CPU)
+
+    def run(query: Tensor) -> Tensor:
+        return packed_attention(nn.Identity(), query, query, query, None, packed_index=index)[0]
+
+    compiled = torch.compile(run, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(query), run(query))
+    assert len(said) == (dtypes == {torch.bfloat16})
