@@ -208,6 +208,9 @@ def sft_runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: ModelFactory,
     define("two_resumed", dropout, *two_resumed, after="two_straight")
     loaded = ("--max-steps", "10", "--ckpt.resume-step", "latest")
     define("two_loaded_by_one", dropout, *loaded, after="two_straight")
+    copies = (*two_resumed, "--parallel.replicas", "2")
+    define("two_copies_resumed", dropout, *copies, after="two_straight")
+    define("two_copies_loaded_by_one", dropout, *loaded, after="two_copies_resumed")
     return runs
 
 

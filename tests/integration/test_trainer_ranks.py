@@ -44,3 +44,21 @@ def test_one_rank_loads_what_two_have_saved_bit_for_bit(sft_runs: Runs) -> None:
     two, one = sft_runs.succeeded("two_straight"), sft_runs.succeeded("two_loaded_by_one")
     assert "resuming from step 10" in one.output
     assert one.weights(10) == two.weights(10)
+
+
+def test_copies_of_the_model_go_on_from_a_sharded_checkpoint(sft_runs: Runs) -> None:
+    """Each rank holds all parameters, and the norm of the gradients is summed in another order."""
+    sharded, copies = sft_runs.succeeded("two_straight"), sft_runs.succeeded("two_copies_resumed")
+    assert "resuming from step 5" in copies.output
+    assert copies.column("loss") == pytest.approx(sharded.column("loss"), rel=1e-6)
+    assert copies.column("grad_norm") == pytest.approx(sharded.column("grad_norm"), rel=1e-6)
+    sizes = [
+        sum(path.stat().st_size for path in run.run_dir.checkpoint(10).glob("trainer/*.distcp"))
+        for run in (sharded, copies)
+    ]
+    assert sizes[1] <= sizes[0], "what two ranks have alike is saved once"
+
+
+def test_one_rank_loads_what_copies_have_saved_bit_for_bit(sft_runs: Runs) -> None:
+    copies, one = sft_runs.succeeded("two_copies_resumed"), sft_runs.succeeded("two_copies_loaded_by_one")
+    assert one.weights(10) == copies.weights(10)

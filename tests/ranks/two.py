@@ -1,4 +1,4 @@
-"""Two ranks for tests: forked processes in one gloo group, in a program of their own (`python -m tests.…`)."""
+"""Ranks for tests, mostly two: forked processes in one gloo group, in a program of their own (`python -m tests.…`)."""
 
 from __future__ import annotations
 
@@ -11,22 +11,27 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-from holdfast.trainer.mesh import Mesh
+from holdfast.shared.config.trainer import ParallelConfig
+from holdfast.trainer.mesh import Mesh, join_mesh
 
 _DEADLINE_S = 280.0
 
 
 def run_on_two_ranks(work: Callable[[Mesh], None], directory: Path) -> NoReturn:
-    """Call `work` on both ranks and end this process: with 0 when both came through, else with 1.
+    """See `run_on_ranks`."""
+    run_on_ranks(2, work, directory)
+
+
+def run_on_ranks(number: int, work: Callable[[Mesh], None], directory: Path) -> NoReturn:
+    """Call `work` on all ranks and end this process: with 0 when all came through, else with 1.
 
     Args:
         work: gets its place among the ranks.
         directory: where the ranks find one another.
     """
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_rank, args=(rank, work, directory)) for rank in (0, 1)]
+    ranks = [context.Process(target=_rank, args=(rank, number, work, directory)) for rank in range(number)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -39,10 +44,9 @@ def run_on_two_ranks(work: Callable[[Mesh], None], directory: Path) -> NoReturn:
     os._exit(0)
 
 
-def _rank(rank: int, work: Callable[[Mesh], None], directory: Path) -> None:
+def _rank(rank: int, number: int, work: Callable[[Mesh], None], directory: Path) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(str(directory / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    device_mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
-    work(Mesh(rank=rank, world_size=2, device=torch.device("cpu"), device_mesh=device_mesh))
+    store = dist.FileStore(str(directory / "store"), number)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=number)
+    work(join_mesh(ParallelConfig(num_ranks=number), rank=rank, world_size=number, device=torch.device("cpu")))
     dist.destroy_process_group()

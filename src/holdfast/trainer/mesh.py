@@ -31,8 +31,9 @@ class Mesh:
 
     Attributes:
         rank, world_size: global rank and number of ranks.
-        device: where this rank's shard lives.
-        device_mesh: torch's, one-dimensional, `fsdp`; parameters are sharded over all ranks.
+        device: where this rank computes.
+        device_mesh: torch's: `fsdp`, parameters are sharded over all ranks; or `replicate` and `shard`, over
+            neighbouring ranks, with copies.
     """
 
     rank: int
@@ -44,6 +45,21 @@ class Mesh:
     def is_main(self) -> bool:
         """Whether this rank writes logs, metrics, weights and manifests."""
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of a batch is this rank's, of `data_size`."""
+        return self.rank
+
+    @property
+    def data_size(self) -> int:
+        """How many parts a batch is divided into."""
+        return self.world_size
+
+    @property
+    def num_shards(self) -> int:
+        """How many ranks share one copy of the parameters."""
+        return self.device_mesh.size(-1)
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
         """Return the sum over all ranks of each value, in one float64 collective."""
@@ -114,10 +130,27 @@ def open_mesh(config: ParallelConfig) -> Iterator[Mesh]:
         # Ranks share the cores of a machine, and each would take all of them.
         torch.set_num_threads(config.threads or max(1, available_cores() // world_size))
         dist.init_process_group("gloo", timeout=timeout)
-    device_mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("fsdp",))
-    yield Mesh(rank=rank, world_size=world_size, device=device, device_mesh=device_mesh)
+    yield join_mesh(config, rank=rank, world_size=world_size, device=device)
     # Not where the block failed: others may be inside a collective, and learn of it by the end of this process.
     dist.destroy_process_group()
+
+
+def join_mesh(config: ParallelConfig, *, rank: int, world_size: int, device: torch.device) -> Mesh:
+    """Return this process's place among the ranks of the process group, which is there. Collective.
+
+    Raises:
+        ConfigError: the ranks cannot be divided as `config` says.
+    """
+    try:
+        config.check_ranks(world_size)
+    except ValueError as error:
+        raise ConfigError(f"parallel.{error}") from None
+    names, shape = ("fsdp",), (world_size,)
+    if config.replicas > 1:
+        # Shards inside: ranks that gather parameters from one another are neighbours, of one machine where they fit.
+        names, shape = ("replicate", "shard"), (config.replicas, world_size // config.replicas)
+    device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    return Mesh(rank=rank, world_size=world_size, device=device, device_mesh=device_mesh)
 
 
 class RankGroup:

@@ -55,6 +55,10 @@ class ParallelConfig(Section):
     num_ranks: int = Field(default=1, ge=1)
     """Processes to start on this machine; the model is sharded over them."""
 
+    replicas: int = Field(default=1, ge=1)
+    """Copies of the model (HSDP): each is sharded over the ranks divided by this, and gradients are averaged over the
+    copies. Give as many as there are machines, so that parameters are gathered within one."""
+
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of each rank; unset: the cores this process is given, divided by the ranks. `rl` gives the
     trainer half of its cores, and the rest to the engine."""
@@ -64,6 +68,23 @@ class ParallelConfig(Section):
 
     collective_timeout_s: float = Field(default=1800.0, gt=0)
     """A collective that takes longer than this fails, and names itself."""
+
+    @model_validator(mode="after")
+    def _divides_its_ranks(self) -> ParallelConfig:
+        self.check_ranks(self.num_ranks)
+        return self
+
+    def check_ranks(self, world_size: int) -> None:
+        """Check that all ranks, of all machines, can be divided as the settings say.
+
+        Raises:
+            ValueError: they cannot.
+        """
+        if world_size % self.replicas:
+            raise ValueError(
+                f"replicas = {self.replicas} does not divide the number of ranks, {world_size}: set parallel.num_ranks "
+                "to a multiple of it, or replicas to a divisor"
+            )
 
 
 class OptimConfig(Section):

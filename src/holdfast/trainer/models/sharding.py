@@ -41,8 +41,8 @@ def apply_wrappers(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh) 
     if config.dtype == "bfloat16":
         # Gradients are summed over ranks in float32: bfloat16 would lose the small ones.
         mixed_precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    # With one rank there is nothing to free by resharding, only copies to repeat.
-    has_shards = mesh.world_size > 1
+    # With whole parameters on each rank there is nothing to free by resharding, only copies to repeat.
+    has_shards = mesh.num_shards > 1
     for layer in layers:
         fully_shard(layer, mesh=mesh.device_mesh, mp_policy=mixed_precision, reshard_after_forward=has_shards)
     # The backward pass begins with the root; and `readout` needs the head to stay.

@@ -94,5 +94,7 @@ def _orthogonalized(update_OI: Tensor) -> Tensor:
     if not isinstance(update_OI, DTensor):
         return orthogonalize(update_OI).to(update_OI.dtype)
     whole_OI = orthogonalize(update_OI.full_tensor()).to(update_OI.dtype)
-    replicated = DTensor.from_local(whole_OI, update_OI.device_mesh, [Replicate()], run_check=False)
+    replicated = DTensor.from_local(
+        whole_OI, update_OI.device_mesh, [Replicate()] * update_OI.device_mesh.ndim, run_check=False
+    )
     return replicated.redistribute(placements=update_OI.placements)

@@ -155,7 +155,7 @@ class PairObjective(Generic[M, P]):
 
     def _my_micro_batches(self, model: M, pairs: Sequence[P]) -> list[list[int]]:
         arrangement = model.layout.arrangement(pack=self.config.pack)
-        return self.plan(pairs, arrangement, self.config, rank=self.mesh.rank, world_size=self.mesh.world_size)
+        return self.plan(pairs, arrangement, self.config, rank=self.mesh.data_rank, world_size=self.mesh.data_size)
 
     def _means(self, totals: dict[str, float], num_pairs: int) -> dict[str, float]:
         means = {name: total / num_pairs for name, total in self.mesh.sum(totals).items()}

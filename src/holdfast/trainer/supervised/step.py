@@ -40,6 +40,6 @@ def plan_samples(
         arrangement=arrangement,
         budget=config.seq_len * config.micro_batch_size,
         rows_per_micro_batch=config.micro_batch_size,
-        world_size=mesh.world_size,
+        world_size=mesh.data_size,
     )
-    return plan[mesh.rank]
+    return plan[mesh.data_rank]

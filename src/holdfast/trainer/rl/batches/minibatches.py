@@ -72,9 +72,9 @@ def _plan(samples: list[Sample], row_tokens: int, arrangement: Arrangement, mesh
         arrangement=arrangement,
         budget=row_tokens,
         rows_per_micro_batch=1,
-        world_size=mesh.world_size,
+        world_size=mesh.data_size,
     )
-    return Minibatch(samples, plan[mesh.rank])
+    return Minibatch(samples, plan[mesh.data_rank])
 
 
 @torch.no_grad()

@@ -89,7 +89,7 @@ class PolicyStatistics:
         ratios = torch.cat([*self._ratios, torch.zeros(0, dtype=torch.float64)])
         ratios = mesh.concatenate(ratios)
         sums = mesh.sum(self._sums)
-        num_tokens, num_updates = max(1.0, sums.pop("tokens")), max(1.0, sums.pop("updates") / mesh.world_size)
+        num_tokens, num_updates = max(1.0, sums.pop("tokens")), max(1.0, sums.pop("updates") / mesh.data_size)
         metrics = {"loss": sums.pop("loss") / num_updates}
         of_ages = {age: sums.pop(f"tokens/age_{age}") for age in self._ages}
         for name, value in sums.items():

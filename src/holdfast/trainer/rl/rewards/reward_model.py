@@ -48,10 +48,10 @@ class RewardModel:
             arrangement=self.model.layout.arrangement(pack=True),
             budget=row_tokens,
             rows_per_micro_batch=1,
-            world_size=self._mesh.world_size,
+            world_size=self._mesh.data_size,
         )
         scores_S = torch.zeros(len(samples))
-        for indices in plan[self._mesh.rank]:
+        for indices in plan[self._mesh.data_rank]:
             found = score_samples(self.model, samples, indices, pack=True, device=self._mesh.device)
             scores_S[indices] = found.cpu()
         reshard(self.model)

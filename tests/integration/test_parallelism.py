@@ -1,0 +1,62 @@
+"""Four ranks divided in several ways train as one rank does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from holdfast.shared.config.trainer import ParallelConfig
+from holdfast.shared.errors import ConfigError
+from holdfast.trainer.mesh import Mesh, join_mesh
+from tests.forking.commands import shared_commands
+from tests.models.families import FAMILIES, write_model
+from tests.ranks.parallelism import DIVISIONS, RANKS, RUNS, train
+
+Found = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3."""
+    family = next(family for family in FAMILIES if family.name == "qwen3")
+    return write_model(family, tmp_path_factory.mktemp("qwen3"), seed=2)
+
+
+@pytest.fixture(scope="module")
+def by_rank(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], Found]]:
+    """What each of four ranks computed, by how they were divided and what was trained."""
+    directory = tmp_path_factory.mktemp("ranks")
+    shared_commands().two_ranks("tests.ranks.parallelism", directory, model_dir)
+    return [torch.load(directory / f"rank_{rank}.pt") for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_ranks_train_as_one_does(
+    run: str, model_dir: Path, mesh: Mesh, by_rank: list[dict[tuple[str, str], Found]]
+) -> None:
+    one = train(model_dir, mesh, run)
+    # Muon multiplies matrices in bfloat16, and steps of AdamW at gradients of about 0 have any sign.
+    loss, weights = (1e-5, 1e-2) if run == "muon" else (1e-6, 1e-3)
+    for division in DIVISIONS:
+        found = by_rank[0][division, run]
+        assert found.keys() == one.keys()
+        torch.testing.assert_close(found["losses"], one["losses"], rtol=loss, atol=0.0, msg=division)
+        torch.testing.assert_close(found["norms"], one["norms"], rtol=10 * loss, atol=0.0, msg=division)
+        for name in one.keys() - {"losses", "norms"}:
+            largest = float(one[name].abs().max())
+            torch.testing.assert_close(
+                found[name], one[name], rtol=0.0, atol=weights * largest, msg=f"{division} {name}"
+            )
+        for other in by_rank[1:]:
+            assert all(torch.equal(other[division, run][name], tensor) for name, tensor in found.items()), division
+
+
+def test_ranks_that_cannot_be_divided_are_refused() -> None:
+    config = ParallelConfig(num_ranks=4, replicas=2)
+    with pytest.raises(ConfigError, match=r"parallel\.replicas = 2 does not divide the number of ranks, 3"):
+        join_mesh(config, rank=0, world_size=3, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="replicas = 3 does not divide the number of ranks, 4"):
+        ParallelConfig(num_ranks=4, replicas=3)
