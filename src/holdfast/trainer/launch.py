@@ -3,6 +3,11 @@
 Uses torchrun's launcher (torch.distributed.launcher) with forked workers: the imports, which take
 seconds, are paid once however many ranks there are. When a rank ends early the others are stopped,
 and the exit code is that of the rank that failed first.
+
+With `parallel.nodes` above 1 this is started on every node, with the same file. Environment:
+    HOLDFAST_NODE_RANK       which of the nodes this one is, from 0; node 0 is the host of `parallel.rdzv_endpoint`
+    HOLDFAST_RDZV_ENDPOINT   HOST:PORT to meet at instead
+Where another node is lost, it ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import math
 import os
 import signal
 import sys
@@ -21,6 +27,7 @@ from typing import Any
 
 from holdfast.shared.config import PROGRAMS, TrainerConfig
 from holdfast.shared.config.load import read_toml
+from holdfast.shared.config.trainer import ParallelConfig
 from holdfast.shared.errors import HoldfastError, RankLost, is_storage_failure
 from holdfast.shared.process.child import (
     available_cores,
@@ -35,6 +42,7 @@ from holdfast.shared.process.child import (
 from holdfast.shared.process.events import report
 from holdfast.shared.process.heartbeat import does, start_heartbeat
 from holdfast.shared.process.import_path import protect_children
+from holdfast.trainer.nodes import link_nodes, meeting_point, node_rank
 from holdfast.trainer.session.stop import SIGNALS, STOP_REQUEST
 
 VISIBLE_DEVICES_ENV = "CUDA_VISIBLE_DEVICES"
@@ -74,7 +82,7 @@ def _run_rank(module: ModuleType, config: Any) -> None:
         module.run(config)
     except Exception as error:
         is_explained = isinstance(error, HoldfastError) and not isinstance(error, RankLost)
-        if config.parallel.num_ranks > 1 and not is_explained and not is_storage_failure(error):
+        if config.parallel.world_size > 1 and not is_explained and not is_storage_failure(error):
             deadline = time.monotonic() + _DEAD_RANK_S
             # Ends by the signal that asks the others to stop, once the dead one was noticed.
             while not STOP_REQUEST.signal_number() and time.monotonic() < deadline:
@@ -99,6 +107,41 @@ def _without_gpus() -> Iterator[None]:
             os.environ[VISIBLE_DEVICES_ENV] = visible
 
 
+def _rendezvous(parallel: ParallelConfig, node: int) -> dict[str, Any]:
+    """Return how the launchers of the ranks meet, as settings of torchrun's `LaunchConfig`."""
+    if parallel.nodes == 1:
+        # Port 0: the kernel picks a free one.
+        return {"min_nodes": 1, "max_nodes": 1, "rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0"}
+    host, port = meeting_point(parallel)
+    return {
+        "min_nodes": parallel.nodes,
+        "max_nodes": parallel.nodes,
+        # With numbers given to the nodes, not found by themselves: node 0, which writes, is always the same.
+        "rdzv_backend": "static",
+        "rdzv_endpoint": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+        "rdzv_configs": {"rank": node, "timeout": math.ceil(parallel.rdzv_timeout_s)},
+    }
+
+
+@contextmanager
+def _linked(parallel: ParallelConfig, node: int) -> Iterator[None]:
+    """Stay in touch with the other nodes within the block, if there are any."""
+    if parallel.nodes == 1:
+        yield
+        return
+    link = link_nodes(
+        meeting_point(parallel),
+        rank=node,
+        nodes=parallel.nodes,
+        timeout_s=parallel.rdzv_timeout_s,
+        stop=STOP_REQUEST,
+    )
+    try:
+        yield
+    finally:
+        link.end()
+
+
 def main(argv: list[str] | None = None) -> int:
     """Start the ranks, wait for them, and return the exit code."""
     parser = argparse.ArgumentParser(prog="holdfast.trainer.launch")
@@ -110,9 +153,10 @@ def main(argv: list[str] | None = None) -> int:
     set_up_logging("trainer")
     start_heartbeat()
     config = read_toml(PROGRAMS[arguments.program], arguments.config)
-    ranks = config.parallel.num_ranks
+    parallel = config.parallel
+    node, ranks = node_rank(parallel), parallel.num_ranks
     # Before torch is imported, which reads it once.
-    set_thread_environment(config.parallel.threads or max(1, available_cores() // ranks))
+    set_thread_environment(parallel.threads or max(1, available_cores() // ranks))
     if config.ckpt is not None:
         # Until there are ranks there is nothing to save: no one need wait for the imports.
         for number in SIGNALS:
@@ -132,11 +176,8 @@ def main(argv: list[str] | None = None) -> int:
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
     with _without_gpus():
         launch_config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
             nproc_per_node=ranks,
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",  # port 0: the kernel picks a free one
+            **_rendezvous(parallel, node),
             run_id="holdfast",
             max_restarts=0,  # our launcher starts again, from a checkpoint and with its own count
             start_method="fork",
@@ -145,7 +186,8 @@ def main(argv: list[str] | None = None) -> int:
             signals_to_handle="SIGINT,SIGHUP,SIGQUIT" + (",SIGTERM" if config.ckpt is None else ""),
         )
     try:
-        elastic_launch(launch_config, _worker)(arguments.program, arguments.config, os.getpid())
+        with _linked(parallel, node):
+            elastic_launch(launch_config, _worker)(arguments.program, arguments.config, os.getpid())
     except ChildFailedError as error:
         # A rank that was killed makes the others fail in their collectives: it is the reason, not they.
         rank, first = min(error.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))

@@ -128,7 +128,8 @@ def open_mesh(config: ParallelConfig) -> Iterator[Mesh]:
     else:
         device = torch.device("cpu")
         # Ranks share the cores of a machine, and each would take all of them.
-        torch.set_num_threads(config.threads or max(1, available_cores() // world_size))
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        torch.set_num_threads(config.threads or max(1, available_cores() // ranks_here))
         dist.init_process_group("gloo", timeout=timeout)
     yield join_mesh(config, rank=rank, world_size=world_size, device=device)
     # Not where the block failed: others may be inside a collective, and learn of it by the end of this process.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, ClassVar, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from holdfast.shared.config.base import CkptConfig, Command, DType, ModelConfig, Section
 from holdfast.shared.config.lora import LoraConfig
+
+_RDZV_PORT = 29400  # that of torchrun
 
 
 class TrainedModelConfig(ModelConfig):
@@ -59,6 +63,21 @@ class ParallelConfig(Section):
     """Copies of the model (HSDP): each is sharded over the ranks divided by this, and gradients are averaged over the
     copies. Give as many as there are machines, so that parameters are gathered within one."""
 
+    nodes: int = Field(default=1, ge=1)
+    """Machines that train one model, each with `num_ranks`: start the same command on every one, with one `output_dir`
+    that all share. Under an outer `torchrun` or `srun` with one process per machine: as many as it has."""
+
+    rdzv_endpoint: str | None = None
+    """`HOST:PORT` where several nodes meet; HOST is one of them, which prepares the run, and PORT free there (29400
+    unless given). Under an outer `torchrun` or `srun`: its first machine."""
+
+    rdzv_timeout_s: float = Field(default=900.0, gt=0)
+    """How long nodes wait for one another: at the start, and for one that was lost to come back."""
+
+    max_restarts: int = Field(default=3, ge=0)
+    """Within ten minutes the trainer of several nodes is started again at most this many times; needs `ckpt`. Under
+    `rl` its own `max_restarts` counts."""
+
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of each rank; unset: the cores this process is given, divided by the ranks. `rl` gives the
     trainer half of its cores, and the rest to the engine."""
@@ -71,7 +90,7 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _divides_its_ranks(self) -> ParallelConfig:
-        self.check_ranks(self.num_ranks)
+        self.check_ranks(self.world_size)
         return self
 
     def check_ranks(self, world_size: int) -> None:
@@ -85,6 +104,41 @@ class ParallelConfig(Section):
                 f"replicas = {self.replicas} does not divide the number of ranks, {world_size}: set parallel.num_ranks "
                 "to a multiple of it, or replicas to a divisor"
             )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all nodes together."""
+        return self.nodes * self.num_ranks
+
+    @property
+    def rendezvous(self) -> tuple[str, int]:
+        """Host and port of `rdzv_endpoint`, which is set."""
+        assert self.rdzv_endpoint is not None
+        return _host_and_port(self.rdzv_endpoint)
+
+    @field_validator("rdzv_endpoint")
+    @classmethod
+    def _is_an_address(cls, value: str | None) -> str | None:
+        if value is not None:
+            _host_and_port(value)
+        return value
+
+
+def _host_and_port(endpoint: str) -> tuple[str, int]:
+    """Split HOST, HOST:PORT or [IPv6]:PORT.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    parts = urlsplit(f"//{endpoint}")
+    is_plain = parts.netloc == endpoint and not re.search(r"[\s@]|:$", endpoint)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:  # no number, or one that no port has
+        host = port = None
+    if not (host and is_plain):
+        raise ValueError(f"should be HOST:PORT or HOST, such as head:{_RDZV_PORT}, got '{endpoint}'")
+    return host, port or _RDZV_PORT
 
 
 class OptimConfig(Section):
