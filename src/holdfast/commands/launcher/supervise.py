@@ -7,19 +7,17 @@ the console. Children ask the kernel to kill them should the launcher die.
 from __future__ import annotations
 
 import math
-import os
 import select
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
-from holdfast.shared.process.child import LAUNCHER_ENV, is_ignored
+from holdfast.commands.launcher.hosts.host import Host, Process
+from holdfast.commands.launcher.hosts.local import THIS_MACHINE
+from holdfast.shared.process.child import is_ignored
 
 REFRESH_S = 0.1
 STOP_TIMEOUT_S = 10.0
@@ -37,16 +35,18 @@ class Child:
         log_begin: where its own begins.
         is_service: runs until stopped; ending by itself is a failure even with exit code 0.
         has_done_its_work: asked when it ended with exit code 0: whether it may.
+        host: where it runs.
     """
 
     name: str
-    process: subprocess.Popen[bytes]
+    process: Process
     log: Path
     is_service: bool
     argv: list[str]
     environment: dict[str, str]
     has_done_its_work: Callable[[], bool] = lambda: True
     log_begin: int = 0
+    host: Host = THIS_MACHINE
     _is_finished: bool = False
 
     @property
@@ -107,25 +107,17 @@ class Supervisor:
         environment: dict[str, str],
         is_service: bool = False,
         has_done_its_work: Callable[[], bool] = lambda: True,
+        host: Host = THIS_MACHINE,
     ) -> Child:
         """Start one child with its output in `log`; it takes the place of a dead one of that name."""
-        log.parent.mkdir(parents=True, exist_ok=True)
         for dead in [child for child in self.children if child.name == name]:
             # Before the new one starts: it needs the port and the memory. Also before its log begins: the dead may
             # have written till now.
-            _end_group(dead)
+            dead.process.clear(STOP_TIMEOUT_S)
             self.children.remove(dead)
-        with open(log, "ab") as output:
-            begin = output.tell()
-            process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,  # nothing that a user types is for a child
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment, LAUNCHER_ENV: str(os.getpid())},
-                start_new_session=True,  # Ctrl-C reaches the launcher alone, which stops them in order
-            )
-        child = Child(name, process, log, is_service, argv, environment, has_done_its_work, begin)
+        begin = log.stat().st_size if log.exists() else 0
+        process = host.start(argv, log, environment)
+        child = Child(name, process, log, is_service, argv, environment, has_done_its_work, begin, host)
         self.children.append(child)
         return child
 
@@ -159,11 +151,12 @@ class Supervisor:
             environment=child.environment,
             is_service=child.is_service,
             has_done_its_work=child.has_done_its_work,
+            host=child.host,
         )
 
     def kill(self, child: Child) -> None:
         """Kill a child and its children."""
-        _signal_group(child.process.pid, signal.SIGKILL, group=True)
+        child.process.kill()
 
     def pause(self, seconds: float, refresh: Callable[[], None]) -> int | None:
         """Wait; return the number of a signal that came meanwhile."""
@@ -183,7 +176,7 @@ class Supervisor:
         """
         if child.process.poll() is None:
             passed_on = number if number == signal.SIGUSR1 else signal.SIGTERM
-            _signal_group(child.process.pid, passed_on, group=False)
+            child.process.signal(passed_on)
         deadline = time.monotonic() + timeout_s
         while child.process.poll() is None:
             if self._signal is not None or time.monotonic() > deadline:
@@ -217,48 +210,16 @@ class Supervisor:
         asked = [child for child in self.children if names is None or child.name in names]
         running = [child for child in asked if child.process.poll() is None]
         for child in running:
-            _signal_group(child.process.pid, signal.SIGTERM, group=False)
+            child.process.signal(signal.SIGTERM)
         deadline = time.monotonic() + timeout_s
         for child in running:
-            try:
-                child.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            if child.process.wait(max(0.0, deadline - time.monotonic())) is None:
                 # With its group: ranks and engines would live on.
-                _signal_group(child.process.pid, signal.SIGKILL, group=True)
-                child.process.wait()
+                child.process.kill()
+                child.process.wait(STOP_TIMEOUT_S)
         for child in asked:
             # A child that died left its own children (ranks, an engine) in its session.
-            _signal_group(child.process.pid, signal.SIGKILL, group=True)
-
-
-def _end_group(child: Child) -> None:
-    """Kill a child and what it started, such as an engine, and wait until they have let go of ports and memory."""
-    _signal_group(child.process.pid, signal.SIGKILL, group=True)
-    child.process.wait()
-    deadline = time.monotonic() + STOP_TIMEOUT_S
-    for pid in psutil.pids():
-        try:
-            if os.getpgid(pid) != child.process.pid:
-                continue
-            # Not waitpid: they are no children of ours. A descriptor is not fooled by a reused id.
-            descriptor = os.pidfd_open(pid)
-        except (ProcessLookupError, PermissionError):
-            continue
-        try:
-            # A large process takes seconds to die, and holds port and memory until then.
-            select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-        finally:
-            os.close(descriptor)
-
-
-def _signal_group(pid: int, number: int, *, group: bool) -> None:
-    try:
-        if group:
-            os.killpg(pid, number)
-        else:
-            os.kill(pid, number)
-    except ProcessLookupError:
-        return
+            child.process.kill()
 
 
 def last_lines(path: Path, count: int = 15) -> str:

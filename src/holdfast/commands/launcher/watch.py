@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from holdfast.commands.launcher.console import Console
 from holdfast.commands.launcher.endings import death_of, engine_failure_of, how_it_ended, report_stop
+from holdfast.commands.launcher.hosts.host import Process
 from holdfast.commands.launcher.liveness import PROBE_PERIOD_S, Health, LivenessMonitor, place_of_beats
 from holdfast.commands.launcher.restarts import Restarts
 from holdfast.commands.launcher.storage_backoff import StorageBackoff, fullest
@@ -39,7 +40,6 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.child import make_output_lossy
 from holdfast.shared.process.events import EVENTS_ENV, PROCESS_ENV
 from holdfast.shared.process.heartbeat import HEALING_NAME, HEARTBEAT_ENV
-from holdfast.shared.process.stacks import show_stacks
 
 _TELLING_S = 10.0
 """What a trainer whose time of grace is over gets to give up and say so."""
@@ -132,8 +132,8 @@ class _Watcher:
         self._logs = self._run_dir.logs(plan.attempt.number)
         self._monitors = monitors
         self._beats = beats
-        self._killed: set[int] = set()
-        self._stuck: dict[int, str] = {}
+        self._killed: set[Process] = set()
+        self._stuck: dict[Process, str] = {}
         self._console = Console(
             metrics=self._run_dir.metrics,
             events=self._logs / "events.jsonl",
@@ -215,19 +215,19 @@ class _Watcher:
             monitor = self._monitors[child.name]
             # First: asking is what listens, and `stuck` goes by what was heard.
             silent_s = monitor.silent_s()
-            if child.process.poll() is not None or child.process.pid in self._killed:
+            if child.process.poll() is not None or child.process in self._killed:
                 continue
             if silent_s > self._healing.heartbeat_timeout_s:
                 self._console.say(f"{child.name} has shown no sign of life for {silent_s:.0f} s: killing it")
             elif (stuck := monitor.stuck()) is not None:
                 who = f"{child.name} ({stuck.part})" if stuck.part else child.name
-                self._stuck[child.process.pid] = f"{who} came no further in {stuck.doing}"
+                self._stuck[child.process] = f"{who} came no further in {stuck.doing}"
                 self._console.say(f"{who} has come no further for {stuck.seconds:.0f} s in {stuck.doing}: killing it")
             else:
                 continue
             # Before the kill: afterwards nobody can say where it hung.
-            show_stacks(monitor.pids(), of=child.process.pid, log=child.log)
-            self._killed.add(child.process.pid)  # once: where its storage hangs, it takes its time to end
+            child.process.show_stacks(monitor.pids(), child.log)
+            self._killed.add(child.process)  # once: where its storage hangs, it takes its time to end
             self._supervisor.kill(child)
 
     def _refresh_waiting(self) -> None:
@@ -303,7 +303,7 @@ class _Watcher:
         failure = engine_failure_of(child)
         step = self._console.last_step
         comes_again = self._restarts.comes_again(child.name, failure, step=step)
-        is_stuck = child.process.pid in self._stuck or child.process.returncode == STUCK
+        is_stuck = child.process in self._stuck or child.process.returncode == STUCK
         code = child.process.returncode if not self._died_starting_again(child) else 1
         delay = None if comes_again else self._restarts.delay_s(child.name, code, stuck_at=step if is_stuck else None)
         if delay is None:
@@ -323,7 +323,7 @@ class _Watcher:
         return child.is_service and monitor.was_well and not monitor.is_well
 
     def _death_of(self, child: Child) -> ProcessDied:
-        return death_of(child, stuck=self._stuck.get(child.process.pid), restarts=self._restarts)
+        return death_of(child, stuck=self._stuck.get(child.process), restarts=self._restarts)
 
     def _signal_taken_by(self, child: Child) -> int | None:
         """Return the signal that a trainer saved for and ended by: a scheduler may signal ranks as well as us."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.launcher import supervise
+from holdfast.commands.launcher.hosts.local import LocalProcess
 from holdfast.commands.launcher.supervise import Child, Supervisor, error_message, last_lines
 from holdfast.shared.process.child import LAUNCHER_ENV
 
@@ -283,17 +283,17 @@ def test_what_the_dead_write_while_they_are_ended_is_not_said_of_their_successor
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks and engines go on writing after the process that started them."""
-    end = supervise._end_group
+    clear = LocalProcess.clear
 
-    def ended_late(child: Child) -> None:
-        end(child)
-        with open(child.log, "a") as log:
+    def ended_late(process: LocalProcess, timeout_s: float) -> None:
+        clear(process, timeout_s)
+        with open(tmp_path / "a.log", "a") as log:
             log.write("error: of the dead\n")
 
     with Supervisor() as supervisor:
         child = supervisor.start("a", python("sys.exit(3)"), tmp_path / "a.log", environment={})
         child.process.wait()
-        monkeypatch.setattr(supervise, "_end_group", ended_late)
+        monkeypatch.setattr(LocalProcess, "clear", ended_late)
         again = supervisor.restart(child)
         monkeypatch.undo()
         again.process.wait()
