@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Process(Protocol):
@@ -16,8 +16,8 @@ class Process(Protocol):
         ...
 
     @property
-    def returncode(self) -> int | None:
-        """How it ended, as `subprocess` says it; None: that is not known to `poll` and `wait` yet."""
+    def returncode(self) -> int | Any:
+        """How it ended, as `subprocess` says it; None: `poll` and `wait` have not seen its end."""
         ...
 
     @property

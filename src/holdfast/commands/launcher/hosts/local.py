@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -30,7 +31,7 @@ class LocalProcess:
         return self._process.pid
 
     @property
-    def returncode(self) -> int | None:
+    def returncode(self) -> int | Any:
         """As `subprocess` says it."""
         return self._process.returncode
 
