@@ -24,6 +24,7 @@ from holdfast.trainer.data.row_files import Rows
 from holdfast.trainer.data.samples import load_tokenizer
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.decoder import freeze
+from holdfast.trainer.models.layout import PACKED
 from holdfast.trainer.models.logprobs import PLAIN
 from holdfast.trainer.models.policy import build_policy, predict
 from holdfast.trainer.models.pretrained import trained_tensors
@@ -93,7 +94,7 @@ def measured(model_dir: Path, mesh: Mesh, **settings: Any) -> list[np.ndarray]:
     samples = ragged_samples()
     policy = build_policy(config, mesh, seed=0).eval()
     (minibatches,) = plan_epochs(
-        samples, UpdatesConfig(minibatches=2), row_tokens=14, mesh=mesh, seed=0, step=1, arrangement="packed"
+        samples, UpdatesConfig(minibatches=2), row_tokens=14, mesh=mesh, seed=0, step=1, layout=PACKED
     )
     measure_targets(["logprob"], lambda micro: predict(policy, micro)[:1], minibatches, mesh, pack=True)
     reshard(policy)
@@ -129,9 +130,7 @@ def taught(model_dir: Path, mesh: Mesh) -> dict[str, Tensor]:
     for sample in samples:
         for name in (ADVANTAGE, AGE, SAMPLER_LOGPROB):
             sample.per_token[name] = np.zeros(len(sample.token_ids), dtype=np.float32)
-    ((minibatch,),) = plan_epochs(
-        samples, UpdatesConfig(), row_tokens=14, mesh=mesh, seed=0, step=1, arrangement="packed"
-    )
+    ((minibatch,),) = plan_epochs(samples, UpdatesConfig(), row_tokens=14, mesh=mesh, seed=0, step=1, layout=PACKED)
     config = PolicyLossConfig(type="policy_gradient", aggregation="sequence")
     loss = with_distillation_term(build_policy_loss(config), config, 2.0)
     statistics = PolicyStatistics([0], has_reference=False)

@@ -13,7 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.trainer.data.packing import Sample, build_micro_batch, plan_rows
+from holdfast.trainer.data.packing import Sample, build_micro_batch
+from holdfast.trainer.data.row_plan import plan_rows
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.pretrained import trained_tensors
 from holdfast.trainer.models.scalar_model import build_scalar_model, predict_values, score_samples

@@ -1,8 +1,4 @@
-"""From samples to the micro-batches of one optimizer step.
-
-Every rank computes the same plan from the same samples and takes its own part, so no rank needs to
-tell another what it does, and the loss denominator (predicted tokens of the whole step) is known to
-all.
+"""From samples to the tensors of one forward pass. Which samples share one: `holdfast.trainer.data.row_plan`.
 
 Shape legend: B rows, L tokens of a row, N predicted tokens of the micro-batch; a packed row: T tokens, S samples.
 """
@@ -11,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import torch
@@ -50,12 +45,6 @@ class PackedIndex:
             cu_seqlens=borders.to(torch.int32).to(device),
             max_len=max_len,
         )
-
-
-Arrangement = Literal["packed", "grouped", "rows"]
-"""How samples become micro-batches: `packed` into one row up to a budget of tokens; `grouped`, one a row, up to
-the same budget with the padding counted, for models whose tokens meet outside of attention; or in given numbers
-of `rows`, in the order of the data."""
 
 
 @dataclass(frozen=True)
@@ -111,69 +100,6 @@ class MicroBatch:
     sample_index_N: Tensor
     per_token: dict[str, Tensor]
     packed_index: PackedIndex | None
-
-
-def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Return indices of samples grouped into rows of at most `budget` tokens.
-
-    First-fit decreasing (Johnson 1973): at most 11/9 of the optimal number of rows. A sample longer
-    than the budget gets a row of its own.
-    """
-    rows: list[list[int]] = []
-    free: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[index]
-        place = next((row for row, room in enumerate(free) if room >= length), None)
-        if place is None:
-            rows.append([index])
-            free.append(budget - length)
-        else:
-            rows[place].append(index)
-            free[place] -= length
-    return rows
-
-
-def group_by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Return indices of samples in groups whose number times the longest is at most `budget`, the longest first.
-
-    A sample longer than the budget gets a group of its own.
-    """
-    groups: list[list[int]] = []
-    longest = 0
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if groups and (len(groups[-1]) + 1) * longest <= budget:
-            groups[-1].append(index)
-        else:
-            groups.append([index])
-            longest = lengths[index]
-    return groups
-
-
-def plan_rows(
-    lengths: Sequence[int], *, arrangement: Arrangement, budget: int, rows_per_micro_batch: int, world_size: int
-) -> list[list[list[int]]]:
-    """Return, for each rank, its micro-batches as lists of sample indices.
-
-    Every rank gets the same number of micro-batches, since each forward is a collective; a rank with
-    less work gets empty ones.
-
-    Args:
-        lengths: tokens of each sample; for `grouped`, of its row.
-        budget: most tokens of a micro-batch, for `packed` and `grouped`.
-        rows_per_micro_batch: samples of a micro-batch, for `rows`.
-    """
-    if arrangement == "packed":
-        groups = first_fit_decreasing(lengths, budget)
-    elif arrangement == "grouped":
-        groups = group_by_length(lengths, budget)
-    else:
-        order = range(len(lengths))
-        groups = [list(order[i : i + rows_per_micro_batch]) for i in range(0, len(lengths), rows_per_micro_batch)]
-    ranks: list[list[list[int]]] = [[] for _ in range(world_size)]
-    for number, group in enumerate(groups):
-        ranks[number % world_size].append(group)
-    longest = max(len(rank) for rank in ranks)
-    return [rank + [[]] * (longest - len(rank)) for rank in ranks]
 
 
 def build_micro_batch(samples: Sequence[Sample], indices: list[int], *, pack: bool, device: torch.device) -> MicroBatch:

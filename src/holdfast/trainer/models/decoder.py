@@ -6,6 +6,7 @@ Shape legend: B rows, L tokens of a row, N predicted tokens, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from holdfast.shared.errors import DataError
 from holdfast.trainer.data.packing import PackedIndex
 from holdfast.trainer.models.layout import PACKED, find_layout
 from holdfast.trainer.models.rotary import rotate_by_sample
-from holdfast.trainer.models.structure import decoder_of, last_position, takes_positions
+from holdfast.trainer.models.structure import decoder_of, last_position, pair_cost, takes_positions
 
 
 def freeze(model: nn.Module) -> None:
@@ -34,7 +35,7 @@ class DecoderModel(nn.Module):
     """A transformers model and how samples lie in its rows: what `Policy` and `ScalarModel` have in common.
 
     Attributes:
-        layout: whether samples can share a row, and the attention to use.
+        layout: whether samples can share a row, what they cost there, and the attention to use.
     """
 
     def __init__(self, hf_model: PreTrainedModel) -> None:
@@ -55,7 +56,8 @@ class DecoderModel(nn.Module):
                 f"{type(self.hf_model).__name__} turns its rotary embeddings by the length of a row (rope_type in its "
                 "config.json) and takes no positions of tokens, so samples of a row cannot be told apart"
             )
-        self.layout = find_layout(self.hf_model, self._all_hidden_states, self.layout.attention)
+        found = find_layout(self.hf_model, self._all_hidden_states, self.layout.attention)
+        self.layout = replace(found, pair_cost=pair_cost(self.hf_model))
 
     def _all_hidden_states(self, input_ids_1L: Tensor) -> Tensor:
         positions_1L = torch.arange(input_ids_1L.shape[1], device=input_ids_1L.device)[None]

@@ -28,7 +28,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from holdfast.shared.errors import DataError
-from holdfast.trainer.data.packing import Arrangement
+from holdfast.trainer.data.row_plan import Arrangement
 from holdfast.trainer.models.attention import without_naming
 from holdfast.trainer.models.structure import other_attention, takes_positions
 
@@ -47,17 +47,24 @@ class Layout:
         packs: whether several samples can share a row.
         attention: the transformers attention implementation to use.
         reason: why they cannot; empty where they can.
+        pair_cost: what attention between two tokens of a sample costs, as a share of what one token costs outside of
+            attention.
     """
 
     packs: bool
     attention: str
     reason: str = ""
+    pair_cost: float = 0.0
 
     def arrangement(self, *, pack: bool) -> Arrangement:
-        """Return how micro-batches are planned where the configuration says `pack`; see `trainer.data.packing`."""
+        """Return how micro-batches are planned where the configuration says `pack`; see `trainer.data.row_plan`."""
         if not pack:
             return "rows"
         return "packed" if self.packs else "grouped"
+
+    def cost(self, length: int) -> float:
+        """Return what forward and backward pass of a sample cost, in tokens that attend to nothing."""
+        return length + self.pair_cost * length * length
 
 
 PACKED = Layout(packs=True, attention="packed")

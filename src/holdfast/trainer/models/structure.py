@@ -57,6 +57,24 @@ def last_position(hf_model: PreTrainedModel) -> int | None:
     return limit if any(limit <= rows <= limit + _OFFSET for rows in tables) else None
 
 
+def pair_cost(hf_model: PreTrainedModel) -> float:
+    """Return the cost of attention between two tokens of a sample, in costs of one token outside of attention.
+
+    By floating-point operations: 6 a parameter and token, and for every pair of tokens 12 times layers and hidden size,
+    of which causal attention needs half (Chowdhery et al. 2022, "PaLM", appendix B). An estimate: all heads together
+    count as wide as the hidden size, windows as if tokens saw all before them, and of experts all as if a token went
+    through them. 0 where config.json does not say how large attention is.
+    """
+    config = hf_model.config.get_text_config()
+    width, layers = getattr(config, "hidden_size", None), getattr(config, "num_hidden_layers", None)
+    if not isinstance(width, int) or not isinstance(layers, int):
+        return 0.0
+    parameters = sum(parameter.numel() for parameter in hf_model.parameters())
+    if hf_model.get_output_embeddings() is None or not config.tie_word_embeddings:
+        parameters -= sum(one.numel() for one in hf_model.get_input_embeddings().parameters())  # only looked up
+    return layers * width / parameters
+
+
 def use_attention(hf_model: nn.Module, name: str) -> None:
     """Have all layers look up the attention implementation `name` from now on."""
     for config in _configs(hf_model):

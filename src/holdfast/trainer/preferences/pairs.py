@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from holdfast.shared.chat.masking import Encoded
 from holdfast.shared.config.dpo import PreferenceDataConfig
 from holdfast.shared.errors import DataError
-from holdfast.trainer.data.packing import Arrangement, Sample, plan_rows
+from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.data.row_files import Row
 from holdfast.trainer.data.row_formats import (
     PAIR_FORMATS,
@@ -28,9 +28,11 @@ from holdfast.trainer.data.row_formats import (
     Format,
     encode_example,
 )
+from holdfast.trainer.data.row_plan import plan_rows
 from holdfast.trainer.data.samples import chat_tokenizer, check_length, fingerprint_samples, hold_out, open_dataset
 from holdfast.trainer.data.tokenizing import tokenize_rows
 from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.models.layout import Layout
 
 _log = logging.getLogger("trainer")
 Fault = Literal["too long", "untrained", "equal"]
@@ -182,12 +184,16 @@ def fingerprint_preferences(preferences: Sequence[Preference]) -> str:
 
 
 def plan_preferences(
-    pairs: Sequence[Preference], arrangement: Arrangement, config: PreferenceDataConfig, *, rank: int, world_size: int
+    pairs: Sequence[Preference], layout: Layout, config: PreferenceDataConfig, *, rank: int, world_size: int
 ) -> list[list[int]]:
     """Return the micro-batches of `rank` as lists of indices of pairs; every rank gets the same number of them."""
-    padded = arrangement == "grouped"
+    arrangement = layout.arrangement(pack=config.pack)
+    both = [[len(side.token_ids) for side in pair.sides] for pair in pairs]
+    if arrangement != "packed":
+        both = [[max(lengths)] * 2 for lengths in both]  # the shorter one is padded
     plan = plan_rows(
-        [2 * max(len(side.token_ids) for side in pair.sides) if padded else pair.num_tokens for pair in pairs],
+        [sum(lengths) for lengths in both],
+        costs=[sum(map(layout.cost, lengths)) for lengths in both],
         arrangement=arrangement,
         budget=2 * config.seq_len * config.micro_batch_size,
         rows_per_micro_batch=config.micro_batch_size,
@@ -198,7 +204,7 @@ def plan_preferences(
 
 def plan_sides(
     preferences: Sequence[Preference],
-    arrangement: Arrangement,
+    layout: Layout,
     config: PreferenceDataConfig,
     *,
     rank: int,
@@ -206,9 +212,11 @@ def plan_sides(
     side: int,
 ) -> list[list[int]]:
     """Return the same as `plan_preferences` for passes that have one side of each alone: twice as many go together."""
+    lengths = [len(preference.sides[side].token_ids) for preference in preferences]
     plan = plan_rows(
-        [len(preference.sides[side].token_ids) for preference in preferences],
-        arrangement=arrangement,
+        lengths,
+        costs=[layout.cost(length) for length in lengths],
+        arrangement=layout.arrangement(pack=config.pack),
         budget=2 * config.seq_len * config.micro_batch_size,
         rows_per_micro_batch=2 * config.micro_batch_size,
         world_size=world_size,

@@ -140,12 +140,11 @@ def reference_logprobs(
 ) -> np.ndarray:
     """Return (P, 2) under the policy's weights as they are now, without dropout, the same on every rank. Collective."""
     policy.eval()
-    arrangement = policy.layout.arrangement(pack=config.pack)
     blocks = []
     for start in range(0, len(pairs), config.batch_size):
         block = pairs[start : start + config.batch_size]
         own = np.zeros((len(block), 2))
-        for indices in plan_preferences(block, arrangement, config, rank=mesh.data_rank, world_size=mesh.data_size):
+        for indices in plan_preferences(block, policy.layout, config, rank=mesh.data_rank, world_size=mesh.data_size):
             own[indices] = predict_pairs(policy, block, indices, pack=config.pack, device=mesh.device).cpu().numpy()
         # Every pair is one rank's; the others add zero, which changes no bit.
         blocks.append(mesh.sum_tensor(torch.from_numpy(own)).numpy())

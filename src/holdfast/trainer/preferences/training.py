@@ -21,9 +21,9 @@ from holdfast.shared.config.dpo import DpoConfig, PreferenceDataConfig
 from holdfast.shared.config.reward_training import RewardTrainingConfig
 from holdfast.shared.config.schedule import learning_rate
 from holdfast.shared.process.events import report
-from holdfast.trainer.data.packing import Arrangement
 from holdfast.trainer.data.samples import SampleOrder
 from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.models.layout import Layout
 from holdfast.trainer.models.policy import Policy
 from holdfast.trainer.models.scalar_model import ScalarModel
 from holdfast.trainer.models.sharding import reshard
@@ -105,7 +105,7 @@ class Plan(Protocol):
     def __call__(
         self,
         pairs: Sequence[Preference],
-        arrangement: Arrangement,
+        layout: Layout,
         config: PreferenceDataConfig,
         /,
         *,
@@ -154,8 +154,7 @@ class PairObjective(Generic[M, P]):
         return self._means(totals, len(preferences))
 
     def _my_micro_batches(self, model: M, pairs: Sequence[P]) -> list[list[int]]:
-        arrangement = model.layout.arrangement(pack=self.config.pack)
-        return self.plan(pairs, arrangement, self.config, rank=self.mesh.data_rank, world_size=self.mesh.data_size)
+        return self.plan(pairs, model.layout, self.config, rank=self.mesh.data_rank, world_size=self.mesh.data_size)
 
     def _means(self, totals: dict[str, float], num_pairs: int) -> dict[str, float]:
         means = {name: total / num_pairs for name, total in self.mesh.sum(totals).items()}

@@ -88,9 +88,9 @@ def _validate(policy: Policy, held_out: list[Sample], config: SftConfig, mesh: M
     policy.eval()
     total_targets = sum(sample.num_targets for sample in held_out)
     loss_sum = 0.0
-    arrangement = policy.layout.arrangement(pack=config.data.pack)
-    for indices in plan_samples(held_out, arrangement, config.data, mesh):
-        micro = build_micro_batch(held_out, indices, pack=arrangement == "packed", device=mesh.device)
+    pack = policy.layout.arrangement(pack=config.data.pack) == "packed"
+    for indices in plan_samples(held_out, policy.layout, config.data, mesh):
+        micro = build_micro_batch(held_out, indices, pack=pack, device=mesh.device)
         logprobs_N = predict(policy, micro).logprobs_N
         loss_sum -= float(logprobs_N.double().sum())
     reshard(policy)

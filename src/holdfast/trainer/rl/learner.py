@@ -141,7 +141,7 @@ class Learner:
             samples,
             updates,
             row_tokens=config.row_tokens,
-            arrangement=self._policy.layout.arrangement(pack=True),
+            layout=self._policy.layout,
             mesh=self._mesh,
             seed=config.seed,
             step=step,

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from holdfast.shared.config.trainer import SftDataConfig
-from holdfast.trainer.data.packing import Arrangement, Sample, build_micro_batch, plan_rows
+from holdfast.trainer.data.packing import Sample, build_micro_batch
+from holdfast.trainer.data.row_plan import plan_rows
 from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.models.layout import Layout
 from holdfast.trainer.models.policy import Policy, predict
 from holdfast.trainer.supervised.loss import cross_entropy
 
@@ -19,9 +21,9 @@ def supervised_step(
     """Accumulate `coef` times the gradients of the mean cross-entropy over all targets; return it. Collective."""
     total_targets = sum(sample.num_targets for sample in batch)
     loss_sum = torch.zeros((), dtype=torch.float64)
-    arrangement = policy.layout.arrangement(pack=config.pack)
-    for indices in plan_samples(batch, arrangement, config, mesh):
-        micro = build_micro_batch(batch, indices, pack=arrangement == "packed", device=mesh.device)
+    pack = policy.layout.arrangement(pack=config.pack) == "packed"
+    for indices in plan_samples(batch, policy.layout, config, mesh):
+        micro = build_micro_batch(batch, indices, pack=pack, device=mesh.device)
         logprobs_N = predict(policy, micro).logprobs_N
         weights_N = torch.full_like(logprobs_N, 1 / total_targets)
         loss = cross_entropy(logprobs_N, weights_N)
@@ -31,13 +33,13 @@ def supervised_step(
     return mesh.sum({"loss": float(loss_sum)})["loss"]
 
 
-def plan_samples(
-    batch: Sequence[Sample], arrangement: Arrangement, config: SftDataConfig, mesh: Mesh
-) -> list[list[int]]:
+def plan_samples(batch: Sequence[Sample], layout: Layout, config: SftDataConfig, mesh: Mesh) -> list[list[int]]:
     """Return this rank's micro-batches of supervised samples, as indices into `batch`."""
+    lengths = [len(sample.token_ids) for sample in batch]
     plan = plan_rows(
-        [len(sample.token_ids) for sample in batch],
-        arrangement=arrangement,
+        lengths,
+        costs=[layout.cost(length) for length in lengths],
+        arrangement=layout.arrangement(pack=config.pack),
         budget=config.seq_len * config.micro_batch_size,
         rows_per_micro_batch=config.micro_batch_size,
         world_size=mesh.data_size,

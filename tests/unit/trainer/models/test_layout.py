@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
 
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import DataError
@@ -22,7 +23,8 @@ from holdfast.trainer.models.head import has_plain_head
 from holdfast.trainer.models.layout import PACKED, Layout, find_layout
 from holdfast.trainer.models.materialize import naming_failures
 from holdfast.trainer.models.policy import Policy, build_policy
-from holdfast.trainer.models.structure import decoder_layers, decoder_of, last_position
+from holdfast.trainer.models.scalar_model import build_scalar_model
+from holdfast.trainer.models.structure import decoder_layers, decoder_of, last_position, pair_cost
 
 Models = Callable[..., Path]
 CPU = torch.device("cpu")
@@ -225,3 +227,25 @@ def test_a_forward_pass_that_fails_names_the_model(
         with pytest.raises(type(error)) as passed, naming_failures(policy, "a/model", dtype):
             raise error
         assert passed.value is error
+
+
+def test_the_cost_of_attention_is_that_of_its_floating_point_operations(hf_model: PreTrainedModel) -> None:
+    config = hf_model.config
+    matrices = sum(p.numel() for name, p in hf_model.named_parameters() if "embed_tokens" not in name)
+    if config.tie_word_embeddings:
+        matrices += hf_model.get_input_embeddings().weight.numel()
+    length = 50
+    outside = 6 * matrices * length  # forward 2, backward 4
+    pairs = length * length / 2
+    within = 3 * 2 * 2 * pairs * config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    found = Layout(packs=True, attention="packed", pair_cost=pair_cost(hf_model))
+    assert found.cost(length) / length == pytest.approx(1 + within / outside)
+    hf_model.config = PreTrainedConfig()  # which does not say how large anything is
+    assert pair_cost(hf_model) == 0
+
+
+def test_a_model_that_is_built_knows_what_its_attention_costs(tiny_model: Models, mesh: Mesh) -> None:
+    policy = build_policy(TrainedModelConfig(name=str(tiny_model("llama"))), mesh, seed=0)
+    assert policy.layout.cost(10) > 10
+    scalar = build_scalar_model(TrainedModelConfig(name=str(tiny_model("llama"))), mesh, seed=0)
+    assert scalar.layout.cost(10) > policy.layout.cost(10), "it has no head, which costs the policy something"

@@ -21,9 +21,9 @@ from holdfast.shared.config.dpo import PreferenceDataConfig
 from holdfast.shared.config.lora import LoraConfig
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import CheckpointError, DataError
-from holdfast.trainer.data.packing import Arrangement
 from holdfast.trainer.data.row_formats import PAIR_FORMATS, RATED_PAIR_FORMATS
 from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.models.layout import PACKED, Layout
 from holdfast.trainer.models.policy import Policy, build_policy
 from holdfast.trainer.preferences.pairs import (
     Pair,
@@ -274,14 +274,13 @@ def test_held_out_pairs_keep_their_numbers() -> None:
         split_preferences([], 0.9, seed=1)
 
 
-@pytest.mark.parametrize("arrangement", ["packed", "grouped", "rows"])
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("layout", [PACKED, Layout(packs=False, attention="eager")])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_every_pair_is_in_one_micro_batch_of_one_rank(arrangement: Arrangement, world_size: int) -> None:
+def test_every_pair_is_in_one_micro_batch_of_one_rank(layout: Layout, world_size: int, pack: bool) -> None:
     pairs = ragged_pairs(17)
-    config = PreferenceDataConfig(seq_len=16, micro_batch_size=2)
-    plans = [
-        plan_preferences(pairs, arrangement, config, rank=rank, world_size=world_size) for rank in range(world_size)
-    ]
+    config = PreferenceDataConfig(seq_len=16, micro_batch_size=2, pack=pack)
+    plans = [plan_preferences(pairs, layout, config, rank=rank, world_size=world_size) for rank in range(world_size)]
     assert len({len(plan) for plan in plans}) == 1
     assert sorted(index for plan in plans for micro in plan for index in micro) == list(range(17))
     for micro in (micro for plan in plans for micro in plan):

@@ -18,6 +18,7 @@ from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan
 from holdfast.shared.wire.sampling import Sampling
 from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.models.layout import PACKED
 from holdfast.trainer.models.logprobs import Reading
 from holdfast.trainer.models.policy import Policy, build_policy
 from holdfast.trainer.rl.advantages.assign import assign_advantages
@@ -84,7 +85,7 @@ def step(
     ages = sorted({int(age) for sample in samples for age in sample.per_token[AGE][sample.targets]})
     statistics = PolicyStatistics(ages, has_reference=False)
     ((minibatch,),) = plan_epochs(
-        samples, UpdatesConfig(), row_tokens=row_tokens, mesh=mesh, seed=0, step=4, arrangement="packed"
+        samples, UpdatesConfig(), row_tokens=row_tokens, mesh=mesh, seed=0, step=4, layout=PACKED
     )
     loss = policy_step(
         policy, minibatch, build_policy_loss(config), mesh, statistics, reading=Reading(Sampling(TEMPERATURE))
@@ -132,7 +133,7 @@ def test_a_bonus_for_entropy_has_the_gradient_of_transformers(policy: Policy, di
     reading = Reading(Sampling(TEMPERATURE), entropy_gradient=True)
     for row_tokens in (64, 9):
         ((minibatch,),) = plan_epochs(
-            samples, UpdatesConfig(), row_tokens=row_tokens, mesh=mesh, seed=0, step=4, arrangement="packed"
+            samples, UpdatesConfig(), row_tokens=row_tokens, mesh=mesh, seed=0, step=4, layout=PACKED
         )
         statistics = PolicyStatistics([0, 1], has_reference=False)
         found = policy_step(policy, minibatch, loss, mesh, statistics, reading=reading)

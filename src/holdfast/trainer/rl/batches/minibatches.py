@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from holdfast.shared.config.algorithm import UpdatesConfig
-from holdfast.trainer.data.packing import Arrangement, MicroBatch, Sample, build_micro_batch, plan_rows
+from holdfast.trainer.data.packing import MicroBatch, Sample, build_micro_batch
+from holdfast.trainer.data.row_plan import plan_rows
 from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.models.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def plan_epochs(
     mesh: Mesh,
     seed: int,
     step: int,
-    arrangement: Arrangement,
+    layout: Layout,
 ) -> list[list[Minibatch]]:
     """Return the minibatches of each epoch; every sample is in one of each epoch.
 
@@ -62,14 +64,16 @@ def plan_epochs(
             order = np.argsort(keys, kind="stable")
         # Fewer samples than minibatches leave some empty: an update of nothing is none.
         parts = [part for part in np.array_split(order, config.minibatches) if len(part)]
-        epochs.append([_plan([samples[index] for index in part], row_tokens, arrangement, mesh) for part in parts])
+        epochs.append([_plan([samples[index] for index in part], row_tokens, layout, mesh) for part in parts])
     return epochs
 
 
-def _plan(samples: list[Sample], row_tokens: int, arrangement: Arrangement, mesh: Mesh) -> Minibatch:
+def _plan(samples: list[Sample], row_tokens: int, layout: Layout, mesh: Mesh) -> Minibatch:
+    lengths = [len(sample.token_ids) for sample in samples]
     plan = plan_rows(
-        [len(sample.token_ids) for sample in samples],
-        arrangement=arrangement,
+        lengths,
+        costs=[layout.cost(length) for length in lengths],
+        arrangement=layout.arrangement(pack=True),
         budget=row_tokens,
         rows_per_micro_batch=1,
         world_size=mesh.data_size,

@@ -20,7 +20,7 @@ from holdfast.shared.config.algorithm import UpdatesConfig
 from holdfast.shared.errors import TrainingError
 from holdfast.shared.process.events import report
 from holdfast.shared.wire.rollouts import Rollout
-from holdfast.trainer.data.packing import Arrangement, Sample
+from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import Policy
 from holdfast.trainer.models.self_check import is_random_in_training
@@ -58,7 +58,7 @@ class MismatchCheck:
     def __init__(self, config: TrainerConfig, policy: Policy, mesh: Mesh) -> None:
         self._config = config
         self._kind = type(policy.hf_model).__name__
-        self._arrangement: Arrangement = policy.layout.arrangement(pack=True)
+        self._layout = policy.layout
         self._mesh = mesh
         self._is_random = is_random_in_training(policy, mesh)
         if self._is_random and mesh.is_main:
@@ -112,7 +112,7 @@ class MismatchCheck:
                 copies,
                 UpdatesConfig(),
                 row_tokens=config.row_tokens,
-                arrangement=self._arrangement,
+                layout=self._layout,
                 mesh=self._mesh,
                 seed=config.seed,
                 step=step,

@@ -8,7 +8,8 @@ import torch
 
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import DataError
-from holdfast.trainer.data.packing import Sample, plan_rows
+from holdfast.trainer.data.packing import Sample
+from holdfast.trainer.data.row_plan import plan_rows
 from holdfast.trainer.data.samples import refuse_other_tokens
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.decoder import freeze
@@ -43,8 +44,10 @@ class RewardModel:
     @torch.no_grad()
     def score(self, samples: Sequence[Sample], *, row_tokens: int) -> list[float]:
         """Return the score of every sample, the same on every rank. Collective."""
+        lengths = [len(sample.token_ids) for sample in samples]
         plan = plan_rows(
-            [len(sample.token_ids) for sample in samples],
+            lengths,
+            costs=[self.model.layout.cost(length) for length in lengths],
             arrangement=self.model.layout.arrangement(pack=True),
             budget=row_tokens,
             rows_per_micro_batch=1,

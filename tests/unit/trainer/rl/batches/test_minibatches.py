@@ -17,6 +17,7 @@ from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.wire.sampling import Sampling
 from holdfast.trainer.data.packing import MicroBatch, Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.models.layout import PACKED
 from holdfast.trainer.models.logprobs import Reading
 from holdfast.trainer.models.policy import Policy, build_policy, predict
 from holdfast.trainer.models.sharding import reshard
@@ -37,7 +38,7 @@ def make_samples(lengths: tuple[int, ...] = LENGTHS) -> list[Sample]:
 def plan(samples: list[Sample], mesh: Mesh, *, row_tokens: int = 20, **settings: int) -> list[list[Minibatch]]:
     seed, step = settings.pop("seed", 7), settings.pop("step", 3)
     updates = UpdatesConfig.model_validate(settings)
-    return plan_epochs(samples, updates, row_tokens=row_tokens, mesh=mesh, seed=seed, step=step, arrangement="packed")
+    return plan_epochs(samples, updates, row_tokens=row_tokens, mesh=mesh, seed=seed, step=step, layout=PACKED)
 
 
 def members(samples: list[Sample], epochs: list[list[Minibatch]]) -> list[list[list[int]]]:
@@ -91,8 +92,8 @@ def test_ranks_share_the_parts_and_deal_out_their_forward_passes(mesh: Mesh, wor
         for place, part in enumerate(whole):
             shares = [rank[epoch][place].micro_batches for rank in ranks]
             assert len({len(share) for share in shares}) == 1, "every forward pass is a collective"
-            dealt = [indices for share in shares for indices in share if indices]
-            assert sorted(dealt) == sorted(part.micro_batches), "rows do not depend on the number of ranks"
+            dealt = [index for share in shares for indices in share for index in indices]
+            assert sorted(dealt) == list(range(len(part.samples))), "every sample on one rank"
 
 
 def forward_of(policy: Policy) -> Callable[[MicroBatch], Tensor]:
