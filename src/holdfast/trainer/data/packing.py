@@ -40,11 +40,19 @@ class PackedIndex:
         gather_SL = torch.where(valid_SL, borders[:-1, None] + columns_L[None, :], 0)
         scatter_T = valid_SL.flatten().nonzero().squeeze(1)
         return cls(
-            gather_SL=gather_SL.to(device),
-            scatter_T=scatter_T.to(device),
-            cu_seqlens=borders.to(torch.int32).to(device),
+            gather_SL=to_device(gather_SL, device),
+            scatter_T=to_device(scatter_T, device),
+            cu_seqlens=to_device(borders.to(torch.int32), device),
             max_len=max_len,
         )
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the CPU on `device`; to a GPU without waiting for what it was told to do before."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    # Pinned: from other memory the copy would begin when the GPU has nothing left to do, and this thread wait for it.
+    return tensor.pin_memory().to(device, non_blocking=True)  # untested: needs a GPU
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,7 @@ class MicroBatch:
         predict_index_N: places in the flattened rows whose hidden state predicts a target.
         target_ids_N: the predicted tokens.
         sample_index_N: which sample of the step each target belongs to.
+        targets_per_sample: targets of each sample, in their order.
         per_token: each of the samples' arrays at the targets, (N,).
         packed_index: where samples lie in a packed row; None for one sample a row.
     """
@@ -98,6 +107,7 @@ class MicroBatch:
     predict_index_N: Tensor
     target_ids_N: Tensor
     sample_index_N: Tensor
+    targets_per_sample: tuple[int, ...]
     per_token: dict[str, Tensor]
     packed_index: PackedIndex | None
 
@@ -127,7 +137,7 @@ def build_micro_batch(samples: Sequence[Sample], indices: list[int], *, pack: bo
     rows = 1 if pack else len(chosen)
 
     def on_device(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+        return to_device(torch.from_numpy(np.ascontiguousarray(array)), device)
 
     return MicroBatch(
         input_ids_BL=on_device(input_ids.reshape(rows, row_length)),
@@ -135,6 +145,7 @@ def build_micro_batch(samples: Sequence[Sample], indices: list[int], *, pack: bo
         predict_index_N=on_device(np.concatenate(predict)),
         target_ids_N=on_device(np.concatenate(targets).astype(np.int64)),
         sample_index_N=on_device(np.concatenate(owners)),
+        targets_per_sample=tuple(map(len, owners)),
         per_token={name: on_device(np.concatenate(values).astype(np.float32)) for name, values in per_token.items()},
         packed_index=PackedIndex.from_lengths(lengths, device=device) if pack else None,
     )
@@ -149,6 +160,7 @@ def _empty(like: Sample, pack: bool, device: torch.device) -> MicroBatch:
         predict_index_N=nothing,
         target_ids_N=nothing,
         sample_index_N=nothing,
+        targets_per_sample=(),
         per_token={name: torch.zeros(0, device=device) for name in like.per_token},
         packed_index=PackedIndex.from_lengths([1], device=device) if pack else None,
     )

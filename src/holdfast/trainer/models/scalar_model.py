@@ -20,7 +20,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import DataError
 from holdfast.shared.process.heartbeat import moved
-from holdfast.trainer.data.packing import MicroBatch, PackedIndex, Sample, build_micro_batch
+from holdfast.trainer.data.packing import MicroBatch, PackedIndex, Sample, build_micro_batch, to_device
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.decoder import DecoderModel
 from holdfast.trainer.models.lora import HEAD, initial_tensors, inject_adapters
@@ -154,4 +154,4 @@ def score_samples(
     lengths_S = torch.tensor([len(samples[index].token_ids) for index in indices], dtype=torch.long)
     row_length = micro.input_ids_BL.shape[1]
     starts_S = lengths_S.cumsum(0) - lengths_S if pack else torch.arange(len(indices)) * row_length
-    return predict_values(model, micro, (starts_S + lengths_S - 1).to(device))
+    return predict_values(model, micro, to_device(starts_S + lengths_S - 1, device))

@@ -36,7 +36,7 @@ def truncate(logits_CV: Tensor, target_ids_C: Tensor, sampling: Sampling) -> Ten
 def _cut(logits_CV: Tensor, sampling: Sampling) -> Tensor:
     """Return which tokens are cut, (C, V), bool."""
     # The engine keeps its parameters in float32.
-    min_p, top_p = torch.tensor([sampling.min_p, sampling.top_p], device=logits_CV.device)
+    min_p, top_p = (torch.full((), value, device=logits_CV.device) for value in (sampling.min_p, sampling.top_p))
     if sampling.min_p > 0:
         probabilities_CV = logits_CV.softmax(-1)
         is_unlikely_CV = probabilities_CV < probabilities_CV.amax(-1, keepdim=True) * min_p

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from holdfast.shared.config import DpoConfig
+from holdfast.trainer.data.packing import to_device
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import Policy
 from holdfast.trainer.preferences.labelled import LabelledAnswer
@@ -71,7 +72,7 @@ class KtoObjective:
         def forward(model: Policy, batch: Sequence[LabelledAnswer], indices: list[int]) -> dict[str, Tensor]:
             ratios_A, logprobs_A = self._ratios(model, batch, indices, _ANSWER)
             labels = [batch[index].is_desirable for index in indices]
-            is_desirable_A = torch.tensor(labels, dtype=torch.bool, device=self.mesh.device)
+            is_desirable_A = to_device(torch.tensor(labels, dtype=torch.bool), self.mesh.device)
             losses_A, rewards_A = kto_loss(ratios_A, is_desirable_A, kl, self.config.loss)
             good_A, bad_A = is_desirable_A.double(), (~is_desirable_A).double()
             return {

@@ -30,7 +30,7 @@ from holdfast.shared.files import durable
 from holdfast.shared.files.checkpoints import TRAINER_DIR
 from holdfast.shared.files.run_dir import REFERENCE_NAME
 from holdfast.shared.process.events import report
-from holdfast.trainer.data.packing import Sample, build_micro_batch
+from holdfast.trainer.data.packing import Sample, build_micro_batch, to_device
 from holdfast.trainer.data.samples import refuse_other_tokens
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.lora import base_tensors, digest_of
@@ -58,7 +58,7 @@ class Reference:
     def of(self, pairs: Sequence[Preference], device: torch.device) -> Tensor:
         """Return the rows of these pairs, (P, 2)."""
         numbers = np.asarray([pair.number for pair in pairs], dtype=np.int64)
-        return torch.from_numpy(self.logprobs_P2[numbers]).to(device)
+        return to_device(torch.from_numpy(self.logprobs_P2[numbers]), device)
 
 
 @dataclass(frozen=True)
@@ -143,9 +143,11 @@ def reference_logprobs(
     blocks = []
     for start in range(0, len(pairs), config.batch_size):
         block = pairs[start : start + config.batch_size]
+        plan = plan_preferences(block, policy.layout, config, rank=mesh.data_rank, world_size=mesh.data_size)
+        found = [predict_pairs(policy, block, indices, pack=config.pack, device=mesh.device) for indices in plan]
         own = np.zeros((len(block), 2))
-        for indices in plan_preferences(block, policy.layout, config, rank=mesh.data_rank, world_size=mesh.data_size):
-            own[indices] = predict_pairs(policy, block, indices, pack=config.pack, device=mesh.device).cpu().numpy()
+        # To the CPU in one copy, behind all passes: each waits for the device.
+        own[[index for indices in plan for index in indices]] = torch.cat(found).cpu().numpy()
         # Every pair is one rank's; the others add zero, which changes no bit.
         blocks.append(mesh.sum_tensor(torch.from_numpy(own)).numpy())
     reshard(policy)

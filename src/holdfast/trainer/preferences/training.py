@@ -31,6 +31,7 @@ from holdfast.trainer.optim.optimizers import check_finite, clip_gradients, upda
 from holdfast.trainer.preferences.pairs import P, Preference, plan_preferences
 from holdfast.trainer.session.measurements import Stopwatch, step_metrics
 from holdfast.trainer.session.session import Session
+from holdfast.trainer.sums import Sums
 
 M = TypeVar("M", Policy, ScalarModel)
 M_contra = TypeVar("M_contra", Policy, ScalarModel, contravariant=True)
@@ -134,21 +135,22 @@ class PairObjective(Generic[M, P]):
 
     def accumulate_gradients(self, model: M, batch: Sequence[P]) -> dict[str, float]:
         """Add the gradients of one optimizer step; return its metrics, over all its pairs. Collective."""
-        totals: dict[str, float] = {}
+        totals = Sums()
         for indices in self._my_micro_batches(model, batch):
             columns = self.forward(model, batch, indices)
             # FSDP averages gradients over ranks; the losses of all ranks together are divided by the step's pairs.
             (columns["loss"].sum() / len(batch) * self.mesh.world_size).backward()
-            _add(totals, columns)
+            totals.add({name: column.double().sum() for name, column in columns.items()})
         return self._means(totals, len(batch))
 
     @torch.no_grad()
     def measure(self, model: M, preferences: Sequence[P]) -> dict[str, float]:
         """Return the metrics of `pairs` without dropout. Collective."""
         model.eval()
-        totals: dict[str, float] = {}
+        totals = Sums()
         for indices in self._my_micro_batches(model, preferences):
-            _add(totals, self.forward(model, preferences, indices))
+            columns = self.forward(model, preferences, indices)
+            totals.add({name: column.double().sum() for name, column in columns.items()})
         reshard(model)
         model.train()
         return self._means(totals, len(preferences))
@@ -156,13 +158,6 @@ class PairObjective(Generic[M, P]):
     def _my_micro_batches(self, model: M, pairs: Sequence[P]) -> list[list[int]]:
         return self.plan(pairs, model.layout, self.config, rank=self.mesh.data_rank, world_size=self.mesh.data_size)
 
-    def _means(self, totals: dict[str, float], num_pairs: int) -> dict[str, float]:
-        means = {name: total / num_pairs for name, total in self.mesh.sum(totals).items()}
+    def _means(self, totals: Sums, num_pairs: int) -> dict[str, float]:
+        means = {name: total / num_pairs for name, total in self.mesh.sum(totals.read()).items()}
         return self.summarize(means)
-
-
-def _add(totals: dict[str, float], columns: dict[str, Tensor]) -> None:
-    """Add the sums of the columns, in one transfer from the device."""
-    sums = torch.stack([column.detach().double().sum() for column in columns.values()]).tolist()
-    for name, value in zip(columns, sums, strict=True):
-        totals[name] = totals.get(name, 0.0) + value

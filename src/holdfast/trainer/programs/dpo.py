@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from holdfast.shared.config import DpoConfig
 from holdfast.shared.process.events import report
+from holdfast.trainer.data.packing import to_device
 from holdfast.trainer.data.row_formats import PAIR_FORMATS, RATED_PAIR_FORMATS
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import Policy, build_policy
@@ -79,7 +80,7 @@ def dpo_objective(config: DpoConfig, reference: Reference, mesh: Mesh) -> PairOb
         logprobs_P2 = predict_pairs(policy, pairs, indices, pack=config.data.pack, device=device)
         reference_P2 = reference.of(chosen, device)
         lengths = [[side.num_targets for side in pair.sides] for pair in chosen]
-        tokens_P2 = torch.tensor(lengths, dtype=torch.float64, device=device).reshape(-1, 2)
+        tokens_P2 = to_device(torch.tensor(lengths, dtype=torch.float64), device).reshape(-1, 2)
         given = PairLogprobs(
             chosen_P=logprobs_P2[:, 0],
             rejected_P=logprobs_P2[:, 1],
@@ -87,7 +88,7 @@ def dpo_objective(config: DpoConfig, reference: Reference, mesh: Mesh) -> PairOb
             reference_rejected_P=reference_P2[:, 1],
             chosen_tokens_P=tokens_P2[:, 0],
             rejected_tokens_P=tokens_P2[:, 1],
-            margins_P=torch.tensor([pair.margin for pair in chosen], dtype=torch.float64, device=device),
+            margins_P=to_device(torch.tensor([pair.margin for pair in chosen], dtype=torch.float64), device),
         )
         losses_P, chosen_rewards_P, rejected_rewards_P = loss(given)
         return {

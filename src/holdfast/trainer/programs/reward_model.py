@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from holdfast.shared.config import RewardTrainingConfig
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.process.events import report
-from holdfast.trainer.data.packing import Sample
+from holdfast.trainer.data.packing import Sample, to_device
 from holdfast.trainer.data.row_formats import PAIR_FORMATS, RATED_PAIR_FORMATS
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.scalar_model import ScalarModel, build_scalar_model, score_samples
@@ -72,7 +72,9 @@ def reward_objective(config: RewardTrainingConfig, mesh: Mesh) -> PairObjective[
 
     def forward(model: ScalarModel, pairs: Sequence[Pair], indices: list[int]) -> dict[str, Tensor]:
         rewards_P2 = score_pairs(model, pairs, indices, pack=config.data.pack, device=mesh.device)
-        margins_P = torch.tensor([pairs[index].margin for index in indices], dtype=torch.float64, device=mesh.device)
+        margins_P = to_device(
+            torch.tensor([pairs[index].margin for index in indices], dtype=torch.float64), mesh.device
+        )
         losses_P = reward_loss(rewards_P2[:, 0], rewards_P2[:, 1], margins_P, config.loss)
         rewards_P2 = rewards_P2.detach()
         chosen_P, rejected_P = rewards_P2.unbind(1)

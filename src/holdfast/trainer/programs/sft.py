@@ -22,6 +22,7 @@ from holdfast.trainer.models.sharding import reshard
 from holdfast.trainer.optim.optimizers import check_finite, clip_gradients, update_parameters
 from holdfast.trainer.session.measurements import Stopwatch, step_metrics
 from holdfast.trainer.session.session import Session, start_program, start_session
+from holdfast.trainer.sums import Sums
 from holdfast.trainer.supervised.step import plan_samples, supervised_step
 
 _log = logging.getLogger("trainer")
@@ -87,12 +88,12 @@ def _validate(policy: Policy, held_out: list[Sample], config: SftConfig, mesh: M
     """Return the mean negative log-likelihood of the held-out targets."""
     policy.eval()
     total_targets = sum(sample.num_targets for sample in held_out)
-    loss_sum = 0.0
+    losses = Sums("loss")
     pack = policy.layout.arrangement(pack=config.data.pack) == "packed"
     for indices in plan_samples(held_out, policy.layout, config.data, mesh):
         micro = build_micro_batch(held_out, indices, pack=pack, device=mesh.device)
         logprobs_N = predict(policy, micro).logprobs_N
-        loss_sum -= float(logprobs_N.double().sum())
+        losses.add({"loss": -logprobs_N.double().sum()})
     reshard(policy)
     policy.train()
-    return mesh.sum({"loss": loss_sum})["loss"] / total_targets
+    return mesh.sum(losses.read())["loss"] / total_targets

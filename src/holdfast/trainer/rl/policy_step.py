@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from holdfast.trainer.data.packing import build_micro_batch
+from holdfast.trainer.data.packing import build_micro_batch, to_device
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.logprobs import Reading
 from holdfast.trainer.models.policy import Policy, predict
@@ -25,6 +25,7 @@ from holdfast.trainer.rl.batches.per_token import (
 )
 from holdfast.trainer.rl.losses.base import PolicyLoss, PolicyLossInput
 from holdfast.trainer.rl.monitoring.metrics import PolicyStatistics
+from holdfast.trainer.sums import Sums
 
 
 def policy_step(
@@ -50,8 +51,8 @@ def policy_step(
     num_targets = minibatch.num_targets
     # At least 1: a sequence whose mask is empty has no token that bears its weight.
     weights = [1 / (len(samples) * max(1, sample.num_targets)) for sample in samples]
-    weights_S = torch.tensor(weights, dtype=torch.float32, device=mesh.device)
-    own_loss = 0.0
+    weights_S = to_device(torch.tensor(weights, dtype=torch.float32), mesh.device)
+    losses = Sums("loss")
     for indices in minibatch.micro_batches:
         micro = build_micro_batch(samples, indices, pack=policy.layout.packs, device=mesh.device)
         predicted = predict(policy, micro, reading, teacher=teacher)
@@ -71,6 +72,7 @@ def policy_step(
             selected_N=micro.per_token.get(SELECTED, torch.ones_like(logprobs_N)),
             high_covariance_N=micro.per_token.get(HIGH_COVARIANCE, torch.zeros_like(logprobs_N)),
             sequence_N=micro.sample_index_N,
+            sequence_lengths=micro.targets_per_sample,
             step_sequences=len(samples),
             step_tokens=num_targets,
         )
@@ -78,8 +80,8 @@ def policy_step(
         if torch.is_grad_enabled():
             # FSDP averages gradients over ranks; the weights sum to one over all of them.
             (loss * mesh.world_size).backward()
-        # In float64 over the micro-batches, and without their graphs.
-        own_loss += float(loss.detach())
+        losses.add({"loss": loss})
         statistics.add(data, counts, entropy_N.detach(), micro.per_token[AGE])
-    statistics.add_update(own_loss)
-    return mesh.sum({"loss": own_loss})["loss"]
+    own = losses.read()
+    statistics.add_update(own["loss"])
+    return mesh.sum(own)["loss"]

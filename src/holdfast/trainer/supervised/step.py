@@ -12,6 +12,7 @@ from holdfast.trainer.data.row_plan import plan_rows
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.layout import Layout
 from holdfast.trainer.models.policy import Policy, predict
+from holdfast.trainer.sums import Sums
 from holdfast.trainer.supervised.loss import cross_entropy
 
 
@@ -20,7 +21,7 @@ def supervised_step(
 ) -> float:
     """Accumulate `coef` times the gradients of the mean cross-entropy over all targets; return it. Collective."""
     total_targets = sum(sample.num_targets for sample in batch)
-    loss_sum = torch.zeros((), dtype=torch.float64)
+    losses = Sums("loss")
     pack = policy.layout.arrangement(pack=config.pack) == "packed"
     for indices in plan_samples(batch, policy.layout, config, mesh):
         micro = build_micro_batch(batch, indices, pack=pack, device=mesh.device)
@@ -29,8 +30,8 @@ def supervised_step(
         loss = cross_entropy(logprobs_N, weights_N)
         # FSDP averages gradients over ranks; the weights above sum to one over all of them.
         (loss * (coef * mesh.world_size)).backward()
-        loss_sum += loss.detach().double().cpu()
-    return mesh.sum({"loss": float(loss_sum)})["loss"]
+        losses.add({"loss": loss})
+    return mesh.sum(losses.read())["loss"]
 
 
 def plan_samples(batch: Sequence[Sample], layout: Layout, config: SftDataConfig, mesh: Mesh) -> list[list[int]]:

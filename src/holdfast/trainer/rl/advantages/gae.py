@@ -59,16 +59,19 @@ def value_loss(
     return loss, {"value_clip_fraction": is_clipped_N.sum()}
 
 
-def value_sums(returns_N: Tensor, values_N: Tensor) -> dict[str, float]:
-    """Return what `explained_variance` takes, of these tokens: sums, which add up over micro-batches and ranks."""
+def value_sums(returns_N: Tensor, values_N: Tensor) -> dict[str, Tensor | float]:
+    """Return what `explained_variance` takes, of these tokens: sums, which add up over micro-batches and ranks.
+
+    They are scalars on the device of the tokens.
+    """
     returns_N, values_N = returns_N.detach().double(), values_N.detach().double()
     errors_N = returns_N - values_N
     return {
         "num_tokens": float(returns_N.numel()),
-        "returns": float(returns_N.sum()),
-        "squared_returns": float(returns_N.square().sum()),
-        "errors": float(errors_N.sum()),
-        "squared_errors": float(errors_N.square().sum()),
+        "returns": returns_N.sum(),
+        "squared_returns": returns_N.square().sum(),
+        "errors": errors_N.sum(),
+        "squared_errors": errors_N.square().sum(),
     }
 
 

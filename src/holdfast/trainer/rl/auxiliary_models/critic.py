@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,7 @@ from holdfast.trainer.rl.advantages.gae import explained_variance, value_loss, v
 from holdfast.trainer.rl.batches.minibatches import Minibatch, measure_targets
 from holdfast.trainer.rl.batches.per_token import RETURN, VALUE
 from holdfast.trainer.session.train_state import ModelState
+from holdfast.trainer.sums import Sums
 
 
 class Critic:
@@ -36,7 +38,7 @@ class Critic:
         self.model = build_scalar_model(own, mesh, seed=seed, head="zero")
         self.optimizer = build_optimizer(self.model.hf_model, config.optim)
         self.state = ModelState(self.model, self.optimizer)
-        self._sums: dict[str, float] = {}
+        self._sums = Sums()
 
     def measure(self, minibatches: Sequence[Minibatch]) -> None:
         """Give every sample the values before its targets, as `per_token[VALUE]`. Collective."""
@@ -59,7 +61,7 @@ class Critic:
         """
         # At least 1: a minibatch may have nothing to train, and still every rank must take part.
         num_targets = max(1, minibatch.num_targets)
-        own = {"value_loss": 0.0, "value_clip_fraction": 0.0}
+        losses = Sums("value_loss", "value_clip_fraction")
         for indices in minibatch.micro_batches:
             micro = build_micro_batch(
                 minibatch.samples, indices, pack=self.model.layout.packs, device=self._mesh.device
@@ -70,32 +72,27 @@ class Critic:
             loss, counts = value_loss(values_N, micro.per_token[VALUE], returns_N, weights_N, clip=self._config.clip)
             # FSDP averages gradients over ranks; the weights sum to one over all of them.
             (loss * self._mesh.world_size).backward()
-            own["value_loss"] += float(loss.detach())
-            own["value_clip_fraction"] += float(counts["value_clip_fraction"]) / num_targets
-            self._add(
-                {f"of_values/{name}": value for name, value in value_sums(returns_N, micro.per_token[VALUE]).items()}
-            )
+            clipped = counts["value_clip_fraction"].double() / num_targets
+            losses.add({"value_loss": loss, "value_clip_fraction": clipped})
+            of_values = value_sums(returns_N, micro.per_token[VALUE])
+            self._sums.add({f"of_values/{name}": value for name, value in of_values.items()})
         norm = clip_gradients(self.model, self._config.optim.max_grad_norm)
-        summed = self._mesh.sum(own)
+        summed = self._mesh.sum(losses.read())
         # Numbers of all ranks, so that all come to the same verdict.
-        if not torch.isfinite(torch.tensor([summed["value_loss"], norm])).all():
+        if not (math.isfinite(summed["value_loss"]) and math.isfinite(norm)):
             raise TrainingError(
                 f"the critic's loss is {summed['value_loss']}, its gradient norm is {norm}. Nothing of this step was "
                 "saved or published. Lower critic.optim.lr, or look at this step's rewards; then go on with "
                 "--ckpt.resume-step latest."
             )
         update_parameters(self.optimizer, lr=lr)
-        self._add(summed | {"updates": 1.0, "value_grad_norm": norm})
-
-    def _add(self, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value
+        self._sums.add(summed | {"updates": 1.0, "value_grad_norm": norm})
 
     def take_metrics(self) -> dict[str, float]:
         """Return `value_loss`, `value_clip_fraction`, `value_grad_norm` as means over the updates since the last call,
         and `explained_variance` of the values before the step. Collective.
         """
-        sums, self._sums = self._sums, {}
+        sums, self._sums = self._sums.read(), Sums()
         num_updates = sums.pop("updates")
         prefix = "of_values/"
         own = {name.removeprefix(prefix): sums.pop(name) for name in list(sums) if name.startswith(prefix)}

@@ -100,12 +100,15 @@ def measure_targets(
         counts = [sample.num_targets for sample in minibatch.samples]
         ends = np.cumsum(counts)
         found_KT = torch.zeros(len(names), int(ends[-1]), dtype=torch.float32)
+        passes = list[Tensor]()
         for indices in minibatch.micro_batches:
             micro = build_micro_batch(minibatch.samples, indices, pack=pack, device=mesh.device)
-            # To the CPU in one copy: each is a synchronisation with the GPU.
-            values_KN = torch.stack([values_N.float() for values_N in forward(micro)]).cpu()
-            for index, part_KN in zip(indices, values_KN.split([counts[index] for index in indices], 1), strict=True):
-                found_KT[:, ends[index] - counts[index] : ends[index]] = part_KN
+            passes.append(torch.stack([values_N.float() for values_N in forward(micro)]))
+        order = [index for indices in minibatch.micro_batches for index in indices]
+        # To the CPU in one copy, behind all passes: each waits for the device.
+        values_KN = torch.cat(passes, 1).cpu()
+        for index, part_KN in zip(order, values_KN.split([counts[index] for index in order], 1), strict=True):
+            found_KT[:, ends[index] - counts[index] : ends[index]] = part_KN
         # Every target is one rank's; the others add zero, which changes no bit.
         parts = np.split(mesh.sum_tensor(found_KT).numpy(), ends[:-1], axis=1)
         for sample, part_KT in zip(minibatch.samples, parts, strict=True):

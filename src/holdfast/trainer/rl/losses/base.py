@@ -38,6 +38,8 @@ class PolicyLossInput:
         selected_N: 1 for the tokens that the loss is about, 0 for those that `loss.top_entropy_share` leaves out.
         high_covariance_N: 1 for the tokens that `clip_cov` and `kl_cov` hold back, else 0.
         sequence_N: which sequence of the update each token belongs to; those of a sequence are neighbours.
+        sequence_lengths: tokens of each of these sequences, in their order, where the caller knows them: a loss that
+            works on sequences counts them otherwise, for which it waits for the device.
         step_sequences: sequences of the whole update, over all ranks.
         step_tokens: trained tokens of the whole update, over all ranks.
         reference_logprobs_N: log-probabilities under the reference, where there is one.
@@ -59,6 +61,7 @@ class PolicyLossInput:
     step_tokens: int
     reference_logprobs_N: Tensor | None = None
     teacher_kl_N: Tensor | None = None
+    sequence_lengths: tuple[int, ...] | None = None
 
 
 Counts = dict[str, Tensor]
@@ -98,12 +101,15 @@ def token_weights(data: PolicyLossInput, config: PolicyLossConfig) -> Tensor:
     return data.weights_N
 
 
-def over_sequences(values_N: Tensor, sequence_N: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+def over_sequences(values_N: Tensor, data: PolicyLossInput, reduce: Callable[[Tensor], Tensor]) -> Tensor:
     """Return, for each token, `reduce` of the values of its sequence, (N,).
 
     One sequence after the other: scattered sums have no fixed order on GPUs, and so no exact rerun.
     """
     if values_N.numel() == 0:
         return values_N
-    _, lengths = torch.unique_consecutive(sequence_N, return_counts=True)
-    return torch.cat([reduce(part).expand(len(part)) for part in values_N.split(lengths.tolist())])
+    lengths = data.sequence_lengths
+    if lengths is None:
+        lengths = tuple(torch.unique_consecutive(data.sequence_N, return_counts=True)[1].tolist())
+    parts = values_N.split([length for length in lengths if length])
+    return torch.cat([reduce(part).expand(len(part)) for part in parts])

@@ -34,7 +34,7 @@ def gspo_objective(config: PolicyLossConfig) -> Objective:
     """
 
     def objective(data: PolicyLossInput) -> tuple[Tensor, Counts]:
-        mean_N = over_sequences(log_ratios(data, config), data.sequence_N, torch.mean)
+        mean_N = over_sequences(log_ratios(data, config), data, torch.mean)
         return clipped_surrogate(torch.exp(mean_N), data.advantages_N, config)
 
     return objective
@@ -49,7 +49,7 @@ def gspo_token_objective(config: PolicyLossConfig) -> Objective:
     """
 
     def objective(data: PolicyLossInput) -> tuple[Tensor, Counts]:
-        mean_N = over_sequences(log_ratios(data, config).detach(), data.sequence_N, torch.mean)
+        mean_N = over_sequences(log_ratios(data, config).detach(), data, torch.mean)
         # 0 in value: it brings in the gradient of the token alone.
         own_N = data.logprobs_N - data.logprobs_N.detach()
         return clipped_surrogate(torch.exp(mean_N + own_N), data.advantages_N, config)

@@ -44,7 +44,7 @@ def correction_factors(data: PolicyLossInput, config: CorrectionConfig) -> tuple
     if config.level != "token":
         reduce = torch.sum if config.level == "sequence" else torch.mean
         # Bounded again: the sum of bounded logs over a long sequence overflows exp.
-        log_weights_N = bounded(over_sequences(token_N, data.sequence_N, reduce))
+        log_weights_N = bounded(over_sequences(token_N, data, reduce))
     weights_N = log_weights_N.exp()
     bounded_N = (weights_N < (config.low or 0.0)) | (weights_N > config.high)
     if config.type == "truncate":
@@ -53,7 +53,7 @@ def correction_factors(data: PolicyLossInput, config: CorrectionConfig) -> tuple
         factors_N = torch.where(bounded_N, 0.0, weights_N)
     counts = {"correction/bounded": bounded_N.sum()}
     if config.veto is not None:
-        vetoed_N = over_sequences(token_N, data.sequence_N, torch.min) < math.log(config.veto)
+        vetoed_N = over_sequences(token_N, data, torch.min) < math.log(config.veto)
         factors_N = torch.where(vetoed_N, 0.0, factors_N)
         counts["correction/vetoed"] = vetoed_N.sum()
     return factors_N, counts

@@ -13,6 +13,7 @@ from torch import Tensor
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.rl.losses.base import PolicyLossInput
 from holdfast.trainer.rl.regularization.kl import k3
+from holdfast.trainer.sums import Sums
 
 _QUANTILES = (0.5, 0.95, 0.99)
 
@@ -33,18 +34,13 @@ class PolicyStatistics:
 
     def __init__(self, ages: Sequence[int], *, has_reference: bool) -> None:
         self._ages = ages
-        self._sums = dict.fromkeys(_OF_TOKENS, 0.0) | {"loss": 0.0, "tokens": 0.0, "updates": 0.0}
-        if has_reference:
-            self._sums["ref_kld"] = 0.0
-        for age in ages:
-            self._sums |= {f"mismatch_kl/age_{age}": 0.0, f"tokens/age_{age}": 0.0}
-        self._largest = 0.0
-        self._ratios: list[Tensor] = []
+        of_ages = [f"{name}/age_{age}" for age in ages for name in ("mismatch_kl", "tokens")]
+        self._sums = Sums(*_OF_TOKENS, "loss", "tokens", "updates", *(("ref_kld",) if has_reference else ()), *of_ages)
+        self._log_ratios: list[Tensor] = []
 
     def add_update(self, loss: float) -> None:
         """Count one update; `loss` is this rank's part."""
-        self._sums["loss"] += loss
-        self._sums["updates"] += 1
+        self._sums.add({"loss": loss, "updates": 1.0})
 
     def add(self, data: PolicyLossInput, counts: Mapping[str, Tensor], entropy_N: Tensor, age_N: Tensor) -> None:
         """Add the tokens of one forward pass.
@@ -54,30 +50,32 @@ class PolicyStatistics:
             entropy_N: in nats.
             age_N: versions by which the sampler was older.
         """
-        for name, count in counts.items():
-            self._sums[name] = self._sums.get(name, 0.0) + float(count)
+        self._sums.add(counts)
         if entropy_N.numel() == 0:
             return
         new_N, old_N = data.logprobs_N.detach().double(), data.old_logprobs_N.double()
         log_ratio_N = old_N - data.sampler_logprobs_N.double()
         mismatch_N = k3(log_ratio_N)
-        self._sums["tokens"] += entropy_N.numel()
-        self._sums["entropy"] += float(entropy_N.double().sum())
-        self._sums["ppo_kl"] += float(k3(new_N - old_N).sum())
-        self._sums["mismatch_kl"] += float(mismatch_N.sum())
+        terms: dict[str, Tensor | float] = {
+            "tokens": float(entropy_N.numel()),
+            "entropy": entropy_N.double().sum(),
+            "ppo_kl": k3(new_N - old_N).sum(),
+            "mismatch_kl": mismatch_N.sum(),
+        }
         if data.reference_logprobs_N is not None:
-            self._sums["ref_kld"] += float(k3(data.reference_logprobs_N.double() - new_N).sum())
+            terms["ref_kld"] = k3(data.reference_logprobs_N.double() - new_N).sum()
         for age in self._ages:
             chosen_N = age_N == age
-            self._sums[f"mismatch_kl/age_{age}"] += float(mismatch_N[chosen_N].sum())
-            self._sums[f"tokens/age_{age}"] += float(chosen_N.sum())
-        self._largest = max(self._largest, float(log_ratio_N.abs().max()))
-        self._ratios.append(log_ratio_N.exp().cpu())
+            # Not the chosen ones alone: how many there are is known to the device only.
+            terms[f"mismatch_kl/age_{age}"] = torch.where(chosen_N, mismatch_N, 0.0).sum()
+            terms[f"tokens/age_{age}"] = chosen_N.sum()
+        self._sums.add(terms)
+        self._log_ratios.append(log_ratio_N)
 
     def fresh_mismatch(self, mesh: Mesh) -> float | None:
         """Return the mean `mismatch_kl` so far of tokens of age 0; None where there are none. Collective."""
-        names = ("mismatch_kl/age_0", "tokens/age_0")
-        sums = mesh.sum({name: self._sums.get(name, 0.0) for name in names})
+        names, own = ("mismatch_kl/age_0", "tokens/age_0"), self._sums.read()
+        sums = mesh.sum({name: own.get(name, 0.0) for name in names})
         return sums[names[0]] / sums[names[1]] if sums[names[1]] else None
 
     def reduce(self, mesh: Mesh) -> dict[str, float]:
@@ -86,9 +84,9 @@ class PolicyStatistics:
         All are means over trained tokens but these: `loss`, the mean of the updates; `mismatch/ratio_*`,
         quantiles and maximum of trainer over sampler; `mismatch/max_log_ratio`, in either direction.
         """
-        ratios = torch.cat([*self._ratios, torch.zeros(0, dtype=torch.float64)])
-        ratios = mesh.concatenate(ratios)
-        sums = mesh.sum(self._sums)
+        log_ratios = torch.cat(self._log_ratios).cpu() if self._log_ratios else torch.zeros(0, dtype=torch.float64)
+        ratios = mesh.concatenate(log_ratios.exp())
+        sums = mesh.sum(self._sums.read())
         num_tokens, num_updates = max(1.0, sums.pop("tokens")), max(1.0, sums.pop("updates") / mesh.data_size)
         metrics = {"loss": sums.pop("loss") / num_updates}
         of_ages = {age: sums.pop(f"tokens/age_{age}") for age in self._ages}
@@ -96,7 +94,8 @@ class PolicyStatistics:
             age = name.removeprefix("mismatch_kl/age_")
             metrics[name] = value / (max(1.0, of_ages[int(age)]) if age != name else num_tokens)
         metrics["clip_fraction"] = sum(metrics[name] for name in _CLIPPED)
-        metrics |= mesh.max({"mismatch/max_log_ratio": self._largest})
+        largest = float(log_ratios.abs().max()) if len(log_ratios) else 0.0
+        metrics |= mesh.max({"mismatch/max_log_ratio": largest})
         if len(ratios):
             found = torch.sort(ratios).values
             places = {f"p{round(100 * share)}": round(share * (len(found) - 1)) for share in _QUANTILES}

@@ -53,10 +53,11 @@ class RewardModel:
             rows_per_micro_batch=1,
             world_size=self._mesh.data_size,
         )
+        own, device = plan[self._mesh.data_rank], self._mesh.device
+        found = [score_samples(self.model, samples, indices, pack=True, device=device) for indices in own]
         scores_S = torch.zeros(len(samples))
-        for indices in plan[self._mesh.data_rank]:
-            found = score_samples(self.model, samples, indices, pack=True, device=self._mesh.device)
-            scores_S[indices] = found.cpu()
+        # To the CPU in one copy, behind all passes: each waits for the device.
+        scores_S[[index for indices in own for index in indices]] = torch.cat(found).cpu()
         reshard(self.model)
         # Every sample is one rank's; the others add zero, which changes no bit.
         return self._mesh.sum_tensor(scores_S).tolist()

@@ -125,13 +125,17 @@ def slow_explained_variance(returns: list[float], values: list[float]) -> float:
     return 1 - statistics.pvariance(errors) / statistics.pvariance(returns)
 
 
+def sums(returns_N: Tensor, values_N: Tensor) -> dict[str, float]:
+    return {name: float(value) for name, value in value_sums(returns_N, values_N).items()}
+
+
 def test_explained_variance_by_hand_and_from_the_parts_of_ranks() -> None:
     # Errors -1, 1, -1, 1: variance 1. Returns 0, 4, 0, 4: variance 4.
-    assert explained_variance(**value_sums(doubles(0, 4, 0, 4), doubles(1, 3, 1, 3))) == 0.75
+    assert explained_variance(**sums(doubles(0, 4, 0, 4), doubles(1, 3, 1, 3))) == 0.75
     torch.manual_seed(0)
     returns, noise = torch.randn(2, 100, dtype=torch.float64)
     values = returns + 0.3 * noise + 5
-    parts = [value_sums(returns[part], values[part]) for part in (slice(0, 7), slice(7, 7), slice(7, 100))]
+    parts = [sums(returns[part], values[part]) for part in (slice(0, 7), slice(7, 7), slice(7, 100))]
     total = {name: sum(part[name] for part in parts) for name in parts[0]}
     expected = slow_explained_variance(returns.tolist(), values.tolist())
     assert explained_variance(**total) == pytest.approx(expected)
@@ -140,12 +144,12 @@ def test_explained_variance_by_hand_and_from_the_parts_of_ranks() -> None:
 
 def test_explained_variance_marks_right_constant_and_wrong_critics() -> None:
     returns = doubles(1, 2, 3, 4)
-    assert explained_variance(**value_sums(returns, returns + 10)) == pytest.approx(1.0)
-    assert explained_variance(**value_sums(returns, doubles(7, 7, 7, 7))) == pytest.approx(0.0)
-    assert explained_variance(**value_sums(returns, -returns)) == pytest.approx(-3.0)
+    assert explained_variance(**sums(returns, returns + 10)) == pytest.approx(1.0)
+    assert explained_variance(**sums(returns, doubles(7, 7, 7, 7))) == pytest.approx(0.0)
+    assert explained_variance(**sums(returns, -returns)) == pytest.approx(-3.0)
 
 
 @pytest.mark.parametrize("returns", [(), (0.0, 0.0), (0.7, 0.7, 0.7), (1e6 / 3,) * 11])
 def test_equal_returns_leave_nothing_to_explain(returns: tuple[float, ...]) -> None:
-    sums = value_sums(doubles(*returns), torch.from_numpy(np.arange(len(returns), dtype=np.float64)))
-    assert math.isnan(explained_variance(**sums))
+    values = torch.from_numpy(np.arange(len(returns), dtype=np.float64))
+    assert math.isnan(explained_variance(**sums(doubles(*returns), values)))
