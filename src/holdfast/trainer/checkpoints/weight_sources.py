@@ -69,6 +69,10 @@ class Layout(Protocol):
         """Return the tensors of memory that whole groups of `sources` become."""
         ...
 
+    def name_in_memory(self, name: str) -> str | None:
+        """Return what a tensor of files is called in memory; None where it is another there."""
+        ...
+
 
 def local_part(tensor: Tensor) -> tuple[Tensor, Region]:
     """Return what this rank holds of a tensor, and where that lies in the whole."""
@@ -89,7 +93,7 @@ def open_source(path: Path, kind: Kind) -> Source:
     if kind is Kind.DCP:
         return _DcpSource(path)
     files = [path] if kind is Kind.TENSORS else _files_of(path)
-    return _SafetensorsSource(files) if files[0].suffix == ".safetensors" else _PickleSource(files)
+    return SafetensorsSource(files) if files[0].suffix == ".safetensors" else _PickleSource(files)
 
 
 def _files_of(directory: Path) -> list[Path]:
@@ -138,7 +142,7 @@ class _DcpSource:
             read_tensors(tensors, self._index)
 
 
-class _SafetensorsSource:
+class SafetensorsSource:
     """Safetensors files; each rank reads its part of every tensor."""
 
     def __init__(self, files: list[Path]) -> None:
@@ -157,8 +161,9 @@ class _SafetensorsSource:
         for file in dict.fromkeys(self._file_of[name] for name in targets):
             with _readable(file), safe_open(file, framework="pt") as content:
                 for name, target in targets.items():
-                    if self._file_of[name] == file:
-                        local, region = local_part(target)
+                    local, region = local_part(target)
+                    # Of a tensor with fewer rows than there are ranks some hold nothing.
+                    if self._file_of[name] == file and local.numel():
                         whole = content.get_slice(name) if region else content.get_tensor(name)
                         local.copy_(whole[region] if region else whole)
 
@@ -166,7 +171,8 @@ class _SafetensorsSource:
 class ConvertedSource:
     """Tensors of memory, from those that another source has in the layout of files.
 
-    Whatever becomes one tensor, or one group of them, is read whole on each rank.
+    What has another name alone is read in parts. Whatever becomes one tensor, or one group of them, is read whole on
+    each rank, one such group after another.
     """
 
     def __init__(self, source: Source, layout: Layout) -> None:
@@ -187,7 +193,10 @@ class ConvertedSource:
             self._groups.append(names)
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        for group in dict.fromkeys(self._group_of[name] for name in targets):
+        groups = {name: self._groups[self._group_of[name]] for name in targets}
+        renamed = {name: group[0] for name, group in groups.items() if self._layout.name_in_memory(group[0]) == name}
+        self._source.fill({there: targets[name] for name, there in renamed.items()})
+        for group in dict.fromkeys(self._group_of[name] for name in targets if name not in renamed):
             pieces = {name: self._empty(name, device="cpu") for name in self._groups[group]}
             self._source.fill(pieces)
             for name, tensor in self._layout.from_files(pieces).items():

@@ -6,11 +6,8 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import (
     PreTrainedModel,
 )
@@ -19,6 +16,7 @@ from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import DataError, HoldfastError
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.decoder import DecoderModel
+from holdfast.trainer.models.initial_weights import Fill
 from holdfast.trainer.models.layout import Layout
 from holdfast.trainer.models.pretrained import (
     one_line,
@@ -29,12 +27,11 @@ from holdfast.trainer.models.structure import takes_positions, use_attention
 _log = logging.getLogger("trainer")
 
 
-def materialize(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh, weights: dict[str, Tensor] | None) -> None:
+def materialize(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh, fill: Fill | None) -> None:
     """Shard `model`, which was built on the meta device, and give it memory; it is in training mode then. Collective.
 
     Args:
-        weights: of the transformers model in it, in full on rank 0, which broadcasts them; None: they will be
-            loaded from a checkpoint.
+        fill: puts the weights into the transformers model in it; None: they will be loaded from a checkpoint.
 
     Raises:
         DataError: the model cannot be used in the configured way.
@@ -46,9 +43,8 @@ def materialize(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh, wei
     hf_model.tie_weights()
     _reset_buffers(hf_model)
     _prepare(model, config, mesh)
-    if weights is not None:
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-        set_model_state_dict(hf_model, cast(dict[str, Any], weights), options=options)
+    if fill is not None:
+        fill(hf_model)
     model.train()
 
 

@@ -22,8 +22,9 @@ from holdfast.trainer.data.packing import MicroBatch, PackedIndex
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.decoder import DecoderModel
 from holdfast.trainer.models.head import compute_in_float32, has_plain_head, own_logits
+from holdfast.trainer.models.initial_weights import filler
 from holdfast.trainer.models.logprobs import PLAIN, Head, Predicted, Reading, Readout, plain_head, token_logprobs
-from holdfast.trainer.models.lora import initial_tensors, inject_adapters
+from holdfast.trainer.models.lora import inject_adapters
 from holdfast.trainer.models.materialize import materialize
 from holdfast.trainer.models.pretrained import (
     build_hf_model,
@@ -108,8 +109,7 @@ class Policy(DecoderModel):
 def build_policy(config: TrainedModelConfig, mesh: Mesh, *, seed: int, weights: bool = True) -> Policy:
     """Return the policy, in training mode, sharded over all ranks where there are several.
 
-    Rank 0 reads (or initialises) the weights and broadcasts them, so they depend on the seed alone
-    and not on the number of ranks.
+    Its weights are those of the directory, or depend on the seed alone, and not on the number of ranks.
 
     Args:
         weights: whether to fill in weights; without, they must be loaded from a checkpoint.
@@ -129,17 +129,17 @@ def build_policy(config: TrainedModelConfig, mesh: Mesh, *, seed: int, weights: 
             f"{model_config.model_type}, so it cannot be trained here"
         )
     weights = weights or config.lora is not None  # no checkpoint holds the weights that adapters are added to
-    # Rank 0 alone reads them: one copy in the memory of a machine, and one draw of random ones.
-    source = initial_weights(config, model_config, seed) if weights and mesh.is_main else {}
     # Without memory: a rank gets its shards and nothing more.
     with torch.device("meta"):
         causal_lm = build_hf_model(AutoModelForCausalLM, config, model_config)
         if config.lora is not None:
             inject_adapters(causal_lm, config.lora)
-    if config.lora is not None and mesh.is_main:
-        source = initial_tensors(causal_lm, source, seed=seed)
+    fill = None
+    if weights:
+        make_whole = partial(initial_weights, config, model_config, seed)
+        fill = filler(causal_lm, config, mesh, seed=seed, make_whole=make_whole)
     policy = Policy(causal_lm, logits_chunk_tokens=config.logits_chunk_tokens, fp32_lm_head=config.fp32_lm_head)
-    materialize(policy, config, mesh, source if weights else None)
+    materialize(policy, config, mesh, fill)
     return policy
 
 

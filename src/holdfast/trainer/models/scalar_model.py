@@ -8,7 +8,8 @@ Shape legend: B rows, L tokens of a row, N chosen tokens, S samples, H hidden si
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -23,7 +24,8 @@ from holdfast.shared.process.heartbeat import moved
 from holdfast.trainer.data.packing import MicroBatch, PackedIndex, Sample, build_micro_batch, to_device
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.decoder import DecoderModel
-from holdfast.trainer.models.lora import HEAD, initial_tensors, inject_adapters
+from holdfast.trainer.models.initial_weights import filler
+from holdfast.trainer.models.lora import HEAD, inject_adapters
 from holdfast.trainer.models.materialize import materialize
 from holdfast.trainer.models.pretrained import (
     build_hf_model,
@@ -101,14 +103,23 @@ def build_scalar_model(
     if config.lora is not None:
         inject_adapters(hf_model, config.lora)
         weights = True  # no checkpoint holds the weights that adapters are added to
-    source: dict[str, Tensor] = {}
-    if weights and mesh.is_main:
-        source = _initial_weights(config, model_config, seed, names=sorted(names), head=head)
-        if config.lora is not None:
-            source = initial_tensors(hf_model, source, seed=seed)
+    fill = None
+    if weights:
+        has_head = is_classifier(model_config) and config.init == "pretrained"
+        drawn = {} if has_head else {HEAD: _new_head(model_config, seed, head)}
+        make_whole = partial(_initial_weights, config, model_config, seed, names=sorted(names), drawn=drawn)
+        fill = filler(hf_model, config, mesh, seed=seed, make_whole=make_whole, drawn=drawn)
     model = ScalarModel(hf_model)
-    materialize(model, config, mesh, source if weights else None)
+    materialize(model, config, mesh, fill)
     return model
+
+
+def _new_head(model_config: PreTrainedConfig, seed: int, head: Literal["random", "zero"]) -> Tensor:
+    """Return a head that no file has, (1, H)."""
+    width = model_config.get_text_config().hidden_size
+    # Not from torch's generator, which fills a random decoder from this seed.
+    drawn_H = np.random.default_rng(seed).normal(0.0, (width + 1) ** -0.5, width)
+    return torch.from_numpy(drawn_H).float()[None] * (head == "random")
 
 
 def _initial_weights(
@@ -117,16 +128,12 @@ def _initial_weights(
     seed: int,
     *,
     names: Sequence[str],
-    head: Literal["random", "zero"],
+    drawn: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Return the tensors `names`."""
-    if is_classifier(model_config) and config.init == "pretrained":
+    """Return the tensors `names`, those in `drawn` among them."""
+    if not drawn:
         return initial_weights(config, model_config, seed, kind=AutoModelForSequenceClassification)
-    source = initial_weights(config, model_config, seed)
-    width = model_config.get_text_config().hidden_size
-    # Not from torch's generator, which fills a random decoder from this seed.
-    drawn_H = np.random.default_rng(seed).normal(0.0, (width + 1) ** -0.5, width)
-    source[HEAD] = torch.from_numpy(drawn_H).float()[None] * (head == "random")
+    source = initial_weights(config, model_config, seed) | dict(drawn)
     if missing := [name for name in names if name not in source]:
         raise DataError(f"model.name = '{config.name}': the language model lacks {missing[0]}, which scoring needs")
     return {name: source[name] for name in names}

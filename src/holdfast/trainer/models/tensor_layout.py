@@ -66,6 +66,27 @@ def names_in_files(name: str) -> list[str] | None:
         raise DataError(f"model.name = '{name}': the names of its tensors cannot be read. {error}") from error
 
 
+def weight_files(name: str) -> list[Path]:
+    """Return the safetensors files of a local directory or hub model, from which transformers would load it.
+
+    None where it has no such files, or both a single one and an index.
+
+    Raises:
+        DataError: the index cannot be read.
+    """
+    index, single = _fetched(name, _INDEX_NAME), _fetched(name, _SINGLE_NAME)
+    if (index is None) == (single is None):
+        return []
+    if index is None:
+        return [Path(str(single))]
+    try:
+        files = sorted(set(msgspec.json.decode(Path(index).read_bytes(), type=_Index).weight_map.values()))
+    except msgspec.DecodeError as error:
+        raise DataError(f"{index} is damaged: {error}") from None
+    found = [_fetched(name, file) for file in files]
+    return [Path(path) for path in found if path is not None]
+
+
 def _fetched(name: str, file: str) -> str | None:
     """Return the path of a file of a local directory or hub model; None where it has none."""
     return cached_file(name, file, _raise_exceptions_for_missing_entries=False)
@@ -167,6 +188,11 @@ class TensorLayout:
         if pattern is not None or self._sizes[self._group_of[name]] != 1:
             return None
         return self._without_prefix(self._group_of[name])
+
+    def name_in_memory(self, name: str) -> str | None:
+        """Return what a tensor of files is called in memory; None where it is stored otherwise than it is there."""
+        found, pattern = self._loaded_name(name)
+        return found if pattern is None and found in self._in_memory else None
 
     def sources(self, file_names: Iterable[str]) -> dict[str, list[str]]:
         """Return which tensors of files belong together, by the first of the names that they become in memory.

@@ -1,0 +1,79 @@
+"""Two real ranks that load a model: `python -m tests.ranks.initial_weights MODEL DIRECTORY`.
+
+Each rank writes into `DIRECTORY/rank_R.pt` the weights that both then hold, and how much it read of each tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from holdfast.shared.config.trainer import TrainedModelConfig
+from holdfast.trainer.checkpoints import weight_sources
+from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.models.lora import whole_tensors
+from holdfast.trainer.models.policy import build_policy
+from tests.ranks.two import run_on_two_ranks
+
+
+class CountedFile:
+    """A safetensors file that is read as ever, and notes how much of each tensor was."""
+
+    read: dict[str, int] = {}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._file = open_file(*args, **kwargs)
+
+    def __enter__(self) -> CountedFile:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        self._file.__exit__(*ended)
+
+    def keys(self) -> list[str]:
+        """See safetensors."""
+        return self._file.keys()
+
+    def get_slice(self, name: str) -> CountedSlice:
+        """See safetensors."""
+        return CountedSlice(name, self._file.get_slice(name))
+
+
+class CountedSlice:
+    """A tensor of such a file."""
+
+    def __init__(self, name: str, inner: Any) -> None:
+        self._name, self._inner = name, inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __getitem__(self, region: Any) -> Tensor:
+        part = self._inner[region]
+        CountedFile.read[self._name] = CountedFile.read.get(self._name, 0) + part.numel()
+        return part
+
+
+open_file = weight_sources.safe_open
+
+
+def main() -> None:
+    """Write what each rank saw as `rank_R.pt`."""
+    model_dir, directory = (Path(argument) for argument in sys.argv[1:])
+
+    def work(mesh: Mesh) -> None:
+        weight_sources.safe_open = CountedFile  # type: ignore[assignment,misc]
+        policy = build_policy(TrainedModelConfig(name=str(model_dir)), mesh, seed=0)
+        weights = dict(whole_tensors(policy.hf_model, keep=True))
+        torch.save({"read": dict(CountedFile.read), "weights": weights}, directory / f"rank_{mesh.rank}.pt")
+
+    run_on_two_ranks(work, directory)
+
+
+if __name__ == "__main__":
+    main()
