@@ -200,7 +200,7 @@ def journal_files(run_dir: RunDir) -> dict[int, tuple[int, int]]:
 
 
 # Timing and memory, and what a batch reused of a killed orchestrator's work.
-_VARYING = ("time/", "memory_gib", "tflops", "mfu", "engine/idle_share", "rollout/reused_turns")
+_VARYING = ("time/", "memory_gib", "tflops", "mfu", "engine/", "rollout/reused_turns")
 
 
 def exact_metrics(run_dir: RunDir, steps: Iterable[int]) -> list[dict[str, float]]:

@@ -57,6 +57,7 @@ class FakeEngine:
     awaits keeps nobody else waiting. `on_claim` is awaited in front of a claim, `before_update` called in front of a
     push and `on_update` behind it.
     `intercept` gets the number of each generation request, and may answer it in place of the engine.
+    `is_away` has every request answered by what stands in front of a server that is not there.
     """
 
     model: str = MODEL
@@ -89,10 +90,15 @@ class FakeEngine:
     alter: Callable[[dict[str, Any]], None] | None = None
     intercept: Callable[[int], Response | None] | None = None
     arrived: list[float] = field(default_factory=list)
+    is_away: bool = False
 
     def app(self) -> FastAPI:
         """Return the routes."""
         app = FastAPI()
+
+        @app.middleware("http")
+        async def stand_in_front(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
+            return JSONResponse({"error": "nobody there"}, 503) if self.is_away else await go_on(request)
 
         @app.get("/health")
         async def health() -> dict[str, str]:

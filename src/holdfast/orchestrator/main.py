@@ -73,7 +73,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
             start.state.teacher_digest = teacher.digest
         transport = DirectoryTransport(run_dir, timeout_s=config.weights_timeout_s)
         schedule = StrictSchedule(transport, async_level=config.async_level, trainer_step=start.trainer_step)
-        pusher = WeightPusher(client, transport)
+        pusher = WeightPusher(client, transport, seq_len=config.seq_len)
         maker = BatchMaker(
             config,
             client,
@@ -103,10 +103,10 @@ def _allow_connections(config: OrchestratorConfig) -> None:
         ConfigError: this process may not have as many.
     """
     size = config.group_size
-    most = max(1, config.client.max_concurrency // size) * size
+    most = max(1, config.client.max_concurrency * len(config.client.urls) // size) * size
     number = min(most, config.max_problems_per_step * size)
     if config.teacher is not None:
-        number += min(config.teacher.max_concurrency, number)
+        number += min(config.teacher.max_concurrency * len(config.teacher.urls), number)
     allow_connections(number, key="client.max_concurrency")
 
 

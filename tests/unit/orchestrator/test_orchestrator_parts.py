@@ -21,6 +21,7 @@ from holdfast.orchestrator.batches.run_start import Start, find_start
 from holdfast.orchestrator.batches.selection import select
 from holdfast.orchestrator.batches.state import OrchestratorState
 from holdfast.orchestrator.engines.client import InferenceClient
+from holdfast.orchestrator.engines.engine import EngineCounts
 from holdfast.orchestrator.environments.calls import place_of, place_of_task
 from holdfast.orchestrator.rollouts.generation_log import GenerationLog, discard_generations
 from holdfast.orchestrator.rollouts.group import Outcome
@@ -109,14 +110,14 @@ async def generate(client: InferenceClient, weights: PublishedWeights) -> list[C
         stop_token_ids=[3],
         weights_digest=weights.digest,
     )
-    return list(await client.generate(request, engine=0))
+    return list(await client.generate(request))
 
 
 def run_client(config: ClientConfig, run_dir: RunDir) -> tuple[list[Completion], float]:
     async def use() -> tuple[list[Completion], float]:
         async with InferenceClient(config, run_dir=run_dir) as client:
             weights = describe_weights(run_dir, 0)
-            pusher = WeightPusher(client, DirectoryTransport(run_dir, timeout_s=HANG_S))
+            pusher = WeightPusher(client, DirectoryTransport(run_dir, timeout_s=HANG_S), seq_len=64)
             await pusher.serve(weights, check=lambda: None)
             return await generate(client, weights), client.busy_s
 
@@ -355,13 +356,14 @@ def make_rollout(reward: float, *, environment: str = "a", sampled: int = 2, **m
     )
 
 
+ENGINES = [EngineCounts(requests=4, failures=1, in_flight_s=5.0), EngineCounts()]
 TIMES = BatchTimes(period=2.0, wait_for_weights=0.5, update_weights=0.1, generate=1.0, busy=0.5)
 
 
 def metrics_of(outcomes: Sequence[Outcome], *, num_groups: int = 8, **settings: object) -> dict[str, float]:
     environments = [EnvironmentConfig.model_validate({"name": name, **settings}) for name in ("a", "b")]
     selection = select(outcomes, num_groups=num_groups)
-    return batch_metrics(selection, TIMES, step=8, num_reused=3, environments=environments)
+    return batch_metrics(selection, TIMES, step=8, num_reused=3, engines=ENGINES, environments=environments)
 
 
 def test_metrics_of_a_batch() -> None:
@@ -379,6 +381,8 @@ def test_metrics_of_a_batch() -> None:
     # 4 tokens by version 5, two steps behind batch 8, and 6 tokens by version 6.
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.4, 2.0)
     assert metrics["rollouts_per_s"] == 2.0 and metrics["engine/idle_share"] == 0.75
+    of_engines = [[metrics[f"engine/{number}/{name}"] for name in EngineCounts._fields[:2]] for number in (0, 1)]
+    assert of_engines == [[4.0, 1.0], [0.0, 0.0]] and metrics["engine/0/in_flight"] == 2.5
     assert all(type(value) is float for value in metrics.values())
 
 

@@ -11,6 +11,7 @@ from holdfast.orchestrator.batches.environment_mix import next_environment
 from holdfast.orchestrator.batches.selection import Selection, count, has_signal, select
 from holdfast.orchestrator.batches.state import OrchestratorState
 from holdfast.orchestrator.engines.client import InferenceClient
+from holdfast.orchestrator.engines.routing import Affinity
 from holdfast.orchestrator.environments.interface import Environment
 from holdfast.orchestrator.rollouts.generation_log import GenerationLog
 from holdfast.orchestrator.rollouts.group import Outcome, Problem, run_group
@@ -74,7 +75,8 @@ class BatchMaker:
         sampler = self._sampler(log, weights)
         teacher = None if self._config.is_sampled_by_teacher else self._teacher
         # Whole groups pass at a time, so that a group's first turns can share one request.
-        slots = asyncio.Semaphore(max(1, self._config.client.max_concurrency // self._config.group_size))
+        most = self._config.client.max_concurrency * len(self._client.engines)
+        slots = asyncio.Semaphore(max(1, most // self._config.group_size))
 
         async def run_one(problem: Problem) -> Outcome:
             async with slots:
@@ -82,13 +84,14 @@ class BatchMaker:
                     problem, step, config=self._config, tokenizer=self._tokenizer, sampler=sampler
                 )
             if teacher is not None and not isinstance(outcome, Dropped):
-                await run_all(teacher.judge(rollout, log, place=problem.engine) for rollout in outcome)
+                affinity = Affinity()
+                await run_all(teacher.judge(rollout, log, affinity=affinity) for rollout in outcome)
             return outcome
 
         outcomes: list[Outcome] = []
         try:
             while missing := self._num_missing(outcomes):
-                problems = self._choose_problems(state, missing, first=len(outcomes))
+                problems = self._choose_problems(state, missing)
                 # In the order of the draw, whichever group ends first.
                 outcomes += await sampler.guard(run_all(run_one(problem) for problem in problems))
         finally:
@@ -125,10 +128,10 @@ class BatchMaker:
                 len(selection.groups) + len(dropped),
             )
 
-    def _choose_problems(self, state: OrchestratorState, number: int, *, first: int) -> list[Problem]:
-        """Draw `number` problems, the first of which is number `first` of its batch; moves `state` on."""
+    def _choose_problems(self, state: OrchestratorState, number: int) -> list[Problem]:
+        """Draw `number` problems; moves `state` on."""
         problems = []
-        for position in range(first, first + number):
+        for _ in range(number):
             name = next_environment(state)
             index = state.environments[name].next_task
             # Moved on by every draw, also of groups that are dropped: no task comes twice.
@@ -138,7 +141,6 @@ class BatchMaker:
                     environment=self._environments[name],
                     settings=self._settings[name],
                     seed=TaskSeed(run_seed=self._config.seed, environment=name, index=index),
-                    engine=position % self._client.num_engines,
                 )
             )
         return problems

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.orchestrator.batches.selection import Selection, has_signal
+from holdfast.orchestrator.engines.engine import EngineCounts
 from holdfast.shared.config.orchestrator import EnvironmentConfig
 from holdfast.shared.wire.rollouts import DROP_REASONS, Rollout
 
@@ -38,6 +39,7 @@ def batch_metrics(
     *,
     step: int,
     num_reused: int,
+    engines: Sequence[EngineCounts],
     environments: Sequence[EnvironmentConfig],
 ) -> dict[str, float]:
     """Return metrics by slash-separated name; docs/metrics.md says what each means.
@@ -50,6 +52,7 @@ def batch_metrics(
         times: where the time went.
         step: of the batch.
         num_reused: turns that were sampled before a restart.
+        engines: what each was asked in the period.
         environments: of the config.
     """
     groups = [*selection.groups, *selection.unused]
@@ -84,6 +87,10 @@ def batch_metrics(
         metrics["reward/steps_mean"] = _mean([math.fsum(own) for own in steps])
     reasons = Counter(one.reason for one in selection.dropped)
     metrics |= {f"groups/dropped/{reason}": float(reasons[reason]) for reason in DROP_REASONS}
+    for number, counts in enumerate(engines):
+        metrics[f"engine/{number}/requests"] = float(counts.requests)
+        metrics[f"engine/{number}/failures"] = float(counts.failures)
+        metrics[f"engine/{number}/in_flight"] = counts.in_flight_s / times.period
     metrics |= _staleness(rollouts, step=step)
     for settings in environments:
         of_environment = [group for group in groups if group[0].environment == settings.label]

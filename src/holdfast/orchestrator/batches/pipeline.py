@@ -10,7 +10,6 @@ from holdfast.orchestrator.batches.batch_publisher import BatchPublisher
 from holdfast.orchestrator.batches.metrics import BatchTimes, batch_metrics
 from holdfast.orchestrator.current_phase import phase
 from holdfast.orchestrator.engines.client import InferenceClient
-from holdfast.orchestrator.weight_push.canary_check import check_canary
 from holdfast.orchestrator.weight_push.push import WeightPusher
 from holdfast.orchestrator.weight_push.transport import PublishedWeights
 from holdfast.shared.config.orchestrator import OrchestratorConfig
@@ -39,12 +38,10 @@ class BatchPipeline:
         self._maker = maker
         self._ended = time.perf_counter()
         self._busy_s = client.busy_s
-        self._has_passed_canary = config.is_sampled_by_teacher
+        self._counts = client.counts()
 
     async def begin(self, step: int, *, version: int) -> None:
         """Make the engines serve `version` for batch `step`, and have them prove that they compute with it.
-
-        A version of the attempt before may have no canary; then they prove it with the first one that has.
 
         Raises:
             InferenceError: the weights did not come, or an engine serves or computes something else.
@@ -53,6 +50,7 @@ class BatchPipeline:
         weights = await self._serve(await self._wait_for(version))
         events.report("generating", step=step, version=weights.version)
         self._ended, self._busy_s = time.perf_counter(), self._client.busy_s
+        self._counts = self._client.counts()
 
     async def produce(self, step: int, *, version: int) -> None:
         """Make batch `step` by policy `version`, and submit it with the state after it.
@@ -76,12 +74,15 @@ class BatchPipeline:
             generate=now - generating,
             busy=self._client.busy_s - self._busy_s,
         )
-        self._ended, self._busy_s = now, self._client.busy_s
+        counts = self._client.counts()
+        of_engines = [after.since(before) for after, before in zip(counts, self._counts, strict=True)]
+        self._ended, self._busy_s, self._counts = now, self._client.busy_s, counts
         metrics = batch_metrics(
             selection,
             times,
             step=step,
             num_reused=self._maker.num_reused,
+            engines=of_engines,
             environments=self._config.environments,
         )
         batch = Batch(
@@ -113,15 +114,7 @@ class BatchPipeline:
             return await self._pusher.wait_for(version, check=self._publisher.check)
 
     async def _serve(self, weights: PublishedWeights) -> PublishedWeights:
-        """Make the engines serve `weights`, and prove it once. A teacher serves what it has."""
+        """Make the engines serve `weights`. A teacher serves what it has."""
         if self._config.is_sampled_by_teacher:
             return weights
-        with phase("pushing weights and reading them back", version=weights.version):
-            weights = await self._pusher.serve(weights, check=self._publisher.check)
-        if not self._has_passed_canary and (canary := weights.read_canary()) is not None:
-            with phase("probing with the canary", version=weights.version):
-                # Engines take sessions of `seq_len` tokens, of which they must sample one.
-                shown = canary.head(self._config.seq_len - 1)
-                await check_canary(self._client, shown, weights_digest=weights.digest)
-            self._has_passed_canary = True
-        return weights
+        return await self._pusher.serve(weights, check=self._publisher.check)

@@ -1,8 +1,8 @@
-"""All inference servers of one model: readiness, generation, and going on with one that was lost.
+"""All inference servers of one model: readiness, generation, and going on with the others when one was lost.
 
 Generation is idempotent, because every request carries its seeds. So when a connection breaks, or a server is busy or
-fails, the client waits until the server is back, makes sure that it serves the right weights, and asks again, with
-growing pauses: a killed and restarted server costs time, not the run.
+fails, the client asks another one at once, or the same one, with growing pauses, when it is back and serves the right
+weights: a killed and restarted server costs time, not the run.
 
 Every request also names the weights that it is for, and every answer those that sampled it. A server that serves
 others (it was restarted, or somebody else pushed to it) counts as lost as well, whenever that came to pass.
@@ -10,18 +10,19 @@ others (it was restarted, or somebody else pushed to it) counts as lost as well,
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
 from holdfast.orchestrator.engines.answers import check_choices
-from holdfast.orchestrator.engines.engine import Engine
+from holdfast.orchestrator.engines.engine import Engine, EngineCounts
 from holdfast.orchestrator.engines.http import HttpTransport, Unavailable, decode
 from holdfast.orchestrator.engines.lease import Lease
-from holdfast.orchestrator.task_group import run_all
+from holdfast.orchestrator.engines.pool import EnginePool, Work
+from holdfast.orchestrator.engines.retry import RetryPolicy
+from holdfast.orchestrator.engines.routing import Affinity, choose
 from holdfast.shared.config.orchestrator import ServersConfig
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.clock import BusyClock
@@ -33,11 +34,6 @@ from holdfast.shared.wire.inference_api import (
     largest_answer,
 )
 
-_log = logging.getLogger("orchestrator")
-
-# Sees to it that an engine which was lost, and is back, serves the right weights again.
-Restore = Callable[[Engine], Awaitable[None]]
-
 
 class InferenceClient:
     """One client for all engines that serve one model.
@@ -45,7 +41,7 @@ class InferenceClient:
     Use as an async context manager.
 
     Attributes:
-        engines: the servers.
+        pool: the servers, and which of them are there.
         lease: by which the run owns them.
         vocab_size: how many token ids the policy has, where that is known.
 
@@ -66,13 +62,15 @@ class InferenceClient:
     ) -> None:
         self.vocab_size = vocab_size
         self._transport = HttpTransport(config, key=key)
-        self.engines: Sequence[Engine] = [
-            Engine(url.rstrip("/"), self._transport, key=key, ready_timeout_s=config.ready_timeout_s)
-            for url in config.urls
-        ]
-        self.lease = Lease(self.engines, self._transport, run_dir)
+        self.pool = EnginePool(
+            [
+                Engine(url.rstrip("/"), self._transport, key=key, ready_timeout_s=config.ready_timeout_s)
+                for url in config.urls
+            ]
+        )
+        self.lease = Lease(self.pool, self._transport, run_dir)
+        self._ready_timeout_s, self._key = config.ready_timeout_s, key
         self._version: int | None = None
-        self._restore: Restore | None = None
         self._busy = BusyClock()
 
     async def __aenter__(self) -> Self:
@@ -81,14 +79,19 @@ class InferenceClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await self.pool.close()
         # Before the transport that its signs of life go by.
         await self.lease.close()
         await self._transport.close()
 
     @property
-    def num_engines(self) -> int:
-        """How many servers there are."""
-        return len(self.engines)
+    def engines(self) -> Sequence[Engine]:
+        """All servers, there or not."""
+        return self.pool.engines
+
+    def counts(self) -> list[EngineCounts]:
+        """Return what every server was asked so far."""
+        return [engine.counts() for engine in self.engines]
 
     @property
     def busy_s(self) -> float:
@@ -96,55 +99,75 @@ class InferenceClient:
         return self._busy.busy_s
 
     async def wait_until_ready(self, *, model: str, seq_len: int) -> None:
-        """Wait for every server, and check that each serves `model` and sessions of `seq_len` tokens.
+        """Wait for the first server, and check that each serves `model` and sessions of `seq_len` tokens.
+
+        Servers that do not answer yet are checked when they do, before they are asked anything else.
 
         Raises:
-            InferenceError: a server does not answer within `ready_timeout_s`, or serves another model.
-            ConfigError: the server's longest session is shorter than `seq_len`.
+            InferenceError: no server answers within `ready_timeout_s`, or one serves another model.
+            ConfigError: a server's longest session is shorter than `seq_len`.
         """
-        await run_all(engine.check(model=model, seq_len=seq_len) for engine in self.engines)
+        await self.pool.require(lambda engine: engine.check(model=model, seq_len=seq_len))
         await self.lease.claim_if_begun()
 
-    def expect(self, *, version: int | None, restore: Restore) -> None:
+    def expect(self, *, version: int | None, restore: Work) -> None:
         """Take from now on answers of policy `version` alone, and have `restore` mend an engine that was lost.
 
         Args:
             version: None: of whichever; the digest that a request names decides.
             restore: sees to it that an engine which is back serves the right weights.
         """
-        self._version, self._restore = version, restore
+        self._version = version
+        self.pool.expect(restore)
 
-    async def generate(self, request: GenerateRequest, *, engine: int) -> list[Choice]:
+    async def generate(self, request: GenerateRequest, *, affinity: Affinity | None = None) -> list[Choice]:
         """Return one choice per seed, in the order of the seeds, all sampled by the weights that `request` is for.
 
+        Args:
+            affinity: of the sessions that ask; None: they share no prefix with others.
+
         Raises:
-            InferenceError: the server refused or failed, gave no answer within `timeout_s`, or serves other weights
-                again and again.
+            InferenceError: a server refused, all failed or were away for too long, or serve other weights again and
+                again.
+        """
+        affinity = affinity or Affinity()
+        attempts = RetryPolicy(self._ready_timeout_s, key=f"{self._key}.ready_timeout_s")
+        tried: set[Engine] = set()
+        while True:
+            there = await self.pool.wait_for_any()
+            engine = choose([engine for engine in there if engine not in tried] or there, affinity)
+            # Of before the request: whoever finds the engine lost meanwhile has done so for us as well.
+            epoch = engine.epoch
+            try:
+                return await self.ask(engine, request)
+            except Unavailable as failure:
+                self.pool.lose(engine, epoch=epoch, failure=failure)
+                attempts.count(failure, url=engine.url)
+                tried.add(engine)
+                # Another engine is asked at once; it is the same one again that must be left alone for a while.
+                if tried.issuperset(self.pool.there()):
+                    await attempts.pause(failure)
+                    tried.clear()
+
+    async def ask(self, engine: Engine, request: GenerateRequest) -> list[Choice]:
+        """Return what `generate` does, asked of this engine once.
+
+        Raises:
+            Unavailable: it gave no answer, or one by other weights.
+            InferenceError: it refused.
         """
         digest = request.weights_digest
         assert digest is not None, "a run names the weights that it asks"
-        target = self.engines[engine]
         body = msgspec.json.encode(request)
-        most_bytes = largest_answer(request)
-        attempts = target.retry_policy()
-        while True:
-            # A server that just restarted must not be asked before it has its weights again.
-            async with target.recovering:
-                # Of before the request: whoever recovers the engine meanwhile has done so for us as well.
-                epoch = target.epoch
-            try:
-                with self._busy.count():
-                    data = await self._transport.post(target.url, GENERATE_ROUTE, body, most_bytes=most_bytes)
-                answer = decode(data, GenerateResponse, url=target.url)
-                # Before the check: a restart explains what it finds.
-                target.note_boot(answer.boot_id)
-                choices = check_choices(answer, request, url=target.url, vocab_size=self.vocab_size)
-                for choice in choices:
-                    self._check_sampled_by(choice, digest)
-                return choices
-            except Unavailable as failure:
-                await attempts.pause(failure)
-                await self._recover(target, epoch=epoch, failure=failure)
+        with self._busy.count(), engine.sampling(len(request.seeds)):
+            data = await self._transport.post(engine.url, GENERATE_ROUTE, body, most_bytes=largest_answer(request))
+        answer = decode(data, GenerateResponse, url=engine.url)
+        # Before the check: a restart explains what it finds.
+        engine.note_boot(answer.boot_id)
+        choices = check_choices(answer, request, url=engine.url, vocab_size=self.vocab_size)
+        for choice in choices:
+            self._check_sampled_by(choice, digest)
+        return choices
 
     def _check_sampled_by(self, choice: Choice, digest: str) -> None:
         """Take nothing for an answer that other weights had a part in, whatever they call themselves.
@@ -160,16 +183,3 @@ class InferenceClient:
                     f"was {'the digest' if version is None else f'version {version} with digest'} {digest}",
                     retry_for_s=0.0,  # weights that are pushed again and still differ do not come right with time
                 )
-
-    async def _recover(self, engine: Engine, *, epoch: int, failure: Unavailable) -> None:
-        """Wait for a lost engine and have its weights restored; one caller does it for all."""
-        async with engine.recovering:
-            # Another request has recovered it while this one waited for the lock.
-            if engine.epoch != epoch:
-                return
-            _log.warning("%s: %s; waiting for it", engine.url, failure)
-            await engine.wait_for_health()
-            assert self._restore is not None, "expect comes first"
-            await self._restore(engine)
-            # Last: a restore that fails leaves the engine lost for the next caller.
-            engine.epoch += 1

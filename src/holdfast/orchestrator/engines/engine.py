@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import msgspec
 
 from holdfast.orchestrator.engines.http import HttpTransport, Unavailable, decode
-from holdfast.orchestrator.engines.retry import FIRST_BACKOFF_S, LAST_BACKOFF_S, RetryPolicy
+from holdfast.orchestrator.engines.retry import FIRST_BACKOFF_S, LAST_BACKOFF_S, EngineLost, RetryPolicy
 from holdfast.shared.errors import ConfigError, InferenceError
 from holdfast.shared.printable import printable
 from holdfast.shared.process.heartbeat import Wait
@@ -30,7 +32,25 @@ from holdfast.shared.wire.inference_api import (
 
 _log = logging.getLogger("orchestrator")
 
-_T = TypeVar("_T")
+
+class EngineCounts(NamedTuple):
+    """What one engine was asked, since its client was made or within some time.
+
+    Attributes:
+        requests: answered ones.
+        failures: how often it was lost.
+        in_flight_s: sequences in flight, summed over seconds.
+    """
+
+    requests: int = 0
+    failures: int = 0
+    in_flight_s: float = 0.0
+
+    def since(self, before: EngineCounts) -> EngineCounts:
+        """Return what came after `before`."""
+        return EngineCounts(
+            self.requests - before.requests, self.failures - before.failures, self.in_flight_s - before.in_flight_s
+        )
 
 
 class Engine:
@@ -38,8 +58,12 @@ class Engine:
 
     Attributes:
         url: its address.
+        is_there: it answers and serves what it should, as far as is known.
+        is_checked: it was found to serve the right model.
+        is_missed: it has been away for so long that nobody would wait for it alone.
         epoch: how often it was lost and found again.
-        recovering: held meanwhile.
+        in_flight: sequences that it samples for us now.
+        failures: how often it was lost.
 
     Args:
         key: of the section of the configuration that names it, for errors.
@@ -48,8 +72,15 @@ class Engine:
 
     def __init__(self, url: str, transport: HttpTransport, *, key: str, ready_timeout_s: float) -> None:
         self.url = url
+        self.is_there = True
+        self.is_checked = False
+        self.is_missed = False
         self.epoch = 0
-        self.recovering = asyncio.Lock()
+        self.in_flight = 0
+        self.failures = 0
+        self._requests = 0
+        self._in_flight_s = 0.0
+        self._counted_at = time.monotonic()
         self._transport = transport
         self._key = key
         self._ready_timeout_s = ready_timeout_s
@@ -63,28 +94,34 @@ class Engine:
 
     def retry_policy(self) -> RetryPolicy:
         """Return how long to go on asking it, for one request."""
-        return RetryPolicy(self.url, self._ready_timeout_s, key=f"{self._key}.ready_timeout_s")
+        return RetryPolicy(self._ready_timeout_s, key=f"{self._key}.ready_timeout_s")
 
-    async def retry(self, work: Callable[[], Awaitable[_T]]) -> _T:
-        """Return what `work` returns, again and again while the server is lost meanwhile.
+    @contextmanager
+    def sampling(self, num_sequences: int) -> Iterator[None]:
+        """Count sequences as in flight while the block runs, and the request as answered where it raises nothing."""
+        self._move(num_sequences)
+        try:
+            yield
+            self._requests += 1
+        finally:
+            self._move(-num_sequences)
 
-        Raises:
-            InferenceError: it was lost for too long, or whatever `work` raises.
-        """
-        attempts = self.retry_policy()
-        while True:
-            try:
-                return await work()
-            except Unavailable as failure:
-                _log.warning("%s: %s; waiting for it", self.url, failure)
-                await attempts.pause(failure)
-                await self.wait_for_health()
+    def counts(self) -> EngineCounts:
+        """Return what it was asked so far."""
+        self._move(0)
+        return EngineCounts(self._requests, self.failures, self._in_flight_s)
+
+    def _move(self, num_sequences: int) -> None:
+        now = time.monotonic()
+        self._in_flight_s += self.in_flight * (now - self._counted_at)
+        self._counted_at = now
+        self.in_flight += num_sequences
 
     async def wait_for_health(self) -> None:
         """Wait until the server says that it works.
 
         Raises:
-            InferenceError: it did not within `ready_timeout_s`.
+            EngineLost: it did not within `ready_timeout_s`.
         """
         wait = Wait(self._ready_timeout_s)
         backoff_s = FIRST_BACKOFF_S
@@ -94,7 +131,7 @@ class Engine:
                 return
             except Unavailable as failure:
                 if wait.is_over():
-                    raise InferenceError(
+                    raise EngineLost(
                         f"the inference server {self.url} did not become ready within {self._ready_timeout_s:g} s "
                         f"({self._key}.ready_timeout_s): {failure}. Is it running at this address?"
                     ) from None
@@ -102,14 +139,15 @@ class Engine:
             backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
 
     async def check(self, *, model: str, seq_len: int) -> None:
-        """Wait for the server, and check that it serves `model` and sessions of `seq_len` tokens.
+        """Check that the server works, and serves `model` and sessions of `seq_len` tokens.
 
         Raises:
-            InferenceError: it does not answer in time, or serves another model.
+            Unavailable: it does not answer.
+            InferenceError: it serves another model.
             ConfigError: its longest session is shorter.
         """
-        await self.wait_for_health()
-        served = await self.retry(self.served)
+        await self._transport.get(self.url, HEALTH_ROUTE)
+        served = await self.served()
         if not same_model(served.model, model):
             raise InferenceError(
                 f"{self.url} serves the model '{printable(served.model)}', this run needs '{model}'. Start the server "
@@ -118,13 +156,14 @@ class Engine:
         try:
             cards = msgspec.json.decode(await self._transport.get(self.url, MODELS_ROUTE), type=ModelList).data
         except (InferenceError, Unavailable, ValueError, RecursionError):
-            return  # optional: the server itself refuses what is too long
+            cards = []  # optional: the server itself refuses what is too long
         longest = cards[0].max_model_len if cards else None
         if longest is not None and longest < seq_len:
             raise ConfigError(
                 f"sessions of {seq_len} tokens are more than {self.url} serves (model.max_len = {longest}). "
                 "Lower seq_len or raise model.max_len."
             )
+        self.is_checked = True
 
     async def served(self) -> ServedWeights:
         """Return what the server serves; see `HttpTransport.get` for errors."""

@@ -84,7 +84,8 @@ class HttpTransport:
         self._admin = {"Authorization": f"Bearer {token}"} if token else {}
         # Making a TLS context reads every root certificate: tens of milliseconds, for nothing on plain http.
         verify = httpx.create_ssl_context() if any(url.startswith("https:") for url in config.urls) else False
-        self._pools = [_new_pool(verify) for _ in range(max(1, config.max_concurrency // _POOL_CONNECTIONS))]
+        most = config.max_concurrency * len(config.urls)
+        self._pools = [_new_pool(verify) for _ in range(max(1, most // _POOL_CONNECTIONS))]
         self._next_pool = itertools.cycle(self._pools)
 
     async def close(self) -> None:

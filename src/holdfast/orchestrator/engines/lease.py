@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from contextlib import suppress
 
 from holdfast.orchestrator.engines.engine import Engine
 from holdfast.orchestrator.engines.http import HttpTransport, Unavailable
+from holdfast.orchestrator.engines.pool import EnginePool
 from holdfast.orchestrator.task_group import run_all
 from holdfast.shared.errors import InferenceError
 from holdfast.shared.files.run_dir import RunDir
@@ -25,13 +25,13 @@ class Lease:
     """Claims engines for a run, tells them that it lives, and gives them back.
 
     Args:
-        engines: of the run.
+        pool: the engines of the run.
         transport: to them; every request says whose it is once they are claimed.
         run_dir: of the run; None: it owns nothing.
     """
 
-    def __init__(self, engines: Sequence[Engine], transport: HttpTransport, run_dir: RunDir | None) -> None:
-        self._engines = engines
+    def __init__(self, pool: EnginePool, transport: HttpTransport, run_dir: RunDir | None) -> None:
+        self._pool = pool
         self._transport = transport
         self._run_dir = run_dir
         self._owner: Owner | None = None
@@ -58,7 +58,8 @@ class Lease:
         assert self._run_dir is not None, "a run claims its engines"
         owner = self._owner = owner_of(self._run_dir)
         self._transport.run_id = owner.run_id
-        await run_all(engine.retry(lambda engine=engine: engine.claim(owner)) for engine in self._engines)
+        # One that is away is claimed by a sign of life, or by the weights that it is given.
+        await self._pool.attend(lambda engine: engine.claim(owner))
         self._heartbeat = asyncio.create_task(self._send_heartbeats(owner))
         return owner
 
@@ -77,7 +78,7 @@ class Lease:
             except (InferenceError, Unavailable) as error:
                 _log.warning("%s was not given back, so other runs cannot use it yet: %s", engine.url, error)
 
-        await run_all(release(engine) for engine in self._engines)
+        await run_all(release(engine) for engine in self._pool.engines)
 
     async def close(self) -> None:
         """Send no more signs of life."""
@@ -95,6 +96,6 @@ class Lease:
                 _log.debug("%s did not hear a sign of life: %s", engine.url, error)
 
         while not self._is_released.is_set():
-            await asyncio.gather(*(claim(engine) for engine in self._engines))
+            await asyncio.gather(*(claim(engine) for engine in self._pool.engines))
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._is_released.wait(), _SIGN_OF_LIFE_S)

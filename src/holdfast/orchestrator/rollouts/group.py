@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from holdfast.orchestrator.engines.routing import Affinity
 from holdfast.orchestrator.environments.calls import CallTimeout, calling, result_of, sampling, traceback_of
 from holdfast.orchestrator.environments.contract import (
     PromptTooLong,
@@ -33,12 +34,12 @@ Outcome = list[Rollout] | Dropped
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of a batch; its group is sampled by the engine of index `engine`."""
+    """One problem of a batch; `affinity` is that of its group, whose sessions begin alike."""
 
     environment: Environment
     settings: EnvironmentConfig
     seed: TaskSeed
-    engine: int
+    affinity: Affinity = field(default_factory=Affinity, compare=False)
 
     @property
     def name(self) -> str:
@@ -145,7 +146,7 @@ def _new_session(
     async def sample_turn(token_ids: list[int], turn: int, max_tokens: int) -> Completion:
         seed = request_seed(problem.seed, step=step, sample_index=sample_index, turn=turn)
         with sampling():
-            return await sampler.sample(token_ids, max_tokens=max_tokens, seed=seed, engine=problem.engine)
+            return await sampler.sample(token_ids, max_tokens=max_tokens, seed=seed, affinity=problem.affinity)
 
     return Session(
         prompt_ids,

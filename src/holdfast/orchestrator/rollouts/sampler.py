@@ -7,13 +7,14 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from holdfast.orchestrator.engines.client import InferenceClient
+from holdfast.orchestrator.engines.routing import Affinity
 from holdfast.orchestrator.rollouts.generation_log import GenerationLog
 from holdfast.shared.process.heartbeat import moved
 from holdfast.shared.wire.inference_api import Completion, GenerateRequest
 from holdfast.shared.wire.sampling import Sampling
 
-# Engine, most tokens, prompt: sessions that agree on these can share a request.
-_Key = tuple[int, int, tuple[int, ...]]
+# Whose sessions they are, most tokens, prompt: those that agree on these can share a request.
+_Key = tuple[Affinity, int, tuple[int, ...]]
 
 _T = TypeVar("_T")
 
@@ -71,11 +72,11 @@ class Sampler:
                 one.cancel()
             await asyncio.gather(working, failing, return_exceptions=True)
 
-    async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int, engine: int) -> Completion:
+    async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int, affinity: Affinity) -> Completion:
         """Return one continuation of `token_ids`.
 
         Raises:
-            InferenceError: the engine refused or failed, or serves other weights again and again.
+            InferenceError: an engine refused, all failed, or they serve other weights again and again.
             RunDirError: what it sampled cannot be kept.
         """
         if self._failure is not None:
@@ -86,7 +87,7 @@ class Sampler:
             self.num_reused += 1
             return found
         loop = asyncio.get_running_loop()
-        key = (engine, max_tokens, tuple(token_ids))
+        key = (affinity, max_tokens, tuple(token_ids))
         waiting = self._gathering.get(key)
         if waiting is None:
             waiting = self._gathering[key] = {}
@@ -111,7 +112,7 @@ class Sampler:
         request.add_done_callback(self._requests.discard)
 
     async def _request(self, key: _Key, waiting: dict[int, asyncio.Future[Completion]]) -> None:
-        engine, max_tokens, prompt = key
+        affinity, max_tokens, prompt = key
         token_ids, seeds = list(prompt), list(waiting)
         try:
             request = GenerateRequest(
@@ -125,7 +126,7 @@ class Sampler:
                 top_k=self._sampling.top_k,
                 min_p=self._sampling.min_p,
             )
-            choices = await self._client.generate(request, engine=engine)
+            choices = await self._client.generate(request, affinity=affinity)
             moved()
             # Kept before any session sees it: what an environment acted on is found again after a kill.
             self._log.append(token_ids, max_tokens=max_tokens, seeds=seeds, completions=choices)

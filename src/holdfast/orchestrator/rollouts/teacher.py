@@ -10,6 +10,7 @@ from holdfast.orchestrator.current_phase import phase
 from holdfast.orchestrator.engines.answers import load_vocab_size
 from holdfast.orchestrator.engines.client import InferenceClient
 from holdfast.orchestrator.engines.fixed_weights import adopt_served_weights
+from holdfast.orchestrator.engines.routing import Affinity
 from holdfast.orchestrator.rollouts.generation_log import GenerationLog
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import CheckpointError, InferenceError
@@ -33,15 +34,15 @@ class Teacher:
     def __init__(self, client: InferenceClient, *, digest: str, max_concurrency: int) -> None:
         self.client = client
         self.digest = digest
-        self._slots = asyncio.Semaphore(max_concurrency)
+        self._slots = asyncio.Semaphore(max_concurrency * len(client.engines))
 
-    async def judge(self, rollout: Rollout, log: GenerationLog, *, place: int) -> None:
+    async def judge(self, rollout: Rollout, log: GenerationLog, *, affinity: Affinity) -> None:
         """Fill in the `reference_logprobs` of `rollout`. What `log` holds is not asked for again.
 
         Args:
             rollout: a finished one.
             log: of its batch.
-            place: decides which server is asked.
+            affinity: of its group.
 
         Raises:
             InferenceError: a server failed, or serves something else by now.
@@ -49,13 +50,13 @@ class Teacher:
         token_ids = rollout.token_ids.tolist()
         found = log.find(token_ids, max_tokens=_JUDGEMENT_TOKENS, seed=_JUDGEMENT_SEED)
         if found is None:
-            found = Completion(TokenIds(), await self._ask(token_ids, place=place), "judged", [])
+            found = Completion(TokenIds(), await self._ask(token_ids, affinity=affinity), "judged", [])
             log.append(token_ids, max_tokens=_JUDGEMENT_TOKENS, seeds=[_JUDGEMENT_SEED], completions=[found])
         pairs = zip(found.logprobs, rollout.loss_mask, strict=True)
         # 0 where nothing was sampled, as in `logprobs`: no loss looks there.
         rollout.reference_logprobs = Logprobs([value if sampled else 0.0 for value, sampled in pairs])
 
-    async def _ask(self, token_ids: list[int], *, place: int) -> Logprobs:
+    async def _ask(self, token_ids: list[int], *, affinity: Affinity) -> Logprobs:
         # One token must be sampled for the log-probabilities of a prompt; it is thrown away.
         request = GenerateRequest(
             token_ids=token_ids,
@@ -66,7 +67,7 @@ class Teacher:
             prompt_logprobs=True,
         )
         async with self._slots:
-            (choice,) = await self.client.generate(request, engine=place % self.client.num_engines)
+            (choice,) = await self.client.generate(request, affinity=affinity)
         given = choice.prompt_logprobs or []
         if len(given) != len(token_ids) - 1:
             raise InferenceError(

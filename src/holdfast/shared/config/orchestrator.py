@@ -114,16 +114,16 @@ class ServersConfig(Section):
     """Inference servers, and how long to wait for them."""
 
     urls: list[str] = Field(min_length=1)
-    """Base URL of every engine; requests are spread over them."""
+    """Base URL of every engine; a request goes to the one with the least to do, or that has its prefix."""
 
     timeout_s: float = Field(default=600.0, gt=0)
     """A request that has no answer after this long is waited for on, as long as its server is well."""
 
     ready_timeout_s: float = Field(default=900.0, gt=0)
-    """How long to wait for the servers to answer at the start."""
+    """How long to wait while no server answers, at the start and later."""
 
     max_concurrency: int = Field(default=256, ge=1)
-    """Most sessions in flight at once."""
+    """Most sessions in flight at once, for each of the servers."""
 
     @field_validator("urls")
     @classmethod
@@ -137,7 +137,7 @@ class ClientConfig(ServersConfig):
     """The inference servers of the policy. All get every weight update."""
 
     urls: list[str] = Field(default=["http://127.0.0.1:8000"], min_length=1)
-    """Base URL of every engine; requests are spread over them."""
+    """Base URL of every engine; a request goes to the one with the least to do, or that has its prefix."""
 
     admin_token_env: str = "HOLDFAST_ADMIN_TOKEN"
     """Environment variable with the admin token of the servers."""

@@ -85,8 +85,9 @@ def test_the_pauses_and_their_end_are_those_of_the_documentation(
     assert limit_s == 900
 
     async def fail() -> None:
-        asked = retry.RetryPolicy("http://host", limit_s, key="client.ready_timeout_s")
+        asked = retry.RetryPolicy(limit_s, key="client.ready_timeout_s")
         while True:
+            asked.count(failure, url="http://host")
             await asked.pause(failure)
 
     with pytest.raises(InferenceError, match="was lost"):

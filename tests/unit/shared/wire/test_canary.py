@@ -109,7 +109,7 @@ def test_an_engine_that_computes_something_else_is_refused(
 
     async def check() -> None:
         async with InferenceClient(ClientConfig(urls=[engine.url])) as client:
-            await check_canary(client, canary, weights_digest="digest")
+            await check_canary(client, client.engines[0], canary, weights_digest="digest")
 
     with serving(engine):
         if is_fine:

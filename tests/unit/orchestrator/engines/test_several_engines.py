@@ -1,0 +1,307 @@
+"""Several servers of one policy: who is asked, and what one costs that is lost, comes back, or never does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import HTTPException
+
+from holdfast.orchestrator.engines.engine import Engine
+from holdfast.orchestrator.engines.http import HttpTransport
+from holdfast.orchestrator.engines.routing import Affinity, choose
+from holdfast.orchestrator.environments.interface import Environment, Message, Score, Session, Task
+from holdfast.orchestrator.main import orchestrate
+from holdfast.orchestrator.seeds import TaskSeed
+from holdfast.shared.config.orchestrator import ClientConfig, OrchestratorConfig
+from holdfast.shared.errors import InferenceError
+from holdfast.shared.files import durable, journal
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.process.events import EVENTS_ENV
+from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, read_rollouts, serving
+
+STEPS = 6
+TWO_TURNS = [{"id": "test_several_engines:TwoTurns"}]
+PATIENT = {"ready_timeout_s": 60, "timeout_s": 60}
+
+
+class TwoTurns(Environment):
+    """Asks twice, and the second time for what follows from the first."""
+
+    def make_task(self, seed: TaskSeed) -> Task:
+        return Task(prompt=[Message("user", f"task {seed.index}")])
+
+    async def run(self, session: Session, task: Task) -> None:
+        first = await session.sample()
+        session.append_messages([Message("user", f"you said {len(first)}")])
+        await session.sample()
+
+    async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
+        return [Score(float(len(session.completion))) for session in sessions]
+
+
+def run(config: OrchestratorConfig) -> None:
+    with FakeTrainer(RunDir(config.output_dir), start=0, max_steps=config.max_steps):
+        asyncio.run(orchestrate(config))
+
+
+def configured(directory: Path, *engines: FakeEngine, client: dict[str, Any], **settings: Any) -> OrchestratorConfig:
+    client = {"urls": [engine.url for engine in engines]} | client
+    return make_config(directory, *engines, **{"max_steps": STEPS, "client": client} | settings)
+
+
+def rollouts_of(directory: Path, *engines: FakeEngine, client: dict[str, Any] = PATIENT, **settings: Any) -> object:
+    with serving(*engines):
+        run(configured(directory, *engines, client=client, **settings))
+    return read_rollouts(RunDir(directory), range(1, STEPS + 1))
+
+
+@pytest.fixture
+def expected(tmp_path: Path) -> object:
+    """What a run with one engine makes, which nothing disturbs."""
+    return rollouts_of(tmp_path / "alone", FakeEngine())
+
+
+def leave(engine: FakeEngine) -> None:
+    """Go away, as a server that is killed: what was in flight is lost, too."""
+    engine.is_away = True
+
+
+def come_back(engine: FakeEngine) -> None:
+    """Be started again, with the weights of model.name or with none."""
+    engine.version, engine.digest, engine.boot_id, engine.owner = None, None, "second", None
+    engine.is_away = False
+
+
+class LeavingEngine(FakeEngine):
+    """Leaves within its request number `leaves_at`, so that this is answered by nobody."""
+
+    leaves_at = 0
+
+    def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        if len(self.requests) == self.leaves_at:
+            leave(self)
+            raise RuntimeError("killed")
+        return super()._answer(body)
+
+
+def test_engines_share_the_work_and_what_they_sample_is_what_one_samples(tmp_path: Path, expected: object) -> None:
+    engines = [FakeEngine() for _ in range(3)]
+    assert rollouts_of(tmp_path / "three", *engines) == expected
+    assert [len(engine.requests) for engine in engines] == [STEPS] * 3, "one group each"
+    assert all(engine.pushed == [0, 1, 2, 3, 4] for engine in engines)
+    metrics = journal.read_batch(RunDir(tmp_path / "three"), STEPS).metrics
+    assert [metrics[f"engine/{number}/requests"] for number in range(3)] == [1.0] * 3
+    assert all(metrics[f"engine/{number}/failures"] == 0 < metrics[f"engine/{number}/in_flight"] for number in range(3))
+
+
+def test_the_next_turns_of_a_session_go_to_the_engine_that_has_its_prefix(tmp_path: Path) -> None:
+    engines = [FakeEngine() for _ in range(2)]
+    rollouts_of(tmp_path, *engines, environments=TWO_TURNS, problems_per_step=4)
+    for engine in engines:
+        prompts = [tuple(request["token_ids"]) for request in engine.requests]
+        first = {prompt for prompt, request in zip(prompts, engine.requests, strict=True) if len(request["seeds"]) > 1}
+        later = [prompt for prompt in prompts if prompt not in first]
+        assert first and later
+        assert all(any(prompt[: len(begin)] == begin for begin in first) for prompt in later)
+
+
+def test_the_engine_with_the_least_to_do_is_asked_but_for_a_prefix() -> None:
+    transport = HttpTransport(ClientConfig(), key="client")
+    home, other = (Engine(url, transport, key="client", ready_timeout_s=1) for url in ("home", "other"))
+    engines, affinity = [home, other], Affinity()
+    assert choose(engines, affinity) is home and affinity.engine is home
+    for at_home, at_other, chosen in [
+        (16, 0, home),  # not so many that it would matter
+        (17, 0, other),
+        (100, 80, home),  # many, but not many times as many
+        (100, 60, other),
+    ]:
+        home.in_flight, other.in_flight, affinity.engine = at_home, at_other, home
+        assert choose(engines, affinity) is chosen is affinity.engine
+        assert choose(engines, Affinity()) is other
+    assert choose([home], affinity) is home, "the other one was lost"
+
+
+def test_a_slow_engine_is_asked_less(tmp_path: Path, expected: object) -> None:
+    slow, fast = FakeEngine(), FakeEngine()
+    slow.on_generate = lambda _: asyncio.sleep(0.3)
+    # One group at a time for each of the two: whoever is done gets the next one.
+    one_group = PATIENT | {"max_concurrency": 4}
+    settings = {"problems_per_step": 9, "client": one_group}
+    many = rollouts_of(tmp_path / "one", FakeEngine(), **settings)
+    assert rollouts_of(tmp_path / "two", slow, fast, **settings) == many
+    assert len(slow.requests) + len(fast.requests) == 9 * STEPS and 3 * len(slow.requests) < len(fast.requests)
+
+
+@pytest.mark.parametrize("settings", [{}, {"environments": TWO_TURNS}], ids=["one turn", "two turns"])
+def test_a_lost_engine_costs_its_requests_and_comes_back_with_the_right_weights(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    expected = rollouts_of(tmp_path / "alone", FakeEngine(), **settings)
+    leaving, other = LeavingEngine(), FakeEngine()
+    leaving.leaves_at = 2
+
+    def return_later() -> None:
+        if other.version == 2 and leaving.is_away:  # the run went on meanwhile, and weights were pushed
+            come_back(leaving)
+
+    async def wait_for_it(_: int) -> None:
+        while other.version == 3 and leaving.version != 3:
+            await asyncio.sleep(0.01)
+
+    other.on_update, other.on_generate = return_later, wait_for_it
+    assert rollouts_of(tmp_path / "two", leaving, other, **settings) == expected
+    assert leaving.boot_id == "second" and other.pushed == [0, 1, 2, 3, 4], "nothing was pushed anew to the other one"
+    assert leaving.pushed[0] == 0 and set(leaving.pushed[1:]) in ({2, 3, 4}, {3, 4})
+    assert len(leaving.requests) > 2, "it was asked again"
+    metrics = [journal.read_batch(RunDir(tmp_path / "two"), step).metrics for step in range(1, STEPS + 1)]
+    assert sum(line["engine/0/failures"] for line in metrics) == 1
+    assert sum(line["engine/1/failures"] for line in metrics) == 0
+
+
+def test_an_engine_that_takes_weights_when_it_is_lost_holds_up_nobody(tmp_path: Path, expected: object) -> None:
+    leaving, other = FakeEngine(), FakeEngine()
+
+    def leave_at_two() -> None:
+        if leaving.version == 2:
+            leave(leaving)
+
+    leaving.on_update = leave_at_two
+    assert rollouts_of(tmp_path / "two", leaving, other) == expected
+    assert leaving.pushed == [0, 1, 2] and other.pushed == [0, 1, 2, 3, 4]
+
+
+def test_an_engine_that_starts_late_joins(tmp_path: Path, expected: object) -> None:
+    late, other = FakeEngine(is_away=True), FakeEngine()
+    other.on_update = lambda: come_back(late) if other.version == 1 else None
+
+    async def wait_for_it(_: int) -> None:
+        while other.version == 3 and late.version != 3:
+            await asyncio.sleep(0.01)
+
+    other.on_generate = wait_for_it
+    assert rollouts_of(tmp_path / "two", late, other) == expected
+    assert late.pushed[-1] == 4 and late.owner is None and len(late.released) == 1
+
+
+def test_all_engines_may_be_away_for_a_while(tmp_path: Path, expected: object) -> None:
+    class Returning(LeavingEngine):
+        def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
+            try:
+                return super()._answer(body)
+            finally:
+                if all(engine.is_away for engine in engines):
+                    for engine in engines:
+                        come_back(engine)
+
+    engines = [Returning(), Returning()]
+    for engine in engines:
+        engine.leaves_at = 3
+    assert rollouts_of(tmp_path / "two", *engines) == expected
+    assert all(engine.boot_id == "second" for engine in engines)
+
+
+def test_engines_that_stay_away_end_the_run_and_one_alone_does_not(
+    tmp_path: Path, expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    impatient = {"ready_timeout_s": 0.2, "timeout_s": 60}
+    monkeypatch.setenv(EVENTS_ENV, str(tmp_path / "events.jsonl"))
+    leaving, other = LeavingEngine(), FakeEngine()
+    leaving.leaves_at = 1
+    other.on_generate = lambda _: asyncio.sleep(0.3)
+    assert rollouts_of(tmp_path / "one", leaving, other, client=impatient) == expected
+    phases = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    (warning,) = [event for event in phases if event["phase"].startswith("WARNING")]
+    assert warning["url"] == leaving.url and "goes on without an inference server" in warning["phase"]
+
+    engines = [LeavingEngine(), LeavingEngine()]
+    for engine in engines:
+        engine.leaves_at = 2
+    with pytest.raises(
+        InferenceError, match=r"did not become ready within 0\.2 s \(client\.ready_timeout_s\)"
+    ) as ended:
+        rollouts_of(tmp_path / "none", *engines, client=impatient)
+    assert ended.value.exit_code == 3
+
+
+def other_model(engine: FakeEngine) -> None:
+    engine.model = "another/model"
+
+
+def other_owner(engine: FakeEngine) -> None:
+    engine.owner = "another run"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        pytest.param(other_model, "serves the model 'another/model'", id="another model"),
+        pytest.param(other_owner, "owned by the run in node:/elsewhere", id="another run's"),
+    ],
+)
+def test_an_engine_that_comes_and_is_another_ends_the_run(
+    tmp_path: Path, change: Callable[[FakeEngine], None], reason: str
+) -> None:
+    late, other = FakeEngine(is_away=True), FakeEngine()
+
+    def return_changed() -> None:
+        if other.version == 1:
+            come_back(late)
+            change(late)
+
+    other.on_update = return_changed
+    with pytest.raises(InferenceError, match=reason):
+        rollouts_of(tmp_path, late, other, max_steps=10_000)
+
+
+def test_an_engine_that_answers_wrong_again_and_again_is_asked_less_and_less(tmp_path: Path, expected: object) -> None:
+    """It takes the weights and says so, and then samples with others: nothing of that is kept."""
+    liar, honest = FakeEngine(admits_everything=True, lie_about_rollouts=2), FakeEngine()
+    assert rollouts_of(tmp_path / "two", liar, honest) == expected
+    metrics = [journal.read_batch(RunDir(tmp_path / "two"), step).metrics for step in range(1, STEPS + 1)]
+    assert sum(line["engine/0/failures"] for line in metrics) >= 1
+
+
+def test_one_of_two_teachers_may_be_lost(tmp_path: Path) -> None:
+    policy, leaving, other = FakeEngine(), LeavingEngine(), FakeEngine()
+    for one in (leaving, other):
+        one.model, one.version, one.digest = "the/teacher", 0, "fixed"
+    leaving.leaves_at = 3
+
+    def judged(directory: Path, *teachers: FakeEngine) -> object:
+        teacher = {"urls": [one.url for one in teachers], "model": "the/teacher", "mode": "logprobs"}
+        run(configured(directory, policy, client=PATIENT, teacher=teacher | {"ready_timeout_s": 60}))
+        return read_rollouts(RunDir(directory), range(1, STEPS + 1))
+
+    with serving(policy, leaving, other):
+        assert judged(tmp_path / "two", leaving, other) == judged(tmp_path / "one", other)
+    assert 3 <= len(leaving.requests) < len(other.requests) and leaving.pushed == []
+
+
+def test_weights_that_are_gone_when_an_engine_comes_back_are_not_missed(tmp_path: Path, expected: object) -> None:
+    """The trainer removes a version that no batch needs any more, and the next one is still to be published."""
+    leaving, other = LeavingEngine(), FakeEngine()
+    leaving.leaves_at = 2
+    weights = RunDir(tmp_path / "two").weights_of(1)
+    missed: list[int | None] = []
+
+    def refuse_what_is_gone() -> None:
+        if other.version == 1 and not weights.exists():
+            missed.append(other.version)
+            raise HTTPException(409, f"{weights} is not there")
+
+    async def remove_and_return(_: int) -> None:
+        if other.version == 1 and leaving.is_away:
+            durable.remove_directory(weights)
+            come_back(leaving)
+            while not missed:
+                await asyncio.sleep(0.01)
+
+    leaving.before_update, other.on_generate = refuse_what_is_gone, remove_and_return
+    assert rollouts_of(tmp_path / "two", leaving, other) == expected
+    assert missed and 1 not in leaving.pushed
