@@ -54,6 +54,7 @@ def pytest_configure() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["HF_DATASETS_CACHE"] = f"{_cache}/datasets"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking for GPUs must not keep forks from using them
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:  # in the background of a shell; commands would ignore it as well
             signal.signal(number, handler)
@@ -76,11 +77,18 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(_cache, ignore_errors=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files of tests into the order in which workers take them."""
-    from tests import order
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs a GPU where there is none; put files of tests into the order in which workers take them."""
+    if on_gpu := [item for item in items if item.get_closest_marker("gpu")]:
+        import torch
 
-    order.sort(items)
+        if not torch.cuda.is_available():
+            config.hook.pytest_deselected(items=on_gpu)
+            items[:] = [item for item in items if item not in on_gpu]
+    if config.pluginmanager.hasplugin("xdist"):
+        from tests import order
+
+        order.sort(items)
 
 
 def pytest_collection_finish() -> None:

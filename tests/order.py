@@ -30,7 +30,7 @@ _WITH_TRAINERS = [
     "test_remote_run", "test_resume_from_elsewhere", "test_ckpt_export", "test_family_ranks", "test_sft_stop",
     "test_keep_best", "test_scale_benchmark", "test_storage", "test_damage", "test_refusals", "test_kill_padded",
     "test_moe_files", "test_installed", "test_journal_benchmark", "test_checkpoint_ranks", "test_scalar_ranks",
-    "test_policy_metrics",
+    "test_policy_metrics", "test_gpu_checks",
 ]  # fmt: skip
 
 

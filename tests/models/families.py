@@ -329,7 +329,8 @@ def trainer_outcome(policy: Policy, samples: Sequence[Sample], *, pack: bool, bu
         world_size=1,
     )
     for indices in plan:
-        micro = build_micro_batch(samples, indices, pack=arrangement == "packed", device=torch.device("cpu"))
+        device = next(policy.parameters()).device
+        micro = build_micro_batch(samples, indices, pack=arrangement == "packed", device=device)
         logprobs_N, *_ = policy(
             micro.input_ids_BL,
             micro.position_ids_BL,

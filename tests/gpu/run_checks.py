@@ -1,0 +1,203 @@
+"""Checks that run commands: they start, compute what the CPU computes, repeat, resume, and end."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from holdfast.shared.files import manifest
+from holdfast.shared.files.run_dir import RunDir
+from tests.gpu.gpu_place import LARGE, Place
+from tests.runs.processes import HANG_S
+from tests.runs.training import LiveRun, SftRun, succeeded
+
+
+def digest(run: SftRun, step: int) -> str:
+    """Return the SHA-256 of the published weights."""
+    return hashlib.sha256(run.weights(step)).hexdigest()
+
+
+def starts(place: Place) -> None:
+    """The ranks start, though the launcher was asked about devices, and train in bfloat16."""
+    run = succeeded(place.run("starts", *place.small("--model.dtype", "bfloat16", "--max-steps", 5)))
+    losses = run.column("loss")
+    assert len(losses) == 5 and all(math.isfinite(loss) for loss in losses)
+    place.note("start", "loss of step 5 in bfloat16", losses[-1], "nats")
+
+
+VARIANTS: dict[str, list[object]] = {
+    "packed": [],
+    "unpacked": ["--no-data.pack"],
+    "activation_checkpointing": ["--model.activation-checkpointing"],
+    "compiled": ["--model.compile"],
+}
+BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
+
+
+def numbers(place: Place, dtype: str, variants: list[str], *, steps: int = 20) -> None:
+    """Losses are those of the CPU in float32."""
+    steps_flags = place.small("--max-steps", steps)
+    expected = succeeded(place.run("numbers_cpu", *steps_flags, device="cpu")).column("loss")
+    for name in variants:
+        flags = [*steps_flags, "--model.dtype", dtype, *VARIANTS[name]]
+        found = succeeded(place.run(f"numbers_{dtype}_{name}", *flags)).column("loss")
+        apart = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+        bound = BOUNDS[dtype]
+        place.note("numbers", f"losses apart from the CPU's, {dtype}, {name}", apart, "relative", f"<= {bound:g}")
+        assert apart <= bound, name
+
+
+def exactness(place: Place, *flags: object, steps: int = 20, is_exact: bool) -> None:
+    """Twice the same run, and one that is resumed half way, have the same bits."""
+    half = steps // 2
+    small = place.small("--model.dtype", "bfloat16", *flags)
+    kind = "deterministic" if is_exact else "plain"
+    first = succeeded(place.run(f"{kind}_1", *small, "--max-steps", steps))
+    second = succeeded(place.run(f"{kind}_2", *small, "--max-steps", half, "--ckpt"))
+    second = succeeded(place.run(f"{kind}_2", *small, "--max-steps", steps, "--ckpt.resume-step", half))
+    third = succeeded(place.run(f"{kind}_3", *small, "--max-steps", steps))
+    same = {"again": digest(third, steps), "resumed": digest(second, steps)}
+    for what, other in same.items():
+        is_same = other == digest(first, steps)
+        expected = "1" if is_exact else "whatever comes out"
+        place.note("exactness", f"weights of a {kind} run are the same {what}", float(is_same), "", expected)
+        assert is_same or not is_exact, what
+
+
+def rl_over_a_journal(place: Place) -> None:
+    """The trainer of `rl`, with all that can be beside the policy, learns from a journal what the CPU learns."""
+    pytest.importorskip("fastapi")  # the stand-in for an engine, which made the batches
+    from tests.faults.rl_trainers import STEPS, Trainers, make_journal
+    from tests.runs.rl import EVERYTHING
+
+    journal = make_journal(place.folder / "journal")
+    trainers = Trainers(place.folder / "policy", journal, place.folder)
+    losses = dict[str, list[float]]()
+    _write_policy(place.folder / "policy")
+    for device in ("cpu", place.device):
+        name = f"rl_{device}_{len(losses)}"
+        config = trainers.prepare(name, **EVERYTHING, parallel={"device": device, "threads": 1})
+        command = [*place.command(name, program="trainer")[: 1 if place.is_toy else 4], "@", str(config)]
+        run = succeeded(_run_trainer(place, command, place.folder / name))
+        losses[name] = run.column("value_loss") + run.column("loss")
+    first, second = losses.values()
+    assert len(first) == len(second) > STEPS
+    apart = max(abs(a - b) / max(1e-3, abs(b)) for a, b in zip(second, first, strict=True))
+    place.note("rl", "losses of policy and critic apart from the CPU's", apart, "relative", "<= 0.001")
+    assert apart <= 1e-3
+
+
+def _write_policy(directory: Path) -> None:
+    from tests.conftest import _write_model
+
+    directory.mkdir()
+    _write_model(directory, "qwen3", True, True, 0, {})
+
+
+def _run_trainer(place: Place, command: list[str], output: Path) -> SftRun:
+    from tests.runs.training import run_command
+
+    return run_command(command, output, starts_python=not place.is_toy)
+
+
+def speed(place: Place) -> None:
+    """Tokens per second and MFU, with and without recomputed activations and compiled layers."""
+    shape = {} if place.is_toy else LARGE
+    seq_len = 32 if place.is_toy else 8192
+    data = place.folder / "long.jsonl"
+    line = '{"prompt": "a", "completion": "' + "abcdefgh" * (seq_len // 8 - 1) + '"}\n'
+    data.write_text(line * 32)
+    settings: list[object] = [
+        "--model.name", place.model(**shape), "--model.init", "random", "--model.dtype", "bfloat16",
+        "--data.name", data, "--data.batch-size", 4, "--data.micro-batch-size", 1, "--data.seq-len", seq_len,
+        "--max-steps", 4,
+        "--model.logits-chunk-tokens", 1024,
+    ]  # fmt: skip
+    kinds: dict[str, list[object]] = {"recomputed": ["--model.activation-checkpointing"]}
+    if not place.is_toy:
+        kinds |= {"kept": [], "recomputed and compiled": ["--model.activation-checkpointing", "--model.compile"]}
+    for kind, flags in kinds.items():
+        run = place.run(f"speed_{len(kind)}", *settings, *flags)
+        if kind == "kept" and run.code != 0 and "out of memory" in run.output:
+            place.note("speed", "activations kept: out of memory", math.nan, "")
+            continue
+        succeeded(run)
+        for name, unit in (("tokens_per_s", "tokens/s"), ("mfu", ""), ("memory_gib", "GiB")):
+            values = run.column(name)
+            if values:
+                expected = ">= 0.3 on H100 and H200" if name == "mfu" else ""
+                place.note("speed", f"{name}, activations {kind}", values[-1], unit, expected)
+        assert len(run.column("tokens_per_s")) == 4
+
+
+def checkpoints(place: Place) -> None:
+    """A save stalls the training briefly; what a kill leaves is whole, and the run goes on."""
+    shape = {} if place.is_toy else LARGE
+    settings = [*place.small("--model.dtype", "bfloat16", "--ckpt.interval", 1, "--ckpt.keep", 2)]
+    settings[1] = place.model(**shape)
+    command = place.command("saves", *settings, "--max-steps", 1000)
+    if place.is_toy:
+        command[0] = str(Path(sys.executable).with_name("sft"))
+    with LiveRun(command, place.folder / "saves") as run:
+        run.wait_for("step    3/")
+        run.process.send_signal(signal.SIGKILL)
+        for pid in run.descendants:
+            _gone(pid)
+    run_dir = RunDir(place.folder / "saves")
+    steps = run_dir.committed_steps()
+    for step in steps:
+        manifest.verify(run_dir.checkpoint(step))
+    again = succeeded(place.run("saves", *settings, "--max-steps", 5, "--ckpt.resume-step", "auto"))
+    # A line is written before its own checkpoint, and has the time of the one before.
+    stalls = again.column("time/checkpoint")
+    assert again.column("step") == [1, 2, 3, 4, 5]
+    place.note("checkpoints", "stall of a save, the least", min(stalls), "s", "< 1 on H100 and H200 at 4B")
+
+
+def ends(place: Place) -> None:
+    """A killed rank ends the run, which says so, and leaves the device free."""
+    free = torch.cuda.mem_get_info()[0] if place.device == "cuda" else 0
+    for number, code in ((signal.SIGKILL, 1), (signal.SIGTERM, 1)):
+        command = place.command(f"ends_{number}", *place.small("--max-steps", 100000))
+        if place.is_toy:
+            command[0] = str(Path(sys.executable).with_name("sft"))
+        with LiveRun(command, place.folder / f"ends_{number}") as run:
+            run.wait_for("step      2/")
+            (rank,) = run.ranks()
+            begin = time.monotonic()
+            rank.send_signal(number)
+            assert run.wait(within_s=HANG_S) == code, run.output
+            place.note("ends", f"seconds to the end, {signal.Signals(number).name} to the rank", _since(begin), "s")
+            for pid in run.descendants:
+                _gone(pid)
+    if place.device == "cuda":
+        left = free - torch.cuda.mem_get_info()[0]
+        place.note("ends", "memory of the device that was left", left / 2**20, "MiB", "about 0")
+        assert left < 256 * 2**20
+
+
+def _since(begin: float) -> float:
+    return time.monotonic() - begin
+
+
+def _gone(pid: int) -> None:
+    try:
+        psutil.Process(pid).wait(HANG_S)
+    except psutil.NoSuchProcess:
+        return
+
+
+def out_of_memory(place: Place) -> None:
+    """What does not fit ends the run with a message, not a hang. Needs a device whose memory ends."""
+    settings = place.small("--model.dtype", "bfloat16", "--max-steps", 2)
+    settings[1] = place.model(hidden_size=65536, intermediate_size=262144, num_hidden_layers=64)
+    run = place.run("oom", *settings)
+    assert run.code == 1 and "out of memory" in run.output.lower(), run.output

@@ -1,0 +1,73 @@
+"""What can be known on a GPU alone. `python -m tests.gpu` runs it and prints the table for docs/gpu.md.
+
+Every check is a function of a device; `tests/unit/project/test_gpu_checks.py` runs them on a CPU, at toy size.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from holdfast.trainer.mesh import Mesh
+from tests.gpu import device_checks, run_checks
+from tests.gpu.gpu_place import Place
+from tests.models.families import FAMILIES
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
+REFUSED = {"falcon (alibi)", "rwkv", "qwen3_vl_text"}
+
+
+def test_the_ranks_start(place: Place) -> None:
+    run_checks.starts(place)
+
+
+def test_rl_learns_from_a_journal_what_the_cpu_learns(place: Place) -> None:
+    run_checks.rl_over_a_journal(place)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_losses_are_those_of_the_cpu(dtype: str, place: Place) -> None:
+    run_checks.numbers(place, dtype, list(run_checks.VARIANTS))
+
+
+def test_how_exact_a_plain_run_is(place: Place) -> None:
+    run_checks.exactness(place, is_exact=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("window", [None, 4096])
+def test_attention(dtype: torch.dtype, window: int | None, place: Place) -> None:
+    device_checks.attention(place, dtype, window)
+
+
+def test_the_head(place: Place) -> None:
+    device_checks.head(place)
+
+
+def test_nothing_waits_between_micro_batches(place: Place, mesh: Mesh) -> None:
+    device_checks.no_waiting(place, mesh)
+
+
+@pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.name not in REFUSED])
+def test_families(name: str, place: Place, mesh: Mesh) -> None:
+    device_checks.family(place, mesh, name)
+
+
+def test_publishing(place: Place, mesh: Mesh) -> None:
+    device_checks.files_for_engines(place, mesh)
+
+
+def test_speed(place: Place) -> None:
+    run_checks.speed(place)
+
+
+def test_checkpoints(place: Place) -> None:
+    run_checks.checkpoints(place)
+
+
+def test_ends(place: Place) -> None:
+    run_checks.ends(place)
+
+
+def test_out_of_memory(place: Place) -> None:
+    run_checks.out_of_memory(place)

@@ -1,0 +1,81 @@
+"""The checks of `tests/gpu` on a CPU, at toy size: so that they work on the day there is a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.models.varlen import KERNELS, Kernel
+from tests.gpu import device_checks, run_checks
+from tests.gpu.__main__ import main, table
+from tests.gpu.gpu_place import FIGURES_ENV, Place
+from tests.models.per_sample import PerSample
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place("cpu", tmp_path, is_toy=True)
+
+
+def numbers(place: Place) -> None:
+    run_checks.numbers(place, "float32", ["unpacked"], steps=3)
+
+
+def exactness(place: Place) -> None:
+    run_checks.exactness(place, steps=4, is_exact=True)
+
+
+@pytest.mark.parametrize("check", [run_checks.starts, device_checks.head])
+def test_checks_pass_on_a_cpu(check: Callable[[Place], None], place: Place) -> None:
+    check(place)
+    assert place.figures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "check",
+    [numbers, exactness, run_checks.speed, run_checks.checkpoints, run_checks.ends, run_checks.rl_over_a_journal],
+)
+def test_long_checks_pass_on_a_cpu(check: Callable[[Place], None], place: Place) -> None:
+    check(place)
+    assert place.figures
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("window", [None, 5])
+def test_attention(dtype: torch.dtype, window: int | None, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = PerSample()
+    monkeypatch.setitem(KERNELS, "cpu", Kernel(kernel, frozenset({torch.bfloat16}), 64))
+    device_checks.attention(place, dtype, window)
+    assert (kernel.calls > 0) == (dtype == torch.bfloat16) and "cpu" in KERNELS
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "mamba", "lfm2"])
+def test_families(name: str, place: Place, mesh: Mesh) -> None:
+    device_checks.family(place, mesh, name)
+
+
+@pytest.mark.parametrize("check", [device_checks.no_waiting, device_checks.files_for_engines])
+def test_checks_of_one_rank(check: Callable[[Place, Mesh], None], place: Place, mesh: Mesh) -> None:
+    check(place, mesh)
+    assert place.figures
+
+
+def test_figures_become_a_table(place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(FIGURES_ENV, str(tmp_path / "figures"))
+    place.note("speed", "tokens", 1234.5678, "tokens/s", ">= 1")
+    place.note("speed", "memory", 2, "GiB")
+    assert table((tmp_path / "figures").read_text().splitlines()).splitlines()[2:] == [
+        "| speed | tokens | 1235 tokens/s | >= 1 |",
+        "| speed | memory | 2 GiB |  |",
+    ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_runner_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "torch finds no GPU here" in capsys.readouterr().err
