@@ -36,7 +36,7 @@ def main() -> int:
     arguments = parse_arguments()
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
-    victims = shares(ranks=arguments.ranks)
+    victims = shares(ranks=arguments.ranks, engines=arguments.engines)
     hits = draw(
         arguments.kills,
         arguments.seed,
@@ -51,7 +51,8 @@ def main() -> int:
     max_steps = steps_of(len(hits))
     flags = (*SMALL_BATCH, "--max-steps", str(max_steps), "--ckpt.interval", "2", "--ckpt.keep", "3")
     flags = (*flags, "--trainer.parallel.num-ranks", str(arguments.ranks))
-    flags = (*flags, "--trainer.parallel.threads", "1", "--inference.server.port", str(arguments.port or free_port()))
+    flags = (*flags, "--trainer.parallel.threads", "1", "--inference.engines", str(arguments.engines))
+    flags = (*flags, "--inference.server.port", str(arguments.port or free_port(arguments.engines)))
     turns = 1
     if arguments.slow_tool:
         turns = 2
@@ -98,8 +99,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--evictions", type=int, default=0, help="how often the run goes on on an empty machine")
     parser.add_argument("--slow-tool", action="store_true", help="sessions of two turns with a slow tool between them")
     parser.add_argument("--ranks", type=int, default=1, help="of the trainer")
+    parser.add_argument("--engines", type=int, default=1, help="inference servers of the run")
     parser.add_argument("--seed", type=int, default=1, help="of the schedule")
-    parser.add_argument("--port", type=int, help="of the inference server; unset: a free one")
+    parser.add_argument("--port", type=int, help="of the (first) inference server; unset: a free one")
     parser.add_argument("--timeout-s", type=float, default=3600.0, help="deal no more hits after this time")
     parser.add_argument("--keep", type=Path, help="where the runs are kept; unset: removed when all is well")
     return parser.parse_args()

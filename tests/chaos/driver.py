@@ -20,7 +20,6 @@ from tests.chaos.witness import Progress, Witness
 from tests.runs.processes import command_line
 from tests.runs.rl import POLL_S, RlRun
 
-_MODULES = {"orchestrator": "holdfast.orchestrator.main", "inference": "holdfast.inference.main"}
 _RECOVERY_TIMEOUT_S = 240.0
 _RESUME = ("--ckpt.resume-step", "auto")
 # So often that the limit is no subject, and forgotten so soon that the delays stay short.
@@ -351,8 +350,14 @@ def find_process(run: RlRun, victim: str) -> psutil.Process | None:
             position = 0 if victim == "trainer" else 1 + int(victim.removeprefix("rank_"))
             found = run.find("holdfast.trainer.launch")  # it starts the ranks, in their order
             return found[position] if len(found) > position else None
-        found = run.find(_MODULES["inference" if victim == "engine" else victim])
-        if victim == "engine":
+        if victim == "orchestrator":
+            found = run.find("holdfast.orchestrator.main")
+        else:
+            # By its configuration, which is called as the process: one of several servers is another's neighbour.
+            name = victim.replace("engine", "inference")
+            found = run.find("holdfast.inference.main")
+            found = [one for one in found if any(word.endswith(f"/{name}.toml") for word in command_line(one))]
+        if victim.startswith("engine"):
             children = found[0].children() if found else []
             found = [child for child in children if "EngineCore" in "".join(command_line(child))]
         return found[0] if found else None

@@ -9,7 +9,6 @@ from typing import Literal
 
 Kind = Literal["SIGKILL", "SIGSTOP", "full", "freeze", "away", "evict", "EIO"]
 DISK, RUN, STORE, MACHINE = "disk", "run", "store", "machine"
-_SERVER = ("inference", "engine")
 # This share of the hits does not wait for the run to go on after the hit before.
 _DURING_RECOVERY_SHARE = 0.25
 STEPS_PER_HIT = 4
@@ -37,18 +36,19 @@ class Hit:
     delay_s: float
 
 
-def shares(*, ranks: int = 1, server: bool = True) -> dict[str, float]:
+def shares(*, ranks: int = 1, engines: int = 1) -> dict[str, float]:
     """Return the share of every victim in the kills: what takes longest to come back is hit least.
 
     They are `orchestrator`, `rank_K` of the trainer, `trainer` (the process that starts the ranks), `launcher`,
-    `inference` and `engine` (its child).
+    `inference` and `engine` (its child), or `inference_K` and `engine_K` of several.
 
     Args:
-        server: the inference server is the run's own; otherwise it is nobody's victim.
+        engines: inference servers of the run's own; others are nobody's victims.
     """
     share = {"orchestrator": 8.0, "trainer": 3.0, "launcher": 2.0}
     share |= {f"rank_{rank}": 6 / ranks for rank in range(ranks)}
-    return share | (dict.fromkeys(_SERVER, 1.0) if server else {})
+    ends = [""] if engines == 1 else [f"_{number}" for number in range(engines)]
+    return share | {f"{name}{end}": 1.0 for end in ends for name in ("inference", "engine")}
 
 
 def draw(

@@ -26,7 +26,7 @@ def test_a_run_that_is_hit_again_and_again_ends_as_the_undisturbed_one(
 ) -> None:
     """Also where the disk fills up meanwhile, if one can be mounted here."""
     flags = (*rl_server.flags, "--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2")
-    victims = shares(server=False)  # the inference server is somebody else's
+    victims = shares(engines=0)  # the inference server is somebody else's
     with SmallDisk(tmp_path / "small", size_mib=_DISK_MIB) as small:
         disk = small if small.problem is None else None
         hits = draw(_KILLS, _SEED, victims, stops=_STOPS, full_disks=int(disk is not None), steps_per_hit=2)
@@ -45,7 +45,8 @@ def test_a_run_that_is_hit_again_and_again_ends_as_the_undisturbed_one(
 
 
 def test_a_schedule_can_be_repeated_and_hits_everybody() -> None:
-    everybody = shares(ranks=2)
+    everybody = shares(ranks=2, engines=2)
+    assert {"inference_0", "engine_1"} <= everybody.keys()
     assert draw(60, 1, everybody) == draw(60, 1, everybody) != draw(60, 2, everybody)
     assert {hit.victim for hit in draw(len(everybody), 3, everybody)} == set(everybody)
     others = {"freezes": 4, "outages": 3, "evictions": 2, "read_errors": 1}

@@ -7,6 +7,7 @@ import signal
 from holdfast.commands.launcher.engine_log import engine_failure
 from holdfast.commands.launcher.restarts import Restarts
 from holdfast.commands.launcher.supervise import Child, last_lines
+from holdfast.shared.config.inference import is_engine
 from holdfast.shared.config.trainer import TrainingCommand
 from holdfast.shared.errors import NOT_SAVED, STORAGE_FAILED, STUCK, ProcessDied, ReadError
 from holdfast.shared.files.run_dir import RunDir
@@ -14,7 +15,7 @@ from holdfast.shared.files.run_dir import RunDir
 
 def engine_failure_of(child: Child) -> str | None:
     """Return why the engine of a dead inference server failed; None where something killed either."""
-    if child.name != "inference" or child.process.returncode < 0:
+    if not is_engine(child.name) or child.process.returncode < 0:
         return None
     return engine_failure(child.log, begin=child.log_begin)
 

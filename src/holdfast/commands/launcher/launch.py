@@ -48,7 +48,7 @@ def launch_training(config: TrainingCommand) -> int:
 
 
 def launch_rl(config: RlConfig) -> int:
-    """Run trainer, orchestrator and, unless one is there, an inference server; return the exit code."""
+    """Run trainer, orchestrator and, unless some are there, inference servers; return the exit code."""
     picks_port = picks_its_port(config)
     config = hand_down_shared(config)
     with chosen_servers(config, picks_port=picks_port) as servers:
@@ -85,17 +85,22 @@ def _plan_rl(config: RlConfig, *, starts_inference: bool, again: bool = False) -
     _share_cores(trainer, inference)
     sections = {"trainer": trainer, "orchestrator": orchestrator, "inference": inference}
     paths = {name: write_config(attempt, name, section, dry_run=config.dry_run) for name, section in sections.items()}
-    write_config(attempt, "rl", config, dry_run=config.dry_run)
+    write_config(attempt, "rl", config, dry_run=config.dry_run, tells=False)
     commands = {
         "trainer": _trainer(trainer, paths["trainer"]),
         "orchestrator": module_command("holdfast.orchestrator.main", str(paths["orchestrator"])),
     }
+    health: dict[str, Health] = {}
     if starts_inference:
-        server = module_command("holdfast.inference.main", str(paths["inference"]), str(attempt.run_dir.path))
-        commands = {"inference": server, **commands}
-    # The server itself says when its engine takes too long.
-    health = Health(f"{inference.server.url}/health", inference.server.health_timeout_s + _ANSWERING_S)
-    return Plan(attempt, commands, trainer, list(paths.values()), {"inference": health} if starts_inference else {})
+        servers = {}
+        for name, one in inference.of_each().items():
+            if name not in paths:  # one of several, whose settings were told with those of all
+                paths[name] = write_config(attempt, name, one, dry_run=config.dry_run, tells=False)
+            servers[name] = module_command("holdfast.inference.main", str(paths[name]), str(attempt.run_dir.path))
+            # The server itself says when its engine takes too long.
+            health[name] = Health(f"{one.server.url}/health", one.server.health_timeout_s + _ANSWERING_S)
+        commands = servers | commands
+    return Plan(attempt, commands, trainer, list(paths.values()), health)
 
 
 def launch_orchestrator(config: OrchestratorConfig) -> int:
@@ -155,12 +160,13 @@ def _become(argv: list[str], process: str) -> int:
 
 
 def _share_cores(trainer: TrainerConfig, inference: InferenceConfig) -> None:
-    """Give trainer and engine their own cores."""
+    """Give trainer and engines their own cores."""
     cores = available_cores()  # two thread teams on the same cores are ruinous
     if trainer.parallel.threads is None:
         trainer.parallel.threads = max(1, cores // 2 // trainer.parallel.num_ranks)
     if inference.engine.threads is None:
-        inference.engine.threads = max(1, cores - trainer.parallel.threads * trainer.parallel.num_ranks)
+        left = cores - trainer.parallel.threads * trainer.parallel.num_ranks
+        inference.engine.threads = max(1, left // inference.engines)
 
 
 def _print_plan(plan: Plan) -> int:

@@ -47,21 +47,34 @@ def reserve(host: str, port: int) -> Reservation | None:
     return reservation
 
 
-def reserve_first_free(host: str, first: int) -> Reservation:
-    """Reserve the first free port from `first` on.
+def reserve_first_free(host: str, first: int, *, count: int = 1) -> list[Reservation]:
+    """Reserve the first `count` free ports from `first` on that lie one behind the other.
 
     Raises:
-        ConfigError: there is none among `NUM_CANDIDATES`.
+        ConfigError: there are none among `NUM_CANDIDATES`.
     """
-    last = min(first + NUM_CANDIDATES - 1, 65535)
+    last = min(first + NUM_CANDIDATES + count - 2, 65535)
+    held: list[Reservation] = []
     for port in range(first, last + 1):
         reservation = reserve(host, port)
-        if reservation is not None:
-            return reservation
+        if reservation is None:
+            release_all(held)
+        else:
+            held.append(reservation)
+        if len(held) == count:
+            return held
+    release_all(held)
+    free = "no port" if count == 1 else f"not {count} ports in a row"
     raise ConfigError(
-        f"no port from {first} to {last} is free on {host}. Name one with --inference.server.port, or another address "
-        "with --inference.server.host."
+        f"{free} from {first} to {last} {'is' if count == 1 else 'are'} free on {host}. Name one with "
+        "--inference.server.port, or another address with --inference.server.host."
     )
+
+
+def release_all(held: list[Reservation]) -> None:
+    """Let go of all ports in the list, and empty it."""
+    while held:
+        held.pop().release()
 
 
 def _can_bind(host: str, port: int) -> bool:

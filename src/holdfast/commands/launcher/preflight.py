@@ -115,8 +115,6 @@ def check_rl(config: RlConfig, *, starts_inference: bool) -> None:
     Raises:
         ConfigError, DataError: what cannot be used.
     """
-    if config.inference.engines > 1:
-        raise ConfigError(f"inference.engines = {config.inference.engines}: `rl` starts one engine only")
     if starts_inference:
         require_vllm()
     check_training(config.trainer)

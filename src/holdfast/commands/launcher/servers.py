@@ -20,7 +20,7 @@ from http.client import HTTPException
 
 import msgspec
 
-from holdfast.commands.launcher.ports import Reservation, reserve, reserve_first_free
+from holdfast.commands.launcher.ports import Reservation, release_all, reserve, reserve_first_free
 from holdfast.shared.config.rl import RlConfig
 from holdfast.shared.errors import InferenceError
 from holdfast.shared.files.run_dir import RunDir
@@ -78,7 +78,7 @@ class Servers:
     """What a run samples with.
 
     Attributes:
-        starts_own: the run starts a server of its own at the address in its configuration.
+        starts_own: the run starts servers of its own at the addresses in its configuration.
         line: what to tell the user about it; empty where nothing is to be told.
     """
 
@@ -121,7 +121,7 @@ class _Choice:
         self._teachers = {url.rstrip("/") for url in teacher.urls} if teacher else set[str]()
         self._claimed: list[str] = []
         self._to_give_back: list[str] = []
-        self._reservation: Reservation | None = None
+        self._held: list[Reservation] = []
         self._is_over = threading.Event()
         self._living = threading.Thread(target=self._give_signs_of_life, daemon=True)
 
@@ -136,14 +136,15 @@ class _Choice:
         config = self._config
         if config.orchestrator.is_sampled_by_teacher:
             return Servers(False, "the teacher samples: the policy needs no inference server")
-        address, urls = config.inference.server.url, config.orchestrator.client.urls
+        own, urls = config.inference.urls, config.orchestrator.client.urls
         begin = told = time.monotonic()
         while True:
             try:
                 return self._choose(picks_port=picks_port)
             except _Taken as taken:
+                release_all(self._held)
                 if picks_port:
-                    return self._own_server(address, str(taken))
+                    return self._own_servers(str(taken))
                 if taken.may_be_ending and self._was_cut_off and time.monotonic() < begin + _ENDING_S:
                     if told == begin:
                         told = time.monotonic()
@@ -152,7 +153,7 @@ class _Choice:
                     time.sleep(_LOOK_AGAIN_S)  # nothing tells when another process lets go of a port
                     continue
                 other = "choose another port with --inference.server.port"
-                if urls != [address]:
+                if urls != own:
                     other = "name other servers with --orchestrator.client.urls"
                 raise _refusal(f"{taken}. Wait for it, or {other}.") from None
 
@@ -168,22 +169,31 @@ class _Choice:
             _Taken: the address is not for this run.
         """
         config = self._config
-        address, urls = config.inference.server.url, config.orchestrator.client.urls
+        own, urls = config.inference.urls, config.orchestrator.client.urls
         for url in urls:
             if url.rstrip("/") in self._teachers:
                 raise _Taken(f"{url} is where the teacher is served (orchestrator.teacher.urls)")
-            if url != address:
+            if url not in own:
                 self._claim_if_there(url)
-        if address not in urls:
+        starts = [url for url in own if url in urls]
+        if len(own) > 1 and len(starts) < len(own):
+            raise _refusal(
+                f"inference.engines = {len(own)} starts servers at {', '.join(own)}, and orchestrator.client.urls "
+                f"names {len(starts)} of them: name all, or leave one of the two settings out"
+            )
+        if not starts:
             return Servers(False, f"using the inference servers at {', '.join(urls)}")
-        if (model := self._use(address, anyones=not picks_port)) is not None:
-            return Servers(False, f"using the inference server that answers at {address} (model {model})")
+        # Several are always started: which of them were there already would be hard to tell.
+        if len(own) == 1 and (model := self._use(own[0], anyones=not picks_port)) is not None:
+            return Servers(False, f"using the inference server that answers at {own[0]} (model {model})")
         if picks_port:
-            return self._own_server(address, "another run or program has it")
+            return self._own_servers("another run or program has it")
         if not config.dry_run:
-            self._reservation = reserve(config.inference.server.host, config.inference.server.port)
-            if self._reservation is None:
-                raise _Taken(f"{address} is in use, by a run that starts or by another program", may_be_ending=True)
+            for number, url in enumerate(own):
+                reservation = reserve(config.inference.server.host, config.inference.server.port + number)
+                if reservation is None:
+                    raise _Taken(f"{url} is in use, by a run that starts or by another program", may_be_ending=True)
+                self._held.append(reservation)
         return Servers(True, "")
 
     def end(self) -> None:
@@ -201,8 +211,7 @@ class _Choice:
                 if isinstance(getattr(error, "reason", None), ConnectionRefusedError):
                     continue  # it has ended
                 print(f"{url} was not given back, so other runs cannot use it yet: {error}")
-        if self._reservation is not None:
-            self._reservation.release()
+        release_all(self._held)
 
     def _give_signs_of_life(self) -> None:
         while not self._is_over.wait(_SIGN_OF_LIFE_S):
@@ -212,21 +221,27 @@ class _Choice:
                 except _FAILURES:  # the orchestrator says what is wrong, when it needs the server
                     continue
 
-    def _own_server(self, address: str, why: str) -> Servers:
-        """Start a server of this run at the first free port."""
-        server = self._config.inference.server
-        wanted = server.port
-        self._reservation = reserve_first_free(server.host, wanted)
-        server.port = self._reservation.port
-        while server.url in self._teachers:  # which may not have started yet
-            self._reservation.release()
-            self._reservation = reserve_first_free(server.host, server.port + 1)
-            server.port = self._reservation.port
-        # After the loop, which may have changed the port and so the address.
-        self._config.orchestrator.client.urls = [self._config.inference.server.url]
+    def _own_servers(self, why: str) -> Servers:
+        """Start servers of this run at the first free ports."""
+        inference = self._config.inference
+        server, count = inference.server, inference.engines
+        first = wanted = server.port
+        while True:
+            self._held = reserve_first_free(server.host, first, count=count)
+            server.port = self._held[0].port
+            if self._teachers.isdisjoint(inference.urls):  # which may not have started yet
+                break
+            release_all(self._held)
+            first = server.port + 1
+        # After the loop, which may have changed the ports and so the addresses.
+        self._config.orchestrator.client.urls = inference.urls
         if server.port == wanted:
             return Servers(True, "")
-        return Servers(True, f"port {wanted} is not free ({why}): the inference server of this run gets {server.port}")
+        if count == 1:
+            gets = f"the inference server of this run gets {server.port}"
+        else:
+            gets = f"the inference servers of this run get {server.port} to {server.port + count - 1}"
+        return Servers(True, f"port {wanted} is not free ({why}): {gets}")
 
     def _use(self, address: str, *, anyones: bool) -> str | None:
         """Claim the server at `address` and return its model; None where nobody listens.

@@ -30,7 +30,7 @@ class Child:
     """One process of a run.
 
     Attributes:
-        name: `trainer`, `orchestrator` or `inference`.
+        name: `trainer`, `orchestrator`, `inference`, or of several servers `inference_0` and on.
         log: file that its stdout and stderr go to, behind those of its predecessors.
         log_begin: where its own begins.
         is_service: runs until stopped; ending by itself is a failure even with exit code 0.
@@ -153,6 +153,11 @@ class Supervisor:
             has_done_its_work=child.has_done_its_work,
             host=child.host,
         )
+
+    def give_up(self, child: Child) -> None:
+        """Go on without a dead child."""
+        child.process.clear(STOP_TIMEOUT_S)
+        self.children.remove(child)
 
     def kill(self, child: Child) -> None:
         """Kill a child and its children."""

@@ -1,8 +1,8 @@
 """Watching a run: showing what it does, starting again what died, saving before a stop, saying how it ended.
 
 What a death costs:
-- inference: it is started again; the orchestrator waits, gives it the weights it should have, and asks
-  again for what was in flight, with the same seeds.
+- inference: it is started again; the orchestrator gives it the weights it should have; what was in flight is asked
+  again, with the same seeds, of it or of another one. One of several that dies too often is left out.
 - orchestrator: it is started again and goes on behind the last journaled batch; the trainer waits.
 - trainer (any rank): trainer and orchestrator are started again as a new attempt, from the newest
   checkpoint; batches in the journal and finished generations are used again.
@@ -27,6 +27,7 @@ from holdfast.commands.launcher.restarts import Restarts
 from holdfast.commands.launcher.storage_backoff import StorageBackoff, fullest
 from holdfast.commands.launcher.supervise import Child, Supervisor
 from holdfast.commands.resume.attempt import Attempt
+from holdfast.shared.config.inference import is_engine
 from holdfast.shared.config.trainer import TrainingCommand
 from holdfast.shared.errors import (
     STORAGE_FAILED,
@@ -98,7 +99,7 @@ def watch(plan: Plan, healing: Healing | None = None) -> int:
     period_s = min(PROBE_PERIOD_S, timeout_s / 4)
     with place_of_beats(run_dir.path) as beats, Supervisor() as supervisor:
         monitors = {
-            name: LivenessMonitor(beats / name, plan.health.get(name), probe_period_s=period_s)
+            name: LivenessMonitor(_beat_of(beats, name), plan.health.get(name), probe_period_s=period_s)
             for name in plan.commands
         }
         try:
@@ -177,7 +178,7 @@ class _Watcher:
                 EVENTS_ENV: str(self._logs / "events.jsonl"),
                 PROCESS_ENV: name,
                 # Nobody looks at them where nothing heals. A run within a run must not beat for the outer one.
-                HEARTBEAT_ENV: str(self._beats / name) if self._healing is not None else "",
+                HEARTBEAT_ENV: str(_beat_of(self._beats, name)) if self._healing is not None else "",
             }
             # Before it starts: beats of its predecessor must not speak for it.
             self._monitors[name].forget()
@@ -186,7 +187,7 @@ class _Watcher:
                 argv,
                 self._logs / f"{name}.log",
                 environment=environment,
-                is_service=name == "inference",
+                is_service=is_engine(name),
                 has_done_its_work=self._has_weights if name == "trainer" else self._has_all_batches,
             )
 
@@ -247,8 +248,13 @@ class _Watcher:
         """
         if child.process.returncode == STORAGE_FAILED:
             number = self._wait_for_storage(self._death_of(child))
+        elif (delay_s := self._restart_delay_s(child)) is not None:
+            number = self._wait_to_restart(child, delay_s)
+        elif self._can_spare(child):
+            return self._go_on_without(child)
         else:
-            number = self._wait_to_restart(child)
+            self._supervisor.stop()
+            raise self._death_of(child)
         if number is not None:
             return number
         if child.name == "trainer" and self._healing is not None:
@@ -294,25 +300,41 @@ class _Watcher:
         )
         return self._supervisor.pause(delay_s, self._refresh_waiting)
 
-    def _wait_to_restart(self, child: Child) -> int | None:
-        """Wait out the delay before `child` is started again; return the number of a signal that came meanwhile.
-
-        Raises:
-            ProcessDied: it is not to be started again.
-        """
-        failure = engine_failure_of(child)
+    def _restart_delay_s(self, child: Child) -> float | None:
+        """Return the seconds to wait before `child` is started again; None: it is not."""
         step = self._console.last_step
-        comes_again = self._restarts.comes_again(child.name, failure, step=step)
-        is_stuck = child.process in self._stuck or child.process.returncode == STUCK
-        code = child.process.returncode if not self._died_starting_again(child) else 1
-        delay = None if comes_again else self._restarts.delay_s(child.name, code, stuck_at=step if is_stuck else None)
-        if delay is None:
-            self._supervisor.stop()
-            raise self._death_of(child)
+        comes_again = self._restarts.comes_again(child.name, engine_failure_of(child), step=step)
+        is_stuck = child.process.pid in self._stuck or child.process.returncode == STUCK
+        if comes_again:
+            return None
+        return self._restarts.delay_s(child.name, self._code_of(child), stuck_at=step if is_stuck else None)
+
+    def _wait_to_restart(self, child: Child, delay_s: float) -> int | None:
+        """Wait out the delay before `child` is started again; return the number of a signal that came meanwhile."""
         used, limit = self._restarts.used(child.name), self._restarts.limit
+        failure = engine_failure_of(child)
         reason = f" ({failure.splitlines()[0]})" if failure else ""
         self._console.say(f"{child.name} {how_it_ended(child)}{reason}: starting it again (restart {used} of {limit})")
-        return self._supervisor.pause(delay, self._refresh_waiting)
+        return self._supervisor.pause(delay_s, self._refresh_waiting)
+
+    def _can_spare(self, child: Child) -> bool:
+        """Whether the run may go on without a dead child: an inference server, while another one lives.
+
+        What it told would end the others as well.
+        """
+        others = [one for one in self._supervisor.children if is_engine(one.name) and one.process.poll() is None]
+        return is_engine(child.name) and bool(others) and self._code_of(child) not in (2, 3)
+
+    def _go_on_without(self, child: Child) -> Child | int | None:
+        """Leave a dead inference server out until the next attempt; return what became of the run then."""
+        reason = str(self._death_of(child)).replace("\n", "\n  ")
+        self._console.say(f"WARNING: the run goes on without {child.name}, which is not started again. {reason}")
+        self._supervisor.give_up(child)
+        return self._until_storage_takes_it(lambda: self._supervisor.run(self._refresh))
+
+    def _code_of(self, child: Child) -> int:
+        """Return its exit code, and that of a crash for what is worth another try whatever it told."""
+        return 1 if self._died_starting_again(child) else child.process.returncode
 
     def _died_starting_again(self, child: Child) -> bool:
         """Whether it is a server that once was well and could not start again: of the memory or the port of the dead.
@@ -347,6 +369,11 @@ class _Watcher:
     def _trainer(self) -> Child | None:
         """The trainer; None where the storage let none start."""
         return next((child for child in self._supervisor.children if child.name == "trainer"), None)
+
+
+def _beat_of(beats: Path, name: str) -> Path:
+    """Return what the beats of process `name` begin with; those of `inference_10` do not begin as `inference_1`'s."""
+    return beats / f"{name}."
 
 
 def clear_unpublished(run_dir: RunDir) -> None:

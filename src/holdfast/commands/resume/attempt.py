@@ -59,15 +59,19 @@ def with_resume(config: T, resume_step: int | None) -> T:
     return config
 
 
-def write_config(attempt: Attempt, name: str, config: Command, *, dry_run: bool) -> Path:
-    """Write the resolved configuration of one process, say what differs from before, and return its path."""
+def write_config(attempt: Attempt, name: str, config: Command, *, dry_run: bool, tells: bool = True) -> Path:
+    """Write the resolved configuration of one process, say what differs from before, and return its path.
+
+    Args:
+        tells: False: what differs is nothing to tell, or was told already.
+    """
     if dry_run and attempt.run_dir.path == Path(os.devnull):
         return attempt.run_dir.path
     directory = attempt.run_dir.path / "configs" / "dry_run" if dry_run else attempt.run_dir.configs(attempt.number)
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.toml"
     durable.write_file(path, to_toml(config).encode())  # whole, or not at all
-    if attempt.resume_step is not None and name != "rl":
+    if attempt.resume_step is not None and tells:
         _say_what_differs(attempt, name, config)
     return path
 

@@ -38,7 +38,7 @@ class EngineCounts(NamedTuple):
 
     Attributes:
         requests: answered ones.
-        failures: how often it was lost.
+        failures: how often it was lost once it had been there.
         in_flight_s: sequences in flight, summed over seconds.
     """
 
@@ -63,7 +63,7 @@ class Engine:
         is_missed: it has been away for so long that nobody would wait for it alone.
         epoch: how often it was lost and found again.
         in_flight: sequences that it samples for us now.
-        failures: how often it was lost.
+        failures: how often it was lost once it had been there.
 
     Args:
         key: of the section of the configuration that names it, for errors.

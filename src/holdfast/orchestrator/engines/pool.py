@@ -111,7 +111,7 @@ class EnginePool:
         if engine.epoch != epoch or not engine.is_there:
             return
         engine.is_there = False
-        engine.failures += 1
+        engine.failures += engine.is_checked  # at the start it is only not there yet
         self._recover(engine, failure)
         self._note_change()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from holdfast.shared.config.base import Command, DType, ModelConfig, Section
 
@@ -95,3 +95,34 @@ class InferenceConfig(Command):
 
     engines: int = Field(default=1, ge=1)
     """Servers that `rl` starts, each with an engine and a log of its own, at `server.port` and the ports behind it."""
+
+    @model_validator(mode="after")
+    def _has_ports(self) -> InferenceConfig:
+        last = self.server.port + self.engines - 1
+        if last > 65535:
+            raise ValueError(
+                f"engines = {self.engines} need the ports {self.server.port} to {last}, and the last one there is is "
+                "65535: lower server.port"
+            )
+        return self
+
+    def of_each(self) -> dict[str, InferenceConfig]:
+        """Return the configuration of every server by the name of its process: `inference`, or `inference_0` and on."""
+        if self.engines == 1:
+            return {"inference": self}
+        servers = {}
+        for number in range(self.engines):
+            one = servers[f"inference_{number}"] = self.model_copy(deep=True)
+            one.engines = 1
+            one.server.port += number
+        return servers
+
+    @property
+    def urls(self) -> list[str]:
+        """Where this machine reaches the servers."""
+        return [one.server.url for one in self.of_each().values()]
+
+
+def is_engine(process: str) -> bool:
+    """Return whether a process of a run, by its name, is one of its inference servers."""
+    return process == "inference" or process.startswith("inference_")

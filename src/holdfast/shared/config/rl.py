@@ -123,7 +123,7 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
     if config.trainer.loss.aggregation == "constant" and config.trainer.loss.constant_tokens is None:
         config.trainer.loss.constant_tokens = config.orchestrator.sampling.max_tokens
     if "urls" not in config.orchestrator.client.model_fields_set:
-        config.orchestrator.client.urls = [config.inference.server.url]
+        config.orchestrator.client.urls = config.inference.urls
     return config
 
 

@@ -140,7 +140,8 @@ def test_a_word_that_is_no_setting(refused: Launch) -> None:
 def test_models_data_and_lengths(refused: Launch) -> None:
     assert "model.name = 'no/such/dir'" in refused("inference", "--model.name", "no/such/dir")
     assert "engines = 2: `inference` is one server. Start it once for each" in refused("inference", "--engines", "2")
-    assert "`rl` starts one engine only" in refused(*QUICK_START, "--inference.engines", "2")
+    last_port = ("--inference.engines", "2", "--inference.server.port", "65535")
+    assert "need the ports 65535 to 65536, and the last one there is is 65535" in refused(*QUICK_START, *last_port)
     assert "kl.reference = './no'" in refused(*QUICK_START, "--trainer.kl.reference", "./no")
     critic = ("--trainer.advantage", "gae", "--trainer.critic.name", "./no")
     assert "critic.name = './no'" in refused(*QUICK_START, *critic)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -92,13 +93,79 @@ def test_runs_side_by_side_get_ports_and_servers_of_their_own(tmp_path: Path, fi
         assert Launcher(tmp_path / "0", first_port).choose(stack).line == "", "the ports are free again"
 
 
+def several(directory: Path, port: int, *flags: str) -> Launcher:
+    launcher = Launcher(directory, port, "--inference.engines", "3", *flags)
+    if launcher.picks:
+        launcher.config.orchestrator.client.urls = launcher.config.inference.urls
+    return launcher
+
+
+def test_several_servers_get_ports_in_a_row(tmp_path: Path, first_port: int) -> None:
+    with ExitStack() as stack:
+        launchers = [several(tmp_path / str(number), first_port) for number in range(2)]
+        lines = [launcher.choose(stack).line for launcher in launchers]
+        assert [launcher.config.inference.server.port for launcher in launchers] == [first_port, first_port + 3]
+        urls = [f"http://{HOST}:{first_port + number}" for number in range(6)]
+        assert [launcher.config.orchestrator.client.urls for launcher in launchers] == [urls[:3], urls[3:]]
+        assert lines[0] == "" and lines[1].endswith(
+            f"the inference servers of this run get {first_port + 3} to {first_port + 5}"
+        )
+    # One in the middle: the row begins behind it.
+    held = reserve(HOST, first_port + 1)
+    assert held is not None
+    with ExitStack() as stack:
+        launcher = several(tmp_path / "2", first_port)
+        assert launcher.choose(stack).starts_own
+        assert launcher.config.inference.server.port == first_port + 2
+    held.release()
+
+
+def test_several_servers_at_ports_that_were_named_are_started_there_or_nowhere(tmp_path: Path, first_port: int) -> None:
+    named = ("--inference.server.port", str(first_port))
+    with ExitStack() as stack:
+        assert several(tmp_path / "0", first_port, *named).choose(stack) == Servers(True, "")
+        with pytest.raises(InferenceError, match=f"{first_port} is in use.* choose another port") as refused:
+            several(tmp_path / "1", first_port, *named).choose(stack)
+        assert refused.value.exit_code == 2
+    last = reserve(HOST, first_port + 2)
+    assert last is not None
+    with ExitStack() as stack, pytest.raises(InferenceError, match=f"{first_port + 2} is in use"):
+        several(tmp_path / "2", first_port, *named).choose(stack)
+    last.release()
+    with ExitStack() as stack:
+        assert several(tmp_path / "3", first_port, *named).choose(stack).starts_own, "what it held was given back"
+
+
+def test_several_servers_beside_others_are_all_named_or_none(tmp_path: Path, first_port: int) -> None:
+    own = [f"http://{HOST}:{first_port + number}" for number in range(3)]
+
+    def choose(urls: list[str]) -> Servers:
+        flags = ("--inference.server.port", str(first_port), "--orchestrator.client.urls", json.dumps(urls))
+        with ExitStack() as stack:
+            return several(tmp_path, first_port, *flags).choose(stack)
+
+    elsewhere = "http://127.0.0.1:9"
+    assert choose([*own, elsewhere]).starts_own
+    for some in ([elsewhere], own[:2]):
+        with pytest.raises(InferenceError, match=f"names {len(some) - (some == [elsewhere])} of them: name all"):
+            choose(some)
+
+
+def test_several_servers_keep_clear_of_the_teacher(tmp_path: Path, first_port: int) -> None:
+    teacher = json.dumps({"urls": [f"http://{HOST}:{first_port + 1}"], "model": MODEL})
+    launcher = several(tmp_path, first_port, "--orchestrator.teacher", teacher)
+    with ExitStack() as stack:
+        assert launcher.choose(stack).starts_own
+        assert launcher.config.inference.server.port == first_port + 2
+
+
 def test_launchers_of_the_same_moment_never_get_the_same_port(first_port: int) -> None:
     start = threading.Barrier(8)
     ports: list[Reservation] = []
 
     def launch() -> None:
         start.wait()
-        ports.append(reserve_first_free(HOST, first_port))
+        ports.extend(reserve_first_free(HOST, first_port))
 
     threads = [threading.Thread(target=launch) for _ in range(8)]
     for thread in threads:

@@ -131,6 +131,70 @@ def test_an_engine_that_dies_twice_of_the_same_at_the_same_step_ends_the_run(sta
     assert starts(stands, "inference") == 2, "of 3 restarts that are left"
 
 
+_KILLED = f"os.kill(os.getpid(), {signal.SIGKILL:d})"
+_WHEN_GIVEN_UP = "while not Path('given_up').exists(): time.sleep(0.02)\n"
+
+
+@pytest.mark.parametrize(
+    "dies",
+    [
+        pytest.param(_KILLED, id="killed again and again"),
+        pytest.param(
+            "print('00:12:20 inference INFO loading vllm'); print('(EngineCore pid=1) Traceback (most recent call "
+            "last):'); print('(EngineCore pid=1) ValueError: no such head', flush=True); sys.exit(75)",
+            id="twice of the same exception",
+        ),
+    ],
+)
+def test_the_run_goes_on_without_a_server_that_dies_too_often_and_tries_it_in_the_next_attempt(
+    stands: Stands, capfd: pytest.CaptureFixture[str], dies: str
+) -> None:
+    first = f"if os.path.exists('given_up'): Path('tried_again').touch(); time.sleep(600)\n{dies}"
+    # The trainer dies once, when the launcher has said that it goes on.
+    trainer = f"{_WHEN_GIVEN_UP}if start == 1: {_KILLED}\n"
+    trainer += "while not Path('tried_again').exists(): time.sleep(0.02)\nmade('weights/step_1')"
+    said: list[str] = []
+    is_over = threading.Event()
+
+    def note() -> None:
+        while not is_over.wait(0.01):
+            said.append(capfd.readouterr().out)
+            if "the run goes on without inference_0" in "".join(said):
+                (stands.run_dir.path / "given_up").touch()
+
+    noting = threading.Thread(target=note)
+    noting.start()
+    try:
+        code = stands.watch(
+            inference_0=counted("inference_0", first),
+            inference_1=counted("inference_1", "time.sleep(600)"),
+            trainer=counted("trainer", trainer),
+            orchestrator=_MAKES_A_BATCH,
+        )
+    finally:
+        is_over.set()
+        noting.join()
+    assert code == 0 and stands.attempts == 2
+    assert starts(stands, "inference_1") == 1
+    warnings = [line for line in "".join(said).splitlines() if line.startswith("WARNING")]
+    assert len(warnings) == 1 and "which is not started again" in warnings[0]
+
+
+def test_the_last_server_ends_the_run(stands: Stands) -> None:
+    servers = {f"inference_{number}": counted(f"inference_{number}", _KILLED) for number in range(2)}
+    with pytest.raises(ProcessDied, match=r"inference_\d was killed by signal 9"):
+        stands.watch(**servers, trainer="time.sleep(600)", orchestrator="time.sleep(600)", restarts=1)
+    assert [starts(stands, name) for name in servers] == [2, 2]
+
+
+def test_what_a_server_tells_ends_the_run_whatever_others_there_are(stands: Stands) -> None:
+    told = "print('error: no such model', flush=True); sys.exit(2)"
+    with pytest.raises(ProcessDied, match="inference_0: no such model"):
+        stands.watch(
+            inference_0=told, inference_1="time.sleep(600)", trainer="time.sleep(600)", orchestrator="time.sleep(600)"
+        )
+
+
 _WAITS_IN_VAIN_ONCE = f"""
 from holdfast.shared.files.journal import wait_for
 if not wait_for(Path("rollouts/step_1"), timeout_s=2 if start == 1 else {HANG_S}): sys.exit(6)
