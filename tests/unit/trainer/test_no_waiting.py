@@ -32,6 +32,7 @@ from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.logprobs import Reading
 from holdfast.trainer.models.policy import Policy, predict
 from holdfast.trainer.models.scalar_model import ScalarModel
+from holdfast.trainer.models.varlen import KERNELS
 from holdfast.trainer.preferences.kto import KtoObjective
 from holdfast.trainer.preferences.labelled import LabelledAnswer
 from holdfast.trainer.preferences.pairs import Pair
@@ -167,7 +168,19 @@ def test_reading_a_number_fails_here(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_supervised_steps(pack: bool, policy: Policy, on_device: Mesh, passes: list[int], reads: list[str]) -> None:
+@pytest.mark.parametrize("kernel", [True, False])
+def test_supervised_steps(
+    pack: bool,
+    kernel: bool,
+    policy: Policy,
+    on_device: Mesh,
+    passes: list[int],
+    reads: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if kernel:  # that of GPUs
+        monkeypatch.setitem(KERNELS, "meta", replace(KERNELS["cuda"], is_usable=lambda _: True))
+        policy.to(torch.bfloat16)
     config = SftDataConfig(pack=pack, seq_len=12, micro_batch_size=1 if pack else 2)
     assert supervised_step(policy, samples(), config, on_device) == 0.5
     assert len(passes) == 3 and reads == ["loss"] and has_gradients(policy)

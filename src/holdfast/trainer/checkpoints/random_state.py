@@ -37,7 +37,8 @@ def capture_random_state() -> RandomState:
         python_version=python_version,
         python_keys=list(python_keys),
         python_gauss=python_gauss,
-        torch_cuda=torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_available() else None,
+        # Not on a machine with GPUs that this process leaves alone: asking would take memory of the first one.
+        torch_cuda=torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else None,
     )
 
 

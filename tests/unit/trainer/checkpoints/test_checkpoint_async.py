@@ -366,3 +366,20 @@ def test_state_that_cannot_be_saved_is_refused_at_the_call(tmp_path: Path) -> No
         with pytest.raises(CheckpointError, match="counters.step is a object"):
             checkpointer.save(1)
         assert checkpointer.in_flight is None
+
+
+def test_a_save_leaves_the_gpus_alone(make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that writes would open a context on the first GPU, for every rank: its current one is no other."""
+
+    def touched(*_: object) -> None:
+        raise AssertionError(f"CUDA was touched by {threading.current_thread().name}")
+
+    state = make_state(steps=1)
+    # As on a machine with GPUs, of which torch's own writer of checkpoints asks for a stream.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", touched)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", touched)
+    with Checkpointer(run_dir.checkpoints, state) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.wait()
+        assert checkpointer.poll() == [1]

@@ -6,6 +6,7 @@ attention one sample at a time takes its place, under the same conditions; `test
 
 from __future__ import annotations
 
+import ast
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -203,3 +204,38 @@ def test_choosing_breaks_no_compiled_graph(
     compiled = torch.compile(run, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(query), run(query))
     assert len(said) == (dtypes == {torch.bfloat16})
+
+
+@pytest.fixture
+def capability(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the capability of the GPUs that this machine has not, and take the GPU's kernel on `meta`."""
+    found = [9, 0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: ast.literal_eval(f"{tuple(found)}"))
+    monkeypatch.setitem(KERNELS, "meta", FLASH)
+    return found
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_the_kernel_of_torch_takes_what_it_is_given(kv_heads: int, is_compiled: bool, capability: list[int]) -> None:
+    """On the `meta` device, where torch checks the call and computes shapes alone, also of the gradients."""
+    assert capability == [9, 0]
+    meta = torch.device("meta")
+    query, key = (torch.empty(1, heads, 9, 10, dtype=torch.bfloat16, device=meta) for heads in (4, kv_heads))
+    value = torch.empty(1, kv_heads, 9, 6, dtype=torch.bfloat16, device=meta, requires_grad=True)
+    index = PackedIndex.from_lengths([5, 4], device=meta)
+
+    def run(value: Tensor) -> Tensor:
+        return packed_attention(nn.Identity(), query, key, value, None, sliding_window=3, packed_index=index)[0]
+
+    out = (torch.compile(run, backend="eager", fullgraph=True) if is_compiled else run)(value)
+    assert out.shape == (1, 9, 4, 6) and out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert value.grad is not None and value.grad.shape == value.shape
+
+
+def test_older_gpus_have_no_kernel(capability: list[int], said: list[str]) -> None:
+    capability[:] = [7, 5]
+    query = torch.empty(1, 2, 6, 8, dtype=torch.bfloat16, device="meta")
+    packed_attention(nn.Identity(), query, query, query, None)
+    assert len(said) == 1 and "older than Ampere" in said[0]
