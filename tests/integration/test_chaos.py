@@ -13,7 +13,8 @@ from tests.chaos.driver import Chaos
 from tests.chaos.invariants import check
 from tests.chaos.schedule import DISK, draw, shares, steps_of
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
-from tests.runs.rl import CompletedRun
+from tests.runs.ports import free_port
+from tests.runs.rl import SMALL_BATCH, CompletedRun, succeeded
 
 _KILLS, _STOPS = 5, 1
 _SEED = 7
@@ -42,6 +43,21 @@ def test_a_run_that_is_hit_again_and_again_ends_as_the_undisturbed_one(
         batches = chaos.witness.batches().values()
         largest = max(sum(sum(rollout.loss_mask) for rollout in made[-1].rollouts) for made in batches)
         assert 0 <= in_flight < (len(chaos.blows) + chaos.storage_waits() + 1) * largest
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.slow
+def test_two_engines_and_two_ranks_are_hit_one_after_the_other(rl_server: UsedServer, tmp_path: Path) -> None:
+    """Everybody once. The undisturbed run has one engine, somebody else's: which engines sample changes nothing."""
+    flags = ("--trainer.parallel.num-ranks", "2", "--trainer.parallel.threads", "1")
+    flags = (*flags, "--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2")
+    reference = succeeded(tmp_path / "reference", *flags, *rl_server.flags)
+    own = ("--inference.engines", "2", "--inference.server.port", str(free_port(2)))
+    victims = shares(ranks=2, engines=2)
+    hits = draw(len(victims), _SEED, victims, steps_per_hit=2)
+    chaos = Chaos(tmp_path / "run", hits, *SMALL_BATCH, *flags, *own).run(timeout_s=600)
+    check(chaos, reference, max_steps=REFERENCE_STEPS)
+    assert {blow.hit.victim for blow in chaos.blows} == set(victims)
 
 
 def test_a_schedule_can_be_repeated_and_hits_everybody() -> None:

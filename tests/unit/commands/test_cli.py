@@ -15,7 +15,7 @@ import pytest
 
 from holdfast.commands import cli
 from holdfast.commands.launcher.ports import reserve
-from holdfast.shared.config import RlConfig, SftConfig
+from holdfast.shared.config import InferenceConfig, OrchestratorConfig, RlConfig, SftConfig
 from holdfast.shared.config.load import read_toml
 from holdfast.shared.files.run_dir import RunDir
 from tests.runs.ports import free_port
@@ -101,6 +101,22 @@ def test_a_dry_run_of_rl_writes_all_four(run: Run, tmp_path: Path) -> None:
     assert read_toml(RlConfig, written / "rl.toml").output_dir == tmp_path
     assert not RunDir(tmp_path).holds_run()
     assert all(str(written / f"{name}.toml") in out for name in ("trainer", "orchestrator", "inference"))
+
+
+def test_several_inference_servers_have_a_configuration_each(run: Run, tmp_path: Path) -> None:
+    code, out, _ = run("rl", "@", "configs/reverse_text/rl.toml", "--dry-run", "--output-dir", tmp_path,
+                       "--inference.engines", "3", "--inference.server.port", "4321")  # fmt: skip
+    assert code == 0
+    written = tmp_path / "configs" / "dry_run"
+    paths = [written / f"inference_{number}.toml" for number in range(3)]
+    assert all(str(path) in out for path in paths)
+    servers = [read_toml(InferenceConfig, path) for path in paths]
+    assert [(server.server.port, server.engines) for server in servers] == [(4321, 1), (4322, 1), (4323, 1)]
+    assert len({server.engine.threads for server in servers}) == 1 and servers[0].engine.threads is not None
+    shared = read_toml(InferenceConfig, written / "inference.toml")
+    assert shared.engines == 3 and {"inference_0": servers[0]}.items() <= shared.of_each().items()
+    urls = read_toml(OrchestratorConfig, written / "orchestrator.toml").client.urls
+    assert urls == [server.server.url for server in servers]
 
 
 @pytest.mark.parametrize("program", ["trainer", "orchestrator", "inference"])

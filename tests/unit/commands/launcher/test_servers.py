@@ -545,3 +545,5 @@ def test_ports_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
         port = busy.getsockname()[1]
         with pytest.raises(ConfigError, match=f"no port from {port} to {port} is free"):
             reserve_first_free(HOST, port)
+        with pytest.raises(ConfigError, match=f"not 2 ports in a row from {port} to {port + 1} are free"):
+            reserve_first_free(HOST, port, count=2)

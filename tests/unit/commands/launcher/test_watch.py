@@ -181,10 +181,15 @@ def test_the_run_goes_on_without_a_server_that_dies_too_often_and_tries_it_in_th
 
 
 def test_the_last_server_ends_the_run(stands: Stands) -> None:
-    servers = {f"inference_{number}": counted(f"inference_{number}", _KILLED) for number in range(2)}
     with pytest.raises(ProcessDied, match=r"inference_\d was killed by signal 9"):
-        stands.watch(**servers, trainer="time.sleep(600)", orchestrator="time.sleep(600)", restarts=1)
-    assert [starts(stands, name) for name in servers] == [2, 2]
+        stands.watch(
+            inference_0=counted("inference_0", _KILLED),
+            inference_1=counted("inference_1", _KILLED),
+            trainer="time.sleep(600)",
+            orchestrator="time.sleep(600)",
+            restarts=1,
+        )
+    assert [starts(stands, f"inference_{number}") for number in range(2)] == [2, 2]
 
 
 def test_what_a_server_tells_ends_the_run_whatever_others_there_are(stands: Stands) -> None:

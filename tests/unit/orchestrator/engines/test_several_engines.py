@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,15 @@ from holdfast.shared.errors import InferenceError
 from holdfast.shared.files import durable, journal
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.events import EVENTS_ENV
-from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, read_rollouts, serving
+from tests.runs.processes import HANG_S
+from tests.servers.orchestrator_fakes import (
+    FakeEngine,
+    FakeTrainer,
+    make_config,
+    publish_weights,
+    read_rollouts,
+    serving,
+)
 
 STEPS = 6
 TWO_TURNS = [{"id": "test_several_engines:TwoTurns"}]
@@ -305,3 +314,43 @@ def test_weights_that_are_gone_when_an_engine_comes_back_are_not_missed(tmp_path
     leaving.before_update, other.on_generate = refuse_what_is_gone, remove_and_return
     assert rollouts_of(tmp_path / "two", leaving, other) == expected
     assert missed and 1 not in leaving.pushed
+
+
+def test_weights_that_are_pushed_while_an_engine_comes_back_are_given_to_it_too(
+    tmp_path: Path, expected: object
+) -> None:
+    leaving, other = LeavingEngine(), FakeEngine()
+    leaving.leaves_at = 2
+
+    def take_long() -> None:
+        deadline = time.monotonic() + HANG_S
+        while leaving.boot_id == "second" and (other.version or 0) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    async def wait_for_it(_: int) -> None:
+        while other.version == 3 and leaving.version != 3:
+            await asyncio.sleep(0.01)
+
+    leaving.before_update, other.on_generate = take_long, wait_for_it
+    other.on_update = lambda: come_back(leaving) if other.version == 1 and leaving.is_away else None
+    assert rollouts_of(tmp_path / "two", leaving, other) == expected
+    assert leaving.pushed[-1] == 4 and leaving.pushed == sorted(leaving.pushed)
+
+
+def test_weights_that_are_published_anew_while_the_only_engine_comes_back_are_loaded_again(
+    tmp_path: Path, expected: object
+) -> None:
+    engine, run_dir = FakeEngine(), RunDir(tmp_path / "one")
+    failures = [503, 409]
+
+    def fail() -> None:
+        if engine.version != 0 or not failures:
+            return
+        status = failures.pop(0)
+        if status == 409:  # a trainer that was started again publishes its versions anew
+            publish_weights(run_dir, 1, (run_dir.weights_of(1) / "model.safetensors").read_bytes())
+        raise HTTPException(status, "not now")
+
+    engine.before_update = fail
+    assert rollouts_of(run_dir.path, engine) == expected
+    assert not failures and engine.pushed == [0, 1, 2, 3, 4]
