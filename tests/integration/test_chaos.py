@@ -48,16 +48,18 @@ def test_a_run_that_is_hit_again_and_again_ends_as_the_undisturbed_one(
 @pytest.mark.timeout(900)
 @pytest.mark.slow
 def test_two_engines_and_two_ranks_are_hit_one_after_the_other(rl_server: UsedServer, tmp_path: Path) -> None:
-    """Everybody once. The undisturbed run has one engine, somebody else's: which engines sample changes nothing."""
+    """The undisturbed run has one engine, somebody else's: which engines sample changes nothing."""
     flags = ("--trainer.parallel.num-ranks", "2", "--trainer.parallel.threads", "1")
     flags = (*flags, "--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2")
     reference = succeeded(tmp_path / "reference", *flags, *rl_server.flags)
     own = ("--inference.engines", "2", "--inference.server.port", str(free_port(2)))
-    victims = shares(ranks=2, engines=2)
+    # One of each kind: every death of the launcher or a rank costs a start.
+    named = ("orchestrator", "rank_1", "launcher", "inference_0", "engine_1")
+    victims = {name: share for name, share in shares(ranks=2, engines=2).items() if name in named}
     hits = draw(len(victims), _SEED, victims, steps_per_hit=2)
     chaos = Chaos(tmp_path / "run", hits, *SMALL_BATCH, *flags, *own).run(timeout_s=600)
     check(chaos, reference, max_steps=REFERENCE_STEPS)
-    assert {blow.hit.victim for blow in chaos.blows} == set(victims)
+    assert {blow.hit.victim for blow in chaos.blows} == set(named)
 
 
 def test_a_schedule_can_be_repeated_and_hits_everybody() -> None:
