@@ -304,7 +304,7 @@ class _Watcher:
         """Return the seconds to wait before `child` is started again; None: it is not."""
         step = self._console.last_step
         comes_again = self._restarts.comes_again(child.name, engine_failure_of(child), step=step)
-        is_stuck = child.process.pid in self._stuck or child.process.returncode == STUCK
+        is_stuck = child.process in self._stuck or child.process.returncode == STUCK
         if comes_again:
             return None
         return self._restarts.delay_s(child.name, self._code_of(child), stuck_at=step if is_stuck else None)
