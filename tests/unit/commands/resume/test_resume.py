@@ -691,7 +691,7 @@ def test_what_makes_other_batches_makes_them_all_again(killed: RunDir) -> None:
 
 
 def test_what_an_engine_computes_otherwise_makes_the_batches_again(killed: RunDir) -> None:
-    moved = {"inference__server__port": 8017, "inference__engine__max_num_seqs": 3}
+    moved = {"inference__server__port": 8017, "inference__engine__max_num_seqs": 3, "inference__engines": 2}
     assert replayed(killed, **moved) == [7, 8, 9]
     assert replayed(killed, inference__model__dtype="bfloat16") == []
 
