@@ -120,13 +120,17 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> ModelFactory:
     def make(kind: str = "qwen3", *, tied: bool = True, weights: bool = True, seed: int = 0, **fields: Any) -> Path:
         key = json.dumps([kind, tied, weights, seed, fields], sort_keys=True, default=str)
         if key not in made:
-            made[key] = _write_model(tmp_path_factory.mktemp(kind), kind, tied, weights, seed, fields)
+            directory = tmp_path_factory.mktemp(kind)
+            made[key] = write_tiny_model(directory, kind, tied=tied, weights=weights, seed=seed, fields=fields)
         return made[key]
 
     return make
 
 
-def _write_model(directory: Path, kind: str, tied: bool, weights: bool, seed: int, fields: dict[str, Any]) -> Path:
+def write_tiny_model(
+    directory: Path, kind: str, *, tied: bool, weights: bool, seed: int, fields: dict[str, Any]
+) -> Path:
+    """Write a tiny model of the characters of the example; return its directory."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -15,9 +15,10 @@ import torch
 
 from holdfast.shared.files import manifest
 from holdfast.shared.files.run_dir import RunDir
+from tests.conftest import write_tiny_model
 from tests.gpu.gpu_place import LARGE, Place
 from tests.runs.processes import HANG_S
-from tests.runs.training import LiveRun, SftRun, succeeded
+from tests.runs.training import LiveRun, SftRun, run_command, succeeded
 
 
 def digest(run: SftRun, step: int) -> str:
@@ -38,17 +39,23 @@ VARIANTS: dict[str, list[object]] = {
     "unpacked": ["--no-data.pack"],
     "activation_checkpointing": ["--model.activation-checkpointing"],
     "compiled": ["--model.compile"],
+    "lora": [],
 }
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
 
 
 def numbers(place: Place, dtype: str, variants: list[str], *, steps: int = 20) -> None:
     """Losses are those of the CPU in float32."""
-    steps_flags = place.small("--max-steps", steps)
-    expected = succeeded(place.run("numbers_cpu", *steps_flags, device="cpu")).column("loss")
+    common = place.small("--max-steps", steps)
+    adapted = [*common, "--model.name", _pretrained(place), "--model.init", "pretrained", "--model.lora.rank", 4]
+    cpu = dict[str, list[float]]()
     for name in variants:
-        flags = [*steps_flags, "--model.dtype", dtype, *VARIANTS[name]]
-        found = succeeded(place.run(f"numbers_{dtype}_{name}", *flags)).column("loss")
+        kind, flags = ("adapted", adapted) if name == "lora" else ("whole", [*common, *VARIANTS[name]])
+        if kind not in cpu:
+            plain = adapted if name == "lora" else common
+            cpu[kind] = succeeded(place.run(f"numbers_cpu_{kind}", *plain, device="cpu")).column("loss")
+        found = succeeded(place.run(f"numbers_{dtype}_{name}", *flags, "--model.dtype", dtype)).column("loss")
+        expected = cpu[kind]
         apart = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
         bound = BOUNDS[dtype]
         place.note("numbers", f"losses apart from the CPU's, {dtype}, {name}", apart, "relative", f"<= {bound:g}")
@@ -79,14 +86,13 @@ def rl_over_a_journal(place: Place) -> None:
     from tests.runs.rl import EVERYTHING
 
     journal = make_journal(place.folder / "journal")
-    trainers = Trainers(place.folder / "policy", journal, place.folder)
+    trainers = Trainers(_pretrained(place), journal, place.folder)
     losses = dict[str, list[float]]()
-    _write_policy(place.folder / "policy")
     for device in ("cpu", place.device):
         name = f"rl_{device}_{len(losses)}"
         config = trainers.prepare(name, **EVERYTHING, parallel={"device": device, "threads": 1})
         command = [*place.command(name, program="trainer")[: 1 if place.is_toy else 4], "@", str(config)]
-        run = succeeded(_run_trainer(place, command, place.folder / name))
+        run = succeeded(run_command(command, place.folder / name, starts_python=not place.is_toy))
         losses[name] = run.column("value_loss") + run.column("loss")
     first, second = losses.values()
     assert len(first) == len(second) > STEPS
@@ -95,17 +101,13 @@ def rl_over_a_journal(place: Place) -> None:
     assert apart <= 1e-3
 
 
-def _write_policy(directory: Path) -> None:
-    from tests.conftest import _write_model
-
-    directory.mkdir()
-    _write_model(directory, "qwen3", True, True, 0, {})
-
-
-def _run_trainer(place: Place, command: list[str], output: Path) -> SftRun:
-    from tests.runs.training import run_command
-
-    return run_command(command, output, starts_python=not place.is_toy)
+def _pretrained(place: Place) -> Path:
+    """Return the directory of a tiny model with weights."""
+    directory = place.folder / "pretrained"
+    if not directory.exists():
+        directory.mkdir()
+        write_tiny_model(directory, "qwen3", tied=True, weights=True, seed=0, fields={})
+    return directory
 
 
 def speed(place: Place) -> None:

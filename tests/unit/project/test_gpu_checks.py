@@ -25,6 +25,10 @@ def numbers(place: Place) -> None:
     run_checks.numbers(place, "float32", ["unpacked"], steps=3)
 
 
+def numbers_of_adapters(place: Place) -> None:
+    run_checks.numbers(place, "float32", ["lora"], steps=3)
+
+
 def exactness(place: Place) -> None:
     run_checks.exactness(place, steps=4, is_exact=True)
 
@@ -38,7 +42,15 @@ def test_checks_pass_on_a_cpu(check: Callable[[Place], None], place: Place) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "check",
-    [numbers, exactness, run_checks.speed, run_checks.checkpoints, run_checks.ends, run_checks.rl_over_a_journal],
+    [
+        numbers,
+        numbers_of_adapters,
+        exactness,
+        run_checks.speed,
+        run_checks.checkpoints,
+        run_checks.ends,
+        run_checks.rl_over_a_journal,
+    ],
 )
 def test_long_checks_pass_on_a_cpu(check: Callable[[Place], None], place: Place) -> None:
     check(place)

@@ -49,7 +49,7 @@ class PackedIndex:
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the CPU on `device`; to a GPU without waiting for what it was told to do before."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not tensor.numel():
         return tensor.to(device)
     # Pinned: from other memory the copy would begin when the GPU has nothing left to do, and this thread wait for it.
     return tensor.pin_memory().to(device, non_blocking=True)  # untested: needs a GPU
