@@ -4,18 +4,20 @@ The rules, their order and their borders are those of vLLM, in its precision, so
 min-p (Nguyen et al. 2024, "Turning Up the Heat"), top-k (Fan et al. 2018, "Hierarchical Neural Story Generation"),
 top-p (Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", eq. 2 and 3).
 
-Shape legend: C tokens, V vocabulary.
+Shape legend: C tokens, V vocabulary; B blocks of K.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.shared.wire.sampling import Sampling
 
 # A logit whose probability is 0 and whose log-probability is finite, so that 0 times it is no NaN.
 _NEVER = -1e30
+_BLOCK = 512  # of running sums; about the root of a vocabulary
 
 
 def truncate(logits_CV: Tensor, target_ids_C: Tensor, sampling: Sampling) -> Tensor:
@@ -47,7 +49,21 @@ def _cut(logits_CV: Tensor, sampling: Sampling) -> Tensor:
         logits_CV = logits_CV.masked_fill(logits_CV < last_C1, -torch.inf)
     if sampling.top_p < 1:
         ascending_CV, order_CV = logits_CV.sort(dim=-1)
-        is_tail_CV = ascending_CV.softmax(-1).cumsum(-1) <= 1 - top_p
+        probabilities_CV = ascending_CV.softmax(-1)
+        # CUDA adds up a row in whatever order its blocks come, and refuses to where results must repeat.
+        must_repeat = logits_CV.is_cuda and torch.are_deterministic_algorithms_enabled()
+        sums_CV = sums_by_products(probabilities_CV) if must_repeat else probabilities_CV.cumsum(-1)
+        is_tail_CV = sums_CV <= 1 - top_p
         is_tail_CV[:, -1] = False
         logits_CV = logits_CV.masked_fill(torch.zeros_like(is_tail_CV).scatter_(1, order_CV, is_tail_CV), -torch.inf)
     return logits_CV.isneginf()
+
+
+def sums_by_products(values_CV: Tensor) -> Tensor:
+    """Return the running sums over the last dimension, (C, V), by matrix products: within blocks, then over them."""
+    padded_CV = F.pad(values_CV, (0, -values_CV.shape[1] % _BLOCK))
+    ones = values_CV.new_ones(_BLOCK, _BLOCK)
+    within_CBK = padded_CV.unflatten(1, (-1, _BLOCK)) @ ones.triu()
+    num_blocks = within_CBK.shape[1]
+    before_CB = within_CBK[..., -1] @ values_CV.new_ones(num_blocks, num_blocks).triu(1)
+    return (within_CBK + before_CB[..., None]).flatten(1)[:, : values_CV.shape[1]]

@@ -10,6 +10,7 @@ import torch
 
 from holdfast.shared.wire.sampling import Sampling
 from holdfast.trainer.models.logprobs import Reading, plain_head, token_logprobs
+from holdfast.trainer.models.truncation import sums_by_products
 
 V = 23
 CUTS = [
@@ -124,3 +125,13 @@ def test_how_people_write_it() -> None:
     assert str(Sampling()) == "temperature 1" and not Sampling(0.3).is_truncated
     assert str(Sampling(0.5, 0.9, 40, 0.05)) == "temperature 0.5, top_p 0.9, top_k 40, min_p 0.05"
     assert Sampling(0.5, 0.9, 40, 0.05).whole() == Sampling(0.5)
+
+
+@pytest.mark.parametrize("size", [1, 511, 512, 513, 2000])
+def test_running_sums_by_products_are_running_sums(size: int) -> None:
+    """They take the place of `cumsum` where CUDA's must repeat."""
+    values_CV = torch.rand(3, size, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
+    torch.testing.assert_close(sums_by_products(values_CV), values_CV.cumsum(-1))
+    logits_CV = torch.randn(3, size, generator=torch.Generator().manual_seed(size)) * 4
+    probabilities_CV = logits_CV.softmax(-1).sort(-1).values
+    torch.testing.assert_close(sums_by_products(probabilities_CV), probabilities_CV.cumsum(-1), rtol=0, atol=1e-6)
