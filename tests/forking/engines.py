@@ -151,7 +151,7 @@ def prepare() -> None:
     from holdfast.inference.main import set_environment
 
     with heavy_imports():
-        set_environment(InferenceConfig.model_validate({}))
+        set_environment(InferenceConfig.model_validate({"engine": {"eager": True}}), "cpu")
         for name in _IMPORTED:
             importlib.import_module(name)
 

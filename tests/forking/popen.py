@@ -32,7 +32,7 @@ def fork_children(trainer_fault: str) -> None:
     Args:
         trainer_fault: Python source that runs in a trainer before anything else.
     """
-    import holdfast.commands.launcher.supervise
+    import holdfast.commands.launcher.hosts.local
 
     def start(argv: list[str], **options: Any) -> ForkedModule | subprocess.Popen[bytes]:
         if argv[3] not in _FORKED:
@@ -40,7 +40,7 @@ def fork_children(trainer_fault: str) -> None:
         return ForkedModule(argv, **options, fault=trainer_fault if argv[3] == _TRAINER else "")
 
     kept = {name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")}
-    holdfast.commands.launcher.supervise.subprocess = SimpleNamespace(Popen=start, **kept)  # type: ignore[assignment]
+    holdfast.commands.launcher.hosts.local.subprocess = SimpleNamespace(Popen=start, **kept)  # type: ignore[assignment]
 
 
 def run_module(argv: list[str]) -> None:
@@ -89,6 +89,11 @@ class ForkedModule:
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to it, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end."""

@@ -409,3 +409,49 @@ def test_phases_are_reported(model: Path, tmp_path: Path) -> None:
     phases = [line.split('"phase": "')[1].split('"')[0] for line in events.read_text().splitlines()]
     assert phases == ["loading vllm", "loading model", "ready"]
     assert server.terminate() == 0
+
+
+_SPAWNS = """
+import os
+os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+from holdfast.inference import vllm_engine
+vllm_engine._fork_engine = lambda: None
+os.register_at_fork(after_in_child=lambda: os._exit(1))  # an engine that is forked does not come up
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_spawned_as_on_gpus_ends_with_its_server(model: Path, tmp_path: Path) -> None:
+    server = _start(model, tmp_path, sabotage=_SPAWNS)
+    server.wait_ready()
+    children = [_engine(server), *psutil.Process(server.pid).children(recursive=True)]
+    assert server.kill() == -signal.SIGKILL
+    for child in children:
+        _assert_ends(child)
+
+
+_TELLS_ARGUMENTS = """
+import json
+from pathlib import Path
+from holdfast.inference.vllm_engine import vllm_arguments
+from holdfast.shared.config import InferenceConfig
+from holdfast.shared.config.device_defaults import choose_for_engine
+
+told = {{}}
+for device in ("cpu", "cuda"):
+    config = InferenceConfig.model_validate({{"model": {{"max_len": 32768}}}})
+    choose_for_engine(config, device)
+    told[device] = vllm_arguments(config, Path("model"), Path("tokenizer"), device)
+Path({path!r}).write_text(json.dumps(told))
+raise SystemExit(0)
+"""
+
+
+def test_long_prompts_are_prefilled_in_chunks_on_gpus_alone(model: Path, tmp_path: Path) -> None:
+    server = _start(model, tmp_path, sabotage=_TELLS_ARGUMENTS.format(path=str(tmp_path / "told")))
+    assert server.wait() == 0, server.log()
+    told = json.loads((tmp_path / "told").read_text())
+    on_cpu = {"--no-enable-chunked-prefill", "--max-num-batched-tokens=32768", "--enforce-eager", "--dtype=float32"}
+    assert on_cpu <= set(told["cpu"])
+    assert {"--no-enforce-eager", "--dtype=bfloat16", "--gpu-memory-utilization=0.9"} <= set(told["cuda"])
+    assert not any("chunked" in word or "batched" in word or "kv-cache" in word for word in told["cuda"])

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from holdfast.inference.preflight import Preflight, check
 from holdfast.shared.config import InferenceConfig
+from holdfast.shared.config.by_device import DeviceType
+from holdfast.shared.config.device_defaults import choose_for_engine
 from holdfast.shared.config.load import read_toml
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.files.run_dir import RunDir
@@ -29,9 +30,29 @@ from holdfast.shared.process.child import (
 )
 from holdfast.shared.process.descriptors import allow_many_connections
 from holdfast.shared.process.events import report
+from holdfast.shared.process.gpus import vllm_device
 from holdfast.shared.process.heartbeat import start_heartbeat
 from holdfast.shared.process.import_path import leave_out_working_directory, protect_children
 from holdfast.shared.wire.inference_api import Owner
+
+_ANYWHERE = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    # The model is a local directory by now.
+    "HF_HUB_OFFLINE": "1",
+}
+_ON: dict[DeviceType, dict[str, str]] = {
+    "cpu": {
+        # No separate worker process: one engine process per server.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # With several threads, a split over the cache would make logprobs depend on the batch.
+        "VLLM_CPU_ATTN_SPLIT_KV": "0",
+    },
+    "cuda": {
+        # A fork of a process that has touched CUDA cannot use it.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    },
+}
 
 
 def main(argv: list[str]) -> int:
@@ -63,7 +84,11 @@ def run(config: InferenceConfig, owner: Owner | None = None) -> int:
     """
     allow_many_connections()
     preflight: Preflight = check(config)
-    set_environment(config)
+    device = vllm_device()
+    assert device is not None  # `check` has looked
+    # A configuration that no command has resolved.
+    choose_for_engine(config, device)
+    set_environment(config, device)
     report("loading vllm")
     logging.getLogger("vllm").setLevel(logging.WARNING)
     # Imported here because it takes many seconds, and reads the environment that was just set.
@@ -73,33 +98,20 @@ def run(config: InferenceConfig, owner: Owner | None = None) -> int:
     return serve(config, preflight, owner=owner)
 
 
-def set_environment(config: InferenceConfig) -> None:
+def set_environment(config: InferenceConfig, device: DeviceType) -> None:
     """Set what vLLM and torch read at import; what the user has set stays."""
-    threads = config.engine.threads or max(1, available_cores() // 2)
-    set_thread_environment(threads)
-    defaults = {
-        # No separate worker process: one engine process per server.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # With several threads, a split over the cache would make logprobs depend on the batch.
-        "VLLM_CPU_ATTN_SPLIT_KV": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        # The model is a local directory by now.
-        "HF_HUB_OFFLINE": "1",
-    }
-    if config.engine.eager and _is_cpu_build():
-        # Its sampler would compile one small function at the first request, for 12 s.
-        defaults["TORCHDYNAMO_DISABLE"] = "1"
-    for name, value in defaults.items():
+    threads = config.engine.threads
+    if device == "cpu":
+        threads = threads or max(1, available_cores() // 2)
+    if threads is not None:  # on GPUs vLLM's own choice is better, and it makes it where none is exported
+        set_thread_environment(threads)
+    for name, value in (_ANYWHERE | _ON[device]).items():
         os.environ.setdefault(name, value)
-
-
-def _is_cpu_build() -> bool:
-    try:
-        version("vllm-cpu")
-    except PackageNotFoundError:
-        return False
-    return True
+    if config.deterministic and device == "cuda":
+        os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
+    if config.engine.eager and device == "cpu":
+        # Its sampler would compile one small function at the first request, for 12 s.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
 if __name__ == "__mp_main__":

@@ -26,6 +26,7 @@ import uvicorn
 import uvloop
 from prometheus_client import REGISTRY
 from pydantic import ValidationError
+from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -79,7 +80,8 @@ def serve(config: InferenceConfig, preflight: Preflight, *, owner: Owner | None 
         ConfigError: vLLM refuses an argument, or another server took the port meanwhile.
         InferenceError: the engine did not start.
     """
-    args = parse_arguments(vllm_arguments(config, preflight.model_dir, preflight.tokenizer_dir))
+    device = "cpu" if current_platform.is_cpu() else "cuda"
+    args = parse_arguments(vllm_arguments(config, preflight.model_dir, preflight.tokenizer_dir, device))
     # Until the loop runs there is nothing to wind down; the engine ends with this process.
     # SIGTERM is the launcher's way to end us, and never ignored.
     signals = [signal.SIGTERM] if is_ignored(signal.SIGINT) else [signal.SIGTERM, signal.SIGINT]

@@ -32,10 +32,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from holdfast.inference.weights.worker import LOAD_FORMAT, prepare_engine_process
 from holdfast.shared.config import InferenceConfig
+from holdfast.shared.config.by_device import DeviceType
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.process.events import report
 
-# Prompts of one step that are prefilled together; chunked prefill is off, so at least model.max_len.
+# On CPU: prompts of one step that are prefilled together; chunked prefill is off, so at least model.max_len.
 _MIN_BATCHED_TOKENS = 8192
 
 # A process that has closed its files ends within milliseconds.
@@ -48,8 +49,8 @@ _RESERVED = (
 )  # fmt: skip
 
 
-def vllm_arguments(config: InferenceConfig, model_dir: Path, tokenizer_dir: Path) -> list[str]:
-    """Return the command line of vLLM's server for `config`.
+def vllm_arguments(config: InferenceConfig, model_dir: Path, tokenizer_dir: Path, device: DeviceType) -> list[str]:
+    """Return the command line of vLLM's server for `config`, in which nothing is left to the device any more.
 
     Raises:
         ConfigError: `engine.args` sets something that the server relies on.
@@ -71,16 +72,19 @@ def vllm_arguments(config: InferenceConfig, model_dir: Path, tokenizer_dir: Path
         # The model's own top-p and top-k would bend the distribution that the policy is trained on.
         "generation-config": "vllm",
         "max-num-seqs": engine.max_num_seqs,
-        "max-num-batched-tokens": max(_MIN_BATCHED_TOKENS, config.model.max_len, engine.max_num_seqs),
         "tensor-parallel-size": engine.tensor_parallel_size,
         "enforce-eager": engine.eager,
         "disable-log-stats": True,
     }
-    if current_platform.is_cpu():
+    if device == "cpu":
         # With a seed per request, chunked prefill ends the engine on CPU.
-        arguments |= {"enable-chunked-prefill": False, "kv-cache-memory-bytes": engine.kv_cache_bytes}
-    else:
-        arguments |= {"gpu-memory-utilization": engine.gpu_memory_utilization}  # untested: needs a GPU
+        arguments |= {
+            "enable-chunked-prefill": False,
+            "max-num-batched-tokens": max(_MIN_BATCHED_TOKENS, config.model.max_len, engine.max_num_seqs),
+            "kv-cache-memory-bytes": engine.kv_cache_bytes,
+        }
+    else:  # where a long prompt is prefilled in chunks, of a size that vLLM knows for the GPU
+        arguments |= {"gpu-memory-utilization": engine.gpu_memory_utilization}
     given = {name.replace("_", "-"): value for name, value in engine.args.items()}
     if config.model.fp32_lm_head:
         if "hf-overrides" in given:

@@ -40,12 +40,12 @@ from holdfast.shared.process.child import (
     set_up_logging,
 )
 from holdfast.shared.process.events import report
+from holdfast.shared.process.gpus import VISIBLE_DEVICES_ENV
 from holdfast.shared.process.heartbeat import does, start_heartbeat
 from holdfast.shared.process.import_path import protect_children
 from holdfast.trainer.nodes import link_nodes, meeting_point, node_rank
 from holdfast.trainer.session.stop import SIGNALS, STOP_REQUEST
 
-VISIBLE_DEVICES_ENV = "CUDA_VISIBLE_DEVICES"
 _DEAD_RANK_S = 3.0
 _POLL_S = 0.02
 
@@ -67,6 +67,9 @@ def _worker(program: str, config_path: str, parent: int) -> None:
     if isinstance(config, TrainerConfig):
         does("its start", bound_s=config.startup_timeout_s)
     module = _module_of(program)
+    if config.parallel.device == "cuda":
+        # Here, where torch is imported: it reads its environment once.
+        importlib.import_module("holdfast.trainer.cuda").set_numerics(deterministic=config.deterministic)
     try:
         run_reporting_errors(lambda: _run_rank(module, config))
     finally:
@@ -154,13 +157,16 @@ def main(argv: list[str] | None = None) -> int:
     start_heartbeat()
     config = read_toml(PROGRAMS[arguments.program], arguments.config)
     parallel = config.parallel
-    node, ranks = node_rank(parallel), parallel.num_ranks
+    node, ranks = node_rank(parallel), parallel.ranks
     # Before torch is imported, which reads it once.
     set_thread_environment(parallel.threads or max(1, available_cores() // ranks))
     if config.ckpt is not None:
         # Until there are ranks there is nothing to save: no one need wait for the imports.
         for number in SIGNALS:
             signal.signal(number, lambda received, _: os._exit(128 + received))
+    if parallel.device == "cuda" and config.deterministic:
+        # cuBLAS reads it when CUDA starts: without, its sums depend on which buffers happen to be free.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Ranks are forked from this process: nothing in it may begin to use CUDA, not even by asking whether there is one.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     report("importing torch")

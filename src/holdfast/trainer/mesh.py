@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from holdfast.shared.config.trainer import ParallelConfig
 from holdfast.shared.errors import STORAGE_FAILED, ConfigError, HoldfastError, RankLost, SaveError, is_storage_failure
 from holdfast.shared.process.child import available_cores
+from holdfast.trainer.cuda import require_cuda
 
 T = TypeVar("T")
 
@@ -115,8 +116,8 @@ def open_mesh(config: ParallelConfig) -> Iterator[Mesh]:
     Raises:
         ConfigError: the device is not there.
     """
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("parallel.device = cuda, but torch finds no GPU here. Use `auto` or `cpu`.")
+    if config.device == "cuda":
+        require_cuda()
     use_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = datetime.timedelta(seconds=config.collective_timeout_s)

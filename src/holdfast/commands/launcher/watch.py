@@ -23,6 +23,7 @@ from holdfast.commands.launcher.console import Console
 from holdfast.commands.launcher.endings import death_of, engine_failure_of, how_it_ended, report_stop
 from holdfast.commands.launcher.hosts.host import Process
 from holdfast.commands.launcher.liveness import PROBE_PERIOD_S, Health, LivenessMonitor, place_of_beats
+from holdfast.commands.launcher.plan_table import PlannedProcess
 from holdfast.commands.launcher.restarts import Restarts
 from holdfast.commands.launcher.storage_backoff import StorageBackoff, fullest
 from holdfast.commands.launcher.supervise import Child, Supervisor
@@ -56,6 +57,8 @@ class Plan:
         trainer: configuration of the trainer.
         paths: the resolved configurations.
         health: what to ask for the health of a process, by name.
+        environments: variables of a process, by name, such as those that give it its GPUs.
+        processes: what a dry run shows.
     """
 
     attempt: Attempt
@@ -63,6 +66,8 @@ class Plan:
     trainer: TrainingCommand
     paths: list[Path]
     health: dict[str, Health] = field(default_factory=dict)
+    environments: dict[str, dict[str, str]] = field(default_factory=dict)
+    processes: list[PlannedProcess] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -175,6 +180,7 @@ class _Watcher:
             if any(child.name == name and child.process.poll() is None for child in self._supervisor.children):
                 continue
             environment = {
+                **self._plan.environments.get(name, {}),
                 EVENTS_ENV: str(self._logs / "events.jsonl"),
                 PROCESS_ENV: name,
                 # Nobody looks at them where nothing heals. A run within a run must not beat for the outer one.

@@ -12,8 +12,9 @@ from holdfast.shared.config.base import Command, DType, ModelConfig, Section
 class ServedModelConfig(ModelConfig):
     """The model to serve."""
 
-    dtype: DType = "float32"
-    """Dtype of weights and activations in the engine; equal to the trainer's for the least mismatch."""
+    dtype: DType | None = None
+    """Dtype of weights and activations in the engine; equal to the trainer's for the least mismatch. Unset: under `rl`
+    that of the trainer, alone bfloat16 on CUDA and float32 on CPU."""
 
     fp32_lm_head: bool = False
     """Compute logits in float32 where `dtype` is bfloat16; equal to the trainer's for the least mismatch."""
@@ -60,7 +61,7 @@ class EngineConfig(Section):
     """The vLLM engine."""
 
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the engine; unset: half of the cores, at least one."""
+    """CPU threads of the engine; unset: half of the cores, at least one, and on GPUs what vLLM takes."""
 
     max_num_seqs: int = Field(default=256, ge=1)
     """Most sequences decoded at once."""
@@ -68,14 +69,14 @@ class EngineConfig(Section):
     kv_cache_bytes: int = Field(default=134_217_728, ge=1_048_576)
     """Memory of the key-value cache on CPU."""
 
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    """Share of GPU memory that the engine may use."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of GPU memory that the engine may use. Unset: 0.9, and 0.4 on a GPU that it shares with the trainer."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
     """GPUs that one model is split over."""
 
-    eager: bool = True
-    """Skip torch.compile and CUDA graphs: starts 15-30 s sooner, slower on GPUs."""
+    eager: bool | None = None
+    """Skip torch.compile and CUDA graphs: starts 15-30 s sooner, slower on GPUs. Unset: on CPU alone."""
 
     args: dict[str, str | int | float | bool] = {}
     """Further vLLM server arguments by name, such as {"max-num-batched-tokens" = 8192}."""
@@ -92,6 +93,10 @@ class InferenceConfig(Command):
 
     engine: EngineConfig = EngineConfig()
     """The vLLM engine."""
+
+    deterministic: bool = False
+    """On GPUs compute every request as if it were alone (vLLM's batch invariance), for less throughput: Hopper GPUs and
+    newer. On CPU that holds already, and this changes nothing."""
 
     engines: int = Field(default=1, ge=1)
     """Servers that `rl` starts, each with an engine and a log of its own, at `server.port` and the ports behind it."""

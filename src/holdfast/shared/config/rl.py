@@ -11,6 +11,7 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from holdfast.shared.config.base import CkptConfig, Command, ModelConfig
 from holdfast.shared.config.inference import InferenceConfig
 from holdfast.shared.config.orchestrator import OrchestratorConfig
+from holdfast.shared.config.placement import PlacementConfig
 from holdfast.shared.config.rl_rewards import check_rewards
 from holdfast.shared.config.rl_trainer import JournalConfig, TrainerConfig
 from holdfast.shared.errors import ConfigError
@@ -42,6 +43,12 @@ class RlConfig(Command):
 
     journal: JournalConfig | None = None
     """For the trainer: batches that stay after they are trained."""
+
+    placement: PlacementConfig = PlacementConfig()
+    """GPUs of the trainer and of the engines."""
+
+    deterministic: bool = False
+    """For trainer and engines: the same bits every time on GPUs, too, for more time (docs/gpu.md)."""
 
     max_restarts: int = Field(default=3, ge=0)
     """Start a process that died again, at most this often within `restart_window_s`; 0: the run ends."""
@@ -92,6 +99,7 @@ _SHARED = {
     "ckpt": ("trainer", "orchestrator"),
     "model": ("trainer", "orchestrator", "inference"),
     "journal": ("trainer",),
+    "deterministic": ("trainer", "inference"),
 }
 
 

@@ -129,7 +129,7 @@ class TrainerConfig(TrainingCommand):
     @property
     def numerics(self) -> DType:
         """The coarser of the dtypes of trainer and engines."""
-        return "bfloat16" if "bfloat16" in (self.model.dtype, self.sampler_dtype) else "float32"
+        return "bfloat16" if "bfloat16" in (self.model.compute_dtype, self.sampler_dtype) else "float32"
 
     def advantage_of(self, environment: str) -> str:
         """Return the advantage of the groups of an environment, by its name."""

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from holdfast.shared.config.base import CkptConfig, Command, DType, ModelConfig, Section
+from holdfast.shared.config.by_device import BY_DEVICE
 from holdfast.shared.config.lora import LoraConfig
 
 _RDZV_PORT = 29400  # that of torchrun
@@ -21,17 +22,17 @@ class TrainedModelConfig(ModelConfig):
     """`pretrained` loads the weights of `model.name`; `random` reads its config.json only and
     initialises from `seed`."""
 
-    dtype: DType = "float32"
-    """Dtype of forward, backward and published weights. Master weights and optimizer state are
-    always float32."""
+    dtype: DType | None = None
+    """Dtype of forward, backward and published weights. Master weights and optimizer state are always float32. Unset:
+    that of the run that is resumed, else bfloat16 on CUDA and float32 on CPU."""
 
     attention: str = "packed"
     """`packed` (causal attention per sample, any device; where a model asks for more, `sdpa` or `eager` of
     transformers) or the name of a transformers attention implementation, such as `flash_attention_2`. `sdpa` and
     `eager` get one sample a row."""
 
-    activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass: less memory, about a third more time."""
+    activation_checkpointing: bool | None = None
+    """Recompute each layer in the backward pass: less memory, about a third more time. Unset: on CUDA alone."""
 
     compile: bool = False
     """torch.compile each layer. Pays on GPUs; on CPU compiling often costs more than it brings."""
@@ -40,11 +41,21 @@ class TrainedModelConfig(ModelConfig):
     """Compute logits in float32 where `dtype` is bfloat16: hidden states and weights of the output layer are those in
     bfloat16, their products are summed, and the sums kept, in float32. `rl` gives it to its inference server."""
 
-    logits_chunk_tokens: int = Field(default=4096, ge=1)
-    """Logits exist for at most this many tokens at once."""
+    logits_chunk_tokens: int | None = Field(default=None, ge=1)
+    """Logits exist for at most this many tokens at once. Unset: 1024 on CUDA, 4096 on CPU."""
 
     lora: LoraConfig | None = None
     """Train LoRA adapters instead of the weights; a bare `--model.lora` takes the defaults."""
+
+    @property
+    def compute_dtype(self) -> DType:
+        """`dtype`; where nothing has resolved it for a device, that of the CPU."""
+        return self.dtype or BY_DEVICE["cpu"].dtype
+
+    @property
+    def head_chunk_tokens(self) -> int:
+        """`logits_chunk_tokens`; where nothing has resolved it for a device, that of the CPU."""
+        return self.logits_chunk_tokens or BY_DEVICE["cpu"].logits_chunk_tokens
 
     @model_validator(mode="after")
     def _adapters_have_a_base(self) -> TrainedModelConfig:
@@ -56,8 +67,9 @@ class TrainedModelConfig(ModelConfig):
 class ParallelConfig(Section):
     """Ranks, threads and devices of the trainer."""
 
-    num_ranks: int = Field(default=1, ge=1)
-    """Processes to start on this machine; the model is sharded over them."""
+    num_ranks: int | None = Field(default=None, ge=1)
+    """Processes to start on this machine; the model is sharded over them. Unset: one for every GPU that the trainer
+    is given, one on CPU."""
 
     replicas: int = Field(default=1, ge=1)
     """Copies of the model (HSDP): each is sharded over the ranks divided by this, and gradients are averaged over the
@@ -83,14 +95,20 @@ class ParallelConfig(Section):
     trainer half of its cores, and the rest to the engine."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes CUDA where there is one."""
+    """`auto` takes CUDA on a machine with GPUs, and is an error where PyTorch cannot use them."""
 
     collective_timeout_s: float = Field(default=1800.0, gt=0)
     """A collective that takes longer than this fails, and names itself."""
 
+    @property
+    def ranks(self) -> int:
+        """`num_ranks`; where nothing has resolved it for a device, one."""
+        return self.num_ranks or 1
+
     @model_validator(mode="after")
     def _divides_its_ranks(self) -> ParallelConfig:
-        self.check_ranks(self.world_size)
+        if self.num_ranks is not None:  # else when that is known
+            self.check_ranks(self.world_size)
         return self
 
     def check_ranks(self, world_size: int) -> None:
@@ -108,7 +126,7 @@ class ParallelConfig(Section):
     @property
     def world_size(self) -> int:
         """Ranks of all nodes together."""
-        return self.nodes * self.num_ranks
+        return self.nodes * self.ranks
 
     @property
     def rendezvous(self) -> tuple[str, int]:
@@ -216,6 +234,10 @@ class TrainingCommand(Command):
 
     clean: bool = False
     """Remove a run that the output directory already holds, then start afresh."""
+
+    deterministic: bool = False
+    """On GPUs take algorithms that give the same bits every time, for more time a step, and fail where there is none.
+    On CPU all do, and this changes nothing."""
 
     keep_attempts: Annotated[int, Field(ge=1)] | Literal["all"] = 20
     """Keep logs, settings, and what was set aside, of this many of the newest starts and restarts, or of `all`."""

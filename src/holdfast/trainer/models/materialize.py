@@ -59,7 +59,7 @@ def _prepare(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh) -> Non
     model.eval()
     devices = [mesh.device] if mesh.device.type == "cuda" else []
     # fork_rng: whatever is random in these passes must not move the generators of the run.
-    with naming_failures(model, config.name, config.dtype), torch.random.fork_rng(devices=devices):
+    with naming_failures(model, config.name, config.compute_dtype), torch.random.fork_rng(devices=devices):
         model.run(model.prepare)
     reshard(model)
     model.train(was_training)

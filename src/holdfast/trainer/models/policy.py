@@ -138,7 +138,7 @@ def build_policy(config: TrainedModelConfig, mesh: Mesh, *, seed: int, weights: 
     if weights:
         make_whole = partial(initial_weights, config, model_config, seed)
         fill = filler(causal_lm, config, mesh, seed=seed, make_whole=make_whole)
-    policy = Policy(causal_lm, logits_chunk_tokens=config.logits_chunk_tokens, fp32_lm_head=config.fp32_lm_head)
+    policy = Policy(causal_lm, logits_chunk_tokens=config.head_chunk_tokens, fp32_lm_head=config.fp32_lm_head)
     materialize(policy, config, mesh, fill)
     return policy
 

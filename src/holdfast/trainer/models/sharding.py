@@ -29,16 +29,17 @@ def apply_wrappers(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh) 
     if config.activation_checkpointing:
         if not hf_model.supports_gradient_checkpointing:
             raise DataError(
-                f"model.activation_checkpointing: transformers cannot recompute the layers of {type(hf_model).__name__}"
+                "model.activation_checkpointing: transformers cannot recompute the layers of "
+                f"{type(hf_model).__name__}; turn it off with --no-model.activation-checkpointing"
             )
         hf_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.compile:
         for layer in layers:
             layer.compile()
-    if mesh.world_size == 1 and config.dtype == "float32":
+    if mesh.world_size == 1 and config.compute_dtype == "float32":
         return  # nothing to shard and nothing to cast: FSDP would only copy, for a quarter of a small model's step
     mixed_precision = MixedPrecisionPolicy()
-    if config.dtype == "bfloat16":
+    if config.compute_dtype == "bfloat16":
         # Gradients are summed over ranks in float32: bfloat16 would lose the small ones.
         mixed_precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     # With whole parameters on each rank there is nothing to free by resharding, only copies to repeat.

@@ -92,7 +92,7 @@ def other_reference(config: DpoConfig, pairs: Sequence[Preference], mesh: Mesh) 
     own = config.model.model_copy(update={"name": name, "init": "pretrained", "lora": None})
     model = build_policy(own, mesh, seed=0)
     model.requires_grad_(False)
-    check_model(model, mesh, name=name, pack=config.data.pack, dtype=own.dtype)
+    check_model(model, mesh, name=name, pack=config.data.pack, dtype=own.compute_dtype)
     digest = digest_of(base_tensors(model.hf_model))
     logprobs_P2 = None
     if config.ckpt is None or config.ckpt.resume_step is None:

@@ -135,7 +135,7 @@ class RlComponents:
         Raises:
             DataError: one differs.
         """
-        config, dtype = self._config, self._config.model.dtype
+        config, dtype = self._config, self._config.model.compute_dtype
         if config.kl is not None and self.reference is not None:
             check_model(self.reference, self._mesh, name=_reference_name(config), pack=True, dtype=dtype)
         if config.critic is not None and self.critic is not None:

@@ -134,7 +134,7 @@ def start_session(
         further = {**further, "base": adapters}
     progress = Progress()
     publisher = WeightPublisher(
-        run_dir, policy, tokenizer, mesh, dtype=config.model.dtype, layout=layout, adapters=adapters
+        run_dir, policy, tokenizer, mesh, dtype=config.model.compute_dtype, layout=layout, adapters=adapters
     )
     metrics = MetricsWriter(run_dir.metrics) if mesh.is_main else None
     storage = open_storage(config, run_dir, mesh, older_weights=older_weights)
@@ -151,7 +151,7 @@ def start_session(
         resume(checkpointer, run_dir, resume_step, data_fingerprint=data_fingerprint, mesh=mesh)
         _log.info("resumed from step %d: %d samples trained", resume_step, progress.samples)
     # After loading: what is compared are the weights that are trained.
-    check_model(policy, mesh, name=config.model.name, pack=pack, dtype=config.model.dtype)
+    check_model(policy, mesh, name=config.model.name, pack=pack, dtype=config.model.compute_dtype)
     if ckpt is not None:
         checkpointer.reserve()
     if isinstance(resume_step, int):

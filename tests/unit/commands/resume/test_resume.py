@@ -23,6 +23,7 @@ from holdfast.commands.resume.plan import prepare
 from holdfast.shared.config import RlConfig, SftConfig, TrainerConfig
 from holdfast.shared.config.algorithm import KlConfig
 from holdfast.shared.config.base import CkptConfig
+from holdfast.shared.config.device_defaults import choose_for_training
 from holdfast.shared.config.load import to_toml
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.config.rl import hand_down_shared
@@ -425,6 +426,7 @@ def test_checkpoints_without_a_run_are_not_taken_for_a_fresh_directory(other: Ru
 def test_the_diff_to_the_checkpoint_is_shown_in_groups(other: RunDir, sft: Sft, new: RunDir) -> None:
     before = SftConfig(max_steps=20, output_dir=other.path, ckpt=CkptConfig(interval=5))
     before.optim.schedule, before.optim.lr = "linear", 0.5
+    choose_for_training(before, "cpu", num_devices=0)
     step = add_checkpoint(other, 11, files={"trainer/config.toml": to_toml(before)})
     flags = ["--optim.schedule", "linear", "--optim.lr", 0.5, "--max-steps", 40, "--data.batch-size", 32]
     code, out, _ = sft("--ckpt.resume-dir", step, *flags)
