@@ -15,8 +15,13 @@ RELATIVE = 1e-4
 ABSOLUTE = 1e-6
 
 
-def test_two_ranks_train_as_one_does(reference: CompletedRun, rl_server: UsedServer, tmp_path: Path) -> None:
-    flags = (*rl_server.flags, "--trainer.parallel.num-ranks", "2", "--trainer.row-tokens", "256")
+@pytest.mark.parametrize(
+    "division", [(), pytest.param(("--trainer.parallel.sequence-parallel", "2"), marks=pytest.mark.slow)]
+)
+def test_two_ranks_train_as_one_does(
+    division: tuple[str, ...], reference: CompletedRun, rl_server: UsedServer, tmp_path: Path
+) -> None:
+    flags = (*rl_server.flags, "--trainer.parallel.num-ranks", "2", "--trainer.row-tokens", "256", *division)
     run = succeeded(tmp_path / "run", *flags, "--max-steps", "4", "--ckpt")
     sharded = run.run_dir.checkpoint(4) / "trainer"
     assert len(list(sharded.glob("*.distcp"))) == len(list(sharded.glob("random_rank_*.json"))) == 2

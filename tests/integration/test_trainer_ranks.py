@@ -62,3 +62,16 @@ def test_copies_of_the_model_go_on_from_a_sharded_checkpoint(sft_runs: Runs) -> 
 def test_one_rank_loads_what_copies_have_saved_bit_for_bit(sft_runs: Runs) -> None:
     copies, one = sft_runs.succeeded("two_copies_resumed"), sft_runs.succeeded("two_copies_loaded_by_one")
     assert one.weights(10) == copies.weights(10)
+
+
+def test_two_ranks_that_share_rows_give_the_losses_of_one(sft_runs: Runs) -> None:
+    one, two = sft_runs.succeeded("packed"), sft_runs.succeeded("packed_in_slices")
+    assert two.column("loss") == pytest.approx(one.column("loss"), rel=1e-5)
+    assert two.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_two_ranks_that_share_rows_resume_bit_for_bit(sft_runs: Runs) -> None:
+    straight, resumed = sft_runs.succeeded("two_slices_straight"), sft_runs.succeeded("two_slices_resumed")
+    assert straight.weights(10) == resumed.weights(10)
+    assert straight.column("loss") == resumed.column("loss") and len(straight.column("loss")) == 10

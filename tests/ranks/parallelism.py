@@ -11,24 +11,38 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from holdfast.shared.config import DpoConfig
+from holdfast.shared.config.dpo import PreferenceDataConfig
 from holdfast.shared.config.trainer import OptimConfig, ParallelConfig, SftDataConfig, TrainedModelConfig
 from holdfast.trainer.mesh import Mesh, join_mesh
 from holdfast.trainer.models.lora import whole_tensors
 from holdfast.trainer.models.policy import build_policy
+from holdfast.trainer.models.scalar_model import build_scalar_model, score_samples
+from holdfast.trainer.models.self_check import check_model
 from holdfast.trainer.optim.optimizers import build_optimizer, clip_gradients, update_parameters
+from holdfast.trainer.preferences.pairs import Pair
+from holdfast.trainer.preferences.reference import Reference, reference_logprobs
+from holdfast.trainer.programs.dpo import dpo_objective
 from holdfast.trainer.supervised.step import supervised_step
 from tests.models.families import random_samples
+from tests.ranks.policy_metrics import measured, ragged_samples, statistics_of, taught
 from tests.ranks.two import run_on_ranks
 
 RANKS = 4
 LENGTHS = (23, 5, 31, 2, 14, 9, 30)
 STEPS = 2
 LORA = {"lora": {"rank": 2, "target_modules": ["q_proj", "down_proj"]}}
-# How the ranks are divided; what is trained, and by which optimizer.
-DIVISIONS: dict[str, dict[str, Any]] = {"copies": {"replicas": 4}, "copies_of_shards": {"replicas": 2}}
+# How the ranks are divided, and what is trained then; `measured` is the one whose ranks `measure` as well.
+DIVISIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "copies of shards": ({"replicas": 2}, ("adamw", "muon", "lora")),
+    "slices": ({"sequence_parallel": 4}, ("adamw",)),
+    "copies of slices": ({"sequence_parallel": 2, "replicas": 2}, ("adamw", "lora")),
+}
+MEASURED = "copies of slices"
 RUNS: dict[str, tuple[dict[str, Any], OptimConfig]] = {
-    "adamw": ({}, OptimConfig(lr=1e-2, max_grad_norm=float("inf"))),
+    "adamw": ({}, OptimConfig(lr=1e-2, eps=1e-2, max_grad_norm=float("inf"))),
     "muon": ({}, OptimConfig(type="muon", lr=1e-2, max_grad_norm=0.5)),
     "lora": (LORA, OptimConfig(lr=1e-2, max_grad_norm=0.5)),
 }
@@ -50,16 +64,48 @@ def train(model_dir: Path, mesh: Mesh, run: str) -> dict[str, Tensor]:
     return found | {name: tensor.clone() for name, tensor in whole_tensors(policy.hf_model, keep=True)}
 
 
+def measure(model_dir: Path, mesh: Mesh) -> dict[str, Any]:
+    """Return what RL, preferences and reward models compute of samples, and gradients of it. Collective."""
+    samples, config = ragged_samples(), TrainedModelConfig(name=str(model_dir))
+    found: dict[str, Any] = {"statistics": statistics_of(mesh)}
+    found |= {f"logprob {number}": torch.tensor(one) for number, one in enumerate(measured(model_dir, mesh))}
+    found |= {f"taught {name}": one for name, one in taught(model_dir, mesh).items()}
+    policy = build_policy(config, mesh, seed=0)
+    check_model(policy, mesh, name=config.name, pack=True, dtype="float32")
+    pairs = PreferenceDataConfig(name="", batch_size=2, seq_len=12, micro_batch_size=1)
+    given = [Pair(*samples[place : place + 2], number=place // 2) for place in (0, 2)]
+    reference_P2 = reference_logprobs(policy, given, pairs, mesh)
+    dpo = DpoConfig(output_dir=model_dir, model=config, data=pairs)
+    compared = dpo_objective(dpo, Reference(reference_P2 - 0.1, {}), mesh).accumulate_gradients(policy, given)
+    found |= {"reference": torch.from_numpy(reference_P2), "dpo": torch.tensor(list(compared.values()))}
+    found["norm of dpo"] = torch.tensor(clip_gradients(policy, 1.0))
+    rows = SftDataConfig(name="", pack=False, micro_batch_size=2)
+    found["rows"] = torch.tensor(supervised_step(policy, samples, rows, mesh))
+    scalar = build_scalar_model(config, mesh, seed=0)
+    check_model(scalar, mesh, name=config.name, pack=True, dtype="float32")
+    scores_S = score_samples(scalar, samples, list(range(len(samples))), pack=True, device=mesh.device)
+    scores_S.square().sum().backward()  # the same on every rank, so its mean over ranks is itself
+    found["scores"] = scores_S.detach()
+    for name, parameter in scalar.hf_model.named_parameters():
+        assert parameter.grad is not None
+        gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        # Ranks that share the tokens of a sample have a part of its gradient each.
+        found[f"scored {name}"] = gradient * (mesh.world_size // mesh.data_size)
+    return found
+
+
 def main() -> None:
     """Write what each rank saw as `rank_R.pt`."""
     model_dir, directory = (Path(argument) for argument in sys.argv[1:])
 
     def work(given: Mesh) -> None:
         found = {}
-        for division, settings in DIVISIONS.items():
+        for division, (settings, runs) in DIVISIONS.items():
             config = ParallelConfig(num_ranks=RANKS, **settings)
             mesh = join_mesh(config, rank=given.rank, world_size=RANKS, device=given.device)
-            found |= {(division, run): train(model_dir, mesh, run) for run in RUNS}
+            found |= {(division, run): train(model_dir, mesh, run) for run in runs}
+            if division == MEASURED:
+                found[division, "measured"] = measure(model_dir, mesh)
         torch.save(found, directory / f"rank_{given.rank}.pt")
 
     run_on_ranks(RANKS, work, directory)

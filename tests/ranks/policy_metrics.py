@@ -79,7 +79,7 @@ def statistics_of(mesh: Mesh) -> dict[str, float]:
     """Return the metrics of two updates whose two forward passes are dealt to the ranks. Collective."""
     statistics = PolicyStatistics(AGES, has_reference=True)
     for passes, losses in zip(TOKENS, LOSSES, strict=True):
-        own = range(mesh.rank, len(passes), mesh.world_size)
+        own = range(mesh.data_rank, len(passes), mesh.data_size)
         for place in own:
             data, age_N = loss_input(passes[place])
             counts = {"clip_fraction/low": torch.tensor(len(passes[place]) % 2), "mine": torch.tensor(place)}

@@ -27,6 +27,19 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class SequenceGroup:
+    """The neighbouring ranks that share the rows of a micro-batch, each with a slice of their tokens.
+
+    Attributes:
+        rank, size: this rank's place among them, and their number.
+    """
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
 class Mesh:
     """This process's place among the ranks that train, and their collectives.
 
@@ -35,12 +48,14 @@ class Mesh:
         device: where this rank computes.
         device_mesh: torch's: `fsdp`, parameters are sharded over all ranks; or `replicate` and `shard`, over
             neighbouring ranks, with copies.
+        sequence: the ranks that share rows with this one; None: it has rows of its own.
     """
 
     rank: int
     world_size: int
     device: torch.device
     device_mesh: DeviceMesh
+    sequence: SequenceGroup | None = None
 
     @property
     def is_main(self) -> bool:
@@ -50,12 +65,21 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """Which part of a batch is this rank's, of `data_size`."""
-        return self.rank
+        return self.rank // self._sequence_size
 
     @property
     def data_size(self) -> int:
-        """How many parts a batch is divided into."""
-        return self.world_size
+        """How many parts a batch is divided into: ranks that share rows have the same."""
+        return self.world_size // self._sequence_size
+
+    @property
+    def _sequence_size(self) -> int:
+        return self.sequence.size if self.sequence is not None else 1
+
+    @property
+    def _repeats(self) -> bool:
+        """Whether what this rank says of its part of a batch is said by another one."""
+        return self.sequence is not None and self.sequence.rank > 0
 
     @property
     def num_shards(self) -> int:
@@ -63,8 +87,11 @@ class Mesh:
         return self.device_mesh.size(-1)
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
-        """Return the sum over all ranks of each value, in one float64 collective."""
-        return self._reduce(values, dist.ReduceOp.SUM)
+        """Return the sum over all parts of a batch of each value, in one float64 collective.
+
+        Ranks that share rows give the same values, which count once.
+        """
+        return self._reduce(dict.fromkeys(values, 0.0) if self._repeats else values, dist.ReduceOp.SUM)
 
     def max(self, values: dict[str, float]) -> dict[str, float]:
         """Return the maximum over all ranks of each value, in one float64 collective."""
@@ -79,15 +106,19 @@ class Mesh:
         return dict(zip(values, tensor.tolist(), strict=True))
 
     def sum_tensor(self, tensor: Tensor) -> Tensor:
-        """Return the sum over all ranks of a CPU tensor of the same shape on each, in one collective."""
+        """Return the sum over all parts of a batch of a CPU tensor of the same shape on each, in one collective."""
+        if self._repeats:
+            tensor.zero_()
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def concatenate(self, vector: Tensor) -> Tensor:
-        """Return the CPU vectors of all ranks, of whatever lengths, one after the other in the order of ranks."""
+        """Return the CPU vectors of all parts of a batch, of whatever lengths, in the order of ranks."""
         if self.world_size == 1:
             return vector
+        if self._repeats:
+            vector = vector[:0]
         # Lengths first: all_gather takes tensors of one shape.
         size = torch.tensor([len(vector)])
         sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
@@ -152,7 +183,11 @@ def join_mesh(config: ParallelConfig, *, rank: int, world_size: int, device: tor
         # Shards inside: ranks that gather parameters from one another are neighbours, of one machine where they fit.
         names, shape = ("replicate", "shard"), (config.replicas, world_size // config.replicas)
     device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-    return Mesh(rank=rank, world_size=world_size, device=device, device_mesh=device_mesh)
+    size, sequence = config.sequence_parallel, None
+    if size > 1:
+        sharing = init_device_mesh(device.type, (world_size // size, size), mesh_dim_names=("data", "sequence"))
+        sequence = SequenceGroup(rank % size, size, sharing.get_group("sequence"))
+    return Mesh(rank=rank, world_size=world_size, device=device, device_mesh=device_mesh, sequence=sequence)
 
 
 class RankGroup:

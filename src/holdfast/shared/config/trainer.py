@@ -75,6 +75,10 @@ class ParallelConfig(Section):
     """Copies of the model (HSDP): each is sharded over the ranks divided by this, and gradients are averaged over the
     copies. Give as many as there are machines, so that parameters are gathered within one."""
 
+    sequence_parallel: int = Field(default=1, ge=1)
+    """Ranks that share the rows of a micro-batch (Ulysses), each with a slice of the tokens: for samples too long for
+    the memory of one. Divides the heads of attention, so there must be a multiple of them: see docs/parallelism.md."""
+
     nodes: int = Field(default=1, ge=1)
     """Machines that train one model, each with `num_ranks`: start the same command on every one, with one `output_dir`
     that all share. Under an outer `torchrun` or `srun` with one process per machine: as many as it has."""
@@ -117,11 +121,12 @@ class ParallelConfig(Section):
         Raises:
             ValueError: they cannot.
         """
-        if world_size % self.replicas:
-            raise ValueError(
-                f"replicas = {self.replicas} does not divide the number of ranks, {world_size}: set parallel.num_ranks "
-                "to a multiple of it, or replicas to a divisor"
-            )
+        for name, size in (("replicas", self.replicas), ("sequence_parallel", self.sequence_parallel)):
+            if world_size % size:
+                raise ValueError(
+                    f"{name} = {size} does not divide the number of ranks, {world_size}: set parallel.num_ranks to a "
+                    f"multiple of it, or {name} to a divisor"
+                )
 
     @property
     def world_size(self) -> int:
@@ -257,6 +262,11 @@ class TrainingCommand(Command):
     @model_validator(mode="after")
     def _warmup_fits(self) -> TrainingCommand:
         self.optim.check_warmup(self.max_steps, "optim")
+        if self.model.compile and self.parallel.sequence_parallel > 1:
+            raise ValueError(
+                "model.compile does not go with parallel.sequence_parallel above 1, whose exchanges between ranks "
+                "would cut every layer in pieces: leave one of them out"
+            )
         if self.optim.type == "muon" and self.model.lora is not None:
             raise ValueError(
                 "optim.type = 'muon' is for whole matrices, and model.lora trains factors of a change to them: set "

@@ -28,6 +28,7 @@ from transformers import AttentionInterface
 
 from holdfast.shared.errors import DataError
 from holdfast.trainer.data.packing import PackedIndex
+from holdfast.trainer.models.ulysses import RowSlice
 from holdfast.trainer.models.varlen import KERNELS, Kernel, attend_by_kernel, reason_against
 
 _log = logging.getLogger("trainer")
@@ -77,6 +78,7 @@ def packed_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     packed_index: PackedIndex | None = None,
+    row_slice: RowSlice | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     """Attend causally within each sample; the signature is transformers' attention interface.
@@ -87,6 +89,7 @@ def packed_attention(
         softcap: c in scores = c * tanh(scores / c).
         s_aux: the score (H,) of a sink that takes part in the softmax and has no value.
         packed_index: layout of the row; None for rows of one sample each.
+        row_slice: the rows are those of several ranks, and query, key and value this rank's tokens of them.
 
     Returns:
         (1, T, H, D) or (B, L, H, D), and no weights.
@@ -102,6 +105,21 @@ def packed_attention(
             "model.attention to eager"
         )
     assert attention_mask is None, "packed attention takes no mask"
+    if row_slice is not None:
+        attended, _ = packed_attention(
+            module,
+            row_slice.whole_rows(query),
+            row_slice.whole_rows(key),
+            row_slice.whole_rows(value),
+            None,
+            scaling=scaling,
+            dropout=dropout,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            s_aux=None if s_aux is None else row_slice.own_heads(s_aux),
+            packed_index=packed_index,
+        )
+        return row_slice.own_tokens(attended), None
     kernel = _kernel_for(module, query, key, value, dropout=dropout, softcap=softcap, has_sinks=s_aux is not None)
     if kernel is not None:
         borders = None if packed_index is None else packed_index.cu_seqlens

@@ -17,9 +17,11 @@ from transformers import (
 
 from holdfast.shared.errors import DataError
 from holdfast.trainer.data.packing import PackedIndex
+from holdfast.trainer.mesh import SequenceGroup
 from holdfast.trainer.models.layout import PACKED, find_layout
 from holdfast.trainer.models.rotary import rotate_by_sample
 from holdfast.trainer.models.structure import decoder_of, last_position, pair_cost, takes_positions
+from holdfast.trainer.models.ulysses import RowSlice, reason_against
 
 
 def freeze(model: nn.Module) -> None:
@@ -44,6 +46,7 @@ class DecoderModel(nn.Module):
         self.layout = PACKED
         self._needs_positions = rotate_by_sample(hf_model)
         self._last_position = last_position(hf_model)
+        self._sequence: SequenceGroup | None = None
 
     def run(self, function: Callable[[], T]) -> T:
         """Return what `function` does with the whole parameters, as `forward` sees them. Collective."""
@@ -59,6 +62,32 @@ class DecoderModel(nn.Module):
         found = find_layout(self.hf_model, self._all_hidden_states, self.layout.attention)
         self.layout = replace(found, pair_cost=pair_cost(self.hf_model))
 
+    def share_rows(self, ranks: SequenceGroup | None) -> None:
+        """Have ranks share the rows of every pass from now on. Called behind `prepare`.
+
+        Raises:
+            DataError: the model does not allow it.
+        """
+        if ranks is None:
+            return
+        reason = self.layout.reason
+        if not reason and self.layout.attention != "packed":
+            reason = f"model.attention = {self.layout.attention}, and only packed attention is computed so"
+        if not reason and self._needs_positions:
+            reason = "its rotary embeddings turn by the length of a sample, which a slice does not show"
+        for heads, key_heads in sorted(self.layout.heads):
+            reason = reason or reason_against(heads, key_heads, ranks.size)
+        if reason:
+            raise DataError(
+                f"parallel.sequence_parallel = {ranks.size}: {type(self.hf_model).__name__} cannot be computed in "
+                f"slices of its rows: {reason}. Set parallel.sequence_parallel = 1 or another number"
+            )
+        self._sequence = ranks
+
+    def row_slice(self, rows_BL: Tensor) -> RowSlice | None:
+        """Return which tokens of the rows this rank computes; None: all."""
+        return None if self._sequence is None else RowSlice(self._sequence, rows_BL.shape[1])
+
     def _all_hidden_states(self, input_ids_1L: Tensor) -> Tensor:
         positions_1L = torch.arange(input_ids_1L.shape[1], device=input_ids_1L.device)[None]
         index = PackedIndex.from_lengths([input_ids_1L.shape[1]], device=input_ids_1L.device)
@@ -69,7 +98,8 @@ class DecoderModel(nn.Module):
     def hidden_states(
         self, input_ids_BL: Tensor, position_ids_BL: Tensor, index_N: Tensor, *, packed_index: PackedIndex | None
     ) -> Tensor:
-        """Return the decoder's hidden states (N, H) at places in the flattened (B * L) rows.
+        """Return the decoder's hidden states (N, H) at places in the flattened (B * L) rows; of these, those in
+        this rank's slice where ranks share rows: see `row_slice`.
 
         Args:
             packed_index: layout of samples when the single row is packed.
@@ -84,6 +114,10 @@ class DecoderModel(nn.Module):
                 f"{self._last_position} (max_position_embeddings in its config.json): shorten it"
             )
         kwargs: dict[str, object] = {}
+        if (row := self.row_slice(input_ids_BL)) is not None:
+            kwargs["row_slice"] = row
+            index_N = row.places(index_N)
+            input_ids_BL, position_ids_BL = row.of(input_ids_BL), row.of(position_ids_BL)
         decoder = decoder_of(self.hf_model)
         if self.layout.packs or self._needs_positions:
             kwargs["position_ids"] = position_ids_BL

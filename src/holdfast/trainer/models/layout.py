@@ -18,7 +18,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,12 +49,14 @@ class Layout:
         reason: why they cannot; empty where they can.
         pair_cost: what attention between two tokens of a sample costs, as a share of what one token costs outside of
             attention.
+        heads: of queries, and of keys and values, that packed attention is given in some layer.
     """
 
     packs: bool
     attention: str
     reason: str = ""
     pair_cost: float = 0.0
+    heads: frozenset[tuple[int, int]] = field(default=frozenset(), compare=False)
 
     def arrangement(self, *, pack: bool) -> Arrangement:
         """Return how micro-batches are planned where the configuration says `pack`; see `trainer.data.row_plan`."""
@@ -78,6 +80,7 @@ class _Record:
         needs: the argument by which the configured attention knows where samples are; None: by the mask.
         masks: that were made for them, and the rule behind each.
         calls: of attention.
+        heads: of queries, and of keys and values, in one of them.
         faults: why a row cannot hold several samples, in words.
         differs: implementations that do not compute what the model's own eager attention does, and how.
     """
@@ -85,6 +88,7 @@ class _Record:
     needs: str | None = None
     masks: list[tuple[Tensor, _MaskFunction]] = field(default_factory=list)
     calls: int = 0
+    heads: set[tuple[int, int]] = field(default_factory=set)
     faults: list[str] = field(default_factory=list)
     differs: dict[str, str] = field(default_factory=dict)
 
@@ -123,7 +127,7 @@ def find_layout(hf_model: PreTrainedModel, run: Callable[[Tensor], Tensor], atte
         if not reason and "packed" in differs:
             reason = f"its attention is not that of packed rows ({differs['packed']})"
         if not reason:
-            return PACKED
+            return replace(PACKED, heads=frozenset(record.heads))
         plain = hf_model._supports_sdpa and record.calls > 0 and "sdpa" not in differs
         return Layout(False, "sdpa" if plain else "eager", reason)
     if attention in _BY_MASK and not reason:
@@ -188,6 +192,7 @@ def _probe_attention(
     """Return zeros, and note what packed attention could not do; transformers' attention interface."""
     record = _recorded
     record.calls += 1
+    record.heads.add((query.shape[1], key.shape[1]))
     window = arguments.get("sliding_window")
     if key.shape[2] != query.shape[2]:
         record.faults.append("its queries and keys differ in number")

@@ -81,6 +81,10 @@ class Predicted(NamedTuple):
     entropy_N: Tensor | None = None
     teacher_kl_N: Tensor | None = None
 
+    def columns(self) -> dict[str, Tensor]:
+        """Return what there is, by name."""
+        return {name: column for name, column in self._asdict().items() if column is not None}
+
 
 PLAIN = Reading()
 

@@ -43,6 +43,7 @@ def materialize(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh, fil
     hf_model.tie_weights()
     _reset_buffers(hf_model)
     _prepare(model, config, mesh)
+    model.share_rows(mesh.sequence)
     if fill is not None:
         fill(hf_model)
     model.train()

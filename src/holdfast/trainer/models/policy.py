@@ -73,9 +73,16 @@ class Policy(DecoderModel):
             teacher: of another policy at the same targets, to measure the divergence from.
         """
         hidden_NH = self.hidden_states(input_ids_BL, position_ids_BL, predict_index_N, packed_index=packed_index)
-        return token_logprobs(
+        row = self.row_slice(input_ids_BL)
+        if row is not None:
+            target_ids_N = target_ids_N[row.own(predict_index_N)]
+        predicted = token_logprobs(
             hidden_NH, self._head(), target_ids_N, reading, chunk_tokens=self.logits_chunk_tokens, teacher=teacher
         )
+        if row is None:
+            return predicted
+        found = {name: row.whole(column, predict_index_N) for name, column in predicted.columns().items()}
+        return Predicted(**found)
 
     @torch.no_grad()
     def readout(

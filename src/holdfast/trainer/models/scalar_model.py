@@ -55,7 +55,9 @@ class ScalarModel(DecoderModel):
         """
         hidden_NH = self.hidden_states(input_ids_BL, position_ids_BL, index_N, packed_index=packed_index)
         head_1H = self.hf_model.get_parameter(HEAD)
-        return hidden_NH.float() @ head_1H[0].float()
+        values_N = hidden_NH.float() @ head_1H[0].float()
+        row = self.row_slice(input_ids_BL)
+        return values_N if row is None else row.whole(values_N, index_N)
 
 
 def build_scalar_model(

@@ -188,9 +188,11 @@ def _own(model: Policy | ScalarModel, micro: MicroBatch) -> Tensor:
         return predicted.logprobs_N.float().cpu()
 
     def hidden_states() -> Tensor:
-        return model.hidden_states(
-            micro.input_ids_BL, micro.position_ids_BL, micro.predict_index_N, packed_index=micro.packed_index
+        index_N, row = micro.predict_index_N, model.row_slice(micro.input_ids_BL)
+        hidden_NH = model.hidden_states(
+            micro.input_ids_BL, micro.position_ids_BL, index_N, packed_index=micro.packed_index
         )
+        return hidden_NH if row is None else row.whole(hidden_NH, index_N)
 
     return model.run(hidden_states).float().cpu()
 
