@@ -35,9 +35,9 @@ def starts(place: Place) -> None:
 
 
 VARIANTS: dict[str, list[object]] = {
-    "packed": [],
+    "packed": ["--no-model.activation-checkpointing"],
     "unpacked": ["--no-data.pack"],
-    "activation_checkpointing": ["--model.activation-checkpointing"],
+    "recomputed": ["--model.activation-checkpointing"],
     "compiled": ["--model.compile"],
     "lora": [],
 }
@@ -125,7 +125,10 @@ def speed(place: Place) -> None:
     ]  # fmt: skip
     kinds: dict[str, list[object]] = {"recomputed": ["--model.activation-checkpointing"]}
     if not place.is_toy:
-        kinds |= {"kept": [], "recomputed and compiled": ["--model.activation-checkpointing", "--model.compile"]}
+        kinds |= {
+            "kept": ["--no-model.activation-checkpointing"],
+            "recomputed and compiled": ["--model.activation-checkpointing", "--model.compile"],
+        }
     for kind, flags in kinds.items():
         run = place.run(f"speed_{len(kind)}", *settings, *flags)
         if kind == "kept" and run.code != 0 and "out of memory" in run.output:

@@ -34,6 +34,10 @@ def test_how_exact_a_plain_run_is(place: Place) -> None:
     run_checks.exactness(place, is_exact=False)
 
 
+def test_a_deterministic_run_repeats(place: Place) -> None:
+    run_checks.exactness(place, "--deterministic", is_exact=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("window", [None, 4096])
 def test_attention(dtype: torch.dtype, window: int | None, place: Place) -> None:

@@ -30,7 +30,7 @@ def numbers_of_adapters(place: Place) -> None:
 
 
 def exactness(place: Place) -> None:
-    run_checks.exactness(place, steps=4, is_exact=True)
+    run_checks.exactness(place, "--deterministic", steps=4, is_exact=True)
 
 
 @pytest.mark.parametrize("check", [run_checks.starts, device_checks.head])
