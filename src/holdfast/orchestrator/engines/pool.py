@@ -15,6 +15,7 @@ from holdfast.orchestrator.engines.engine import Engine
 from holdfast.orchestrator.engines.http import Unavailable
 from holdfast.orchestrator.engines.retry import EngineLost, asked_pause_s
 from holdfast.orchestrator.task_group import run_all
+from holdfast.shared.errors import HoldfastError
 from holdfast.shared.process.events import report
 
 _log = logging.getLogger("orchestrator")
@@ -160,6 +161,10 @@ class EnginePool:
                     attempts.count(failure, url=engine.url)
                     await attempts.pause(failure)
                     continue
+                except HoldfastError:
+                    if changes == self._changes:
+                        raise
+                    continue  # of what it should have had, which nobody wants any more
                 if changes == self._changes:  # else it has, by now, what it should have had
                     return True
         except EngineLost as lost:

@@ -342,6 +342,35 @@ def test_weights_that_are_pushed_while_an_engine_comes_back_are_given_to_it_too(
     assert leaving.pushed[-1] == 4 and leaving.pushed == sorted(leaving.pushed)
 
 
+def test_weights_that_an_engine_could_not_take_any_more_end_nothing_when_newer_ones_are_pushed(
+    tmp_path: Path, expected: object
+) -> None:
+    """Nobody else is there at that moment, as the other engine is lost when it has taken the newer ones."""
+    leaving, other = LeavingEngine(), FakeEngine()
+    leaving.leaves_at = 2
+    refused: list[str] = []
+
+    def refuse_what_is_gone() -> None:
+        if leaving.boot_id == "first" or refused:
+            return
+        deadline = time.monotonic() + HANG_S
+        while not other.is_away and time.monotonic() < deadline:
+            time.sleep(0.01)
+        refused.append(leaving.url)
+        raise HTTPException(409, "not there")
+
+    def take_turns() -> None:
+        if other.version == 1 and leaving.is_away:
+            come_back(leaving)
+        if other.version == 2 and not refused:
+            leave(other)
+
+    leaving.before_update, other.on_update = refuse_what_is_gone, take_turns
+    leaving.on_update = lambda: come_back(other) if other.is_away else None
+    assert rollouts_of(tmp_path / "two", leaving, other) == expected
+    assert refused and other.boot_id == "second"
+
+
 def test_weights_that_are_published_anew_while_the_only_engine_comes_back_are_loaded_again(
     tmp_path: Path, expected: object
 ) -> None:
