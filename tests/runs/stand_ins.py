@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.commands.launcher.liveness import Health
+from holdfast.commands.launcher.plan import Healing, Plan
 from holdfast.commands.launcher.restarts import Restarts
 from holdfast.commands.launcher.storage_backoff import StorageBackoff
-from holdfast.commands.launcher.watch import Healing, Plan, watch
+from holdfast.commands.launcher.watch import watch
 from holdfast.commands.resume.attempt import Attempt
 from holdfast.shared.config import TrainerConfig
 from holdfast.shared.files.run_dir import RunDir

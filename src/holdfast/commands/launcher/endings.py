@@ -22,6 +22,8 @@ def engine_failure_of(child: Child) -> str | None:
 
 def how_it_ended(child: Child) -> str:
     """Return by which signal or exit code it ended, in a few words."""
+    if child.process.loss is not None:
+        return f"is gone: {child.process.loss}"
     code = child.process.returncode
     early = " before its work was done" if code == 0 and not child.is_service else ""
     return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}{early}"
@@ -42,6 +44,8 @@ def death_of(child: Child, *, stuck: str | None, restarts: Restarts) -> ProcessD
         error = ProcessDied(f"{child.name}: {said}\n       {indented}\n       log: {child.log}")
     elif reason is not None:
         error = ProcessDied(f"{child.name}: {reason}\n       log: {child.log}")
+    elif child.process.loss is not None:
+        error = ProcessDied(f"{child.name} {how_it_ended(child)}\n       log: {child.log}")
     elif stuck is not None:
         error = ProcessDied(f"{stuck}\n       log: {child.log}")
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from holdfast.commands.launcher.device_choices import (
@@ -18,6 +19,7 @@ from holdfast.commands.launcher.device_choices import (
     describe_rl,
 )
 from holdfast.commands.launcher.liveness import Health
+from holdfast.commands.launcher.placed import Placed, placed
 from holdfast.commands.launcher.placement import (
     Placement,
     inference_gpus,
@@ -26,13 +28,15 @@ from holdfast.commands.launcher.placement import (
     this_machine,
     with_engines,
 )
+from holdfast.commands.launcher.plan import Healing, Plan
 from holdfast.commands.launcher.plan_table import PlannedProcess, planned_engine, planned_trainer, print_table
 from holdfast.commands.launcher.ports import reserve
 from holdfast.commands.launcher.preflight import check_inference, check_orchestrator, check_rl, check_training
 from holdfast.commands.launcher.restarts import Restarts
-from holdfast.commands.launcher.servers import chosen_servers, picks_its_port
+from holdfast.commands.launcher.servers import Servers, chosen_servers, picks_its_port
+from holdfast.commands.launcher.slurm_job import submit
 from holdfast.commands.launcher.storage_backoff import StorageBackoff
-from holdfast.commands.launcher.watch import Healing, Plan, clear_unpublished, watch
+from holdfast.commands.launcher.watch import clear_unpublished, watch
 from holdfast.commands.resume.attempt import Attempt, with_resume, write_config
 from holdfast.commands.resume.plan import prepare
 from holdfast.commands.resume.resume_step import resolve_resume_step
@@ -77,29 +81,45 @@ def launch_training(config: TrainingCommand) -> int:
 def launch_rl(config: RlConfig) -> int:
     """Run trainer, orchestrator and, unless some are there, inference servers; return the exit code."""
     picks_port = picks_its_port(config)
-    machine = this_machine(find_gpus())
-    config = hand_down_shared(with_engines(config, machine))
-    with chosen_servers(config, picks_port=picks_port) as servers:
+    machine, given = this_machine(find_gpus()), config
+    is_here = config.cluster is None and config.slurm is None
+    config = hand_down_shared(with_engines(config, machine) if is_here else config)
+    if config.slurm is not None:
+        check_rl(config, starts_inference="urls" not in given.orchestrator.client.model_fields_set)
+        return submit(config, given)
+    with placed(config) as places, _servers(config, places, picks_port=picks_port) as servers:
+        machine = places.machine if places else machine
         check_rl(config, starts_inference=servers.starts_own)
         placement = place_rl(config, machine, starts_inference=servers.starts_own)
         chosen = choose_rl(config, placement, machine)
-        plan = _plan_rl(config, placement, starts_inference=servers.starts_own)
+        plan = _plan_rl(config, placement, starts_inference=servers.starts_own, places=places)
         if servers.line:
             print(servers.line)
         print(describe_rl(placement, chosen, machine, starts_inference=servers.starts_own))
         if config.dry_run:
             return _print_plan(plan)
         healing = Healing(
-            again=lambda: _plan_rl(config, placement, starts_inference=servers.starts_own, again=True),
+            again=lambda: _plan_rl(config, placement, starts_inference=servers.starts_own, places=places, again=True),
             restarts=Restarts(config.max_restarts, config.restart_window_s),
             storage_backoff=StorageBackoff(config.storage_timeout_s),
             heartbeat_timeout_s=config.heartbeat_timeout_s,
+            cluster=places.cluster if places else None,
+            cluster_timeout_s=config.cluster_timeout_s,
         )
         return watch(plan, healing)
 
 
-def _plan_rl(config: RlConfig, placement: Placement, *, starts_inference: bool, again: bool = False) -> Plan:
+def _servers(config: RlConfig, places: Placed | None, *, picks_port: bool) -> AbstractContextManager[Servers]:
+    """Choose the servers of the run; on a cluster they have their places already."""
+    return nullcontext(places.servers(config)) if places else chosen_servers(config, picks_port=picks_port)
+
+
+def _plan_rl(
+    config: RlConfig, placement: Placement, *, starts_inference: bool, places: Placed | None, again: bool = False
+) -> Plan:
     """Decide where the run starts, or goes on after its trainer died, and write every process's configuration."""
+    if places is not None and again:
+        places.tell_addresses(config)
     # --clean was for the first start: again it would remove the run itself.
     clean = config.clean and not again
     attempt = prepare(
@@ -127,7 +147,9 @@ def _plan_rl(config: RlConfig, placement: Placement, *, starts_inference: bool, 
     if starts_inference:
         servers = {}
         for number, (name, one) in enumerate(inference.of_each().items()):
-            if name not in paths:  # one of several, whose settings were told with those of all
+            if places is not None and not config.dry_run:
+                places.tell_address(name, one)
+            if name not in paths or places is not None:  # one of several, told with those of all; or it has its place
                 paths[name] = write_config(attempt, name, one, dry_run=config.dry_run, tells=False)
             servers[name] = module_command("holdfast.inference.main", str(paths[name]), str(attempt.run_dir.path))
             # The server itself says when its engine takes too long.
@@ -136,7 +158,8 @@ def _plan_rl(config: RlConfig, placement: Placement, *, starts_inference: bool, 
             environments[name] = placement.environment(gpus)
             processes.append(planned_engine(name, one, gpus))
         commands = servers | commands
-    return Plan(attempt, commands, trainer, list(paths.values()), health, environments, processes)
+    plan = Plan(attempt, commands, trainer, list(paths.values()), health, environments, processes)
+    return plan if places is None or config.dry_run else places.plan(plan, config)
 
 
 def launch_orchestrator(config: OrchestratorConfig) -> int:

@@ -32,11 +32,22 @@ _MEMORY = Path("/dev/shm")
 
 
 @contextmanager
-def place_of_beats(run_dir: Path) -> Iterator[Path]:
+def place_of_beats(run_dir: Path, *, is_shared: bool = False) -> Iterator[Path]:
     """Make a directory for the beats of the run in `run_dir`, in memory where there is a place; remove it at the end.
+
+    Args:
+        is_shared: processes of other hosts beat as well, so it lies in `run_dir`, which they see.
 
     What a launcher that was killed left is taken over by the next one, which holds the lock of the run.
     """
+    if is_shared:
+        place = run_dir.absolute() / "beats"
+        place.mkdir(mode=0o700, exist_ok=True)
+        try:
+            yield place
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+        return
     home = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     status = run_dir.stat()  # containers may share the memory, and have directories of the same name
     digest = hashlib.sha256(f"{status.st_dev} {status.st_ino} {run_dir}".encode()).hexdigest()[:16]
@@ -172,14 +183,18 @@ class LivenessMonitor:
         if self._health:
             self._health.end()
 
-    def forget(self) -> None:
-        """Start again, for a process that takes the place of another."""
+    def forget(self, health: Health | None = None) -> None:
+        """Start again, for a process that takes the place of another.
+
+        Args:
+            health: where it is asked from now on, if that is another place.
+        """
         for path in self.prefix.parent.glob(f"{self.prefix.name}*"):
             path.unlink(missing_ok=True)
         self._parts.clear()
         self._begin = awake_s()
         if self._health:
-            self._health.forget()
+            self._health.forget(health)
 
 
 class HealthProbe:
@@ -211,8 +226,9 @@ class HealthProbe:
         if self._last_good is not None:
             self._last_good = awake_s()
 
-    def forget(self) -> None:
+    def forget(self, health: Health | None = None) -> None:
         """Wait for a first good answer again."""
+        self._health = health or self._health
         self._last_good = None
 
     def _ask(self) -> None:

@@ -14,22 +14,22 @@ from __future__ import annotations
 import math
 import shutil
 import signal
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from holdfast.commands.launcher.console import Console
 from holdfast.commands.launcher.endings import death_of, engine_failure_of, how_it_ended, report_stop
+from holdfast.commands.launcher.hosts.cluster import is_trainer
 from holdfast.commands.launcher.hosts.host import Process
-from holdfast.commands.launcher.liveness import PROBE_PERIOD_S, Health, LivenessMonitor, place_of_beats
-from holdfast.commands.launcher.plan_table import PlannedProcess
+from holdfast.commands.launcher.hosts.local import THIS_MACHINE
+from holdfast.commands.launcher.liveness import PROBE_PERIOD_S, LivenessMonitor, place_of_beats
+from holdfast.commands.launcher.plan import Healing, Plan
 from holdfast.commands.launcher.restarts import Restarts
 from holdfast.commands.launcher.storage_backoff import StorageBackoff, fullest
 from holdfast.commands.launcher.supervise import Child, Supervisor
-from holdfast.commands.resume.attempt import Attempt
 from holdfast.shared.config.inference import is_engine
-from holdfast.shared.config.trainer import TrainingCommand
 from holdfast.shared.errors import (
     STORAGE_FAILED,
     STUCK,
@@ -45,46 +45,8 @@ from holdfast.shared.process.heartbeat import HEALING_NAME, HEARTBEAT_ENV
 
 _TELLING_S = 10.0
 """What a trainer whose time of grace is over gets to give up and say so."""
+PLACES_PERIOD_S = 0.5
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One attempt, ready to start.
-
-    Attributes:
-        commands: argv of every process, by name, in the order of starting.
-        trainer: configuration of the trainer.
-        paths: the resolved configurations.
-        health: what to ask for the health of a process, by name.
-        environments: variables of a process, by name, such as those that give it its GPUs.
-        processes: what a dry run shows.
-    """
-
-    attempt: Attempt
-    commands: dict[str, list[str]]
-    trainer: TrainingCommand
-    paths: list[Path]
-    health: dict[str, Health] = field(default_factory=dict)
-    environments: dict[str, dict[str, str]] = field(default_factory=dict)
-    processes: list[PlannedProcess] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Healing:
-    """What keeps a run going whose processes die.
-
-    Attributes:
-        again: makes the plan that goes on with the run after its trainer died.
-        restarts: the allowance of restarts after crashes.
-        storage_backoff: how long the run waits for its storage.
-        heartbeat_timeout_s: a process that is silent for this long is killed.
-    """
-
-    again: Callable[[], Plan]
-    restarts: Restarts
-    storage_backoff: StorageBackoff
-    heartbeat_timeout_s: float
 
 
 def watch(plan: Plan, healing: Healing | None = None) -> int:
@@ -102,7 +64,8 @@ def watch(plan: Plan, healing: Healing | None = None) -> int:
     timeout_s = healing.heartbeat_timeout_s if healing else math.inf
     # The wait for the next question counts as silence: well below what is taken for death.
     period_s = min(PROBE_PERIOD_S, timeout_s / 4)
-    with place_of_beats(run_dir.path) as beats, Supervisor() as supervisor:
+    is_shared = healing is not None and healing.cluster is not None
+    with place_of_beats(run_dir.path, is_shared=is_shared) as beats, Supervisor() as supervisor:
         monitors = {
             name: LivenessMonitor(_beat_of(beats, name), plan.health.get(name), probe_period_s=period_s)
             for name in plan.commands
@@ -187,14 +150,15 @@ class _Watcher:
                 HEARTBEAT_ENV: str(_beat_of(self._beats, name)) if self._healing is not None else "",
             }
             # Before it starts: beats of its predecessor must not speak for it.
-            self._monitors[name].forget()
+            self._monitors[name].forget(self._plan.health.get(name))
             self._supervisor.start(
                 name,
                 argv,
                 self._logs / f"{name}.log",
                 environment=environment,
                 is_service=is_engine(name),
-                has_done_its_work=self._has_weights if name == "trainer" else self._has_all_batches,
+                has_done_its_work=self._has_weights if is_trainer(name) else self._has_all_batches,
+                host=self._plan.hosts.get(name, THIS_MACHINE),
             )
 
     def _has_weights(self) -> bool:
@@ -263,14 +227,44 @@ class _Watcher:
             raise self._death_of(child)
         if number is not None:
             return number
-        if child.name == "trainer" and self._healing is not None:
-            # The orchestrator as well: `again` goes back to a step, and sets aside what lies after it.
-            self._supervisor.stop(names={"trainer", "orchestrator"})
+        if (is_trainer(child.name) or child.process.loss is not None) and self._healing is not None:
+            # The orchestrator as well: `again` goes back to a step, and sets aside what lies after it. And where a
+            # server comes back at another address, it has to be told.
+            self._supervisor.stop(names={child.name for child in self._supervisor.children if not child.is_service})
+            number = self._wait_for_places(self._healing)
+            if number is not None:
+                return number
             return self._until_storage_takes_it(self._healing.again)
         number = self._until_storage_takes_it(lambda: self._restart(child))
         if number is not None:
             return number
         return self._until_storage_takes_it(lambda: self._supervisor.run(self._refresh))
+
+    def _wait_for_places(self, healing: Healing) -> int | None:
+        """Wait until the cluster has a place for every process; return the number of a signal that came meanwhile.
+
+        Raises:
+            ProcessDied: it has none for too long.
+        """
+        if healing.cluster is None:
+            return None
+        healing.cluster.place()
+        deadline = time.monotonic() + healing.cluster_timeout_s
+        is_told = False
+        while not healing.cluster.is_placed():
+            number = self._supervisor.pause(PLACES_PERIOD_S, self._refresh_waiting)
+            if number is not None:
+                return number
+            if time.monotonic() > deadline:
+                self._supervisor.stop()
+                raise ProcessDied(
+                    f"the cluster was waited for in vain for {healing.cluster_timeout_s:g} s: "
+                    f"{healing.cluster.missing()}"
+                )
+            if not is_told and time.monotonic() > deadline - healing.cluster_timeout_s + _TELLING_S:
+                is_told = True
+                self._console.say(f"waiting for the cluster: {healing.cluster.missing()}")
+        return None
 
     def _until_storage_takes_it(self, action: Callable[[], T]) -> T | int:
         """Do what writes to the run directory, again while that fails; return its result, or the number of a signal."""
@@ -357,7 +351,7 @@ class _Watcher:
         """Return the signal that a trainer saved for and ended by: a scheduler may signal ranks as well as us."""
         number = child.process.returncode - 128
         is_request = number in (signal.SIGTERM, signal.SIGUSR1) and self._plan.trainer.ckpt is not None
-        return number if child.name == "trainer" and is_request else None
+        return number if is_trainer(child.name) and is_request else None
 
     def _save_before_stop(self, number: int) -> None:
         """Have the trainer save its current step, where checkpoints are on."""

@@ -260,13 +260,14 @@ def _origin(key: str, files: _Files, given: dict[str, str]) -> str:
 
 def to_toml(config: BaseModel) -> str:
     """Return the resolved configuration as TOML; unset values are left out."""
-    return tomli_w.dumps(_without_none(config.model_dump(mode="json")))
+    return tomli_w.dumps(without_none(config.model_dump(mode="json")))
 
 
-def _without_none(value: Any) -> Any:
+def without_none(value: Any) -> Any:
+    """Return `value` without the entries of tables that are unset, which TOML cannot hold."""
     if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list) else value
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def read_toml(command: type[C], path: str | Path) -> C:

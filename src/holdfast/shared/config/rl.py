@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from holdfast.shared.config.base import CkptConfig, Command, ModelConfig
 from holdfast.shared.config.inference import InferenceConfig
@@ -14,6 +15,7 @@ from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.config.placement import PlacementConfig
 from holdfast.shared.config.rl_rewards import check_rewards
 from holdfast.shared.config.rl_trainer import JournalConfig, TrainerConfig
+from holdfast.shared.config.slurm import SlurmConfig
 from holdfast.shared.errors import ConfigError
 
 
@@ -63,8 +65,29 @@ class RlConfig(Command):
     """A storage that cannot be written (full disk, quota, I/O errors) is waited for, until no new step was trained
     for this long; 0: the run ends."""
 
+    cluster: str | None = None
+    """Start the processes on the nodes of a cluster: `ray` for the Ray cluster that this machine belongs to,
+    `ray://HOST:PORT` for the one with this head, `slurm` within an allocation. Unset: all on this machine."""
+
+    cluster_strategy: Literal["pack", "spread"] = "pack"
+    """On few nodes of the cluster, or on as many as there are."""
+
+    cluster_timeout_s: float = Field(default=900.0, gt=0)
+    """How long nodes are waited for: at the start, while others use them, and after one was lost."""
+
+    slurm: SlurmConfig | None = None
+    """Submit a SLURM job that makes the run, and end; `--dry-run` prints its script."""
+
     clean: bool = False
     """Remove a run that the output directory already holds, then start afresh."""
+
+    @field_validator("cluster")
+    @classmethod
+    def _is_a_cluster(cls, value: str | None) -> str | None:
+        """Take what is known; an address without its port would be looked for in vain."""
+        if value is None or value in ("ray", "slurm") or re.fullmatch(r"ray://[^/\s]+:\d+", value):
+            return value
+        raise ValueError("should be 'ray', 'ray://HOST:PORT' or 'slurm'")
 
     @model_validator(mode="before")
     @classmethod

@@ -232,6 +232,7 @@ class RunDir:
             REFERENCE_NAME,
             "configs",
             "logs",
+            "beats",
             "discarded",
         ):
             path = self.path / name

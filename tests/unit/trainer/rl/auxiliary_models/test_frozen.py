@@ -89,7 +89,8 @@ from holdfast.commands.resume.attempt import Attempt
 from holdfast.commands.launcher.restarts import Restarts
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.commands.launcher.storage_backoff import StorageBackoff
-from holdfast.commands.launcher.watch import Healing, Plan, watch
+from holdfast.commands.launcher.plan import Healing, Plan
+from holdfast.commands.launcher.watch import watch
 
 run_dir = RunDir(Path(sys.argv[1]))
 run_dir.create()

@@ -1,0 +1,87 @@
+"""`rl` on a Ray cluster of two nodes, its trainer on both: the run of one machine, bit for bit, whatever is lost."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.runs.ray_clusters import RayNodes
+from tests.runs.rl import SMALL_BATCH, CompletedRun, RlRun, assert_same, complete, last_step, outcome, succeeded
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+STEPS = 10
+TOKEN = {"HOLDFAST_ADMIN_TOKEN": "of-the-test"}
+FLAGS = (
+    *SMALL_BATCH,
+    *("--max-steps", str(STEPS), "--ckpt.interval", "2"),
+    *("--trainer.parallel.threads", "1", "--inference.engine.threads", "1"),
+)
+TIMEOUT_S = 400.0
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    with RayNodes(2, 2) as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> CompletedRun:
+    """The same run on this machine alone, with two ranks."""
+    output_dir = tmp_path_factory.mktemp("local") / "run"
+    return succeeded(output_dir, *FLAGS, "--trainer.parallel.num-ranks", "2", timeout_s=TIMEOUT_S)
+
+
+def on_ray(nodes: RayNodes, output_dir: Path, *flags: str) -> RlRun:
+    cluster = ("--cluster", f"ray://{nodes.address}", "--cluster-strategy", "spread", "--trainer.parallel.nodes", "2")
+    return RlRun(output_dir, *FLAGS, *cluster, *flags, environment=TOKEN)
+
+
+def test_a_node_that_is_lost_and_comes_back(nodes: RayNodes, local: CompletedRun, tmp_path: Path) -> None:
+    """And a stop behind that, from which the run goes on."""
+    with on_ray(nodes, tmp_path / "run") as run:
+        run.wait_for_step(3)
+        nodes.remove(1)
+        run.wait_for_match("is gone: .* is lost")
+        run.wait_for_output("waiting for the cluster: no place for")
+        before = last_step(run.run_dir)
+        nodes.add(1)
+        run.wait_for_output("(attempt 2)")
+        run.wait_for_step(before)
+        run.interrupt(signal.SIGTERM)
+        stopped = complete(run, TIMEOUT_S)
+    assert stopped.exit_code == 128 + signal.SIGTERM and "which is saved" in stopped.output, stopped.output
+    assert not stopped.survivors and before < STEPS
+    with on_ray(nodes, tmp_path / "run", "--ckpt.resume-step", "latest") as run:
+        done = complete(run, TIMEOUT_S)
+    assert done.exit_code == 0, done.output
+    assert_same(outcome(done.run_dir, STEPS), outcome(local.run_dir, STEPS))
+    logs = {path.name for path in done.run_dir.logs(1).glob("*.log")}
+    assert logs == {"trainer.log", "trainer_1.log", "orchestrator.log", "inference.log"}
+
+
+def test_nothing_outlives_the_launcher(nodes: RayNodes, tmp_path: Path) -> None:
+    with on_ray(nodes, tmp_path / "run") as run:
+        run.wait_for_match("trainer_1 +importing torch")
+        run.interrupt(signal.SIGKILL)
+        assert not complete(run).survivors
+
+
+def test_what_the_cluster_does_not_have_is_said_before_anything_starts(nodes: RayNodes, tmp_path: Path) -> None:
+    with on_ray(nodes, tmp_path / "run", "--trainer.parallel.num-ranks", "3") as run:
+        refused = complete(run)
+    assert refused.exit_code == 2
+    assert "too few resources" in refused.output and "trainer: 3 CPU; trainer_1: 3 CPU" in refused.output
+    there = refused.output.partition("there, node by node: ")[2].strip()
+    assert sorted(there.split("; ")) == ["2 CPU", "2 CPU", "nothing"]
+    with on_ray(nodes, tmp_path / "run", "--dry-run") as run:
+        assert complete(run).exit_code == 0
+    assert not (tmp_path / "run" / "logs").exists()
+    with RlRun(
+        tmp_path / "run", *FLAGS, "--cluster", f"ray://{nodes.address}", environment={"HOLDFAST_ADMIN_TOKEN": ""}
+    ) as run:
+        refused = complete(run)
+    assert refused.exit_code == 2 and "needs an admin token: set the environment" in refused.output, refused.output

@@ -1,0 +1,76 @@
+"""A Ray cluster of several nodes on this machine, in a process of its own; nodes come and go as a test asks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any, Self
+
+from tests.conftest import ROOT
+
+_MEMORY_BYTES = 80_000_000
+
+
+class RayNodes:
+    """A head that runs nothing, and nodes with so many cores each. Use as a context manager."""
+
+    def __init__(self, *cores: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.runs.ray_clusters", *map(str, cores)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.address = self._answer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.__exit__(None, None, None)  # closes its pipes, by which it ends, and waits for it
+
+    def remove(self, node: int) -> None:
+        """Take a node away at once, with all that runs there."""
+        self._ask(f"remove {node}")
+
+    def add(self, node: int) -> None:
+        """Bring a node back."""
+        self._ask(f"add {node}")
+
+    def _ask(self, words: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{words}\n")
+        self._process.stdin.flush()
+        assert self._answer() == "done"
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the Ray cluster did not start"
+        return line.strip()
+
+
+def main(cores: list[int]) -> None:
+    """Be the cluster: say its address, then do what is read."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": _MEMORY_BYTES})
+
+    def add(node: int) -> Any:
+        return cluster.add_node(num_cpus=cores[node], object_store_memory=_MEMORY_BYTES)
+
+    nodes = [add(node) for node in range(len(cores))]
+    print(cluster.address, flush=True)
+    for line in sys.stdin:
+        word, node = line.split()
+        if word == "remove":
+            cluster.remove_node(nodes[int(node)], allow_graceful=False)
+        else:
+            nodes[int(node)] = add(int(node))
+        print("done", flush=True)
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main([int(word) for word in sys.argv[1:]])

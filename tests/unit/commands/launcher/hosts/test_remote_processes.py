@@ -1,0 +1,135 @@
+"""A process behind an agent, as the launcher sees it: real agents, over pipes of this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.commands.launcher.hosts.cluster import Need, assign, is_trainer, trainer_names, wanted_and_there
+from holdfast.commands.launcher.hosts.pipe import PipeWire, agent_command
+from holdfast.commands.launcher.hosts.place import travelling
+from holdfast.commands.launcher.hosts.remote import RemoteHost, RemoteProcess
+from holdfast.shared.errors import ConfigError
+from holdfast.shared.process.import_path import module_command
+
+SERVES = module_command("http.server", "0")
+
+
+@pytest.fixture
+def wire() -> Iterator[PipeWire]:
+    wire = PipeWire(agent_command())
+    yield wire
+    wire.close()
+
+
+def started(wire: PipeWire, log: Path) -> RemoteProcess:
+    """Return a process that has said its first word."""
+    process = RemoteHost("other", "127.0.0.1", wire).start(SERVES, log, {"PYTHONUNBUFFERED": "1"})
+    while not (log.exists() and log.read_bytes()):
+        assert process.poll() is None
+    return process
+
+
+def is_alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")")[1].split()[0] != "Z"
+
+
+def test_a_process_of_another_host(wire: PipeWire, tmp_path: Path) -> None:
+    process = started(wire, tmp_path / "logs" / "a.log")
+    assert process.pid and is_alive(process.pid)
+    assert process.wait(0.01) is None is process.returncode
+    process.show_stacks([], tmp_path / "a.log")
+    process.signal(signal.SIGTERM)
+    assert process.wait() == -signal.SIGTERM == process.poll()
+    process.signal(signal.SIGTERM)
+    assert process.loss is None
+    again = started(wire, tmp_path / "b.log")
+    again.clear(30.0)
+    assert again.returncode == -signal.SIGKILL and again.loss is None
+
+
+def test_what_runs_there_ends_with_the_agent_and_is_lost(wire: PipeWire, tmp_path: Path) -> None:
+    process = started(wire, tmp_path / "a.log")
+    wire.close()
+    assert process.wait() == -signal.SIGKILL
+    assert process.loss is not None and process.loss.startswith("other is lost: its connection has ended (exit code 0)")
+    process.kill()  # says nothing more
+    while is_alive(process.pid):  # a program that is none of ours would not ask the kernel to end it
+        os.kill(process.pid, signal.SIGKILL)
+    after = RemoteHost("other", "127.0.0.1", wire).start(SERVES, tmp_path / "b.log", {})
+    assert after.poll() == -signal.SIGKILL and after.pid == 0 and "other is lost" in str(after.loss)
+    assert wire.is_lost
+
+
+def test_ours_ends_with_the_agent(wire: PipeWire, tmp_path: Path) -> None:
+    """Though nothing tells it to: the kernel does."""
+    log = tmp_path / "a.log"
+    code = "import sys, time; from holdfast.shared.process.child import die_with_launcher as die; die()\n"
+    (tmp_path / "ours.py").write_text(code + "print('up', flush=True); time.sleep(60)")
+    pid = wire.call("start", ["ours"], str(log), {"PYTHONPATH": str(tmp_path)}, str(tmp_path))
+    while b"up" not in (log.read_bytes() if log.exists() else b""):
+        assert is_alive(pid), log.read_text()
+    wire.close()
+    while is_alive(pid):
+        pass
+
+
+def test_the_reason_of_a_lost_connection_is_the_first_error_that_it_told(tmp_path: Path) -> None:
+    code = "import sys; print('srun: error: no such node', file=sys.stderr); sys.exit(1)"
+    wire = PipeWire([sys.executable, "-c", code])
+    process = RemoteHost("other", "127.0.0.1", wire).start(SERVES, tmp_path / "a.log", {})
+    assert process.loss == "other is lost: srun: error: no such node"
+    wire.close()
+
+
+def test_a_directory_that_the_host_does_not_have_is_named(wire: PipeWire, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no directory /nowhere \(No such file or directory\), from which"):
+        wire.call("start", ["http.server"], str(tmp_path / "a.log"), {}, "/nowhere")
+    assert wire.call("missing", [str(tmp_path), str(tmp_path / "no"), "/nowhere/at/all"]) == [
+        str(tmp_path / "no"),
+        "/nowhere/at/all",
+    ]
+    assert wire.call("about")["version"]
+    first = wire.call("reserve", 20000)
+    assert wire.call("reserve", first) > first, "it is held"
+
+
+def test_an_agent_that_hangs_at_its_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.commands.launcher.hosts.pipe._CLOSE_TIMEOUT_S", 0.01)
+    wire = PipeWire(["sleep", "60"])
+    wire.close()
+    assert wire.is_lost or wire._process.returncode == -signal.SIGKILL
+
+
+def test_what_a_host_has_of_its_own_stays_its_own() -> None:
+    mine = {"HOLDFAST_ADMIN_TOKEN": "t", "PATH": "/x", "CUDA_VISIBLE_DEVICES": "0", "RAY_ADDRESS": "a", "HF_HOME": "/h"}
+    assert travelling(mine) == {"HOLDFAST_ADMIN_TOKEN": "t", "HF_HOME": "/h"}
+
+
+def test_processes_are_spread_over_what_the_nodes_have() -> None:
+    needs = [Need("trainer", 2, 2), Need("inference", 1, 1), Need("orchestrator", 1)]
+    assert assign(needs, [{"CPU": 4, "GPU": 2}, {"CPU": 4, "GPU": 1}]) == [0, 1, 1]
+    assert assign(needs, [{"CPU": 4, "GPU": 2}]) is None
+    assert assign([], []) == []
+    said = wanted_and_there(needs, [{"CPU": 4, "GPU": 2}, {}])
+    assert "trainer: 2 CPU, 2 GPU; inference: 1 CPU, 1 GPU; orchestrator: 1 CPU" in said
+    assert said.endswith("there, node by node: 4 CPU, 2 GPU; nothing")
+    assert wanted_and_there(needs, []).endswith("no node")
+
+
+def test_the_names_of_trainers() -> None:
+    assert trainer_names(1) == ["trainer"] and trainer_names(2) == ["trainer", "trainer_1"]
+    assert all(map(is_trainer, trainer_names(3))) and not is_trainer("inference_0")
+
+
+def test_the_agent_says_nothing_but_its_answers() -> None:
+    call = '{"method": "start", "arguments": [["http.server"], "a.log", {}, "/nowhere"]}\n'
+    done = subprocess.run(agent_command(), input=call, capture_output=True, text=True)
+    assert done.stdout.startswith('{"error": "') and done.stdout.count("\n") == 1 and done.returncode == 0

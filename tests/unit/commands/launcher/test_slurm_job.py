@@ -1,0 +1,139 @@
+"""`rl --slurm`: the script, what it is made of, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.commands.launcher.launch import launch_rl
+from holdfast.shared.config import RlConfig
+from holdfast.shared.config.load import parse_command_line, read_toml
+from holdfast.shared.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("in_root")
+
+
+def parsed(output_dir: Path, *flags: str) -> RlConfig:
+    argv = ["@", "configs/reverse_text/rl.toml", "--output-dir", str(output_dir), *flags]
+    return parse_command_line(RlConfig, argv, program="rl")
+
+
+def script_of(output_dir: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    assert launch_rl(parsed(output_dir, "--ckpt.interval", "5", "--slurm", "--dry-run", *flags)) == 0
+    return capsys.readouterr().out
+
+
+def test_the_script_asks_for_what_the_settings_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = ("--slurm.nodes", "2", "--slurm.gpus-per-node", "8", "--slurm.time", "24:00:00", "--slurm.partition", "gpu")
+    more = ("--slurm.account", "me", "--slurm.extra", '["--qos=high"]', "--slurm.setup", '["module load cuda"]')
+    script = script_of(tmp_path / "run", capsys, *job, *more, "--ckpt.grace-s", "200.5")
+    options = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert options == [
+        "job-name=holdfast",
+        "nodes=2",
+        "ntasks-per-node=1",
+        "exclusive",
+        "gpus-per-node=8",
+        "time=24:00:00",
+        "partition=gpu",
+        "account=me",
+        f"output={tmp_path}/run/slurm/job_%j.out",
+        "open-mode=append",
+        "requeue",
+        # The grace of the trainer, and a minute for all to end.
+        "signal=B:USR1@261",
+        "qos=high",
+    ]
+    assert "\nmodule load cuda\n" in script and "--ckpt.resume-step auto &" in script
+    assert not (tmp_path / "run" / "slurm").exists(), "a dry run submits nothing"
+
+
+def test_the_script_passes_signals_on_and_queues_itself_again_when_its_time_is_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A real shell runs it, with a launcher that ends as one does that has saved for SIGUSR1."""
+    script = script_of(tmp_path / "run", capsys)
+    for name, code in (
+        ("rl", "trap 'exit 138' USR1; trap 'exit 143' TERM; echo up; while true; do sleep 0.01; done"),
+        ("scontrol", f'echo "$*" > {tmp_path}/asked'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{code}\n")
+        (tmp_path / name).chmod(0o755)
+    rl = next(word for word in script.split() if word.endswith("/rl"))
+    for number, code, asked in (("USR1", 138, "requeue 7\n"), ("TERM", 143, None)):
+        (tmp_path / "asked").unlink(missing_ok=True)
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+        with subprocess.Popen(
+            ["bash", "-c", script.replace(rl, str(tmp_path / "rl"))], env=environment, stdout=subprocess.PIPE
+        ) as shell:
+            assert shell.stdout is not None and shell.stdout.readline() == b"up\n"
+            subprocess.run(["kill", f"-{number}", str(shell.pid)], check=True)
+            assert shell.wait() == code
+        assert ((tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else None) == asked
+
+
+def test_a_job_is_submitted_with_what_the_user_has_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitter = tmp_path / "sbatch"
+    submitter.write_text(f'#!/bin/bash\necho "$*" > {tmp_path}/asked; echo "41;cluster"\n')
+    submitter.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    run = tmp_path / "run"
+    assert launch_rl(parsed(run, "--ckpt.interval", "5", "--slurm.nodes", "2")) == 0
+    assert (tmp_path / "asked").read_text() == f"--parsable {run}/slurm/rl.sbatch\n"
+    assert f"submitted job 41; its output: {run}/slurm/job_41.out" in capsys.readouterr().out
+    told = read_toml(RlConfig, run / "slurm" / "rl.toml")
+    assert told == parsed(run, "--ckpt.interval", "5") and told.slurm is None
+    assert told.model_fields_set == parsed(run, "--ckpt.interval", "5").model_fields_set
+
+    submitter.write_text("#!/bin/bash\necho 'sbatch: error: invalid partition' >&2; exit 1\n")
+    with pytest.raises(ConfigError, match=r"sbatch refuses .*rl\.sbatch: sbatch: error: invalid partition"):
+        launch_rl(parsed(run, "--ckpt.interval", "5", "--slurm"))
+    submitter.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"needs SLURM's sbatch, which is not on this machine. The script is "):
+        launch_rl(parsed(run, "--ckpt.interval", "5", "--slurm"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ((), "--slurm needs checkpoints"),
+        (("--ckpt.interval", "5", "--ckpt.resume-step", "3"), "ckpt.resume_step = 3: with --slurm it is 'auto'"),
+        (("--ckpt.interval", "5", "--clean"), "--clean with --slurm would remove the run"),
+        (("--ckpt.interval", "5", "--cluster", "ray"), "cluster = 'ray' and --slurm are two places"),
+    ],
+)
+def test_what_cannot_be_queued_again_is_refused(flags: tuple[str, ...], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        launch_rl(parsed(tmp_path / "run", "--slurm", "--dry-run", *flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--slurm.partition", "a\nb"), "must not hold line breaks"),
+        (("--slurm.time", "tomorrow"), "slurm.time"),
+        (("--cluster", "ray://head"), "should be 'ray', 'ray://HOST:PORT' or 'slurm', got \"ray://head\""),
+    ],
+)
+def test_what_no_cluster_takes_is_refused(flags: tuple[str, ...], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        parsed(tmp_path / "run", *flags)
+
+
+def test_places_that_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    cases: list[tuple[tuple[Any, ...], str]] = [
+        (("--cluster", "slurm"), r"needs an allocation \(SLURM_JOB_NODELIST is not set\)"),
+        (("--trainer.parallel.nodes", "2"), "without --cluster `rl` starts all on this machine"),
+        (("--cluster", "ray://127.0.0.1:1"), "there is no Ray cluster at 127.0.0.1:1: .*refused"),
+        (("--cluster", "ray", "--inference.server.host", "0.0.0.0"), "names one machine, and `cluster` chooses it"),
+    ]
+    for flags, reason in cases:
+        with pytest.raises(ConfigError, match=reason):
+            launch_rl(parsed(tmp_path / "run", "--dry-run", *flags))

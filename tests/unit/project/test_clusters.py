@@ -1,0 +1,107 @@
+"""The recipes of docs/clusters.md are what the commands print and take; the manifests are of their kinds."""
+
+from __future__ import annotations
+
+import copy
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from holdfast.commands.launcher.launch import launch_rl
+from holdfast.shared.config import RlConfig, SftConfig
+from holdfast.shared.config.load import parse_command_line
+from tests.conftest import ROOT
+from tests.pages.documentation import blocks
+from tests.pages.kubernetes import JOB_SET, RAY_JOB
+
+PAGE = ROOT / "docs" / "clusters.md"
+MANIFESTS = ROOT / "examples" / "kubernetes"
+pytestmark = pytest.mark.usefixtures("in_root")
+
+
+def recipes() -> list[list[str]]:
+    """Return the words of every `rl` on the page, behind `uv run`."""
+    lines = [line for block in blocks(PAGE) for line in block.text.splitlines()]
+    return [shlex.split(line, comments=True)[2:] for line in lines if line.startswith("uv run rl ")]
+
+
+def manifest(name: str) -> dict[str, Any]:
+    return yaml.safe_load((MANIFESTS / name).read_text())
+
+
+def test_every_recipe_can_be_parsed() -> None:
+    assert {
+        config.cluster for config in (parse_command_line(RlConfig, words[1:], program="rl") for words in recipes())
+    } == {
+        None,
+        "ray",
+    }
+
+
+def test_the_script_of_the_page_is_the_one_that_is_rendered(capsys: pytest.CaptureFixture[str]) -> None:
+    words = next(words for words in recipes() if any(word.startswith("--slurm") for word in words))
+    assert launch_rl(parse_command_line(RlConfig, [*words[1:], "--dry-run"], program="rl")) == 0
+    shown = next(block.text for block in blocks(PAGE) if block.text.startswith("#!/bin/bash"))
+    assert capsys.readouterr().out.startswith(shown)
+
+
+def test_the_ray_job_is_one_and_its_run_fits_its_nodes() -> None:
+    job = manifest("rl.yaml")
+    jsonschema.validate(job, RAY_JOB)
+    words = job["spec"]["entrypoint"].replace("@ /shared/rl.toml", "@ configs/reverse_text/rl.toml").split()
+    config = parse_command_line(RlConfig, words[1:], program="rl")
+    assert config.cluster == "ray" and config.ckpt is not None and config.ckpt.resume_step == "auto"
+    cluster = job["spec"]["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    (container,) = workers["template"]["spec"]["containers"]
+    gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
+    engine, parallel = config.inference.engine, config.trainer.parallel
+    assert engine.tensor_parallel_size <= gpus >= parallel.num_ranks
+    assert engine.tensor_parallel_size + parallel.nodes * parallel.num_ranks <= gpus * workers["replicas"]
+    for template in (workers["template"], cluster["headGroupSpec"]["template"]):
+        assert template["spec"]["terminationGracePeriodSeconds"] > config.ckpt.grace_s
+        (pod,) = template["spec"]["containers"]
+        assert pod["env"][0]["name"] == config.inference.server.admin_token_env and "value" not in pod["env"][0]
+
+
+def test_the_job_set_is_one_and_its_nodes_meet_at_the_first() -> None:
+    job_set = manifest("sft.yaml")
+    jsonschema.validate(job_set, JOB_SET)
+    (nodes,) = job_set["spec"]["replicatedJobs"]
+    job = nodes["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    words = [
+        str(ROOT / "configs/reverse_text/sft.toml") if word == "/shared/sft.toml" else word
+        for word in container["args"]
+    ]
+    config = parse_command_line(SftConfig, words, program="sft")
+    name = job_set["metadata"]["name"]
+    assert config.parallel.rendezvous == (f"{name}-{nodes['name']}-0-0.{name}", 29400)
+    assert config.parallel.nodes == job["parallelism"] == job["completions"]
+    assert config.parallel.num_ranks == int(container["resources"]["limits"]["nvidia.com/gpu"])
+    assert config.ckpt is not None and config.ckpt.grace_s < job["template"]["spec"]["terminationGracePeriodSeconds"]
+
+
+def test_a_mistake_in_a_manifest_is_noticed() -> None:
+    right = manifest("rl.yaml")
+    for path, wrong in (
+        (("spec", "entryPoint"), "rl"),
+        (("kind",), "RayService"),
+        (("spec", "backoffLimit"), "ten"),
+        (("spec", "rayClusterSpec", "headGroupSpec", "template", "spec", "containers"), []),
+    ):
+        job = copy.deepcopy(right)
+        table = job
+        for key in path[:-1]:
+            table = table[key]
+        table[path[-1]] = wrong
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(job, RAY_JOB)
+
+
+def test_the_page_names_files_that_exist() -> None:
+    assert {path.name for path in Path(MANIFESTS).iterdir()} == {"rl.yaml", "sft.yaml"}
