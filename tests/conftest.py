@@ -52,6 +52,7 @@ def pytest_configure() -> None:
     _cache = tempfile.mkdtemp(prefix="holdfast-tests-")
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["HOLDFAST_CACHE"] = f"{_cache}/holdfast"
     os.environ["HF_DATASETS_CACHE"] = f"{_cache}/datasets"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking for GPUs must not keep forks from using them

@@ -60,6 +60,7 @@ class Tokenizer:
         self._templates = {
             kind: ChatTemplate(source, name=name, special=special) for kind, source in named.items() if source
         }
+        self._special = dict(special)
         self._forms: dict[str, Forms] = {}
         self._end_token_ids = set(end_token_ids)
         eos = special.get("eos_token")
@@ -92,6 +93,11 @@ class Tokenizer:
             for token_id, token in self._backend.get_added_tokens_decoder().items()
             if token.special and not (token.normalized or token.lstrip or token.rstrip or token.single_word)
         }
+
+    def identity(self) -> str:
+        """Return all that its tokens depend on, as text: the tokenizer, the templates and the special tokens."""
+        templates = {kind: template.source for kind, template in self._templates.items()}
+        return json.dumps([self._backend.to_str(), templates, self._special, sorted(self._end_token_ids)])
 
     @property
     def has_template(self) -> bool:

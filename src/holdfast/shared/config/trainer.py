@@ -313,6 +313,11 @@ class SftDataConfig(Section):
     shuffle: bool = True
     """A new order every epoch, from `seed`; off: file order."""
 
+    cache_dir: str | None = None
+    """Where more than a few thousand rows are kept tokenised, for the next start and for what does not fit into memory;
+    unset: `tokenised` in `$HOLDFAST_CACHE` or else in ~/.cache/holdfast; empty: nowhere. What is not used any more can
+    be deleted."""
+
 
 class SupervisedCommand(TrainingCommand):
     """What every training program on rows of data has."""

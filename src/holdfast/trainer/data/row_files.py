@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import mmap
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from holdfast.shared.errors import DataError, nearest
 from holdfast.shared.files.local_inputs import check_data_path
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
     import datasets
 
 Row = Mapping[str, Any]
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_LINE_BREAK, _BLANK = ord("\n"), ord(" ")
+_BLOCK_BYTES = 1 << 26
 
 
 class Rows(Protocol):
@@ -41,18 +47,30 @@ class Rows(Protocol):
 class LineRows:
     """One JSON object per line; empty lines do not count."""
 
-    def __init__(self, content: bytes) -> None:
-        self._lines = [
-            (number, line) for number, line in enumerate(content.split(b"\n"), start=1) if line and not line.isspace()
-        ]
+    def __init__(self, content: bytes | mmap.mmap, *, begin: int = 0) -> None:
+        """Args: content: of the file, from `begin`; of a mapped one nothing but the places of lines is in memory."""
+        self._content = content
+        bytes_N = np.frombuffer(content, dtype=np.uint8)
+        blocks = range(begin, len(bytes_N), _BLOCK_BYTES)
+        breaks = [np.flatnonzero(bytes_N[at : at + _BLOCK_BYTES] == _LINE_BREAK) + at for at in blocks]
+        ends = np.concatenate([np.zeros(0, dtype=np.int64), *breaks, [len(bytes_N)]])
+        starts = np.concatenate([[begin], ends[:-1] + 1])
+        has_row = starts < ends
+        # A line that begins with white space may hold nothing else.
+        for line in np.flatnonzero(has_row)[bytes_N[starts[has_row]] <= _BLANK]:
+            has_row[line] = not content[starts[line] : ends[line]].isspace()
+        self._numbers = np.flatnonzero(has_row) + 1
+        self._starts, self._ends = starts[has_row], ends[has_row]
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._numbers)
 
     def take(self, start: int, stop: int) -> Iterator[tuple[int, Row]]:
-        for number, line in self._lines[start:stop]:
+        own = slice(start, stop)
+        lines = zip(self._numbers[own].tolist(), self._starts[own], self._ends[own], strict=True)
+        for number, first, end in lines:
             try:
-                row = json.loads(line)
+                row = json.loads(self._content[first:end])
             except ValueError as error:
                 raise DataError(f"row {number} is not JSON: {error}") from None
             yield number, _checked(row, number)
@@ -124,16 +142,20 @@ def read_rows(name: str, *, split: str) -> Rows:
 
 def _read_json(path: Path, name: str) -> Rows:
     try:
-        content = path.read_bytes()
         if path.suffix == ".gz":
-            content = gzip.decompress(content)
+            content = gzip.decompress(path.read_bytes())
+        elif path.stat().st_size:
+            with path.open("rb") as file:
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        else:  # nothing cannot be mapped
+            content = b""
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"data.name = '{name}' could not be read: {error}") from None
-    content = content.removeprefix(b"\xef\xbb\xbf")
-    if not content[:1024].lstrip().startswith(b"["):
-        return LineRows(content)
+    begin = len(_BYTE_ORDER_MARK) if content[: len(_BYTE_ORDER_MARK)] == _BYTE_ORDER_MARK else 0
+    if not content[begin : begin + 1024].lstrip().startswith(b"["):
+        return LineRows(content, begin=begin)
     try:
-        return ListRows(json.loads(content))
+        return ListRows(json.loads(content[begin:]))
     except ValueError as error:
         raise DataError(f"data.name = '{name}' is no JSON array: {error}") from None
 

@@ -20,11 +20,12 @@ from holdfast.shared.chat.masking import Encoded
 from holdfast.shared.chat.tokenizer import Tokenizer
 from holdfast.shared.config.trainer import SftDataConfig
 from holdfast.shared.errors import ConfigError, DataError
-from holdfast.shared.process.events import report
 from holdfast.trainer.data.packing import Sample
-from holdfast.trainer.data.row_files import Row, Rows, read_rows
-from holdfast.trainer.data.row_formats import SAMPLE_FORMATS, SAMPLE_SHAPES, Format, encode_example, find_format
-from holdfast.trainer.data.tokenizing import tokenize_rows
+from holdfast.trainer.data.read_samples import read_samples
+from holdfast.trainer.data.row_files import Row
+from holdfast.trainer.data.row_formats import SAMPLE_FORMATS, SAMPLE_SHAPES, Format, encode_example
+from holdfast.trainer.data.sample_table import ChosenSamples, sizes_of
+from holdfast.trainer.data.tokenizing import Encode
 from holdfast.trainer.mesh import Mesh
 
 _log = logging.getLogger("trainer")
@@ -159,7 +160,7 @@ def _probe_chat(tokenizer: Tokenizer) -> list[int] | str:
 
 def load_samples(
     config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, mesh: Mesh | None = None
-) -> tuple[list[Sample], list[Sample]]:
+) -> tuple[Sequence[Sample], Sequence[Sample]]:
     """Return (training samples, validation samples), tokenised.
 
     Args:
@@ -169,58 +170,35 @@ def load_samples(
         ConfigError, DataError: the dataset is missing, lacks columns, or has a row that cannot be used.
     """
     chat = chat_tokenizer(tokenizer)
-    rows, form = open_dataset(config, SAMPLE_FORMATS, shapes=SAMPLE_SHAPES, is_reported=not mesh or mesh.is_main)
 
-    def encode(row: Row) -> list[Encoded]:
-        (example,) = form.examples(row, chat)
-        encoded = encode_example(example, chat, train_on=config.train_on)
-        check_length(encoded, config, what="the sample has")
-        return [encoded]
+    def encode_as(form: Format) -> Encode:
+        def encode(row: Row) -> list[Encoded]:
+            (example,) = form.examples(row, chat)
+            encoded = encode_example(example, chat, train_on=config.train_on)
+            check_length(encoded, config, what="the sample has")
+            return [encoded]
 
-    samples: list[Sample] = []
-    too_long = untrained = 0
-    for sample in tokenize_rows(rows, encode, name=config.name, mesh=mesh):
-        fitting = sample
-        if len(sample.token_ids) > config.seq_len:
-            too_long += 1
-            if config.too_long == "drop":
-                continue
-            fitting = sample.cut(config.seq_len)
-        if fitting.num_targets:
-            samples.append(fitting)
-        else:
-            untrained += 1
-    if too_long:
+        return encode
+
+    samples, _ = read_samples(config, chat, SAMPLE_FORMATS, encode_as, shapes=SAMPLE_SHAPES, mesh=mesh)
+    lengths, first_targets = sizes_of(samples)
+    is_too_long = lengths > config.seq_len
+    is_kept = ~is_too_long if config.too_long == "drop" else np.ones(len(lengths), dtype=bool)
+    is_trained = first_targets < config.seq_len  # also where it is cut there
+    if too_long := int(is_too_long.sum()):
         done = "dropped" if config.too_long == "drop" else "cut"
         _log.warning("%s: %d samples of more than %d tokens were %s", config.name, too_long, config.seq_len, done)
-    if untrained:
+    if untrained := int((is_kept & ~is_trained).sum()):
         _log.warning("%s: %d samples have nothing to train on and are left out", config.name, untrained)
-    held_out = hold_out(len(samples), config.validation_fraction, seed=seed)
-    training = [sample for number, sample in enumerate(samples) if number not in held_out]
-    if not training:
-        raise DataError(f"{config.name}: no samples to train on are left of {len(samples)}")
-    return training, [samples[number] for number in sorted(held_out)]
-
-
-def open_dataset(
-    config: SftDataConfig, formats: tuple[Format, ...], *, shapes: str, is_reported: bool
-) -> tuple[Rows, Format]:
-    """Return the rows of a dataset and how they are written, which is reported as well where `is_reported`.
-
-    Raises:
-        DataError: the dataset is missing, unreadable or empty, or its first row has no known columns.
-    """
-    rows = read_rows(config.name, split=config.split)
-    try:
-        _, first = next(rows.take(0, 1))
-    except DataError as error:
-        raise DataError(f"{config.name}, {error}") from None
-    form = find_format(first, formats, name=config.name, shapes=shapes)
-    if is_reported:
-        unused = form.unused(first)
-        rest = {"columns_not_read": ", ".join(unused)} if unused else {}
-        report("tokenising", rows=f"{len(rows):,}", format=form.name, **rest)
-    return rows, form
+    usable = np.flatnonzero(is_kept & is_trained)
+    is_held_out = np.zeros(len(usable), dtype=bool)
+    is_held_out[list(hold_out(len(usable), config.validation_fraction, seed=seed))] = True
+    if is_held_out.all():
+        raise DataError(f"{config.name}: no samples to train on are left of {len(usable)}")
+    training, held_out = (
+        ChosenSamples(samples, usable[places], most=config.seq_len) for places in (~is_held_out, is_held_out)
+    )
+    return training, held_out
 
 
 def check_length(encoded: Encoded, config: SftDataConfig, *, what: str) -> None:

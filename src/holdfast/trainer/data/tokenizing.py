@@ -11,11 +11,12 @@ import logging
 import multiprocessing
 import os
 import pickle
+import signal
 import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 
@@ -31,8 +32,8 @@ from holdfast.trainer.mesh import Mesh
 
 _log = logging.getLogger("trainer")
 _CHUNK_ROWS = 500
-_FEW_ROWS = 4000
-"""So many are encoded before workers would have begun."""
+FEW_ROWS = 4000
+"""So many are encoded before workers would have begun, or a cache would have been read."""
 _REPORT_S = 10.0
 
 Encode = Callable[[Row], list[Encoded]]
@@ -78,9 +79,9 @@ def tokenize_rows(rows: Rows, encode: Encode, *, name: str, mesh: Mesh | None = 
         ConfigError, DataError: a row cannot be used; the message begins with its number.
     """
     num_chunks = -(-len(rows) // _CHUNK_ROWS)
-    shared = mesh if mesh is not None and mesh.world_size > 1 and len(rows) > _FEW_ROWS else None
+    shared = mesh if mesh is not None and mesh.world_size > 1 and len(rows) > FEW_ROWS else None
     mine = range(shared.rank, num_chunks, shared.world_size) if shared else range(num_chunks)
-    workers = min(cores_of_this_rank(), len(mine)) if len(rows) > _FEW_ROWS else 1
+    workers = min(cores_of_this_rank(), len(mine)) if len(rows) > FEW_ROWS else 1
     is_reported = mesh is None or mesh.is_main
     chunks = []
     progress = _Progress(sum(_chunk_size(rows, index) for index in mine), is_reported=is_reported)
@@ -94,8 +95,32 @@ def tokenize_rows(rows: Rows, encode: Encode, *, name: str, mesh: Mesh | None = 
         if chunk.error is not None:
             raise chunk.error
     if is_reported:
-        _say_remarks(chunks, name)
+        say_remarks(sum((chunk.remarks for chunk in chunks), Counter()), name)
     return [sample for chunk in chunks for sample in chunk.samples()]
+
+
+def ordered_chunks(rows: Rows, encode: Encode, *, name: str) -> Iterator[Chunk]:
+    """Yield all chunks in the order of the rows, made on all cores that this process may run on.
+
+    Args:
+        encode, name: see `tokenize_rows`.
+
+    Raises:
+        ConfigError, DataError: a row cannot be used; what is before it has been yielded.
+    """
+    num_chunks = -(-len(rows) // _CHUNK_ROWS)
+    progress = _Progress(len(rows), is_reported=True)
+    early: dict[int, Chunk] = {}
+    following = 0
+    workers = min(available_cores(), num_chunks)
+    for made in _encoded(rows, encode, range(num_chunks), name=name, workers=workers):
+        early[made.index] = made
+        while chunk := early.pop(following, None):
+            if chunk.error is not None:
+                raise chunk.error
+            progress.add(chunk.num_rows)
+            following += 1
+            yield chunk
 
 
 def cores_of_this_rank() -> int:
@@ -150,20 +175,26 @@ def _encoded(rows: Rows, encode: Encode, mine: range, *, name: str, workers: int
     for place in range(workers):
         pid, connection = _fork(lambda place=place: chunks(mine[place::workers]))
         connections[connection] = pid
-    while connections:
-        for connection in wait(list(connections)):
-            assert isinstance(connection, Connection)
-            try:
-                chunk = pickle.loads(connection.recv_bytes())
-            except EOFError:
-                pid = connections.pop(connection)
-                connection.close()
-                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                if code:
-                    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-                    raise ProcessDied(f"{name}: a process that tokenises rows {how}") from None
-                continue
-            yield chunk
+    try:
+        while connections:
+            for connection in wait(list(connections)):
+                assert isinstance(connection, Connection)
+                try:
+                    chunk = pickle.loads(connection.recv_bytes())
+                except EOFError:
+                    pid = connections.pop(connection)
+                    connection.close()
+                    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                    if code:
+                        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                        raise ProcessDied(f"{name}: a process that tokenises rows {how}") from None
+                    continue
+                yield chunk
+    finally:
+        for connection, pid in connections.items():  # nobody wants the rest of what they make
+            connection.close()
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def _fork(work: Callable[[], Iterable[Chunk]]) -> tuple[int, Connection]:
@@ -201,11 +232,9 @@ def _gathered(chunks: list[Chunk], num_rows: int, mesh: Mesh, name: str) -> list
     return [chunk for _, part in parts for chunk in part]
 
 
-def _say_remarks(chunks: list[Chunk], name: str) -> None:
-    total: Counter[str] = Counter()
-    for chunk in chunks:
-        total += chunk.remarks
-    for remark, count in sorted(total.items()):
+def say_remarks(remarks: Mapping[str, int], name: str) -> None:
+    """Warn of what is in the data and not in the tokens, and in how many rows."""
+    for remark, count in sorted(remarks.items()):
         _log.warning("%s: %s (%d rows)", name, remark, count)
 
 

@@ -19,6 +19,7 @@ from holdfast.shared.chat.masking import Encoded
 from holdfast.shared.config.dpo import PreferenceDataConfig
 from holdfast.shared.errors import DataError
 from holdfast.trainer.data.packing import Sample
+from holdfast.trainer.data.read_samples import read_samples
 from holdfast.trainer.data.row_files import Row
 from holdfast.trainer.data.row_formats import (
     PAIR_FORMATS,
@@ -29,8 +30,8 @@ from holdfast.trainer.data.row_formats import (
     encode_example,
 )
 from holdfast.trainer.data.row_plan import plan_rows
-from holdfast.trainer.data.samples import chat_tokenizer, check_length, fingerprint_samples, hold_out, open_dataset
-from holdfast.trainer.data.tokenizing import tokenize_rows
+from holdfast.trainer.data.samples import chat_tokenizer, check_length, fingerprint_samples, hold_out
+from holdfast.trainer.data.tokenizing import Encode
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.layout import Layout
 
@@ -123,19 +124,21 @@ def read_sides(
     *,
     shapes: str,
     mesh: Mesh | None,
-) -> tuple[list[Sample], Format]:
+) -> tuple[Sequence[Sample], Format]:
     """Return the tokenised examples of all rows, in their order, and how the rows are written."""
     chat = chat_tokenizer(tokenizer)
-    rows, form = open_dataset(config, formats, shapes=shapes, is_reported=not mesh or mesh.is_main)
 
-    def encode(row: Row) -> list[Encoded]:
-        sides = [encode_example(side, chat, train_on=config.train_on) for side in form.examples(row, chat)]
-        value = form.value(row)
-        for side in sides:
-            check_length(side, config, what="a side of the pair has" if len(sides) == 2 else "the answer has")
-        return [replace(side, value=value) for side in sides]
+    def encode_as(form: Format) -> Encode:
+        def encode(row: Row) -> list[Encoded]:
+            sides = [encode_example(side, chat, train_on=config.train_on) for side in form.examples(row, chat)]
+            value = form.value(row)
+            for side in sides:
+                check_length(side, config, what="a side of the pair has" if len(sides) == 2 else "the answer has")
+            return [replace(side, value=value) for side in sides]
 
-    return tokenize_rows(rows, encode, name=config.name, mesh=mesh), form
+        return encode
+
+    return read_samples(config, chat, formats, encode_as, shapes=shapes, mesh=mesh)
 
 
 def usable_pairs(config: PreferenceDataConfig, sides: Sequence[Sample]) -> list[Pair]:
@@ -146,8 +149,8 @@ def usable_pairs(config: PreferenceDataConfig, sides: Sequence[Sample]) -> list[
     """
     pairs: list[Pair] = []
     faults: Counter[Fault] = Counter()
-    for chosen, rejected in zip(sides[::2], sides[1::2], strict=True):
-        pair = chosen, rejected
+    for place in range(0, len(sides), 2):
+        chosen, rejected = pair = sides[place], sides[place + 1]
         if max(len(side.token_ids) for side in pair) > config.seq_len:
             faults["too long"] += 1
             if config.too_long == "drop":

@@ -8,6 +8,7 @@ negative log-likelihood of the completion tokens of the whole step.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -48,7 +49,11 @@ def run(config: SftConfig) -> None:
 
 
 def _train(
-    config: SftConfig, session: Session[Policy], samples: list[Sample], held_out: list[Sample], order: SampleOrder
+    config: SftConfig,
+    session: Session[Policy],
+    samples: Sequence[Sample],
+    held_out: Sequence[Sample],
+    order: SampleOrder,
 ) -> None:
     mesh = session.mesh
     policy, progress, saver = session.policy, session.progress, session.saver
@@ -84,7 +89,7 @@ def _train(
 
 
 @torch.no_grad()
-def _validate(policy: Policy, held_out: list[Sample], config: SftConfig, mesh: Mesh) -> float:
+def _validate(policy: Policy, held_out: Sequence[Sample], config: SftConfig, mesh: Mesh) -> float:
     """Return the mean negative log-likelihood of the held-out targets."""
     policy.eval()
     total_targets = sum(sample.num_targets for sample in held_out)

@@ -177,7 +177,7 @@ def test_rows_are_tokenised_on_the_cores_of_the_machine_shared_among_its_ranks(m
 def test_several_workers_make_the_same_samples_and_name_the_first_bad_row(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("holdfast.trainer.data.tokenizing._FEW_ROWS", 100)
+    monkeypatch.setattr("holdfast.trainer.data.tokenizing.FEW_ROWS", 100)
     monkeypatch.setattr("holdfast.trainer.data.tokenizing._CHUNK_ROWS", 30)
     monkeypatch.setattr("holdfast.trainer.data.tokenizing._REPORT_S", 0.0)
     caplog.set_level("INFO")
@@ -211,7 +211,7 @@ def test_files_of_something_else_than_objects_are_refused(
 
 
 def test_a_worker_that_dies_is_named(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.trainer.data.tokenizing._FEW_ROWS", 100)
+    monkeypatch.setattr("holdfast.trainer.data.tokenizing.FEW_ROWS", 100)
     monkeypatch.setattr("holdfast.trainer.data.tokenizing._CHUNK_ROWS", 30)
     monkeypatch.setattr("holdfast.trainer.data.tokenizing.available_cores", lambda: 2)
     path = write(tmp_path / "a.jsonl", [{"text": "abc"}] * 200)

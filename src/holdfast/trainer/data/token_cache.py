@@ -1,0 +1,203 @@
+"""Tokenised data, kept on disk: made once, by one process on all its cores, and mapped into memory ever after.
+
+A directory of the cache is named by what its tokens depend on: the bytes of the data, the tokenizer with its templates,
+the settings, and the code that makes tokens of rows. So nothing has to be thrown away when one of them changes, and two
+runs that make the same directory at once make the same bytes: the first to finish gives it its name, and the other uses
+that. What is damaged is told by its digest, and made again. Where the disk cannot take it, a run does without.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import importlib.metadata
+import inspect
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from holdfast.shared.chat import masking, messages, template
+from holdfast.shared.chat import tokenizer as chat_tokenizer
+from holdfast.shared.config.trainer import SftDataConfig
+from holdfast.shared.files import durable
+from holdfast.trainer.data import row_files, row_formats, tokenizing
+from holdfast.trainer.data.row_formats import Format
+from holdfast.trainer.data.sample_table import SampleTable, chunks_to_file
+from holdfast.trainer.data.tokenizing import Chunk
+
+_log = logging.getLogger("trainer")
+_CACHE_ENV = "HOLDFAST_CACHE"
+_SAMPLES, _ABOUT = "samples.arrow", "about.json"
+_BLOCK_BYTES = 1 << 24
+# What makes tokens of rows. Their code is part of the name: a mended template must not leave old tokens behind.
+_CODE = (masking, messages, template, chat_tokenizer, row_files, row_formats, tokenizing)
+_LIBRARIES = ("tokenizers", "jinja2", "datasets", "pyarrow")
+
+
+class About(msgspec.Struct, frozen=True):
+    """What a directory of the cache holds, beside the samples.
+
+    Attributes:
+        digest: xxh3-128 of the file of samples.
+        format: place among the formats that were looked for.
+        rows: of the data.
+        remarks: what is in the data and not in the tokens, and in how many rows.
+    """
+
+    digest: str
+    format: int
+    rows: int
+    remarks: dict[str, int]
+
+
+@dataclass(frozen=True)
+class CachedSamples:
+    """The samples of a dataset, from the cache."""
+
+    samples: SampleTable
+    about: About
+
+
+def cache_directory(config: SftDataConfig) -> Path | None:
+    """Return where tokenised data lies; None where it is not to be kept."""
+    if config.cache_dir == "":
+        return None
+    default = os.environ.get(_CACHE_ENV) or "~/.cache/holdfast"
+    return Path(config.cache_dir or f"{default}/tokenised").expanduser()
+
+
+def cache_key(config: SftDataConfig, tokenizer: chat_tokenizer.Tokenizer, formats: Sequence[Format]) -> str | None:
+    """Return the name of the directory for this data, tokenizer, code and these settings; None for a hub's dataset."""
+    content = _digest_of_data(Path(config.name))
+    if content is None:
+        return None
+    depends = {
+        "content": content,
+        "split": config.split,
+        "train_on": config.train_on,
+        # A row that is too long is an error where it is made into tokens.
+        "seq_len": config.seq_len if config.too_long == "error" else None,
+        "formats": [form.name for form in formats],
+        "tokenizer": tokenizer.identity(),
+        "code": [_digest_of_file(Path(inspect.getfile(module))) for module in _CODE],
+        "libraries": [importlib.metadata.version(name) for name in _LIBRARIES],
+    }
+    if "strftime_now" in str(depends["tokenizer"]):
+        depends["date"] = datetime.date.today().isoformat()  # such a template writes other prompts tomorrow
+    return xxhash.xxh3_128(json.dumps(depends, sort_keys=True).encode()).hexdigest()
+
+
+def open_cached(directory: Path, *, verify: bool) -> CachedSamples | None:
+    """Return what a directory of the cache holds; None where it is not there, or damaged.
+
+    Args:
+        verify: read all bytes and compare their digest.
+    """
+    try:
+        about = msgspec.json.decode((directory / _ABOUT).read_bytes(), type=About)
+        if verify and _digest_of_file(directory / _SAMPLES) != about.digest:
+            raise ValueError("its bytes are not those that were written")
+        return CachedSamples(SampleTable(directory / _SAMPLES), about)
+    except (FileNotFoundError, NotADirectoryError):
+        if not directory.exists():
+            return None
+        reason = "a file is missing"
+    # msgspec's and Arrow's errors are ValueErrors.
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    _log.warning("the tokenised data in %s is damaged (%s) and is made again", directory, reason)
+    return None
+
+
+def make_cached(directory: Path, chunks: Iterator[Chunk], *, format_place: int) -> Iterator[Chunk]:
+    """Write chunks to a new directory of the cache, give it its name at their end; yield each when it is written.
+
+    Raises:
+        OSError: it cannot be written; nothing is left of it.
+    """
+    # Its workers are forked by now: one that inherits the lock could hold it for longer than this process lives.
+    begun = list(islice(chunks, 1))
+    durable.make_directory(directory.parent)
+    with _own_temporary(directory) as temporary:
+        rows, remarks = 0, dict[str, int]()
+        for chunk in chunks_to_file(temporary / _SAMPLES, chain(begun, chunks)):
+            rows += chunk.num_rows
+            for remark, count in chunk.remarks.items():
+                remarks[remark] = remarks.get(remark, 0) + count
+            yield chunk
+        about = About(_digest_of_file(temporary / _SAMPLES), format_place, rows, remarks)
+        (temporary / _ABOUT).write_bytes(msgspec.json.encode(about))
+        if open_cached(directory, verify=True) is not None:
+            return  # another run was faster, with the same bytes
+        if directory.exists():
+            durable.remove_directory(directory)
+        try:
+            durable.publish_directory(temporary, directory)
+        except OSError:
+            if not (directory / _ABOUT).is_file():  # else another run was faster after all
+                raise
+
+
+@contextmanager
+def _own_temporary(directory: Path) -> Iterator[Path]:
+    """Give a new directory beside `directory`, which nobody takes for left behind while this process lives."""
+    _clear_left_behind(directory.parent)
+    temporary = durable.temporary_sibling(directory)
+    temporary.mkdir()
+    descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _lock(descriptor)
+        yield temporary
+    finally:
+        os.close(descriptor)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _clear_left_behind(parent: Path) -> None:
+    """Remove what killed processes left half made."""
+    for path in parent.glob(f"{durable.TEMPORARY_PREFIX}*"):
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            continue  # another process removed it first
+        try:
+            if _lock(descriptor):
+                shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock a directory; return whether nobody else had."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # somebody else's, or a filesystem without locks, where nothing is cleared
+        return False
+    return True
+
+
+def _digest_of_data(path: Path) -> str | None:
+    """Return a digest of the content of a file, or of all files of a directory; None where there is neither."""
+    if path.is_file():
+        return f"{''.join(path.suffixes[-2:])} {_digest_of_file(path)}"
+    if not path.is_dir():
+        return None
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return json.dumps([(str(file.relative_to(path)), _digest_of_file(file)) for file in files])
+
+
+def _digest_of_file(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

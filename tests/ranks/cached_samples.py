@@ -1,0 +1,51 @@
+"""What two ranks read of one dataset, through caches of one machine and of two."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+from holdfast.shared.config.trainer import SftDataConfig
+from holdfast.shared.errors import DataError
+from holdfast.trainer.data import read_samples
+from holdfast.trainer.data.samples import fingerprint_samples, load_samples, load_tokenizer
+from holdfast.trainer.mesh import Mesh
+from tests.ranks.two import run_on_two_ranks
+
+MACHINES = {"one": ("0", "1"), "two": ("0", "0")}
+"""Local ranks of the two ranks, by the number of machines."""
+
+
+def compute(mesh: Mesh, directory: Path) -> dict[str, str]:
+    """Return the fingerprint of the samples with each layout of caches, and the error of a bad row."""
+    tokenizer = load_tokenizer("examples/reverse_text/base")
+    found = {}
+    with patch.object(read_samples, "FEW_ROWS", 10), patch.object(read_samples, "_TELL_S", 0.0):
+        for machines, local_ranks in MACHINES.items():
+            os.environ["LOCAL_RANK"] = local_ranks[mesh.rank]
+            cache = directory / f"cache_{machines}" / (str(mesh.rank) if machines == "two" else "shared")
+            config = SftDataConfig(name=str(directory / "rows.jsonl"), cache_dir=str(cache))
+            for start in ("first", "second"):
+                samples, _ = load_samples(config, tokenizer, seed=0, mesh=mesh)
+                found[f"{machines}, {start}"] = fingerprint_samples(samples)
+        found["kept by none"] = fingerprint_samples(
+            load_samples(config.model_copy(update={"cache_dir": config.name}), tokenizer, seed=0, mesh=mesh)[0]
+        )
+        try:
+            bad = config.model_copy(update={"name": str(directory / "bad.jsonl")})
+            load_samples(bad, tokenizer, seed=0, mesh=mesh)
+        except DataError as error:
+            found["error"] = str(error)
+    return found
+
+
+def _work(mesh: Mesh, *, directory: Path) -> None:
+    (directory / f"rank_{mesh.rank}.json").write_text(json.dumps(compute(mesh, directory)))
+
+
+if __name__ == "__main__":
+    run_on_two_ranks(partial(_work, directory=Path(sys.argv[1])), Path(sys.argv[1]))

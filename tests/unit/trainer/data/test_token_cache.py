@@ -1,0 +1,331 @@
+"""Tokenised data on disk: made once, named by what it depends on, whole or not there, and never in the way."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from holdfast.shared.config.dpo import PreferenceDataConfig
+from holdfast.shared.config.trainer import SftDataConfig
+from holdfast.shared.errors import DataError
+from holdfast.trainer.data import read_samples, token_cache
+from holdfast.trainer.data.row_formats import SAMPLE_FORMATS
+from holdfast.trainer.data.sample_table import ChosenSamples, SampleTable, sizes_of
+from holdfast.trainer.data.samples import chat_tokenizer, fingerprint_samples, load_samples, load_tokenizer
+from holdfast.trainer.data.token_cache import cache_directory, cache_key
+from holdfast.trainer.preferences.pairs import fingerprint_preferences, load_pairs
+
+ROWS = [{"prompt": "ab" * (1 + k % 5), "completion": "c" * (1 + k % 7)} for k in range(1200)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return load_tokenizer("examples/reverse_text/base")
+
+
+@pytest.fixture(autouse=True)
+def every_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_samples, "FEW_ROWS", 10)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> SftDataConfig:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return SftDataConfig(name=str(path), cache_dir=str(tmp_path / "cache"), seq_len=64)
+
+
+def changed(config: SftDataConfig, **values: Any) -> SftDataConfig:
+    return config.model_copy(update=values)
+
+
+def entries(config: SftDataConfig) -> list[Path]:
+    directory = cache_directory(config)
+    assert directory is not None
+    return sorted(directory.iterdir()) if directory.exists() else []
+
+
+def refuse_to_tokenise(*_: object, **__: object) -> None:
+    raise AssertionError("this was to come from the cache")
+
+
+def test_the_second_start_reads_what_the_first_made_and_both_are_what_no_cache_gives(
+    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = load_samples(changed(config, cache_dir="", validation_fraction=0.1), tokenizer, seed=3)
+    assert entries(config) == []
+    first = load_samples(changed(config, validation_fraction=0.1), tokenizer, seed=3)
+    assert len(entries(config)) == 1
+    monkeypatch.setattr(read_samples, "ordered_chunks", refuse_to_tokenise)
+    monkeypatch.setattr(read_samples, "tokenize_rows", refuse_to_tokenise)
+    second = load_samples(changed(config, validation_fraction=0.1), tokenizer, seed=3)
+    for one, two, three in zip(plain, first, second, strict=True):
+        assert len(one) == len(two) and fingerprint_samples(one) == fingerprint_samples(two)
+        assert fingerprint_samples(two) == fingerprint_samples(three)
+
+
+@pytest.mark.parametrize("too_long", ["drop", "truncate"])
+def test_lengths_are_chosen_behind_the_cache(
+    too_long: str, config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every length that keeps some and loses some; the prompts alone fill the shorter ones."""
+    load_samples(changed(config, too_long="drop"), tokenizer, seed=0)
+    monkeypatch.setattr(read_samples, "ordered_chunks", refuse_to_tokenise)
+    for seq_len in (5, 8, 12):
+        short = changed(config, too_long=too_long, seq_len=seq_len)
+        cached, _ = load_samples(short, tokenizer, seed=0)
+        plain, _ = load_samples(changed(short, cache_dir=""), tokenizer, seed=0)
+        assert 0 < len(cached) == len(plain) and fingerprint_samples(cached) == fingerprint_samples(plain)
+        assert all(len(sample.token_ids) <= seq_len and sample.num_targets for sample in cached)
+
+
+def test_pairs_and_their_margins_come_from_the_cache(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": "a" * (1 + k % 9), "chosen": "bc", "rejected": "cb" * (1 + k % 4)} for k in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = PreferenceDataConfig(name=str(path), cache_dir=str(tmp_path / "cache"))
+    first = load_pairs(data, tokenizer)
+    monkeypatch.setattr(read_samples, "ordered_chunks", refuse_to_tokenise)
+    plain = load_pairs(changed(data, cache_dir=""), tokenizer)
+    assert fingerprint_preferences(first) == fingerprint_preferences(load_pairs(data, tokenizer))
+    assert fingerprint_preferences(first) == fingerprint_preferences(plain)
+
+
+def test_few_rows_are_not_worth_a_file(
+    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_samples, "FEW_ROWS", len(ROWS))
+    assert len(load_samples(config, tokenizer, seed=0)[0]) == len(ROWS) and entries(config) == []
+
+
+def test_the_name_is_a_function_of_all_that_tokens_depend_on(
+    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    chat = chat_tokenizer(tokenizer)
+    key = cache_key(config, chat, SAMPLE_FORMATS)
+    elsewhere = tmp_path / "elsewhere.jsonl"
+    elsewhere.write_bytes(Path(config.name).read_bytes())
+    same = (changed(config, name=str(elsewhere)), changed(config, batch_size=3), changed(config, cache_dir="/other"))
+    assert {cache_key(one, chat, SAMPLE_FORMATS) for one in same} == {key}
+    dropping = changed(config, too_long="drop")
+    assert cache_key(dropping, chat, SAMPLE_FORMATS) == cache_key(changed(dropping, seq_len=9), chat, SAMPLE_FORMATS)
+    template = load_tokenizer("examples/reverse_text/base")
+    assert isinstance(template.chat_template, str)
+    template.chat_template += " "
+    words = load_tokenizer("examples/reverse_text/base")
+    words.add_tokens(["ab"])
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_bytes(Path(config.name).read_bytes())
+    keys = [
+        key,
+        cache_key(dropping, chat, SAMPLE_FORMATS),
+        cache_key(changed(config, train_on="last"), chat, SAMPLE_FORMATS),
+        cache_key(changed(config, split="test"), chat, SAMPLE_FORMATS),
+        cache_key(changed(config, seq_len=65), chat, SAMPLE_FORMATS),
+        cache_key(config, chat, SAMPLE_FORMATS[:2]),
+        cache_key(config, chat_tokenizer(template), SAMPLE_FORMATS),
+        cache_key(config, chat_tokenizer(words), SAMPLE_FORMATS),
+        cache_key(changed(config, name=str(folder)), chat, SAMPLE_FORMATS),
+    ]
+    elsewhere.write_bytes(elsewhere.read_bytes().replace(b"abab", b"abba", 1))
+    keys.append(cache_key(changed(config, name=str(elsewhere)), chat, SAMPLE_FORMATS))
+    assert None not in keys and len(set(keys)) == len(keys)
+    assert cache_key(changed(config, name="owner/dataset"), chat, SAMPLE_FORMATS) is None
+
+
+def test_a_template_that_writes_the_date_is_tokenised_anew_every_day(
+    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dated = load_tokenizer("examples/reverse_text/base")
+    assert isinstance(dated.chat_template, str)
+    dated.chat_template = "{{ strftime_now('%Y') }}" + dated.chat_template
+
+    class Tomorrow(token_cache.datetime.date):
+        @classmethod
+        def today(cls) -> Tomorrow:
+            return cls(2999, 1, 1)
+
+    def keys() -> list[str | None]:
+        return [cache_key(config, chat_tokenizer(one), SAMPLE_FORMATS) for one in (tokenizer, dated)]
+
+    plain, today = keys()
+    monkeypatch.setattr(token_cache.datetime, "date", Tomorrow)
+    assert keys()[0] == plain and keys()[1] != today
+
+
+@pytest.mark.parametrize("damage", ["flipped", "short", "no table", "no about", "torn about"])
+def test_what_is_damaged_is_told_and_made_again(
+    damage: str,
+    config: SftDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    whole = fingerprint_samples(load_samples(config, tokenizer, seed=0)[0])
+    (directory,) = entries(config)
+    table, about = directory / "samples.arrow", directory / "about.json"
+    content = table.read_bytes()
+    if damage == "flipped":
+        table.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
+    elif damage == "short":
+        table.write_bytes(content[:-100])
+    elif damage == "no table":
+        table.unlink()
+    elif damage == "no about":
+        about.unlink()
+    else:
+        about.write_bytes(about.read_bytes()[:10])
+    with caplog.at_level(logging.WARNING):
+        again, _ = load_samples(config, tokenizer, seed=0)
+    assert fingerprint_samples(again) == whole and f"{directory} is damaged" in caplog.text
+    assert entries(config) == [directory] and table.read_bytes() == content
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_living_one_makes_is_not(
+    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    dead, alive = cache / ".tmp-dead", cache / ".tmp-alive"
+    for directory in (dead, alive):
+        directory.mkdir(parents=True)
+        (directory / "samples.arrow").write_bytes(b"half")
+    descriptor = os.open(alive, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    load_samples(config, tokenizer, seed=0)
+    os.close(descriptor)
+    assert not dead.exists() and alive.exists()
+
+
+def in_a_child(function: Callable[[], None]) -> int:
+    """Start a process that calls `function`; return its id. It ends with 0 if that returns."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            function()
+            code = 0
+        finally:
+            os._exit(code)
+    return pid
+
+
+def test_two_runs_that_start_at_once_end_with_one_cache(
+    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    expected = fingerprint_samples(load_samples(changed(config, cache_dir=""), tokenizer, seed=0)[0])
+
+    def load() -> None:
+        assert fingerprint_samples(load_samples(config, tokenizer, seed=0)[0]) == expected
+
+    children = [in_a_child(load) for _ in range(3)]
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0, 0]
+    assert len(entries(config)) == 1, "the slower ones left nothing behind"
+
+
+def test_killed_while_it_makes_the_cache_the_next_start_makes_it(
+    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = token_cache.chunks_to_file
+
+    def die_after_one(*arguments: Any) -> Any:
+        for chunk in written(*arguments):
+            yield chunk
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(token_cache, "chunks_to_file", die_after_one)
+    child = in_a_child(lambda: load_samples(config, tokenizer, seed=0) and None)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    (left,) = entries(config)
+    assert left.name.startswith(".tmp-")
+    monkeypatch.setattr(token_cache, "chunks_to_file", written)
+    assert len(load_samples(config, tokenizer, seed=0)[0]) == len(ROWS)
+    (directory,) = entries(config)
+    assert not directory.name.startswith(".tmp-")
+
+
+def test_where_the_disk_cannot_take_it_a_run_does_without(
+    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = fingerprint_samples(load_samples(changed(config, cache_dir=""), tokenizer, seed=0)[0])
+
+    def load() -> None:
+        logging.basicConfig(force=True)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        samples, _ = load_samples(config, tokenizer, seed=0)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert fingerprint_samples(samples) == expected
+
+    child = in_a_child(load)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert "data.cache_dir: tokenised data cannot be kept in" in capfd.readouterr().err
+    assert entries(config) == []
+
+
+def test_a_directory_that_cannot_be_made_is_done_without(
+    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        samples, _ = load_samples(changed(config, cache_dir=f"{config.name}/cache"), tokenizer, seed=0)
+    assert len(samples) == len(ROWS) and "data.cache_dir" in caplog.text
+
+
+def test_a_row_that_cannot_be_used_is_named_and_nothing_is_left(
+    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    lines = Path(config.name).read_text().splitlines()
+    lines[700] = '{"prompt": "ab"}'
+    Path(config.name).write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 701: "):
+        load_samples(config, tokenizer, seed=0)
+    assert entries(config) == []
+
+
+def test_the_cache_lies_where_the_environment_says(
+    config: SftDataConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path))
+    assert cache_directory(SftDataConfig()) == tmp_path / "tokenised"
+    monkeypatch.delenv("HOLDFAST_CACHE")
+    assert cache_directory(SftDataConfig()) == Path.home() / ".cache" / "holdfast" / "tokenised"
+    assert cache_directory(SftDataConfig(cache_dir="")) is None
+
+
+def test_a_table_is_a_sequence(config: SftDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    load_samples(config, tokenizer, seed=0)
+    (directory,) = entries(config)
+    table = SampleTable(directory / "samples.arrow")
+    assert len(table) == len(ROWS) == len(list(table))
+    np.testing.assert_array_equal(table[-1].token_ids, table[len(ROWS) - 1].token_ids)
+    assert [len(sample.token_ids) for sample in table[498:502]] == table.lengths[498:502].tolist()
+    with pytest.raises(IndexError):
+        table[len(ROWS)]
+    with pytest.raises(ValueError, match="read-only"):
+        table[0].token_ids[0] = 1
+    for found, expected in zip(sizes_of(table), sizes_of(list(table)), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    some = ChosenSamples(table, np.array([5, 3]), most=2)
+    assert [sample.token_ids.tolist() for sample in some[:]] == [table[k].token_ids[:2].tolist() for k in (5, 3)]
+
+
+def test_a_file_with_other_columns_is_no_table(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    schema = pa.schema({"a": pa.int8()})
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), schema) as writer:
+        writer.write_batch(pa.record_batch([pa.array([1], type=pa.int8())], schema=schema))
+    with pytest.raises(pa.ArrowInvalid, match="other columns"):
+        SampleTable(tmp_path / "a.arrow")
