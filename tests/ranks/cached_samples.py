@@ -32,9 +32,10 @@ def compute(mesh: Mesh, directory: Path) -> dict[str, str]:
             for start in ("first", "second"):
                 samples, _ = load_samples(config, tokenizer, seed=0, mesh=mesh)
                 found[f"{machines}, {start}"] = fingerprint_samples(samples)
-        found["kept by none"] = fingerprint_samples(
-            load_samples(config.model_copy(update={"cache_dir": config.name}), tokenizer, seed=0, mesh=mesh)[0]
-        )
+        for who, unwritable in (("kept by none", (0, 1)), ("kept by one of two", (1,))):
+            own = config.name if mesh.rank in unwritable else str(directory / "cache_half")
+            half = config.model_copy(update={"cache_dir": own})
+            found[who] = fingerprint_samples(load_samples(half, tokenizer, seed=0, mesh=mesh)[0])
         try:
             bad = config.model_copy(update={"name": str(directory / "bad.jsonl")})
             load_samples(bad, tokenizer, seed=0, mesh=mesh)
