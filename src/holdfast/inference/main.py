@@ -30,7 +30,7 @@ from holdfast.shared.process.child import (
 )
 from holdfast.shared.process.descriptors import allow_many_connections
 from holdfast.shared.process.events import report
-from holdfast.shared.process.gpus import vllm_device
+from holdfast.shared.process.gpus import require_vllm
 from holdfast.shared.process.heartbeat import start_heartbeat
 from holdfast.shared.process.import_path import leave_out_working_directory, protect_children
 from holdfast.shared.wire.inference_api import Owner
@@ -83,9 +83,8 @@ def run(config: InferenceConfig, owner: Owner | None = None) -> int:
         HoldfastError: something that the user can be told in one message.
     """
     allow_many_connections()
+    device = require_vllm()
     preflight: Preflight = check(config)
-    device = vllm_device()
-    assert device is not None  # `check` has looked
     # A configuration that no command has resolved.
     choose_for_engine(config, device)
     set_environment(config, device)

@@ -23,7 +23,7 @@ from holdfast.shared.config.trainer import SupervisedCommand, TrainingCommand
 from holdfast.shared.errors import ConfigError, EnvironmentFailure, HoldfastError
 from holdfast.shared.files.local_inputs import check_data_path, check_model_path, check_weights_path
 from holdfast.shared.process.child import LAUNCHER_ENV
-from holdfast.shared.process.gpus import vllm_device
+from holdfast.shared.process.gpus import require_vllm
 from holdfast.shared.process.import_path import module_command
 from holdfast.shared.wire.admin_token import read_admin_token
 
@@ -88,21 +88,6 @@ def check_inference(config: InferenceConfig) -> None:
     read_admin_token(config.server.admin_token_env)
     check_model_path(config.model.name, key="model.name")
     require_vllm()
-
-
-def require_vllm() -> None:
-    """Refuse to start the inference server where its engine is not installed.
-
-    Raises:
-        ConfigError: says what to install.
-    """
-    if vllm_device() is not None:
-        return
-    raise ConfigError(
-        "the inference server needs vLLM, which is not installed: `uv sync` in a checkout, else "
-        "`uv pip install --overrides overrides.txt 'holdfast[cpu]'` (or holdfast[gpu]), see docs/installation.md. "
-        "sft, dpo and reward-model work without."
-    )
 
 
 def check_rl(config: RlConfig, *, starts_inference: bool) -> None:

@@ -179,6 +179,22 @@ def vllm_device() -> Literal["cpu", "cuda"] | None:
     return None
 
 
+def require_vllm() -> Literal["cpu", "cuda"]:
+    """Return what the installed vLLM is built for.
+
+    Raises:
+        ConfigError: there is none; says what to install.
+    """
+    device = vllm_device()
+    if device is None:
+        raise ConfigError(
+            "the inference server needs vLLM, which is not installed: `uv sync` in a checkout, else "
+            "`uv pip install --overrides overrides.txt 'holdfast[cpu]'` (or holdfast[gpu]), see docs/installation.md. "
+            "sft, dpo and reward-model work without."
+        )
+    return device
+
+
 def torch_build() -> TorchBuild:
     """Return what the installed PyTorch is, without importing it, which takes seconds."""
     torch = importlib.util.find_spec("torch")

