@@ -14,6 +14,7 @@
     │   └── WaitedInVain        another process of the run made nothing in time    exit 6
     ├── TrainingError           the numbers went wrong (NaN loss)                  exit 3
     ├── RankLost                another rank of the trainer ended                  exit 1
+    ├── NodeLost                another node did not come, or come back, in time   exit 3
     ├── Stopped                 a signal asked to stop; the step is saved          exit 128 + signal
     ├── SaveError               a checkpoint could not be written                  exit 3
     │   └── GraceOver           not within the time that a stop leaves             exit 3
@@ -124,6 +125,10 @@ class RankLost(HoldfastError):
     """Another rank of the trainer ended or cannot be reached."""
 
     exit_code = 1
+
+
+class NodeLost(HoldfastError):
+    """Another node of the run did not come, or come back, in time."""
 
 
 class Stopped(HoldfastError):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 
 from holdfast.commands.launcher.device_choices import (
     choose_inference,
@@ -18,7 +17,9 @@ from holdfast.commands.launcher.device_choices import (
     describe,
     describe_rl,
 )
+from holdfast.commands.launcher.launch_nodes import launch_on_nodes, process_name, trainer_command
 from holdfast.commands.launcher.liveness import Health
+from holdfast.commands.launcher.outer import with_outer_nodes
 from holdfast.commands.launcher.placed import Placed, placed
 from holdfast.commands.launcher.placement import (
     Placement,
@@ -59,20 +60,24 @@ _ANSWERING_S = 10.0
 
 def launch_training(config: TrainingCommand) -> int:
     """Run `sft`, `dpo`, `reward-model`, or the trainer of `rl` alone; return the exit code."""
+    config, rank = with_outer_nodes(config, os.environ)
     check_training(config)
     placement = place_training(config.parallel, this_machine(find_gpus()))
     chosen = choose_training(config, placement, clean=config.clean)
+    environment = placement.environment(placement.trainer)
+    if config.parallel.nodes > 1 and not config.dry_run:
+        print(describe(placement, chosen))
+        return launch_on_nodes(config, rank=rank, environment=environment)
     attempt = prepare(config, clean=config.clean, dry_run=config.dry_run)
     config = with_resume(config, attempt.resume_step)
-    name = "trainer" if isinstance(config, TrainerConfig) else config.program
-    path = write_config(attempt, name, config, dry_run=config.dry_run)
+    path = write_config(attempt, process_name(config), config, dry_run=config.dry_run)
     print(describe(placement, chosen))
     plan = Plan(
         attempt,
-        {"trainer": _trainer(config, path)},
+        {"trainer": trainer_command(config, path)},
         config,
         [path],
-        environments={"trainer": placement.environment(placement.trainer)},
+        environments={"trainer": environment},
         processes=[planned_trainer(config, placement)],
     )
     return _print_plan(plan) if config.dry_run else watch(plan)
@@ -138,7 +143,7 @@ def _plan_rl(
     paths = {name: write_config(attempt, name, section, dry_run=config.dry_run) for name, section in sections.items()}
     write_config(attempt, "rl", config, dry_run=config.dry_run, tells=False)
     commands = {
-        "trainer": _trainer(trainer, paths["trainer"]),
+        "trainer": trainer_command(trainer, paths["trainer"]),
         "orchestrator": module_command("holdfast.orchestrator.main", str(paths["orchestrator"])),
     }
     environments = {"trainer": placement.environment(placement.trainer), "orchestrator": placement.environment(())}
@@ -209,11 +214,6 @@ def launch_inference(config: InferenceConfig) -> int:
     print(f"loading vLLM to serve {config.model.name} at {config.server.url}; usually 15-60 s on CPU", flush=True)
     os.environ.update(Placement(engines=(gpus,), hides_gpus=bool(machine.inventory.gpus)).environment(gpus))
     return _become(module_command("holdfast.inference.main", str(path)), "inference")
-
-
-def _trainer(config: TrainingCommand, path: Path) -> list[str]:
-    """Return the command line of the process that starts the ranks, which reads `config` from `path`."""
-    return module_command("holdfast.trainer.launch", config.program, str(path))
 
 
 def _become(argv: list[str], process: str) -> int:

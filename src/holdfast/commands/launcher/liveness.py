@@ -32,11 +32,12 @@ _MEMORY = Path("/dev/shm")
 
 
 @contextmanager
-def place_of_beats(run_dir: Path, *, is_shared: bool = False) -> Iterator[Path]:
+def place_of_beats(run_dir: Path, *, is_shared: bool = False, node: int = 0) -> Iterator[Path]:
     """Make a directory for the beats of the run in `run_dir`, in memory where there is a place; remove it at the end.
 
     Args:
         is_shared: processes of other hosts beat as well, so it lies in `run_dir`, which they see.
+        node: of several with this run; some may be on one machine.
 
     What a launcher that was killed left is taken over by the next one, which holds the lock of the run.
     """
@@ -50,7 +51,9 @@ def place_of_beats(run_dir: Path, *, is_shared: bool = False) -> Iterator[Path]:
         return
     home = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     status = run_dir.stat()  # containers may share the memory, and have directories of the same name
-    digest = hashlib.sha256(f"{status.st_dev} {status.st_ino} {run_dir}".encode()).hexdigest()[:16]
+    digest = hashlib.sha256(
+        f"{status.st_dev} {status.st_ino} {run_dir}{f' {node}' if node else ''}".encode()
+    ).hexdigest()[:16]
     place = home / f"holdfast-{os.getuid()}-{digest}"
     try:
         place.mkdir(mode=0o700, exist_ok=True)

@@ -28,6 +28,7 @@ class Plan:
         environments: variables of a process, by name, such as those that give it its GPUs.
         processes: what a dry run shows.
         hosts: where a process runs, by name; this machine where it is not named.
+        node: which of several nodes with this run this one is.
     """
 
     attempt: Attempt
@@ -38,6 +39,11 @@ class Plan:
     environments: dict[str, dict[str, str]] = field(default_factory=dict)
     processes: list[PlannedProcess] = field(default_factory=list)
     hosts: Mapping[str, Host] = field(default_factory=dict)
+    node: int = 0
+
+    def file_name(self, name: str) -> str:
+        """Name of a file of this node: nodes write into one directory."""
+        return f"{name}_node_{self.node}" if self.node else name
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,11 @@ from holdfast.commands.launcher.hosts.cluster import is_trainer
 from holdfast.commands.launcher.hosts.host import Process
 from holdfast.commands.launcher.hosts.local import THIS_MACHINE
 from holdfast.commands.launcher.liveness import PROBE_PERIOD_S, LivenessMonitor, place_of_beats
+from holdfast.commands.launcher.nodes import NodeGroup
 from holdfast.commands.launcher.plan import Healing, Plan
 from holdfast.commands.launcher.restarts import Restarts
 from holdfast.commands.launcher.storage_backoff import StorageBackoff, fullest
-from holdfast.commands.launcher.supervise import Child, Supervisor
+from holdfast.commands.launcher.supervise import REFRESH_S, Child, Supervisor
 from holdfast.shared.config.inference import is_engine
 from holdfast.shared.errors import (
     STORAGE_FAILED,
@@ -49,11 +50,12 @@ PLACES_PERIOD_S = 0.5
 T = TypeVar("T")
 
 
-def watch(plan: Plan, healing: Healing | None = None) -> int:
+def watch(plan: Plan, healing: Healing | None = None, group: NodeGroup | None = None) -> int:
     """Run the processes of `plan` to their end; return the exit code.
 
     Args:
         healing: unset: the first death ends the run.
+        group: of the nodes, where the run has several.
 
     Raises:
         ProcessDied: one of them ended before its time and was not to be started again.
@@ -65,14 +67,14 @@ def watch(plan: Plan, healing: Healing | None = None) -> int:
     # The wait for the next question counts as silence: well below what is taken for death.
     period_s = min(PROBE_PERIOD_S, timeout_s / 4)
     is_shared = healing is not None and healing.cluster is not None
-    with place_of_beats(run_dir.path, is_shared=is_shared) as beats, Supervisor() as supervisor:
+    with place_of_beats(run_dir.path, is_shared=is_shared, node=plan.node) as beats, Supervisor() as supervisor:
         monitors = {
             name: LivenessMonitor(_beat_of(beats, name), plan.health.get(name), probe_period_s=period_s)
             for name in plan.commands
         }
         try:
             while True:
-                outcome = _Watcher(plan, supervisor, healing, monitors, beats).run()
+                outcome = _Watcher(plan, supervisor, healing, monitors, beats, group).run()
                 if isinstance(outcome, int):
                     return outcome
                 plan = outcome
@@ -91,6 +93,7 @@ class _Watcher:
         healing: Healing | None,
         monitors: dict[str, LivenessMonitor],
         beats: Path,
+        group: NodeGroup | None,
     ) -> None:
         self._plan = plan
         self._supervisor = supervisor
@@ -101,11 +104,13 @@ class _Watcher:
         self._logs = self._run_dir.logs(plan.attempt.number)
         self._monitors = monitors
         self._beats = beats
+        self._group = group
+        self._ended_by_group = ""
         self._killed: set[Process] = set()
         self._stuck: dict[Process, str] = {}
         self._console = Console(
             metrics=self._run_dir.metrics,
-            events=self._logs / "events.jsonl",
+            events=self._events,
             first_step=plan.attempt.resume_step or 0,
             max_steps=plan.trainer.max_steps,
         )
@@ -135,6 +140,10 @@ class _Watcher:
         print(f"finished step {step} of {self._plan.trainer.max_steps}; weights: {self._run_dir.weights_of(step)}")
         return 0
 
+    @property
+    def _events(self) -> Path:
+        return self._logs / f"{self._plan.file_name('events')}.jsonl"
+
     def _start(self) -> None:
         """Start what does not run yet; an inference server outlives an attempt."""
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -144,7 +153,7 @@ class _Watcher:
                 continue
             environment = {
                 **self._plan.environments.get(name, {}),
-                EVENTS_ENV: str(self._logs / "events.jsonl"),
+                EVENTS_ENV: str(self._events),
                 PROCESS_ENV: name,
                 # Nobody looks at them where nothing heals. A run within a run must not beat for the outer one.
                 HEARTBEAT_ENV: str(_beat_of(self._beats, name)) if self._healing is not None else "",
@@ -154,7 +163,7 @@ class _Watcher:
             self._supervisor.start(
                 name,
                 argv,
-                self._logs / f"{name}.log",
+                self._logs / f"{self._plan.file_name(name)}.log",
                 environment=environment,
                 is_service=is_engine(name),
                 has_done_its_work=self._has_weights if is_trainer(name) else self._has_all_batches,
@@ -163,23 +172,24 @@ class _Watcher:
 
     def _has_weights(self) -> bool:
         """Whether the trainer has published what it was to train: user code in it may end it before, by `sys.exit`."""
-        return self._run_dir.weights_of(self._plan.trainer.max_steps).exists()
+        return durable.is_visible(self._run_dir.weights_of(self._plan.trainer.max_steps))
 
     def _has_all_batches(self) -> bool:
         """Whether the orchestrator has made the last batch: an environment may end it before."""
         last = self._plan.trainer.max_steps
-        return self._run_dir.batch(last).exists() or last in self._run_dir.committed_steps()
+        return durable.is_visible(self._run_dir.batch(last)) or last in self._run_dir.committed_steps()
 
     def _restart(self, child: Child) -> None:
         if child.name == "orchestrator":
             clear_unpublished(self._run_dir)
         self._monitors[child.name].forget()
         self._tell_of_healing()
-        child.environment[EVENTS_ENV] = str(self._logs / "events.jsonl")  # it may be of an earlier attempt
+        child.environment[EVENTS_ENV] = str(self._events)  # it may be of an earlier attempt
         self._supervisor.restart(child)
 
     def _refresh(self) -> None:
         self._console.refresh()
+        self._follow_group()
         if self._healing is None:
             return
         for child in self._supervisor.children:
@@ -201,6 +211,21 @@ class _Watcher:
             self._killed.add(child.process)  # once: where its storage hangs, it takes its time to end
             self._supervisor.kill(child)
 
+    def _pause(self) -> int | None:
+        """Wait for a moment; return the number of a signal that came meanwhile."""
+        return self._supervisor.pause(REFRESH_S, self._refresh_waiting)
+
+    def _follow_group(self) -> None:
+        """Stop, or end the trainer, where another node makes us."""
+        if self._group is None or self._ended_by_group or (verdict := self._group.verdict()) is None:
+            return
+        self._ended_by_group = verdict.reason
+        if verdict.signal:
+            self._supervisor.take_for_signaled(verdict.signal)
+        elif (trainer := self._trainer()) is not None and trainer.process.poll() is None:
+            self._console.say(f"{verdict.reason}: ending the trainer here, too")
+            self._supervisor.kill(trainer)
+
     def _refresh_waiting(self) -> None:
         """Show what goes on while something is waited for, which nobody else shall mind."""
         self._console.refresh()
@@ -216,6 +241,10 @@ class _Watcher:
         Raises:
             ProcessDied: it is not to be started again.
         """
+        if self._group is not None:
+            # Its ranks as well, before the others go on: they write into the same directory.
+            self._supervisor.end(child)
+            self._group.trainer_died(how_it_ended(child))
         if child.process.returncode == STORAGE_FAILED:
             number = self._wait_for_storage(self._death_of(child))
         elif (delay_s := self._restart_delay_s(child)) is not None:
@@ -234,6 +263,10 @@ class _Watcher:
             number = self._wait_for_places(self._healing)
             if number is not None:
                 return number
+            if self._group is not None:
+                number = self._group.gather(self._pause, self._console.say)
+                if number is not None:
+                    return number
             return self._until_storage_takes_it(self._healing.again)
         number = self._until_storage_takes_it(lambda: self._restart(child))
         if number is not None:
@@ -314,7 +347,8 @@ class _Watcher:
         used, limit = self._restarts.used(child.name), self._restarts.limit
         failure = engine_failure_of(child)
         reason = f" ({failure.splitlines()[0]})" if failure else ""
-        self._console.say(f"{child.name} {how_it_ended(child)}{reason}: starting it again (restart {used} of {limit})")
+        how = "was ended for that" if self._ended_by_group else how_it_ended(child)
+        self._console.say(f"{child.name} {how}{reason}: starting it again (restart {used} of {limit})")
         return self._supervisor.pause(delay_s, self._refresh_waiting)
 
     def _can_spare(self, child: Child) -> bool:
@@ -345,7 +379,8 @@ class _Watcher:
         return child.is_service and monitor.was_well and not monitor.is_well
 
     def _death_of(self, child: Child) -> ProcessDied:
-        return death_of(child, stuck=self._stuck.get(child.process), restarts=self._restarts)
+        stuck = self._stuck.get(child.process) or self._ended_by_group or None
+        return death_of(child, stuck=stuck, restarts=self._restarts)
 
     def _signal_taken_by(self, child: Child) -> int | None:
         """Return the signal that a trainer saved for and ended by: a scheduler may signal ranks as well as us."""

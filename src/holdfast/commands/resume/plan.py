@@ -39,6 +39,7 @@ def prepare(
     orchestrator: OrchestratorConfig | None = None,
     inference: InferenceConfig | None = None,
     again: bool = False,
+    is_locked: bool = False,
 ) -> Attempt:
     """Take the run directory, decide where to start, and set aside what that supersedes.
 
@@ -50,6 +51,7 @@ def prepare(
         inference: of the engine that the run starts itself; it decides about them, too.
         again: go on with the run that this process has started before: from its newest checkpoint, or
             its beginning, whatever the configuration says about resuming.
+        is_locked: this process has taken the directory already.
 
     Raises:
         RunDirError: the directory is in use, cannot be written, or holds a run and neither resume nor
@@ -63,7 +65,7 @@ def prepare(
     if again:
         ckpt = ckpt.model_copy(update={"resume_step": "auto"})
     _refuse_contradictions(ckpt, clean=clean)
-    if not dry_run and not again:  # then this process holds the lock
+    if not (dry_run or again or is_locked):  # then this process holds the lock
         # Before anything is looked at: another launcher could change it behind the look.
         run_dir.lock()
         if orchestrator is not None:

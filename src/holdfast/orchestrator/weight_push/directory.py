@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.shared.errors import CheckpointError, WaitedInVain
+from holdfast.shared.files import durable
 from holdfast.shared.files.journal import POLL_S
 from holdfast.shared.files.manifest import MANIFEST_NAME, is_committed, read_manifest
 from holdfast.shared.files.run_dir import RunDir
@@ -135,7 +136,7 @@ async def wait_for_weights(
     wait = Wait(timeout_s)
     path = run_dir.weights_of(version)
     while True:
-        if path.exists():
+        if durable.is_visible(path):
             try:
                 return describe_weights(run_dir, version)
             except (CheckpointError, FileNotFoundError):

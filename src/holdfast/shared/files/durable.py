@@ -126,6 +126,18 @@ def remove_directory(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
+def is_visible(path: Path) -> bool:
+    """Return whether `path` is there, asked of who has the disk where that is another machine.
+
+    NFS remembers for up to a minute that there was nothing of a name, until the directory that holds it is opened.
+    """
+    try:
+        os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY))
+    except FileNotFoundError:  # which may be remembered as well
+        return is_visible(path.parent) and path.exists()
+    return path.exists()
+
+
 def clear_leftovers(parent: Path) -> list[Path]:
     """Remove what interrupted writers left in `parent`, and return what was removed."""
     if not parent.is_dir():

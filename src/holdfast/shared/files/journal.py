@@ -165,7 +165,7 @@ def wait_for(
     `check` is called at each round and may raise; the wait ends early when `unless` returns something true.
     """
     wait = Wait(timeout_s)
-    while not path.exists():
+    while not durable.is_visible(path):
         if check is not None:
             check()
         if wait.is_over() or (unless is not None and unless()):

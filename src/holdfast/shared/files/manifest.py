@@ -112,14 +112,16 @@ def describe_files(directory: Path, *, known: Mapping[str, FileEntry] | None = N
     """Return size and checksum of every file below `directory` except its manifest.
 
     Args:
-        known: entries that need not be computed again.
+        known: entries that need not be computed again, of files that are there: what another machine has written is
+            listed late by some network filesystems.
     """
     known = known or {}
-    return {
-        place: known.get(place) or FileEntry(path.stat().st_size, file_digest(path))
-        for path in sorted(directory.rglob("*"))
-        if path.is_file() and (place := str(path.relative_to(directory))) != MANIFEST_NAME
+    others = {
+        place: FileEntry(path.stat().st_size, file_digest(path))
+        for path in directory.rglob("*")
+        if path.is_file() and (place := str(path.relative_to(directory))) not in (MANIFEST_NAME, *known)
     }
+    return dict(sorted({**known, **others}.items()))
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

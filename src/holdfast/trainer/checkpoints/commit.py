@@ -172,8 +172,7 @@ class Commit:
             self._ranks.on_main(lambda: _make_empty(temporary))
             trainer_dir = temporary / TRAINER_DIR
             shards = self._writer.write(staged, trainer_dir)
-            random_path = trainer_dir / f"random_rank_{self._ranks.rank}.json"
-            self._ranks.together(lambda: _write_through(random_path, snapshot.random_state))
+            shards |= self._write_random_state(trainer_dir, snapshot.random_state)
             size = self._ranks.on_main(lambda: self._publish(snapshot, tensors, shards, temporary, final))
         except BaseException as error:
             # Unless claimed, the temporary name may be that of another process that saves here.
@@ -190,6 +189,12 @@ class Commit:
             seconds = time.perf_counter() - started
             report("saved checkpoint", step=snapshot.step, bytes=size, seconds=round(seconds, 3))
             self._after_commit(final)
+
+    def _write_random_state(self, directory: Path, content: bytes) -> dict[str, FileEntry]:
+        """Write that of every rank; return the entries of all on rank 0, whose machine may list them late."""
+        name = f"random_rank_{self._ranks.rank}.json"
+        self._ranks.together(lambda: _write_through(directory / name, content))
+        return dict(self._ranks.gather((name, FileEntry(len(content), xxhash.xxh3_128_hexdigest(content)))))
 
     def _check_same_step(self, step: int) -> None:
         """Refuse to mix the shards of two saves: ranks that lost step with each other never find it again.
@@ -287,6 +292,7 @@ def _write_through(path: Path, data: bytes) -> None:
     path.write_bytes(data)
     # By its own rank: rank 0 cannot flush what lies in the cache of another machine.
     durable.fsync_file(path)
+    durable.fsync_directory(path.parent)
 
 
 def _describe_files(directory: Path, shards: dict[str, FileEntry]) -> dict[str, FileEntry]:

@@ -167,3 +167,26 @@ def test_a_directory_whose_files_cannot_be_listed_is_not_published(
     with pytest.raises(OSError, match="Input/output error"):
         durable.publish_directory(temporary, tmp_path / "step_1")
     assert not (tmp_path / "step_1").exists()
+
+
+def test_what_is_there_is_visible_also_under_directories_that_were_not(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "file"
+    assert not durable.is_visible(path)
+    path.parent.mkdir(parents=True)
+    assert not durable.is_visible(path)
+    path.touch()
+    assert durable.is_visible(path)
+
+
+def test_the_directory_is_opened_before_each_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is what makes NFS ask again."""
+    opened = []
+    real = os.open
+
+    def note(path: Path, flags: int, *rest: int) -> int:
+        opened.append(path)
+        return real(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", note)
+    durable.is_visible(tmp_path / "file")
+    assert opened == [tmp_path]

@@ -16,6 +16,7 @@ from holdfast.shared.files import durable
 from holdfast.shared.files.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
+    FileEntry,
     Manifest,
     describe_files,
     file_digest,
@@ -208,3 +209,13 @@ def test_verification_names_the_first_of_several(change: Callable[[Path], object
     for name in FILES:
         change(committed / name)
     assert any(str(committed / name) in damage(committed) for name in FILES)
+
+
+def test_files_of_another_machine_are_listed_before_they_are_seen(tmp_path: Path) -> None:
+    """Some network filesystems list what another machine has just written after a while only."""
+    (tmp_path / "here").write_bytes(b"1")
+    there = FileEntry(2, "0" * 32)
+    assert describe_files(tmp_path, known={"there": there}) == {
+        "here": FileEntry(1, file_digest(tmp_path / "here")),
+        "there": there,
+    }

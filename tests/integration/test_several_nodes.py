@@ -1,0 +1,196 @@
+"""Runs on several nodes: their commands on one machine, which meet over loopback, with one rank each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import pytest
+
+from holdfast.shared.files.metrics import read_metrics
+from holdfast.shared.files.run_dir import RunDir
+from tests.forking.commands import Run, shared_commands
+from tests.integration.test_preemption import make_batch, publish_batch, state_after
+from tests.runs.ports import free_port
+from tests.runs.processes import HANG_S
+from tests.runs.training import sft_command
+
+Models = Callable[..., Path]
+STEPS = 30
+
+
+class Nodes:
+    """The commands of one run of two nodes."""
+
+    def __init__(self, output: Path, program: str, argv: list[str]) -> None:
+        self.output = output
+        self.run_dir = RunDir(output)
+        self._program = program
+        self._argv = [*argv, "--parallel.nodes", "2", "--parallel.rdzv-endpoint", f"localhost:{free_port()}"]
+        self._started = 0
+        self.runs: list[Run] = []
+
+    def start(self, node: int, *flags: str) -> Run:
+        """Start the command of one node; node 0 first, which leads."""
+        self._started += 1
+        log = self.output.with_name(f"{self.output.name}_{node}_{self._started}.out")
+        run = shared_commands().start(self._program, self.output, [*self._argv, *flags], log=log)
+        if not node:
+            _until(lambda: "waiting for the others" in run.log, run)
+        self.runs[node : node + 1] = [run]
+        return run
+
+    def start_all(self, *flags: str) -> None:
+        for node in (0, 1):
+            self.start(node, *flags)
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until `step` has been trained."""
+        _until(lambda: [line for line in _metrics(self.run_dir) if line["step"] >= step], *self.runs)
+
+    def trainer(self, node: int) -> psutil.Process:
+        """The process that starts the ranks of a node."""
+        (trainer,) = psutil.Process(self.runs[node].pid).children()
+        return trainer
+
+    def wait(self) -> list[int | None]:
+        """Wait for the ends of all; return their exit codes."""
+        return [run.wait(HANG_S).code for run in self.runs]
+
+    @property
+    def weights(self) -> bytes:
+        return (self.run_dir.weights_of(STEPS) / "model.safetensors").read_bytes()
+
+    @property
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in read_metrics(self.run_dir.metrics)]
+
+
+def _metrics(run_dir: RunDir) -> list[dict[str, float]]:
+    return read_metrics(run_dir.metrics) if run_dir.metrics.exists() else []
+
+
+def _until(condition: Callable[[], object], *runs: Run) -> None:
+    deadline = time.monotonic() + HANG_S
+    while not condition():
+        assert time.monotonic() < deadline and not any(run.has_ended for run in runs), "\n".join(r.log for r in runs)
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def of_one_node(tmp_path_factory: pytest.TempPathFactory, tiny_model: Models, sft_data: Path) -> Nodes:
+    """The same run by the two ranks of one node, which nothing disturbs."""
+    output = tmp_path_factory.mktemp("one") / "run"
+    run = shared_commands().sft(output, tiny_model(dropout=0.1), sft_data, "--max-steps", str(STEPS), ranks=2)
+    assert run.wait(HANG_S).code == 0, run.log
+    return Nodes(output, "sft", [])
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, tiny_model: Models, sft_data: Path) -> Iterator[Nodes]:
+    flags = ("--max-steps", str(STEPS), "--ckpt.interval", "4")
+    made = Nodes(tmp_path / "run", "sft", sft_command(tmp_path / "run", tiny_model(dropout=0.1), sft_data, *flags)[1:])
+    yield made
+    for run in made.runs:
+        if not run.has_ended:
+            os.kill(run.pid, signal.SIGKILL)
+
+
+def test_two_nodes_compute_what_two_ranks_of_one_do(nodes: Nodes, of_one_node: Nodes) -> None:
+    nodes.start_all()
+    assert nodes.wait() == [0, 0], nodes.runs[0].log
+    assert nodes.weights == of_one_node.weights and nodes.losses == of_one_node.losses
+    assert {path.name for path in nodes.run_dir.logs(1).iterdir()} == {
+        "trainer.log", "events.jsonl", "trainer_node_1.log", "events_node_1.jsonl"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_one_node_saves_on_all_and_a_resume_goes_on_bit_for_bit(
+    nodes: Nodes, of_one_node: Nodes, number: signal.Signals
+) -> None:
+    nodes.start_all()
+    nodes.wait_for_step(5)
+    os.kill(nodes.runs[1].pid, number)
+    assert nodes.wait() == [128 + number] * 2
+    stopped = nodes.run_dir.committed_steps()[-1]
+    assert 5 <= stopped < STEPS and all(f"stopped at step {stopped}" in run.log for run in nodes.runs)
+    nodes.start_all("--ckpt.resume-step", "auto")
+    assert nodes.wait() == [0, 0]
+    assert nodes.weights == of_one_node.weights and nodes.losses == of_one_node.losses
+
+
+@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("what", ["trainer", "rank", pytest.param("command", marks=pytest.mark.slow)])
+def test_what_is_killed_on_one_node_heals_on_all(
+    nodes: Nodes, of_one_node: Nodes, node: int, what: Literal["trainer", "rank", "command"]
+) -> None:
+    nodes.start_all()
+    nodes.wait_for_step(5)
+    if what == "command":
+        os.kill(nodes.runs[node].pid, signal.SIGKILL)
+        nodes.runs[node].wait(HANG_S)
+        nodes.start(node)  # by the same command
+    else:
+        (nodes.trainer(node) if what == "trainer" else nodes.trainer(node).children()[0]).kill()
+    assert nodes.wait() == [0, 0], "\n".join(run.log for run in nodes.runs)
+    assert nodes.weights == of_one_node.weights and nodes.losses == of_one_node.losses
+    assert nodes.run_dir.next_attempt() == 3
+
+
+def test_a_node_that_does_not_come_back_ends_the_others(nodes: Nodes) -> None:
+    nodes.start_all("--parallel.rdzv-timeout-s", "2")
+    nodes.wait_for_step(5)
+    gone, left = nodes.runs
+    os.kill(left.pid, signal.SIGKILL)
+    assert gone.wait(HANG_S).code == 3
+    assert "waited in vain for 2 s" in gone.log and "1 of 2 nodes are here" in gone.log
+
+
+def test_what_is_wrong_on_the_node_that_leads_ends_all(nodes: Nodes) -> None:
+    nodes.run_dir.create()  # holds a run, and neither a resume nor --clean was asked for
+    nodes.start_all()
+    assert nodes.wait() == [2, 2]
+    assert all("already holds a run" in run.log for run in nodes.runs)
+    assert "the run has ended on node" in nodes.runs[1].log
+
+
+def test_a_node_with_other_settings_is_refused(nodes: Nodes) -> None:
+    nodes.start(0)
+    refused = nodes.start(1, "--seed", "4").wait(HANG_S)
+    assert refused.code == 2 and "error: nodes were started with other settings" in refused.log
+    assert "seed: 3 -> 4" in refused.log
+    nodes.start(1)
+    assert nodes.wait() == [0, 0]
+
+
+def test_without_checkpoints_a_death_ends_all(tmp_path: Path, tiny_model: Models, sft_data: Path) -> None:
+    argv = sft_command(tmp_path / "run", tiny_model(), sft_data, "--max-steps", "1000")[1:]
+    nodes = Nodes(tmp_path / "run", "sft", argv)
+    nodes.start_all()
+    nodes.wait_for_step(2)
+    nodes.trainer(1).kill()
+    assert nodes.wait() == [1, 1]
+    assert "the trainer was killed by signal 9" in nodes.runs[0].log
+
+
+def test_trainers_that_wait_for_a_batch_save_when_one_node_is_asked_to(tmp_path: Path, tiny_model: Models) -> None:
+    """No orchestrator runs, and no collective: the third batch never comes."""
+    argv = [
+        "--output-dir", str(tmp_path / "run"), "--model.name", str(tiny_model()), "--max-steps", "10",
+        "--parallel.threads", "1", "--ckpt", "--mismatch-limit", "inf",
+    ]  # fmt: skip
+    nodes = Nodes(tmp_path / "run", "trainer", argv)
+    nodes.start_all()
+    _until(lambda: all("waiting for batches" in run.log for run in nodes.runs), *nodes.runs)
+    for step in (1, 2):
+        publish_batch(nodes.run_dir, make_batch(step), state_after(step))
+    nodes.wait_for_step(2)
+    os.kill(nodes.runs[1].pid, signal.SIGTERM)
+    assert nodes.wait() == [143, 143], "\n".join(run.log for run in nodes.runs)
+    assert nodes.run_dir.committed_steps() == [2]

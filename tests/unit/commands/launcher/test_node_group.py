@@ -1,0 +1,330 @@
+"""The commands of one run on several nodes, as threads of this process that meet over loopback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from holdfast.commands.launcher import nodes as module
+from holdfast.commands.launcher.meeting import Meeting, free_port
+from holdfast.commands.launcher.nodes import NodeGroup, Part
+from holdfast.commands.resume.attempt import Attempt
+from holdfast.shared.config import SftConfig
+from holdfast.shared.config.trainer import ParallelConfig
+from holdfast.shared.errors import ConfigError, NodeLost, ProcessDied
+from holdfast.shared.files.lock import Holder
+from holdfast.shared.files.run_dir import RunDir
+from tests.runs.processes import HANG_S
+
+PAUSE_S = 0.02
+
+
+class Nodes:
+    """Commands of one run, and what they said while they waited."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self.run_dir = RunDir(output_dir)
+        self.port = free_port()
+        self.said: list[str] = []
+        self._groups: list[NodeGroup] = []
+        self._threads = ThreadPoolExecutor()
+        self._is_over = False
+
+    def group(
+        self, *, rank: int | None = None, silent_s: float = HANG_S, visible_s: float = HANG_S, **changes: Any
+    ) -> NodeGroup:
+        """Start a command; the first of all leads."""
+        parallel = {"nodes": 2, "rdzv_endpoint": f"localhost:{self.port}", "rdzv_timeout_s": HANG_S}
+        parallel |= changes.pop("parallel", {})
+        settings = {"output_dir": self.run_dir.path, **changes}
+        config = SftConfig(parallel=ParallelConfig(**parallel), **settings)
+        made = NodeGroup(config, "sft", rank=rank, silent_s=silent_s, visible_s=visible_s)
+        self._groups.append(made)
+        return made
+
+    def gather(self, group: NodeGroup, *, until: Callable[[], int | None] = lambda: None) -> Future[int | None]:
+        """Have it wait for the next attempt; `until` gives a signal."""
+
+        def pause() -> int | None:
+            time.sleep(PAUSE_S)
+            return 9 if self._is_over else until()
+
+        return self._threads.submit(group.gather, pause, self.said.append)
+
+    def begin(self, leader: NodeGroup, other: NodeGroup, *, number: int = 1) -> tuple[Part, Part]:
+        """Bring both into attempt `number`."""
+        joining = self.gather(other)
+        assert self.gather(leader).result(HANG_S) is None
+        if not self.run_dir.holds_run():
+            self.run_dir.create()
+        self.run_dir.configs(number).mkdir(parents=True)
+        (self.run_dir.configs(number) / "sft.toml").touch()
+        part = leader.begin(Attempt(self.run_dir, number, None if number == 1 else number))
+        assert joining.result(HANG_S) is None
+        return part, other.join()
+
+    def end(self) -> None:
+        self._is_over = True
+        for group in self._groups:
+            group._meeting.end()
+        self._threads.shutdown()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    made = Nodes(tmp_path / "run")
+    yield made
+    made.end()
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + HANG_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(PAUSE_S)
+
+
+def reason(group: NodeGroup, *others: NodeGroup) -> str:
+    """Return the reason of its next verdict, while the others go on as well."""
+    found = []
+
+    def look() -> bool:
+        for other in others:
+            other.verdict()
+        verdict = group.verdict()
+        found[:] = [verdict] if verdict else []
+        return bool(verdict)
+
+    until(look)
+    return found[0].reason
+
+
+def test_the_first_leads_and_all_get_one_attempt(nodes: Nodes) -> None:
+    leader, other = nodes.group(), nodes.group()
+    assert leader.leads and not other.leads
+    mine, others = nodes.begin(leader, other)
+    assert (mine.rank, others.rank) == (0, 1)
+    assert (mine.attempt, mine.resume_step, mine.endpoint) == (others.attempt, others.resume_step, others.endpoint)
+    assert mine.endpoint.rpartition(":")[2] != str(nodes.port)  # nothing of an attempt is found by the next
+    assert leader.verdict() is None and other.verdict() is None
+    assert any("1 of 2 nodes are here" in line for line in nodes.said)
+
+
+def test_a_dead_trainer_ends_the_attempt_on_all_and_the_next_begins(nodes: Nodes) -> None:
+    leader, other = nodes.group(), nodes.group()
+    nodes.begin(leader, other)
+    other.trainer_died("was killed by signal 9")
+    assert "the trainer was killed by signal 9" in reason(leader)
+    leader.trainer_died("was ended")
+    first, second = nodes.begin(leader, other, number=2)
+    assert (first.attempt, second.attempt, second.resume_step) == (2, 2, 2)
+    leader.trainer_died("ended with exit code 1")
+    assert "the trainer ended with exit code 1" in reason(other, leader)
+
+
+def test_nobody_begins_before_the_trainers_of_all_have_ended(nodes: Nodes) -> None:
+    leader, other = nodes.group(), nodes.group()
+    nodes.begin(leader, other)
+    leader.trainer_died("was killed by signal 9")
+    waiting = nodes.gather(leader)
+    assert "killed" in reason(other)
+    assert not waiting.done()
+    other.trainer_died("was ended")
+    joining = nodes.gather(other)
+    assert waiting.result(HANG_S) is None
+    joining.cancel()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"parallel": {"num_ranks": 2}}, "parallel.num_ranks: 1 -> 2"),
+        ({"seed": 7}, "seed: 0 -> 7"),
+        ({"output_dir": Path("/elsewhere")}, "nodes write to other directories"),
+    ],
+)
+def test_a_node_with_another_command_is_refused_with_both_names(
+    nodes: Nodes, changes: dict[str, Any], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leader = nodes.group()
+    waiting = nodes.gather(leader)
+    with pytest.raises(ConfigError) as refused:
+        nodes.gather(nodes.group(**changes)).result(HANG_S)
+    assert says in str(refused.value)
+    assert str(refused.value).count(Holder.me().host) == 2
+    assert says in capsys.readouterr().out  # of the one that leads
+    assert not waiting.done()  # it waits on for the right one
+    nodes.gather(nodes.group())
+    assert waiting.result(HANG_S) is None
+
+
+def test_a_node_with_other_code_is_refused(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = nodes.gather(nodes.group())
+    monkeypatch.setattr(module, "_digest_of_code", lambda: "0.1 2.13 ffffffffffffffff")
+    with pytest.raises(ConfigError, match=r"nodes run other code: .* holdfast 0\.1 \(source ffffffff\) with torch"):
+        nodes.gather(nodes.group()).result(HANG_S)
+    waiting.cancel()
+
+
+def test_a_node_that_cannot_be_understood_is_refused(nodes: Nodes, capsys: pytest.CaptureFixture[str]) -> None:
+    leader = nodes.group()
+    stranger = Meeting(("localhost", nodes.port), lambda: b'{"other": "version"}', hosts=False)
+    stranger.say(b"{}")
+    until(lambda: leader.verdict() or "cannot be understood" in capsys.readouterr().out)
+    stranger.end()
+
+
+def test_another_directory_of_the_same_name_is_refused(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it was mounted on one machine only."""
+    waiting = nodes.gather(nodes.group())
+    other = nodes.group(visible_s=0.1)
+    monkeypatch.setattr(other, "_mark", nodes.run_dir.path / "is_not_there")
+    with pytest.raises(ConfigError, match="is not the directory of that path"):
+        nodes.gather(other).result(HANG_S)
+    waiting.cancel()
+
+
+def test_a_directory_that_one_node_cannot_write_is_refused(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = nodes.gather(nodes.group())
+    monkeypatch.setattr(Path, "touch", lambda self: Path("/proc/holdfast").mkdir())  # root may write anywhere else
+    with pytest.raises(ConfigError, match=r"cannot be written \("):
+        nodes.gather(nodes.group()).result(HANG_S)
+    waiting.cancel()
+
+
+def test_nodes_wait_for_one_another_no_longer_than_is_set(nodes: Nodes) -> None:
+    with pytest.raises(NodeLost, match=r"waited in vain for 0\.2 s .*1 of 2 nodes are here"):
+        nodes.gather(nodes.group(parallel={"rdzv_timeout_s": 0.2})).result(HANG_S)
+    with pytest.raises(NodeLost, match=r"waited in vain for 0\.2 s .*waiting for the node that leads"):
+        nodes.gather(nodes.group(rank=1, parallel={"rdzv_timeout_s": 0.2, "rdzv_endpoint": "localhost:1"})).result(
+            HANG_S
+        )
+
+
+def test_a_signal_ends_the_wait(nodes: Nodes) -> None:
+    assert nodes.gather(nodes.group(), until=lambda: 15).result(HANG_S) == 15
+
+
+def test_a_silent_node_is_lost_and_comes_again_under_another_number(nodes: Nodes) -> None:
+    leader, other = nodes.group(silent_s=0.5), nodes.group()
+    nodes.begin(leader, other)
+    number = other._meeting.number
+    other._meeting._ended.set()  # as if it were frozen
+    assert "has not been heard" in reason(leader)
+    leader.trainer_died("was ended")
+    thawed = nodes.group()
+    thawed._word = msgspec.structs.replace(other._word)
+    until(lambda: thawed._meeting.number > number)
+    nodes.begin(leader, _ended(thawed), number=2)
+
+
+def _ended(group: NodeGroup) -> NodeGroup:
+    group.trainer_died("was ended")
+    return group
+
+
+def test_who_was_taken_for_lost_ends_its_trainer_and_comes_again(nodes: Nodes) -> None:
+    leader, other = nodes.group(silent_s=0.5), nodes.group()
+    nodes.begin(leader, other)
+    before = other._meeting._take_turn
+    held: list[Any] = []
+    other._meeting._take_turn = held.append  # type: ignore[method-assign]
+    assert "has not been heard" in reason(leader)
+    other._meeting._take_turn = before  # type: ignore[method-assign]
+    assert reason(other, leader) == "this node was taken for lost"
+    nodes.begin(_ended(leader), _ended(other), number=2)
+
+
+def test_a_command_that_was_killed_is_noticed_by_its_process(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    leader = nodes.group()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    with monkeypatch.context() as patch:
+        me = Holder.me()
+        patch.setattr(Holder, "me", classmethod(lambda cls: Holder(ended.pid, me.host, me.pid_space)))
+        dead = nodes.group()
+    until(lambda: dead._meeting.number > 0)
+    waiting = nodes.gather(leader)
+    until(lambda: dead._meeting.number in leader._lead.gone)
+    nodes.gather(nodes.group())
+    assert waiting.result(HANG_S) is None
+
+
+def test_the_end_of_the_run_on_one_node_is_that_of_all(nodes: Nodes) -> None:
+    leader, other = nodes.group(), nodes.group()
+    nodes.begin(leader, other)
+    leaving = nodes._threads.submit(other.leave, 3, "loss is nan")
+    assert "loss is nan" in reason(leader)
+    assert leaving.result(HANG_S) == 3
+    with pytest.raises(ProcessDied, match="the run has ended on node .*loss is nan") as died:
+        nodes.gather(leader).result(HANG_S)
+    assert died.value.exit_code == 3
+
+
+def test_a_signal_to_one_node_stops_all_with_one_exit_code(nodes: Nodes) -> None:
+    leader, other = nodes.group(), nodes.group()
+    nodes.begin(leader, other)
+    leaving = nodes._threads.submit(other.leave, 138)
+    until(lambda: leader.verdict())
+    verdict = leader.verdict()
+    assert verdict is not None and verdict.signal == 10
+    assert leaving.result(HANG_S) == 138
+    assert nodes.gather(leader).result(HANG_S) == 10
+    assert leader.leave(143) == 138  # that of the first
+    assert not (nodes.run_dir.path / "nodes.mark").exists()
+
+
+def test_a_node_that_finished_ends_nobody(nodes: Nodes) -> None:
+    leader, other = nodes.group(), nodes.group()
+    nodes.begin(leader, other)
+    leaving = nodes._threads.submit(other.leave, 0)
+    assert leaving.result(HANG_S) == 0
+    assert leader.verdict() is None
+    assert leader.leave(0) == 0
+
+
+def test_a_leader_that_is_lost_and_comes_back_goes_on_with_the_run(nodes: Nodes) -> None:
+    leader, other = nodes.group(), nodes.group(silent_s=0.5)
+    nodes.begin(leader, other)
+    leader._meeting.end()
+    assert "has not been heard for 0.5 s" in reason(other)
+    other.trainer_died("was ended")
+    waiting = nodes.gather(other)
+    until(lambda: any("is lost: waiting for its command" in line for line in nodes.said))
+    again = nodes.group()
+    assert again.leads
+    assert nodes.gather(again).result(HANG_S) is None
+    assert again.is_rejoined()
+    nodes.run_dir.configs(2).mkdir()
+    (nodes.run_dir.configs(2) / "sft.toml").touch()
+    again.begin(Attempt(nodes.run_dir, 2, 2))
+    assert waiting.result(HANG_S) is None and other.join().attempt == 2
+
+
+def test_a_new_run_goes_on_with_nothing(nodes: Nodes) -> None:
+    leader = nodes.group()
+    waiting = nodes.gather(leader)
+    nodes.gather(nodes.group())
+    assert waiting.result(HANG_S) is None
+    assert not leader.is_rejoined()
+    nodes.run_dir.create()  # of somebody else
+    assert not leader.is_rejoined()
+
+
+def test_who_must_lead_and_cannot_is_refused(nodes: Nodes) -> None:
+    nodes.group()
+    with pytest.raises(ConfigError, match="nodes cannot meet at localhost"):
+        nodes.group(rank=0)
+
+
+def test_only_a_host_that_is_here_can_lead(nodes: Nodes) -> None:
+    for elsewhere in ("192.0.2.1", "no.such.host.invalid"):  # an address of documentation
+        assert not nodes.group(parallel={"rdzv_endpoint": f"{elsewhere}:{nodes.port}"}).leads
