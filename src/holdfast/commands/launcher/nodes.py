@@ -13,15 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import msgspec
+import tomli
 import xxhash
 
 import holdfast
 from holdfast.commands.launcher.meeting import Meeting, free_port
 from holdfast.commands.resume.attempt import Attempt
-from holdfast.commands.resume.config_diff import compare_settings, settings_of
+from holdfast.commands.resume.config_diff import compare_settings
+from holdfast.shared.config.load import to_toml
 from holdfast.shared.config.trainer import TrainingCommand
 from holdfast.shared.errors import ConfigError, NodeLost, ProcessDied
 from holdfast.shared.files import durable
@@ -44,6 +45,7 @@ class _Hello(msgspec.Struct, frozen=True):
 
     Attributes:
         code: digest of the installed code.
+        settings: as TOML, which has numbers that JSON has not.
         run_id: the run that it trains already; empty for none.
     """
 
@@ -52,7 +54,7 @@ class _Hello(msgspec.Struct, frozen=True):
     pid_space: str
     code: str
     output_dir: str
-    settings: dict[str, Any]
+    settings: str
     run_id: str = ""
     rank: int = -1
 
@@ -167,7 +169,7 @@ class NodeGroup:
         self._parallel = config.parallel
         self._run_dir = RunDir(config.output_dir)
         self._name = name
-        self._settings = settings_of(config)
+        self._settings = to_toml(config)
         self._code = _digest_of_code()
         self._rank = rank
         self._silent_s, self._visible_s = silent_s, visible_s
@@ -443,7 +445,7 @@ class NodeGroup:
     def _why_refused(self, hello: _Hello, word: _Word) -> str | None:
         """Return why the node of `hello` may not take part; both machines are named."""
         here, there = self._lead.host, hello.name
-        drift = compare_settings(self._settings, hello.settings)
+        drift = compare_settings(tomli.loads(self._settings), tomli.loads(hello.settings))
         if hello.code != self._code:
             return (
                 f"nodes run other code: {_version(self._code)} on {here}, {_version(hello.code)} on {there}. Install "

@@ -135,6 +135,8 @@ def is_visible(path: Path) -> bool:
         os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY))
     except FileNotFoundError:  # which may be remembered as well
         return is_visible(path.parent) and path.exists()
+    except (PermissionError, NotADirectoryError):  # it may be looked up all the same, or cannot be there
+        return path.exists()
     return path.exists()
 
 

@@ -2,6 +2,7 @@
 
 run.json                 run id, creation time, and the checkpoint of another run that it began with
 run.lock                 held by the launcher while the run is going, or by a trainer started by hand
+nodes.mark               written by the node that leads, while several train: what the others must see
 orchestrator.lock        held by the launcher of `rl`, or by an orchestrator started by hand
 configs/attempt_K/       the resolved TOML of every process
 checkpoints/step_N/      trainer/, orchestrator/, manifest.json (written last: the commit)

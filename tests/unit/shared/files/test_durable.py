@@ -175,7 +175,7 @@ def test_what_is_there_is_visible_also_under_directories_that_were_not(tmp_path:
     path.parent.mkdir(parents=True)
     assert not durable.is_visible(path)
     path.touch()
-    assert durable.is_visible(path)
+    assert durable.is_visible(path) and not durable.is_visible(path / "in a file")
 
 
 def test_the_directory_is_opened_before_each_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
