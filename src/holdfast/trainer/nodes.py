@@ -53,11 +53,8 @@ def node_rank(parallel: ParallelConfig) -> int:
 
 def meeting_point(parallel: ParallelConfig) -> tuple[str, int]:
     """Return host and port where the nodes of this attempt meet."""
-    endpoint = os.environ.get(ENDPOINT_ENV)
-    if endpoint is None:
-        return parallel.rendezvous
-    host, _, port = endpoint.rpartition(":")
-    return host, int(port)
+    endpoint = os.environ.get(ENDPOINT_ENV, parallel.rdzv_endpoint)
+    return parallel.model_copy(update={"rdzv_endpoint": endpoint}).rendezvous
 
 
 class Store(Protocol):

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 
 from holdfast.shared.config.trainer import ParallelConfig
 from holdfast.shared.errors import ConfigError
-from holdfast.trainer.nodes import NODE_RANK_ENV, NodeLink, Store, node_rank
+from holdfast.trainer.nodes import ENDPOINT_ENV, NODE_RANK_ENV, NodeLink, Store, meeting_point, node_rank
 from holdfast.trainer.session.stop import StopRequest
 from tests.runs.processes import HANG_S
 
@@ -122,8 +122,12 @@ def test_nodes_without_a_place_to_meet_are_refused(monkeypatch: pytest.MonkeyPat
         ("[fd00::1]:29500", ("fd00::1", 29500)),
     ],
 )
-def test_where_nodes_meet(endpoint: str, place: tuple[str, int]) -> None:
+def test_where_nodes_meet(monkeypatch: pytest.MonkeyPatch, endpoint: str, place: tuple[str, int]) -> None:
+    monkeypatch.delenv(ENDPOINT_ENV, raising=False)
     assert ParallelConfig(rdzv_endpoint=endpoint).rendezvous == place
+    assert meeting_point(ParallelConfig(rdzv_endpoint=endpoint)) == place
+    monkeypatch.setenv(ENDPOINT_ENV, endpoint)
+    assert meeting_point(ParallelConfig(rdzv_endpoint="elsewhere")) == place
 
 
 @pytest.mark.parametrize(

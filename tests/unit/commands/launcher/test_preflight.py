@@ -19,6 +19,7 @@ from holdfast.shared.config import InferenceConfig, TrainerConfig
 from holdfast.shared.errors import ConfigError, HoldfastError
 from holdfast.shared.process.gpus import require_vllm, vllm_device
 from tests.runs.ports import free_port
+from tests.runs.rl import MODEL
 
 Launch = Callable[..., str]
 
@@ -103,7 +104,7 @@ def test_a_check_that_dies_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert caught.value.exit_code == 1
 
 
-def test_an_engine_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"vllm": "0.32.0"}
 
     def version(name: str) -> str:
@@ -118,7 +119,7 @@ def test_an_engine_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: p
         installed[name] = number
         assert vllm_device() == "cpu"
     installed.clear()
-    config = InferenceConfig.model_validate({"model": {"name": str(tmp_path)}})
+    config = InferenceConfig.model_validate({"model": {"name": str(MODEL)}})
     # The server by itself as well: on another machine it may be missing.
     for refuse in (preflight.check_inference, serve):
         with pytest.raises(ConfigError, match="needs vLLM, which is not installed: `uv sync`"):
