@@ -59,7 +59,15 @@ def read_samples(
     is_main = mesh is None or mesh.is_main
     directory, key = cache_directory(config), cache_key(config, tokenizer, formats)
     if directory is not None and key is not None:
-        make = partial(_make, directory / key, config, formats, encode_as, shapes=shapes)
+        make = partial(
+            _make,
+            directory / key,
+            config,
+            formats,
+            encode_as,
+            shapes=shapes,
+            is_current=lambda: cache_key(config, tokenizer, formats) == key,
+        )
         cached = _cached(directory / key, make, mesh)
         if cached is not None:
             form = formats[cached.about.format]
@@ -99,6 +107,7 @@ def _make(
     encode_as: Callable[[Format], Encode],
     *,
     shapes: str,
+    is_current: Callable[[], bool],
 ) -> _Work:
     """Put the samples into the cache unless they are there; return why not, or nothing. Yields now and then."""
     yield
@@ -110,7 +119,7 @@ def _make(
     report("tokenising", rows=f"{len(rows):,}", format=formats[place].name, cache=str(directory))
     try:
         chunks = ordered_chunks(rows, encode_as(formats[place]), name=config.name)
-        for _ in make_cached(directory, chunks, format_place=place):
+        for _ in make_cached(directory, chunks, format_place=place, is_current=is_current):
             yield
     except OSError as error:
         reason = error.strerror or str(error)
@@ -121,7 +130,7 @@ def _make(
             reason,
         )
         return reason
-    return ""
+    return "" if open_cached(directory, verify=False) is not None else "the data changed while it was read"
 
 
 def _cached(directory: Path, make: Callable[[], _Work], mesh: Mesh | None) -> CachedSamples | None:

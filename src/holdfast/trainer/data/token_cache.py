@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -118,8 +118,13 @@ def open_cached(directory: Path, *, verify: bool) -> CachedSamples | None:
     return None
 
 
-def make_cached(directory: Path, chunks: Iterator[Chunk], *, format_place: int) -> Iterator[Chunk]:
+def make_cached(
+    directory: Path, chunks: Iterator[Chunk], *, format_place: int, is_current: Callable[[], bool]
+) -> Iterator[Chunk]:
     """Write chunks to a new directory of the cache, give it its name at their end; yield each when it is written.
+
+    Args:
+        is_current: asked at the end whether the data is still what the name says; if not, nothing is kept.
 
     Raises:
         OSError: it cannot be written; nothing is left of it.
@@ -136,8 +141,8 @@ def make_cached(directory: Path, chunks: Iterator[Chunk], *, format_place: int) 
             yield chunk
         about = About(_digest_of_file(temporary / _SAMPLES), format_place, rows, remarks)
         (temporary / _ABOUT).write_bytes(msgspec.json.encode(about))
-        if open_cached(directory, verify=True) is not None:
-            return  # another run was faster, with the same bytes
+        if not is_current() or open_cached(directory, verify=True) is not None:
+            return  # what was read may be something else; or another run was faster, with the same bytes
         if directory.exists():
             durable.remove_directory(directory)
         try:

@@ -104,6 +104,27 @@ def test_pairs_and_their_margins_come_from_the_cache(
     assert fingerprint_preferences(first) == fingerprint_preferences(plain)
 
 
+def test_data_that_changes_before_it_is_read_is_not_kept_by_the_name_of_the_old(
+    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opens = Path(config.name), read_samples.open_dataset
+    old = path.read_bytes()
+    expected, _ = load_samples(changed(config, cache_dir=""), tokenizer, seed=0)
+
+    def replace_and_open(*arguments: Any, **named: Any) -> Any:
+        path.write_text("".join(json.dumps(row | {"completion": "zz"}) + "\n" for row in ROWS))
+        return opens(*arguments, **named)
+
+    monkeypatch.setattr(read_samples, "open_dataset", replace_and_open)
+    found, _ = load_samples(config, tokenizer, seed=0)
+    assert entries(config) == []
+    monkeypatch.setattr(read_samples, "open_dataset", opens)
+    new, _ = load_samples(config, tokenizer, seed=0)
+    assert fingerprint_samples(found) == fingerprint_samples(new) != fingerprint_samples(expected)
+    path.write_bytes(old)
+    assert fingerprint_samples(load_samples(config, tokenizer, seed=0)[0]) == fingerprint_samples(expected)
+
+
 def test_few_rows_are_not_worth_a_file(
     config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
