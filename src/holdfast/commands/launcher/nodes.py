@@ -247,7 +247,8 @@ class NodeGroup:
         idle = [word for _, word in present.values() if word.sees == self._lead.mark and not word.runs]
         idle = [word for word in idle if word.knows == self._lead.turn]
         is_full = len(idle) == len(present) == self._parallel.nodes - 1
-        self._missing_since = None if len(present) >= self._parallel.nodes - 1 else self._missing_since or awake_s()
+        # One too many is waited for as well: it may be one that was lost, of which that is not known yet.
+        self._missing_since = None if len(present) == self._parallel.nodes - 1 else self._missing_since or awake_s()
         return is_full and not self._word.runs
 
     def _has_begun(self) -> bool:
@@ -281,6 +282,10 @@ class NodeGroup:
             missing = self._parallel.nodes - there
             if missing > 0:
                 return f"{there} of {self._parallel.nodes} nodes are here: waiting for the others at {host}:{port}"
+            if missing < 0:
+                return (
+                    f"{there} commands are here, and parallel.nodes is {self._parallel.nodes}: waiting for some to end"
+                )
             return f"all {self._parallel.nodes} nodes are here: waiting until they are ready"
         if not self._meeting.was_there:
             return f"waiting for the node that leads, at {host}:{port}"

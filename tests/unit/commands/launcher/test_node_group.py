@@ -43,7 +43,7 @@ class Nodes:
         self, *, rank: int | None = None, silent_s: float = HANG_S, visible_s: float = HANG_S, **changes: Any
     ) -> NodeGroup:
         """Start a command; the first of all leads."""
-        parallel = {"nodes": 2, "rdzv_endpoint": f"localhost:{self.port}", "rdzv_timeout_s": HANG_S}
+        parallel = {"nodes": 2, "num_ranks": 1, "rdzv_endpoint": f"localhost:{self.port}", "rdzv_timeout_s": HANG_S}
         parallel |= changes.pop("parallel", {})
         settings = {"output_dir": self.run_dir.path, **changes}
         config = SftConfig(parallel=ParallelConfig(**parallel), **settings)
@@ -209,6 +209,15 @@ def test_nodes_wait_for_one_another_no_longer_than_is_set(nodes: Nodes) -> None:
         nodes.gather(nodes.group(rank=1, parallel={"rdzv_timeout_s": 0.2, "rdzv_endpoint": "localhost:1"})).result(
             HANG_S
         )
+
+
+def test_one_node_too_many_is_waited_for_no_longer_than_is_set(nodes: Nodes) -> None:
+    leader, *others = (nodes.group(parallel={"rdzv_timeout_s": 0.2}) for _ in range(3))
+    for other in others:
+        nodes.gather(other)
+    until(lambda: len(leader._meeting.others()) == 2)
+    with pytest.raises(NodeLost, match=r"waited in vain for 0\.2 s .*3 commands are here, and parallel\.nodes is 2"):
+        nodes.gather(leader).result(HANG_S)
 
 
 def test_a_signal_ends_the_wait(nodes: Nodes) -> None:
