@@ -18,7 +18,6 @@ import msgspec
 import tomli
 import xxhash
 
-import holdfast
 from holdfast.commands.launcher.meeting import Meeting, free_port
 from holdfast.commands.resume.attempt import Attempt
 from holdfast.commands.resume.config_diff import compare_settings
@@ -519,7 +518,7 @@ def _why_not_writable(path: Path) -> str:
 def _digest_of_code() -> str:
     """Return the installed version, and a digest of its source: of two checkouts it says whether they differ."""
     digest = xxhash.xxh3_64()
-    root = Path(holdfast.__file__).parent
+    root = Path(__file__).parents[2]  # of the package
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return f"{version('holdfast')} {version('torch')} {digest.hexdigest()}"
