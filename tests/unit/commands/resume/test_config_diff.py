@@ -17,6 +17,7 @@ from holdfast.commands.resume.config_diff import (
     settings_of,
 )
 from holdfast.shared.config import RlConfig, SftConfig, TrainerConfig
+from holdfast.shared.config.algorithm import PretrainingConfig
 from holdfast.shared.config.base import CkptConfig
 from holdfast.shared.config.fingerprint import FREE, fingerprint, makes_same_batches
 from holdfast.shared.config.load import to_toml
@@ -73,16 +74,20 @@ def test_every_free_setting_is_one() -> None:
     """A name that no process has would be dead; `engine.threads` is one of the inference server."""
     config = RlConfig()
     config.orchestrator.teacher = TeacherConfig(urls=["http://here:1"], model="m")
+    config.trainer.pretraining = PretrainingConfig()
     processes = [config.trainer, config.orchestrator, config.inference, SftConfig(ckpt=CkptConfig())]
     for key in FREE:
-        first, _, rest = key.replace("[]", "").partition(".")
+        first, *further = key.replace("[]", "").split(".")
         owners = [process for process in processes if first in type(process).model_fields]
         if "[]" in key:  # the trainer has environments by name
             owners = [process for process in owners if isinstance(getattr(process, first), list)]
         assert owners, key
-        parts = [getattr(owner, first) for owner in owners] if rest else []
+        parts = [getattr(owner, first) for owner in owners] if further else []
         for part in parts:
-            assert rest in type(part[0] if isinstance(part, list) else part).model_fields, key
+            owner = part[0] if isinstance(part, list) else part
+            for name in further[:-1]:
+                owner = getattr(owner, name)
+            assert further[-1] in type(owner).model_fields, key
 
 
 def test_settings_are_read_from_the_checkpoint_or_refused(tmp_path: Path) -> None:
