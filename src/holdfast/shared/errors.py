@@ -11,6 +11,7 @@
     ├── EnvironmentFailure      an environment raised or broke its contract        exit 3
     │   └── CallTimeout         a call of an environment took longer than it may   the rollout is dropped
     ├── InferenceError          the inference server refused, failed or vanished   exit 3
+    │   ├── EngineLost          a server was away or failed for longer than it may exit 3
     │   └── WaitedInVain        another process of the run made nothing in time    exit 6
     ├── TrainingError           the numbers went wrong (NaN loss)                  exit 3
     ├── RankLost                another rank of the trainer ended                  exit 1
