@@ -6,6 +6,7 @@ import json
 import queue
 import subprocess
 import threading
+from contextlib import suppress
 from typing import Any
 
 from holdfast.commands.launcher.hosts.remote import HostLost
@@ -85,7 +86,13 @@ class PipeWire:
             self._process.wait()
 
     def _lost(self) -> HostLost:
-        self._is_lost.wait(_CALL_TIMEOUT_S)
+        """Give the agent up: an answer that comes late must not be taken for that of a later call."""
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        if not self._is_lost.wait(_CALL_TIMEOUT_S):
+            self._process.kill()
+            self._is_lost.set()
         return HostLost(self._said or "it does not answer")
 
     def _read(self) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.commands.launcher.hosts import pipe
 from holdfast.commands.launcher.hosts.cluster import Need, assign, is_trainer, trainer_names, wanted_and_there
 from holdfast.commands.launcher.hosts.pipe import PipeWire, agent_command
 from holdfast.commands.launcher.hosts.place import travelling
-from holdfast.commands.launcher.hosts.remote import RemoteHost, RemoteProcess
+from holdfast.commands.launcher.hosts.remote import HostLost, RemoteHost, RemoteProcess
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.process.import_path import module_command
 
@@ -133,3 +134,16 @@ def test_the_agent_says_nothing_but_its_answers() -> None:
     call = '{"method": "start", "arguments": [["http.server"], "a.log", {}, "/nowhere"]}\n'
     done = subprocess.run(agent_command(), input=call, capture_output=True, text=True)
     assert done.stdout.startswith('{"error": "') and done.stdout.count("\n") == 1 and done.returncode == 0
+
+
+def test_an_agent_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it may say later is the answer to nothing any more."""
+    monkeypatch.setattr(pipe, "_CALL_TIMEOUT_S", 0.05)
+    wire = PipeWire([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        for _ in range(2):
+            with pytest.raises(HostLost, match="does not answer|connection has ended"):
+                wire.call("about")
+        assert wire.is_lost
+    finally:
+        wire.close()
