@@ -348,11 +348,17 @@ def test_weights_that_an_engine_could_not_take_any_more_end_nothing_when_newer_o
     """Nobody else is there at that moment, as the other engine is lost when it has taken the newer ones."""
     leaving, other = LeavingEngine(), FakeEngine()
     leaving.leaves_at = 2
+    begun: list[str] = []
     refused: list[str] = []
+
+    async def wait_for_it(_: int) -> None:
+        while other.version == 1 and not begun:
+            await asyncio.sleep(0.01)
 
     def refuse_what_is_gone() -> None:
         if leaving.boot_id == "first" or refused:
             return
+        begun.append(leaving.url)
         deadline = time.monotonic() + HANG_S
         while not other.is_away and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -367,6 +373,7 @@ def test_weights_that_an_engine_could_not_take_any_more_end_nothing_when_newer_o
 
     leaving.before_update, other.on_update = refuse_what_is_gone, take_turns
     leaving.on_update = lambda: come_back(other) if other.is_away else None
+    other.on_generate = wait_for_it
     assert rollouts_of(tmp_path / "two", leaving, other) == expected
     assert refused and other.boot_id == "second"
 
