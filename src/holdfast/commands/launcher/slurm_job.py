@@ -70,6 +70,11 @@ def submit(config: RlConfig, given: RlConfig) -> int:
         raise ConfigError(
             f"--slurm needs SLURM's sbatch, which is not on this machine. The script is {folder / 'rl.sbatch'}"
         ) from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"sbatch has not answered within {_SUBMIT_TIMEOUT_S:.0f} s: see by squeue whether the job is there before "
+            f"you submit {folder / 'rl.sbatch'} again"
+        ) from None
     if done.returncode != 0:
         raise ConfigError(f"sbatch refuses {folder / 'rl.sbatch'}: {done.stderr.strip()}")
     job = done.stdout.strip().partition(";")[0]
@@ -89,6 +94,11 @@ def render(config: RlConfig, given: RlConfig) -> str:
     assert config.trainer.ckpt is not None
     slurm = config.slurm
     ahead_s = math.ceil(config.trainer.ckpt.grace_s) + _ENDING_S
+    if slurm.time_s is not None and slurm.time_s <= ahead_s:
+        raise ConfigError(
+            f"slurm.time = {slurm.time} is over before anything can be trained: it is stopped {ahead_s} s ahead of "
+            f"it (ckpt.grace_s and {_ENDING_S} s). Raise slurm.time, or lower ckpt.grace_s"
+        )
     options = {
         "job-name": slurm.job_name,
         "nodes": slurm.nodes,
@@ -109,7 +119,7 @@ def render(config: RlConfig, given: RlConfig) -> str:
     settings = (config.output_dir / "slurm" / "rl.toml").absolute()
     command = [str(Path(sys.executable).with_name("rl")), "@", str(settings), "--cluster", "slurm"]
     return _SCRIPT.format(
-        options="\n".join(f"#SBATCH {line}" for line in [*lines, *slurm.extra]),
+        options="\n".join(f"#SBATCH {line}" for line in [*map(shlex.quote, lines), *slurm.extra]),
         directory=shlex.quote(str(Path.cwd())),
         setup="\n".join(slurm.setup),
         token=config.inference.server.admin_token_env,

@@ -130,6 +130,8 @@ class ServersConfig(Section):
     def _are_servers(cls, urls: list[str]) -> list[str]:
         for url in urls:
             _check_url(url)
+        if len({url.rstrip("/") for url in urls}) < len(urls):
+            raise ValueError("must name each server once: more requests for one are max_concurrency")
         return urls
 
 

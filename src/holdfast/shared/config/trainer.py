@@ -159,7 +159,7 @@ def _host_and_port(endpoint: str) -> tuple[str, int]:
         host, port = parts.hostname, parts.port
     except ValueError:  # no number, or one that no port has
         host = port = None
-    if not (host and is_plain):
+    if not (host and is_plain) or port == 0:
         raise ValueError(f"should be HOST:PORT or HOST, such as head:{_RDZV_PORT}, got '{endpoint}'")
     return host, port or _RDZV_PORT
 

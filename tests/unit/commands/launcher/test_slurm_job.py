@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from holdfast.commands.launcher.launch import launch_rl
 from holdfast.shared.config import RlConfig
 from holdfast.shared.config.load import parse_command_line, read_toml
+from holdfast.shared.config.slurm import SlurmConfig
 from holdfast.shared.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("in_root")
@@ -49,6 +51,31 @@ def test_the_script_asks_for_what_the_settings_say(tmp_path: Path, capsys: pytes
     ]
     assert "\nmodule load cuda\n" in script and "--ckpt.resume-step auto &" in script
     assert not (tmp_path / "run" / "slurm").exists(), "a dry run submits nothing"
+
+
+def test_options_hold_what_a_shell_would_read_otherwise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """sbatch splits its lines at blanks, and takes off quotes, as a shell does."""
+    output_dir = tmp_path / "a run's \"é"
+    script = script_of(output_dir, capsys, "--slurm.job-name", "two words")
+    options = [shlex.split(line.removeprefix("#SBATCH ")) for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert ["--job-name=two words"] in options and [f"--output={output_dir}/slurm/job_%j.out"] in options
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("0", None),
+        ("5", 300),
+        ("5:30", 330),
+        ("24:00:00", 86400),
+        ("2-1", 176400),
+        ("1-0:1", 86460),
+        ("1-0:0:1", 86401),
+    ],
+)
+def test_a_time_is_read_as_sbatch_reads_it(time: str, seconds: float | None) -> None:
+    assert SlurmConfig(time=time).time_s == seconds
+    assert SlurmConfig().time_s is None
 
 
 def test_the_script_passes_signals_on_and_queues_itself_again_when_its_time_is_over(
@@ -93,6 +120,11 @@ def test_a_job_is_submitted_with_what_the_user_has_set(
     submitter.write_text("#!/bin/bash\necho 'sbatch: error: invalid partition' >&2; exit 1\n")
     with pytest.raises(ConfigError, match=r"sbatch refuses .*rl\.sbatch: sbatch: error: invalid partition"):
         launch_rl(parsed(run, "--ckpt.interval", "5", "--slurm"))
+    submitter.write_text(f"#!/bin/bash\nmkfifo {tmp_path}/nobody; read -r < {tmp_path}/nobody\n")
+    with monkeypatch.context() as patch:
+        patch.setattr("holdfast.commands.launcher.slurm_job._SUBMIT_TIMEOUT_S", 0.1)
+        with pytest.raises(ConfigError, match=r"sbatch has not answered within 0 s: see by squeue"):
+            launch_rl(parsed(run, "--ckpt.interval", "5", "--slurm"))
     submitter.unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"needs SLURM's sbatch, which is not on this machine. The script is "):
@@ -106,6 +138,10 @@ def test_a_job_is_submitted_with_what_the_user_has_set(
         (("--ckpt.interval", "5", "--ckpt.resume-step", "3"), "ckpt.resume_step = 3: with --slurm it is 'auto'"),
         (("--ckpt.interval", "5", "--clean"), "--clean with --slurm would remove the run"),
         (("--ckpt.interval", "5", "--cluster", "ray"), "cluster = 'ray' and --slurm are two places"),
+        (
+            ("--ckpt.interval", "5", "--slurm.time", "00:02:00"),
+            "00:02:00 is over before .* 120 s",
+        ),
     ],
 )
 def test_what_cannot_be_queued_again_is_refused(flags: tuple[str, ...], reason: str, tmp_path: Path) -> None:
@@ -117,7 +153,10 @@ def test_what_cannot_be_queued_again_is_refused(flags: tuple[str, ...], reason: 
     ("flags", "reason"),
     [
         (("--slurm.partition", "a\nb"), "must not hold line breaks"),
-        (("--slurm.time", "tomorrow"), "slurm.time"),
+        (("--slurm.partition", " "), "slurm.partition' must not be empty"),
+        (("--slurm.time", "tomorrow"), "must be minutes, HH:MM:SS or D-HH:MM:SS"),
+        (("--slurm.time", "1:::2"), "must be minutes, HH:MM:SS or D-HH:MM:SS"),
+        (("--slurm.extra", '["rm -rf /"]'), "must be options such as --qos=high, got 'rm -rf /'"),
         (("--cluster", "ray://head"), "should be 'ray', 'ray://HOST:PORT' or 'slurm', got \"ray://head\""),
     ],
 )

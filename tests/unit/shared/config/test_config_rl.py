@@ -146,6 +146,12 @@ def test_the_orchestrator_asks_where_the_server_listens_unless_told_otherwise() 
     assert told.orchestrator.client.urls == ["http://far:1"]
 
 
+def test_a_server_is_named_once() -> None:
+    for setting in ("client", "teacher"):
+        with pytest.raises(ConfigError, match=rf"{setting}\.urls' must name each server once"):
+            rl(f"--orchestrator.{setting}.urls", '["http://far:1", "http://far:1/"]')
+
+
 NEEDED = {
     "gae": ("--trainer.critic",),
     "distillation": ("--trainer.kl.reference", "teacher"),
