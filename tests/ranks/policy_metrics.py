@@ -112,7 +112,7 @@ def tokenised(model_dir: Path, data: Path, mesh: Mesh) -> tuple[str, list[int]]:
     config = PretrainingConfig.model_validate({"data": {"name": str(data)}})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizing, "_CHUNK_ROWS", 20)
-        patch.setattr(tokenizing, "_FEW_ROWS", 20)
+        patch.setattr(tokenizing, "FEW_ROWS", 20)
         patch.setattr(tokenizing, "available_cores", lambda: 1)
         patch.setattr(tokenizing, "_encode_chunk", noting)
         mix = PretrainingMix(config, load_tokenizer(str(model_dir)), mesh, seed=0)
