@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from importlib.machinery import SourceFileLoader
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, BinaryIO, NoReturn
 
@@ -123,7 +124,7 @@ def _be_module(argv: list[str], output: int, env: Mapping[str, str], fault: str)
         os.setsid()
         for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)):
             os.dup2(source, target)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        _cut_off_descriptors()
         os.environ.clear()
         os.environ.update(env)
         logging.getLogger().handlers.clear()
@@ -133,6 +134,19 @@ def _be_module(argv: list[str], output: int, env: Mapping[str, str], fault: str)
         return 0
 
     end_with(run)
+
+
+def _cut_off_descriptors() -> None:
+    """Take every open file of the launcher from this process, as exec does, but keep the numbers in use.
+
+    Objects of the launcher live on here, and close their numbers when they are freed: by then those could be files of
+    the module's own.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        if number > 2 and number != nothing:
+            os.dup2(nothing, number)
+    os.close(nothing)
 
 
 def _take_name(argv: list[str]) -> None:

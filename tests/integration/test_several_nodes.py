@@ -126,7 +126,9 @@ def test_a_signal_to_one_node_saves_on_all_and_a_resume_goes_on_bit_for_bit(
 
 
 @pytest.mark.parametrize("node", [0, 1])
-@pytest.mark.parametrize("what", ["trainer", "rank", pytest.param("command", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "what", ["trainer", *(pytest.param(one, marks=pytest.mark.slow) for one in ("rank", "command"))]
+)
 def test_what_is_killed_on_one_node_heals_on_all(
     nodes: Nodes, of_one_node: Nodes, node: int, what: Literal["trainer", "rank", "command"]
 ) -> None:
@@ -176,7 +178,7 @@ def test_without_checkpoints_a_death_ends_all(tmp_path: Path, tiny_model: Models
     nodes.wait_for_step(2)
     nodes.trainer(1).kill()
     assert nodes.wait() == [1, 1]
-    assert "the trainer was killed by signal 9" in nodes.runs[0].log
+    assert "trainer was killed by signal 9" in nodes.runs[1].log  # node 0 may hear of it, or lose a rank, first
 
 
 def test_trainers_that_wait_for_a_batch_save_when_one_node_is_asked_to(tmp_path: Path, tiny_model: Models) -> None:
