@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import ast
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +35,11 @@ from tests.models.per_sample import PerSample
 
 CPU = torch.device("cpu")
 FLASH = KERNELS["cuda"]
+
+MARKS = "COVERAGE_MARKS"
+without_marks = pytest.mark.skipif(
+    MARKS in os.environ, reason="marks break graphs: test_graphs_are_whole_in_code_without_marks runs it without them"
+)
 
 
 @pytest.fixture
@@ -186,6 +194,7 @@ def test_a_way_out_is_named_once_with_its_reason(kernel: PerSample, said: list[s
     assert kernel.calls == 1 and "older than Ampere" in said[1]
 
 
+@without_marks
 @pytest.mark.parametrize("dtypes", [{torch.float32}, {torch.bfloat16}, None])
 def test_choosing_breaks_no_compiled_graph(
     dtypes: set[torch.dtype] | None, monkeypatch: pytest.MonkeyPatch, said: list[str]
@@ -215,7 +224,7 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=without_marks, id="compiled")])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_the_kernel_of_torch_takes_what_it_is_given(kv_heads: int, is_compiled: bool, capability: list[int]) -> None:
     """On the `meta` device, where torch checks the call and computes shapes alone, also of the gradients."""
@@ -232,6 +241,14 @@ def test_the_kernel_of_torch_takes_what_it_is_given(kv_heads: int, is_compiled: 
     assert out.shape == (1, 9, 4, 6) and out.dtype == torch.bfloat16
     out.sum().backward()
     assert value.grad is not None and value.grad.shape == value.shape
+
+
+@pytest.mark.skipif(MARKS not in os.environ, reason="without marks every test of this file runs by itself")
+def test_graphs_are_whole_in_code_without_marks() -> None:
+    plain = {name: value for name, value in os.environ.items() if name != MARKS}
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", "-k", "compiled", __file__]
+    done = subprocess.run(command, env=plain, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 0 and "5 passed" in done.stdout, done.stdout
 
 
 def test_older_gpus_have_no_kernel(capability: list[int], said: list[str]) -> None:
