@@ -6,6 +6,7 @@ read as well (`pyarrow.ipc.open_file`).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import overload
@@ -36,7 +37,24 @@ def open_writer(path: Path) -> pa.ipc.RecordBatchFileWriter:
     return pa.ipc.new_file(str(path), _SCHEMA)
 
 
-class SampleTable(Sequence[Sample]):
+class _Samples(Sequence[Sample], ABC):
+    """What numbers and slices mean in a sequence of samples that are made when they are asked for."""
+
+    @abstractmethod
+    def _at(self, place: int) -> Sample:
+        """Return the sample at `place`, from 0 on."""
+
+    @overload
+    def __getitem__(self, place: int) -> Sample: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Sample]: ...
+    def __getitem__(self, place: int | slice) -> Sample | list[Sample]:
+        # IndexError behind the end, and from the end where it is negative.
+        found = range(len(self))[place]
+        return self._at(found) if isinstance(found, int) else [self._at(number) for number in found]
+
+
+class SampleTable(_Samples):
     """The samples of a file, in order; their arrays are parts of it and cannot be written to.
 
     Attributes:
@@ -69,14 +87,7 @@ class SampleTable(Sequence[Sample]):
     def __len__(self) -> int:
         return len(self.lengths)
 
-    @overload
-    def __getitem__(self, place: int) -> Sample: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Sample]: ...
-    def __getitem__(self, place: int | slice) -> Sample | list[Sample]:
-        if isinstance(place, slice):
-            return [self[number] for number in range(*place.indices(len(self)))]
-        place = range(len(self))[place]  # IndexError behind the end, and from the end where it is negative
+    def _at(self, place: int) -> Sample:
         part = int(np.searchsorted(self._ends, place, side="right"))
         borders, ids, mask, values = self._parts[part]
         own = place - (int(self._ends[part]) - len(values))
@@ -84,7 +95,7 @@ class SampleTable(Sequence[Sample]):
         return Sample(ids[start:end], mask[start:end], value=float(values[own]))
 
 
-class ChosenSamples(Sequence[Sample]):
+class ChosenSamples(_Samples):
     """Some of the samples of a sequence, each cut to a length.
 
     Args:
@@ -100,13 +111,7 @@ class ChosenSamples(Sequence[Sample]):
     def __len__(self) -> int:
         return len(self._places)
 
-    @overload
-    def __getitem__(self, place: int) -> Sample: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Sample]: ...
-    def __getitem__(self, place: int | slice) -> Sample | list[Sample]:
-        if isinstance(place, slice):
-            return [self[number] for number in range(*place.indices(len(self)))]
+    def _at(self, place: int) -> Sample:
         sample = self._samples[int(self._places[place])]
         return sample if len(sample.token_ids) <= self._most else sample.cut(self._most)
 

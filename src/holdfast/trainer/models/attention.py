@@ -18,7 +18,7 @@ B rows of an unpacked batch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -97,13 +97,7 @@ def packed_attention(
     Raises:
         DataError: the model wants something of attention that is not known here.
     """
-    unknown = sorted(name for name, given in others.items() if given is not None and name not in IRRELEVANT)
-    if unknown or is_causal is False:
-        what = ", ".join(unknown) or "is_causal = False"
-        raise DataError(
-            f"{type(module).__name__} calls its attention with {what}, which packed attention does not know: set "
-            "model.attention to eager"
-        )
+    _refuse_unknown(module, others, is_causal=is_causal)
     assert attention_mask is None, "packed attention takes no mask"
     if row_slice is not None:
         attended, _ = packed_attention(
@@ -136,15 +130,32 @@ def packed_attention(
 
     if packed_index is None:
         return attend(query, key, value).transpose(1, 2), None
-    samples, longest = packed_index.gather_SL.shape
+    return _attend_padded(attend, query, key, value, packed_index), None
+
+
+def _refuse_unknown(module: nn.Module, others: Mapping[str, object], *, is_causal: bool | None) -> None:
+    unknown = sorted(name for name, given in others.items() if given is not None and name not in IRRELEVANT)
+    if unknown or is_causal is False:
+        what = ", ".join(unknown) or "is_causal = False"
+        raise DataError(
+            f"{type(module).__name__} calls its attention with {what}, which packed attention does not know: set "
+            "model.attention to eager"
+        )
+
+
+def _attend_padded(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, index: PackedIndex
+) -> Tensor:
+    """Return (1, T, H, D): what `attend` makes of the samples of a packed row, as rows (S, H, L, D) of a batch."""
+    samples, longest = index.gather_SL.shape
 
     def unpack(packed: Tensor) -> Tensor:
-        flat_THD = packed[0].transpose(0, 1).index_select(0, packed_index.gather_SL.flatten())
+        flat_THD = packed[0].transpose(0, 1).index_select(0, index.gather_SL.flatten())
         return flat_THD.view(samples, longest, *flat_THD.shape[1:]).transpose(1, 2)
 
     attended = attend(unpack(query), unpack(key), unpack(value))
     flat = attended.transpose(1, 2).reshape(samples * longest, query.shape[1], value.shape[-1])
-    return flat.index_select(0, packed_index.scatter_T).unsqueeze(0), None
+    return flat.index_select(0, index.scatter_T).unsqueeze(0)
 
 
 def _kernel_for(
