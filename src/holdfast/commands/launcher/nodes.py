@@ -10,17 +10,13 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
 
 import msgspec
-import tomli
-import xxhash
 
 from holdfast.commands.launcher.meeting import Meeting, free_port
+from holdfast.commands.launcher.node_checks import digest_of_code, why_not_together, why_not_writable
+from holdfast.commands.launcher.node_words import Hello, Lead, Over, Part, Verdict, Word
 from holdfast.commands.resume.attempt import Attempt
-from holdfast.commands.resume.config_diff import compare_settings
 from holdfast.shared.config.load import to_toml
 from holdfast.shared.config.trainer import TrainingCommand
 from holdfast.shared.errors import ConfigError, NodeLost, ProcessDied
@@ -34,117 +30,8 @@ SILENT_S = 30.0
 # Network filesystems may show a new file this late; and a host that ends waits for the others to hear of it.
 _VISIBLE_S = 35.0
 _FAREWELL_S = 5.0
-_FIRST_SIGNAL = 128
 _POLL_S = 0.05
 MARK_NAME = "nodes.mark"
-
-
-class _Hello(msgspec.Struct, frozen=True):
-    """What a node says of itself when it comes.
-
-    Attributes:
-        code: digest of the installed code.
-        settings: as TOML, which has numbers that JSON has not.
-        run_id: the run that it trains already; empty for none.
-    """
-
-    pid: int
-    host: str
-    pid_space: str
-    code: str
-    output_dir: str
-    settings: str
-    run_id: str = ""
-    rank: int = -1
-
-    @property
-    def holder(self) -> Holder:
-        return Holder(self.pid, self.host, self.pid_space)
-
-    @property
-    def name(self) -> str:
-        return f"{self.host} (process {self.pid})"
-
-
-class _Over(msgspec.Struct, frozen=True):
-    """How the run has ended on one node."""
-
-    code: int
-    message: str = ""
-
-
-class _Word(msgspec.Struct, frozen=True):
-    """What a node says of itself from moment to moment.
-
-    Attributes:
-        attempt: the last one that it took part in.
-        runs: whether its trainer goes on.
-        knows: the turn of the host that it had heard of when it began nothing.
-        sees: the mark of the host that it has found in its output directory.
-        problem: why it cannot use that.
-        dead: numbers of nodes whose process has ended on its machine.
-    """
-
-    attempt: int = 0
-    runs: bool = False
-    knows: int = 0
-    is_finished: bool = False
-    died: str = ""
-    sees: str = ""
-    problem: str = ""
-    dead: list[int] = []
-    over: _Over | None = None
-
-
-class _Lead(msgspec.Struct, frozen=True):
-    """What the host says to all.
-
-    Attributes:
-        mark: what stands in `nodes.mark` in the output directory.
-        ranks: node rank by number at the meeting.
-        turn: counts what is said of attempts: that one has begun, and that it is over.
-        broken: why the attempt is over.
-        gone: numbers of nodes that were taken for lost.
-        holders: the nodes that are there, by number.
-    """
-
-    host: str
-    mark: str
-    present: int = 1
-    turn: int = 0
-    attempt: int = 0
-    resume_step: int | None = None
-    run_id: str = ""
-    endpoint: str = ""
-    ranks: dict[int, int] = {}
-    broken: str = ""
-    refused: dict[int, str] = {}
-    gone: list[int] = []
-    holders: dict[int, tuple[int, str, str]] = {}
-    over: _Over | None = None
-
-
-@dataclass(frozen=True)
-class Part:
-    """This node's part in an attempt.
-
-    Attributes:
-        rank: of the node.
-        endpoint: HOST:PORT where the trainers meet.
-    """
-
-    rank: int
-    endpoint: str
-    attempt: int
-    resume_step: int | None
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What another node makes this one do: stop by `signal`, or end its trainer because of `reason`."""
-
-    reason: str
-    signal: int = 0
 
 
 class NodeGroup:
@@ -169,19 +56,20 @@ class NodeGroup:
         self._run_dir = RunDir(config.output_dir)
         self._name = name
         self._settings = to_toml(config)
-        self._code = _digest_of_code()
+        self._code = digest_of_code()
         self._rank = rank
         self._silent_s, self._visible_s = silent_s, visible_s
         self._run_id = ""
         self._me = Holder.me()
-        self._word = _Word()
+        self._word = Word()
         self._looked: tuple[str, float] = ("", 0.0)
         self._missing_since: float | None = None
         self._told = ""
         self._mark = self._run_dir.path / MARK_NAME
         self._has_left_mark = False
-        self._lead = _Lead(host=self._hello().name, mark=uuid.uuid4().hex)
+        self._lead = Lead(host=self._hello().name, mark=uuid.uuid4().hex)
         self._refused: dict[int, str] = {}
+        self._matching: set[int] = set()
         self._meeting = Meeting(
             self._parallel.rendezvous,
             lambda: msgspec.json.encode(self._hello()),
@@ -194,9 +82,9 @@ class NodeGroup:
         """Whether this node prepares the run."""
         return self._meeting.is_host
 
-    def _hello(self) -> _Hello:
+    def _hello(self) -> Hello:
         me = self._me
-        return _Hello(
+        return Hello(
             me.pid,
             me.host,
             me.pid_space,
@@ -228,8 +116,8 @@ class NodeGroup:
             self._wait_no_longer_than_allowed()
             over = self._lead_now().over
             if over is not None:
-                if over.code > _FIRST_SIGNAL:
-                    return over.code - _FIRST_SIGNAL
+                if over.signal:
+                    return over.signal
                 raise _died(over)
             if (waits_for := self._waits_for()) != self._told:
                 self._told = waits_for
@@ -326,7 +214,7 @@ class NodeGroup:
         self._run_id = lead.run_id
         return self._take_part(lead, rank=lead.ranks[self._meeting.number])
 
-    def _take_part(self, lead: _Lead, *, rank: int) -> Part:
+    def _take_part(self, lead: Lead, *, rank: int) -> Part:
         self._word = msgspec.structs.replace(self._word, attempt=lead.attempt, runs=True, died="")
         self._say()
         return Part(rank, lead.endpoint, lead.attempt, lead.resume_step)
@@ -343,9 +231,7 @@ class NodeGroup:
         if self._meeting.number in lead.gone:
             return Verdict("this node was taken for lost")
         if lead.over is not None:
-            if lead.over.code > _FIRST_SIGNAL:
-                return Verdict(lead.over.message, lead.over.code - _FIRST_SIGNAL)
-            return Verdict(lead.over.message)
+            return Verdict(lead.over.message, lead.over.signal)
         # Not heard anew yet: the host, or the way to it, was away for a moment.
         if lead.attempt == self._word.attempt and lead.broken:
             return Verdict(lead.broken)
@@ -361,7 +247,7 @@ class NodeGroup:
 
         A signal may reach several nodes: the first that the host hears of is everybody's.
         """
-        over = None if code == 0 else _Over(code, f"{self._me.host}: {message or f'exit code {code}'}")
+        over = None if code == 0 else Over(code, f"{self._me.host}: {message or f'exit code {code}'}")
         self._word = msgspec.structs.replace(self._word, runs=False, is_finished=code == 0, over=over)
         turn = self._say()
         deadline = awake_s() + _FAREWELL_S
@@ -371,10 +257,10 @@ class NodeGroup:
         if self.leads:
             self._mark.unlink(missing_ok=True)
         self._meeting.end()
-        is_signal = code > _FIRST_SIGNAL and agreed is not None and agreed.code > _FIRST_SIGNAL
-        return agreed.code if is_signal and agreed is not None else code
+        is_everybodys = over is not None and over.signal and agreed is not None and agreed.signal
+        return agreed.code if is_everybodys and agreed is not None else code
 
-    def _all_know(self, over: _Over | None) -> bool:
+    def _all_know(self, over: Over | None) -> bool:
         """Whether nobody needs this node any more: the host leaves last."""
         if not self.leads:
             return over is None or self._lead_now().over is not None
@@ -386,21 +272,21 @@ class NodeGroup:
     def _say(self) -> int:
         return self._meeting.say(msgspec.json.encode(self._lead if self.leads else self._word))
 
-    def _lead_now(self) -> _Lead:
+    def _lead_now(self) -> Lead:
         if self.leads:
             return self._lead
         said = self._meeting.lead()
-        return msgspec.json.decode(said, type=_Lead) if said else _Lead("", "")
+        return msgspec.json.decode(said, type=Lead) if said else Lead("", "")
 
-    def _present(self) -> dict[int, tuple[_Hello, _Word]]:
+    def _present(self) -> dict[int, tuple[Hello, Word]]:
         """At the host: the other nodes that are there and may take part."""
         nodes = {}
         for number, (hello, word, _) in self._meeting.others().items():
             if number in self._refused:
                 continue
             try:
-                said = msgspec.json.decode(word, type=_Word) if word else _Word()
-                nodes[number] = (msgspec.json.decode(hello, type=_Hello), said)
+                said = msgspec.json.decode(word, type=Word) if word else Word()
+                nodes[number] = (msgspec.json.decode(hello, type=Hello), said)
             except msgspec.DecodeError:  # of another version
                 self._refuse(number, f"nodes run other code: one that came to {self._lead.host} cannot be understood")
         return nodes
@@ -411,62 +297,58 @@ class NodeGroup:
 
     def _follow(self) -> None:
         """At the host: take in what the others say, and say what follows from it."""
-        lead = self._lead
         self._leave_mark()
-        gone: dict[int, str] = {}
-        others = self._meeting.others()
-        for number, (hello, word) in self._present().items():
-            silent_s = others[number][2]
-            if silent_s > self._silent_s:
-                gone[number] = f"node {hello.name} has not been heard for {silent_s:.0f} s"
-            elif hello.holder.is_dead or any(number in other.dead for _, other in self._present().values()):
-                gone[number] = f"the command on node {hello.name} has ended"
-            elif (reason := self._why_refused(hello, word)) is not None:
+        present = self._present()
+        gone = self._gone(present)
+        lead = self._lead
+        for number, (hello, word) in present.items():
+            if number in gone:
+                self._meeting.forget(number)
+                lead = lead.with_broken(gone[number]) if number in lead.ranks else lead
+            elif reason := self._why_refused(number, hello, word):
                 self._refuse(number, reason)
             elif word.over is not None and lead.over is None:
                 lead = msgspec.structs.replace(lead, over=word.over)
             elif number in lead.ranks and not (word.runs or word.is_finished) and word.attempt == lead.attempt:
-                lead = _broken(lead, f"on node {hello.name} the trainer {word.died}")
-        for number, reason in gone.items():
-            self._meeting.forget(number)
-            lead = _broken(lead, reason) if number in lead.ranks else lead
+                lead = lead.with_broken(f"on node {hello.name} the trainer {word.died}")
         if lead.attempt and not (self._word.runs or self._word.is_finished):
-            lead = _broken(lead, f"on node {self._lead.host} the trainer {self._word.died}")
+            lead = lead.with_broken(f"on node {lead.host} the trainer {self._word.died}")
         if self._word.over is not None and lead.over is None:
             lead = msgspec.structs.replace(lead, over=self._word.over)
-        present = self._present()
+        stay = {number: hello for number, (hello, _) in present.items() if number not in {*gone, *self._refused}}
         lead = msgspec.structs.replace(
             lead,
-            present=1 + len(present),
+            present=1 + len(stay),
             refused=dict(self._refused),
             gone=sorted({*lead.gone, *gone}),
-            holders={number: (h.pid, h.host, h.pid_space) for number, (h, _) in present.items()},
+            holders={number: (one.pid, one.host, one.pid_space) for number, one in stay.items()},
         )
         if lead != self._lead:
             self._lead = lead
             self._say()
 
-    def _why_refused(self, hello: _Hello, word: _Word) -> str | None:
-        """Return why the node of `hello` may not take part; both machines are named."""
-        here, there = self._lead.host, hello.name
-        drift = compare_settings(tomli.loads(self._settings), tomli.loads(hello.settings))
-        if hello.code != self._code:
-            return (
-                f"nodes run other code: {_version(self._code)} on {here}, {_version(hello.code)} on {there}. Install "
-                "the same on all."
-            )
-        if differing := sorted(drift.computing + drift.free):
-            lines = "\n  ".join(differing)
-            return (
-                f"nodes were started with other settings ({here} -> {there}):\n  {lines}\nStart the same command on "
-                "every node."
-            )
-        if hello.output_dir != str(self._run_dir.path):
-            return (
-                f"nodes write to other directories: {self._run_dir.path} on {here}, {hello.output_dir} on {there}. "
-                "Name one that all share, by its whole path, with --output-dir."
-            )
-        return f"{self._run_dir.path} of {here} {word.problem} on {there}" if word.problem else None
+    def _gone(self, present: dict[int, tuple[Hello, Word]]) -> dict[int, str]:
+        """At the host: the nodes that are lost, by number, and why."""
+        others = self._meeting.others()
+        seen_dead = {number for _, word in present.values() for number in word.dead}
+        gone = {}
+        for number, (hello, _) in present.items():
+            silent_s = others[number][2]
+            if silent_s > self._silent_s:
+                gone[number] = f"node {hello.name} has not been heard for {silent_s:.0f} s"
+            elif number in seen_dead or hello.holder.is_dead:
+                gone[number] = f"the command on node {hello.name} has ended"
+        return gone
+
+    def _why_refused(self, number: int, hello: Hello, word: Word) -> str:
+        """At the host: why the node of this number may not take part; empty where it may."""
+        if number not in self._matching:
+            if reason := why_not_together(self._hello(), hello):
+                return reason
+            self._matching.add(number)  # what it says of itself is said once
+        if word.problem:
+            return f"{self._run_dir.path} of {self._lead.host} {word.problem} on {hello.name}"
+        return ""
 
     # --- the directory that all share
 
@@ -476,14 +358,14 @@ class NodeGroup:
             durable.write_file(self._mark, self._lead.mark.encode())
             self._has_left_mark = True
 
-    def _answer(self, lead: _Lead) -> None:
+    def _answer(self, lead: Lead) -> None:
         """At another node: say what it has heard, and whether the output directory is that of the host and writable."""
         word = self._word
         if lead.mark and word.sees != lead.mark:
             if self._looked[0] != lead.mark:
                 self._looked = (lead.mark, awake_s())
             if durable.is_visible(self._mark) and self._mark.read_text() == lead.mark:
-                word = msgspec.structs.replace(word, sees=lead.mark, problem=_why_not_writable(self._run_dir.path))
+                word = msgspec.structs.replace(word, sees=lead.mark, problem=why_not_writable(self._run_dir.path))
             elif awake_s() - self._looked[1] > self._visible_s:
                 word = msgspec.structs.replace(
                     word, problem="is not the directory of that path: all nodes must share it, and it is another one"
@@ -495,35 +377,7 @@ class NodeGroup:
             self._say()
 
 
-def _broken(lead: _Lead, reason: str) -> _Lead:
-    return lead if lead.broken else msgspec.structs.replace(lead, broken=reason, turn=lead.turn + 1)
-
-
-def _died(over: _Over) -> ProcessDied:
+def _died(over: Over) -> ProcessDied:
     error = ProcessDied(f"the run has ended on node {over.message}")
     error.exit_code = over.code
     return error
-
-
-def _why_not_writable(path: Path) -> str:
-    probe = durable.temporary_sibling(path / "probe")
-    try:
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        return f"cannot be written ({error.strerror})"
-    return ""
-
-
-def _digest_of_code() -> str:
-    """Return the installed version, and a digest of its source: of two checkouts it says whether they differ."""
-    digest = xxhash.xxh3_64()
-    root = Path(__file__).parents[2]  # of the package
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    return f"{version('holdfast')} {version('torch')} {digest.hexdigest()}"
-
-
-def _version(code: str) -> str:
-    ours, torch, digest = code.split()
-    return f"holdfast {ours} (source {digest[:8]}) with torch {torch}"

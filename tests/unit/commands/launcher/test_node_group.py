@@ -16,7 +16,8 @@ import pytest
 
 from holdfast.commands.launcher import nodes as module
 from holdfast.commands.launcher.meeting import Meeting, free_port
-from holdfast.commands.launcher.nodes import NodeGroup, Part
+from holdfast.commands.launcher.node_words import Part
+from holdfast.commands.launcher.nodes import NodeGroup
 from holdfast.commands.resume.attempt import Attempt
 from holdfast.shared.config import SftConfig
 from holdfast.shared.config.trainer import OptimConfig, ParallelConfig
@@ -170,7 +171,7 @@ def test_a_node_with_another_command_is_refused_with_both_names(
 
 def test_a_node_with_other_code_is_refused(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = nodes.gather(nodes.group())
-    monkeypatch.setattr(module, "_digest_of_code", lambda: "0.1 2.13 ffffffffffffffff")
+    monkeypatch.setattr(module, "digest_of_code", lambda: "0.1 2.13 ffffffffffffffff")
     with pytest.raises(ConfigError, match=r"nodes run other code: .* holdfast 0\.1 \(source ffffffff\) with torch"):
         nodes.gather(nodes.group()).result(HANG_S)
     waiting.cancel()
