@@ -37,10 +37,11 @@ from holdfast.commands.launcher.restarts import Restarts
 from holdfast.commands.launcher.servers import Servers, chosen_servers, picks_its_port
 from holdfast.commands.launcher.slurm_job import submit
 from holdfast.commands.launcher.storage_backoff import StorageBackoff
-from holdfast.commands.launcher.watch import clear_unpublished, watch
+from holdfast.commands.launcher.watch import watch
 from holdfast.commands.resume.attempt import Attempt, with_resume, write_config
 from holdfast.commands.resume.plan import prepare
 from holdfast.commands.resume.resume_step import resolve_resume_step
+from holdfast.commands.resume.superseded import clear_unpublished
 from holdfast.shared.config.base import CkptConfig
 from holdfast.shared.config.inference import InferenceConfig
 from holdfast.shared.config.orchestrator import OrchestratorConfig

@@ -7,15 +7,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from holdfast.commands.launcher.hosts.cluster import Cluster, check_shared, needs_of, trainer_names
+from holdfast.commands.launcher.hosts.cluster import Cluster, check_shared, needs_of, trainer_names, wait_for_places
 from holdfast.commands.launcher.hosts.ray_cluster import RayCluster
 from holdfast.commands.launcher.hosts.remote import Wire
 from holdfast.commands.launcher.hosts.slurm_cluster import SlurmCluster
 from holdfast.commands.launcher.placement import Machine, gpus_per_engine
 from holdfast.commands.launcher.plan import Plan
 from holdfast.commands.launcher.servers import Servers
-from holdfast.commands.launcher.watch import PLACES_PERIOD_S
 from holdfast.shared.config.inference import InferenceConfig
 from holdfast.shared.config.rl import RlConfig
 from holdfast.shared.errors import ConfigError
@@ -51,19 +51,14 @@ class Placed:
         Raises:
             ConfigError: some have none for too long, or a node cannot run them.
         """
-        self.cluster.place()
-        begin, is_told = time.monotonic(), False
-        while not self.cluster.is_placed():
-            waited_s = time.monotonic() - begin
-            if waited_s > config.cluster_timeout_s:
-                raise ConfigError(
-                    f"the cluster had no places within {config.cluster_timeout_s:g} s (cluster_timeout_s): "
-                    f"{self.cluster.missing()}"
-                )
-            if waited_s > 10 and not is_told:
-                is_told = True
-                print(f"waiting for the cluster: {self.cluster.missing()}", flush=True)
-            time.sleep(PLACES_PERIOD_S)  # a signal ends the launcher here: nothing has been started
+        timeout_s = config.cluster_timeout_s
+        try:
+            # A signal ends the launcher here: nothing has been started.
+            wait_for_places(self.cluster, timeout_s=timeout_s, pause=time.sleep, say=partial(print, flush=True))
+        except TimeoutError as missing:
+            raise ConfigError(
+                f"the cluster had no places within {timeout_s:g} s (cluster_timeout_s): {missing}"
+            ) from None
 
     def tell_addresses(self, config: RlConfig) -> None:
         """Write into `config` where the servers of the run listen.

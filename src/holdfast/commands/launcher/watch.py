@@ -12,16 +12,14 @@ What a death costs:
 from __future__ import annotations
 
 import math
-import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from holdfast.commands.launcher.console import Console
 from holdfast.commands.launcher.endings import death_of, engine_failure_of, how_it_ended, report_stop
-from holdfast.commands.launcher.hosts.cluster import is_trainer
+from holdfast.commands.launcher.hosts.cluster import is_trainer, wait_for_places
 from holdfast.commands.launcher.hosts.host import Process
 from holdfast.commands.launcher.hosts.local import THIS_MACHINE
 from holdfast.commands.launcher.liveness import PROBE_PERIOD_S, LivenessMonitor, place_of_beats
@@ -30,6 +28,7 @@ from holdfast.commands.launcher.plan import Healing, Plan
 from holdfast.commands.launcher.restarts import Restarts
 from holdfast.commands.launcher.storage_backoff import StorageBackoff, fullest
 from holdfast.commands.launcher.supervise import REFRESH_S, Child, Supervisor
+from holdfast.commands.resume.superseded import clear_unpublished
 from holdfast.shared.config.inference import is_engine
 from holdfast.shared.errors import (
     STORAGE_FAILED,
@@ -39,14 +38,12 @@ from holdfast.shared.errors import (
     is_storage_failure,
 )
 from holdfast.shared.files import durable
-from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.child import make_output_lossy
 from holdfast.shared.process.events import EVENTS_ENV, PROCESS_ENV
 from holdfast.shared.process.heartbeat import HEALING_NAME, HEARTBEAT_ENV
 
 _TELLING_S = 10.0
 """What a trainer whose time of grace is over gets to give up and say so."""
-PLACES_PERIOD_S = 0.5
 T = TypeVar("T")
 
 
@@ -211,9 +208,9 @@ class _Watcher:
             self._killed.add(child.process)  # once: where its storage hangs, it takes its time to end
             self._supervisor.kill(child)
 
-    def _pause(self) -> int | None:
-        """Wait for a moment; return the number of a signal that came meanwhile."""
-        return self._supervisor.pause(REFRESH_S, self._refresh_waiting)
+    def _pause(self, seconds: float = REFRESH_S) -> int | None:
+        """Wait; return the number of a signal that came meanwhile."""
+        return self._supervisor.pause(seconds, self._refresh_waiting)
 
     def _follow_group(self) -> None:
         """Stop, or end the trainer, where another node makes us."""
@@ -281,23 +278,18 @@ class _Watcher:
         """
         if healing.cluster is None:
             return None
-        healing.cluster.place()
-        deadline = time.monotonic() + healing.cluster_timeout_s
-        is_told = False
-        while not healing.cluster.is_placed():
-            number = self._supervisor.pause(PLACES_PERIOD_S, self._refresh_waiting)
-            if number is not None:
-                return number
-            if time.monotonic() > deadline:
-                self._supervisor.stop()
-                raise ProcessDied(
-                    f"the cluster was waited for in vain for {healing.cluster_timeout_s:g} s: "
-                    f"{healing.cluster.missing()}"
-                )
-            if not is_told and time.monotonic() > deadline - healing.cluster_timeout_s + _TELLING_S:
-                is_told = True
-                self._console.say(f"waiting for the cluster: {healing.cluster.missing()}")
-        return None
+        try:
+            return wait_for_places(
+                healing.cluster,
+                timeout_s=healing.cluster_timeout_s,
+                pause=self._pause,
+                say=self._console.say,
+            )
+        except TimeoutError as missing:
+            self._supervisor.stop()
+            raise ProcessDied(
+                f"the cluster was waited for in vain for {healing.cluster_timeout_s:g} s: {missing}"
+            ) from None
 
     def _until_storage_takes_it(self, action: Callable[[], T]) -> T | int:
         """Do what writes to the run directory, again while that fails; return its result, or the number of a signal."""
@@ -331,7 +323,7 @@ class _Watcher:
             f"waiting for storage: {reason}. {path} has {free_bytes:,} bytes free: make room or mend it, and the run "
             f"goes on by itself (next try in {delay_s:g} s)"
         )
-        return self._supervisor.pause(delay_s, self._refresh_waiting)
+        return self._pause(delay_s)
 
     def _restart_delay_s(self, child: Child) -> float | None:
         """Return the seconds to wait before `child` is started again; None: it is not."""
@@ -349,7 +341,7 @@ class _Watcher:
         reason = f" ({failure.splitlines()[0]})" if failure else ""
         how = "was ended for that" if self._ended_by_group else how_it_ended(child)
         self._console.say(f"{child.name} {how}{reason}: starting it again (restart {used} of {limit})")
-        return self._supervisor.pause(delay_s, self._refresh_waiting)
+        return self._pause(delay_s)
 
     def _can_spare(self, child: Child) -> bool:
         """Whether the run may go on without a dead child: an inference server, while another one lives.
@@ -409,13 +401,3 @@ class _Watcher:
 def _beat_of(beats: Path, name: str) -> Path:
     """Return what the beats of process `name` begin with; those of `inference_10` do not begin as `inference_1`'s."""
     return beats / f"{name}."
-
-
-def clear_unpublished(run_dir: RunDir) -> None:
-    """Remove what a dead orchestrator left of the batch that it was publishing."""
-    # Only behind the last batch: the trainer removes older ones under such names at this moment.
-    last = max([*run_dir.published_batches(), *run_dir.committed_steps()], default=0)
-    prefix = f"{durable.TEMPORARY_PREFIX}step_"
-    for path in run_dir.rollouts.glob(f"{prefix}*"):
-        if int(path.name.removeprefix(prefix).split("-")[0]) > last:
-            shutil.rmtree(path)

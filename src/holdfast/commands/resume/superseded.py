@@ -1,9 +1,13 @@
-"""What a start moves out of its way, to `discarded/attempt_K`: later steps than its own, and damaged checkpoints."""
+"""What a start moves out of its way, to `discarded/attempt_K`: later steps than its own, and damaged checkpoints.
+
+And what it removes: batches that were never published.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 from holdfast.shared.files import durable
@@ -82,3 +86,13 @@ def _step_of(line: bytes) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")
+
+
+def clear_unpublished(run_dir: RunDir) -> None:
+    """Remove what a dead orchestrator left of the batch that it was publishing."""
+    # Only behind the last batch: the trainer removes older ones under such names at this moment.
+    last = max([*run_dir.published_batches(), *run_dir.committed_steps()], default=0)
+    prefix = f"{durable.TEMPORARY_PREFIX}step_"
+    for path in run_dir.rollouts.glob(f"{prefix}*"):
+        if int(path.name.removeprefix(prefix).split("-")[0]) > last:
+            shutil.rmtree(path)

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.commands.launcher import restarts as restarts_module
 from holdfast.commands.launcher.restarts import Restarts
-from holdfast.commands.launcher.watch import clear_unpublished
+from holdfast.commands.resume.superseded import clear_unpublished
 from holdfast.shared.files.run_dir import RunDir
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -10,6 +12,9 @@ from holdfast.commands.launcher.hosts.remote import RemoteHost
 from holdfast.shared.config.rl import RlConfig
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.files import durable
+
+_PERIOD_S = 0.5
+_TELL_AFTER_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,33 @@ class Cluster(Protocol):
     def close(self) -> None:
         """End everything that runs on other hosts, and give the places back."""
         ...
+
+
+def wait_for_places(
+    cluster: Cluster, *, timeout_s: float, pause: Callable[[float], int | None], say: Callable[[str], object]
+) -> int | None:
+    """Find a place for every process that has none; return None, or the number of a signal that ended the wait.
+
+    Args:
+        pause: waits for so many seconds; returns the number of a signal that came meanwhile.
+        say: what is told once when it takes long.
+
+    Raises:
+        TimeoutError: some have none after `timeout_s`; it says which.
+        ConfigError: a node cannot run what it should.
+    """
+    cluster.place()
+    begin, is_told = time.monotonic(), False
+    while not cluster.is_placed():
+        waited_s = time.monotonic() - begin
+        if waited_s > timeout_s:
+            raise TimeoutError(cluster.missing())
+        if waited_s > _TELL_AFTER_S and not is_told:
+            is_told = True
+            say(f"waiting for the cluster: {cluster.missing()}")
+        if (number := pause(_PERIOD_S)) is not None:
+            return number
+    return None
 
 
 def is_trainer(name: str) -> bool:
