@@ -90,7 +90,7 @@ def describe(placement: Placement, chosen: Mapping[str, Any], *, engines: Sequen
     """
     where = ", ".join([f"trainer on {_gpus(placement.trainer)}", *(f"engine on {engine}" for engine in engines)])
     settings = ", ".join(f"{key} = {str(value).lower()}" for key, value in chosen.items())
-    return where + (f"; chosen by that: {settings}" if settings else "")
+    return where + (f"; set by that: {settings}" if settings else "")
 
 
 def describe_rl(placement: Placement, chosen: Mapping[str, Any], machine: Machine, *, starts_inference: bool) -> str:
