@@ -46,7 +46,9 @@ class Trial:
     @property
     def name(self) -> str:
         return (
-            f"{self.number}-{self.instant.replace(' ', '-')}" if self.delay_s is None else f"timed-{self.delay_s:.4f}"
+            f"{self.number}-{self.instant.replace(' ', '-')}"
+            if self.delay_s is None
+            else f"timed-{self.number}-{self.delay_s!r}"
         )
 
     @property
@@ -160,6 +162,8 @@ def test_killed_at_any_instant_of_a_save_it_goes_on_bit_for_bit(
     deaths = trials(undisturbed.calls)
     assert len(deaths) >= 60 and len({(trial.number, trial.instant) for trial in deaths if not trial.delay_s}) >= 25
     assert {trial.instant for trial in deaths} == {"before", "after", "half way"}
+    # Two at a time: equal names would be two runs in one directory.
+    deaths = list({trial.name: trial for trial in deaths}.values())
     with ThreadPoolExecutor(max_workers=2) as pool:
         wrong = list(
             pool.map(lambda trial: check_trial(trial, start, tmp_path / trial.name, undisturbed.state), deaths)
