@@ -228,6 +228,10 @@ def sft_runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: ModelFactory,
     copies = (*two_resumed, "--parallel.replicas", "2")
     define("two_copies_resumed", dropout, *copies, after="two_straight")
     define("two_copies_loaded_by_one", dropout, *loaded, after="two_copies_resumed")
+    define("two_offloaded_resumed", dropout, *two_resumed, "--parallel.cpu-offload", after="two_straight")
+    define("two_offloaded_loaded_by_one", dropout, *loaded, after="two_offloaded_resumed")
+    offloaded = ("10", "--ckpt.resume-step", "5", "--parallel.cpu-offload")
+    define("resumed_offloaded", dropout, *exact, *offloaded, after="half")
     return runs
 
 

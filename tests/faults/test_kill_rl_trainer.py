@@ -131,6 +131,16 @@ def test_with_every_part_a_killed_run_ends_in_the_same_bits(everything: Straight
     assert all(died[:2])
 
 
+def test_with_every_part_offloaded_a_run_ends_in_the_same_bits(everything: Straight) -> None:
+    """Critic, reference and average lie on the host as the policy does."""
+    parallel = {"threads": 1, "cpu_offload": True}
+    config = everything.trainers.prepare("offloaded", **everything.settings, parallel=parallel)
+    run, run_dir = run_trainer(config), RunDir(everything.folder / "offloaded")
+    assert run.code == 0, f"{run.log}\n{run.trainer_log}"
+    assert_same(outcome(run_dir, STEPS), everything.expected)
+    assert exact_metrics(run_dir, range(1, STEPS + 1)) == everything.lines
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["nothing beside the policy", "every part"])

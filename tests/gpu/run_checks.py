@@ -143,6 +143,30 @@ def speed(place: Place) -> None:
         assert len(run.column("tokens_per_s")) == 4
 
 
+def offload(place: Place) -> None:
+    """Parameters on the host change no loss, go on from a checkpoint of others and back, and take less memory."""
+    small, steps = place.small("--ckpt.interval", 2), 6
+    flags = {"plain": [], "offloaded": ["--parallel.cpu-offload"]}
+    losses = dict[str, list[float]]()
+    for name, own in flags.items():
+        losses[name] = succeeded(place.run(f"offload_{name}", *small, *own, "--max-steps", steps)).column("loss")
+    for name, own in {"plain": flags["offloaded"], "offloaded": flags["plain"]}.items():
+        again = ["--max-steps", steps, "--ckpt.resume-step", 2]
+        losses[f"{name}, then not so"] = succeeded(place.run(f"offload_{name}", *small, *own, *again)).column("loss")
+    for name, found in losses.items():
+        assert len(found) == steps
+        apart = max(abs(a - b) / abs(b) for a, b in zip(found, losses["plain"], strict=True))
+        place.note("offload", f"losses apart, {name}", apart, "relative", "<= 0.0001")
+        assert apart <= 1e-4, name
+    shape = {} if place.is_toy else LARGE
+    for name, own in flags.items():
+        settings = place.small("--model.dtype", "bfloat16", "--max-steps", 3, *own)
+        settings[1] = place.model(**shape)
+        run = succeeded(place.run(f"offload_large_{name}", *settings))
+        for metric, unit in (("memory_gib", "GiB"), ("time/step", "s")):
+            place.note("offload", f"{metric}, {name}", run.column(metric)[-1], unit)
+
+
 def checkpoints(place: Place) -> None:
     """A save stalls the training briefly; what a kill leaves is whole, and the run goes on."""
     shape = {} if place.is_toy else LARGE

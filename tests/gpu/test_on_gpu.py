@@ -65,6 +65,10 @@ def test_speed(place: Place) -> None:
     run_checks.speed(place)
 
 
+def test_offload(place: Place) -> None:
+    run_checks.offload(place)
+
+
 def test_checkpoints(place: Place) -> None:
     run_checks.checkpoints(place)
 

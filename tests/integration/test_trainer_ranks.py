@@ -64,6 +64,20 @@ def test_one_rank_loads_what_copies_have_saved_bit_for_bit(sft_runs: Runs) -> No
     assert one.weights(10) == copies.weights(10)
 
 
+def test_offloaded_ranks_go_on_bit_for_bit_from_a_checkpoint_of_others_and_back(sft_runs: Runs) -> None:
+    straight, offloaded = sft_runs.succeeded("two_straight"), sft_runs.succeeded("two_offloaded_resumed")
+    assert "resuming from step 5" in offloaded.output
+    assert offloaded.weights(10) == straight.weights(10)
+    assert offloaded.column("loss") == straight.column("loss")
+    assert sft_runs.succeeded("two_offloaded_loaded_by_one").weights(10) == straight.weights(10)
+
+
+def test_one_offloaded_rank_has_the_bits_of_one_that_is_not(sft_runs: Runs) -> None:
+    straight, offloaded = sft_runs.succeeded("straight"), sft_runs.succeeded("resumed_offloaded")
+    assert offloaded.weights(10) == straight.weights(10)
+    assert offloaded.column("loss") == straight.column("loss")
+
+
 def test_two_ranks_that_share_rows_give_the_losses_of_one(sft_runs: Runs) -> None:
     one, two = sft_runs.succeeded("packed"), sft_runs.succeeded("packed_in_slices")
     assert two.column("loss") == pytest.approx(one.column("loss"), rel=1e-5)

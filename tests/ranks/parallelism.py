@@ -39,6 +39,8 @@ DIVISIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "copies of shards": ({"replicas": 2}, ("adamw", "muon", "lora")),
     "slices": ({"sequence_parallel": 4}, ("adamw",)),
     "copies of slices": ({"sequence_parallel": 2, "replicas": 2}, ("adamw", "lora")),
+    "offloaded copies of shards": ({"replicas": 2, "cpu_offload": True}, ("adamw", "muon", "lora")),
+    "offloaded copies of slices": ({"sequence_parallel": 2, "replicas": 2, "cpu_offload": True}, ("adamw", "lora")),
 }
 MEASURED = "copies of slices"
 RUNS: dict[str, tuple[dict[str, Any], OptimConfig]] = {

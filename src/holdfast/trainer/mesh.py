@@ -49,6 +49,7 @@ class Mesh:
         device_mesh: torch's: `fsdp`, parameters are sharded over all ranks; or `replicate` and `shard`, over
             neighbouring ranks, with copies.
         sequence: the ranks that share rows with this one; None: it has rows of its own.
+        cpu_offload: whether parameters, gradients and optimizer state lie in the memory of the host.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class Mesh:
     device: torch.device
     device_mesh: DeviceMesh
     sequence: SequenceGroup | None = None
+    cpu_offload: bool = False
 
     @property
     def is_main(self) -> bool:
@@ -85,6 +87,11 @@ class Mesh:
     def num_shards(self) -> int:
         """How many ranks share one copy of the parameters."""
         return self.device_mesh.size(-1)
+
+    @property
+    def parameter_device(self) -> torch.device:
+        """Where parameters lie while they are not computed with."""
+        return torch.device("cpu") if self.cpu_offload else self.device
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
         """Return the sum over all parts of a batch of each value, in one float64 collective.
@@ -155,7 +162,7 @@ def open_mesh(config: ParallelConfig) -> Iterator[Mesh]:
     if use_cuda:  # untested: needs a GPU
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        # CPU tensors (metrics of the host, checkpoint planning) go over gloo.
+        # CPU tensors (metrics of the host, checkpoint planning, parameters that are offloaded) go over gloo.
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     else:
         device = torch.device("cpu")
@@ -187,7 +194,14 @@ def join_mesh(config: ParallelConfig, *, rank: int, world_size: int, device: tor
     if size > 1:
         sharing = init_device_mesh(device.type, (world_size // size, size), mesh_dim_names=("data", "sequence"))
         sequence = SequenceGroup(rank % size, size, sharing.get_group("sequence"))
-    return Mesh(rank=rank, world_size=world_size, device=device, device_mesh=device_mesh, sequence=sequence)
+    return Mesh(
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        device_mesh=device_mesh,
+        sequence=sequence,
+        cpu_offload=config.cpu_offload,
+    )
 
 
 class RankGroup:

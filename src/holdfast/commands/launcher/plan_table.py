@@ -24,7 +24,7 @@ class PlannedProcess:
     """One process of a run.
 
     Attributes:
-        devices: `CPU`, or its GPUs by name.
+        devices: `CPU`, or its GPUs by name; and whether parameters are offloaded from there.
         ranks: of a trainer; 0: it has none.
         threads: of each rank, or of the process; 0: as many as its libraries take.
         port: that it listens at; 0: none.
@@ -41,10 +41,10 @@ class PlannedProcess:
 
 def planned_trainer(config: TrainingCommand, placement: Placement) -> PlannedProcess:
     """Return the row of a training program."""
-    ranks = config.parallel.ranks
+    ranks, devices = config.parallel.ranks, _shown(placement.trainer)
     return PlannedProcess(
         "trainer",
-        _shown(placement.trainer),
+        f"{devices}, CPU offload" if config.parallel.cpu_offload else devices,
         ranks=ranks,
         threads=config.parallel.threads or max(1, available_cores() // ranks),
         dtype=config.model.compute_dtype,

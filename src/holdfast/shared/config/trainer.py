@@ -79,6 +79,10 @@ class ParallelConfig(Section):
     """Ranks that share the rows of a micro-batch (Ulysses), each with a slice of the tokens: for samples too long for
     the memory of one. Divides the heads of attention, so there must be a multiple of them: see docs/parallelism.md."""
 
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in the memory of the host: a layer is copied to the GPU while it
+    is computed, and the optimizer steps on the CPU. For models that do not fit otherwise: it is much slower."""
+
     nodes: int = Field(default=1, ge=1)
     """Machines that train one model, each with `num_ranks`: start the same command on every one, with one `output_dir`
     that all share. Under an outer `torchrun` or `srun` with one process per machine: as many as it has."""

@@ -145,8 +145,9 @@ def _takes_any_attention(hf_model: PreTrainedModel) -> bool:
     return bool(hf_model._can_set_attn_implementation())
 
 
-def _device_of(hf_model: nn.Module) -> torch.device:
-    return next(hf_model.parameters()).device
+def _device_of(hf_model: PreTrainedModel) -> torch.device:
+    # Of the root's: parameters of layers may lie elsewhere until they are computed with.
+    return next(hf_model.get_input_embeddings().parameters()).device
 
 
 @contextmanager

@@ -38,15 +38,26 @@ def materialize(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh, fil
     """
     hf_model = model.hf_model
     apply_wrappers(model, config, mesh)
-    model.to_empty(device=mesh.device)
+    model.to_empty(device=mesh.parameter_device)
     # to_empty gave tied parameters memory of their own.
     hf_model.tie_weights()
     _reset_buffers(hf_model)
+    # FSDP moves parameters alone to where they are computed with.
+    _move_buffers(hf_model, mesh.device)
     _prepare(model, config, mesh)
     model.share_rows(mesh.sequence)
     if fill is not None:
+        # Sending the weights of rank 0 to the others asks for one device of all that is filled.
+        _move_buffers(hf_model, mesh.parameter_device)
         fill(hf_model)
+        _move_buffers(hf_model, mesh.device)
     model.train()
+
+
+def _move_buffers(hf_model: PreTrainedModel, device: torch.device) -> None:
+    for module in hf_model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def _prepare(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh) -> None:

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
+
+from holdfast.trainer.checkpoints.weight_sources import local_part
 
 # Jordan et al. 2024: coefficients that bring singular values to about 1 (0.7 to 1.2) in five steps.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -93,8 +95,9 @@ def _orthogonalized(update_OI: Tensor) -> Tensor:
     """Return `orthogonalize` of a matrix, sharded or not, in its own dtype and sharded alike. Collective."""
     if not isinstance(update_OI, DTensor):
         return orthogonalize(update_OI).to(update_OI.dtype)
-    whole_OI = orthogonalize(update_OI.full_tensor()).to(update_OI.dtype)
-    replicated = DTensor.from_local(
-        whole_OI, update_OI.device_mesh, [Replicate()] * update_OI.device_mesh.ndim, run_check=False
-    )
-    return replicated.redistribute(placements=update_OI.placements)
+    # Where the ranks compute: an offloaded matrix is on the host, where this would take too long.
+    whole_OI = orthogonalize(update_OI.full_tensor().to(update_OI.device_mesh.device_type)).to(update_OI.dtype)
+    sharded_OI = torch.empty_like(update_OI)
+    own, region = local_part(sharded_OI)
+    own.copy_(whole_OI[region])
+    return sharded_OI

@@ -110,6 +110,12 @@ def test_an_engine_that_is_built_for_cpus_says_so(tmp_path: Path) -> None:
     assert engine["model"]["dtype"] == "bfloat16" and engine["engine"]["eager"] is True
 
 
+def test_offloading_stands_in_the_plan(tmp_path: Path) -> None:
+    run = started("sft", tmp_path / "run", *SFT, "--dry-run", "--parallel.cpu-offload", gpus=2)
+    assert "GPU 0,1, CPU offload" in run.log
+    assert resolved(tmp_path / "run", "sft")["parallel"]["cpu_offload"] is True
+
+
 def test_an_engine_by_itself(tmp_path: Path) -> None:
     flags = ("--dry-run", "--engine.tensor-parallel-size", "2")
     run = started("inference", tmp_path / "run", *flags, gpus=4, fault=GPU_VLLM)

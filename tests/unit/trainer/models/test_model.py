@@ -14,20 +14,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from holdfast.shared.config.trainer import TrainedModelConfig
+from holdfast.shared.config.trainer import OptimConfig, TrainedModelConfig
 from holdfast.shared.errors import DataError
 from holdfast.shared.wire.sampling import Sampling
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.layout import Layout
 from holdfast.trainer.models.logprobs import Reading
+from holdfast.trainer.models.lora import whole_tensors
 from holdfast.trainer.models.policy import Policy, build_policy, predict
 from holdfast.trainer.models.pretrained import trained_tensors
 from holdfast.trainer.models.sharding import reshard
 from holdfast.trainer.models.structure import decoder_layers
+from holdfast.trainer.optim.optimizers import build_optimizer
 from tests.builders.train_states import local_part
 
 Models = Callable[..., Path]
@@ -260,6 +263,32 @@ def test_after_a_forward_alone_the_parameters_go_back_to_shards(tiny_model: Mode
     reshard(policy)
     assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
     assert all(isinstance(tensor, DTensor) for tensor in trained_tensors(policy.hf_model).values())
+
+
+def test_what_is_offloaded_lies_on_the_host_and_is_whole_only_while_it_is_computed_with(
+    tiny_model: Models, mesh: Mesh
+) -> None:
+    """On one rank in float32, too, which is not sharded otherwise; values and gradients are the same bits."""
+    plain, offloaded = build(tiny_model(), mesh), build(tiny_model(), replace(mesh, cpu_offload=True))
+    parts = [module for module in offloaded.modules() if isinstance(module, FSDPModule)]
+    assert len(parts) == 1 + len(decoder_layers(offloaded.hf_model))
+    for part in parts:
+        group = part._get_fsdp_state()._fsdp_param_group
+        assert group is not None and isinstance(group.offload_policy, CPUOffloadPolicy)
+    values = [logprobs(policy) for policy in (plain, offloaded)]
+    torch.testing.assert_close(values[1], values[0], rtol=0, atol=0)
+    layer = decoder_layers(offloaded.hf_model)[0]
+    assert all(isinstance(parameter, DTensor) for parameter in layer.parameters()), "freed behind its forward pass"
+    for value in values:
+        value.sum().backward()
+    for policy in (plain, offloaded):
+        build_optimizer(policy.hf_model, OptimConfig()).step()
+    found = gradients(offloaded)
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=0)
+    assert all(isinstance(parameter, DTensor) for parameter in offloaded.parameters())
+    weights = [dict(whole_tensors(policy.hf_model, keep=True)) for policy in (plain, offloaded)]
+    assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
 
 
 def test_a_policy_starts_in_training_mode_with_dropout(tiny_model: Models, mesh: Mesh) -> None:
