@@ -17,9 +17,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from holdfast import TaskSeed
-from holdfast.orchestrator.environments.interface import Task, as_messages
+from holdfast.orchestrator.environments.interface import Task
 from holdfast.orchestrator.environments.reverse_text import ReverseText
 from holdfast.orchestrator.environments.scorers import lcs
+from holdfast.orchestrator.environments.session import as_messages
 from holdfast.shared.chat.messages import as_dict
 
 # A seed that no run of the benchmark has, so the strings are fresh.

@@ -22,6 +22,7 @@ from holdfast.orchestrator.engines.answers import load_vocab_size
 from holdfast.orchestrator.engines.client import InferenceClient
 from holdfast.orchestrator.environments import load_environment
 from holdfast.orchestrator.environments.calls import place_of
+from holdfast.orchestrator.environments.tool_use import tool_use_of
 from holdfast.orchestrator.environments.watchdog import beating, watching_calls
 from holdfast.orchestrator.rollouts.teacher import Teacher, connect_teacher
 from holdfast.orchestrator.weight_push.directory import DirectoryTransport
@@ -52,6 +53,10 @@ async def orchestrate(config: OrchestratorConfig) -> None:
         section.label: load_environment(section, key=f"environments[{position}]")
         for position, section in enumerate(config.environments)
     }
+    for section in config.environments:
+        tool_use_of(
+            environments[section.label], section, tokenizer
+        )  # what cannot be, is told before anything is sampled
 
     start = find_start(run_dir, _resume_step(config))
     first = start.state.step + 1

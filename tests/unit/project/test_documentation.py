@@ -101,7 +101,7 @@ def documented(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> Checkout:
     checkout.save_files(ROOT / "README.md")
     checkout.save_files(ROOT / "docs" / "environments.md")
     monkeypatch.syspath_prepend(checkout.path)
-    for name in ("addition", "shout", "guessing", "ranked", "checked", "warmer"):
+    for name in ("addition", "shout", "guessing", "ranked", "checked", "warmer", "prices"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return checkout
 
@@ -178,6 +178,23 @@ def test_the_environments_of_their_page_do_what_it_says(documented: Checkout) ->
     (score,) = asyncio.run(Warmer().score(task, [session]))
     assert (score.reward, score.turn_rewards) == (1.0, [0.5, 0.5, 1.0])
     assert checked_scores([score], [session], what="documented") == [score]  # type: ignore[list-item]
+
+
+def test_the_tools_of_their_page_look_up_and_add(documented: Checkout) -> None:
+    from prices import Prices  # type: ignore[import-not-found]
+
+    from holdfast.orchestrator.environments.interface import TaskSeed
+    from tests.unit.orchestrator.environments.test_environment_tools import called
+    from tests.unit.orchestrator.environments.test_environment_tools import play as play_with_tools
+
+    task = Prices().make_task(TaskSeed(0, "adds", 0))
+    words = task.prompt[0].content.split()
+    prices = [task.prices[words[2]], task.prices[words[4]]]
+    look_up = [called("hermes", "price_of", {"item": item}) for item in (words[2], words[4], "gold")]
+    turns = ["".join(look_up), called("hermes", "add", {"numbers": prices}), f"It is {task.answer}"]
+    session = play_with_tools("hermes", turns, Prices())
+    assert session.texts == turns and scores_of(Prices(), task, session) == [0.9]
+    assert str(sum(prices)) == task.answer
 
 
 def test_an_environment_can_be_tried_without_a_model(documented: Checkout) -> None:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.orchestrator.environments.interface import Score, Session, Task, as_messages, as_text, num_characters
+from holdfast.orchestrator.environments.interface import Score, Session, Task
+from holdfast.orchestrator.environments.session import as_messages, as_text, num_characters
 from holdfast.shared.chat.tokenizer import Tokenizer
 from holdfast.shared.errors import DataError, EnvironmentFailure
 from holdfast.shared.printable import shown
@@ -26,8 +27,10 @@ class PromptTooLong(DataError):
     """A prompt leaves no room for a sampled token."""
 
 
-def prompt_ids_of(task: Any, tokenizer: Tokenizer, *, what: str, room: int) -> list[int]:
-    """Return the token ids of a task's prompt.
+def prompt_ids_of(
+    task: Any, tokenizer: Tokenizer, *, what: str, room: int, tools: Sequence[Any] | None = None
+) -> list[int]:
+    """Return the token ids of a task's prompt, with the schemas of the tools that the policy may call.
 
     Raises:
         PromptTooLong: its text alone says that it has more than `room` tokens.
@@ -43,7 +46,13 @@ def prompt_ids_of(task: Any, tokenizer: Tokenizer, *, what: str, room: int) -> l
                 f"{what}: the prompt has {characters} characters, more than {room} tokens can stand for. "
                 "Raise seq_len or shorten the prompts."
             )
-        return tokenizer.text_prompt(prompt) if isinstance(prompt, str) else tokenizer.prompt(prompt)
+        if isinstance(prompt, str):
+            if tools:
+                raise TypeError(
+                    "an environment with tools needs messages, in which the chat template shows them; got text"
+                )
+            return tokenizer.text_prompt(prompt)
+        return tokenizer.prompt(prompt, tools=tools)
     except PromptTooLong:
         raise
     except (TypeError, ValueError, DataError) as error:

@@ -10,16 +10,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from holdfast.orchestrator.environments.interface import (
-    Environment,
-    Message,
-    Score,
-    Session,
-    Task,
-    TaskSeed,
-    as_messages,
-)
+from holdfast.orchestrator.environments.interface import Environment, Message, Score, Session, Task, TaskSeed
 from holdfast.orchestrator.environments.scorers import SCORERS, Scorer, regex_scorer
+from holdfast.orchestrator.environments.session import as_messages
 from holdfast.shared.chat.template import ChatMessage
 from holdfast.shared.errors import ConfigError, DataError, nearest
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ from holdfast.orchestrator.environments.contract import (
     step_rewards,
 )
 from holdfast.orchestrator.environments.interface import Environment, Score, Session, SessionFull, Task
+from holdfast.orchestrator.environments.tool_use import ToolUse, tool_metrics, tool_use_of
 from holdfast.orchestrator.rollouts.sampler import Sampler
 from holdfast.orchestrator.seeds import TaskSeed, request_seed
 from holdfast.orchestrator.task_group import run_all
@@ -64,9 +66,20 @@ async def run_group(
     try:
         async with _calling(problem, "make_task"):
             task = await result_of(problem.environment.make_task(problem.seed))
-            prompt_ids = _prompt_ids(task, problem, tokenizer=tokenizer, seq_len=config.seq_len)
+            tool_use = tool_use_of(problem.environment, problem.settings, tokenizer)
+            prompt_ids = _prompt_ids(task, problem, tokenizer=tokenizer, seq_len=config.seq_len, tool_use=tool_use)
+        sample_turn = _sample_turn(problem, step, sampler)
         sessions += [
-            _new_session(prompt_ids, index, problem, step, config=config, tokenizer=tokenizer, sampler=sampler)
+            Session(
+                prompt_ids,
+                tokenizer=tokenizer,
+                sample_turn=functools.partial(sample_turn, index),
+                seq_len=config.seq_len,
+                max_tokens=config.sampling.max_tokens,
+                task=task,
+                tool_use=tool_use,
+                keeps_history=problem.settings.history == "keep",
+            )
             for index in range(config.group_size)
         ]
         await _play_all(sessions, task, problem)
@@ -117,13 +130,16 @@ def _to_rollout(
         versions=[] if is_sampled_by_teacher else _merged(session.versions),
         reward=score.reward,
         truncated=session.truncated,
-        metrics=score.metrics,
+        metrics=score.metrics | tool_metrics(session),
         step_rewards=step_rewards(score, session),
     )
 
 
-def _prompt_ids(task: Task, problem: Problem, *, tokenizer: Tokenizer, seq_len: int) -> list[int]:
-    token_ids = prompt_ids_of(task, tokenizer, what=_context(problem), room=seq_len - 1)
+def _prompt_ids(
+    task: Task, problem: Problem, *, tokenizer: Tokenizer, seq_len: int, tool_use: ToolUse | None
+) -> list[int]:
+    schemas = tool_use.schemas if tool_use else None
+    token_ids = prompt_ids_of(task, tokenizer, what=_context(problem), room=seq_len - 1, tools=schemas)
     if not 1 <= len(token_ids) < seq_len:
         raise PromptTooLong(
             f"environment '{problem.name}', task {problem.seed.index}: the prompt has {len(token_ids)} tokens; allowed "
@@ -133,28 +149,13 @@ def _prompt_ids(task: Task, problem: Problem, *, tokenizer: Tokenizer, seq_len: 
     return token_ids
 
 
-def _new_session(
-    prompt_ids: list[int],
-    sample_index: int,
-    problem: Problem,
-    step: int,
-    *,
-    config: OrchestratorConfig,
-    tokenizer: Tokenizer,
-    sampler: Sampler,
-) -> Session:
-    async def sample_turn(token_ids: list[int], turn: int, max_tokens: int) -> Completion:
+def _sample_turn(problem: Problem, step: int, sampler: Sampler) -> Callable[..., Awaitable[Completion]]:
+    async def sample_turn(sample_index: int, token_ids: list[int], turn: int, max_tokens: int) -> Completion:
         seed = request_seed(problem.seed, step=step, sample_index=sample_index, turn=turn)
         with sampling():
             return await sampler.sample(token_ids, max_tokens=max_tokens, seed=seed, affinity=problem.affinity)
 
-    return Session(
-        prompt_ids,
-        tokenizer=tokenizer,
-        sample_turn=sample_turn,
-        seq_len=config.seq_len,
-        max_tokens=config.sampling.max_tokens,
-    )
+    return sample_turn
 
 
 async def _play_all(sessions: Sequence[Session], task: Task, problem: Problem) -> None:

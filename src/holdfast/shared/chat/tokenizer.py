@@ -11,7 +11,16 @@ from typing import Any
 import tokenizers
 from tokenizers import normalizers, pre_tokenizers
 
-from holdfast.shared.chat.messages import Forms, Message, as_dict, check_calls_written, forms_of, roles_left_out
+from holdfast.shared.chat.messages import (
+    Forms,
+    Message,
+    as_dict,
+    check_calls_written,
+    forms_of,
+    roles_left_out,
+    squeezed,
+    texts_of,
+)
 from holdfast.shared.chat.template import ChatMessage, ChatTemplate
 from holdfast.shared.errors import ConfigError, DataError
 
@@ -195,7 +204,32 @@ class Tokenizer:
         chat = self.forms(tools).adapt(as_dict(message) for message in messages)
         return self.template(tools).render(chat, open_turn=open_turn, tools=tools, options=options)
 
-    def continuation(self, messages: Sequence[Message | ChatMessage], *, last_token_id: int) -> list[int]:
+    def rewrites(self, messages: Sequence[Message | ChatMessage], *, tools: Sequence[Any] | None = None) -> bool:
+        """Whether the template writes a turn of the assistant's among `messages`, which follow a prompt, otherwise than
+        it is, but for white space: without its thoughts, as many templates do once a question follows.
+
+        Raises:
+            DataError: the template refuses the messages.
+        """
+        text = squeezed(self.render([Message("user", "."), *messages], open_turn=True, tools=tools))
+        place = 0
+        for message in messages:
+            said = as_dict(message)
+            if said["role"] == "assistant":
+                content = squeezed("".join(texts_of(said)))
+                place = text.find(content, place)
+                if place < 0:
+                    return True
+                place += len(content)
+        return False
+
+    def continuation(
+        self,
+        messages: Sequence[Message | ChatMessage],
+        *,
+        last_token_id: int,
+        tools: Sequence[Any] | None = None,
+    ) -> list[int]:
         """Return the ids to append to a session whose last turn was sampled, then `messages`.
 
         Closes the assistant's turn where sampling did not, adds `messages`, opens the next turn.
@@ -204,7 +238,7 @@ class Tokenizer:
         Raises:
             DataError: the template cannot continue a chat, or leaves out what a message says.
         """
-        text, token_ids = self._after_assistant(messages, open_turn=True)
+        text, token_ids = self._after_assistant(messages, open_turn=True, tools=tools)
         if not text:
             raise DataError(
                 f"the chat template of '{self.name}' adds nothing after an assistant's turn, so this environment "
@@ -230,9 +264,12 @@ class Tokenizer:
         place = token_ids.index(last_token_id)
         return 0 if self.decode(token_ids[:place], skip_special_tokens=False).strip() else place + 1
 
-    def _after_assistant(self, messages: Sequence[Message | ChatMessage], *, open_turn: bool) -> tuple[str, list[int]]:
+    def _after_assistant(
+        self, messages: Sequence[Message | ChatMessage], *, open_turn: bool, tools: Sequence[Any] | None = None
+    ) -> tuple[str, list[int]]:
         """Return text and ids of what follows an assistant's turn, tokenised behind that turn."""
-        whole = self.render([Message("user", "."), Message("assistant", _MARKER), *messages], open_turn=open_turn)
+        chat = [Message("user", "."), Message("assistant", _MARKER), *messages]
+        whole = self.render(chat, open_turn=open_turn, tools=tools)
         before, marker, after = whole.partition(_MARKER)
         border = len(before) + len(marker)
         encoding = self.encode_with_places(whole)

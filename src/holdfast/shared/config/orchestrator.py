@@ -39,6 +39,19 @@ class EnvironmentConfig(Section):
     """What follows when the environment raises, misses `timeout_s`, or makes a prompt that leaves no room
     within `seq_len`: end the run, or leave the problem's group out of the batch and count it."""
 
+    max_turns: int = Field(default=8, ge=1)
+    """Most turns of a session of an environment with `tools`; the calls of the last one are not answered."""
+
+    tool_timeout_s: float = Field(default=60.0, gt=0)
+    """Deadline of one call of a tool; the policy is told when it is over, and the session goes on."""
+
+    tool_parser: Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral"] = "auto"
+    """Form in which the model writes calls of tools: that which its chat template shows, or one by name."""
+
+    history: Literal["refuse", "keep"] = "refuse"
+    """When messages follow behind which the chat template would write earlier turns of the policy otherwise than they
+    were sampled (without their thoughts): refuse them, as a failure of the environment, or keep what was sampled."""
+
     @property
     def label(self) -> str:
         """Name under which the environment appears in metrics and state."""

@@ -1,0 +1,318 @@
+"""Sessions: conversations with the policy, as token ids, and the messages that go into them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from holdfast.shared.chat.messages import MORE_KEYS, Message, as_dict, check_messages
+from holdfast.shared.chat.template import ChatMessage
+from holdfast.shared.chat.tokenizer import Tokenizer
+from holdfast.shared.errors import DataError
+from holdfast.shared.printable import shown
+from holdfast.shared.wire.arrays import Logprobs, LossMask, TokenIds
+from holdfast.shared.wire.inference_api import Completion
+from holdfast.shared.wire.rollouts import VersionSpan
+
+if TYPE_CHECKING:
+    from holdfast.orchestrator.environments.interface import Task
+    from holdfast.orchestrator.environments.tool_use import ToolUse
+
+
+def as_text(value: Any) -> str:
+    """Return `value` if it is text that a tokenizer and a file can take.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: it has half a surrogate pair.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, got {shown(value)} ({type(value).__name__})")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"character {error.start} is {value[error.start]!a}, half of a surrogate pair") from None
+    return value
+
+
+def as_messages(messages: Any) -> list[Message | ChatMessage]:
+    """Return messages that may be written as dicts, which may hold more than role and content.
+
+    Raises:
+        TypeError, ValueError: they are no list of messages; says which one is not, and why.
+    """
+    if isinstance(messages, str | Mapping | Message) or not isinstance(messages, Sequence):
+        raise TypeError(f"expected text or a list of messages, got {shown(messages)} ({type(messages).__name__})")
+    return [_as_message(message, number) for number, message in enumerate(messages, start=1)]
+
+
+def _as_message(message: Any, number: int) -> Message | ChatMessage:
+    try:
+        if isinstance(message, Mapping):
+            more = {key: value for key, value in message.items() if key in MORE_KEYS}
+            rest = {key: value for key, value in message.items() if key not in more}
+            message = msgspec.convert(rest, _StrictMessage)
+            message = Message(message.role, message.content)
+            if more:
+                as_text(message.content)
+                return check_messages([{**as_dict(message), **more}])[0]
+        if not isinstance(message, Message):
+            raise TypeError("expected Message(role, content) or a dict of both")
+        as_text(message.role)
+        as_text(message.content)
+    except DataError as error:
+        raise TypeError(f"message {number}: {str(error).removeprefix('message 1: ')}") from None
+    except (TypeError, ValueError) as error:  # msgspec's errors are ValueErrors
+        raise TypeError(f"message {number} is {shown(message)}: {error}") from None
+    return message
+
+
+def num_characters(messages: Sequence[Message | ChatMessage]) -> int:
+    """Return how many characters the messages say."""
+    contents = [message.content if isinstance(message, Message) else message.get("content") for message in messages]
+    return sum(len(content) for content in contents if isinstance(content, str))
+
+
+class _StrictMessage(Message, frozen=True, forbid_unknown_fields=True):
+    """What a dict must be to be a message."""
+
+
+HISTORY_ADVICE = (
+    "What is trained would differ from what the template shows of the same chat at a fresh start. Set "
+    '`history = "keep"` to train the session as it was sampled, or take a template that keeps its turns'
+)
+
+
+class SessionFull(Exception):
+    """The session has no room for another token; the rollout ends here and counts as truncated."""
+
+
+# Prompt ids, turn (from 0) and most tokens -> what an engine sampled.
+SampleTurn = Callable[[list[int], int, int], Awaitable[Completion]]
+
+
+class Session:
+    """One conversation with the policy, as token ids. It only ever grows at its end.
+
+    Sampled ids stay as they were sampled, never decoded and tokenised again, so what is trained on
+    is what the policy did.
+
+    Attributes:
+        token_ids: the whole session, prompt first.
+        loss_mask: per token, whether the policy sampled it.
+        logprobs: per token, the engine's log-probability; 0.0 where not sampled.
+        versions: which policy sampled which tokens.
+        texts: the text of every sampled turn.
+        truncated: a token limit ended a turn or the session.
+        task: that it is about; None where there is none.
+        state: the environment's own, such as what its tools found; it is kept nowhere.
+        tool_counts: how many calls of tools there were (`calls`), failed by reason (`failed/raised`, ...), and got no
+            answer because no turn was left (`unanswered`); empty without tools.
+    """
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        tokenizer: Tokenizer,
+        sample_turn: SampleTurn,
+        seq_len: int,
+        max_tokens: int,
+        task: Task | None = None,
+        tool_use: ToolUse | None = None,
+        keeps_history: bool = False,
+    ) -> None:
+        self.token_ids = TokenIds(prompt_ids)
+        self.loss_mask = LossMask(bytes(len(prompt_ids)))
+        self.logprobs = Logprobs([0.0] * len(prompt_ids))
+        self.versions: list[VersionSpan] = []
+        self.texts: list[str] = []
+        self.truncated = False
+        # What an environment cannot reach by accident.
+        self._kept = {"token_ids": self.token_ids[:], "loss_mask": self.loss_mask[:], "logprobs": self.logprobs[:]}
+        self._kept_versions: list[VersionSpan] = []
+        self._turn_ends: list[int] = []
+        self._is_turn_open = True  # nothing was said in the policy's turn
+        self._is_sampling = False
+        self._is_over = False
+        self._tokenizer = tokenizer
+        self._sample_turn = sample_turn
+        self._seq_len = seq_len
+        self._max_tokens = max_tokens
+        self.task = task
+        self.state: dict[str, Any] = {}
+        self.tool_counts: Counter[str] = Counter()
+        self._tool_use = tool_use
+        # What was said behind the prompt, to see whether the template would rewrite it; None where it need not be seen.
+        self._said: list[ChatMessage] | None = None if keeps_history else []
+
+    @property
+    def completion(self) -> str:
+        """The text of the last sampled turn; empty before the first."""
+        return self.texts[-1] if self.texts else ""
+
+    @property
+    def turn_ends(self) -> tuple[int, ...]:
+        """Where in `token_ids` every sampled turn ends."""
+        return tuple(self._turn_ends)
+
+    @property
+    def room(self) -> int:
+        """How many more tokens fit."""
+        return self._seq_len - len(self.token_ids)
+
+    async def sample(self) -> str:
+        """Let the policy continue, and return the text of what it sampled.
+
+        Raises:
+            SessionFull: there is no room for a single token.
+            RuntimeError: this session is being sampled already.
+        """
+        self._require_idle("sample()")
+        if self.room < 1:
+            raise SessionFull(f"there is no room for another token in the {self._seq_len} of the session (seq_len)")
+        self._is_sampling = True
+        try:
+            turn = await self._sample_turn(self.token_ids.tolist(), len(self.texts), min(self._max_tokens, self.room))
+        finally:
+            self._is_sampling = False
+        self._is_turn_open = False
+        start = len(self.token_ids)
+        self._grow(turn.token_ids, LossMask(b"\1" * len(turn.token_ids)), turn.logprobs)
+        versions = [VersionSpan(span.version, start + span.start, start + span.end) for span in turn.versions]
+        self.versions += versions
+        self._kept_versions += versions
+        self.truncated = self.truncated or turn.finish_reason == "length"
+        self._turn_ends.append(len(self.token_ids))
+        self.texts.append(self._tokenizer.decode(turn.token_ids))
+        if self._said is not None:
+            self._said.append({"role": "assistant", "content": self._raw_text()})
+        return self.texts[-1]
+
+    async def answer_tool_calls(self) -> bool:
+        """Run the tools that the last turn called, one after the other, and append what they answer.
+
+        Returns:
+            Whether there is another turn to sample: not if it called none, nor if `max_turns` are sampled.
+
+        Raises:
+            SessionFull: the answers leave no room for a sampled token.
+            RuntimeError: nothing was sampled yet, the session is being sampled, or the environment has no `tools`.
+        """
+        self._require_idle("answer_tool_calls()")
+        if self._tool_use is None or self._is_turn_open:
+            why = "nothing was sampled" if self._tool_use else "the environment has no `tools`"
+            raise RuntimeError(f"answer_tool_calls(): {why}")
+        use, turn = self._tool_use, len(self.texts)
+        calls = use.parse(self._raw_text())
+        self.tool_counts["calls"] += len(calls)
+        if not calls or turn >= use.max_turns:
+            self.tool_counts["unanswered"] += len(calls)
+            return False
+        answers: list[ChatMessage] = []
+        for number, call in enumerate(calls, start=1):
+            text, failure = await use.answer(call, self)
+            if failure is not None:
+                self.tool_counts[f"failed/{failure}"] += 1
+            answers.append(use.message(text, call, turn=turn, number=number))
+        self.append_messages(answers)
+        return True
+
+    def _raw_text(self) -> str:
+        """Return the text of the last turn with its special tokens, but for that which ends it."""
+        start = self._turn_ends[-2] if len(self._turn_ends) > 1 else 0
+        sampled = [token for place, token in enumerate(self.token_ids[start:], start) if self.loss_mask[place]]
+        if sampled and sampled[-1] in self._tokenizer.stop_token_ids:
+            sampled.pop()
+        return self._tokenizer.decode(sampled, skip_special_tokens=False)
+
+    def append_messages(self, messages: Sequence[Message | ChatMessage]) -> None:
+        """Append messages after a sampled turn, and open the policy's next turn.
+
+        Raises:
+            SessionFull: they leave no room for a sampled token.
+            RuntimeError: nothing was sampled since the prompt, or since messages were appended; or the session is
+                being sampled.
+        """
+        self._require_idle("append_messages()")
+        if self._is_turn_open:
+            raise RuntimeError(
+                "append_messages() before the policy said anything would close an empty turn: append all messages "
+                "in one call, or await session.sample() first"
+            )
+        messages = as_messages(messages)
+        self._require_room(num_characters(messages))
+        schemas = self._tool_use.schemas if self._tool_use else None
+        said = None if self._said is None else [*self._said, *map(as_dict, messages)]
+        if said and self._tokenizer.rewrites(said, tools=schemas):
+            raise DataError(
+                f"behind these messages the chat template of '{self._tokenizer.name}' writes an earlier turn of the "
+                f"policy otherwise than it was sampled, such as without its thoughts. {HISTORY_ADVICE}."
+            )
+        self._append(self._tokenizer.continuation(messages, last_token_id=self.token_ids[-1], tools=schemas))
+        self._said = said
+        self._is_turn_open = True
+
+    def append_text(self, text: str) -> None:
+        """Append text as it stands, without the chat template.
+
+        Raises:
+            SessionFull: it leaves no room for a sampled token.
+            RuntimeError: the session is being sampled.
+        """
+        self._require_idle("append_text()")
+        self._require_room(len(as_text(text)))
+        self._append(self._tokenizer.encode_after(text))
+        self._is_turn_open = False
+        self._said = None  # no longer a chat that a template could write
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the environment has tools."""
+        return self._tool_use is not None
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether a `sample()` goes on."""
+        return self._is_sampling
+
+    def changed(self) -> list[str]:
+        """Return the names of attributes that are not what was sampled and appended: an environment changed them."""
+        found = [name for name, kept in self._kept.items() if getattr(self, name).tobytes() != kept.tobytes()]
+        return found + ["versions"] * (self.versions != self._kept_versions)
+
+    def end(self) -> None:
+        """Let nothing more be sampled or appended: the rollout is taken as it stands."""
+        self._is_over = True
+
+    def _require_idle(self, wanted: str) -> None:
+        if self._is_over:
+            raise RuntimeError(f"{wanted} after score() has returned: what a rollout is made of must be awaited before")
+        if self._is_sampling:
+            raise RuntimeError(
+                f"{wanted} while a sample() of the same session goes on would mix their turns: await one after the "
+                "other, and gather over sessions only"
+            )
+
+    def _require_room(self, characters: int) -> None:
+        if self._tokenizer.is_too_long(characters, room=self.room):
+            raise SessionFull(
+                f"{characters} more characters leave no room for a sampled token in the {self._seq_len} of the session "
+                "(seq_len)"
+            )
+
+    def _append(self, token_ids: Sequence[int]) -> None:
+        if len(token_ids) >= self.room:
+            raise SessionFull(
+                f"{len(token_ids)} more tokens leave no room for a sampled one in the {self._seq_len} of the session "
+                "(seq_len)"
+            )
+        self._grow(TokenIds(token_ids), LossMask(bytes(len(token_ids))), Logprobs([0.0] * len(token_ids)))
+
+    def _grow(self, token_ids: TokenIds, loss_mask: LossMask, logprobs: Logprobs) -> None:
+        for name, more in {"token_ids": token_ids, "loss_mask": loss_mask, "logprobs": logprobs}.items():
+            getattr(self, name).extend(more)
+            self._kept[name].extend(more)
