@@ -64,6 +64,8 @@ class Checkout:
             assert (ROOT / command.words[1]).is_file(), f"{command.where}: there is no {command.words[1]}"
         elif program in ("ckpt", "rollouts"):
             self._check_reader(command)
+        elif program == "evaluate":
+            self._check_evaluation(command, run)
         elif program in (*TRAINING, "rl", "orchestrator", "inference"):
             output_dir = self._note(command)
             fresh = self.path / "dry" / f"{len(self.made)}_{output_dir.name}"
@@ -123,6 +125,22 @@ class Checkout:
             maker = self.made.get(arguments.output_dir)
             assert maker, f"{command.where}: {command.line}\nnobody has made {arguments.output_dir}"
             assert command.words[0] == "ckpt" or maker == "rl"
+
+    def _check_evaluation(self, command: Command, run: Callable[..., tuple[int, str, str]]) -> None:
+        """Check the settings of an evaluation, and that what it is about is there."""
+        words = command.words[1:]
+        if "--compare" in words:
+            missing = [word for word in words[words.index("--compare") + 1 :][:2] if Path(word) not in self.made]
+            assert not missing, f"{command.where}: {command.line}\nnobody has evaluated {missing}"
+            return
+        if (directory := command.flag("run")) is not None:
+            assert Path(directory) in self.made, f"{command.where}: {command.line}\nnobody has made {directory}"
+            pairs = [words[place : place + 2] for place, word in enumerate(words) if word.startswith("--")]
+            kept = [word for pair in pairs if pair[0] not in ("--run", "--step") for word in pair]
+            words = ["--model.name", _MODEL, *kept]
+        code, out, err = run("evaluate", *words, "--output-dir", self.path / "dry" / "evaluation", "--dry-run")
+        assert code == 0, f"{command.where}: {command.line}\n{out}{err}"
+        self.made[Path(command.flag("output-dir") or "evaluation")] = "evaluate"
 
     def _check_module(self, command: Command) -> None:
         """Check that the module is there, and knows the flags."""

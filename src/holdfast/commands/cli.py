@@ -39,6 +39,11 @@ COMMANDS = {
         "launcher.launch:launch_inference",
         "InferenceConfig",
     ),
+    "evaluate": (
+        "How good a policy is on held-out tasks; `--compare A B`: two side by side.",
+        "evaluate.main:main",
+        None,
+    ),
     "ckpt": ("Checkpoints: list, verify, show, compare, export, thin out, import.", "ckpt.main:main", None),
     "rollouts": ("Rollouts in the journal: show, statistics, export.", "rollouts.main:main", None),
 }

@@ -12,6 +12,7 @@ from functools import cached_property
 import xxhash
 
 _MASK = 2**63 - 1  # engines keep seeds as non-negative int64
+_HELD_OUT = 2**63
 # The unit separator: ("a", "bc") and ("ab", "c") must differ.
 _SEPARATOR = "\x1f"
 
@@ -29,16 +30,19 @@ class TaskSeed:
         run_seed: `seed` of the run.
         environment: name of the environment, so that two of a kind differ.
         index: position in the sequence, from 0.
+        held_out: a task of an evaluation. No seed of its tasks is one that training has, whatever the run's seed:
+            those of training are below 2**63, these are not.
     """
 
     run_seed: int
     environment: str
     index: int
+    held_out: bool = False
 
     @property
     def number(self) -> int:
-        """The seed of this task: a non-negative 63-bit number."""
-        return stable_seed("task", self.run_seed, self.environment, self.index)
+        """The seed of this task: below 2**63 in training, from there on and below 2**64 where it is held out."""
+        return self._number("task", self.index)
 
     def random(self) -> random.Random:
         """Return the generator of this seed, the same at every call: draws go on where the last one ended."""
@@ -55,9 +59,15 @@ class TaskSeed:
 
     def shared(self, *parts: int | str) -> int:
         """Return a seed that all tasks of this environment share, such as one for each epoch."""
-        return stable_seed("shared", self.run_seed, self.environment, *parts)
+        return self._number("shared", *parts)
+
+    def _number(self, kind: str, *parts: int | str) -> int:
+        if self.held_out:
+            return _HELD_OUT + stable_seed(f"held-out {kind}", self.run_seed, self.environment, *parts)
+        return stable_seed(kind, self.run_seed, self.environment, *parts)
 
 
 def request_seed(task: TaskSeed, *, step: int, sample_index: int, turn: int) -> int:
     """Return the sampling seed of one turn of one rollout."""
-    return stable_seed("sample", task.run_seed, step, task.environment, task.index, sample_index, turn)
+    kind = "held-out sample" if task.held_out else "sample"
+    return stable_seed(kind, task.run_seed, step, task.environment, task.index, sample_index, turn)

@@ -16,13 +16,14 @@ import pytest
 from holdfast.orchestrator.batches import run_start
 from holdfast.orchestrator.batches.batch_publisher import BatchPublisher
 from holdfast.orchestrator.batches.environment_mix import adopt_mix, integer_weights, next_environment
-from holdfast.orchestrator.batches.metrics import BatchTimes, batch_metrics, pass_at_k
+from holdfast.orchestrator.batches.metrics import BatchTimes, batch_metrics
 from holdfast.orchestrator.batches.run_start import Start, find_start
 from holdfast.orchestrator.batches.selection import select
 from holdfast.orchestrator.batches.state import OrchestratorState
 from holdfast.orchestrator.engines.client import InferenceClient
 from holdfast.orchestrator.engines.engine import EngineCounts
 from holdfast.orchestrator.environments.calls import place_of, place_of_task
+from holdfast.orchestrator.evaluation.estimates import pass_at_k
 from holdfast.orchestrator.rollouts.generation_log import GenerationLog, discard_generations
 from holdfast.orchestrator.rollouts.group import Outcome
 from holdfast.orchestrator.seeds import TaskSeed, request_seed

@@ -60,7 +60,7 @@ def check_training(config: TrainingCommand) -> None:
             "which `rl` does by itself"
         )
     if any(":" in name for name in (config.loss.type, *config.advantages)):
-        _check_in_child("holdfast.commands.launcher.check_functions", config)
+        check_in_child("holdfast.commands.launcher.check_functions", config)
 
 
 def check_orchestrator(config: OrchestratorConfig) -> None:
@@ -70,7 +70,7 @@ def check_orchestrator(config: OrchestratorConfig) -> None:
         ConfigError, DataError: one is not, or does not; or the admin token is none.
     """
     read_admin_token(config.client.admin_token_env)
-    _check_in_child("holdfast.orchestrator.check_environments", config)
+    check_in_child("holdfast.orchestrator.check_environments", config)
 
 
 def check_inference(config: InferenceConfig) -> None:
@@ -108,7 +108,7 @@ def check_rl(config: RlConfig, *, starts_inference: bool) -> None:
         )
 
 
-def _check_in_child(module: str, config: BaseModel) -> None:
+def check_in_child(module: str, config: BaseModel) -> None:
     """Run `module` with the configuration on its standard input; raise what it says is wrong."""
     with tempfile.TemporaryFile() as output:  # no pipe: what the user's code starts may hold it open for ever
         child = subprocess.run(

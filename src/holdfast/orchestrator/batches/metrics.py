@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from holdfast.orchestrator.batches.selection import Selection, has_signal
 from holdfast.orchestrator.engines.engine import EngineCounts
+from holdfast.orchestrator.evaluation.estimates import pass_at_k
+from holdfast.orchestrator.rollouts.group import is_solved
 from holdfast.shared.config.orchestrator import EnvironmentConfig
 from holdfast.shared.wire.rollouts import DROP_REASONS, Rollout
 
@@ -130,26 +132,14 @@ def _environment_metrics(settings: EnvironmentConfig, groups: Sequence[Sequence[
         for metric, value in rollout.metrics.items():
             values.setdefault(f"{name}/{metric}", []).append(value)
     metrics |= {metric: _mean(found) for metric, found in values.items()}
-    if settings.success_reward is not None or all("exact" in rollout.metrics for rollout in rollouts):
-        solved = [sum(_is_solved(rollout, settings.success_reward) for rollout in group) for group in groups]
+    verdicts = [[is_solved(rollout, settings.success_reward) for rollout in group] for group in groups]
+    if all(verdict is not None for own in verdicts for verdict in own):
+        solved = [sum(map(bool, own)) for own in verdicts]
         size = len(groups[0])
         for power in range(size.bit_length()):
             k = 2**power
             metrics[f"{name}/pass@{k}"] = _mean([pass_at_k(size, number, k) for number in solved])
     return metrics
-
-
-def _is_solved(rollout: Rollout, success_reward: float | None) -> bool:
-    return rollout.metrics["exact"] >= 1.0 if success_reward is None else rollout.reward >= success_reward
-
-
-def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
-    """Return the chance that at least one of `k` samples solves a problem: `1 - C(n - c, k) / C(n, k)`.
-
-    The unbiased estimator from `num_samples` = n samples, `num_solved` = c of which solved it (Chen et al.
-    2021, "Evaluating Large Language Models Trained on Code", section 2.1).
-    """
-    return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
 
 
 def _mean(values: Sequence[float]) -> float:

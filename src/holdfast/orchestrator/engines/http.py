@@ -149,9 +149,9 @@ class HttpTransport:
             return content
         reason = f"{method} {url}{route} was answered {answer.status_code}: {printable(_reason(content))}"
         if answer.status_code in _BUSY:
-            raise Unavailable(reason, retry_after_s=_retry_after_s(answer))
+            raise Unavailable(reason, retry_after_s=retry_after_s(answer))
         if answer.status_code == 500:
-            raise Unavailable(reason, retry_after_s=_retry_after_s(answer), retry_for_s=_RETRY_FAILING_S)
+            raise Unavailable(reason, retry_after_s=retry_after_s(answer), retry_for_s=_RETRY_FAILING_S)
         if _code(content) == OTHER_WEIGHTS:
             raise Unavailable(reason, retry_for_s=0.0)
         if answer.status_code in (401, 403) and isinstance(self._config, ClientConfig):
@@ -265,7 +265,7 @@ def _code(content: bytes) -> str:
         return ""
 
 
-def _retry_after_s(answer: httpx.Response) -> float:
+def retry_after_s(answer: httpx.Response) -> float:
     """How long an answer asks to be left alone, in seconds or by a date; 0 where it does not say."""
     value = answer.headers.get("retry-after", "")
     if value.isascii() and value.isdecimal():

@@ -66,9 +66,12 @@ class Environment:
     Attributes:
         tools: functions that the policy may call: with a docstring and annotations, sync or `async`. A method may be
             listed, in the body of the class too. A parameter annotated with `Session` gets the session.
+        num_tasks: how many different tasks there are, where that is a certain number, such as rows of a file; None:
+            every seed may give another.
     """
 
     tools: Sequence[Callable[..., Any]] = ()
+    num_tasks: int | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Give every `make_task` a seed whose generator is new, so that calling it again gives the same task."""

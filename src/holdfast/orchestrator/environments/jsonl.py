@@ -42,6 +42,7 @@ class Jsonl(Environment):
         self._score = _find_scorer(scorer, pattern)
         self._scorer_name = scorer
         self._tasks = _read_tasks(path, prompt=prompt, answer=answer)
+        self.num_tasks = len(self._tasks)
         self._shuffle = shuffle
         self._order = lru_cache(maxsize=2)(self._make_order)
 

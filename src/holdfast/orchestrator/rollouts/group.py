@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from holdfast.orchestrator.engines.routing import Affinity
 from holdfast.orchestrator.environments.calls import CallTimeout, calling, result_of, sampling, traceback_of
@@ -19,7 +20,6 @@ from holdfast.orchestrator.environments.contract import (
 )
 from holdfast.orchestrator.environments.interface import Environment, Score, Session, SessionFull, Task
 from holdfast.orchestrator.environments.tool_use import ToolUse, tool_metrics, tool_use_of
-from holdfast.orchestrator.rollouts.sampler import Sampler
 from holdfast.orchestrator.seeds import TaskSeed, request_seed
 from holdfast.orchestrator.task_group import run_all
 from holdfast.shared.chat.tokenizer import Tokenizer
@@ -32,6 +32,18 @@ _log = logging.getLogger("orchestrator")
 
 # What came of one problem: its group of scored rollouts, or why there is none.
 Outcome = list[Rollout] | Dropped
+
+
+class TurnSampler(Protocol):
+    """What samples the turns of sessions."""
+
+    def check(self) -> None:
+        """Raise what it has failed with, if it has."""
+        ...
+
+    async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int, affinity: Affinity) -> Completion:
+        """Return one continuation of `token_ids`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -50,7 +62,7 @@ class Problem:
 
 
 async def run_group(
-    problem: Problem, step: int, *, config: OrchestratorConfig, tokenizer: Tokenizer, sampler: Sampler
+    problem: Problem, step: int, *, config: OrchestratorConfig, tokenizer: Tokenizer, sampler: TurnSampler
 ) -> Outcome:
     """Return `group_size` scored rollouts of `problem` for batch `step`, or why there are none.
 
@@ -104,6 +116,13 @@ async def run_group(
     ]
 
 
+def is_solved(rollout: Rollout, success_reward: float | None) -> bool | None:
+    """Return whether a rollout counts as solved: by its reward, else by its metric `exact`; None without either."""
+    if success_reward is not None:
+        return rollout.reward >= success_reward
+    return rollout.metrics["exact"] >= 1.0 if "exact" in rollout.metrics else None
+
+
 def _dropped(problem: Problem, sessions: Sequence[Session], failure: HoldfastError) -> Dropped:
     reasons: dict[type[HoldfastError], DropReason] = {PromptTooLong: "prompt_too_long", CallTimeout: "timeout"}
     _log.warning("%s: the group is dropped", failure)
@@ -149,7 +168,7 @@ def _prompt_ids(
     return token_ids
 
 
-def _sample_turn(problem: Problem, step: int, sampler: Sampler) -> Callable[..., Awaitable[Completion]]:
+def _sample_turn(problem: Problem, step: int, sampler: TurnSampler) -> Callable[..., Awaitable[Completion]]:
     async def sample_turn(sample_index: int, token_ids: list[int], turn: int, max_tokens: int) -> Completion:
         seed = request_seed(problem.seed, step=step, sample_index=sample_index, turn=turn)
         with sampling():

@@ -2,6 +2,7 @@
 
 from holdfast.shared.config.base import CkptConfig, Command, ModelConfig
 from holdfast.shared.config.dpo import DpoConfig
+from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.config.inference import InferenceConfig
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.config.reward_training import RewardTrainingConfig
@@ -19,6 +20,7 @@ __all__ = [
     "CkptConfig",
     "Command",
     "DpoConfig",
+    "EvaluateConfig",
     "InferenceConfig",
     "ModelConfig",
     "OrchestratorConfig",

@@ -101,7 +101,7 @@ class DynamicSamplingConfig(Section):
     """Most problems drawn for one batch; unset: four times `problems_per_step`."""
 
 
-def _check_url(url: str) -> None:
+def check_url(url: str) -> None:
     """Refuse what is not the base URL of a server; nothing of it is repeated, because it may hold a password."""
     try:
         parts = urlsplit(url)
@@ -142,7 +142,7 @@ class ServersConfig(Section):
     @classmethod
     def _are_servers(cls, urls: list[str]) -> list[str]:
         for url in urls:
-            _check_url(url)
+            check_url(url)
         if len({url.rstrip("/") for url in urls}) < len(urls):
             raise ValueError("must name each server once: more requests for one are max_concurrency")
         return urls

@@ -98,7 +98,7 @@ def test_a_check_that_dies_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     with pytest.raises(
         HoldfastError, match=r"checking the configuration failed \(exit code 7\):\nno licence"
     ) as caught:
-        preflight._check_in_child(
+        preflight.check_in_child(
             "holdfast.commands.launcher.check_functions", TrainerConfig(advantage="dies:advantage")
         )
     assert caught.value.exit_code == 1

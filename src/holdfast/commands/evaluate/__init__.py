@@ -1,0 +1,1 @@
+"""The command `evaluate`: find the policy, start what serves it, have it evaluated, and show what came out."""

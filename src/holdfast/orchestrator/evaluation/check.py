@@ -1,0 +1,35 @@
+"""Check what an evaluation asks without asking it.
+
+    python -m holdfast.orchestrator.evaluation.check < config.json
+
+`evaluate` runs it before it starts anything. Environments of the user's own are imported, and their constructors not
+called; so how many tasks one has is checked by the evaluation itself.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from holdfast.orchestrator.environments import BUILT_IN, find_environment
+from holdfast.orchestrator.evaluation.main import load_tasks
+from holdfast.shared.config.evaluation import EvaluateConfig
+from holdfast.shared.process.child import die_with_launcher, run_reporting_errors
+
+
+def check(config: EvaluateConfig) -> None:
+    """Find every environment, and check its arguments and the number of its tasks.
+
+    Raises:
+        ConfigError, DataError: what cannot be used.
+        EnvironmentFailure: a module raised.
+    """
+    for position, section in enumerate(config.environments):
+        if section.id not in BUILT_IN:
+            find_environment(section, key=f"environments[{position}]")
+    built_in = [section for section in config.environments if section.id in BUILT_IN]
+    load_tasks(config.model_copy(update={"environments": built_in}))
+
+
+if __name__ == "__main__":
+    die_with_launcher()
+    run_reporting_errors(lambda: check(EvaluateConfig.model_validate_json(sys.stdin.buffer.read())))

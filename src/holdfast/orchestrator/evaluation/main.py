@@ -1,0 +1,163 @@
+"""The process of `evaluate`: `python -m holdfast.orchestrator.evaluation.main <resolved.toml>`.
+
+Consumes an inference server of its own, or an endpoint; produces `rollouts.jsonl` and `summary.json` in the directory
+of the evaluation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Sequence
+
+from holdfast.orchestrator.engines.answers import load_vocab_size
+from holdfast.orchestrator.engines.client import InferenceClient
+from holdfast.orchestrator.engines.fixed_weights import adopt_served_weights
+from holdfast.orchestrator.environments import load_environment
+from holdfast.orchestrator.environments.watchdog import watching_calls
+from holdfast.orchestrator.evaluation.endpoint import EndpointSampler
+from holdfast.orchestrator.evaluation.evaluator import Policy, evaluate
+from holdfast.orchestrator.evaluation.tasks import HeldOutTasks, count_tasks, refuse_training_tasks, settings_of_run
+from holdfast.orchestrator.evaluation.transcript import Transcript
+from holdfast.orchestrator.rollouts.generation_log import GenerationLog
+from holdfast.orchestrator.rollouts.sampler import Sampler
+from holdfast.shared.chat.files import load_tokenizer
+from holdfast.shared.config.evaluation import EvaluateConfig
+from holdfast.shared.config.load import read_toml
+from holdfast.shared.config.orchestrator import ServersConfig
+from holdfast.shared.errors import ConfigError
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.process.child import die_with_launcher, is_ignored, run_reporting_errors, set_up_logging
+from holdfast.shared.process.descriptors import allow_connections
+from holdfast.shared.process.events import report
+
+# Of a session of an endpoint, in bytes of its transcript: the server itself has the limit that counts.
+_ENDLESS = 2**40
+
+
+async def run(config: EvaluateConfig) -> None:
+    """Play the tasks that are not done yet, and write the summary.
+
+    Raises:
+        HoldfastError: whatever ended the evaluation before its time.
+    """
+    allow_connections(config.max_concurrency, key="max_concurrency")
+    tasks = load_tasks(config)
+    with watching_calls():
+        if config.url is not None:
+            await _evaluate_endpoint(config, tasks)
+        else:
+            await _evaluate_weights(config, tasks)
+    report("finished")
+
+
+def load_tasks(config: EvaluateConfig) -> HeldOutTasks:
+    """Return what is asked.
+
+    Raises:
+        ConfigError, DataError: an environment, its arguments or its data cannot be used, or it has fewer tasks.
+        EnvironmentFailure: its module or its constructor raised.
+    """
+    environments = {
+        section.label: load_environment(section, key=f"environments[{position}]")
+        for position, section in enumerate(config.environments)
+    }
+    if config.run is not None and (trained := settings_of_run(config.run)) is not None:
+        refuse_training_tasks(environments, config.environments, trained.environments, key="environments")
+    return HeldOutTasks(
+        environments=environments,
+        settings=config.environments,
+        counts=count_tasks(environments, config.num_tasks, key="num_tasks"),
+        samples_per_task=config.samples_per_task,
+        seed=config.seed,
+        sampling=config.sampling,
+        seq_len=config.seq_len if config.url is None else _ENDLESS,
+    )
+
+
+async def _evaluate_weights(config: EvaluateConfig, tasks: HeldOutTasks) -> None:
+    model = config.inference.model
+    tokenizer = load_tokenizer(model.tokenizer_name)
+    servers = ServersConfig(urls=config.inference.urls, max_concurrency=config.max_concurrency)
+    vocab_size = load_vocab_size(model.name)
+    async with InferenceClient(servers, key="inference", vocab_size=vocab_size) as client:
+        await client.wait_until_ready(model=model.name, seq_len=config.seq_len)
+        digest = await adopt_served_weights(client, key="inference")
+        sampling = config.sampling.distribution
+        log = GenerationLog(
+            RunDir(config.output_dir),
+            0,
+            weights_digest=digest,
+            sampling=sampling,
+            stop_token_ids=tokenizer.stop_token_ids,
+            vocab_size=vocab_size,
+        )
+        sampler = Sampler(
+            client, log, weights_digest=digest, sampling=sampling, stop_token_ids=tokenizer.stop_token_ids
+        )
+        await evaluate(
+            tasks,
+            Policy({"kind": "weights", "digest": digest, "dtype": model.dtype}, tokenizer),
+            sampler,
+            directory=config.output_dir,
+            max_concurrency=config.max_concurrency,
+            confidence=config.confidence,
+        )
+
+
+async def _evaluate_endpoint(config: EvaluateConfig, tasks: HeldOutTasks) -> None:
+    assert config.url is not None and config.model is not None, "an endpoint is asked by its URL for a model"
+    sampler = EndpointSampler(
+        config.endpoint,
+        config.sampling.distribution,
+        url=config.url,
+        model=config.model.name,
+        directory=config.output_dir / "rollouts",
+    )
+    await evaluate(
+        tasks,
+        Policy(
+            {"kind": "endpoint", "url": config.url, "model": config.model.name},
+            Transcript(config.url),
+            counts_tokens=False,
+        ),
+        sampler,
+        directory=config.output_dir,
+        max_concurrency=config.max_concurrency,
+        confidence=config.confidence,
+    )
+
+
+async def _run_until_stopped(config: EvaluateConfig) -> None:
+    """Run; SIGTERM and SIGINT end it early, and in order."""
+    work = asyncio.ensure_future(run(config))
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        work.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if number == signal.SIGTERM or not is_ignored(number):
+            asyncio.get_running_loop().add_signal_handler(number, stop)
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+        report("stopped")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Evaluate as the resolved configuration says that `argv` names; never returns."""
+    die_with_launcher()
+    set_up_logging("evaluation")
+    if len(argv) != 1:
+        raise ConfigError("usage: python -m holdfast.orchestrator.evaluation.main <resolved.toml>")
+    run_reporting_errors(lambda: asyncio.run(_run_until_stopped(read_toml(EvaluateConfig, argv[0]))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

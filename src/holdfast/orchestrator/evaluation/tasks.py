@@ -1,0 +1,127 @@
+"""What an evaluation asks: environments, held-out tasks, samples of each, and how they are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.orchestrator.environments.interface import Environment
+from holdfast.orchestrator.seeds import TaskSeed
+from holdfast.shared.config.load import read_toml
+from holdfast.shared.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
+from holdfast.shared.errors import ConfigError
+from holdfast.shared.files.run_dir import RunDir
+
+_NUM_TASKS = 128
+"""Of an environment without an end, where nothing is said."""
+
+
+@dataclass(frozen=True)
+class HeldOutTasks:
+    """The tasks of an evaluation.
+
+    Attributes:
+        environments: by name.
+        settings: of each, in the order of the configuration.
+        counts: tasks of each, by name.
+        samples_per_task: rollouts of each task.
+        seed: that the seeds of the tasks are made of, beside the name of the environment.
+        sampling: how completions are sampled.
+        seq_len: most tokens of one rollout.
+    """
+
+    environments: Mapping[str, Environment]
+    settings: Sequence[EnvironmentConfig]
+    counts: Mapping[str, int]
+    samples_per_task: int
+    seed: int
+    sampling: SamplingConfig
+    seq_len: int
+
+    def seeds(self) -> list[TaskSeed]:
+        """Return the seeds of all tasks, environment by environment."""
+        return [
+            TaskSeed(self.seed, section.label, index, held_out=True)
+            for section in self.settings
+            for index in range(self.counts[section.label])
+        ]
+
+    def identity(self) -> dict[str, object]:
+        """Return all that the rollouts depend on but the policy, as plain values."""
+        return {
+            "seed": self.seed,
+            "samples_per_task": self.samples_per_task,
+            "sampling": self.sampling.model_dump(mode="json"),
+            "seq_len": self.seq_len,
+            "environments": {
+                section.label: {
+                    "id": section.id,
+                    "args": section.model_dump(mode="json")["args"],
+                    "success_reward": section.success_reward,
+                    "num_tasks": self.counts[section.label],
+                }
+                for section in self.settings
+            },
+        }
+
+
+def count_tasks(environments: Mapping[str, Environment], wanted: int | None, *, key: str) -> dict[str, int]:
+    """Return how many tasks of each environment are asked.
+
+    Args:
+        wanted: of each; None: all of one that has a certain number, else 128.
+        key: dotted key of `wanted`, for errors.
+
+    Raises:
+        ConfigError: one has fewer: the same task would count several times.
+    """
+    counts = {}
+    for name, environment in environments.items():
+        there = environment.num_tasks
+        if wanted is not None and there is not None and wanted > there:
+            raise ConfigError(
+                f"{key} = {wanted}, and environment '{name}' has {there} tasks: some would count twice. Lower it, or "
+                "leave it out to take them all."
+            )
+        counts[name] = wanted or there or _NUM_TASKS
+    return counts
+
+
+def refuse_training_tasks(
+    environments: Mapping[str, Environment],
+    settings: Sequence[EnvironmentConfig],
+    trained: Sequence[EnvironmentConfig],
+    *,
+    key: str,
+) -> None:
+    """Refuse an environment with a certain number of tasks that training draws from as well: no seed holds them out.
+
+    Args:
+        trained: the environments of training.
+        key: dotted key of the evaluation's environments, for errors.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for section in settings:
+        there = environments[section.label].num_tasks
+        if there is not None and any((one.id, one.args) == (section.id, section.args) for one in trained):
+            raise ConfigError(
+                f"{key}: '{section.label}' has {there} tasks, and training draws them all: nothing of it is held out. "
+                f"Name others with {key}, such as a file of questions that is not trained on."
+            )
+
+
+def settings_of_run(run: Path) -> OrchestratorConfig | None:
+    """Return how the newest attempt of an RL run makes its rollouts; None of a run of another program.
+
+    Raises:
+        ConfigError: its settings cannot be read.
+    """
+    run_dir = RunDir(run)
+    for attempt in range(run_dir.next_attempt() - 1, 0, -1):
+        path = run_dir.configs(attempt) / "orchestrator.toml"
+        if path.exists():
+            return read_toml(OrchestratorConfig, path)
+    return None

@@ -1,0 +1,144 @@
+"""Configuration of evaluations: the command `evaluate`, and those that `rl` makes on its way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from holdfast.shared.config.base import Command, ModelConfig, Section
+from holdfast.shared.config.inference import InferenceConfig
+from holdfast.shared.config.orchestrator import EnvironmentConfig, SamplingConfig, check_url
+
+
+class EvaluationSamplingConfig(SamplingConfig):
+    """How completions are sampled."""
+
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    """Softmax temperature, from 0.01 on; 0: the likeliest token."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _engines_take_it(cls, temperature: float) -> float:
+        if 0 < temperature < 0.01:
+            raise ValueError(
+                f"{temperature:g} is more than engines take for 0 and less than they sample at: 0, or 0.01"
+            )
+        return temperature
+
+
+class EndpointConfig(Section):
+    """How to ask a server that speaks OpenAI's protocol."""
+
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable with the key; unset there: none is sent."""
+
+    timeout_s: float = Field(default=600.0, gt=0)
+    """A request without an answer for this long counts as failed."""
+
+    retry_for_s: float = Field(default=600.0, gt=0)
+    """How long one request is made again while the server is busy, fails or cannot be reached."""
+
+
+class EvaluateConfig(Command):
+    """How good a policy is on tasks that training never draws: `uv run evaluate --model.name DIRECTORY`."""
+
+    output_dir: Path = Path("evaluation")
+    """The directory of this one evaluation: every rollout, the summary, logs. The same command again goes on in it."""
+
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Chooses the held-out tasks and the samples; two policies are compared on the same tasks."""
+
+    model: ModelConfig | None = None
+    """Evaluate a Hugging Face directory or a model on the hub; with `url`: what the server there calls the model."""
+
+    run: Path | None = None
+    """Evaluate a step of this run directory. Of an RL run, what is not set here is as it was there: `environments`,
+    `seq_len` and `sampling.max_tokens`."""
+
+    step: int | Literal["latest"] = "latest"
+    """With `run`: the step, which must have a checkpoint or published weights; `latest`: the newest checkpoint."""
+
+    url: str | None = None
+    """Evaluate what answers OpenAI's chat protocol below this base URL, such as http://127.0.0.1:8000/v1."""
+
+    endpoint: EndpointConfig = EndpointConfig()
+    """How to ask what is at `url`."""
+
+    environments: list[EnvironmentConfig] = Field(default=[EnvironmentConfig()], min_length=1)
+    """What is asked: `[[environments]]` in TOML, as in training; `weight` means nothing here."""
+
+    num_tasks: int | None = Field(default=None, ge=1)
+    """Tasks of each environment; unset: all of one that has a certain number (`jsonl`), 128 of one without an end."""
+
+    samples_per_task: int = Field(default=1, ge=1, le=4096)
+    """Rollouts of each task: the k of `avg@k`, and the largest of `pass@k`."""
+
+    sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
+    """Sampling of completions."""
+
+    seq_len: int = Field(default=1024, ge=2)
+    """Most tokens of one rollout, prompt included; nothing to an endpoint, which has a limit of its own."""
+
+    confidence: float = Field(default=0.95, gt=0.5, lt=1)
+    """Confidence of the intervals."""
+
+    max_concurrency: int = Field(default=256, ge=1)
+    """Most sessions in flight at once."""
+
+    inference: InferenceConfig = InferenceConfig()
+    """The inference server that is started for a directory or a step; its port is the first free one from
+    `inference.server.port` on."""
+
+    clean: bool = False
+    """Remove the evaluation that the output directory already holds, then start afresh."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_a_url(cls, url: str | None) -> str | None:
+        if url is None:
+            return None
+        check_url(url)
+        return url.rstrip("/")
+
+    @model_validator(mode="after")
+    def _one_policy(self) -> EvaluateConfig:
+        if (self.model is None) == (self.run is None):
+            given = "both" if self.run else "neither"
+            raise ValueError(
+                f"evaluate takes one policy, and was given {given} of model.name and run: set model.name (a directory, "
+                "a model of the hub, or with url what the server calls it), or run (a run directory, with step)"
+            )
+        if self.url is not None and self.run is not None:
+            raise ValueError("url and run are two policies: leave one out")
+        if self.step != "latest" and self.run is None:
+            raise ValueError(f"step = {self.step} is a step of a run: set run = DIRECTORY as well")
+        if self.step != "latest" and self.step < 0:
+            raise ValueError(f"step = {self.step}: steps are counted from 0; `latest` is the newest")
+        return self
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> EvaluateConfig:
+        check_samples(self.samples_per_task, self.sampling)
+        return self
+
+    @model_validator(mode="after")
+    def _unique_names(self) -> EvaluateConfig:
+        labels = [env.label for env in self.environments]
+        if len(set(labels)) != len(labels):
+            raise ValueError(f"environments need distinct names, got {labels}: set `name` on those with the same id")
+        return self
+
+
+def check_samples(samples_per_task: int, sampling: SamplingConfig) -> None:
+    """Refuse several samples that are all the same.
+
+    Raises:
+        ValueError: they would be.
+    """
+    if sampling.temperature == 0 and samples_per_task > 1:
+        raise ValueError(
+            f"samples_per_task = {samples_per_task} at sampling.temperature = 0 are {samples_per_task} times the same "
+            "answer: set one of them to 1, or the temperature above 0"
+        )

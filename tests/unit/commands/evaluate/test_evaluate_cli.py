@@ -1,0 +1,128 @@
+"""The command `evaluate` up to where it starts something, and what it shows of results."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.commands.evaluate import policy
+from holdfast.shared.config.evaluation import EvaluateConfig
+from holdfast.shared.config.load import to_toml
+from holdfast.shared.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
+from holdfast.shared.errors import CheckpointError, DataError
+from holdfast.shared.files.run_dir import RunDir
+from tests.conftest import ROOT
+from tests.servers.orchestrator_fakes import FakeEngine, publish_weights, serving
+from tests.unit.orchestrator.evaluation.test_evaluator import LETTERS, config_of, evaluated
+
+RunCommand = Callable[..., tuple[int, str, str]]
+MODEL = str(ROOT / "examples" / "reverse_text" / "model")
+
+
+def run_with_weights(path: Path, *versions: int) -> RunDir:
+    run_dir = RunDir(path)
+    for version in versions:
+        publish_weights(run_dir, version, b"weights")
+    return run_dir
+
+
+def test_a_dry_run_says_what_would_be_evaluated(run_command: RunCommand, tmp_path: Path) -> None:
+    flags = ("--output-dir", tmp_path / "evaluation", "--dry-run")
+    code, out, _ = run_command("evaluate", "--model.name", MODEL, *flags)
+    assert code == 0 and f"would evaluate {MODEL} in {tmp_path / 'evaluation'}" in out
+    code, out, _ = run_command("evaluate", "--model.name", "m", "--url", "http://127.0.0.1:9/v1", *flags)
+    assert code == 0 and "would evaluate m at http://127.0.0.1:9/v1" in out
+    run_dir = run_with_weights(tmp_path / "run", 4)
+    code, out, _ = run_command("evaluate", "--run", run_dir.path, "--step", "latest", *flags)
+    assert code == 0 and f"would evaluate step 4 of {run_dir.path}" in out
+    assert not (tmp_path / "evaluation" / "run.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((), "evaluate takes one policy"),
+        (("--model.name", "./nowhere"), "model.name = './nowhere' is not a directory"),
+        (("--model.name", MODEL, "--seq-len", "64", "--inference.model.max-len", "32"), "max_len = 32"),
+        (("--model.name", MODEL, "--inference.engines", "2"), "inference.engines = 2: an evaluation has one server"),
+        (("--model.name", MODEL, "--environments", '[{"id": "revers_text"}]'), "Did you mean 'reverse_text'"),
+        (("--run", "nowhere"), "run = nowhere is no run directory"),
+        (("--compare", "a"), "expected 2 arguments"),
+        (("--compare", "a", "b"), "a holds no evaluation"),
+        (("--compare", "a", "b", "--confidence", "2"), "--confidence 2 is not between 0.5 and 1"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_starts(
+    flags: tuple[str, ...], said: str, run_command: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run_command("evaluate", *flags)
+    assert (code, out) == (2, "") and said in err and "Traceback" not in err
+    assert not (tmp_path / "evaluation").exists()
+
+
+def test_a_run_is_not_taken_for_an_evaluation(run_command: RunCommand, tmp_path: Path) -> None:
+    run_dir = run_with_weights(tmp_path / "run", 1)
+    code, _, err = run_command("evaluate", "--model.name", MODEL, "--output-dir", run_dir.path)
+    assert code == 2 and "holds a run. An evaluation needs a directory of its own" in err
+
+
+def test_a_step_of_a_run_is_found(tmp_path: Path) -> None:
+    run_dir = run_with_weights(tmp_path / "run", 3, 5)
+    assert policy.step_of_run(run_dir.path, "latest") == 5
+    assert policy.weights_of_step(run_dir.path, policy.step_of_run(run_dir.path, 3), tmp_path) == run_dir.weights_of(3)
+    with pytest.raises(CheckpointError, match="step = 4 .* checkpoints of no step, and whole weights of steps 3, 5"):
+        policy.step_of_run(run_dir.path, 4)
+    shutil.rmtree(run_dir.weights)
+    with pytest.raises(CheckpointError, match="step = latest .* whole weights of no step"):
+        policy.step_of_run(run_dir.path, "latest")
+    with pytest.raises(DataError, match="no run directory"):
+        policy.step_of_run(tmp_path, "latest")
+
+
+def test_an_export_of_an_earlier_start_is_used_again(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create()
+    (tmp_path / "model_step_2").mkdir()
+    assert policy.weights_of_step(run_dir.path, 2, tmp_path / "model_step_2") == tmp_path / "model_step_2"
+
+
+def test_what_is_not_set_is_as_in_the_run(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.configs(1).mkdir(parents=True)
+    trained = OrchestratorConfig(
+        environments=[EnvironmentConfig(id="reverse_text", args={"max_length": 5})],
+        seq_len=3000,
+        sampling=SamplingConfig(max_tokens=77, temperature=0.5),
+    )
+    (run_dir.configs(1) / "orchestrator.toml").write_text(to_toml(trained))
+    found = policy.with_settings_of_run(EvaluateConfig(run=tmp_path))
+    assert (found.environments, found.seq_len) == (trained.environments, 3000)
+    assert (found.sampling.max_tokens, found.sampling.temperature) == (77, 1.0)
+    assert found.inference.model.max_len == 3000
+    own = EvaluateConfig.model_validate(
+        {"run": tmp_path, "environments": [{"id": "a"}], "seq_len": 50, "sampling": {"max_tokens": 5}}
+    )
+    kept = policy.with_settings_of_run(own)
+    assert (kept.environments, kept.seq_len, kept.sampling.max_tokens) == (own.environments, 50, 5)
+
+
+def test_two_evaluations_are_shown_side_by_side(run_command: RunCommand, tmp_path: Path) -> None:
+    first, second = FakeEngine(version=0, digest="one"), FakeEngine(version=0, digest="two")
+    with serving(first, second):
+        evaluated(config_of(tmp_path / "a", first, environments=[LETTERS]))
+        evaluated(config_of(tmp_path / "b", second, environments=[LETTERS], sampling={"max_tokens": 20}))
+    code, out, _ = run_command("evaluate", "--compare", tmp_path / "a", tmp_path / "b")
+    lines = [line.split() for line in out.splitlines()]
+    assert code == 0 and lines[0][:2] == ["A", str(tmp_path / "a")] and "digest one" in out
+    assert ["letters", "avg@4", "6"] in [line[:3] for line in lines]
+    assert "they differ in sampling: A temperature 1, top_p 1, top_k 0, min_p 0, max_tokens 24, B temperature 1" in out
+    code, out, _ = run_command("evaluate", f"--compare={tmp_path / 'a'}", tmp_path / "b")
+    assert code == 2, "two words, as the help says"
+    code, out, _ = run_command("evaluate", "--compare", tmp_path / "a", tmp_path / "b", "--json")
+    document = json.loads(out)
+    assert [line["name"] for line in document["lines"]] == ["avg@4", "pass@1", "pass@2", "pass@4"]

@@ -1,0 +1,277 @@
+"""Evaluations against a server: what is asked, what is kept, and that nothing is asked twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast import Environment, Message, Score, Session, Task, TaskSeed
+from holdfast.orchestrator.environments.jsonl import Jsonl
+from holdfast.orchestrator.evaluation import main
+from holdfast.orchestrator.evaluation.comparison import compare
+from holdfast.orchestrator.evaluation.results import read_tasks
+from holdfast.orchestrator.evaluation.summary import Summary, read_evaluation, summary_in
+from holdfast.orchestrator.evaluation.tasks import count_tasks, refuse_training_tasks, settings_of_run
+from holdfast.shared.config.evaluation import EvaluateConfig
+from holdfast.shared.config.load import to_toml
+from holdfast.shared.config.orchestrator import EnvironmentConfig, OrchestratorConfig
+from holdfast.shared.errors import ConfigError, DataError, EnvironmentFailure
+from holdfast.shared.files.run_dir import RunDir
+from tests.servers.orchestrator_fakes import MODEL, FakeEngine, serving
+
+
+class Letters(Environment):
+    """Two turns; the reward is the share of letters a to m. Task `broken` raises, the others say what they are."""
+
+    broken: int | None = None
+
+    def make_task(self, seed: TaskSeed) -> Task:
+        assert seed.held_out and seed.number >= 2**63
+        return Task(prompt=[Message("user", "".join(seed.random().choices("abcdef", k=4)))], answer=str(seed.index))
+
+    async def run(self, session: Session, task: Task) -> None:
+        await session.sample()
+        session.append_messages([Message("user", "more")])
+        await session.sample()
+
+    async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
+        if task.answer == str(Letters.broken):
+            raise ValueError("it is broken")
+        shares = [sum(letter in "abcdefghijklm" for letter in session.completion) for session in sessions]
+        return [Score(share / 24, {"exact": float(share > 4)}) for share in shares]
+
+
+LETTERS = {"id": f"{__name__}:Letters", "name": "letters"}
+
+
+def config_of(directory: Path, engine: FakeEngine, **changes: Any) -> EvaluateConfig:
+    """Return a small evaluation of what `engine` serves."""
+    values: dict[str, Any] = {
+        "output_dir": directory,
+        "model": {"name": MODEL},
+        "environments": [LETTERS, {"id": "reverse_text"}],
+        "num_tasks": 6,
+        "samples_per_task": 4,
+        "sampling": {"max_tokens": 24},
+        "seq_len": 128,
+    }
+    config = EvaluateConfig.model_validate(values | changes)
+    config.inference.model.name = MODEL
+    config.inference.server.port = int(engine.url.rsplit(":", 1)[1])
+    return config
+
+
+def evaluated(config: EvaluateConfig) -> Summary:
+    asyncio.run(main.run(config))
+    return summary_in(config.output_dir)
+
+
+def asked(engine: FakeEngine) -> list[tuple[tuple[int, ...], int]]:
+    """Every prompt with a seed that the engine was asked to sample."""
+    return [(tuple(body["token_ids"]), seed) for body in engine.requests for seed in body["seeds"]]
+
+
+def tasks_in(config: EvaluateConfig) -> dict[Any, Any]:
+    return read_tasks(config.output_dir / "rollouts.jsonl", samples_per_task=config.samples_per_task)[0]
+
+
+def engine_with_weights(digest: str = "weights") -> FakeEngine:
+    return FakeEngine(version=0, digest=digest)
+
+
+def test_every_rollout_is_kept_and_counted(tmp_path: Path) -> None:
+    engine = engine_with_weights()
+    with serving(engine):
+        config = config_of(tmp_path, engine)
+        summary = evaluated(config)
+        again = evaluated(config)
+    assert len(asked(engine)) == len(set(asked(engine))) == 6 * 4 * 2 + 6 * 4, "what is done is not asked again"
+    assert again == summary
+    lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_bytes().splitlines()]
+    keys = [(line["environment"], line["task"], line.get("sample", 0)) for line in lines]
+    assert sorted(keys) == [
+        (name, task, sample) for name in ("letters", "reverse_text") for task in range(6) for sample in range(4)
+    ]
+    letters = [line for line in lines if line["environment"] == "letters"]
+    assert all([turn["sampled"] for turn in line["turns"]] == [False, True, False, True] for line in letters)
+    found = summary.environments["letters"]
+    assert found.estimates["avg@4"].value == pytest.approx(sum(line["reward"] for line in letters) / 24)
+    assert found.estimates["pass@1"].value == pytest.approx(sum(line["solved"] for line in letters) / 24)
+    assert list(found.estimates) == ["avg@4", "pass@1", "pass@2", "pass@4"]
+    assert found.num_tasks == 6 and found.sampled_tokens and not found.dropped
+    assert summary.policy == {"kind": "weights", "digest": "weights", "dtype": None}
+    assert summary.metrics()["eval/letters/avg@4"] == found.estimates["avg@4"].value
+    assert not (tmp_path / "rollouts").exists(), "what was sampled is in the lines"
+
+
+def test_an_evaluation_that_was_cut_off_goes_on_and_asks_nothing_twice(tmp_path: Path) -> None:
+    straight = engine_with_weights()
+    with serving(straight):
+        expected = evaluated(config_of(tmp_path / "straight", straight))
+    engine = engine_with_weights()
+    directory = tmp_path / "cut"
+    with serving(engine):
+        config = config_of(directory, engine, max_concurrency=8)
+
+        async def cut_off() -> None:
+            work = asyncio.ensure_future(main.run(config))
+            loop = asyncio.get_running_loop()
+            engine.on_generate = lambda number: number == 12 and loop.call_soon_threadsafe(work.cancel)
+            with pytest.raises(asyncio.CancelledError):
+                await work
+
+        asyncio.run(cut_off())
+        before = len(tasks_in(config))
+        assert 0 < before < 12
+        lines = directory / "rollouts.jsonl"
+        whole = lines.read_bytes()
+        lines.write_bytes(whole + whole.splitlines(keepends=True)[0][:40])  # what a power cut leaves of a task
+        with pytest.raises(DataError, match=f"has {before} of its 12 tasks"):
+            read_evaluation(directory)
+        found = evaluated(config)
+    assert found == expected
+    again = asked(engine)
+    # The answer in flight was not kept: nobody had seen it.
+    assert set(again) == set(asked(straight)) and len(again) - len(set(again)) <= 8
+    assert lines.read_bytes().startswith(whole)
+
+
+def test_a_damaged_line_is_named_and_nothing_is_played_over_it(tmp_path: Path) -> None:
+    engine = engine_with_weights()
+    with serving(engine):
+        config = config_of(tmp_path, engine)
+        evaluated(config)
+        path = tmp_path / "rollouts.jsonl"
+        lines = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join([*lines[:5], b"{rubbish\n", *lines[6:]]))
+        with pytest.raises(DataError, match=r"rollouts.jsonl, line 6, is damaged: .* begin anew with --clean"):
+            asyncio.run(main.run(config))
+        path.write_bytes(b"".join([*lines[:4], *lines[:4]]))
+        with pytest.raises(DataError, match=r"line 5: sample 0 of task \d+ of '.*' is not what follows there"):
+            asyncio.run(main.run(config))
+
+
+def test_another_policy_and_other_tasks_get_no_line_in_the_same_file(tmp_path: Path) -> None:
+    engine = engine_with_weights()
+    with serving(engine):
+        evaluated(config_of(tmp_path, engine))
+        with pytest.raises(ConfigError, match=r"holds another evaluation \(samples_per_task: 4 there, 2 here\)"):
+            asyncio.run(main.run(config_of(tmp_path, engine, samples_per_task=2)))
+        engine.digest = "others"
+        with pytest.raises(ConfigError, match=r"another evaluation \(policy: .*weights.* there, .*others.* here\)"):
+            asyncio.run(main.run(config_of(tmp_path, engine)))
+
+
+def test_two_evaluations_are_compared_task_by_task(tmp_path: Path) -> None:
+    first, second = engine_with_weights("one"), engine_with_weights("two")
+    with serving(first, second):
+        evaluated(config_of(tmp_path / "a", first))
+        evaluated(config_of(tmp_path / "b", second, samples_per_task=2))
+        evaluated(config_of(tmp_path / "c", second, seed=1))
+        evaluated(config_of(tmp_path / "d", second, environments=[LETTERS]))
+    found = compare(tmp_path / "a", tmp_path / "b")
+    assert [(line.environment, line.name) for line in found.lines] == [
+        (name, key) for name in ("letters", "reverse_text") for key in ("avg@4 / avg@2", "pass@1", "pass@2")
+    ]
+    assert found.differing == {"samples_per_task": (4, 2)} and found.skipped == 0
+    line = found.lines[0]
+    assert line.paired.difference.value == pytest.approx(line.second.value - line.first.value)
+    alike = compare(tmp_path / "a", tmp_path / "a")
+    assert all(line.paired.p_value == 1.0 and line.first == line.second for line in alike.lines)
+    for other, what in (("c", "seed = 0 and 1"), ("d", "environments")):
+        with pytest.raises(ConfigError, match=f"did not ask the same tasks: {what}"):
+            compare(tmp_path / "a", tmp_path / other)
+    with pytest.raises(DataError, match="holds no evaluation: it has no evaluation.json"):
+        compare(tmp_path / "a", tmp_path)
+
+
+def test_tasks_whose_prompts_changed_are_not_compared(tmp_path: Path) -> None:
+    engine = engine_with_weights()
+    with serving(engine):
+        for name in ("a", "b"):
+            evaluated(config_of(tmp_path / name, engine, environments=[LETTERS]))
+    path = tmp_path / "b" / "rollouts.jsonl"
+    prompt = json.loads(path.read_bytes().splitlines()[0])["prompt"]
+    path.write_bytes(path.read_bytes().replace(prompt.encode(), b"0" * 32))
+    with pytest.raises(ConfigError, match=r"task \d of 'letters' has another prompt in .* than in"):
+        compare(tmp_path / "a", tmp_path / "b")
+
+
+def test_tasks_that_are_dropped_are_named_and_count_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Letters, "broken", 2)
+    engine = engine_with_weights()
+    with serving(engine):
+        with pytest.raises(EnvironmentFailure, match="it is broken"):
+            asyncio.run(main.run(config_of(tmp_path / "stop", engine)))
+        sections = [LETTERS | {"on_error": "drop"}]
+        evaluated(config_of(tmp_path / "a", engine, environments=sections))
+        found = evaluated(config_of(tmp_path / "a", engine, environments=sections))
+        monkeypatch.setattr(Letters, "broken", 3)
+        evaluated(config_of(tmp_path / "b", engine, environments=sections))
+        one = [LETTERS | {"on_error": "drop", "name": "alone"}]
+        monkeypatch.setattr(Letters, "broken", 0)
+        none = evaluated(config_of(tmp_path / "c", engine, environments=one, num_tasks=1))
+        nothing = compare(tmp_path / "c", tmp_path / "c")
+    letters = found.environments["letters"]
+    assert (letters.num_tasks, letters.dropped) == (5, {"environment_error": 1})
+    assert found.metrics()["eval/letters/dropped"] == 1
+    both = compare(tmp_path / "a", tmp_path / "b")
+    assert both.skipped == 2 and all(line.num_tasks == 4 for line in both.lines)
+    assert none.environments["alone"].estimates == {} and nothing.lines == [] and nothing.skipped == 1
+
+
+def test_no_held_out_seed_is_one_of_training() -> None:
+    training = [TaskSeed(seed, "a", index) for seed in range(3) for index in range(100)]
+    held_out = [TaskSeed(seed.run_seed, "a", seed.index, held_out=True) for seed in training]
+    assert all(seed.number < 2**63 and seed.shared("epoch", 0) < 2**63 for seed in training)
+    assert all(2**63 <= seed.number < 2**64 and seed.shared("epoch", 0) >= 2**63 for seed in held_out)
+    assert len({seed.number for seed in held_out}) == 300
+    assert held_out[0].fresh().number == held_out[0].number
+    assert held_out[0].random().random() != training[0].random().random()
+
+
+def test_an_environment_with_an_end_is_asked_once_and_not_where_training_asks(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 3)
+    rows = Jsonl(tmp_path / "rows.jsonl")
+    section = EnvironmentConfig(id="jsonl", args={"path": str(tmp_path / "rows.jsonl")})
+    endless = Letters()
+    assert count_tasks({"rows": rows, "endless": endless}, None, key="num_tasks") == {"rows": 3, "endless": 128}
+    assert count_tasks({"rows": rows, "endless": endless}, 2, key="num_tasks") == {"rows": 2, "endless": 2}
+    with pytest.raises(ConfigError, match="num_tasks = 4, and environment 'rows' has 3 tasks: some would count twice"):
+        count_tasks({"rows": rows}, 4, key="num_tasks")
+    environments = {"jsonl": rows, "letters": endless}
+    sections = [section, EnvironmentConfig(id="letters")]
+    refuse_training_tasks(environments, sections, [EnvironmentConfig(id="letters")], key="environments")
+    with pytest.raises(ConfigError, match=r"environments: 'jsonl' has 3 tasks, and training draws them all"):
+        refuse_training_tasks(environments, sections, [section], key="environments")
+    run_dir = RunDir(tmp_path / "run")
+    assert settings_of_run(run_dir.path) is None
+    run_dir.configs(1).mkdir(parents=True)
+    (run_dir.configs(1) / "orchestrator.toml").write_text(to_toml(OrchestratorConfig(environments=[section])))
+    config = EvaluateConfig(run=run_dir.path, environments=[section], output_dir=tmp_path / "evaluation")
+    with pytest.raises(ConfigError, match="nothing of it is held out"):
+        main.load_tasks(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": None}, "was given neither of model.name and run"),
+        ({"run": "a"}, "was given both of model.name and run"),
+        ({"model": None, "run": "a", "url": "http://a/v1"}, "url and run are two policies"),
+        ({"step": 3}, "step = 3 is a step of a run"),
+        ({"model": None, "run": "a", "step": -1}, "steps are counted from 0"),
+        ({"url": "ftp://a"}, "must begin with http"),
+        ({"sampling": {"temperature": 0}, "samples_per_task": 2}, "are 2 times the same answer"),
+        ({"sampling": {"temperature": 0.001}}, "0, or 0.01"),
+        ({"environments": [{"id": "a"}, {"id": "a"}]}, "environments need distinct names"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        EvaluateConfig.model_validate({"model": {"name": "a"}} | changes)
