@@ -1,6 +1,7 @@
 """From samples to the tensors of one forward pass. Which samples share one: `holdfast.trainer.data.row_plan`.
 
-Shape legend: B rows, L tokens of a row, N predicted tokens of the micro-batch; a packed row: T tokens, S samples.
+Shape legend: B rows, L tokens of a row, N predicted tokens of the micro-batch; a packed row: T tokens; a padded
+batch of its samples: S samples, L tokens of the longest.
 """
 
 from __future__ import annotations
@@ -12,19 +13,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_SHORT = 64
+"""Tokens up to which samples share a padded batch, however short they are: a call would cost more than the padding."""
+_FILLED = 0.75
+"""The least share of its row that a longer sample fills: a higher one means more calls, a lower one more padding."""
+
 
 @dataclass(frozen=True)
 class PackedIndex:
-    """How the tokens of a packed row lie in a padded batch of samples.
+    """How the tokens of a packed row lie in padded batches, each of samples of about the same length.
 
     Attributes:
-        gather_SL: for each place of the padded batch, the token of the row (0 for padding).
-        scatter_T: for each token of the row, its place in the flattened padded batch.
-        cu_seqlens: S + 1 sample borders, int32.
-        max_len: L.
+        gather_SL: of each padded batch, for each of its places, the token of the row (0 for padding).
+        scatter_T: for each token of the row, its place in the padded batches, flattened one after the other.
+        cu_seqlens: borders of the samples in the row, one more than there are samples, int32.
+        max_len: the longest sample.
     """
 
-    gather_SL: Tensor
+    gather_SL: tuple[Tensor, ...]
     scatter_T: Tensor
     cu_seqlens: Tensor
     max_len: int
@@ -32,19 +38,35 @@ class PackedIndex:
     @classmethod
     def from_lengths(cls, lengths: list[int], *, device: torch.device) -> PackedIndex:
         """Return the index of a row that holds samples of these lengths in this order."""
-        lengths_S = torch.tensor(lengths)
-        borders = torch.cat([torch.zeros(1, dtype=torch.long), lengths_S.cumsum(0)])
-        max_len = int(lengths_S.max())
-        columns_L = torch.arange(max_len)
-        valid_SL = columns_L[None, :] < lengths_S[:, None]
-        gather_SL = torch.where(valid_SL, borders[:-1, None] + columns_L[None, :], 0)
-        scatter_T = valid_SL.flatten().nonzero().squeeze(1)
+        borders = np.cumsum([0, *lengths])
+        gather_SL, scatter_T, places = [], np.empty(borders[-1], dtype=np.int64), 0
+        for members in _by_length(lengths):
+            lengths_S = np.array([lengths[member] for member in members])
+            columns_L = np.arange(lengths_S.max())
+            valid_SL = columns_L < lengths_S[:, None]
+            tokens_SL = borders[members][:, None] + columns_L
+            scatter_T[tokens_SL[valid_SL]] = places + np.flatnonzero(valid_SL)
+            gather_SL.append(to_device(torch.from_numpy(np.where(valid_SL, tokens_SL, 0)), device))
+            places += valid_SL.size
         return cls(
-            gather_SL=to_device(gather_SL, device),
-            scatter_T=to_device(scatter_T, device),
-            cu_seqlens=to_device(borders.to(torch.int32), device),
-            max_len=max_len,
+            gather_SL=tuple(gather_SL),
+            scatter_T=to_device(torch.from_numpy(scatter_T), device),
+            cu_seqlens=to_device(torch.from_numpy(borders.astype(np.int32)), device),
+            max_len=max(lengths),
         )
+
+
+def _by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Return which samples are in which padded batch: the longest first, and in the order of the row within one."""
+    batches: list[list[int]] = []
+    longest = 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if batches and (longest <= _SHORT or lengths[index] >= _FILLED * longest):
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+            longest = lengths[index]
+    return [sorted(batch) for batch in batches]
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -3,15 +3,16 @@
 A packed row holds several samples one after the other. Attention must not cross their borders, and
 a mask over the whole row would cost the square of its length. On GPUs a kernel takes samples of any
 lengths: `holdfast.trainer.models.varlen`. On a CPU, and where that kernel lacks something, which the log
-names then, queries, keys and values are laid out as one padded batch of samples, and causal attention
-runs over that: a valid token never sees the padding, which lies behind it, and no mask is needed. The
-result is the one that each sample gives alone. Registered with transformers under the name `packed`.
+names then, queries, keys and values are laid out as padded batches of samples of about the same length,
+and causal attention runs over each: a valid token never sees the padding, which lies behind it, and no
+mask is needed. The result is the one that each sample gives alone. Registered with transformers under
+the name `packed`.
 
 What models ask of attention beyond that: soft caps of the scores (Gemma 2, https://arxiv.org/abs/2408.00118)
 and learned sinks (gpt-oss, https://arxiv.org/abs/2508.10925) are computed with plain matrix products. An
 argument that is not known here is refused; `holdfast.trainer.models.layout` sees to it that no such model gets here.
 
-Shape legend: T tokens of a row, S samples in it, L the longest sample, H heads, D head dimension,
+Shape legend: T tokens of a row, S samples of a padded batch, L the longest of them, H heads, D head dimension,
 B rows of an unpacked batch.
 """
 
@@ -146,16 +147,20 @@ def _refuse_unknown(module: nn.Module, others: Mapping[str, object], *, is_causa
 def _attend_padded(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, index: PackedIndex
 ) -> Tensor:
-    """Return (1, T, H, D): what `attend` makes of the samples of a packed row, as rows (S, H, L, D) of a batch."""
-    samples, longest = index.gather_SL.shape
+    """Return (1, T, H, D): what `attend` makes of the samples of a packed row, as rows (S, H, L, D) of batches."""
+    places = torch.cat([gather_SL.flatten() for gather_SL in index.gather_SL])
 
-    def unpack(packed: Tensor) -> Tensor:
-        flat_THD = packed[0].transpose(0, 1).index_select(0, index.gather_SL.flatten())
-        return flat_THD.view(samples, longest, *flat_THD.shape[1:]).transpose(1, 2)
+    def unpack(packed: Tensor) -> list[Tensor]:
+        flat = packed[0].transpose(0, 1).index_select(0, places)
+        parts = flat.split([gather_SL.numel() for gather_SL in index.gather_SL])
+        return [
+            part.view(*gather_SL.shape, *part.shape[1:]).transpose(1, 2)
+            for part, gather_SL in zip(parts, index.gather_SL, strict=True)
+        ]
 
-    attended = attend(unpack(query), unpack(key), unpack(value))
-    flat = attended.transpose(1, 2).reshape(samples * longest, query.shape[1], value.shape[-1])
-    return flat.index_select(0, index.scatter_T).unsqueeze(0)
+    batches = zip(unpack(query), unpack(key), unpack(value), strict=True)
+    attended = [attend(*batch).transpose(1, 2).flatten(0, 1) for batch in batches]
+    return torch.cat(attended).index_select(0, index.scatter_T).unsqueeze(0)
 
 
 def _kernel_for(

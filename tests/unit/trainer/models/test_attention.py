@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,18 +20,36 @@ CPU = torch.device("cpu")
 lengths_of_rows = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
 
-@given(lengths=lengths_of_rows)
+# Below and above what shares a padded batch whatever its lengths.
+lengths_of_long_rows = st.lists(st.integers(1, 200), min_size=1, max_size=9)
+
+
+@given(lengths=st.one_of(lengths_of_rows, lengths_of_long_rows))
 @settings(max_examples=50)
 def test_the_index_takes_tokens_out_and_puts_them_back(lengths: list[int]) -> None:
     index = PackedIndex.from_lengths(lengths, device=CPU)
     row_T = torch.arange(sum(lengths)) + 100
-    padded_SL = row_T[index.gather_SL]
-    assert padded_SL.shape == (len(lengths), max(lengths)) and index.max_len == max(lengths)
-    for sample, part in zip(padded_SL, row_T.split(lengths), strict=True):
-        assert torch.equal(sample[: len(part)], part)
-    assert torch.equal(padded_SL.flatten()[index.scatter_T], row_T)
+    padded = [row_T[gather_SL] for gather_SL in index.gather_SL]
+    assert torch.equal(torch.cat([batch.flatten() for batch in padded])[index.scatter_T], row_T)
+    parts = {int(part[0]): part for part in row_T.split(lengths)}
+    for batch in padded:
+        for sample_L in batch:
+            part = parts.pop(int(sample_L[0]))
+            assert torch.equal(sample_L[: len(part)], part)
+    assert not parts and index.max_len == max(lengths)
     assert index.cu_seqlens.dtype == torch.int32
     assert index.cu_seqlens.tolist() == [sum(lengths[:k]) for k in range(len(lengths) + 1)]
+
+
+def test_samples_share_a_padded_batch_with_those_of_about_their_length() -> None:
+    """Attention over padding would cost the square of the longest sample for each: most of a step on ragged data."""
+    index = PackedIndex.from_lengths([64, 1000, 3, 748, 750, 100, 96, 1, 60], device=CPU)
+    assert [tuple(gather_SL.shape) for gather_SL in index.gather_SL] == [(2, 1000), (1, 748), (2, 100), (4, 64)]
+    starts = np.cumsum([0, 64, 1000, 3, 748, 750, 100, 96, 1])
+    assert [gather_SL[:, 0].tolist() for gather_SL in index.gather_SL] == [
+        [starts[1], starts[4]], [starts[3]], [starts[5], starts[6]], [starts[0], starts[2], starts[7], starts[8]],
+    ]  # fmt: skip
+    assert len(PackedIndex.from_lengths([64, 30, 1], device=CPU).gather_SL) == 1
 
 
 def by_hand(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
@@ -46,7 +65,9 @@ def by_hand(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: i
 
 
 @given(
-    lengths=lengths_of_rows, heads=st.sampled_from([(4, 4), (4, 2), (4, 1)]), window=st.sampled_from([None, 1, 3, 50])
+    lengths=st.one_of(lengths_of_rows, lengths_of_long_rows),
+    heads=st.sampled_from([(4, 4), (4, 2), (4, 1)]),
+    window=st.sampled_from([None, 1, 3, 50]),
 )
 @settings(max_examples=40)
 def test_packed_samples_attend_as_if_alone(lengths: list[int], heads: tuple[int, int], window: int | None) -> None:
