@@ -2,9 +2,10 @@
 
     python benchmarks/sft_throughput/trl_sft.py '{"model": ..., "data": ..., "packing": true, ...}'
 
-Float32, no gradient checkpointing, fused AdamW, the same threads; what TRL sets otherwise stays. Packed, its rows hold
-`seq_len` tokens, by best-fit decreasing, and samples of a forward pass do not see each other. Prints one JSON object
-with the seconds and tokens of every step, without padding.
+Float32, no gradient checkpointing, fused AdamW, no logging, the same threads; what TRL sets otherwise stays. Packed,
+its rows hold `seq_len` tokens, by best-fit decreasing, and samples of a forward pass do not see each other; one row
+goes through the model at a time, because attention has a mask of the square of all that do. Grouped, samples of about
+one length make a step. Prints one JSON object with the seconds and tokens of every step, without padding.
 """
 
 from __future__ import annotations
@@ -71,8 +72,10 @@ def main() -> None:
 
 def training_arguments(settings: dict[str, Any], folder: str) -> SFTConfig:
     """Return what TRL is told."""
-    samples_per_row = settings["samples_per_row"] if settings["packing"] else 1
-    micro = settings["micro_batch_size"]
+    batch, micro = settings["batch_size"], settings["micro_batch_size"]
+    if settings["packing"]:
+        # About as many samples a step as the others train: a packed row holds several.
+        batch, micro = max(1, round(batch * settings["mean_tokens"] / settings["seq_len"])), 1
     return SFTConfig(
         output_dir=folder,
         use_cpu=True,
@@ -89,9 +92,9 @@ def training_arguments(settings: dict[str, Any], folder: str) -> SFTConfig:
         adam_beta2=0.95,
         max_length=settings["seq_len"],
         packing=settings["packing"],
+        train_sampling_strategy="group_by_length" if settings["grouped"] else "random",
         per_device_train_batch_size=micro,
-        # As many samples a step as the others train; a packed row holds several.
-        gradient_accumulation_steps=max(1, round(settings["batch_size"] / (micro * samples_per_row))),
+        gradient_accumulation_steps=max(1, round(batch / micro)),
     )
 
 
