@@ -21,7 +21,7 @@ _WITH_ENGINES = [
     "test_rl_distillation", "test_rl_everything", "test_rl_full_disk", "test_parts_by_hand", "test_rl_dropped",
     "test_rl_errors", "test_rl_ranks", "test_rl_stuck", "test_lora_exact", "test_rl_quick_start",
     "test_reference_losses", "test_names", "test_rl_reward_model", "test_algorithms_benchmark",
-    "test_inference_weights", "test_inference_process", "test_inference_owner",
+    "test_evaluate", "test_inference_weights", "test_inference_process", "test_inference_owner",
     "test_inference_generate",
 ]  # fmt: skip
 _WITH_TRAINERS = [

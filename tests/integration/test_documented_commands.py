@@ -42,7 +42,7 @@ def test_the_readme(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["journal.md", "environments.md"])
+@pytest.mark.parametrize("page", ["journal.md", "environments.md", "evaluation.md"])
 def test_pages_whose_runs_are_looked_into(page: str, tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     checkout.save_files(ROOT / "docs" / page)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 
 from holdfast.orchestrator.environments import BUILT_IN, find_environment, load_environment
+from holdfast.orchestrator.evaluation.online import check_evaluation
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.process.child import die_with_launcher, run_reporting_errors
 
@@ -26,6 +27,8 @@ def check_environments(config: OrchestratorConfig) -> None:
     for position, section in enumerate(config.environments):
         find = load_environment if section.id in BUILT_IN else find_environment
         find(section, key=f"environments[{position}]")
+    if config.eval is not None:
+        check_evaluation(config)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from holdfast.orchestrator.environments import load_environment
 from holdfast.orchestrator.environments.calls import place_of
 from holdfast.orchestrator.environments.tool_use import tool_use_of
 from holdfast.orchestrator.environments.watchdog import beating, watching_calls
+from holdfast.orchestrator.evaluation.online import load_evaluation
 from holdfast.orchestrator.rollouts.teacher import Teacher, connect_teacher
 from holdfast.orchestrator.weight_push.directory import DirectoryTransport
 from holdfast.orchestrator.weight_push.push import WeightPusher
@@ -88,7 +89,10 @@ async def orchestrate(config: OrchestratorConfig) -> None:
             state=start.state,
             teacher=teacher,
         )
-        pipeline = BatchPipeline(config, client=client, publisher=publisher, pusher=pusher, maker=maker)
+        evaluation = load_evaluation(config, client, run_dir=run_dir, tokenizer=tokenizer)
+        pipeline = BatchPipeline(
+            config, client=client, publisher=publisher, pusher=pusher, maker=maker, evaluation=evaluation
+        )
         with watching_calls():
             for step in range(first, config.max_steps + 1):
                 version = schedule.version_for(step)
@@ -109,7 +113,7 @@ def _allow_connections(config: OrchestratorConfig) -> None:
     """
     size = config.group_size
     most = max(1, config.client.max_concurrency * len(config.client.urls) // size) * size
-    number = min(most, config.max_problems_per_step * size)
+    number = most if config.eval is not None else min(most, config.max_problems_per_step * size)
     if config.teacher is not None:
         number += min(config.teacher.max_concurrency * len(config.teacher.urls), number)
     allow_connections(number, key="client.max_concurrency")

@@ -26,7 +26,7 @@ def set_aside_damaged(run_dir: RunDir, attempt: int) -> list[tuple[Path, str]]:
 def set_aside_after(run_dir: RunDir, step: int, attempt: int, *, last_batch: int | None = None) -> list[Path]:
     """Move what lies after `step` to `discarded/attempt_K`, and return where it is now.
 
-    That is checkpoints, weights and batches of later steps, and their lines of metrics.jsonl.
+    That is checkpoints, weights, batches and evaluations of later steps, and their lines of metrics.jsonl.
     Nothing is deleted but the weights of `step` itself, which the trainer publishes again from
     the checkpoint, so that nobody takes old ones for them.
 
@@ -38,6 +38,8 @@ def set_aside_after(run_dir: RunDir, step: int, attempt: int, *, last_batch: int
         run_dir.checkpoints: step,
         run_dir.weights: step,
         run_dir.rollouts: step if last_batch is None else last_batch,
+        # Of versions that may have made a batch which stays, or the one that is made next.
+        run_dir.evaluations: step if last_batch is None else last_batch,
     }
     later = [
         path

@@ -10,6 +10,7 @@ from holdfast.orchestrator.batches.batch_publisher import BatchPublisher
 from holdfast.orchestrator.batches.metrics import BatchTimes, batch_metrics
 from holdfast.orchestrator.current_phase import phase
 from holdfast.orchestrator.engines.client import InferenceClient
+from holdfast.orchestrator.evaluation.online import PolicyEvaluation
 from holdfast.orchestrator.weight_push.push import WeightPusher
 from holdfast.orchestrator.weight_push.transport import PublishedWeights
 from holdfast.shared.config.orchestrator import OrchestratorConfig
@@ -30,12 +31,14 @@ class BatchPipeline:
         publisher: BatchPublisher,
         pusher: WeightPusher,
         maker: BatchMaker,
+        evaluation: PolicyEvaluation | None = None,
     ) -> None:
         self._config = config
         self._client = client
         self._publisher = publisher
         self._pusher = pusher
         self._maker = maker
+        self._evaluation = evaluation
         self._ended = time.perf_counter()
         self._busy_s = client.busy_s
         self._counts = client.counts()
@@ -66,12 +69,14 @@ class BatchPipeline:
         generating = time.perf_counter()
         with phase(f"generating batch {step}", version=weights.version):
             selection = await self._maker.make(step, weights)
+        made = time.perf_counter()
+        evaluated = await self._evaluate(weights)
         now = time.perf_counter()
         times = BatchTimes(
             period=now - self._ended,
             wait_for_weights=updating - waiting,
             update_weights=generating - updating,
-            generate=now - generating,
+            generate=made - generating,
             busy=self._client.busy_s - self._busy_s,
         )
         counts = self._client.counts()
@@ -85,6 +90,7 @@ class BatchPipeline:
             engines=of_engines,
             environments=self._config.environments,
         )
+        metrics |= evaluated
         batch = Batch(
             step=step,
             policy_version=weights.version,
@@ -107,6 +113,19 @@ class BatchPipeline:
             times.period,
             times.wait_for_weights,
         )
+
+    async def _evaluate(self, weights: PublishedWeights) -> dict[str, float]:
+        """Evaluate the version that has just made a batch, if that is due; return metrics for this batch.
+
+        That it was done is in the state of the same batch, so its numbers come with one batch, whatever is killed.
+        """
+        state, begin = self._maker.state, time.perf_counter()
+        if self._evaluation is None or not self._evaluation.is_due(weights.version, after=state.evaluated_version):
+            return {}
+        with phase("evaluating", version=weights.version):
+            metrics = await self._evaluation.evaluate(weights)
+        state.evaluated_version = weights.version
+        return metrics | {"time/evaluate": time.perf_counter() - begin}
 
     async def _wait_for(self, version: int) -> PublishedWeights:
         with phase("waiting for weights", version=version):

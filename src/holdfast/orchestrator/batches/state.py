@@ -41,6 +41,7 @@ class OrchestratorState(msgspec.Struct, kw_only=True):
         teacher_digest: of the teacher's weights; empty without a teacher.
         dropped: what of problems, rollouts and tokens is in no batch, by reason.
         environments: position in every environment, by name.
+        evaluated_version: the policy version whose evaluation came with a batch last; -1: none did.
     """
 
     format: int = STATE_FORMAT
@@ -52,6 +53,7 @@ class OrchestratorState(msgspec.Struct, kw_only=True):
     teacher_digest: str = ""
     dropped: dict[str, Counts] = {}
     environments: dict[str, EnvironmentState] = {}
+    evaluated_version: int = -1
 
     def encode(self) -> bytes:
         """Return the state as indented JSON."""

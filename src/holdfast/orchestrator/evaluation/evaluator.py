@@ -63,8 +63,12 @@ async def evaluate(
     directory: Path,
     max_concurrency: int,
     confidence: float = 0.95,
+    tells: bool = True,
 ) -> Summary:
     """Play the tasks that `directory` does not hold yet, and write `summary.json`; closes `sampler`.
+
+    Args:
+        tells: report how far it is.
 
     Raises:
         EnvironmentFailure: an environment raised or broke its contract, and `on_error` is `stop`.
@@ -85,7 +89,8 @@ async def evaluate(
         )
         try:
             missing = [seed for seed in seeds if (seed.environment, seed.index) not in results.tasks]
-            report("evaluating", tasks=len(seeds), done=len(seeds) - len(missing))
+            if tells:
+                report("evaluating", tasks=len(seeds), done=len(seeds) - len(missing))
             slots = asyncio.Semaphore(max(1, max_concurrency // tasks.samples_per_task))
 
             async def play(seed: TaskSeed) -> None:
@@ -96,7 +101,7 @@ async def evaluate(
                 await results.append(_lines(outcome, section, policy))
                 moved()
                 done = len(results.tasks)
-                if done * _REPORTS // len(seeds) > (done - 1) * _REPORTS // len(seeds):
+                if tells and done * _REPORTS // len(seeds) > (done - 1) * _REPORTS // len(seeds):
                     report("evaluated", tasks=f"{done}/{len(seeds)}")
 
             await sampler.guard(run_all(play(seed) for seed in missing))

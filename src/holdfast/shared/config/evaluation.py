@@ -9,23 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from holdfast.shared.config.base import Command, ModelConfig, Section
 from holdfast.shared.config.inference import InferenceConfig
-from holdfast.shared.config.orchestrator import EnvironmentConfig, SamplingConfig, check_url
-
-
-class EvaluationSamplingConfig(SamplingConfig):
-    """How completions are sampled."""
-
-    temperature: float = Field(default=1.0, ge=0, le=2)
-    """Softmax temperature, from 0.01 on; 0: the likeliest token."""
-
-    @field_validator("temperature")
-    @classmethod
-    def _engines_take_it(cls, temperature: float) -> float:
-        if 0 < temperature < 0.01:
-            raise ValueError(
-                f"{temperature:g} is more than engines take for 0 and less than they sample at: 0, or 0.01"
-            )
-        return temperature
+from holdfast.shared.config.orchestrator import EnvironmentConfig, EvaluationSamplingConfig, check_samples, check_url
 
 
 class EndpointConfig(Section):
@@ -129,16 +113,3 @@ class EvaluateConfig(Command):
         if len(set(labels)) != len(labels):
             raise ValueError(f"environments need distinct names, got {labels}: set `name` on those with the same id")
         return self
-
-
-def check_samples(samples_per_task: int, sampling: SamplingConfig) -> None:
-    """Refuse several samples that are all the same.
-
-    Raises:
-        ValueError: they would be.
-    """
-    if sampling.temperature == 0 and samples_per_task > 1:
-        raise ValueError(
-            f"samples_per_task = {samples_per_task} at sampling.temperature = 0 are {samples_per_task} times the same "
-            "answer: set one of them to 1, or the temperature above 0"
-        )

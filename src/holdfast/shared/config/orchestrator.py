@@ -170,6 +170,65 @@ class TeacherConfig(ServersConfig):
     needs no inference server."""
 
 
+class EvaluationSamplingConfig(SamplingConfig):
+    """How completions of an evaluation are sampled."""
+
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    """Softmax temperature, from 0.01 on; 0: the likeliest token."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _engines_take_it(cls, temperature: float) -> float:
+        if 0 < temperature < 0.01:
+            raise ValueError(
+                f"{temperature:g} is more than engines take for 0 and less than they sample at: take 0, or 0.01"
+            )
+        return temperature
+
+
+def check_samples(samples_per_task: int, sampling: SamplingConfig) -> None:
+    """Refuse several samples that are all the same.
+
+    Raises:
+        ValueError: they would be.
+    """
+    if sampling.temperature == 0 and samples_per_task > 1:
+        raise ValueError(
+            f"samples_per_task = {samples_per_task} at sampling.temperature = 0 are {samples_per_task} times the same "
+            "answer: set one of them to 1, or the temperature above 0"
+        )
+
+
+class EvalConfig(Section):
+    """Evaluations of the policy during the run, on held-out tasks. A bare ``--eval`` makes one every 10 versions."""
+
+    interval: int = Field(default=10, ge=1)
+    """Evaluate policy version 0 and every one that this divides, as far as it makes a batch."""
+
+    environments: list[EnvironmentConfig] | None = None
+    """What is asked; unset: the environments of training, on other tasks."""
+
+    num_tasks: int | None = Field(default=None, ge=1)
+    """Tasks of each environment; unset: all of one that has a certain number (`jsonl`), 128 of one without an end."""
+
+    samples_per_task: int = Field(default=1, ge=1, le=4096)
+    """Rollouts of each task: the k of `avg@k`, and the largest of `pass@k`."""
+
+    sampling: EvaluationSamplingConfig | None = None
+    """Sampling of completions; unset: at temperature 1, with the `max_tokens` of training."""
+
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Chooses the held-out tasks and the samples, as in `evaluate`."""
+
+    @model_validator(mode="after")
+    def _can_be_told_apart(self) -> EvalConfig:
+        check_samples(self.samples_per_task, self.sampling or EvaluationSamplingConfig())
+        labels = [env.label for env in self.environments or ()]
+        if len(set(labels)) != len(labels):
+            raise ValueError(f"environments need distinct names, got {labels}: set `name` on those with the same id")
+        return self
+
+
 class OrchestratorConfig(Command):
     """The orchestrator: environments, rollouts and batches."""
 
@@ -207,6 +266,9 @@ class OrchestratorConfig(Command):
     teacher: TeacherConfig | None = None
     """A teacher for distillation; unset: none."""
 
+    eval: EvalConfig | None = None
+    """Evaluations during the run; unset: none."""
+
     weights_timeout_s: float = Field(default=1800.0, gt=0)
     """Give up when the trainer publishes no weights, and nobody gets anything else done, for this long."""
 
@@ -240,6 +302,15 @@ class OrchestratorConfig(Command):
             raise ValueError(
                 "dynamic_sampling drops groups whose rewards are all equal, which every group of one is: set "
                 "group_size to 2 or more, or leave dynamic_sampling off"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_policy_to_evaluate(self) -> OrchestratorConfig:
+        if self.eval is not None and self.is_sampled_by_teacher:
+            raise ValueError(
+                "eval asks the engines of the policy, and with a teacher that samples (teacher.mode = 'samples') there "
+                "are none: leave eval out, and evaluate checkpoints with `evaluate --run`"
             )
         return self
 

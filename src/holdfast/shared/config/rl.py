@@ -11,7 +11,7 @@ from pydantic import Field, TypeAdapter, ValidationError, field_validator, model
 
 from holdfast.shared.config.base import CkptConfig, Command, ModelConfig
 from holdfast.shared.config.inference import InferenceConfig
-from holdfast.shared.config.orchestrator import OrchestratorConfig
+from holdfast.shared.config.orchestrator import EvalConfig, OrchestratorConfig
 from holdfast.shared.config.placement import PlacementConfig
 from holdfast.shared.config.rl_rewards import check_rewards
 from holdfast.shared.config.rl_trainer import JournalConfig, TrainerConfig
@@ -45,6 +45,9 @@ class RlConfig(Command):
 
     journal: JournalConfig | None = None
     """For the trainer: batches that stay after they are trained."""
+
+    eval: EvalConfig | None = None
+    """For the orchestrator: evaluations on held-out tasks during the run."""
 
     placement: PlacementConfig = PlacementConfig()
     """GPUs of the trainer and of the engines."""
@@ -122,6 +125,7 @@ _SHARED = {
     "ckpt": ("trainer", "orchestrator"),
     "model": ("trainer", "orchestrator", "inference"),
     "journal": ("trainer",),
+    "eval": ("orchestrator",),
     "deterministic": ("trainer", "inference"),
 }
 
@@ -213,7 +217,7 @@ def _agreed(config: RlConfig, setting: str, names: tuple[str, ...]) -> object:
         shown = ", ".join(f"{name}.{setting} = {_plain(value)}" for name, value in given.items())
         flag = setting.replace("_", "-")
         raise ConfigError(f"processes disagree on '{setting}': {shown}. Set it once for all with --{flag}.")
-    return values[0] if values else getattr(config.trainer, setting)
+    return values[0] if values else getattr(getattr(config, names[0]), setting)
 
 
 def _hand_down_model(config: RlConfig, names: tuple[str, ...]) -> None:

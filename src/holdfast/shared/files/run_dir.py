@@ -8,6 +8,7 @@ configs/attempt_K/       the resolved TOML of every process
 checkpoints/step_N/      trainer/, orchestrator/, manifest.json (written last: the commit)
 rollouts/step_N/         the batch that step N trains on, and the orchestrator's state after it
 rollouts/generations_N.log  finished generations of batch N while it is being made
+evaluations/step_N/      what policy version N did on held-out tasks, while the run went on
 weights/step_N/          what inference serves (Hugging Face layout)
 metrics.jsonl            one JSON object per step
 reference_logprobs.npz   what the reference of a preference run says about each pair
@@ -62,6 +63,7 @@ class RunDir:
         self.checkpoints = self.path / "checkpoints"
         self.rollouts = self.path / "rollouts"
         self.weights = self.path / "weights"
+        self.evaluations = self.path / "evaluations"
         self.metrics = self.path / "metrics.jsonl"
 
     def checkpoint(self, step: int) -> Path:
@@ -79,6 +81,10 @@ class RunDir:
     def weights_of(self, version: int) -> Path:
         """Directory of the published weights of policy `version`."""
         return self.weights / f"step_{version}"
+
+    def evaluation(self, version: int) -> Path:
+        """Directory of the evaluation of policy `version`."""
+        return self.evaluations / f"step_{version}"
 
     def configs(self, attempt: int) -> Path:
         """Directory of the resolved configuration of one attempt."""
@@ -229,6 +235,7 @@ class RunDir:
             "checkpoints",
             "rollouts",
             "weights",
+            "evaluations",
             "metrics.jsonl",
             REFERENCE_NAME,
             "configs",

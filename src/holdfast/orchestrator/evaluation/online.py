@@ -1,0 +1,173 @@
+"""Evaluations during a run: by the engines, while they serve the version that has just made a batch.
+
+See docs/decisions/0031-evaluation-between-two-weight-updates.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+from holdfast.orchestrator.engines.client import InferenceClient
+from holdfast.orchestrator.environments import BUILT_IN, find_environment, load_environment
+from holdfast.orchestrator.environments.interface import Environment
+from holdfast.orchestrator.evaluation.evaluator import Policy, evaluate
+from holdfast.orchestrator.evaluation.results import claim_directory
+from holdfast.orchestrator.evaluation.tasks import HeldOutTasks, count_tasks, refuse_training_tasks
+from holdfast.orchestrator.rollouts.generation_log import GenerationLog
+from holdfast.orchestrator.rollouts.sampler import Sampler
+from holdfast.orchestrator.weight_push.transport import PublishedWeights
+from holdfast.shared.chat.tokenizer import Tokenizer
+from holdfast.shared.config.orchestrator import (
+    EnvironmentConfig,
+    EvalConfig,
+    EvaluationSamplingConfig,
+    OrchestratorConfig,
+)
+from holdfast.shared.errors import ConfigError, DataError
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.process.events import report
+
+_log = logging.getLogger("orchestrator")
+_KEY = "eval.environments"
+
+
+class PolicyEvaluation:
+    """Evaluates versions of the policy that the engines of `client` serve.
+
+    Args:
+        tasks: what is asked.
+        interval: which versions are due.
+        max_concurrency: most sessions in flight.
+    """
+
+    def __init__(
+        self,
+        tasks: HeldOutTasks,
+        client: InferenceClient,
+        *,
+        interval: int,
+        run_dir: RunDir,
+        tokenizer: Tokenizer,
+        max_concurrency: int,
+    ) -> None:
+        self._tasks = tasks
+        self._client = client
+        self._interval = interval
+        self._run_dir = run_dir
+        self._tokenizer = tokenizer
+        self._max_concurrency = max_concurrency
+
+    def is_due(self, version: int, *, after: int) -> bool:
+        """Whether `version` is to be evaluated, where version `after` was the last one."""
+        return version > after and version % self._interval == 0
+
+    async def evaluate(self, weights: PublishedWeights) -> dict[str, float]:
+        """Return the numbers of a version that all engines serve, by name; what is done of them is not done again.
+
+        Raises:
+            EnvironmentFailure, InferenceError, RunDirError: it cannot be evaluated.
+        """
+        directory = self._run_dir.evaluation(weights.version)
+        policy = Policy({"kind": "weights", "digest": weights.digest, "version": weights.version}, self._tokenizer)
+        self._clear_others(directory, policy)
+        sampling, stops = self._tasks.sampling.distribution, self._tokenizer.stop_token_ids
+        log = GenerationLog(
+            RunDir(directory),
+            weights.version,
+            weights_digest=weights.digest,
+            sampling=sampling,
+            stop_token_ids=stops,
+            vocab_size=self._client.vocab_size,
+        )
+        sampler = Sampler(self._client, log, weights_digest=weights.digest, sampling=sampling, stop_token_ids=stops)
+        summary = await evaluate(
+            self._tasks,
+            policy,
+            sampler,
+            directory=directory,
+            max_concurrency=self._max_concurrency,
+            tells=False,
+        )
+        metrics = summary.metrics()
+        shown = {name.removeprefix("eval/"): f"{value:.4g}" for name, value in metrics.items() if "@" in name}
+        report("evaluated", version=weights.version, **shown)
+        return {**metrics, "eval/version": float(weights.version)}
+
+    def _clear_others(self, directory: Path, policy: Policy) -> None:
+        """Remove what is there of other weights with this number, or of other tasks: nobody goes on with it."""
+        if not directory.exists():
+            return
+        try:
+            claim_directory(directory, {"policy": policy.identity, **self._tasks.identity()})
+        except (ConfigError, DataError) as error:
+            _log.warning("evaluated anew: %s", error)
+            shutil.rmtree(directory)
+
+
+def load_evaluation(
+    config: OrchestratorConfig, client: InferenceClient, *, run_dir: RunDir, tokenizer: Tokenizer
+) -> PolicyEvaluation | None:
+    """Return the evaluations that `config` asks for; None for none.
+
+    Raises:
+        ConfigError, DataError: an environment cannot be used, or its tasks are those of training.
+        EnvironmentFailure: its module or its constructor raised.
+    """
+    if config.eval is None:
+        return None
+    sections = _sections(config, config.eval)
+    environments = {
+        section.label: load_environment(section, key=f"{_KEY}[{position}]") for position, section in enumerate(sections)
+    }
+    return PolicyEvaluation(
+        _held_out(config, config.eval, environments, sections),
+        client,
+        interval=config.eval.interval,
+        run_dir=run_dir,
+        tokenizer=tokenizer,
+        max_concurrency=config.client.max_concurrency * len(config.client.urls),
+    )
+
+
+def check_evaluation(config: OrchestratorConfig) -> None:
+    """Check what `load_evaluation` will load, without calling a constructor of the user's own.
+
+    Raises:
+        ConfigError, DataError: what cannot be used.
+        EnvironmentFailure: a module raised.
+    """
+    assert config.eval is not None, "there is something to check"
+    built_in: dict[str, Environment] = {}
+    sections = _sections(config, config.eval)
+    for position, section in enumerate(sections):
+        key = f"{_KEY}[{position}]"
+        if section.id in BUILT_IN:
+            built_in[section.label] = load_environment(section, key=key)
+        else:
+            find_environment(section, key=key)
+    _held_out(config, config.eval, built_in, [section for section in sections if section.label in built_in])
+
+
+def _sections(config: OrchestratorConfig, settings: EvalConfig) -> list[EnvironmentConfig]:
+    return config.environments if settings.environments is None else settings.environments
+
+
+def _held_out(
+    config: OrchestratorConfig,
+    settings: EvalConfig,
+    environments: dict[str, Environment],
+    sections: list[EnvironmentConfig],
+) -> HeldOutTasks:
+    refuse_training_tasks(environments, sections, config.environments, key=_KEY)
+    plain = EvaluationSamplingConfig(max_tokens=config.sampling.max_tokens)
+    return HeldOutTasks(
+        environments=environments,
+        settings=sections,
+        counts=count_tasks(environments, settings.num_tasks, key="eval.num_tasks"),
+        samples_per_task=settings.samples_per_task,
+        seed=settings.seed,
+        sampling=settings.sampling or plain,
+        seq_len=config.seq_len,
+    )

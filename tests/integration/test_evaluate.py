@@ -1,0 +1,130 @@
+"""The command `evaluate` over real servers: an endpoint, steps of a run, and a kill on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.orchestrator.evaluation.results import ROLLOUTS_NAME
+from holdfast.orchestrator.evaluation.summary import summary_in
+from holdfast.shared.files.metrics import read_metrics
+from holdfast.shared.files.run_dir import RunDir
+from tests.conftest import ROOT
+from tests.integration.conftest import REFERENCE_STEPS, UsedServer
+from tests.runs.processes import HANG_S
+from tests.runs.rl import MODEL, CompletedRun, RlRun, complete
+
+Command = Callable[[str], str]
+SMALL = ("--num-tasks", "12", "--samples-per-task", "4", "--sampling.max-tokens", "16", "--seq-len", "64")
+
+
+def start(command: Command, directory: Path, *flags: str) -> subprocess.Popen[str]:
+    argv = [command("evaluate"), *flags, "--output-dir", str(directory)]
+    return subprocess.Popen(
+        argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def evaluate(command: Command, directory: Path, *flags: str) -> str:
+    process = start(command, directory, *flags)
+    out, _ = process.communicate(timeout=HANG_S)
+    assert process.returncode == 0, out
+    return out
+
+
+def lines_of(directory: Path) -> list[bytes]:
+    path = directory / ROLLOUTS_NAME
+    return path.read_bytes().splitlines() if path.exists() else []
+
+
+def test_our_own_server_is_evaluated_as_any_endpoint(rl_server: UsedServer, command: Command, tmp_path: Path) -> None:
+    url = f"{rl_server.handle.url}/v1"
+    out = evaluate(command, tmp_path, "--url", url, "--model.name", str(MODEL), *SMALL)
+    assert f"evaluating {MODEL} at {url}" in out and "avg@4" in out and "pass@4" in out
+    found = summary_in(tmp_path).environments["reverse_text"]
+    assert found.num_tasks == 12 and 0.2 < found.estimates["avg@4"].value < 1
+    before = rl_server.generated_tokens()
+    again = evaluate(command, tmp_path, "--url", url, "--model.name", str(MODEL), *SMALL)
+    assert rl_server.generated_tokens() == before, "nothing is asked twice"
+    assert again.splitlines()[-2:] == out.splitlines()[-2:]
+
+
+@pytest.mark.slow
+def test_steps_of_a_run_are_evaluated_and_compared(reference: CompletedRun, command: Command, tmp_path: Path) -> None:
+    """The last step as the run has published it, and an earlier one from its checkpoint."""
+    run_dir = RunDir(tmp_path / "run")
+    shutil.copytree(reference.run_dir.path, run_dir.path)
+    shutil.rmtree(run_dir.weights_of(10))
+    run = str(run_dir.path)
+    evaluate(command, tmp_path / "10", "--run", run, "--step", "10", *SMALL)
+    evaluate(command, tmp_path / "last", "--run", run, *SMALL)
+    first, last = summary_in(tmp_path / "10"), summary_in(tmp_path / "last")
+    assert first.tasks == last.tasks and first.policy["digest"] != last.policy["digest"]
+    out = subprocess.run(
+        [command("evaluate"), "--compare", str(tmp_path / "10"), str(tmp_path / "last"), "--json"],
+        stdout=subprocess.PIPE, check=True, text=True,
+    ).stdout  # fmt: skip
+    (line, *_) = json.loads(out)["lines"]
+    assert (line["name"], line["num_tasks"]) == ("avg@4", 12)
+    assert line["second"]["value"] == last.environments["reverse_text"].estimates["avg@4"].value
+    assert 0 < line["paired"]["p_value"] <= 1
+
+
+@pytest.mark.slow
+def test_a_run_that_is_evaluated_and_killed_ends_as_one_without(
+    reference: CompletedRun, rl_server: UsedServer, tmp_path: Path
+) -> None:
+    """Its orchestrator dies in an evaluation; every number comes once, and the weights are those of the plain run."""
+    flags = (*rl_server.flags, "--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2")
+    asked = ("--eval.interval", "5", "--eval.num-tasks", "24", "--eval.samples-per-task", "2")
+    with RlRun(tmp_path / "run", *flags, *asked) as run:
+        run.wait_for(lambda: len(lines_of(run.run_dir.evaluation(10))) >= 2, "an evaluation of version 10")
+        (orchestrator,) = run.find("holdfast.orchestrator.main")
+        orchestrator.kill()
+        done = complete(run)
+    assert done.exit_code == 0 and "orchestrator was killed by signal 9" in done.output, done.output
+    weights = [
+        run_dir.weights_of(REFERENCE_STEPS) / "model.safetensors" for run_dir in (run.run_dir, reference.run_dir)
+    ]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    lines = [line for line in read_metrics(run.run_dir.metrics) if "eval/version" in line]
+    # Version 0 makes the first batch; version N makes batch N + 2.
+    assert [(line["step"], line["eval/version"]) for line in lines] == [(1, 0), (7, 5), (12, 10), (17, 15)]
+    for line in lines:
+        summary = summary_in(run.run_dir.evaluation(int(line["eval/version"])))
+        value = summary.environments["reverse_text"].estimates["avg@2"].value
+        assert line["eval/reverse_text/avg@2"] == pytest.approx(value, rel=1e-7)
+
+
+@pytest.mark.slow
+def test_a_killed_evaluation_goes_on_where_it_was(command: Command, tmp_path: Path) -> None:
+    flags = (
+        "--model.name", str(MODEL), "--num-tasks", "96", "--samples-per-task", "8", "--sampling.max-tokens", "24",
+        "--seq-len", "64", "--max-concurrency", "8",
+    )  # fmt: skip
+    evaluate(command, tmp_path / "straight", *flags)
+    directory = tmp_path / "killed"
+    for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 128 + signal.SIGTERM)):
+        before = len(lines_of(directory))
+        process = start(command, directory, *flags)
+        deadline = time.monotonic() + HANG_S
+        while len(lines_of(directory)) <= before + 16 and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)  # nothing tells of a line in another process's file
+        os.kill(process.pid, number)
+        out, _ = process.communicate(timeout=HANG_S)
+        assert process.returncode == code, out
+        assert len(lines_of(directory)) < 96 * 8
+    kept = lines_of(directory)
+    out = evaluate(command, directory, *flags)
+    assert "tasks 96 done " in out and lines_of(directory)[: len(kept)] == kept
+    assert sorted(lines_of(directory)) == sorted(lines_of(tmp_path / "straight"))
+    assert summary_in(directory) == summary_in(tmp_path / "straight")
