@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs.ray_clusters import RayNodes
+from tests.runs.ray_clusters import RayNodes, node_of, other_environment
 from tests.runs.rl import SMALL_BATCH, CompletedRun, RlRun, assert_same, complete, last_step, outcome, succeeded
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -61,6 +61,22 @@ def test_a_node_that_is_lost_and_comes_back(nodes: RayNodes, local: CompletedRun
     assert_same(outcome(done.run_dir, STEPS), outcome(local.run_dir, STEPS))
     logs = {path.name for path in done.run_dir.logs(1).glob("*.log")}
     assert logs == {"trainer.log", "trainer_1.log", "orchestrator.log", "inference.log"}
+
+
+def test_a_node_without_our_version_is_refused_by_name(tmp_path: Path) -> None:
+    """Before anything starts. The head runs nothing, so that all processes come to the node of a stranger."""
+    with RayNodes() as nodes:
+        for version, reason in (
+            (None, "a node of the Ray cluster cannot import holdfast: ModuleNotFoundError: No module named 'holdfast'"),
+            ("0.0.1", " has holdfast 0.0.1, this machine has "),
+        ):
+            python = other_environment(tmp_path / f"of_{version}", version=version)
+            with node_of(python, nodes.address, cores=4):
+                flags = ("--cluster", f"ray://{nodes.address}", "--cluster-timeout-s", "150")
+                with RlRun(tmp_path / "run", *FLAGS, *flags, environment=TOKEN) as run:
+                    refused = complete(run)
+            assert refused.exit_code == 2 and reason in refused.output, refused.output
+            assert not refused.survivors and not (tmp_path / "run" / "logs").exists()
 
 
 def test_nothing_outlives_the_launcher(nodes: RayNodes, tmp_path: Path) -> None:

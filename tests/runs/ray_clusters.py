@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import sysconfig
+import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Self
 
 from tests.conftest import ROOT
@@ -49,6 +54,42 @@ class RayNodes:
         line = self._process.stdout.readline()
         assert line, "the Ray cluster did not start"
         return line.strip()
+
+
+def other_environment(home: Path, *, version: str | None) -> Path:
+    """Make an environment with our packages, but another version of holdfast, or none; return its interpreter."""
+    venv.create(home, symlinks=True)
+    packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(home)}))
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if "holdfast" not in entry.name and not (packages / entry.name).exists():
+            (packages / entry.name).symlink_to(entry)
+    if version is not None:
+        (packages / "holdfast.pth").write_text(str(ROOT / "src"))
+        about = packages / f"holdfast-{version}.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: holdfast\nVersion: {version}\n")
+    return home / "bin" / "python"
+
+
+@contextmanager
+def node_of(python: Path, address: str, *, cores: int) -> Iterator[None]:
+    """Have a node in the cluster that `ray start` has started from the environment of an interpreter."""
+    flags = ("--address", address, "--node-ip-address", "127.0.0.1", "--num-cpus", str(cores), "--block")
+    argv = [str(python), "-m", "ray.scripts.scripts", "start", *flags]
+    memory = ("--object-store-memory", str(_MEMORY_BYTES))
+    with subprocess.Popen(
+        [*argv, *memory], cwd=python.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as node:
+        assert node.stdout is not None
+        said = ""
+        while "Ray runtime started" not in said:
+            line = node.stdout.readline()
+            said += line
+            assert line, said
+        try:
+            yield
+        finally:
+            node.terminate()  # with all that it has started
 
 
 def main(cores: list[int]) -> None:

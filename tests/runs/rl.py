@@ -45,16 +45,21 @@ class RlRun:
     """One start of the `rl` command, in a session of its own as from a terminal.
 
     Use as a context manager: whatever happens in the test, no process is left.
+
+    Args:
+        through: words ahead of the command, such as `uv run`.
     """
 
-    def __init__(self, output_dir: Path, *flags: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, output_dir: Path, *flags: str, environment: Mapping[str, str] | None = None, through: tuple[str, ...] = ()
+    ) -> None:
         self.run_dir = RunDir(output_dir)
         self._output = output_dir.with_name(f"{output_dir.name}-{time.monotonic_ns()}.out")
         self._seen: set[psutil.Process] = set()
         rl = str(Path(sys.executable).with_name("rl"))
         with open(self._output, "wb") as output:
             self._launcher = psutil.Popen(
-                [rl, "@", CONFIG, "--output-dir", str(output_dir), *flags],
+                [*through, rl, "@", CONFIG, "--output-dir", str(output_dir), *flags],
                 cwd=ROOT,
                 env={**os.environ, **(environment or {})},
                 stdin=subprocess.DEVNULL,

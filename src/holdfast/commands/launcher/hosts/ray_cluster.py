@@ -168,6 +168,8 @@ class _RayPlace(Place):
 
 
 def _connected(address: str | None) -> Any:
+    # Under `uv run` Ray would send this directory to every node and make an environment from it there. Read at import.
+    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     try:
         ray = importlib.import_module("ray")
     except ModuleNotFoundError:
