@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.runs.ports import free_port
+from tests.runs.processes import HANG_S
 
 _PACKAGES = ("slurmctld", "slurmd", "slurm-client")
 _CONFIG = """\
@@ -74,9 +79,7 @@ class SlurmNodes:
         self._start("slurmctld", "-D")
         for node in ("n1", "n2"):
             self._start("slurmd", "-D", "-N", node)
-        while "idle" not in self.ask("sinfo", "--noheader", "--format=%T") or "2" not in self.ask(
-            "sinfo", "--noheader", "--states=idle", "--format=%D"
-        ):
+        while not self.is_idle:
             assert all(daemon.poll() is None for daemon in self._daemons), "SLURM did not start"
         return self
 
@@ -87,15 +90,74 @@ class SlurmNodes:
             daemon.kill()
             daemon.wait()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether both nodes are there, and free."""
+        return self.ask("sinfo", "--noheader", "--states=idle", "--format=%D").strip() == "2"
+
+    def submit(self, argv: list[str]) -> Job:
+        """Run a command with `--slurm`; return the job that it has submitted."""
+        submitted = subprocess.run(argv, cwd=ROOT, env=self.environment, capture_output=True, text=True)
+        assert submitted.returncode == 0, submitted.stderr
+        found = re.match(r"submitted job (\d+); its output: (.*)", submitted.stdout)
+        assert found is not None, submitted.stdout
+        return Job(self, found[1], Path(found[2]))
+
     def ask(self, *argv: str) -> str:
         """Return what a command of SLURM's prints."""
         return subprocess.run(argv, env=self.environment, capture_output=True, text=True).stdout
-
-    def state(self, job: str) -> str:
-        """Return the state of a job; empty where it is long over."""
-        return self.ask("squeue", "--noheader", "--states=all", "--format=%T", "--jobs", job).strip()
 
     def _start(self, *argv: str) -> None:
         with open(self._home / f"{argv[0]}.out", "ab") as output:
             conf = ("-f", str(self._home / "slurm.conf"))
             self._daemons.append(subprocess.Popen([*argv, *conf], stdout=output, stderr=output, env=self.environment))
+
+
+class Job:
+    """A job that was submitted."""
+
+    def __init__(self, slurm: SlurmNodes, number: str, output: Path) -> None:
+        self._slurm = slurm
+        self._number = number
+        self._output = output
+
+    @property
+    def said(self) -> str:
+        """What it has printed, whenever it ran."""
+        return self._output.read_text() if self._output.exists() else ""
+
+    @property
+    def state(self) -> str:
+        """Its state; empty where it is long over."""
+        return self._slurm.ask("squeue", "--noheader", "--states=all", "--format=%T", "--jobs", self._number).strip()
+
+    def wait_for(self, what: str, condition: Callable[[], object]) -> None:
+        """Return as soon as `condition` returns something true; `what` names it in the error."""
+        deadline = time.monotonic() + HANG_S
+        while not condition():
+            assert time.monotonic() < deadline, f"{what} did not come: {self.state}\n{self.said}"
+            time.sleep(0.05)
+
+    def preempt(self) -> None:
+        """Have it end and wait in the queue again, as one that must make room for another."""
+        self._slurm.ask("scontrol", "requeue", self._number)
+        self._wait_in_queue()
+
+    def reach_limit(self) -> None:
+        """Send it what SLURM sends ahead of its time limit, and wait until it is in the queue again."""
+        self._slurm.ask("scancel", "--batch", "--signal", "USR1", self._number)
+        self._wait_in_queue()
+
+    def _wait_in_queue(self) -> None:
+        # Free nodes: only then SLURM knows how its turn before has ended, and when the next may begin.
+        self.wait_for("the queue", lambda: self.state == "PENDING" and self._slurm.is_idle)
+
+    def start_again(self) -> None:
+        """Have it begin soon, not minutes later as by itself; within a second nodes take it for the turn before."""
+        self._slurm.ask("scontrol", "update", f"JobId={self._number}", "StartTime=now+2")
+        self.wait_for("its turn", lambda: self.state == "RUNNING")
+
+    def wait(self) -> None:
+        """Wait for its end, which must be a success."""
+        self.wait_for("the end of the job", lambda: self.state in ("COMPLETED", "FAILED", ""))
+        assert self.state != "FAILED", self.said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import jsonschema
 import pytest
 import yaml
 
-from holdfast.commands.launcher.launch import launch_rl
+from holdfast.commands.launcher.launch import launch_rl, launch_training
 from holdfast.shared.config import RlConfig, SftConfig
 from holdfast.shared.config.load import parse_command_line
 from tests.conftest import ROOT
@@ -23,10 +24,10 @@ MANIFESTS = ROOT / "examples" / "kubernetes"
 pytestmark = pytest.mark.usefixtures("in_root")
 
 
-def recipes() -> list[list[str]]:
-    """Return the words of every `rl` on the page, behind `uv run`."""
+def recipes(program: str = "rl") -> list[list[str]]:
+    """Return the words of every command of the page that starts `program`, behind `uv run`."""
     lines = [line for block in blocks(PAGE) for line in block.text.splitlines()]
-    return [shlex.split(line, comments=True)[2:] for line in lines if line.startswith("uv run rl ")]
+    return [shlex.split(line, comments=True)[2:] for line in lines if line.startswith(f"uv run {program} ")]
 
 
 def manifest(name: str) -> dict[str, Any]:
@@ -47,6 +48,16 @@ def test_the_script_of_the_page_is_the_one_that_is_rendered(capsys: pytest.Captu
     assert launch_rl(parse_command_line(RlConfig, [*words[1:], "--dry-run"], program="rl")) == 0
     shown = next(block.text for block in blocks(PAGE) if block.text.startswith("#!/bin/bash"))
     assert capsys.readouterr().out.startswith(shown)
+
+
+def test_the_lines_of_the_page_are_those_that_start_a_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    (words,) = recipes("sft")
+    assert launch_training(parse_command_line(SftConfig, [*words[1:], "--dry-run"], program="sft")) == 0
+    printed = capsys.readouterr().out.replace(str(Path(sys.executable).parent), "...")
+    shown = next(block.text for block in blocks(PAGE) if "MASTER_ADDR=" in block.text)
+    assert shown in printed
+    options = next(block.text for block in blocks(PAGE) if block.text.startswith("#!/bin/bash"))
+    assert printed.startswith(options.replace("/shared/run/", "/shared/sft/"))
 
 
 def test_the_ray_job_is_one_and_its_run_fits_its_nodes() -> None:

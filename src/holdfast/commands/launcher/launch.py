@@ -35,7 +35,7 @@ from holdfast.commands.launcher.ports import reserve
 from holdfast.commands.launcher.preflight import check_inference, check_orchestrator, check_rl, check_training
 from holdfast.commands.launcher.restarts import Restarts
 from holdfast.commands.launcher.servers import Servers, chosen_servers, picks_its_port
-from holdfast.commands.launcher.slurm_job import submit
+from holdfast.commands.launcher.slurm_job import submit_rl, submit_training
 from holdfast.commands.launcher.storage_backoff import StorageBackoff
 from holdfast.commands.launcher.watch import watch
 from holdfast.commands.resume.attempt import Attempt, with_resume, write_config
@@ -47,7 +47,7 @@ from holdfast.shared.config.inference import InferenceConfig
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.config.rl import RlConfig, hand_down_shared
 from holdfast.shared.config.rl_trainer import TrainerConfig
-from holdfast.shared.config.trainer import TrainingCommand
+from holdfast.shared.config.trainer import SupervisedCommand, TrainingCommand
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.child import available_cores
@@ -61,6 +61,9 @@ _ANSWERING_S = 10.0
 
 def launch_training(config: TrainingCommand) -> int:
     """Run `sft`, `dpo`, `reward-model`, or the trainer of `rl` alone; return the exit code."""
+    if isinstance(config, SupervisedCommand) and config.slurm is not None:
+        check_training(config)
+        return submit_training(config)
     config, rank = with_outer_nodes(config, os.environ)
     check_training(config)
     placement = place_training(config.parallel, this_machine(find_gpus()))
@@ -92,7 +95,7 @@ def launch_rl(config: RlConfig) -> int:
     config = hand_down_shared(with_engines(config, machine) if is_here else config)
     if config.slurm is not None:
         check_rl(config, starts_inference="urls" not in given.orchestrator.client.model_fields_set)
-        return submit(config, given)
+        return submit_rl(config, given)
     with placed(config) as places, _servers(config, places, picks_port=picks_port) as servers:
         machine = places.machine if places else machine
         check_rl(config, starts_inference=servers.starts_own)

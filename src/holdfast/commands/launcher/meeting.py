@@ -183,10 +183,18 @@ def _open_store(address: tuple[str, int], *, must_host: bool | None) -> TCPStore
     except RuntimeError as error:
         if must_host is None and is_taken(port):
             return None
-        raise ConfigError(
-            f"nodes cannot meet at {host}:{port}: {str(error).splitlines()[0]}. Choose a free port of this machine "
-            "with --parallel.rdzv-endpoint."
-        ) from None
+        raise ConfigError(f"nodes cannot meet at {host}:{port}: {_why_not(host, error)}") from None
+
+
+def _why_not(host: str, error: RuntimeError) -> str:
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:  # said now alone: the name of a pod becomes known late
+        return (
+            f"this machine knows no '{host}'. Give a name or address that all nodes know, with "
+            "--parallel.rdzv-endpoint, or as MASTER_ADDR of the outer launcher."
+        )
+    return f"{str(error).splitlines()[0]}. Choose a free port of this machine with --parallel.rdzv-endpoint."
 
 
 def _store(address: tuple[str, int], *, is_master: bool) -> TCPStore:

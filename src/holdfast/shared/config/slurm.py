@@ -13,7 +13,8 @@ class SlurmConfig(Section):
     """A SLURM job. A bare ``--slurm`` submits one for one node to the default partition."""
 
     nodes: int = Field(default=1, ge=1)
-    """Nodes of the job: those of the trainer, and of the engines where they shall have their own."""
+    """Nodes of the job. Of `rl` those of the trainer, and of the engines where they shall have their own; of others
+    those of the trainer, which is what `parallel.nodes` says where this is unset."""
 
     gpus_per_node: int | None = Field(default=None, ge=1)
     """GPUs of each node; unset: none are asked for."""

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from holdfast.shared.config.base import CkptConfig, Command, DType, ModelConfig, Section
 from holdfast.shared.config.by_device import BY_DEVICE
 from holdfast.shared.config.lora import LoraConfig
+from holdfast.shared.config.slurm import SlurmConfig
 
 _RDZV_PORT = 29400  # that of torchrun
 
@@ -331,6 +332,9 @@ class SupervisedCommand(TrainingCommand):
 
     val_interval: int | None = Field(default=None, ge=1)
     """Steps between validations; unset: after the final step only. Needs data.validation_fraction."""
+
+    slurm: SlurmConfig | None = None
+    """Submit a SLURM job that makes the run, and end; `--dry-run` prints its script."""
 
     @model_validator(mode="after")
     def _something_to_validate_on(self) -> SupervisedCommand:

@@ -331,10 +331,14 @@ def test_a_new_run_goes_on_with_nothing(nodes: Nodes) -> None:
     assert not leader.is_rejoined()
 
 
-def test_who_must_lead_and_cannot_is_refused(nodes: Nodes) -> None:
+def test_who_must_lead_and_cannot_is_refused(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes.group()
-    with pytest.raises(ConfigError, match="nodes cannot meet at localhost"):
+    with pytest.raises(ConfigError, match=r"nodes cannot meet at localhost:.* Choose a free port of this machine"):
         nodes.group(rank=0)
+    monkeypatch.setattr("holdfast.commands.launcher.meeting._STORE_S", 0.5)
+    nowhere = "no.such.host.invalid"
+    with pytest.raises(ConfigError, match=rf"nodes cannot meet at {nowhere}:\d+: this machine knows no '{nowhere}'\. "):
+        nodes.group(rank=0, parallel={"rdzv_endpoint": f"{nowhere}:{nodes.port}"})
 
 
 def test_only_a_host_that_is_here_can_lead(nodes: Nodes) -> None:

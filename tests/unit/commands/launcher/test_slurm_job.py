@@ -1,16 +1,17 @@
-"""`rl --slurm`: the script, what it is made of, and what is refused."""
+"""`--slurm`: the script, what it is made of, and what is refused."""
 
 from __future__ import annotations
 
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast.commands.launcher.launch import launch_rl
-from holdfast.shared.config import RlConfig
+from holdfast.commands.launcher.launch import launch_rl, launch_training
+from holdfast.shared.config import PROGRAMS, RlConfig, SftConfig, SupervisedCommand
 from holdfast.shared.config.load import parse_command_line, read_toml
 from holdfast.shared.config.slurm import SlurmConfig
 from holdfast.shared.errors import ConfigError
@@ -21,6 +22,27 @@ pytestmark = pytest.mark.usefixtures("in_root")
 def parsed(output_dir: Path, *flags: str) -> RlConfig:
     argv = ["@", "configs/reverse_text/rl.toml", "--output-dir", str(output_dir), *flags]
     return parse_command_line(RlConfig, argv, program="rl")
+
+
+def parsed_training(program: str, output_dir: Path, *flags: str) -> SupervisedCommand:
+    config = PROGRAMS[program]
+    assert issubclass(config, SupervisedCommand)
+    data = "examples/reverse_text/" + ("sft.jsonl" if program == "sft" else "preferences.jsonl")
+    argv = ["--data.name", data, "--output-dir", str(output_dir), *flags]
+    return parse_command_line(config, argv, program=program)
+
+
+def training_script(program: str, output_dir: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    config = parsed_training(program, output_dir, "--ckpt.interval", "5", "--slurm", "--dry-run", *flags)
+    assert launch_training(config) == 0
+    return capsys.readouterr().out
+
+
+def check_shell(script: str) -> None:
+    """Have what reads shell scripts look for mistakes in one."""
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    found = subprocess.run([shellcheck, "--shell=bash", "-"], input=script, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout
 
 
 def script_of(output_dir: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
@@ -50,15 +72,79 @@ def test_the_script_asks_for_what_the_settings_say(tmp_path: Path, capsys: pytes
         "qos=high",
     ]
     assert "\nmodule load cuda\n" in script and "--ckpt.resume-step auto &" in script
+    check_shell(script)
     assert not (tmp_path / "run" / "slurm").exists(), "a dry run submits nothing"
 
 
-def test_options_hold_what_a_shell_would_read_otherwise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """sbatch splits its lines at blanks, and takes off quotes, as a shell does."""
-    output_dir = tmp_path / "a run's \"é"
+@pytest.mark.parametrize("program", ["sft", "dpo", "reward-model"])
+def test_what_only_trains_is_started_on_every_node(
+    program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By one step, which signals are sent to: `srun` takes SIGTERM for an order to kill."""
+    script = training_script(program, tmp_path / "run", capsys, "--slurm.nodes", "2", "--slurm.gpus-per-node", "8")
+    lines = script.splitlines()
+    assert {"#SBATCH --nodes=2", "#SBATCH --gpus-per-node=8", "#SBATCH --signal=B:USR1@120"} <= set(lines)
+    (start,) = [line for line in lines if line.startswith("srun ")]
+    words = shlex.split(start.removesuffix(" &"))
+    command = words.index(str(Path(sys.executable).with_name(program)))
+    assert words[command + 1 :] == ["@", f"{tmp_path}/run/slurm/{program}.toml", "--ckpt.resume-step", "auto"]
+    assert words[words.index("--ntasks-per-node") + 1] == "1" and "--label" in words[:command]
+    assert "export MASTER_ADDR" in lines and "HOLDFAST_ADMIN_TOKEN" not in script
+    for name in ("USR1", "TERM"):
+        assert f"trap 'scancel --signal {name} \"$SLURM_JOB_ID\"' {name}" in lines
+    check_shell(script)
+
+
+def test_the_nodes_of_a_job_are_those_of_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = training_script("sft", tmp_path / "run", capsys, "--parallel.nodes", "3")
+    assert "#SBATCH --nodes=3" in script and "export MASTER_ADDR" in script
+    alone = training_script("sft", tmp_path / "run", capsys)
+    assert "#SBATCH --nodes=1" in alone and "MASTER_ADDR" not in alone and "--label" not in alone
+    check_shell(alone)
+
+
+def test_the_commands_meet_at_the_first_node_by_its_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `scontrol` says it; a real shell reads that."""
+    script = training_script("sft", tmp_path / "run", capsys, "--slurm.nodes", "2")
+    for name, code in (
+        ("scontrol", 'echo "NodeName=$3 Arch=x86_64 NodeAddr=10.0.0.7 NodeHostName=n Version=24"'),
+        ("sft", 'echo "$MASTER_ADDR"'),
+        ("srun", 'while [ "$1" != @ ]; do command=$1; shift; done; "$command"'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{code}\n")
+        (tmp_path / name).chmod(0o755)
+    script = script.replace(str(Path(sys.executable).with_name("sft")), str(tmp_path / "sft"))
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "first"}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "10.0.0.7\n"), done.stderr
+
+
+def test_a_script_holds_what_a_shell_would_read_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sbatch splits its lines at blanks, and takes off quotes, as a shell does; % stands for something in its names."""
+    output_dir = tmp_path / "a run's \"100%é"
     script = script_of(output_dir, capsys, "--slurm.job-name", "two words")
     options = [shlex.split(line.removeprefix("#SBATCH ")) for line in script.splitlines() if line.startswith("#SBATCH")]
-    assert ["--job-name=two words"] in options and [f"--output={output_dir}/slurm/job_%j.out"] in options
+    in_options = str(output_dir).replace("%", "%%")
+    assert ["--job-name=two words"] in options and [f"--output={in_options}/slurm/job_%j.out"] in options
+    (command,) = [line for line in script.splitlines() if line.endswith(" auto &")]
+    assert f"{output_dir}/slurm/rl.toml" in shlex.split(command)
+    check_shell(script)
+
+    (tmp_path / "it's $HOME").mkdir()
+    model, data = Path("examples/reverse_text/model").absolute(), Path("examples/reverse_text/sft.jsonl").absolute()
+    monkeypatch.chdir(tmp_path / "it's $HOME")
+    config = parse_command_line(
+        SftConfig,
+        ["--model.name", str(model), "--data.name", str(data), "--ckpt", "--slurm", "--dry-run"],
+        program="sft",
+    )
+    assert launch_training(config) == 0
+    script = capsys.readouterr().out
+    (line,) = [line for line in script.splitlines() if line.startswith("cd ")]
+    assert shlex.split(line)[1] == f"{tmp_path}/it's $HOME"
+    assert f"{tmp_path}/it's $HOME/outputs/slurm/sft.toml" in shlex.split(script)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +233,39 @@ def test_a_job_is_submitted_with_what_the_user_has_set(
 def test_what_cannot_be_queued_again_is_refused(flags: tuple[str, ...], reason: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=reason):
         launch_rl(parsed(tmp_path / "run", "--slurm", "--dry-run", *flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--slurm",), "--slurm needs checkpoints"),
+        (("--slurm", "--ckpt", "--clean"), "--clean with --slurm would remove the run"),
+        (
+            ("--slurm.nodes", "2", "--ckpt", "--parallel.nodes", "4"),
+            r"parallel\.nodes = 4 and slurm\.nodes = 2: all nodes of the job train",
+        ),
+        (
+            ("--slurm", "--ckpt", "--parallel.rdzv-endpoint", "head:1"),
+            r"parallel\.rdzv_endpoint = head:1 names one machine, and SLURM chooses them",
+        ),
+    ],
+)
+def test_what_no_job_of_a_trainer_can_be_is_refused(flags: tuple[str, ...], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        launch_training(parsed_training("sft", tmp_path / "run", *flags))
+
+
+def test_a_trainer_is_submitted_with_what_the_user_has_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/bash\necho 41\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    run = tmp_path / "run"
+    assert launch_training(parsed_training("sft", run, "--ckpt.interval", "5", "--slurm.nodes", "2")) == 0
+    assert f"submitted job 41; its output: {run}/slurm/job_41.out" in capsys.readouterr().out
+    told = read_toml(SftConfig, run / "slurm" / "sft.toml")
+    assert told == parsed_training("sft", run, "--ckpt.interval", "5")
 
 
 @pytest.mark.parametrize(
