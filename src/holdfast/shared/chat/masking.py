@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from holdfast.shared.chat.messages import (
@@ -160,6 +161,11 @@ class _Rendering:
         self.ids: list[int] = self._encoding.ids
         self._refuse_ignored()
 
+    @cached_property
+    def _ends_of_tokens(self) -> list[int]:
+        """Where the characters of each token end. `Encoding.offsets` is a new list each time."""
+        return [end for _, end in self._encoding.offsets]
+
     @property
     def _given(self) -> dict[str, Any]:
         chat = self._chat
@@ -200,9 +206,9 @@ class _Rendering:
             end_text, end = len(self.text), len(self.ids)
         else:
             end_text = len(before) + self._length_of_answer(number, before)
-            offsets = self._encoding.offsets
+            ends = self._ends_of_tokens
             end = start
-            while end < len(offsets) and offsets[end][1] <= end_text:
+            while end < len(ends) and ends[end] <= end_text:
                 end += 1
         self._refuse_missing(number, len(before), end_text)
         return start, end
@@ -352,15 +358,14 @@ class _Rendering:
 
     def _ends(self, mask: Sequence[bool]) -> bool:
         """Whether all trained stretches hold a token that ends a turn."""
-        is_ended = True
         stops = {*self._tokenizer.stop_token_ids}
-        for place, is_trained in enumerate(mask):
-            if is_trained and (not place or not mask[place - 1]):
-                if not is_ended:
-                    return False
-                is_ended = False
-            is_ended = is_ended or (is_trained and self.ids[place] in stops)
-        return is_ended
+        trained_to = 0
+        while True in mask[trained_to:]:
+            start = mask.index(True, trained_to)
+            trained_to = mask.index(False, start) if False in mask[start:] else len(mask)
+            if stops.isdisjoint(self.ids[start:trained_to]):
+                return False
+        return True
 
 
 def _nth(number: int) -> str:
