@@ -36,6 +36,11 @@ def compute(mesh: Mesh, directory: Path) -> dict[str, str]:
             own = config.name if mesh.rank in unwritable else str(directory / "cache_half")
             half = config.model_copy(update={"cache_dir": own})
             found[who] = fingerprint_samples(load_samples(half, tokenizer, seed=0, mesh=mesh)[0])
+        others = config.model_copy(update={"name": str(directory / ("rows.jsonl", "other.jsonl")[mesh.rank])})
+        try:
+            load_samples(others, tokenizer, seed=0, mesh=mesh)
+        except DataError as error:
+            found["others"] = str(error)
         try:
             bad = config.model_copy(update={"name": str(directory / "bad.jsonl")})
             load_samples(bad, tokenizer, seed=0, mesh=mesh)

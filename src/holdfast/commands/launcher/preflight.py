@@ -21,7 +21,12 @@ from holdfast.shared.config.rl import RlConfig
 from holdfast.shared.config.rl_trainer import TrainerConfig
 from holdfast.shared.config.trainer import SupervisedCommand, TrainingCommand
 from holdfast.shared.errors import ConfigError, EnvironmentFailure, HoldfastError
-from holdfast.shared.files.local_inputs import check_data_path, check_model_path, check_weights_path
+from holdfast.shared.files.local_inputs import (
+    check_cache_directory,
+    check_data_path,
+    check_model_path,
+    check_weights_path,
+)
 from holdfast.shared.process.child import LAUNCHER_ENV
 from holdfast.shared.process.gpus import require_vllm
 from holdfast.shared.process.import_path import module_command
@@ -41,6 +46,7 @@ def check_training(config: TrainingCommand) -> None:
         check_weights_path(config.model.name)
     if isinstance(config, SupervisedCommand):
         check_data_path(config.data.name, key="data.name")
+        check_cache_directory(config.data.cache_dir, key="data.cache_dir")
     if isinstance(config, DpoConfig) and config.loss.reference_model:
         check_model_path(config.loss.reference_model, key="loss.reference_model")
     if not isinstance(config, TrainerConfig):
@@ -54,6 +60,7 @@ def check_training(config: TrainingCommand) -> None:
             check_model_path(name, key=key)
     if config.pretraining is not None:
         check_data_path(config.pretraining.data.name, key="pretraining.data.name")
+        check_cache_directory(config.pretraining.data.cache_dir, key="pretraining.data.cache_dir")
     if config.loss.aggregation == "constant" and config.loss.constant_tokens is None:
         raise ConfigError(
             "loss.aggregation = 'constant' needs loss.constant_tokens: set it to orchestrator.sampling.max_tokens, "

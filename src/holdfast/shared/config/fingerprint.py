@@ -20,7 +20,8 @@ _INDEX = re.compile(r"\[\d+\]")
 
 FREE = frozenset({
     "output_dir", "dry_run", "clean", "keep_attempts", "ckpt", "max_steps",
-    "parallel", "val_interval", "eval", "data.cache_dir", "pretraining.data.cache_dir",
+    "parallel", "val_interval", "eval",
+    "data.cache_dir", "data.num_proc", "pretraining.data.cache_dir", "pretraining.data.num_proc",
     "alerts", "journal", "mismatch_limit", "sampler_dtype",
     "batch_timeout_s", "hang_timeout_s", "startup_timeout_s", "save_timeout_s",
     "client", "weights_timeout_s", "environments[].timeout_s",

@@ -318,6 +318,10 @@ class SftDataConfig(Section):
     shuffle: bool = True
     """A new order every epoch, from `seed`; off: file order."""
 
+    num_proc: int | None = Field(default=None, ge=1)
+    """Processes of each machine that tokenise more than a few thousand rows; unset: one for each core that the trainer
+    may run on. The samples are the same with any number."""
+
     cache_dir: str | None = None
     """Where more than a few thousand rows are kept tokenised, for the next start and for what does not fit into memory;
     unset: `tokenised` in `$HOLDFAST_CACHE` or else in ~/.cache/holdfast; empty: nowhere. What is not used any more can

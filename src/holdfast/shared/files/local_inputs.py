@@ -5,9 +5,10 @@ The launcher checks them before it starts a process, and whoever loads them chec
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from holdfast.shared.errors import DataError
+from holdfast.shared.errors import ConfigError, DataError
 
 _DATA_FILES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 _OTHER_FILES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst", ".xz", ".bz2")
@@ -55,3 +56,28 @@ def check_data_path(name: str, *, key: str) -> None:
         raise DataError(
             f"{key} = '{name}': use a .jsonl, .json or .parquet file (JSON also as .gz), a directory or a hub id"
         )
+
+
+def check_cache_directory(name: str | None, *, key: str) -> None:
+    """Refuse a directory for tokenised data that can neither be written to nor holds any; unset or empty passes.
+
+    Raises:
+        ConfigError: it is no directory, cannot be made, or is empty and cannot be written to.
+    """
+    if not name:
+        return
+    advice = f'Name a directory that can be written to, leave {key} out, or set it to "" to keep nothing.'
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{key} = '{name}': there is no home directory. {advice}") from None
+    # os.path: what is below a file, or below what may not be looked into, is not there.
+    existing = next(one for one in (path, *path.absolute().parents) if os.path.exists(one))  # noqa: PTH110
+    if not existing.is_dir():
+        raise ConfigError(f"{key} = '{name}': {existing} is no directory. {advice}")
+    if not os.access(existing, os.W_OK | os.X_OK) and not (existing == path and _holds_something(path)):
+        raise ConfigError(f"{key} = '{name}': {existing} cannot be written to. {advice}")
+
+
+def _holds_something(directory: Path) -> bool:
+    return os.access(directory, os.R_OK | os.X_OK) and any(directory.iterdir())

@@ -6,7 +6,6 @@ that are repeated while it works, so that no deadline of a collective bounds how
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -31,9 +30,8 @@ from holdfast.trainer.data.token_cache import (
 from holdfast.trainer.data.tokenizing import FEW_ROWS, Encode, ordered_chunks, say_remarks, tokenize_rows
 from holdfast.trainer.mesh import Mesh
 
-_log = logging.getLogger("trainer")
 _TELL_S = 10.0
-_Work = Generator[None, None, str]
+_Work = Generator[None, None, str | None]
 
 
 def read_samples(
@@ -57,26 +55,17 @@ def read_samples(
     """
     check_data_path(config.name, key="data.name")
     is_main = mesh is None or mesh.is_main
-    directory, key = cache_directory(config), cache_key(config, tokenizer, formats)
-    if directory is not None and key is not None:
-        make = partial(
-            _make,
-            directory / key,
-            config,
-            formats,
-            encode_as,
-            shapes=shapes,
-            is_current=lambda: cache_key(config, tokenizer, formats) == key,
-        )
-        cached = _cached(directory / key, make, mesh)
-        if cached is not None:
-            form = formats[cached.about.format]
-            if is_main:
-                report("tokenised", rows=f"{cached.about.rows:,}", format=form.name, cache=str(directory / key))
-                say_remarks(cached.about.remarks, config.name)
-            return cached.samples, form
+    make = partial(_make, config, tokenizer, formats, encode_as, shapes=shapes)
+    cached = _cached(config, make, mesh) if config.cache_dir != "" else None
+    if cached is not None:
+        form = formats[cached.about.format]
+        if is_main:
+            report("tokenised", rows=f"{cached.about.rows:,}", format=form.name, cache=str(cached.directory))
+            say_remarks(cached.about.remarks, config.name)
+        return cached.samples, form
     rows, place = open_dataset(config, formats, shapes=shapes, is_reported=is_main)
-    return tokenize_rows(rows, encode_as(formats[place]), name=config.name, mesh=mesh), formats[place]
+    encode = encode_as(formats[place])
+    return tokenize_rows(rows, encode, name=config.name, num_proc=config.num_proc, mesh=mesh), formats[place]
 
 
 def open_dataset(
@@ -101,60 +90,87 @@ def open_dataset(
 
 
 def _make(
-    directory: Path,
     config: SftDataConfig,
+    tokenizer: Tokenizer,
     formats: tuple[Format, ...],
     encode_as: Callable[[Format], Encode],
     *,
     shapes: str,
-    is_current: Callable[[], bool],
 ) -> _Work:
-    """Put the samples into the cache unless they are there; return why not, or nothing. Yields now and then."""
+    """Put the samples into the cache unless they are there; return by which name, or None. Yields now and then."""
     yield
-    if open_cached(directory, verify=True) is not None:
-        return ""
+    try:
+        directory = _directory(config)
+    except RuntimeError as error:
+        _say_not_kept("the home directory", str(error))
+        return None
+    key = cache_key(config, tokenizer, formats, encode_as)
+    if open_cached(directory / key, verify=True, is_said=True) is not None:
+        return key
     rows, place = open_dataset(config, formats, shapes=shapes, is_reported=False)
     if len(rows) <= FEW_ROWS:
-        return "few rows"
-    report("tokenising", rows=f"{len(rows):,}", format=formats[place].name, cache=str(directory))
+        return None
+    report("tokenising", rows=f"{len(rows):,}", format=formats[place].name, cache=str(directory / key))
     try:
-        chunks = ordered_chunks(rows, encode_as(formats[place]), name=config.name)
-        for _ in make_cached(directory, chunks, format_place=place, is_current=is_current):
+        chunks = ordered_chunks(rows, encode_as(formats[place]), name=config.name, num_proc=config.num_proc)
+        for _ in make_cached(
+            directory / key,
+            chunks,
+            format_place=place,
+            is_current=lambda: cache_key(config, tokenizer, formats, encode_as) == key,
+        ):
             yield
     except OSError as error:
-        reason = error.strerror or str(error)
-        _log.warning(
-            "data.cache_dir: tokenised data cannot be kept in %s (%s), so every start tokenises it again, and it has "
-            "to fit into memory. Name another directory, or the empty one to be content with that.",
-            directory.parent,
-            reason,
-        )
-        return reason
-    return "" if open_cached(directory, verify=False) is not None else "the data changed while it was read"
-
-
-def _cached(directory: Path, make: Callable[[], _Work], mesh: Mesh | None) -> CachedSamples | None:
-    """Return what the cache holds of the data, made if need be; None where it is not to hold it. Collective."""
-    if any(_run_together(make() if mesh is None or mesh.is_main else None, mesh)):
+        _say_not_kept(str(directory), error.strerror or str(error))
         return None
-    if mesh is not None and mesh.world_size > 1:
+    if open_cached(directory / key, verify=False) is None:
+        report(f"WARNING: {config.name} changed while it was tokenised, which is done again, and not kept")
+        return None
+    return key
+
+
+def _directory(config: SftDataConfig) -> Path:
+    directory = cache_directory(config)
+    assert directory is not None, "whoever wants no cache does not ask for it"
+    return directory
+
+
+def _say_not_kept(where: str, reason: str) -> None:
+    report(
+        f"WARNING: data.cache_dir: tokenised data cannot be kept in {where} ({reason}), so every start tokenises it "
+        'again, and it has to fit into memory. Name another directory, or "" to be content with that'
+    )
+
+
+def _cached(config: SftDataConfig, make: Callable[[], _Work], mesh: Mesh | None) -> CachedSamples | None:
+    """Return what the cache holds of the data, made if need be; None where it is not to hold it. Collective.
+
+    Raises:
+        DataError: machines have other data.
+    """
+    keys = _run_together(make() if mesh is None or mesh.is_main else None, mesh)
+    if mesh is not None and mesh.world_size > 1 and None not in keys:
         # A machine that does not see the directory of rank 0 makes its own; the others find it.
         first_of_machine = not mesh.is_main and os.environ.get("LOCAL_RANK", "0") == "0"
-        outcomes = _run_together(make() if first_of_machine else None, mesh)
-        if any(outcomes):
-            return None
-    found = open_cached(directory, verify=False)
+        keys += _run_together(make() if first_of_machine else None, mesh)
+    if None in keys:
+        return None
+    if len(set(keys)) > 1:
+        raise DataError(
+            f"data.name = '{config.name}', the tokenizer or the installed libraries are not the same on all machines"
+        )
+    found = open_cached(_directory(config) / str(keys[0]), verify=False)
     found_everywhere = [found is not None] if mesh is None else mesh.gather(found is not None)
     return found if all(found_everywhere) else None
 
 
-def _run_together(work: _Work | None, mesh: Mesh | None) -> list[str]:
-    """Run the work that some ranks have while the others wait; return what came out on each rank. Collective.
+def _run_together(work: _Work | None, mesh: Mesh | None) -> list[str | None]:
+    """Run the work that some ranks have while the others wait; return what came out of it on those. Collective.
 
     Raises:
         HoldfastError: that of a rank, on every rank.
     """
-    is_done, outcome, failure = work is None, "", None
+    is_done, outcome, failure = work is None, None, None
     while True:
         began = time.monotonic()
         while work is not None and not is_done:
@@ -166,10 +182,10 @@ def _run_together(work: _Work | None, mesh: Mesh | None) -> list[str]:
                 is_done, failure = True, error
             if time.monotonic() - began >= _TELL_S:
                 break
-        state = (is_done, outcome, failure)
+        state = (work is not None, is_done, outcome, failure)
         states = [state] if mesh is None else mesh.gather(state)
-        for _, _, failed in states:
+        for *_, failed in states:
             if failed is not None:
                 raise failed
-        if all(done for done, _, _ in states):
-            return [found for _, found, _ in states]
+        if all(done for _, done, _, _ in states):
+            return [found for has_work, _, found, _ in states if has_work]

@@ -13,7 +13,6 @@ import fcntl
 import importlib.metadata
 import inspect
 import json
-import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -29,25 +28,26 @@ from holdfast.shared.chat import masking, messages, template
 from holdfast.shared.chat import tokenizer as chat_tokenizer
 from holdfast.shared.config.trainer import SftDataConfig
 from holdfast.shared.files import durable
+from holdfast.shared.process.events import report
 from holdfast.trainer.data import row_files, row_formats, tokenizing
+from holdfast.trainer.data.row_files import hub_fingerprint
 from holdfast.trainer.data.row_formats import Format
 from holdfast.trainer.data.sample_table import SampleTable, chunks_to_file
 from holdfast.trainer.data.tokenizing import Chunk
 
-_log = logging.getLogger("trainer")
 _CACHE_ENV = "HOLDFAST_CACHE"
 _SAMPLES, _ABOUT = "samples.arrow", "about.json"
 _BLOCK_BYTES = 1 << 24
 # What makes tokens of rows. Their code is part of the name: a mended template must not leave old tokens behind.
 _CODE = (masking, messages, template, chat_tokenizer, row_files, row_formats, tokenizing)
-_LIBRARIES = ("tokenizers", "jinja2", "datasets", "pyarrow")
+_LIBRARIES = ("holdfast", "tokenizers", "jinja2", "datasets", "pyarrow")
 
 
 class About(msgspec.Struct, frozen=True):
     """What a directory of the cache holds, beside the samples.
 
     Attributes:
-        digest: xxh3-128 of the file of samples.
+        digest: xxh3-128 of the file of samples and of what is said here.
         format: place among the formats that were looked for.
         rows: of the data.
         remarks: what is in the data and not in the tokens, and in how many rows.
@@ -65,30 +65,44 @@ class CachedSamples:
 
     samples: SampleTable
     about: About
+    directory: Path
 
 
 def cache_directory(config: SftDataConfig) -> Path | None:
-    """Return where tokenised data lies; None where it is not to be kept."""
+    """Return where tokenised data lies; None where it is not to be kept.
+
+    Raises:
+        RuntimeError: it is under the home directory of a user who has none.
+    """
     if config.cache_dir == "":
         return None
     default = os.environ.get(_CACHE_ENV) or "~/.cache/holdfast"
     return Path(config.cache_dir or f"{default}/tokenised").expanduser()
 
 
-def cache_key(config: SftDataConfig, tokenizer: chat_tokenizer.Tokenizer, formats: Sequence[Format]) -> str | None:
-    """Return the name of the directory for this data, tokenizer, code and these settings; None for a hub's dataset."""
-    content = _digest_of_data(Path(config.name))
-    if content is None:
-        return None
+def cache_key(
+    config: SftDataConfig,
+    tokenizer: chat_tokenizer.Tokenizer,
+    formats: Sequence[Format],
+    made_by: Callable[..., object],
+) -> str:
+    """Return the name of the directory for this data, tokenizer, code and these settings.
+
+    Args:
+        made_by: what makes samples of a row; its module is part of the code.
+
+    Raises:
+        DataError: the dataset is one of a hub, and cannot be had.
+    """
     depends = {
-        "content": content,
+        "content": _content_of_data(config),
         "split": config.split,
         "train_on": config.train_on,
         # A row that is too long is an error where it is made into tokens.
         "seq_len": config.seq_len if config.too_long == "error" else None,
         "formats": [form.name for form in formats],
         "tokenizer": tokenizer.identity(),
-        "code": [_digest_of_file(Path(inspect.getfile(module))) for module in _CODE],
+        "code": [_digest_of_file(Path(file)) for file in (*map(inspect.getfile, _CODE), inspect.getfile(made_by))],
         "libraries": [importlib.metadata.version(name) for name in _LIBRARIES],
     }
     if "strftime_now" in str(depends["tokenizer"]):
@@ -96,17 +110,18 @@ def cache_key(config: SftDataConfig, tokenizer: chat_tokenizer.Tokenizer, format
     return xxhash.xxh3_128(json.dumps(depends, sort_keys=True).encode()).hexdigest()
 
 
-def open_cached(directory: Path, *, verify: bool) -> CachedSamples | None:
+def open_cached(directory: Path, *, verify: bool, is_said: bool = False) -> CachedSamples | None:
     """Return what a directory of the cache holds; None where it is not there, or damaged.
 
     Args:
-        verify: read all bytes and compare their digest.
+        verify: read all bytes and compare their digest, before any of them is taken for what it says.
+        is_said: say that it is damaged, and made again.
     """
     try:
         about = msgspec.json.decode((directory / _ABOUT).read_bytes(), type=About)
-        if verify and _digest_of_file(directory / _SAMPLES) != about.digest:
+        if verify and _digest_of_cached(directory / _SAMPLES, about) != about.digest:
             raise ValueError("its bytes are not those that were written")
-        return CachedSamples(SampleTable(directory / _SAMPLES), about)
+        return CachedSamples(SampleTable(directory / _SAMPLES), about, directory)
     except (FileNotFoundError, NotADirectoryError):
         if not directory.exists():
             return None
@@ -114,7 +129,8 @@ def open_cached(directory: Path, *, verify: bool) -> CachedSamples | None:
     # msgspec's and Arrow's errors are ValueErrors.
     except (OSError, ValueError) as error:
         reason = str(error)
-    _log.warning("the tokenised data in %s is damaged (%s) and is made again", directory, reason)
+    if is_said:
+        report(f"WARNING: the tokenised data in {directory} is damaged ({reason}) and is made again")
     return None
 
 
@@ -139,7 +155,8 @@ def make_cached(
             for remark, count in chunk.remarks.items():
                 remarks[remark] = remarks.get(remark, 0) + count
             yield chunk
-        about = About(_digest_of_file(temporary / _SAMPLES), format_place, rows, remarks)
+        about = About("", format_place, rows, remarks)
+        about = msgspec.structs.replace(about, digest=_digest_of_cached(temporary / _SAMPLES, about))
         (temporary / _ABOUT).write_bytes(msgspec.json.encode(about))
         if not is_current() or open_cached(directory, verify=True) is not None:
             return  # what was read may be something else; or another run was faster, with the same bytes
@@ -190,18 +207,24 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def _digest_of_data(path: Path) -> str | None:
-    """Return a digest of the content of a file, or of all files of a directory; None where there is neither."""
+def _content_of_data(config: SftDataConfig) -> str:
+    """Return what tells the rows of a dataset: a digest of a file, or of all files of a directory, or the revision."""
+    path = Path(config.name)
     if path.is_file():
         return f"{''.join(path.suffixes[-2:])} {_digest_of_file(path)}"
-    if not path.is_dir():
-        return None
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    return json.dumps([(str(file.relative_to(path)), _digest_of_file(file)) for file in files])
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        return json.dumps([(str(file.relative_to(path)), _digest_of_file(file)) for file in files])
+    return f"hub {config.name} {hub_fingerprint(config.name, split=config.split)}"
 
 
-def _digest_of_file(path: Path) -> str:
-    digest = xxhash.xxh3_128()
+def _digest_of_cached(samples: Path, about: About) -> str:
+    said = msgspec.json.encode(msgspec.structs.replace(about, digest=""), order="sorted")
+    return _digest_of_file(samples, begin=said)
+
+
+def _digest_of_file(path: Path, *, begin: bytes = b"") -> str:
+    digest = xxhash.xxh3_128(begin)
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)

@@ -1,8 +1,8 @@
 """Rows to tokens, on all cores: forked workers encode chunks of rows, and ranks share the work.
 
-Every chunk is encoded by the same function wherever that is, and the results are put in the order of the rows,
-so the samples do not depend on how many cores or ranks there were. A row that cannot be used ends it; of
-several the first is reported.
+Every chunk is encoded by the same function wherever that is, and the results come in the order of the rows, so the
+samples do not depend on how many cores or ranks there were. Only a few chunks are under way at once. A row that cannot
+be used ends it; of several the first is reported.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import islice
 from multiprocessing.connection import Connection, wait
 
 import numpy as np
@@ -35,6 +37,9 @@ _CHUNK_ROWS = 500
 FEW_ROWS = 4000
 """So many are encoded before workers would have begun, or a cache would have been read."""
 _REPORT_S = 10.0
+_CHUNKS_UNDER_WAY = 4
+"""For each worker: so many are held in memory when one of them comes late."""
+_INDEX_BYTES = 8
 
 Encode = Callable[[Row], list[Encoded]]
 
@@ -67,12 +72,15 @@ class Chunk:
             yield Sample(self.ids[start:end].copy(), self.mask[start:end].copy(), value=value)
 
 
-def tokenize_rows(rows: Rows, encode: Encode, *, name: str, mesh: Mesh | None = None) -> list[Sample]:
+def tokenize_rows(
+    rows: Rows, encode: Encode, *, name: str, num_proc: int | None = None, mesh: Mesh | None = None
+) -> list[Sample]:
     """Return the samples of all rows, in their order.
 
     Args:
         encode: makes the samples of one row: the same number of every row.
         name: of the dataset, for messages.
+        num_proc: processes of this machine, shared by its ranks; unset: as many as this process may use cores.
         mesh: the ranks that share the work, all of which get all samples; collective where there are many rows.
 
     Raises:
@@ -81,7 +89,7 @@ def tokenize_rows(rows: Rows, encode: Encode, *, name: str, mesh: Mesh | None = 
     num_chunks = -(-len(rows) // _CHUNK_ROWS)
     shared = mesh if mesh is not None and mesh.world_size > 1 and len(rows) > FEW_ROWS else None
     mine = range(shared.rank, num_chunks, shared.world_size) if shared else range(num_chunks)
-    workers = min(cores_of_this_rank(), len(mine)) if len(rows) > FEW_ROWS else 1
+    workers = min(workers_of_this_rank(num_proc), len(mine)) if len(rows) > FEW_ROWS else 1
     is_reported = mesh is None or mesh.is_main
     chunks = []
     progress = _Progress(sum(_chunk_size(rows, index) for index in mine), is_reported=is_reported)
@@ -90,7 +98,6 @@ def tokenize_rows(rows: Rows, encode: Encode, *, name: str, mesh: Mesh | None = 
         progress.add(chunk.num_rows)
     if shared:
         chunks = _gathered(chunks, len(rows), shared, name)
-    chunks.sort(key=lambda chunk: chunk.index)
     for chunk in chunks:
         if chunk.error is not None:
             raise chunk.error
@@ -99,33 +106,29 @@ def tokenize_rows(rows: Rows, encode: Encode, *, name: str, mesh: Mesh | None = 
     return [sample for chunk in chunks for sample in chunk.samples()]
 
 
-def ordered_chunks(rows: Rows, encode: Encode, *, name: str) -> Iterator[Chunk]:
+def ordered_chunks(rows: Rows, encode: Encode, *, name: str, num_proc: int | None = None) -> Iterator[Chunk]:
     """Yield all chunks in the order of the rows, made on all cores that this process may run on.
 
     Args:
-        encode, name: see `tokenize_rows`.
+        encode, name, num_proc: see `tokenize_rows`.
 
     Raises:
         ConfigError, DataError: a row cannot be used; what is before it has been yielded.
     """
     num_chunks = -(-len(rows) // _CHUNK_ROWS)
     progress = _Progress(len(rows), is_reported=True)
-    early: dict[int, Chunk] = {}
-    following = 0
-    workers = min(available_cores(), num_chunks)
-    for made in _encoded(rows, encode, range(num_chunks), name=name, workers=workers):
-        early[made.index] = made
-        while chunk := early.pop(following, None):
+    workers = min(num_proc or available_cores(), num_chunks)
+    with closing(_encoded(rows, encode, range(num_chunks), name=name, workers=workers)) as chunks:
+        for chunk in chunks:
             if chunk.error is not None:
                 raise chunk.error
             progress.add(chunk.num_rows)
-            following += 1
             yield chunk
 
 
-def cores_of_this_rank() -> int:
-    """Its share of the cores that this process may run on, whatever `parallel.threads` leaves to torch."""
-    return max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+def workers_of_this_rank(num_proc: int | None = None) -> int:
+    """Its share of `num_proc` processes, or of the cores that it may run on, whatever `parallel.threads` says."""
+    return max(1, (num_proc or available_cores()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _chunk_size(rows: Rows, index: int) -> int:
@@ -157,48 +160,64 @@ def _encode_chunk(rows: Rows, encode: Encode, index: int, name: str) -> Chunk:
     return chunk
 
 
-def _encoded(rows: Rows, encode: Encode, mine: range, *, name: str, workers: int) -> Iterator[Chunk]:
-    """Yield the chunks `mine` as they are done, up to one that has an error."""
+def _encoded(rows: Rows, encode: Encode, mine: range, *, name: str, workers: int) -> Generator[Chunk, None, None]:
+    """Yield the chunks `mine` in their order, up to one that has an error."""
+    made = (_encode_chunk(rows, encode, index, name) for index in mine)
+    if workers > 1:
+        made = _encoded_by_workers(lambda index: _encode_chunk(rows, encode, index, name), mine, workers, name=name)
+    for chunk in made:
+        yield chunk
+        if chunk.error is not None:
+            return
 
-    def chunks(indices: Iterable[int]) -> Iterator[Chunk]:
-        for index in indices:
-            chunk = _encode_chunk(rows, encode, index, name)
-            yield chunk
-            if chunk.error is not None:
-                return
 
-    if workers == 1:
-        yield from chunks(mine)
-        return
-    # Each worker goes up through its chunks and ends at an error, so all before the first error are encoded.
-    connections = {}
-    for place in range(workers):
-        pid, connection = _fork(lambda place=place: chunks(mine[place::workers]))
-        connections[connection] = pid
+def _encoded_by_workers(make: Callable[[int], Chunk], mine: range, workers: int, *, name: str) -> Iterator[Chunk]:
+    """Yield the chunks `mine` in their order, each made by the next process that is free."""
+    taken, given = os.pipe()
+    processes: dict[Connection, int] = {}
+    early: dict[int, Chunk] = {}
     try:
-        while connections:
-            for connection in wait(list(connections)):
-                assert isinstance(connection, Connection)
-                try:
-                    chunk = pickle.loads(connection.recv_bytes())
-                except EOFError:
-                    pid = connections.pop(connection)
-                    connection.close()
-                    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                    if code:
-                        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-                        raise ProcessDied(f"{name}: a process that tokenises rows {how}") from None
-                    continue
-                yield chunk
+        for _ in range(workers):
+            connection, pid = _fork(make, taken)
+            processes[connection] = pid
+        waiting = iter(mine)
+        for index in islice(waiting, workers * _CHUNKS_UNDER_WAY):
+            _give(given, index)
+        for following in mine:
+            while following not in early:
+                for connection in wait(list(processes)):
+                    chunk = _received(connection, processes, name)  # type: ignore[arg-type]  # no socket is among them
+                    early[chunk.index] = chunk
+            yield early.pop(following)
+            for index in islice(waiting, 1):
+                _give(given, index)
     finally:
-        for connection, pid in connections.items():  # nobody wants the rest of what they make
+        os.close(taken)
+        os.close(given)
+        for connection, pid in processes.items():  # nobody wants the rest of what they make
             connection.close()
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
 
-def _fork(work: Callable[[], Iterable[Chunk]]) -> tuple[int, Connection]:
-    """Start a process that sends what `work` yields; return its id and where the chunks come from.
+def _give(given: int, index: int) -> None:
+    # So few bytes are written and read at once, whoever else reads from the pipe.
+    os.write(given, index.to_bytes(_INDEX_BYTES, "little"))
+
+
+def _received(connection: Connection, processes: dict[Connection, int], name: str) -> Chunk:
+    try:
+        return pickle.loads(connection.recv_bytes())
+    except EOFError:
+        connection.close()
+        code = os.waitstatus_to_exitcode(os.waitpid(processes.pop(connection), 0)[1])
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        raise ProcessDied(f"{name}: a process that tokenises rows {how}") from None
+
+
+def _fork(make: Callable[[int], Chunk], taken: int) -> tuple[Connection, int]:
+    """Start a process that makes the chunks whose numbers it reads from `taken`; return where they come from, and
+    its id.
 
     It is forked for the rows and the tokenizer, which it only reads, and it uses neither torch nor threads.
     """
@@ -209,27 +228,26 @@ def _fork(work: Callable[[], Iterable[Chunk]]) -> tuple[int, Connection]:
         pid = os.fork()
     if pid:
         sender.close()
-        return pid, receiver  # type: ignore[return-value]  # a PipeConnection is Windows's
-    code = 1
+        return receiver, pid  # type: ignore[return-value]  # a PipeConnection is Windows's
     try:
         die_with_parent(parent=parent)
         receiver.close()
-        for chunk in work():
+        while True:
+            chunk = make(int.from_bytes(os.read(taken, _INDEX_BYTES), "little"))
             sender.send_bytes(pickle.dumps(chunk, protocol=pickle.HIGHEST_PROTOCOL))
-        code = 0
     except BaseException:  # noqa: BLE001 (the process ends here, whatever it was)
         traceback.print_exc()
     finally:
-        os._exit(code)
+        os._exit(1)
 
 
 def _gathered(chunks: list[Chunk], num_rows: int, mesh: Mesh, name: str) -> list[Chunk]:
-    """Return the chunks of all ranks. Collective."""
+    """Return the chunks of all ranks, in their order. Collective."""
     parts = mesh.gather((num_rows, chunks))
     counts = {count for count, _ in parts}
     if len(counts) > 1:
         raise DataError(f"data.name = '{name}' has other numbers of rows on other machines: {sorted(counts)}")
-    return [chunk for _, part in parts for chunk in part]
+    return sorted((chunk for _, part in parts for chunk in part), key=lambda chunk: chunk.index)
 
 
 def say_remarks(remarks: Mapping[str, int], name: str) -> None:

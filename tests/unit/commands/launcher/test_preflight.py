@@ -17,6 +17,7 @@ from holdfast.commands.launcher import preflight
 from holdfast.inference.main import run as serve
 from holdfast.shared.config import InferenceConfig, TrainerConfig
 from holdfast.shared.errors import ConfigError, HoldfastError
+from holdfast.shared.files.local_inputs import check_cache_directory
 from holdfast.shared.process.gpus import require_vllm, vllm_device
 from tests.runs.ports import free_port
 from tests.runs.rl import MODEL
@@ -142,6 +143,48 @@ def test_local_models_and_files_of_the_form_of_a_hub_id(
     assert "use a .jsonl, .json or .parquet file" in said
     for missing in ("data/rows.csv", "data/rows.jsonl.gz"):
         assert "there is no such file or directory" in refused("sft", *quick_model, "--data.name", missing)
+
+
+def test_directories_for_tokenised_data(refused: Launch, in_root: Path, tmp_path: Path) -> None:
+    file, read_only = tmp_path / "file", tmp_path / "read_only"
+    file.touch()
+    model = ("--model.name", str(in_root / "examples" / "reverse_text" / "model"))
+    for below in (file, file / "cache" / "tokenised"):
+        said = refused("sft", *model, "--data.cache-dir", str(below))
+        assert f"data.cache_dir = '{below}': {file} is no directory. Name a directory that can be written to" in said
+    assert "there is no home directory" in refused("sft", *model, "--data.cache-dir", "~nobody-of-this-name/cache")
+    said = refused(*QUICK_START, "--trainer.pretraining.data.cache-dir", str(file))
+    assert "pretraining.data.cache_dir = " in said and "is no directory" in said
+    for passes in (None, "", str(read_only), str(tmp_path / "new" / "cache")):
+        check_cache_directory(passes, key="data.cache_dir")
+
+
+def test_a_directory_that_may_not_be_written_to_is_of_use_where_it_holds_something(tmp_path: Path) -> None:
+    for name in ("empty", "full"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "full" / "entry").mkdir()
+    for directory in (tmp_path / "empty", tmp_path / "full"):
+        directory.chmod(0o555)
+    for parent in (tmp_path, *tmp_path.parents[:2]):
+        parent.chmod(parent.stat().st_mode | 0o055)
+
+    def check() -> None:
+        if os.getuid() == 0:
+            os.setuid(65534)
+        check_cache_directory(str(tmp_path / "full"), key="data.cache_dir")
+        for refused in ("empty", "empty/new", "full/new"):
+            with pytest.raises(ConfigError, match=f"{tmp_path}/{refused[:5].strip('/')}.* cannot be written to"):
+                check_cache_directory(str(tmp_path / refused), key="data.cache_dir")
+
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            check()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_a_word_that_is_no_setting(refused: Launch) -> None:

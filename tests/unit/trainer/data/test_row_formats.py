@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from holdfast.shared.config.dpo import PreferenceDataConfig
 from holdfast.shared.errors import ProcessDied
 from holdfast.trainer.data.samples import fingerprint_samples
-from holdfast.trainer.data.tokenizing import cores_of_this_rank
+from holdfast.trainer.data.tokenizing import workers_of_this_rank
 from holdfast.trainer.preferences.pairs import load_pairs
 from tests.models.chat_templates import make_tokenizer
 from tests.unit.trainer.data.test_data import load, refused, tokenize_row, trained_text, whole_text, write
@@ -168,10 +168,11 @@ def test_rows_are_tokenised_on_the_cores_of_the_machine_shared_among_its_ranks(m
     monkeypatch.setattr("holdfast.trainer.data.tokenizing.available_cores", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads of torch: no word about these workers
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert cores_of_this_rank() == 8
-    for ranks, share in (("2", 4), ("3", 2), ("16", 1)):
+    assert workers_of_this_rank() == 8
+    assert workers_of_this_rank(3) == 3
+    for ranks, share, of_three in (("2", 4, 1), ("3", 2, 1), ("16", 1, 1)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        assert cores_of_this_rank() == share
+        assert (workers_of_this_rank(), workers_of_this_rank(3)) == (share, of_three)
 
 
 def test_several_workers_make_the_same_samples_and_name_the_first_bad_row(

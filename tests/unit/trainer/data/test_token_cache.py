@@ -8,7 +8,7 @@ import logging
 import os
 import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from holdfast.shared.chat.tokenizer import Tokenizer
 from holdfast.shared.config.dpo import PreferenceDataConfig
 from holdfast.shared.config.trainer import SftDataConfig
 from holdfast.shared.errors import DataError
-from holdfast.trainer.data import read_samples, token_cache
-from holdfast.trainer.data.row_formats import SAMPLE_FORMATS
+from holdfast.trainer.data import read_samples, token_cache, tokenizing
+from holdfast.trainer.data.row_formats import SAMPLE_FORMATS, Format
 from holdfast.trainer.data.sample_table import ChosenSamples, SampleTable, sizes_of
 from holdfast.trainer.data.samples import chat_tokenizer, fingerprint_samples, load_samples, load_tokenizer
 from holdfast.trainer.data.token_cache import cache_directory, cache_key
@@ -54,6 +55,10 @@ def entries(config: SftDataConfig) -> list[Path]:
     directory = cache_directory(config)
     assert directory is not None
     return sorted(directory.iterdir()) if directory.exists() else []
+
+
+def key_of(config: SftDataConfig, tokenizer: Tokenizer, formats: Sequence[Format]) -> str:
+    return cache_key(config, tokenizer, formats, load_samples)
 
 
 def refuse_to_tokenise(*_: object, **__: object) -> None:
@@ -136,13 +141,13 @@ def test_the_name_is_a_function_of_all_that_tokens_depend_on(
     config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     chat = chat_tokenizer(tokenizer)
-    key = cache_key(config, chat, SAMPLE_FORMATS)
+    key = key_of(config, chat, SAMPLE_FORMATS)
     elsewhere = tmp_path / "elsewhere.jsonl"
     elsewhere.write_bytes(Path(config.name).read_bytes())
     same = (changed(config, name=str(elsewhere)), changed(config, batch_size=3), changed(config, cache_dir="/other"))
-    assert {cache_key(one, chat, SAMPLE_FORMATS) for one in same} == {key}
+    assert {key_of(one, chat, SAMPLE_FORMATS) for one in same} == {key}
     dropping = changed(config, too_long="drop")
-    assert cache_key(dropping, chat, SAMPLE_FORMATS) == cache_key(changed(dropping, seq_len=9), chat, SAMPLE_FORMATS)
+    assert key_of(dropping, chat, SAMPLE_FORMATS) == key_of(changed(dropping, seq_len=9), chat, SAMPLE_FORMATS)
     template = load_tokenizer("examples/reverse_text/base")
     assert isinstance(template.chat_template, str)
     template.chat_template += " "
@@ -153,19 +158,19 @@ def test_the_name_is_a_function_of_all_that_tokens_depend_on(
     (folder / "rows.jsonl").write_bytes(Path(config.name).read_bytes())
     keys = [
         key,
-        cache_key(dropping, chat, SAMPLE_FORMATS),
-        cache_key(changed(config, train_on="last"), chat, SAMPLE_FORMATS),
-        cache_key(changed(config, split="test"), chat, SAMPLE_FORMATS),
-        cache_key(changed(config, seq_len=65), chat, SAMPLE_FORMATS),
-        cache_key(config, chat, SAMPLE_FORMATS[:2]),
-        cache_key(config, chat_tokenizer(template), SAMPLE_FORMATS),
-        cache_key(config, chat_tokenizer(words), SAMPLE_FORMATS),
-        cache_key(changed(config, name=str(folder)), chat, SAMPLE_FORMATS),
+        key_of(dropping, chat, SAMPLE_FORMATS),
+        key_of(changed(config, train_on="last"), chat, SAMPLE_FORMATS),
+        key_of(changed(config, split="test"), chat, SAMPLE_FORMATS),
+        key_of(changed(config, seq_len=65), chat, SAMPLE_FORMATS),
+        key_of(config, chat, SAMPLE_FORMATS[:2]),
+        key_of(config, chat_tokenizer(template), SAMPLE_FORMATS),
+        key_of(config, chat_tokenizer(words), SAMPLE_FORMATS),
+        key_of(changed(config, name=str(folder)), chat, SAMPLE_FORMATS),
     ]
     elsewhere.write_bytes(elsewhere.read_bytes().replace(b"abab", b"abba", 1))
-    keys.append(cache_key(changed(config, name=str(elsewhere)), chat, SAMPLE_FORMATS))
-    assert None not in keys and len(set(keys)) == len(keys)
-    assert cache_key(changed(config, name="owner/dataset"), chat, SAMPLE_FORMATS) is None
+    keys.append(key_of(changed(config, name=str(elsewhere)), chat, SAMPLE_FORMATS))
+    keys.append(cache_key(config, chat, SAMPLE_FORMATS, load_pairs))
+    assert len(set(keys)) == len(keys)
 
 
 def test_a_template_that_writes_the_date_is_tokenised_anew_every_day(
@@ -180,15 +185,15 @@ def test_a_template_that_writes_the_date_is_tokenised_anew_every_day(
         def today(cls) -> Tomorrow:
             return cls(2999, 1, 1)
 
-    def keys() -> list[str | None]:
-        return [cache_key(config, chat_tokenizer(one), SAMPLE_FORMATS) for one in (tokenizer, dated)]
+    def keys() -> list[str]:
+        return [key_of(config, chat_tokenizer(one), SAMPLE_FORMATS) for one in (tokenizer, dated)]
 
     plain, today = keys()
     monkeypatch.setattr(token_cache.datetime, "date", Tomorrow)
     assert keys()[0] == plain and keys()[1] != today
 
 
-@pytest.mark.parametrize("damage", ["flipped", "short", "no table", "no about", "torn about"])
+@pytest.mark.parametrize("damage", ["flipped", "short", "no table", "no about", "torn about", "other about"])
 def test_what_is_damaged_is_told_and_made_again(
     damage: str,
     config: SftDataConfig,
@@ -207,11 +212,14 @@ def test_what_is_damaged_is_told_and_made_again(
         table.unlink()
     elif damage == "no about":
         about.unlink()
-    else:
+    elif damage == "torn about":
         about.write_bytes(about.read_bytes()[:10])
-    with caplog.at_level(logging.WARNING):
+    else:
+        about.write_bytes(about.read_bytes().replace(b'"format":2', b'"format":9'))
+    with caplog.at_level(logging.INFO):
         again, _ = load_samples(config, tokenizer, seed=0)
-    assert fingerprint_samples(again) == whole and f"{directory} is damaged" in caplog.text
+    assert fingerprint_samples(again) == whole
+    assert caplog.text.count(f"WARNING: the tokenised data in {directory} is damaged") == 1
     assert entries(config) == [directory] and table.read_bytes() == content
 
 
@@ -283,7 +291,7 @@ def test_where_the_disk_cannot_take_it_a_run_does_without(
     expected = fingerprint_samples(load_samples(changed(config, cache_dir=""), tokenizer, seed=0)[0])
 
     def load() -> None:
-        logging.basicConfig(force=True)
+        logging.basicConfig(force=True, level=logging.INFO)
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
         samples, _ = load_samples(config, tokenizer, seed=0)
@@ -292,16 +300,92 @@ def test_where_the_disk_cannot_take_it_a_run_does_without(
 
     child = in_a_child(load)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert "data.cache_dir: tokenised data cannot be kept in" in capfd.readouterr().err
+    assert capfd.readouterr().err.count("WARNING: data.cache_dir: tokenised data cannot be kept in") == 1
     assert entries(config) == []
 
 
 def test_a_directory_that_cannot_be_made_is_done_without(
     config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         samples, _ = load_samples(changed(config, cache_dir=f"{config.name}/cache"), tokenizer, seed=0)
-    assert len(samples) == len(ROWS) and "data.cache_dir" in caplog.text
+    assert len(samples) == len(ROWS) and caplog.text.count("WARNING: data.cache_dir") == 1
+
+
+def test_without_a_home_there_is_no_cache_and_that_is_said_once(
+    config: SftDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOLDFAST_CACHE", "~nobody-of-this-name/cache")
+    with caplog.at_level(logging.INFO):
+        samples, _ = load_samples(changed(config, cache_dir=None), tokenizer, seed=0)
+    assert len(samples) == len(ROWS)
+    assert caplog.text.count("WARNING: data.cache_dir: tokenised data cannot be kept in the home directory") == 1
+
+
+def test_rows_of_a_hub_are_kept_by_their_revision(
+    config: SftDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `datasets` finds them without a network (tests have none): what a revision left here, by its commit."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
+    hub = changed(config, name="owner/rows")
+    found = []
+    for commit, rows in (("a" * 40, ROWS), ("b" * 40, ROWS[:-1])):
+        Path(config.name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        table: Any = datasets.load_dataset("json", data_files=config.name, cache_dir=str(tmp_path / "x"), split="train")
+        made = Path(table.cache_files[0]["filename"])
+        revision = tmp_path / "hub" / "owner___rows" / "default" / "0.0.0" / commit
+        revision.mkdir(parents=True)
+        (revision / "rows-train.arrow").write_bytes(made.read_bytes())
+        about = json.loads((made.parent / "dataset_info.json").read_text())
+        (revision / "dataset_info.json").write_text(json.dumps({**about, "dataset_name": "rows"}))
+        first, _ = load_samples(hub, tokenizer, seed=0)
+        assert len(first) == len(rows)
+        with monkeypatch.context() as again:
+            again.setattr(read_samples, "ordered_chunks", refuse_to_tokenise)
+            second, _ = load_samples(hub, tokenizer, seed=0)
+        plain, _ = load_samples(changed(hub, cache_dir=""), tokenizer, seed=0)
+        assert fingerprint_samples(first) == fingerprint_samples(second) == fingerprint_samples(plain)
+        found.append(fingerprint_samples(first))
+    assert len(set(found)) == len(entries(config)) == 2
+
+
+@pytest.mark.parametrize("cache", ["kept", "none"])
+def test_the_number_of_processes_is_chosen_and_changes_nothing(
+    cache: str,
+    config: SftDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tokenizing, "FEW_ROWS", 10)
+    monkeypatch.setattr(tokenizing, "_CHUNK_ROWS", 50)
+    makes, pids = tokenizing._encode_chunk, tmp_path / "pids"
+
+    def makes_and_tells(*arguments: Any) -> Any:
+        with pids.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return makes(*arguments)
+
+    monkeypatch.setattr(tokenizing, "_encode_chunk", makes_and_tells)
+    found = set()
+    for num_proc in (1, 3):
+        own = str(tmp_path / f"cache_{num_proc}") if cache == "kept" else ""
+        samples, _ = load_samples(changed(config, cache_dir=own, num_proc=num_proc), tokenizer, seed=0)
+        found.add(fingerprint_samples(samples))
+        made_by = pids.read_text().split()
+        assert len(made_by) == len(ROWS) // 50
+        own_pid = str(os.getpid())
+        assert set(made_by) == {own_pid} if num_proc == 1 else own_pid not in made_by and len(set(made_by)) <= 3
+        pids.unlink()
+    assert len(found) == 1
 
 
 def test_a_row_that_cannot_be_used_is_named_and_nothing_is_left(
