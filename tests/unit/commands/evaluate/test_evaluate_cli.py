@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.evaluate import policy
+from holdfast.commands.evaluate import launch, policy
 from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.config.load import to_toml
 from holdfast.shared.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
@@ -69,6 +69,21 @@ def test_a_run_is_not_taken_for_an_evaluation(run_command: RunCommand, tmp_path:
     run_dir = run_with_weights(tmp_path / "run", 1)
     code, _, err = run_command("evaluate", "--model.name", MODEL, "--output-dir", run_dir.path)
     assert code == 2 and "holds a run. An evaluation needs a directory of its own" in err
+
+
+def test_clean_removes_what_an_evaluation_made_and_nothing_else(tmp_path: Path) -> None:
+    config = EvaluateConfig.model_validate({"model": {"name": MODEL}, "output_dir": tmp_path})
+    directory = RunDir(tmp_path)
+    launch._prepare(config, directory)
+    (tmp_path / "rollouts.jsonl").write_text("{}\n")
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "model_step_3").mkdir()
+    run_id = directory.run_id()
+    launch._prepare(config, directory)
+    assert (tmp_path / "rollouts.jsonl").exists() and directory.run_id() == run_id
+    launch._prepare(config.model_copy(update={"clean": True}), directory)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["config", "notes.txt", "run.json"] and directory.run_id() != run_id
 
 
 def test_a_step_of_a_run_is_found(tmp_path: Path) -> None:
