@@ -17,6 +17,9 @@ from holdfast.shared.process.import_path import import_users
 
 BUILT_IN = {
     "reverse_text": "holdfast.orchestrator.environments.reverse_text:ReverseText",
+    "sort_letters": "holdfast.orchestrator.environments.sort_letters:SortLetters",
+    "addition": "holdfast.orchestrator.environments.addition:Addition",
+    "guess_number": "holdfast.orchestrator.environments.guess_number:GuessNumber",
     "jsonl": "holdfast.orchestrator.environments.jsonl:Jsonl",
 }
 

@@ -16,7 +16,8 @@ class EnvironmentConfig(Section):
     """One environment of the mix."""
 
     id: str = "reverse_text"
-    """A built-in environment (`reverse_text`, `jsonl`) or `module:Class`."""
+    """A built-in environment (`reverse_text`, `sort_letters`, `addition`, `guess_number`, `jsonl`) or
+    `module:Class`."""
 
     name: str | None = None
     """Name in metrics; unset: the id."""
@@ -25,8 +26,7 @@ class EnvironmentConfig(Section):
     """Share of the problems of each step, relative to the other environments."""
 
     args: dict[str, Any] = {}
-    """Arguments of the environment's constructor: `min_length`, `max_length` of `reverse_text`; `path`, `prompt`,
-    `answer`, `scorer`, `pattern`, `shuffle` of `jsonl` (docs/environments.md)."""
+    """Arguments of the environment's constructor; docs/environments.md has those of the built-in ones."""
 
     success_reward: float | None = None
     """A rollout with at least this reward counts as solved in `pass@k`; unset: one whose metric `exact` is 1."""

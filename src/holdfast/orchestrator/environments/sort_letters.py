@@ -1,0 +1,47 @@
+"""Sort the letters of a word. Endless; the length says how hard it is."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+
+from holdfast.orchestrator.environments.interface import Environment, Message, Score, Session, Task, TaskSeed
+from holdfast.orchestrator.environments.prompts import filled, require_placeholders
+from holdfast.orchestrator.environments.scorers import lcs
+from holdfast.shared.errors import ConfigError
+
+
+class SortLetters(Environment):
+    """Reward: longest common subsequence with the sorted letters, as a share of the longer of the two."""
+
+    def __init__(self, min_length: int = 4, max_length: int = 10, prompt: str = "{letters}") -> None:
+        """Check the arguments.
+
+        Args:
+            min_length: fewest letters of a word.
+            max_length: most letters of a word.
+            prompt: the user's message, with {letters} in it.
+
+        Raises:
+            ConfigError: they do not fit together.
+        """
+        if not 1 <= min_length <= max_length:
+            raise ConfigError(
+                f"sort_letters: min_length = {min_length}, max_length = {max_length}; "
+                "allowed is 1 <= min_length <= max_length"
+            )
+        require_placeholders(prompt, ("letters",), environment="sort_letters")
+        self._min_length = min_length
+        self._max_length = max_length
+        self._prompt = prompt
+
+    def make_task(self, seed: TaskSeed) -> Task:
+        """Return random letters, some of them twice, with their sorted sequence as the answer."""
+        random = seed.random()
+        letters = "".join(random.choices(string.ascii_lowercase, k=random.randint(self._min_length, self._max_length)))
+        return Task(prompt=[Message("user", filled(self._prompt, letters=letters))], answer="".join(sorted(letters)))
+
+    async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
+        """Score each completion for itself."""
+        completions = [session.completion.strip() for session in sessions]
+        return [Score(lcs(text, task.answer), {"exact": float(text == task.answer)}) for text in completions]

@@ -1,0 +1,42 @@
+"""Every built-in environment in a real run of a few steps: tasks are made, played, scored and trained on."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from holdfast.shared.files.metrics import read_metrics
+from tests.integration.conftest import UsedServer
+from tests.runs.rl import RlRun, complete
+
+_STEPS = 2
+_ENVIRONMENTS = """
+[[environments]]
+id = "sort_letters"
+
+[[environments]]
+id = "addition"
+args = { working = true, max_digits = 2 }
+
+[[environments]]
+id = "guess_number"
+args = { turns = 2, high = 9 }
+"""
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_every_built_in_environment(rl_server: UsedServer, tmp_path: Path) -> None:
+    settings = tmp_path / "orchestrator.toml"
+    settings.write_text(_ENVIRONMENTS)
+    flags = ("--orchestrator", "@", str(settings), *rl_server.flags, "--max-steps", str(_STEPS))
+    with RlRun(tmp_path / "run", *flags) as run:
+        completed = complete(run)
+    assert completed.exit_code == 0, completed.output
+    lines = read_metrics(completed.run_dir.metrics)
+    assert [line["step"] for line in lines] == list(range(1, _STEPS + 1))
+    for name in ("sort_letters/exact", "addition/exact", "addition/working", "guess_number/exact"):
+        assert all(0.0 <= line[name] <= 1.0 for line in lines), name
+    assert all(line["guess_number/guesses"] > 1.0 for line in lines), "no second turn was played"
+    assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0.0 for line in lines)

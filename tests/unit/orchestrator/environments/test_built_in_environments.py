@@ -1,0 +1,203 @@
+"""Built-in environments: tasks are a pure function of their seed, and answers get what the page says."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from holdfast.orchestrator.environments import load_environment
+from holdfast.orchestrator.environments.addition import right_digits, working_of
+from holdfast.orchestrator.environments.interface import Environment, Message, Score, Session, Task, TaskSeed
+from holdfast.shared.chat.files import load_tokenizer
+from holdfast.shared.config.orchestrator import EnvironmentConfig
+from holdfast.shared.errors import ConfigError
+from holdfast.shared.wire.arrays import Logprobs, TokenIds
+from holdfast.shared.wire.inference_api import Completion
+from holdfast.shared.wire.rollouts import VersionSpan
+
+BASE = "examples/reverse_text/base"
+TASKS = 200
+HOSTILE = ("", " ", "\x00", "é" * 50, "9" * 10_000, "-1", "1e3", "٣", "²", "{letters}", "1\n2", "a" * 10_000)
+
+
+def load(name: str, **args: Any) -> Environment:
+    return load_environment(EnvironmentConfig(id=name, args=args), key="environments[0]")
+
+
+def tasks_of(environment: Environment, *, run_seed: int = 0, count: int = TASKS) -> list[Task]:
+    return [environment.make_task(TaskSeed(run_seed, "env", index)) for index in range(count)]
+
+
+def asked(task: Task) -> str:
+    """Return the text of the only message of a task."""
+    (message,) = task.prompt
+    assert isinstance(message, Message)
+    return message.content
+
+
+def scores(environment: Environment, task: Task, *answers: str) -> list[Score]:
+    sessions: Any = [SimpleNamespace(completion=answer, texts=[answer]) for answer in answers]
+    return asyncio.run(environment.score(task, sessions))
+
+
+def rewards(environment: Environment, task: Task, *answers: str) -> list[float]:
+    return [score.reward for score in scores(environment, task, *answers)]
+
+
+def play(environment: Environment, task: Task, *turns: str, seq_len: int = 256) -> Session:
+    """Return a session in which the policy says `turns`, one after the other."""
+    tokenizer = load_tokenizer(BASE)
+
+    async def sample_turn(token_ids: list[int], turn: int, most: int) -> Completion:
+        sampled = tokenizer.encode(turns[turn])[:most]
+        return Completion(TokenIds(sampled), Logprobs([-1.0] * len(sampled)), "stop", [VersionSpan(0, 0, len(sampled))])
+
+    assert not isinstance(task.prompt, str)
+    prompt = tokenizer.prompt(task.prompt)
+    session = Session(prompt, tokenizer=tokenizer, sample_turn=sample_turn, seq_len=seq_len, max_tokens=32)
+    asyncio.run(environment.run(session, task))
+    return session
+
+
+@pytest.mark.parametrize("name", ["reverse_text", "sort_letters", "addition", "guess_number"])
+def test_tasks_are_a_pure_function_of_their_seed(name: str) -> None:
+    tasks = tasks_of(load(name))
+    assert tasks == tasks_of(load(name)), "made again by another object"
+    again = load(name)
+    assert tasks == [again.make_task(TaskSeed(0, "env", index)) for index in reversed(range(TASKS))][::-1]
+    others = tasks_of(load(name), run_seed=1)
+    assert len({task.answer for task in tasks}) > 10
+    assert sum(one != other for one, other in zip(tasks, others, strict=True)) > TASKS * 0.8
+
+
+@pytest.mark.parametrize("name", ["reverse_text", "sort_letters", "addition", "guess_number"])
+def test_no_answer_but_the_right_one_earns_all(name: str) -> None:
+    environment = load(name)
+    for task in tasks_of(environment, count=20):
+        right, *hostile = scores(environment, task, f" {task.answer}\n", *HOSTILE)
+        assert right.reward == 1.0 and right.metrics["exact"] == 1.0
+        assert all(0.0 <= score.reward < 1.0 and score.metrics["exact"] == 0.0 for score in hostile)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "said"),
+    [
+        ("sort_letters", {"min_length": 9, "max_length": 8}, "1 <= min_length <= max_length"),
+        ("sort_letters", {"prompt": "Sort!"}, r"leaves out {letters}"),
+        ("addition", {"min_digits": 0}, "1 <= min_digits <= max_digits <= 4000"),
+        ("addition", {"max_digits": 4001}, "1 <= min_digits <= max_digits <= 4000"),
+        ("addition", {"grow_every": 0}, "grow_every = 0; allowed are whole numbers from 1"),
+        ("addition", {"min_digits": 3, "grow_every": 10}, "nothing to grow"),
+        ("addition", {"prompt": "{first}"}, r"leaves out {second}"),
+        ("guess_number", {"low": 5, "high": 5}, "0 <= low < high"),
+        ("guess_number", {"low": -5}, "0 <= low < high"),
+        ("guess_number", {"turns": 0}, "turns = 0; allowed are whole numbers from 1"),
+        ("guess_number", {"prompt": "guess"}, r"leaves out {low}, {high}"),
+    ],
+)
+def test_arguments_that_fit_no_task_are_refused(name: str, args: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(name, **args)
+
+
+def test_letters_are_asked_for_in_the_users_words_and_lengths_are_kept() -> None:
+    environment = load("sort_letters", min_length=2, max_length=5, prompt="Sort {letters}, {name}!")
+    tasks = tasks_of(environment)
+    words = [asked(task).removeprefix("Sort ").removesuffix(", {name}!") for task in tasks]
+    assert {len(word) for word in words} == {2, 3, 4, 5}
+    assert all("".join(sorted(word)) == task.answer for word, task in zip(words, tasks, strict=True))
+
+
+def test_letters_earn_by_their_order() -> None:
+    task = Task(prompt="", answer="abcd")
+    assert rewards(load("sort_letters"), task, "abcd", "abdc", "dcba", "abcde") == [1.0, 0.75, 0.25, 0.8]
+
+
+def _terms(task: Task) -> tuple[int, int]:
+    first, second = asked(task).removesuffix("=").split("+")
+    return int(first), int(second)
+
+
+def test_sums_are_right_and_have_the_digits_asked_for() -> None:
+    tasks = tasks_of(load("addition", min_digits=1, max_digits=3))
+    assert all(str(sum(_terms(task))) == task.answer for task in tasks)
+    assert {len(str(number)) for task in tasks for number in _terms(task)} == {1, 2, 3}
+    assert all(len(str(first)) == len(str(second)) for first, second in map(_terms, tasks))
+    words = tasks_of(load("addition", prompt="What is {first} plus {second}?"), count=1)
+    assert re.fullmatch(r"What is \d+ plus \d+\?", asked(words[0]))
+
+
+def test_sums_without_carries_have_none() -> None:
+    def carries(task: Task) -> bool:
+        first, second = _terms(task)
+        return any(int(one) + int(other) > 9 for one, other in zip(str(first), str(second), strict=True))
+
+    assert not any(map(carries, tasks_of(load("addition", max_digits=4, carries=False))))
+    assert any(map(carries, tasks_of(load("addition", max_digits=4))))
+
+
+def test_digits_grow_with_the_tasks_alone() -> None:
+    environment = load("addition", min_digits=1, max_digits=3, grow_every=50)
+    digits = [len(str(_terms(task)[0])) for task in tasks_of(environment)]
+    assert [max(digits[start : start + 50]) for start in (0, 50, 100, 150)] == [1, 2, 3, 3]
+    # Task 120 is the same whichever tasks were made before it.
+    assert len(str(_terms(environment.make_task(TaskSeed(0, "env", 120)))[0])) == digits[120]
+
+
+def test_digits_of_a_sum_count_from_the_last() -> None:
+    assert right_digits("125", "125") == 1.0
+    assert right_digits("115", "125") == pytest.approx(2 / 3)
+    assert right_digits("25", "125") == pytest.approx(2 / 3)
+    assert right_digits("1125", "125") == 0.75
+    assert right_digits("125 ", "125") == 0.0
+    assert right_digits("", "") == 0.0
+
+
+def test_the_working_of_a_sum_goes_from_the_right() -> None:
+    assert working_of(58, 67) == "8+7=15 5+6+1=12 125"
+    assert working_of(2, 3) == "2+3=5 5"
+    environment = load("addition", min_digits=2, max_digits=2, working=True)
+    task = tasks_of(environment, count=1)[0]
+    assert task.answer == working_of(*_terms(task))
+    whole, last, none = scores(environment, task, task.answer, task.answer.split()[-1], "")
+    assert (whole.reward, whole.metrics) == (1.0, {"exact": 1.0, "working": 1.0})
+    assert 0.0 < last.reward < 0.5 and last.metrics == {"exact": 1.0, "working": 0.0}
+    assert (none.reward, none.metrics) == (0.0, {"exact": 0.0, "working": 0.0})
+
+
+def test_a_number_is_found_by_halving() -> None:
+    environment = load("guess_number", low=1, high=15, turns=4)
+    task = next(task for task in tasks_of(environment) if task.answer == "5")
+    assert asked(task) == "guess 1-15"
+    session = play(environment, task, "8", "4", "6", "5")
+    said = load_tokenizer(BASE).decode(session.token_ids.tolist())
+    assert session.texts == ["8", "4", "6", "5"] and re.findall("higher|lower", said) == ["lower", "higher", "lower"]
+    (score,) = asyncio.run(environment.score(task, [session]))
+    assert score.reward == pytest.approx(0.1 + 0.9 / 4)
+    assert score.metrics == {"exact": 1.0, "valid": 1.0, "guesses": 4.0}
+
+
+def test_guesses_end_with_the_number_the_turns_or_the_room() -> None:
+    environment = load("guess_number", low=1, high=15, turns=4)
+    task = next(task for task in tasks_of(environment) if task.answer == "5")
+    found, lost = play(environment, task, " 5 ", "1"), play(environment, task, "1", "no", "99", "7", "5")
+    assert (found.texts, lost.texts) == ([" 5 "], ["1", "no", "99", "7"])
+    assert "a number from 1 to 15" in load_tokenizer(BASE).decode(lost.token_ids.tolist())
+    full = play(environment, task, "1", "5", seq_len=20)
+    assert full.texts == ["1"]
+    of_found, of_lost, of_full = asyncio.run(environment.score(task, [found, lost, full]))
+    assert (of_found.reward, of_lost.reward, of_full.reward) == (1.0, 0.05, 0.1)
+    assert of_lost.metrics == {"exact": 0.0, "valid": 0.5, "guesses": 4.0}
+
+
+def test_the_last_guess_is_worth_more_than_none_however_many_turns_there_are() -> None:
+    environment = load("guess_number", low=1, high=99, turns=50)
+    task = next(task for task in tasks_of(environment) if task.answer != "1")
+    late = play(environment, task, *["?"] * 49, task.answer, seq_len=4096)
+    never = play(environment, task, *["1"] * 50, seq_len=4096)
+    of_late, of_never = asyncio.run(environment.score(task, [late, never]))
+    assert of_late.reward > of_never.reward == 0.1
