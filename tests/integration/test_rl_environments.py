@@ -23,6 +23,10 @@ args = { working = true, max_digits = 2 }
 [[environments]]
 id = "guess_number"
 args = { turns = 2, high = 9 }
+
+[[environments]]
+id = "python_code"
+args = { max_steps = 1, num_inputs = 2, prompt = "{steps}" }
 """
 
 
@@ -36,7 +40,7 @@ def test_a_run_trains_on_every_built_in_environment(rl_server: UsedServer, tmp_p
     assert completed.exit_code == 0, completed.output
     lines = read_metrics(completed.run_dir.metrics)
     assert [line["step"] for line in lines] == list(range(1, _STEPS + 1))
-    for name in ("sort_letters/exact", "addition/exact", "addition/working", "guess_number/exact"):
+    for name in ("sort_letters/exact", "addition/exact", "addition/working", "guess_number/exact", "python_code/exact"):
         assert all(0.0 <= line[name] <= 1.0 for line in lines), name
     assert all(line["guess_number/guesses"] > 1.0 for line in lines), "no second turn was played"
     assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0.0 for line in lines)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from holdfast.orchestrator.environments import BUILT_IN, find_environment, load_environment
+from holdfast.orchestrator.environments import find_environment, is_built_in, load_environment
 from holdfast.orchestrator.evaluation.online import check_evaluation
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.process.child import die_with_launcher, run_reporting_errors
@@ -25,7 +25,7 @@ def check_environments(config: OrchestratorConfig) -> None:
         EnvironmentFailure: its module raised.
     """
     for position, section in enumerate(config.environments):
-        find = load_environment if section.id in BUILT_IN else find_environment
+        find = load_environment if is_built_in(section.id) else find_environment
         find(section, key=f"environments[{position}]")
     if config.eval is not None:
         check_evaluation(config)

@@ -10,6 +10,7 @@ import pydantic
 
 from holdfast.orchestrator.environments.calls import place_of
 from holdfast.orchestrator.environments.interface import Environment
+from holdfast.orchestrator.environments.reasoning_gym import PREFIX, ReasoningGym
 from holdfast.shared.config.orchestrator import EnvironmentConfig
 from holdfast.shared.errors import ConfigError, EnvironmentFailure, HoldfastError, nearest
 from holdfast.shared.printable import printable
@@ -20,8 +21,14 @@ BUILT_IN = {
     "sort_letters": "holdfast.orchestrator.environments.sort_letters:SortLetters",
     "addition": "holdfast.orchestrator.environments.addition:Addition",
     "guess_number": "holdfast.orchestrator.environments.guess_number:GuessNumber",
+    "python_code": "holdfast.orchestrator.environments.python_code:PythonCode",
     "jsonl": "holdfast.orchestrator.environments.jsonl:Jsonl",
 }
+
+
+def is_built_in(name: str) -> bool:
+    """Whether an id names an environment of holdfast's own, whose constructor starts nothing and may be called."""
+    return name in BUILT_IN or name.startswith(PREFIX)
 
 
 def load_environment(config: EnvironmentConfig, *, key: str) -> Environment:
@@ -50,6 +57,8 @@ def find_environment(config: EnvironmentConfig, *, key: str) -> tuple[type[Envir
         ConfigError: there is no such environment, or its arguments do not fit.
         EnvironmentFailure: its module raised.
     """
+    if config.id.startswith(PREFIX):
+        return ReasoningGym, {"generator": config.id.removeprefix(PREFIX), "settings": config.args}
     cls = _find_class(config.id, key)
     return cls, _checked_args(cls, config.args, key)
 
@@ -58,7 +67,7 @@ def _find_class(name: str, key: str) -> type[Environment]:
     if ":" not in name and name not in BUILT_IN:
         raise ConfigError(
             f"{key}.id: there is no environment '{name}'.{nearest(name, BUILT_IN)} "
-            f"Allowed: {', '.join(BUILT_IN)}, or 'module:Class' for one of your own."
+            f"Allowed: {', '.join(BUILT_IN)}, '{PREFIX}NAME', or 'module:Class' for one of your own."
         )
     module_name, _, class_name = BUILT_IN.get(name, name).partition(":")
     try:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from holdfast.orchestrator.environments.interface import Environment, Message, Score, Session, Task, TaskSeed
-from holdfast.orchestrator.environments.scorers import SCORERS, Scorer, regex_scorer
+from holdfast.orchestrator.environments.math_answers import MathAnswers
+from holdfast.orchestrator.environments.scorers import SCORERS, regex_scorer
 from holdfast.orchestrator.environments.session import as_messages
 from holdfast.shared.chat.template import ChatMessage
 from holdfast.shared.errors import ConfigError, DataError, nearest
+from holdfast.shared.user_functions import load_function
 
 
 class Jsonl(Environment):
@@ -35,12 +38,13 @@ class Jsonl(Environment):
             path: the file, one JSON object per line.
             prompt: column of the question: text, or a list of {role, content}.
             answer: column of the right answer: text or a number.
-            scorer: `exact`, `contains`, `lcs`, `number` or `regex`.
+            scorer: `exact`, `contains`, `lcs`, `number`, `regex`, `math_verify`, or `module:function` for one of your
+                own, from completion and right answer to a number.
             pattern: with `regex`: what to find; the last match (its first group) is compared.
             shuffle: a new order every epoch, from the run's seed; off: file order.
         """
         self._score = _find_scorer(scorer, pattern)
-        self._scorer_name = scorer
+        self._scorer_name = scorer.partition(":")[2] or scorer
         self._tasks = _read_tasks(path, prompt=prompt, answer=answer)
         self.num_tasks = len(self._tasks)
         self._shuffle = shuffle
@@ -60,22 +64,45 @@ class Jsonl(Environment):
 
     async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
         """Score each completion for itself."""
-        rewards = [self._score(session.completion, task.answer) for session in sessions]
+        rewards = [await _number(self._score(session.completion, task.answer)) for session in sessions]
         return [Score(reward, {self._scorer_name: reward}) for reward in rewards]
 
 
-def _find_scorer(name: str, pattern: str | None) -> Scorer:
-    allowed = [*SCORERS, "regex"]
-    if name not in allowed:
-        raise ConfigError(f"jsonl: there is no scorer '{name}'.{nearest(name, allowed)} Allowed: {', '.join(allowed)}.")
+def _find_scorer(name: str, pattern: str | None) -> Callable[[str, str], Any]:
+    allowed = [*SCORERS, "regex", "math_verify"]
+    if name not in allowed and ":" not in name:
+        raise ConfigError(
+            f"jsonl: there is no scorer '{name}'.{nearest(name, allowed)} Allowed: {', '.join(allowed)}, "
+            "or 'module:function' for one of your own."
+        )
     if (pattern is not None) != (name == "regex"):
         raise ConfigError(f"jsonl: `pattern` belongs to scorer 'regex'; got scorer '{name}' and pattern {pattern!r}")
+    if name == "math_verify":
+        return MathAnswers()
+    if ":" in name:
+        return _users_scorer(name)
     if pattern is None:
         return SCORERS[name]
     try:
         return regex_scorer(pattern)
     except re.error as error:
         raise ConfigError(f"jsonl: pattern {pattern!r} is not a regular expression: {error}") from None
+
+
+def _users_scorer(name: str) -> Callable[[str, str], Any]:
+    scorer = load_function(name, key="jsonl: scorer")
+    try:
+        inspect.signature(scorer).bind("completion", "answer")
+    except TypeError as error:
+        raise ConfigError(
+            f"jsonl: scorer '{name}' cannot be called with a completion and the right answer: {error}"
+        ) from None
+    return scorer
+
+
+async def _number(reward: Any) -> float:
+    """Return what a scorer gave, awaited if it is `async`; what it must be is checked with the score."""
+    return await reward if inspect.isawaitable(reward) else reward
 
 
 def _read_tasks(path: Path, *, prompt: str, answer: str) -> list[Task]:

@@ -1,0 +1,327 @@
+"""Programs in the sandbox do what they like, and nothing of it is seen outside but what they print."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from holdfast.orchestrator.environments import sandbox
+from holdfast.orchestrator.environments.interface import Task, TaskSeed
+from holdfast.orchestrator.environments.python_code import PythonCode, code_of
+from holdfast.orchestrator.environments.sandbox import Limits, Outcome, require_sandbox, run_python
+from holdfast.shared.errors import ConfigError, EnvironmentFailure
+from tests.runs.processes import HANG_S
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needs_a_sandbox() -> None:
+    try:
+        require_sandbox()
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+# Nobody's time is over on a busy machine but for those that are meant to take forever.
+PATIENT = Limits(cpu_s=60)
+
+
+def ran(program: str, limits: Limits = PATIENT) -> Outcome:
+    return asyncio.run(run_python(program, limits))
+
+
+def inside(pid: int) -> list[psutil.Process]:
+    """Return the processes of the sandboxes that process `pid` started, wherever they hang in the tree."""
+    mark = f'"parent": {pid},'
+    return [one for one in psutil.process_iter(["cmdline"]) if any(mark in word for word in one.info["cmdline"] or ())]
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing() -> Any:
+    yield
+    assert not inside(os.getpid())
+
+
+def test_a_program_sees_the_standard_library_and_none_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_SECRET", "token")
+    program = """
+import json, os, sys
+print(json.dumps({"name": "é"}, ensure_ascii=False), os.getuid(), os.getcwd(), "HOLDFAST_SECRET" in os.environ)
+try:
+    import numpy
+except ModuleNotFoundError as error:
+    print(error)
+print(sorted({entry for entry in os.listdir("/dev")}), os.path.exists("/proc/1"), os.path.exists("/home"))
+"""
+    assert ran(program).output.decode().splitlines() == [
+        '{"name": "é"} 65534 /tmp False',
+        "No module named 'numpy'",
+        "['full', 'null', 'random', 'urandom', 'zero'] False False",
+    ]
+
+
+def test_the_order_of_a_set_is_the_same_each_time() -> None:
+    program = "print(list({'a', 'b', 'c', 'd', 'e', 'f'}))"
+    assert ran(program) == ran(program)
+
+
+def test_nothing_is_written_outside(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("before")
+    program = f"""
+import os
+os.symlink({str(target)!r}, "/tmp/link")
+os.symlink("/", "/tmp/root")
+for path in ({str(target)!r}, "/tmp/link", "/tmp/root{target}", "/usr/x", "/x", "/dev/x", {sys.base_prefix + "/x"!r}):
+    try:
+        open(path, "w").write("after")
+        print("written", path)
+    except OSError as error:
+        print(type(error).__name__)
+open("/tmp/own", "w").write("mine")
+print(open("/tmp/own").read())
+"""
+    lines = ran(program).output.decode().splitlines()
+    assert not [line for line in lines if line.startswith("written")] and lines[-1] == "mine"
+    assert target.read_text() == "before" and list(tmp_path.iterdir()) == [target]
+    assert not Path("/tmp/own").exists()
+
+
+def test_files_are_bounded() -> None:
+    small = replace(PATIENT, files_bytes=2**20)
+    assert "File too large" in ran("open('/tmp/a', 'wb').write(bytes(2**21))", small).output.decode()
+    many = "for n in range(3): open(f'/tmp/{n}', 'wb').write(bytes(2**19 + 1))"
+    assert "No space left on device" in ran(many, small).output.decode()
+
+
+def test_there_is_no_network() -> None:
+    # One in this process that would answer, as the metadata services of clouds do.
+    program = """
+import socket
+for family, address in ((socket.AF_INET, ("127.0.0.1", {port})), (socket.AF_UNIX, "\\0{name}")):
+    try:
+        socket.socket(family, socket.SOCK_STREAM).connect(address)
+        print("connected")
+    except OSError as error:
+        print(error.strerror)
+"""
+    import socket
+
+    name = f"holdfast-{os.getpid()}"
+    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as unix:
+        unix.bind(f"\0{name}")
+        unix.listen()
+        output = ran(program.format(port=tcp.getsockname()[1], name=name)).output.decode()
+    assert output.splitlines() == ["Network is unreachable", "Connection refused"]
+
+
+def test_signals_reach_nobody_outside() -> None:
+    bystander = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        program = f"""
+import os, signal
+for pid in (1, os.getppid(), {os.getpid()}, {bystander.pid}):
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except OSError as error:
+        print(error.strerror)
+try:
+    os.kill(-1, signal.SIGKILL)
+except OSError as error:
+    print(error.strerror)
+print("alive")
+"""
+        assert ran(program).output.decode().splitlines()[-1] == "alive"
+        assert bystander.poll() is None
+    finally:
+        bystander.communicate(b"\n")
+
+
+def test_forks_are_bounded_and_end_with_their_program() -> None:
+    program = """
+import os, time
+number = 0
+while True:
+    try:
+        if os.fork() == 0:
+            os.setsid()
+            time.sleep(1000)
+    except OSError:
+        break
+    number += 1
+print(number)
+"""
+    outcome = ran(program, replace(PATIENT, processes=8))
+    assert outcome.ending == "ended" and 1 <= int(outcome.output) < 8
+
+
+def test_a_fork_bomb_ends() -> None:
+    outcome = ran("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", Limits(cpu_s=1))
+    assert outcome.output == b""
+
+
+def test_memory_is_bounded() -> None:
+    assert b"MemoryError" in ran("x = bytes(2**30)", replace(PATIENT, memory_bytes=2**28)).output
+
+
+def test_output_is_bounded() -> None:
+    outcome = ran("while True: print('x' * 1000)", replace(PATIENT, output_bytes=5000))
+    assert (outcome.ending, len(outcome.output)) == ("too much output", 5000)
+
+
+def test_a_loop_without_an_end_is_ended_by_the_kernel_and_sleep_by_the_clock() -> None:
+    loop = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nprint('begun', flush=True)\nwhile True: pass"
+    assert ran(loop, replace(PATIENT, cpu_s=1)).output in (b"begun\n", b"")  # the clock, where the machine is busy
+    assert ran("import time; time.sleep(1000)", Limits(cpu_s=1)) == Outcome(b"", "too long")
+    silent = "import os, time\nfor fd in range(16):\n    try: os.close(fd)\n    except OSError: pass\ntime.sleep(1000)"
+    assert ran(silent, Limits(cpu_s=1)) == Outcome(b"", "too long")
+
+
+def test_rights_cannot_be_got_back() -> None:
+    program = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+print(libc.mount(b"none", b"/usr", None, 32 | 4096, None), libc.umount2(b"/usr", 2), libc.chroot(b"/tmp"))
+print(libc.unshare(0x20000), libc.sethostname(b"x", 1))
+try:
+    os.setuid(0)
+    print("root")
+except OSError as error:
+    print(error.strerror)
+"""
+    assert ran(program).output.decode().splitlines() == ["-1 -1 -1", "-1 -1", ran_errno()]
+
+
+def ran_errno() -> str:
+    """Root inside is a user that there may not be: `Operation not permitted`, or `Invalid argument`."""
+    return "Operation not permitted" if os.geteuid() == 0 else "Invalid argument"
+
+
+def test_what_a_killed_process_had_in_a_sandbox_dies_with_it() -> None:
+    script = (
+        "import asyncio\nfrom holdfast.orchestrator.environments.sandbox import Limits, run_python\n"
+        "program = 'import os, time; os.fork(); time.sleep(1000)'\n"
+        "asyncio.run(run_python(program, Limits(cpu_s=1000)))"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        children = _wait_for(lambda: inside(parent.pid), 4)
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    assert not psutil.wait_procs(children, timeout=HANG_S)[1]
+
+
+def _wait_for(find: Any, count: int) -> list[psutil.Process]:
+    import time
+
+    deadline = time.monotonic() + HANG_S
+    while len(found := find()) < count:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.01)
+    return found
+
+
+def test_a_cancelled_program_is_gone() -> None:
+    async def cancelled() -> None:
+        running = asyncio.create_task(run_python("import time; time.sleep(1000)", PATIENT))
+        while len(inside(os.getpid())) < 3:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(cancelled())
+    psutil.wait_procs(inside(os.getpid()), timeout=HANG_S)
+
+
+def test_a_machine_without_a_sandbox_is_refused_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = sandbox._command
+
+    def broken(limits: Limits) -> list[str]:
+        # A directory for the devices that is a file: building fails as it does where mounting is forbidden.
+        *words, values = command(limits)
+        return [*words, values.replace('"/usr"', '"/dev"')]
+
+    monkeypatch.setattr(sandbox, "_command", broken)
+    with pytest.raises(ConfigError, match="cannot be built on this machine: .*It needs Linux 5.12"):
+        PythonCode()
+    with pytest.raises(EnvironmentFailure, match="the sandbox could not be built"):
+        ran("print(1)")
+
+
+def test_code_is_the_last_block() -> None:
+    assert code_of("def f(): pass") == "def f(): pass"
+    assert code_of("First:\n```python\na\n```\nThen:\n```\nb\n```\nDone.") == "b\n"
+
+
+@pytest.fixture(scope="module")
+def environment() -> PythonCode:
+    return PythonCode(cpu_s=60)
+
+
+def scored(environment: PythonCode, task: Task, *answers: str) -> list[tuple[float, float]]:
+    sessions: Any = [SimpleNamespace(completion=answer) for answer in answers]
+    return [(score.reward, score.metrics["exact"]) for score in asyncio.run(environment.score(task, sessions))]
+
+
+def test_the_answers_of_its_tasks_are_right(environment: PythonCode) -> None:
+    seeds = [TaskSeed(0, "env", index) for index in range(200)]
+    tasks = [environment.make_task(seed) for seed in seeds]
+    assert tasks == [environment.make_task(seed) for seed in seeds]
+    assert len({task.answer for task in tasks}) > 100
+    for task in tasks[:6]:
+        assert scored(environment, task, task.answer, f"```python\n{task.answer}```") == [(1.0, 1.0)] * 2
+    for task in tasks:  # all kinds of steps, without a process each
+        names: dict[str, Any] = {}
+        exec(task.answer, names)
+        assert tuple(tuple(names["solve"](list(numbers))) for numbers in task.inputs) == task.outputs
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "",
+        "no code at all",
+        "import os; os._exit(0)",
+        "import sys; sys.exit(0)",
+        "def solve(n): raise SystemExit",
+        "def solve(n): return 1 / 0",
+        "print('[]\\n' * 8)",
+        "\x00",
+        "class Equal(list):\n    __eq__ = lambda a, b: True\ndef solve(n): return object()",
+        "import os\nfor fd in range(3, 64):\n    try: os.close(fd)\n    except OSError: pass\ndef solve(n): return n",
+    ],
+)
+def test_answers_that_solve_nothing_earn_nothing(environment: PythonCode, answer: str) -> None:
+    assert scored(environment, environment.make_task(TaskSeed(0, "env", 0)), answer) == [(0.0, 0.0)]
+
+
+def test_a_function_that_is_right_for_some_inputs_earns_their_share(environment: PythonCode) -> None:
+    task = environment.make_task(TaskSeed(0, "env", 0))
+    half = f"right = {task.answer!r}\nexec(right)\nwhole = solve\ncalls = []\ndef solve(n):\n"
+    half += "    calls.append(n)\n    return whole(n) if len(calls) <= 4 else None"
+    assert scored(environment, task, half) == [(0.5, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({"min_steps": 3, "max_steps": 2}, "1 <= min_steps <= max_steps"),
+        ({"num_inputs": 0}, "num_inputs = 0; allowed are whole numbers from 1 on"),
+        ({"memory_mb": 8}, "memory_mb = 8; allowed are whole numbers from 64 on"),
+        ({"prompt": "Write code."}, "leaves out {steps}"),
+    ],
+)
+def test_arguments_that_fit_no_task_are_refused(args: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        PythonCode(**args)

@@ -1,0 +1,202 @@
+"""Scorers that are functions of the user's or libraries, and the generators of reasoning-gym."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from holdfast.orchestrator.check_environments import check_environments
+from holdfast.orchestrator.environments import load_environment
+from holdfast.orchestrator.environments.interface import Environment, Message, Score, Task, TaskSeed
+from holdfast.orchestrator.environments.math_answers import MathAnswers
+from holdfast.shared.config.orchestrator import EnvironmentConfig
+from holdfast.shared.errors import ConfigError, EnvironmentFailure
+from tests.servers.orchestrator_fakes import make_config
+
+
+def load(name: str, **args: Any) -> Environment:
+    return load_environment(EnvironmentConfig(id=name, args=args), key="environments[0]")
+
+
+def scores(environment: Environment, task: Task, *answers: str) -> list[Score]:
+    sessions: Any = [SimpleNamespace(completion=answer) for answer in answers]
+    return asyncio.run(environment.score(task, sessions))
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    path = tmp_path / "questions.jsonl"
+    path.write_text(json.dumps({"prompt": "Half?", "answer": "\\frac{1}{2}"}) + "\n")
+    return path
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the user's with scorers."""
+    name = f"own_scorers_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(
+        "def length(completion, answer):\n    return len(completion) / len(answer)\n"
+        "async def slowly(completion, answer):\n    return completion == answer\n"
+        "def alone(completion):\n    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def test_a_function_of_the_users_scores(questions: Path, own: str) -> None:
+    environment = load("jsonl", path=str(questions), scorer=f"{own}:length")
+    task = environment.make_task(TaskSeed(0, "env", 0))
+    assert scores(environment, task, "x" * 22, "") == [Score(2.0, {"length": 2.0}), Score(0.0, {"length": 0.0})]
+    environment = load("jsonl", path=str(questions), scorer=f"{own}:slowly")
+    assert [score.reward for score in scores(environment, task, "x", "\\frac{1}{2}")] == [0.0, 1.0]
+
+
+def test_a_function_that_cannot_score_is_refused(questions: Path, own: str) -> None:
+    for scorer, said in (
+        (f"{own}:alone", r"cannot be called with a completion and the right answer: too many positional arguments"),
+        (f"{own}:lenght", r"has no function 'lenght'. Did you mean 'length'\?"),
+        ("no_such_module:length", "there is no module 'no_such_module'"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load("jsonl", path=str(questions), scorer=scorer)
+    with pytest.raises(ConfigError, match="`pattern` belongs to scorer 'regex'"):
+        load("jsonl", path=str(questions), scorer=f"{own}:length", pattern="x")
+
+
+def test_mathematics_counts_by_its_value(questions: Path) -> None:
+    environment = load("jsonl", path=str(questions), scorer="math_verify")
+    task = environment.make_task(TaskSeed(0, "env", 0))
+    answers = ("so it is $0.5$", "\\boxed{\\frac{2}{4}}", "1/2", "2", "", "\\frac{" * 500, "\x00")
+    assert [score.reward for score in scores(environment, task, *answers)] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    # By another event loop, and with marks of its own.
+    marked = Task(prompt="", answer="The answer is \\boxed{1,234}")
+    assert scores(environment, marked, "1234", "34") == [
+        Score(1.0, {"math_verify": 1.0}), Score(0.0, {"math_verify": 0.0})
+    ]  # fmt: skip
+    with pytest.raises(EnvironmentFailure, match="the right answer '!' is no mathematics"):
+        scores(environment, Task(prompt="", answer="!"), "1")
+
+
+def test_a_process_that_dies_or_takes_too_long_costs_one_answer() -> None:
+    async def judge() -> list[float]:
+        patient = MathAnswers()
+        rewards = [await patient("1", "1")]
+        process = patient._process
+        assert process is not None
+        process.kill()
+        process.wait()
+        rewards.append(await patient("1", "1"))  # by another one
+        patient.close()
+        patient.close()
+        hasty = MathAnswers(timeout_s=0.0)
+        rewards.append(await hasty("1", "1"))
+        assert hasty._process is None
+        return rewards
+
+    assert asyncio.run(judge()) == [1.0, 1.0, 0.0]
+
+
+def test_a_process_that_dies_on_an_answer_costs_that_answer() -> None:
+    async def judge() -> list[float]:
+        scorer = MathAnswers()
+        await scorer("1", "1")
+        process = scorer._process
+        assert process is not None
+        # It is stopped, so that it dies with the question in its pipe.
+        import signal
+
+        process.send_signal(signal.SIGSTOP)
+        judging = asyncio.create_task(scorer("1", "1"))
+        await asyncio.sleep(0)
+        process.kill()
+        rewards = [await judging, await scorer("1", "1")]
+        scorer.close()
+        return rewards
+
+    assert asyncio.run(judge()) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("module", "extra", "name", "args"),
+    [
+        ("reasoning_gym", "reasoning-gym", "reasoning_gym:leg_counting", {}),
+        ("math_verify", "math-verify", "jsonl", {"scorer": "math_verify"}),
+    ],
+)
+def test_a_missing_extra_says_what_installs_it(
+    module: str, extra: str, name: str, args: dict[str, Any], questions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    if name == "jsonl":
+        args = {**args, "path": str(questions)}
+    with pytest.raises(ConfigError, match=f"needs {extra}, which is not installed: `uv sync --extra {extra}`"):
+        load(name, **args)
+
+
+def test_what_an_extra_lacks_itself_is_not_taken_for_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from holdfast.orchestrator.environments.extras import import_extra
+
+    (tmp_path / "half_an_extra.py").write_text("import no_such_library")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
+        import_extra("half_an_extra", extra="half", needed_by="nobody")
+
+
+class TestReasoningGym:
+    """The generators; `uv sync --extra reasoning-gym` installs them."""
+
+    @pytest.fixture(autouse=True, scope="class")
+    def _is_installed(self) -> None:
+        pytest.importorskip("reasoning_gym", reason="`uv sync --extra reasoning-gym` installs it")
+
+    # Numbers; a list that is made at once; indices below a size; seeds of NumPy.
+    @pytest.mark.parametrize("name", ["leg_counting", "acre", "word_ladder", "pool_matrix"])
+    def test_tasks_are_a_pure_function_of_their_seed(self, name: str) -> None:
+        environment, again = load(f"reasoning_gym:{name}"), load(f"reasoning_gym:{name}")
+        seeds = [TaskSeed(0, "env", index) for index in range(5)]
+        tasks = [environment.make_task(seed) for seed in seeds]
+        assert repr(tasks) == repr([again.make_task(seed) for seed in reversed(seeds)][::-1])
+        assert len({task.answer for task in tasks}) > 1
+        for task in tasks:
+            right, tagged, wrong = scores(
+                environment, task, task.answer, f"I think\n<answer>{task.answer}</answer>!", "no idea"
+            )
+            assert right.reward == tagged.reward == 1.0 > wrong.reward
+            assert (right.metrics["exact"], wrong.metrics["exact"]) == (1.0, 0.0)
+
+    def test_settings_reach_the_generator_and_the_prompt(self) -> None:
+        environment = load("reasoning_gym:leg_counting", min_animals=2, max_animals=2, system_prompt="Be short.")
+        task = environment.make_task(TaskSeed(0, "env", 0))
+        system, question = task.prompt
+        assert system == Message("system", "Be short.")
+        assert isinstance(question, Message) and question.content.count(",") == 2
+
+    def test_an_answer_that_breaks_its_scorer_earns_nothing(self) -> None:
+        environment = load("reasoning_gym:prime_factorization")
+        task = environment.make_task(TaskSeed(0, "env", 0))
+        assert scores(environment, task, "no idea") == [Score(0.0, {"exact": 0.0, "unreadable": 1.0})]
+
+    def test_a_task_with_many_right_answers_has_none_of_its_own(self) -> None:
+        assert load("reasoning_gym:graph_color").make_task(TaskSeed(0, "env", 0)).answer == ""
+
+    @pytest.mark.parametrize(
+        ("name", "args", "said"),
+        [
+            ("leg_countin", {}, r"no environment 'reasoning_gym:leg_countin'. Did you mean 'leg_counting'\?"),
+            ("leg_counting", {"max_animal": 3}, r"has no argument 'max_animal'. Did you mean 'max_animals'\?"),
+            ("leg_counting", {"seed": 3}, "has no argument 'seed'"),
+            ("leg_counting", {"min_animals": 0}, "refuses {'min_animals': 0}: "),
+            ("leg_counting", {"system_prompt": 3}, "system_prompt = 3; expected text"),
+        ],
+    )
+    def test_what_does_not_load_says_why(self, name: str, args: dict[str, Any], said: str, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=said):
+            check_environments(
+                make_config(tmp_path, environments=[{"id": f"reasoning_gym:{name}", "args": args}], client={})
+            )
