@@ -21,6 +21,7 @@ BUILT_IN = {
     "sort_letters": "holdfast.orchestrator.environments.sort_letters:SortLetters",
     "addition": "holdfast.orchestrator.environments.addition:Addition",
     "guess_number": "holdfast.orchestrator.environments.guess_number:GuessNumber",
+    "ledger": "holdfast.orchestrator.environments.ledger:Ledger",
     "python_code": "holdfast.orchestrator.environments.python_code:PythonCode",
     "jsonl": "holdfast.orchestrator.environments.jsonl:Jsonl",
 }

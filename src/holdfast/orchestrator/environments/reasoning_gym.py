@@ -19,8 +19,9 @@ _NOT_SET = ("seed", "size")
 """Settings of every generator that are not to choose: tasks come from the run's seed, and never end."""
 
 
-_SEEDS = 2**32
-"""NumPy, which some generators draw from, takes no larger ones."""
+def _seed_of(number: int) -> int:
+    """Return 32 bits, as NumPy takes no more, which some generators draw from; held-out numbers keep their highest."""
+    return (number >> 63) << 31 | number % 2**31
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class ReasoningGym(Environment):
     def make_task(self, seed: TaskSeed) -> Entry:
         """Return the only entry of the generator that the seed's number seeds."""
         # One for each task: some make all their entries at once, or allow no index beyond their size.
-        entry = self._make(seed=seed.number % _SEEDS)[0]
+        entry = self._make(seed=_seed_of(seed.number))[0]
         messages = [Message("user", entry["question"])]
         if self._system_prompt is not None:
             messages.insert(0, Message("system", self._system_prompt))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from holdfast.orchestrator.environments import BUILT_IN, find_environment
+from holdfast.orchestrator.environments import find_environment, is_built_in
 from holdfast.orchestrator.evaluation.main import load_tasks
 from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.process.child import die_with_launcher, run_reporting_errors
@@ -24,9 +24,9 @@ def check(config: EvaluateConfig) -> None:
         EnvironmentFailure: a module raised.
     """
     for position, section in enumerate(config.environments):
-        if section.id not in BUILT_IN:
+        if not is_built_in(section.id):
             find_environment(section, key=f"environments[{position}]")
-    built_in = [section for section in config.environments if section.id in BUILT_IN]
+    built_in = [section for section in config.environments if is_built_in(section.id)]
     load_tasks(config.model_copy(update={"environments": built_in}))
 
 

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from holdfast.orchestrator.engines.client import InferenceClient
-from holdfast.orchestrator.environments import BUILT_IN, find_environment, load_environment
+from holdfast.orchestrator.environments import find_environment, is_built_in, load_environment
 from holdfast.orchestrator.environments.interface import Environment
 from holdfast.orchestrator.evaluation.evaluator import Policy, evaluate
 from holdfast.orchestrator.evaluation.results import claim_directory
@@ -143,7 +143,7 @@ def check_evaluation(config: OrchestratorConfig) -> None:
     sections = _sections(config, config.eval)
     for position, section in enumerate(sections):
         key = f"{_KEY}[{position}]"
-        if section.id in BUILT_IN:
+        if is_built_in(section.id):
             built_in[section.label] = load_environment(section, key=key)
         else:
             find_environment(section, key=key)

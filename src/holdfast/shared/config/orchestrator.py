@@ -16,8 +16,8 @@ class EnvironmentConfig(Section):
     """One environment of the mix."""
 
     id: str = "reverse_text"
-    """A built-in environment (`reverse_text`, `sort_letters`, `addition`, `guess_number`, `python_code`, `jsonl`),
-    `reasoning_gym:NAME`, or `module:Class`."""
+    """A built-in environment (`reverse_text`, `sort_letters`, `addition`, `guess_number`, `ledger`,
+    `python_code`, `jsonl`), `reasoning_gym:NAME`, or `module:Class`."""
 
     name: str | None = None
     """Name in metrics; unset: the id."""

@@ -12,12 +12,15 @@ import pytest
 from holdfast.orchestrator.environments import load_environment
 from holdfast.orchestrator.environments.addition import right_digits, working_of
 from holdfast.orchestrator.environments.interface import Environment, Message, Score, Session, Task, TaskSeed
+from holdfast.orchestrator.environments.ledger import Books
 from holdfast.shared.chat.files import load_tokenizer
 from holdfast.shared.config.orchestrator import EnvironmentConfig
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.wire.arrays import Logprobs, TokenIds
 from holdfast.shared.wire.inference_api import Completion
 from holdfast.shared.wire.rollouts import VersionSpan
+from tests.unit.orchestrator.environments.test_environment_tools import called
+from tests.unit.orchestrator.environments.test_environment_tools import play as play_with_tools
 
 BASE = "examples/reverse_text/base"
 TASKS = 200
@@ -63,7 +66,7 @@ def play(environment: Environment, task: Task, *turns: str, seq_len: int = 256) 
     return session
 
 
-@pytest.mark.parametrize("name", ["reverse_text", "sort_letters", "addition", "guess_number"])
+@pytest.mark.parametrize("name", ["reverse_text", "sort_letters", "addition", "guess_number", "ledger"])
 def test_tasks_are_a_pure_function_of_their_seed(name: str) -> None:
     tasks = tasks_of(load(name))
     assert tasks == tasks_of(load(name)), "made again by another object"
@@ -97,6 +100,10 @@ def test_no_answer_but_the_right_one_earns_all(name: str) -> None:
         ("guess_number", {"low": -5}, "0 <= low < high"),
         ("guess_number", {"turns": 0}, "turns = 0; allowed are whole numbers from 1"),
         ("guess_number", {"prompt": "guess"}, r"leaves out {low}, {high}"),
+        ("ledger", {"num_asked": 17}, "num_asked = 17; allowed are whole numbers from 1 to 16"),
+        ("ledger", {"max_amount": 0}, "max_amount = 0; allowed are whole numbers from 1"),
+        ("ledger", {"call_cost": -1}, "call_cost = -1.0; allowed are numbers from 0 to 1"),
+        ("ledger", {"prompt": "Sum?"}, r"leaves out {accounts}"),
     ],
 )
 def test_arguments_that_fit_no_task_are_refused(name: str, args: dict[str, Any], said: str) -> None:
@@ -201,3 +208,33 @@ def test_the_last_guess_is_worth_more_than_none_however_many_turns_there_are() -
     never = play(environment, task, *["1"] * 50, seq_len=4096)
     of_late, of_never = asyncio.run(environment.score(task, [late, never]))
     assert of_late.reward > of_never.reward == 0.1
+
+
+@pytest.mark.parametrize(("template", "parser"), [("qwen3", "hermes"), ("llama3_1", "llama3_json")])
+def test_accounts_are_looked_up_and_wrong_calls_cost(template: str, parser: str) -> None:
+    environment = load("ledger")
+    # The task of `play_with_tools`.
+    task = environment.make_task(TaskSeed(0, "adds", 0))
+    assert isinstance(task, Books) and all(name in asked(task) for name in task.asked)
+    assert task.answer == str(sum(task.ledger[name] for name in task.asked))
+    first, second = task.asked
+    other = next(name for name in task.ledger if name not in task.asked)
+
+    def look_up(account: object) -> str:
+        return called(parser, "look_up", {"account": account})
+
+    def scored(*turns: str) -> Score:
+        session = play_with_tools(template, [*turns, "end"], environment)
+        (score,) = asyncio.run(environment.score(task, [session]))
+        return score
+
+    right = f"They hold 7 and more: {task.answer}."
+    best = scored(look_up(first), look_up(second), right)
+    assert best == Score(1.0, {"exact": 1.0, "wrong_calls": 0.0})
+    assert scored(look_up(first), f"{task.answer}0").reward == pytest.approx(0.1)
+    assert scored("no number").reward == 0.0
+    assert scored(right).reward == 0.8
+    # An account that there is not, a wrong type, what nobody asked for, and the same twice.
+    wasted = [look_up("nothing"), look_up(3), look_up(other), look_up(first), look_up(first), look_up(second)]
+    wasteful = scored(*wasted, right)
+    assert wasteful.reward == pytest.approx(1.0 - 0.4) and wasteful.metrics == {"exact": 1.0, "wrong_calls": 4.0}

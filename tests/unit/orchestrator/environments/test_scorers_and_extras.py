@@ -170,6 +170,16 @@ class TestReasoningGym:
             assert right.reward == tagged.reward == 1.0 > wrong.reward
             assert (right.metrics["exact"], wrong.metrics["exact"]) == (1.0, 0.0)
 
+    def test_held_out_tasks_have_seeds_that_training_never_has(self) -> None:
+        from holdfast.orchestrator.environments.reasoning_gym import _seed_of
+
+        drawn, held_out = (
+            [_seed_of(TaskSeed(0, "env", index, held_out=held_out).number) for index in range(200)]
+            for held_out in (False, True)
+        )
+        assert max(drawn) < 2**31 <= min(held_out) and max(held_out) < 2**32
+        assert len({*drawn, *held_out}) == 400
+
     def test_settings_reach_the_generator_and_the_prompt(self) -> None:
         environment = load("reasoning_gym:leg_counting", min_animals=2, max_animals=2, system_prompt="Be short.")
         task = environment.make_task(TaskSeed(0, "env", 0))
