@@ -26,6 +26,7 @@ from holdfast.orchestrator.environments.tool_use import tool_use_of
 from holdfast.orchestrator.environments.watchdog import beating, watching_calls
 from holdfast.orchestrator.evaluation.online import load_evaluation
 from holdfast.orchestrator.rollouts.teacher import Teacher, connect_teacher
+from holdfast.orchestrator.rollouts.workers import starting_workers
 from holdfast.orchestrator.weight_push.directory import DirectoryTransport
 from holdfast.orchestrator.weight_push.push import WeightPusher
 from holdfast.shared.chat.files import load_tokenizer
@@ -35,7 +36,7 @@ from holdfast.shared.errors import ConfigError, EnvironmentFailure
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process import events
 from holdfast.shared.process.child import die_with_launcher, is_ignored, run_reporting_errors, set_up_logging
-from holdfast.shared.process.clock import awake_s
+from holdfast.shared.process.clock import FreezeTolerantLoop
 from holdfast.shared.process.descriptors import allow_connections
 from holdfast.shared.process.heartbeat import start_heartbeat
 
@@ -53,11 +54,13 @@ async def orchestrate(config: OrchestratorConfig) -> None:
     environments = {
         section.label: load_environment(section, key=f"environments[{position}]")
         for position, section in enumerate(config.environments)
+        if not section.workers
     }
     for section in config.environments:
-        tool_use_of(
-            environments[section.label], section, tokenizer
-        )  # what cannot be, is told before anything is sampled
+        if section.label in environments:
+            tool_use_of(
+                environments[section.label], section, tokenizer
+            )  # what cannot be, is told before anything is sampled
 
     start = find_start(run_dir, _resume_step(config))
     first = start.state.step + 1
@@ -71,6 +74,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
 
     async with (
         beating(bound_s=config.hang_timeout_s),
+        starting_workers(config) as workers,
         connect_teacher(config, digest=start.state.teacher_digest) as teacher,
         _connect_policy(config, teacher) as client,
         BatchPublisher(run_dir) as publisher,
@@ -88,6 +92,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
             environments=environments,
             state=start.state,
             teacher=teacher,
+            workers=workers,
         )
         evaluation = load_evaluation(config, client, run_dir=run_dir, tokenizer=tokenizer)
         pipeline = BatchPipeline(
@@ -145,14 +150,6 @@ def _resume_step(config: OrchestratorConfig) -> int | None:
     if step is not None and (isinstance(step, str) or step < 0):
         raise ConfigError(f"ckpt.resume_step = {step}: the orchestrator needs the number that the launcher resolved")
     return step
-
-
-class FreezeTolerantLoop(asyncio.SelectorEventLoop):
-    """An event loop whose deadlines stand still while the process is frozen: nobody could have met them."""
-
-    def time(self) -> float:
-        """Return the time that `call_later` and `asyncio.timeout` go by."""
-        return awake_s()
 
 
 async def run_until_stopped(config: OrchestratorConfig) -> None:

@@ -17,6 +17,7 @@ from holdfast.orchestrator.rollouts.generation_log import GenerationLog
 from holdfast.orchestrator.rollouts.group import Outcome, Problem, run_group
 from holdfast.orchestrator.rollouts.sampler import Sampler
 from holdfast.orchestrator.rollouts.teacher import Teacher
+from holdfast.orchestrator.rollouts.workers import Workers
 from holdfast.orchestrator.seeds import TaskSeed
 from holdfast.orchestrator.task_group import run_all
 from holdfast.orchestrator.weight_push.transport import PublishedWeights
@@ -34,6 +35,8 @@ class BatchMaker:
 
     Args:
         client: of the servers that sample: those of the policy, or of the teacher.
+        environments: by name, those that are played in this process.
+        workers: by the name of their environment, those that play the others.
     """
 
     def __init__(
@@ -46,8 +49,10 @@ class BatchMaker:
         environments: Mapping[str, Environment],
         state: OrchestratorState,
         teacher: Teacher | None = None,
+        workers: Mapping[str, Workers] | None = None,
     ) -> None:
         self._config = config
+        self._workers = workers or {}
         self._client = client
         self._teacher = teacher
         self._run_dir = run_dir
@@ -80,9 +85,7 @@ class BatchMaker:
 
         async def run_one(problem: Problem) -> Outcome:
             async with slots:
-                outcome = await run_group(
-                    problem, step, config=self._config, tokenizer=self._tokenizer, sampler=sampler
-                )
+                outcome = await self._play(problem, step, sampler)
             if teacher is not None and not isinstance(outcome, Dropped):
                 affinity = Affinity()
                 await run_all(teacher.judge(rollout, log, affinity=affinity) for rollout in outcome)
@@ -102,6 +105,12 @@ class BatchMaker:
         self.state = state
         self.num_reused = sampler.num_reused
         return selection
+
+    async def _play(self, problem: Problem, step: int, sampler: Sampler) -> Outcome:
+        workers = self._workers.get(problem.name)
+        if workers is not None:
+            return await workers.play(problem, step, sampler=sampler)
+        return await run_group(problem, step, config=self._config, tokenizer=self._tokenizer, sampler=sampler)
 
     def _num_missing(self, outcomes: Sequence[Outcome]) -> int:
         """Return how many problems to draw next."""
@@ -138,7 +147,7 @@ class BatchMaker:
             state.environments[name].next_task += 1
             problems.append(
                 Problem(
-                    environment=self._environments[name],
+                    environment=self._environments.get(name),
                     settings=self._settings[name],
                     seed=TaskSeed(run_seed=self._config.seed, environment=name, index=index),
                 )

@@ -35,7 +35,7 @@ Outcome = list[Rollout] | Dropped
 
 
 class TurnSampler(Protocol):
-    """What samples the turns of sessions."""
+    """What samples the turns of sessions: a `Sampler`, or one in another process."""
 
     def check(self) -> None:
         """Raise what it has failed with, if it has."""
@@ -46,14 +46,27 @@ class TurnSampler(Protocol):
         ...
 
 
+class WorkerCrashed(EnvironmentFailure):
+    """The process in which an environment played a group died of it."""
+
+
 @dataclass(frozen=True)
 class Problem:
-    """One problem of a batch; `affinity` is that of its group, whose sessions begin alike."""
+    """One problem of a batch; `affinity` is that of its group, whose sessions begin alike.
 
-    environment: Environment
+    `environment` is None in a process that leaves it to workers.
+    """
+
+    environment: Environment | None
     settings: EnvironmentConfig
     seed: TaskSeed
     affinity: Affinity = field(default_factory=Affinity, compare=False)
+
+    @property
+    def here(self) -> Environment:
+        """The environment, in the process that plays it."""
+        assert self.environment is not None
+        return self.environment
 
     @property
     def name(self) -> str:
@@ -77,8 +90,8 @@ async def run_group(
     sessions: list[Session] = []
     try:
         async with _calling(problem, "make_task"):
-            task = await result_of(problem.environment.make_task(problem.seed))
-            tool_use = tool_use_of(problem.environment, problem.settings, tokenizer)
+            task = await result_of(problem.here.make_task(problem.seed))
+            tool_use = tool_use_of(problem.here, problem.settings, tokenizer)
             prompt_ids = _prompt_ids(task, problem, tokenizer=tokenizer, seq_len=config.seq_len, tool_use=tool_use)
         sample_turn = _sample_turn(problem, step, sampler)
         sessions += [
@@ -96,12 +109,12 @@ async def run_group(
         ]
         await _play_all(sessions, task, problem)
         async with _calling(problem, "score"):
-            found = await result_of(problem.environment.score(task, tuple(sessions)))
+            found = await result_of(problem.here.score(task, tuple(sessions)))
             for session in sessions:
                 _require_ended(session, problem, "score")
                 session.end()
-                require_sound(session, what=_context(problem))
-            scores = checked_scores(found, sessions, what=_context(problem))
+                require_sound(session, what=context_of(problem))
+            scores = checked_scores(found, sessions, what=context_of(problem))
     except (EnvironmentFailure, PromptTooLong) as failure:
         # An engine that failed may have been turned into an error of the environment by its code.
         sampler.check()
@@ -109,7 +122,8 @@ async def run_group(
             if failure.__cause__ is not None:
                 _log.error("%s\n%s", failure, traceback_of(failure.__cause__))
             raise
-        return _dropped(problem, sessions, failure)
+        tokens = sum(len(session.token_ids) for session in sessions)
+        return dropped(problem, failure, num_sessions=len(sessions), num_tokens=tokens)
     return [
         _to_rollout(problem, index, session, score, is_sampled_by_teacher=config.is_sampled_by_teacher)
         for index, (session, score) in enumerate(zip(sessions, scores, strict=True))
@@ -123,15 +137,21 @@ def is_solved(rollout: Rollout, success_reward: float | None) -> bool | None:
     return rollout.metrics["exact"] >= 1.0 if "exact" in rollout.metrics else None
 
 
-def _dropped(problem: Problem, sessions: Sequence[Session], failure: HoldfastError) -> Dropped:
-    reasons: dict[type[HoldfastError], DropReason] = {PromptTooLong: "prompt_too_long", CallTimeout: "timeout"}
+def dropped(problem: Problem, failure: HoldfastError, *, num_sessions: int = 0, num_tokens: int = 0) -> Dropped:
+    """Return that a group is left out for `failure`, after `num_sessions` were begun with `num_tokens` in them."""
+    reasons: dict[type[HoldfastError], DropReason] = {
+        PromptTooLong: "prompt_too_long",
+        CallTimeout: "timeout",
+        WorkerCrashed: "crash",
+    }
+    reason = reasons.get(type(failure), "environment_error")
     _log.warning("%s: the group is dropped", failure)
     return Dropped(
         environment=problem.name,
         task_id=problem.seed.index,
-        reason=reasons.get(type(failure), "environment_error"),
-        rollouts=len(sessions),
-        tokens=sum(len(session.token_ids) for session in sessions),
+        reason="memory" if isinstance(failure.__cause__, MemoryError) else reason,
+        rollouts=num_sessions,
+        tokens=num_tokens,
         detail=str(failure),
     )
 
@@ -158,7 +178,7 @@ def _prompt_ids(
     task: Task, problem: Problem, *, tokenizer: Tokenizer, seq_len: int, tool_use: ToolUse | None
 ) -> list[int]:
     schemas = tool_use.schemas if tool_use else None
-    token_ids = prompt_ids_of(task, tokenizer, what=_context(problem), room=seq_len - 1, tools=schemas)
+    token_ids = prompt_ids_of(task, tokenizer, what=context_of(problem), room=seq_len - 1, tools=schemas)
     if not 1 <= len(token_ids) < seq_len:
         raise PromptTooLong(
             f"environment '{problem.name}', task {problem.seed.index}: the prompt has {len(token_ids)} tokens; allowed "
@@ -198,13 +218,13 @@ async def _play_all(sessions: Sequence[Session], task: Task, problem: Problem) -
 async def _play(session: Session, task: Task, problem: Problem) -> None:
     async with _calling(problem, "run"):
         try:
-            await result_of(problem.environment.run(session, task))
+            await result_of(problem.here.run(session, task))
         except SessionFull:
             session.truncated = True
     _require_ended(session, problem, "run")
     if not session.texts:
         raise EnvironmentFailure(
-            f"{_context(problem)}: run() ended without a sampled turn; write `await session.sample()` in "
+            f"{context_of(problem)}: run() ended without a sampled turn; write `await session.sample()` in "
             "an `async def run`"
         )
 
@@ -212,13 +232,13 @@ async def _play(session: Session, task: Task, problem: Problem) -> None:
 def _require_ended(session: Session, problem: Problem, method: str) -> None:
     if session.is_sampling:
         raise EnvironmentFailure(
-            f"{_context(problem)}: {method}() ended while a session.sample() went on: await every one that it starts"
+            f"{context_of(problem)}: {method}() ended while a session.sample() went on: await every one that it starts"
         )
 
 
 def _calling(problem: Problem, method: str) -> AbstractAsyncContextManager[None]:
     return calling(
-        _context(problem),
+        context_of(problem),
         name=f"environment '{problem.name}', task {problem.seed.index}",
         environment=problem.name,
         method=method,
@@ -226,7 +246,8 @@ def _calling(problem: Problem, method: str) -> AbstractAsyncContextManager[None]
     )
 
 
-def _context(problem: Problem) -> str:
+def context_of(problem: Problem) -> str:
+    """Return how failures of a problem begin."""
     return f"environment '{problem.name}' failed on task {problem.seed.index} (seed {problem.seed.number})"
 
 

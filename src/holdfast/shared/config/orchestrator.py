@@ -52,6 +52,14 @@ class EnvironmentConfig(Section):
     """When messages follow behind which the chat template would write earlier turns of the policy otherwise than they
     were sampled (without their thoughts): refuse them, as a failure of the environment, or keep what was sampled."""
 
+    workers: int = Field(default=0, ge=0, le=1024)
+    """Processes that play this environment; 0: it is played in the orchestrator's. Code of it that blocks, crashes or
+    hangs in a worker costs its own group at most, and which worker plays what changes no result."""
+
+    worker_memory_gb: float | None = Field(default=None, gt=0)
+    """Most memory of one worker, in GiB of what it writes to (RLIMIT_DATA), some 0.2 of which it needs itself; unset:
+    no limit."""
+
     @property
     def label(self) -> str:
         """Name under which the environment appears in metrics and state."""
@@ -290,6 +298,16 @@ class OrchestratorConfig(Command):
         if self.dynamic_sampling is None:
             return self.problems_per_step
         return self.dynamic_sampling.max_problems_per_step or 4 * self.problems_per_step
+
+    @model_validator(mode="after")
+    def _memory_of_workers(self) -> OrchestratorConfig:
+        for section in self.environments:
+            if section.worker_memory_gb is not None and not section.workers:
+                raise ValueError(
+                    f"environment '{section.label}': worker_memory_gb = {section.worker_memory_gb:g} is about workers, "
+                    "and it has none: set `workers` to 1 or more, or leave worker_memory_gb out"
+                )
+        return self
 
     @model_validator(mode="after")
     def _room_for_a_batch(self) -> OrchestratorConfig:

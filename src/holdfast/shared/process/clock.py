@@ -8,6 +8,7 @@ what tells a freeze.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -90,3 +91,11 @@ class BusyClock:
     def busy_s(self) -> float:
         """Seconds so far."""
         return self._busy_s + (time.monotonic() - self._since if self.in_flight else 0.0)
+
+
+class FreezeTolerantLoop(asyncio.SelectorEventLoop):
+    """An event loop whose deadlines stand still while the process is frozen: nobody could have met them."""
+
+    def time(self) -> float:
+        """Return the time that `call_later` and `asyncio.timeout` go by."""
+        return awake_s()

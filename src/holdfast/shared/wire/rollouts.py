@@ -15,9 +15,9 @@ from holdfast.shared.wire.sampling import Sampling
 
 BATCH_FORMAT = 5
 
-DropReason = Literal["zero_signal", "environment_error", "prompt_too_long", "timeout"]
-"""Why the group of a task is not trained: all its rewards are equal, its environment failed or took too
-long, or its prompt leaves no room for a sampled token."""
+DropReason = Literal["zero_signal", "environment_error", "prompt_too_long", "timeout", "crash", "memory"]
+"""Why the group of a task is not trained: all its rewards are equal, its environment failed, its prompt leaves no room
+for a sampled token, the environment took too long, ended its worker process, or used more memory than it may."""
 DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 
 

@@ -1,0 +1,369 @@
+"""One worker process as the orchestrator sees it: started, asked to play groups, watched, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Literal
+
+import psutil
+
+from holdfast.orchestrator.rollouts.group import Problem, TurnSampler
+from holdfast.orchestrator.rollouts.worker_wire import (
+    Ask,
+    Asks,
+    Cancel,
+    Failed,
+    Place,
+    Play,
+    Played,
+    Ready,
+    Sampled,
+    SharedPlace,
+    Start,
+    ToWorker,
+    frame,
+    read_from_worker,
+)
+from holdfast.shared.config.orchestrator import EnvironmentConfig, OrchestratorConfig
+from holdfast.shared.errors import STUCK, ConfigError, DataError, EnvironmentFailure, HoldfastError
+from holdfast.shared.printable import printable
+from holdfast.shared.process.clock import awake_s
+from holdfast.shared.process.import_path import module_command
+
+_log = logging.getLogger("orchestrator")
+
+_LOOK_S = 1.0
+_GRACE_S = 15.0
+"""Beyond the deadline: a worker ends itself, with the line that blocks, unless a call of C keeps all its threads."""
+_END_S = 5.0
+_MOST_OUTPUT = 1 << 16
+_TAIL = 1 << 13
+
+DeathKind = Literal["crashed", "hung", "killed"]
+
+
+class WorkerDied(Exception):
+    """A worker ended, with a group in it.
+
+    Attributes:
+        kind: `crashed`: it exited, or of a signal; `hung`: code blocked it for too long; `killed`: by somebody else.
+        group: whose code ran, by number; 0: none's.
+        is_mine: whether it is the group that this is raised for.
+        told: how it ended, for messages.
+        process_id: of the worker.
+    """
+
+    def __init__(self, kind: DeathKind, group: int, *, is_mine: bool, told: str, process_id: int) -> None:
+        super().__init__(told)
+        self.kind: DeathKind = kind
+        self.group = group
+        self.is_mine = is_mine
+        self.told = told
+        self.process_id = process_id
+
+
+@dataclass
+class _Group:
+    problem: Problem
+    sampler: TurnSampler
+    ended: asyncio.Future[Played | Failed]
+    turns: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class WorkerLink:
+    """A worker that is started when it is needed, and again after its death."""
+
+    def __init__(self, settings: EnvironmentConfig, config: OrchestratorConfig) -> None:
+        self._settings = settings
+        self._config = config
+        self._beginning: asyncio.Task[_Running] | None = None
+        self._running: _Running | None = None
+        self._starting = asyncio.Lock()
+        self.num_groups = 0
+
+    async def start(self) -> None:
+        """Start it, unless it is there.
+
+        Raises:
+            ConfigError, DataError, EnvironmentFailure: the environment cannot be loaded.
+        """
+        async with self._starting:
+            if self._running is not None and not self._running.is_over:
+                return
+            await self._end()
+            # Shielded: a process that has begun is ended by `close`, whoever no longer waits for it.
+            self._beginning = asyncio.create_task(_Running.begin(self._settings, self._config))
+            self._running = running = await asyncio.shield(self._beginning)
+            await running.is_ready
+
+    async def play(self, problem: Problem, step: int, sampler: TurnSampler) -> Played | Failed:
+        """Return what became of the group.
+
+        Raises:
+            WorkerDied: the worker did not survive it.
+            ConfigError, DataError, EnvironmentFailure: the environment cannot be loaded any more.
+        """
+        self.num_groups += 1
+        try:
+            await self.start()
+            assert self._running is not None
+            return await self._running.play(problem, step, sampler)
+        finally:
+            self.num_groups -= 1
+
+    async def close(self) -> None:
+        """End it."""
+        async with self._starting:
+            await self._end()
+
+    async def _end(self) -> None:
+        if self._beginning is not None:
+            await (await self._beginning).close()
+        self._beginning = self._running = None
+
+
+class _Running:
+    """A worker process, from its start to its end."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        place: SharedPlace,
+        *,
+        name: str,
+        bound_s: float,
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._place = place
+        self._name = name
+        self._bound_s = bound_s
+        self._groups: dict[int, _Group] = {}
+        self._numbers = itertools.count(1)
+        self._output = _Output(process, name)
+        self._kind: DeathKind | None = None
+        self.is_over = False
+        self.is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
+        self._ending = asyncio.create_task(self._live())
+        self._watching = asyncio.create_task(self._watch())
+
+    @classmethod
+    async def begin(cls, settings: EnvironmentConfig, config: OrchestratorConfig) -> _Running:
+        """Start a worker, which is ready when it has loaded the environment."""
+        ours, theirs = socket.socketpair()
+        memory = os.memfd_create("holdfast-worker", os.MFD_CLOEXEC)
+        os.truncate(memory, SharedPlace.SIZE)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *module_command(
+                    "holdfast.orchestrator.rollouts.worker_process",
+                    *map(str, (os.getpid(), theirs.fileno(), memory)),
+                ),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                pass_fds=(theirs.fileno(), memory),
+                start_new_session=True,  # with all that it starts it can be ended at once
+            )
+            place = SharedPlace(memory)
+        finally:
+            theirs.close()
+            os.close(memory)
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        deadline_s = min(settings.deadline_s or config.hang_timeout_s, config.hang_timeout_s)
+        bound_s = deadline_s + _GRACE_S
+        running = cls(process, reader, writer, place, name=settings.label, bound_s=bound_s)
+        running._send(Start(config.model_dump_json(), settings.label))
+        return running
+
+    async def play(self, problem: Problem, step: int, sampler: TurnSampler) -> Played | Failed:
+        number = next(self._numbers)
+        group = self._groups[number] = _Group(problem, sampler, asyncio.get_running_loop().create_future())
+        try:
+            if self.is_over:
+                raise WorkerDied("killed", 0, is_mine=False, told="it ended before", process_id=self._process.pid)
+            self._send(Play(number, problem.seed.run_seed, problem.seed.index, step))
+            return await group.ended
+        finally:
+            del self._groups[number]
+            for turn in group.turns:
+                turn.cancel()
+            if not group.ended.done() or group.ended.cancelled():
+                self._send(Cancel(number))
+
+    async def close(self) -> None:
+        """Let the process end, or kill it with all that it has started."""
+        self._writer.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_END_S):
+                await self._process.wait()
+        self._kill()
+        await self._ending
+
+    def _send(self, message: ToWorker) -> None:
+        if not self.is_over and not self._writer.is_closing():
+            self._writer.write(frame(message))
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def _live(self) -> None:
+        """Take what the worker says, until its end."""
+        try:
+            while True:
+                match await read_from_worker(self._reader):
+                    case Ready():
+                        self.is_ready.set_result(None)
+                    case Asks(asks=asks):
+                        for ask in asks:
+                            self._ask(ask)
+                    case Failed(group=0) as failed:
+                        self.is_ready.set_exception(error_of(failed))
+                    case (Played() | Failed()) as ended:
+                        group = self._groups.get(ended.group)
+                        if group is not None and not group.ended.done():
+                            group.ended.set_result(ended)
+        except (EOFError, ConnectionError):
+            await self._end()
+
+    def _ask(self, ask: Ask) -> None:
+        group = self._groups.get(ask.group)
+        if group is None:
+            return  # nobody waits for it any more
+
+        async def sample() -> None:
+            token_ids = ask.token_ids.tolist()
+            affinity = group.problem.affinity
+            completion = await group.sampler.sample(
+                token_ids, max_tokens=ask.max_tokens, seed=ask.seed, affinity=affinity
+            )
+            self._send(Sampled(ask.request, completion))
+
+        turn = asyncio.create_task(sample())
+        group.turns.add(turn)
+        turn.add_done_callback(_taken(group.turns))
+
+    async def _watch(self) -> None:
+        """End the worker when it has come no further for too long: none of its threads may be able to."""
+        await asyncio.wait([self.is_ready])  # how long it may take to load is nobody's to say
+        last, since = Place(0, 0, 0), awake_s()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            place = self._place.read()
+            if place != last:
+                last, since = place, awake_s()
+            elif awake_s() - since > self._bound_s:
+                self._kind = "hung" if place.group and not self._is_stopped() else "killed"
+                self._kill()
+                return
+
+    def _is_stopped(self) -> bool:
+        try:
+            return psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
+        except psutil.NoSuchProcess:
+            return False
+
+    async def _end(self) -> None:
+        """Tell everybody who waits how it ended."""
+        self.is_over = True
+        try:
+            async with asyncio.timeout(_END_S):
+                code = await self._process.wait()
+        except TimeoutError:  # it has closed its socket, and goes on
+            self._kill()
+            code = await self._process.wait()
+        self._kill()  # what it has started
+        self._watching.cancel()
+        await self._output.read_whole()
+        place = self._place.read()
+        self._place.close()
+        self._writer.close()
+        with suppress(ConnectionError):
+            await self._writer.wait_closed()
+        kind, told = self._how_it_ended(code)
+        if not self.is_ready.done():
+            self.is_ready.set_exception(
+                EnvironmentFailure(f"environment '{self._name}': a worker ended while it loaded it: {told}")
+            )
+        if self._groups:
+            _log.warning("a worker of environment '%s' ended with %d groups: %s", self._name, len(self._groups), told)
+        for number, group in self._groups.items():
+            if not group.ended.done():
+                is_mine = number == place.group
+                group.ended.set_exception(
+                    WorkerDied(kind, place.group, is_mine=is_mine, told=told, process_id=self._process.pid)
+                )
+
+    def _how_it_ended(self, code: int) -> tuple[DeathKind, str]:
+        last = self._output.last_line()
+        if code == STUCK:
+            return "hung", last.removeprefix("error: ")
+        if self._kind == "hung":
+            return "hung", f"its worker came no further for {self._bound_s:g} s, and was killed"
+        if self._kind == "killed" or code == -signal.SIGKILL:
+            return "killed", "somebody killed it (SIGKILL); the kernel does so when memory runs out"
+        how = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        return "crashed", f"its worker process {how}" + (f"; its last words: {last}" if last else "")
+
+
+class _Output:
+    """What a worker prints: taken as fast as it comes, shown up to a limit, and its end kept."""
+
+    def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
+        assert process.stdout is not None
+        self._stream = process.stdout
+        self._name = name
+        self._tail = b""
+        self._reading = asyncio.create_task(self._read())
+
+    async def read_whole(self) -> None:
+        """Return when all has been read; processes that the worker has started are gone by now."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_END_S):
+                await self._reading
+
+    def last_line(self) -> str:
+        """Return the last line that says something."""
+        lines = self._tail.decode(errors="backslashreplace").split("\n")
+        return next((printable(line.strip()) for line in reversed(lines) if line.strip()), "")
+
+    async def _read(self) -> None:
+        left = _MOST_OUTPUT
+        while part := await self._stream.read(1 << 16):
+            self._tail = (self._tail + part)[-_TAIL:]
+            if left > 0:
+                sys.stderr.write(part[:left].decode(errors="backslashreplace"))
+                left -= len(part)
+                if left <= 0:
+                    _log.warning("a worker of environment '%s' prints more than is shown", self._name)
+
+
+def error_of(failed: Failed) -> HoldfastError:
+    """Return the error that a worker met."""
+    kinds: dict[str, type[HoldfastError]] = {"config": ConfigError, "data": DataError}
+    return kinds.get(failed.kind, EnvironmentFailure)(failed.message)
+
+
+def _taken(turns: set[asyncio.Task[None]]) -> Callable[[asyncio.Task[None]], None]:
+    """Return what takes a turn out when it is done, and its failure for known: the sampler has told it."""
+
+    def take(turn: asyncio.Task[None]) -> None:
+        turns.discard(turn)
+        if not turn.cancelled():
+            turn.exception()
+
+    return take

@@ -1,0 +1,95 @@
+"""An environment that does what it should not at chosen tasks, for runs in worker processes; imports little."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast import Environment, Message, Score, Session, Task, TaskSeed
+from holdfast.shared.errors import ConfigError
+
+
+class Faulty(Environment):
+    """Two turns, and a score that depends on all that was said.
+
+    Args:
+        faults: what goes wrong while a task is scored, by its index; with `once` at the first attempt alone.
+        marks: directory in which every attempt to score a faulty task leaves a file.
+    """
+
+    def __init__(self, faults: dict[str, str] | None = None, marks: str = "", load: str = "") -> None:
+        self.faults = faults or {}
+        self.marks = Path(marks)
+        if load == "refused":
+            raise ConfigError("it is not to be")
+        if load == "exit":
+            os._exit(9)
+
+    def make_task(self, seed: TaskSeed) -> Task:
+        return Task(prompt=[Message("user", f"{seed.number}")], answer=str(seed.index))
+
+    async def run(self, session: Session, task: Task) -> None:
+        await session.sample()
+        session.append_messages([Message("user", "again")])
+        await session.sample()
+        match self.faults.get(task.answer):
+            case "waits":
+                await asyncio.Event().wait()
+            case "detached once" if self._attempt(task) == 0:  # ends the process where no code of a group runs
+                asyncio.get_running_loop().call_soon(os._exit, 8)
+                await asyncio.Event().wait()
+            case _:
+                pass
+
+    def score(self, task: Task, sessions: Sequence[Session]) -> Any:
+        fault = self.faults.get(task.answer, "")
+        if fault and fault != "detached once":
+            attempt = self._attempt(task)
+            if "once" not in fault or attempt == 0:
+                self._go_wrong(fault.split()[0])
+        if fault == "nan":
+            return [Score(float("nan")) for _ in sessions]
+        if fault == "type":
+            return "good"
+        return [Score(len(session.texts[0]) + len(session.texts[1]) / 100) for session in sessions]
+
+    def _attempt(self, task: Task) -> int:
+        """Return how many attempts there were before this one, and leave its mark."""
+        number = len(list(self.marks.glob(f"{task.answer}_*")))
+        (self.marks / f"{task.answer}_{number}_{uuid.uuid4()}").write_text(str(os.getpid()))
+        return number
+
+    def _go_wrong(self, fault: str) -> None:
+        match fault:
+            case "raises":
+                raise KeyError("no")
+            case "exits":
+                print("my last words", flush=True)
+                os._exit(7)
+            case "faults":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "blocks":
+                while True:
+                    time.sleep(0.01)
+            case "holds":
+                ctypes.PyDLL(None).sleep(1000)  # with the lock of the interpreter
+            case "leaks":
+                kept = []
+                while True:
+                    kept.append(bytearray(1 << 24))
+            case "prints":
+                sys.stdout.write("x" * 30_000_000)
+            case _:
+                pass

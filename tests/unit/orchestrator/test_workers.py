@@ -1,0 +1,109 @@
+"""Environments in worker processes: the same batches as without, whatever happens to the processes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from holdfast.orchestrator.main import orchestrate
+from holdfast.orchestrator.rollouts import worker_link, workers
+from holdfast.shared.config.orchestrator import OrchestratorConfig
+from holdfast.shared.errors import ConfigError, EnvironmentFailure
+from holdfast.shared.files import journal
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.wire.rollouts import Batch
+from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
+
+STEPS = 4
+DROPS = {"on_error": "drop", "timeout_s": 1.0}
+
+
+def run(directory: Path, faults: dict[str, str] | None = None, *, load: str = "", **settings: Any) -> list[Batch]:
+    """Return the batches of a run of four steps of three problems each."""
+    directory.mkdir(exist_ok=True)
+    args = {"faults": faults or {}, "marks": str(directory), "load": load}
+    section = {"id": "tests.runs.faulty_environment:Faulty", "name": "mine", "args": args, **settings}
+    engine = FakeEngine()
+    run_dir = RunDir(directory / "run")
+    with serving(engine):
+        config = make_config(run_dir.path, engine, environments=[section], max_steps=STEPS)
+        with FakeTrainer(run_dir, start=0, max_steps=STEPS):
+            asyncio.run(orchestrate(config))
+    asked = [(tuple(one["token_ids"]), seed) for one in engine.requests for seed in one["seeds"]]
+    assert len(asked) == len(set(asked)), "nothing is sampled twice"
+    assert not [one for one in psutil.Process().children(recursive=True) if "worker_process" in "".join(one.cmdline())]
+    return [journal.read_batch(run_dir, step) for step in range(1, STEPS + 1)]
+
+
+def attempts_at(directory: Path, task: int) -> int:
+    return len(list(directory.glob(f"{task}_*")))
+
+
+def test_what_workers_play_is_what_would_be_played_here(tmp_path: Path) -> None:
+    here = run(tmp_path / "here")
+    for number in (1, 3):
+        there = run(tmp_path / f"{number}", workers=number)
+        assert [batch.rollouts for batch in there] == [batch.rollouts for batch in here]
+    # Died and killed once each, in the middle: nothing is sampled again, and nothing is another.
+    faults = {"0": "killed once", "4": "exits once", "5": "killed once", "7": "faults once", "9": "prints"}
+    again = run(tmp_path / "again", faults, workers=2)
+    assert [batch.rollouts for batch in again] == [batch.rollouts for batch in here]
+    assert [attempts_at(tmp_path / "again", task) for task in (0, 4, 5, 7)] == [2, 2, 2, 2]
+
+
+def test_every_fault_costs_its_own_group_and_is_counted_by_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faults = {
+        "0": "raises", "1": "exits", "2": "prints", "3": "nan", "4": "blocks", "6": "type", "7": "faults", "9": "waits",
+        "10": "leaks",
+    }  # fmt: skip
+    batches = run(tmp_path, faults, workers=2, worker_memory_gb=0.7, **DROPS)
+    reasons = {one.task_id: one.reason for batch in batches for one in batch.dropped}
+    assert reasons == {
+        0: "environment_error", 1: "crash", 3: "environment_error", 4: "timeout", 6: "environment_error", 7: "crash",
+        9: "timeout", 10: "memory",
+    }  # fmt: skip
+    assert sorted({one.task_id for batch in batches for one in batch.rollouts}) == [2, 5, 8, 11]
+    assert [attempts_at(tmp_path, task) for task in (1, 4, 7, 10)] == [2, 1, 2, 2]
+    told = {one.task_id: one.detail for batch in batches for one in batch.dropped}
+    assert "exited with code 7; its last words: my last words" in told[1] and "died of SIGSEGV" in told[7]
+    assert "score() has blocked the event loop for longer than 1 s (timeout_s), at " in told[4]
+    assert "faulty_environment.py:" in told[4] and "score() raised MemoryError" in told[10]
+    assert capsys.readouterr().err.count("x") < 200_000, "what is printed is shown up to a limit"
+    assert batches[0].metrics["groups/dropped/crash"] == 1.0
+
+
+def test_a_worker_that_no_thread_of_its_own_can_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_link, "_GRACE_S", 1.0)
+    monkeypatch.setattr(worker_link, "_LOOK_S", 0.2)
+    batches = run(tmp_path, {"1": "holds", "4": "stopped once", "6": "detached once"}, workers=2, **DROPS)
+    assert [(one.task_id, one.reason) for batch in batches for one in batch.dropped] == [(1, "timeout")]
+    assert "came no further for 2 s, and was killed" in batches[0].dropped[0].detail
+    assert attempts_at(tmp_path, 4) == 2
+    assert attempts_at(tmp_path, 6) >= 5, "the session that took its siblings along, and all four again"
+
+
+def test_a_fault_ends_the_run_where_that_is_wished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        EnvironmentFailure, match=r"'mine' failed on task 1 \(seed \d+\): its worker process exited with"
+    ):
+        run(tmp_path / "exits", {"1": "exits"}, workers=1)
+    with pytest.raises(EnvironmentFailure, match=r"failed on task 1 .*: score\(\) raised KeyError: 'no'"):
+        run(tmp_path / "raises", {"1": "raises"}, workers=1)
+    monkeypatch.setattr(workers, "_MOST_DEATHS", 2)
+    with pytest.raises(EnvironmentFailure, match=r"3 workers in a row ended .* somebody killed it \(SIGKILL\)"):
+        run(tmp_path / "killed", {"0": "killed"}, workers=1)
+
+
+def test_what_cannot_be_loaded_is_told_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="it is not to be"):
+        run(tmp_path / "refused", load="refused", workers=2)
+    with pytest.raises(EnvironmentFailure, match="'mine': a worker ended while it loaded it: .* exited with code 9"):
+        run(tmp_path / "exit", load="exit", workers=2)
+    with pytest.raises(ValueError, match="worker_memory_gb = 2 is about workers, and it has none"):
+        OrchestratorConfig.model_validate({"environments": [{"worker_memory_gb": 2}]})
