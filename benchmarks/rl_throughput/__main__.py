@@ -1,10 +1,13 @@
-"""Rollouts/s and trained tokens/s of the quick start: `uv run python -m benchmarks.rl_throughput`.
+"""Sampled and trained tokens/s of `rl` beside TRL's GRPOTrainer: `uv run python -m benchmarks.rl_throughput`.
 
-Runs the quick start's `rl` command, and beside it a synchronous trainer that generates with
-transformers on all cores (`synchronous.py`), on the same task, in the same call. Prints the time per
-step of both and their ratio, and, for `rl` in steady state, how busy trainer and engine are: the
-share of time that the trainer waits for batches, and that no request is in flight at the engine. With `--engines 2`
-also `rl` with two engines beside `rl` with one, which share the same cores: more of both is what it would take to gain.
+Runs the quick start's `rl` command, and beside it, in turn and in another order every round, TRL and a synchronous
+trainer that both generate with transformers on all cores (`trl_grpo.py`, `synchronous.py`), with the same model, tasks
+and settings: once with answers of up to 24 tokens, the quick start's, and once with texts to reverse that are up to ten
+times as long, and ragged answers of up to 256 tokens. The learning rate is so small that the policy stays what it is:
+answers are sampled, and contestants whose policies went apart would have other numbers of tokens in a step. Prints
+time per step, tokens/s, and ratios within rounds, and how busy trainer and engine of `rl` are: the share of time that
+the trainer waits for batches, and that no request is in flight at the engine. With `--engines 2` also `rl` with two
+engines beside `rl` with one, which share the same cores: more of both is what it would take to gain.
 """
 
 from __future__ import annotations
@@ -15,46 +18,105 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from holdfast import read_metrics
 from holdfast.shared.process.child import available_cores
 
-SYNCHRONOUS = Path(__file__).parent / "synchronous.py"
-SKIPPED_STEPS = 5
+HERE = Path(__file__).parent
+SKIPPED_STEPS = 3
 PROBLEMS, GROUP_SIZE = 16, 8
+LENGTHS = {
+    "24": {"max_tokens": 24, "seq_len": 64, "environment": {"min_length": 4, "max_length": 12}},
+    "256": {"max_tokens": 256, "seq_len": 512, "environment": {"min_length": 4, "max_length": 200}},
+}
+"""By the longest answer in tokens; letters of the texts to reverse."""
+LEARNING_RATE = 1e-7
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a run comes to: median seconds of a step, and tokens that were sampled and trained, a second."""
+
+    seconds: float
+    tokens_per_s: float
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.3f} s a step, {self.tokens_per_s:,.0f} tok/s"
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engines", type=int, default=1, help="of another run of `rl`, beside that with one")
+    parser.add_argument("--lengths", default=",".join(LENGTHS))
+    parser.add_argument("--contestants", default=",".join(CONTESTANTS), help=f"of {', '.join(CONTESTANTS)}")
     parser.add_argument("--model", default="examples/reverse_text/model")
     arguments = parser.parse_args()
-    ratios, of_engines = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(arguments.rounds):
-            synchronous = run_synchronous(arguments)
-            ours = run_rl(Path(folder) / str(number), arguments)
-            ratios.append(ours / synchronous)
-            print(f"synchronous trainer: {synchronous:.3f} s a step; rl: {ours:.3f} s a step, ratio {ratios[-1]:.2f}\n")
-            if arguments.engines > 1:
-                several = run_rl(Path(folder) / f"{number}_engines", arguments, engines=arguments.engines)
-                of_engines.append(several / ours)
-                print(f"rl with {arguments.engines} engines: {several:.3f} s a step, ratio {of_engines[-1]:.2f}\n")
-    print(f"time per step, rl / synchronous: median {statistics.median(ratios):.2f} of {len(ratios)} rounds")
-    if of_engines:
-        what = f"time per step, {arguments.engines} engines / one"
-        print(f"{what}: median {statistics.median(of_engines):.2f} of {len(of_engines)} rounds")
+    for what, known in (("lengths", LENGTHS), ("contestants", CONTESTANTS)):
+        if unknown := set(getattr(arguments, what).split(",")) - set(known):
+            parser.error(f"--{what} {','.join(sorted(unknown))}: there are {', '.join(known)}")
+    if arguments.steps <= SKIPPED_STEPS + 2:
+        parser.error(f"--steps {arguments.steps}: the first {SKIPPED_STEPS} and the last 2 are left out, so give more")
+    for name in arguments.lengths.split(","):
+        compare(f"answers of up to {name} tokens", arguments, LENGTHS[name])
 
 
-def run_rl(folder: Path, arguments: argparse.Namespace, *, engines: int = 1) -> float:
-    """Run the quick start, print how busy its parts are, and return the median seconds per step."""
+CONTESTANTS: dict[str, Callable[[Path, dict[str, Any]], Speed]] = {
+    "rl": lambda folder, settings: run_rl(folder, settings),
+    "TRL": lambda _, settings: run_script("trl_grpo.py", settings),
+    "synchronous": lambda _, settings: run_script("synchronous.py", settings),
+}
+
+
+def compare(title: str, arguments: argparse.Namespace, lengths: dict[str, Any]) -> None:
+    """Measure all contestants in turn, several times, and print times, tokens/s and the ratios of tokens/s."""
+    settings = {
+        "model": arguments.model,
+        "steps": arguments.steps,
+        "threads": available_cores(),
+        "lr": LEARNING_RATE,
+        "problems": PROBLEMS,
+        "group_size": GROUP_SIZE,
+        "engines": 1,
+        **lengths,
+    }
+    measured = {name: (CONTESTANTS[name], settings) for name in arguments.contestants.split(",")}
+    if arguments.engines > 1:
+        measured[f"rl, {arguments.engines} engines"] = (run_rl, settings | {"engines": arguments.engines})
+    ratios: dict[str, list[float]] = {name: [] for name in measured if name != "rl" and "rl" in measured}
+    for number in range(arguments.rounds):
+        order = list(measured)
+        order = order[number % len(order) :] + order[: number % len(order)]
+        found = dict[str, Speed]()
+        for name in order:
+            with tempfile.TemporaryDirectory() as folder:
+                run, own = measured[name]
+                found[name] = run(Path(folder) / "run", own)
+            print(f"{title}: {name} {found[name]}", flush=True)
+        for name, column in ratios.items():
+            column.append(found["rl"].tokens_per_s / found[name].tokens_per_s)
+    for name, column in ratios.items():
+        median = statistics.median(column)
+        print(f"{title}: tok/s, rl / {name}: median {median:.2f} ({min(column):.2f} to {max(column):.2f})")
+    print()
+
+
+def run_rl(folder: Path, settings: dict[str, Any]) -> Speed:
+    """Run the quick start with these settings, and print how busy its parts are."""
+    engines, longest = settings["engines"], str(settings["seq_len"])
+    environments = json.dumps([{"id": "reverse_text", "args": settings["environment"]}])
     command = [str(Path(sys.executable).parent / "rl"), "@", "configs/reverse_text/rl.toml"]
-    command += ["--output-dir", str(folder), "--max-steps", str(arguments.steps), "--model.name", arguments.model]
-    command += ["--inference.engines", str(engines)]
+    command += ["--output-dir", str(folder), "--max-steps", str(settings["steps"]), "--model.name", settings["model"]]
+    command += ["--trainer.optim.lr", str(settings["lr"]), "--inference.engines", str(engines)]
+    command += ["--orchestrator.environments", environments]
+    command += ["--orchestrator.sampling.max-tokens", str(settings["max_tokens"])]
+    command += ["--orchestrator.seq-len", longest, "--inference.model.max-len", longest]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     steps = read_metrics(folder / "metrics.jsonl")
     # The run begins with the first engine that is ready.
@@ -69,32 +131,23 @@ def run_rl(folder: Path, arguments: argparse.Namespace, *, engines: int = 1) -> 
     waiting = sum(step["time/wait_for_batch"] for step in steps)
     idle = sum(step["engine/idle_share"] * step["time/batch"] for step in steps)
     made = sum(step["time/batch"] for step in steps)
-    rollouts = PROBLEMS * GROUP_SIZE * len(steps)
-    tokens = steps[-1]["tokens"] - steps[0]["tokens"]
-    print(f"rl: {rollouts / wall:,.0f} rollouts/s, {tokens / wall:,.0f} trained tokens/s")
+    sampled = sum(step["rollout/sampled_tokens_mean"] for step in steps) * PROBLEMS * GROUP_SIZE
+    print(f"rl: {PROBLEMS * GROUP_SIZE * len(steps) / wall:,.0f} rollouts/s")
     print(f"rl: trainer busy {1 - waiting / wall:.0%} (waits for batches {waiting / wall:.0%})")
     in_flight = [statistics.mean(step[f"engine/{engine}/in_flight"] for step in steps) for engine in range(engines)]
     print(f"rl: sequences in flight: {', '.join(f'{number:.1f}' for number in in_flight)}")
-    print(f"rl: engine busy {1 - idle / made:.0%} (no request in flight {idle / made:.0%})")
-    return statistics.median(step["time/step"] for step in steps)
+    print(f"rl: engine busy {1 - idle / made:.0%} (no request in flight {idle / made:.0%})", flush=True)
+    return Speed(statistics.median(step["time/step"] for step in steps), sampled / wall)
 
 
-def run_synchronous(arguments: argparse.Namespace) -> float:
-    """Return the median seconds per step of the synchronous trainer."""
-    settings = {
-        "model": arguments.model,
-        "steps": arguments.steps,
-        "threads": available_cores(),
-        "lr": 2e-4,
-        "problems": PROBLEMS,
-        "group_size": GROUP_SIZE,
-        "max_tokens": 24,
-    }
+def run_script(name: str, settings: dict[str, Any]) -> Speed:
+    """Run a contestant that lies beside this file."""
     done = subprocess.run(
-        [sys.executable, str(SYNCHRONOUS), json.dumps(settings)], check=True, capture_output=True, text=True
+        [sys.executable, str(HERE / name), json.dumps(settings)], check=True, capture_output=True, text=True
     )
-    steps = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")][SKIPPED_STEPS:]
-    return statistics.median(step["seconds"] for step in steps)
+    steps = json.loads(done.stdout.splitlines()[-1])[SKIPPED_STEPS:-2]
+    rate = sum(step["tokens"] for step in steps) / sum(step["seconds"] for step in steps)
+    return Speed(statistics.median(step["seconds"] for step in steps), rate)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python benchmarks/rl_throughput/synchronous.py '{"model": ..., "steps": ..., ...}'
 
 Same task, rewards, group sizes and loss as the quick start, one process, all cores. Prints one JSON
-object per step with seconds and mean reward.
+object with the seconds and sampled tokens of every step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"], betas=(0.9, 0.95), weight_decay=0.0)
-    environment = ReverseText()
+    environment = ReverseText(**settings["environment"])
+    steps = []
     for step in range(settings["steps"]):
         begin = time.perf_counter()
         seeds = [
@@ -36,12 +37,13 @@ def main() -> None:
             for k in range(settings["problems"])
         ]
         tasks = [environment.make_task(seed) for seed in seeds]
-        reward = train_step(model, optimizer, tokenizer, tasks, settings)
-        print(json.dumps({"seconds": time.perf_counter() - begin, "reward": reward}), flush=True)
+        tokens = train_step(model, optimizer, tokenizer, tasks, settings)
+        steps.append({"seconds": time.perf_counter() - begin, "tokens": tokens})
+    print(json.dumps(steps))
 
 
-def train_step(model, optimizer, tokenizer, tasks, settings) -> float:  # type: ignore[no-untyped-def]
-    """Generate group_size rollouts of every task, take one GRPO step; return the mean reward."""
+def train_step(model, optimizer, tokenizer, tasks, settings) -> int:  # type: ignore[no-untyped-def]
+    """Generate group_size rollouts of every task, take one GRPO step; return how many tokens it sampled."""
     group, pad = settings["group_size"], tokenizer.pad_token_id
     prompts = [
         tokenizer.apply_chat_template(
@@ -80,7 +82,7 @@ def train_step(model, optimizer, tokenizer, tasks, settings) -> float:  # type: 
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return float(rewards.mean())
+    return int(sampled.sum())
 
 
 if __name__ == "__main__":
