@@ -94,7 +94,8 @@ def test_what_the_cluster_does_not_have_is_said_before_anything_starts(nodes: Ra
     there = refused.output.partition("there, node by node: ")[2].strip()
     assert sorted(there.split("; ")) == ["2 CPU", "2 CPU", "nothing"]
     with on_ray(nodes, tmp_path / "run", "--dry-run") as run:
-        assert complete(run).exit_code == 0
+        planned = complete(run)
+    assert planned.exit_code == 0 and "\ntrainer (2 nodes)  by ray://" in planned.output, planned.output
     assert not (tmp_path / "run" / "logs").exists()
     with RlRun(
         tmp_path / "run", *FLAGS, "--cluster", f"ray://{nodes.address}", environment={"HOLDFAST_ADMIN_TOKEN": ""}

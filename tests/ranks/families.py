@@ -7,19 +7,27 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from holdfast.shared.config.trainer import SftDataConfig, TrainedModelConfig
-from holdfast.trainer.mesh import Mesh
+from holdfast.shared.config.trainer import ParallelConfig, SftDataConfig, TrainedModelConfig
+from holdfast.shared.errors import DataError
+from holdfast.trainer.mesh import Mesh, join_mesh
 from holdfast.trainer.models.policy import build_policy
 from holdfast.trainer.supervised.step import supervised_step
 from tests.models.families import random_samples
 from tests.ranks.two import run_on_two_ranks
 
 LENGTHS = (23, 5, 31, 2, 14)
+DIVISIONS: dict[str, dict[str, Any]] = {
+    "shards": {},
+    "offloaded": {"cpu_offload": True},
+    "copies": {"replicas": 2},
+    "slices": {"sequence_parallel": 2},
+}
 
 
 def compute(model_dir: Path, mesh: Mesh) -> dict[str, Tensor]:
@@ -37,11 +45,19 @@ def compute(model_dir: Path, mesh: Mesh) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    """Write what each rank saw as `rank_R.pt`."""
+    """Write what each rank saw as `rank_R.pt`, by division."""
     model_dir, directory = (Path(argument) for argument in sys.argv[1:])
 
-    def work(mesh: Mesh) -> None:
-        torch.save(compute(model_dir, mesh), directory / f"rank_{mesh.rank}.pt")
+    def work(given: Mesh) -> None:
+        found: dict[str, dict[str, Tensor] | str] = {}
+        for name, settings in DIVISIONS.items():
+            config = ParallelConfig(num_ranks=given.world_size, **settings)
+            mesh = join_mesh(config, rank=given.rank, world_size=given.world_size, device=given.device)
+            try:
+                found[name] = compute(model_dir, mesh)
+            except DataError as refusal:
+                found[name] = str(refusal)
+        torch.save(found, directory / f"rank_{given.rank}.pt")
 
     run_on_two_ranks(work, directory)
 

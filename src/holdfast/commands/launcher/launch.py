@@ -30,7 +30,12 @@ from holdfast.commands.launcher.placement import (
     with_engines,
 )
 from holdfast.commands.launcher.plan import Healing, Plan
-from holdfast.commands.launcher.plan_table import PlannedProcess, planned_engine, planned_trainer, print_table
+from holdfast.commands.launcher.plan_table import (
+    planned_engine,
+    planned_orchestrator,
+    planned_trainer,
+    print_table,
+)
 from holdfast.commands.launcher.ports import reserve
 from holdfast.commands.launcher.preflight import check_inference, check_orchestrator, check_rl, check_training
 from holdfast.commands.launcher.restarts import Restarts
@@ -82,7 +87,7 @@ def launch_training(config: TrainingCommand) -> int:
         config,
         [path],
         environments={"trainer": environment},
-        processes=[planned_trainer(config, placement)],
+        processes=planned_trainer(config, placement),
     )
     return _print_plan(plan) if config.dry_run else watch(plan)
 
@@ -151,7 +156,8 @@ def _plan_rl(
         "orchestrator": module_command("holdfast.orchestrator.main", str(paths["orchestrator"])),
     }
     environments = {"trainer": placement.environment(placement.trainer), "orchestrator": placement.environment(())}
-    processes = [planned_trainer(trainer, placement), PlannedProcess("orchestrator")]
+    cluster = str(config.cluster) if places is not None else None
+    processes = [*planned_trainer(trainer, placement, cluster=cluster), planned_orchestrator(cluster=cluster)]
     health: dict[str, Health] = {}
     if starts_inference:
         servers = {}
@@ -165,7 +171,7 @@ def _plan_rl(
             health[name] = Health(f"{one.server.url}/health", one.server.health_timeout_s + _ANSWERING_S)
             gpus = placement.engines[number] if placement.engines else ()
             environments[name] = placement.environment(gpus)
-            processes.append(planned_engine(name, one, gpus))
+            processes.append(planned_engine(name, one, gpus, cluster=cluster))
         commands = servers | commands
     plan = Plan(attempt, commands, trainer, list(paths.values()), health, environments, processes)
     return plan if places is None or config.dry_run else places.plan(plan, config)

@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import psutil
+
 from holdfast.shared.config.by_device import DeviceType
 from holdfast.shared.config.inference import InferenceConfig
 from holdfast.shared.config.rl import RlConfig
 from holdfast.shared.config.trainer import ParallelConfig
 from holdfast.shared.errors import ConfigError
+from holdfast.shared.process.child import available_cores
 from holdfast.shared.process.gpus import (
     VISIBLE_DEVICES_ENV,
     Gpu,
@@ -27,6 +30,8 @@ _NO_GPU = (
     "the installed vLLM is its build for GPUs, and there is no NVIDIA GPU here: install that for CPUs, see "
     "docs/installation.md"
 )
+# Less than any rank has for itself, beside the imports that all share: what it refuses cannot start.
+_LEAST_RANK_BYTES = 64 << 20
 # Arguments of vLLM that multiply the GPUs of one engine.
 _SPLITTING = ("pipeline-parallel-size", "data-parallel-size")
 
@@ -109,6 +114,7 @@ def place_training(parallel: ParallelConfig, machine: Machine) -> Placement:
     """
     gpus = trainer_gpus(parallel, machine)
     if not gpus:
+        _refuse_without_memory(parallel.ranks, key="parallel")
         return Placement(hides_gpus=bool(machine.inventory.gpus))
     wanted = parallel.num_ranks or len(gpus)
     if wanted > len(gpus):
@@ -117,6 +123,21 @@ def place_training(parallel: ParallelConfig, machine: Machine) -> Placement:
         )
     _refuse_parts(gpus[:wanted], "the trainer", "--parallel.num-ranks 1")
     return Placement(gpus[:wanted])
+
+
+def _refuse_without_memory(ranks: int, *, key: str) -> None:
+    """Refuse more ranks on the CPU than its memory holds. More than there are cores are slow, and nothing else.
+
+    Raises:
+        ConfigError: there are more.
+    """
+    total = psutil.virtual_memory().total
+    if ranks * _LEAST_RANK_BYTES > total:
+        raise ConfigError(
+            f"{key}.num_ranks = {ranks}: on the CPU each takes at least {_LEAST_RANK_BYTES >> 20} MiB, and this "
+            f"machine has {total / 2**30:.0f} GiB of memory: set at most {total // _LEAST_RANK_BYTES}; more than the "
+            f"{available_cores()} cores that there are only take turns"
+        )
 
 
 def place_rl(config: RlConfig, machine: Machine, *, starts_inference: bool) -> Placement:
@@ -130,6 +151,8 @@ def place_rl(config: RlConfig, machine: Machine, *, starts_inference: bool) -> P
     """
     gpus = machine.inventory.gpus
     trains = bool(trainer_gpus(config.trainer.parallel, machine, key="trainer.parallel"))
+    if not trains and config.cluster is None:
+        _refuse_without_memory(config.trainer.parallel.ranks, key="trainer.parallel")
     samples = starts_inference and machine.engine_device == "cuda"
     if samples and not gpus:
         raise ConfigError(_NO_GPU)

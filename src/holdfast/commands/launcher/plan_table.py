@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 
@@ -21,9 +21,10 @@ _COLUMNS = ("process", "host", "devices", ">ranks", ">threads", ">port", "dtype"
 
 @dataclass(frozen=True)
 class PlannedProcess:
-    """One process of a run.
+    """One process of a run, or several that are alike on machines of their own.
 
     Attributes:
+        host: that it runs on; empty: this machine.
         devices: `CPU`, or its GPUs by name; and whether parameters are offloaded from there.
         ranks: of a trainer; 0: it has none.
         threads: of each rank, or of the process; 0: as many as its libraries take.
@@ -37,41 +38,81 @@ class PlannedProcess:
     threads: int = 0
     port: int = 0
     dtype: str = ""
+    host: str = ""
 
 
-def planned_trainer(config: TrainingCommand, placement: Placement) -> PlannedProcess:
-    """Return the row of a training program."""
-    ranks, devices = config.parallel.ranks, _shown(placement.trainer)
-    return PlannedProcess(
+def planned_trainer(
+    config: TrainingCommand, placement: Placement, *, cluster: str | None = None
+) -> list[PlannedProcess]:
+    """Return the rows of a training program: its own, and that of the other nodes where it has several.
+
+    Args:
+        cluster: which chooses the nodes; None: the one that leads is named, and the others are not.
+    """
+    parallel, nodes = config.parallel, config.parallel.nodes
+    devices = _shown(placement.trainer, is_counted=cluster is not None)
+    one = PlannedProcess(
         "trainer",
-        f"{devices}, CPU offload" if config.parallel.cpu_offload else devices,
-        ranks=ranks,
-        threads=config.parallel.threads or max(1, available_cores() // ranks),
+        f"{devices}, CPU offload" if parallel.cpu_offload else devices,
+        ranks=parallel.ranks,
+        # Of another machine nobody knows its cores yet.
+        threads=parallel.threads or (0 if cluster or nodes > 1 else max(1, available_cores() // parallel.ranks)),
         dtype=config.model.compute_dtype,
+        host=_of_cluster(cluster),
     )
+    if nodes == 1:
+        return [one]
+    if cluster is not None:
+        return [replace(one, name=f"trainer ({nodes} nodes)")]
+    others = "node 1" if nodes == 2 else f"nodes 1-{nodes - 1}"
+    leads = replace(one, name="trainer (node 0)", host=parallel.rendezvous[0])
+    return [leads, replace(one, name=f"trainer ({others})", host="others")]
 
 
-def planned_engine(name: str, config: InferenceConfig, gpus: Sequence[Gpu]) -> PlannedProcess:
+def planned_orchestrator(*, cluster: str | None = None) -> PlannedProcess:
+    """Return the row of the orchestrator."""
+    return PlannedProcess("orchestrator", host=_of_cluster(cluster))
+
+
+def planned_engine(
+    name: str, config: InferenceConfig, gpus: Sequence[Gpu], *, cluster: str | None = None
+) -> PlannedProcess:
     """Return the row of the inference server `name`."""
     return PlannedProcess(
         name,
-        _shown(gpus),
+        _shown(gpus, is_counted=cluster is not None),
         threads=config.engine.threads or 0,
-        port=config.server.port,
+        port=0 if cluster else config.server.port,  # which is chosen where it comes to lie
         dtype=config.model.dtype or "",
+        host=_of_cluster(cluster),
     )
+
+
+def _of_cluster(cluster: str | None) -> str:
+    return "" if cluster is None else f"by {cluster}"
 
 
 def print_table(processes: Sequence[PlannedProcess]) -> None:
     """Print them, one a line."""
-    host = socket.gethostname()
+    here = socket.gethostname()
     rows = [
-        (one.name, host, one.devices, *(str(number or "-") for number in (one.ranks, one.threads, one.port)), one.dtype)
+        (
+            one.name,
+            one.host or here,
+            one.devices,
+            *(str(number or "-") for number in (one.ranks, one.threads, one.port)),
+            one.dtype,
+        )
         for one in processes
     ]
     console = Console(highlight=False, soft_wrap=True)
-    console.print(Grid(_COLUMNS, rows, expendable=("host",)).fitted(console))
+    # Of one machine everybody knows the name.
+    expendable = () if any(one.host for one in processes) else ("host",)
+    console.print(Grid(_COLUMNS, rows, expendable=expendable).fitted(console))
 
 
-def _shown(gpus: Sequence[Gpu]) -> str:
-    return f"GPU {names_of(gpus)}" if gpus else "CPU"
+def _shown(gpus: Sequence[Gpu], *, is_counted: bool) -> str:
+    """Return the names of GPUs, or their number where the names are those of another machine."""
+    if not gpus:
+        return "CPU"
+    return f"{len(gpus)} x GPU" if is_counted else f"GPU {names_of(gpus)}"

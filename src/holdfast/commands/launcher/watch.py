@@ -344,11 +344,12 @@ class _Watcher:
         return self._pause(delay_s)
 
     def _can_spare(self, child: Child) -> bool:
-        """Whether the run may go on without a dead child: an inference server, while another one lives.
+        """Whether the run may go on without a dead child: an inference server, while another one lives or comes back.
 
         What it told would end the others as well.
         """
-        others = [one for one in self._supervisor.children if is_engine(one.name) and one.process.poll() is None]
+        # Those that have died, too, and whose turn comes next: those that do not come back are no children any more.
+        others = [one for one in self._supervisor.children if is_engine(one.name) and one is not child]
         return is_engine(child.name) and bool(others) and self._code_of(child) not in (2, 3)
 
     def _go_on_without(self, child: Child) -> Child | int | None:

@@ -11,6 +11,9 @@ from pydantic import Field, field_validator, model_validator
 from holdfast.shared.config.base import CkptConfig, Command, ModelConfig, Section
 from holdfast.shared.wire.sampling import PLAIN_SAMPLING, Sampling
 
+# Spellings of this machine, where one port is one server's in practice.
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
 
 class EnvironmentConfig(Section):
     """One environment of the mix."""
@@ -131,6 +134,14 @@ def check_url(url: str) -> None:
         raise ValueError("must end with the path that comes before /health, without '?' and '#'")
 
 
+def _server_of(url: str) -> tuple[str, int, str]:
+    """Return what two spellings of one server's URL have alike: host, port and path."""
+    parts = urlsplit(url)
+    host = (parts.hostname or "").rstrip(".")
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return ("localhost" if host in _LOOPBACK else host, port, parts.path.rstrip("/"))
+
+
 class ServersConfig(Section):
     """Inference servers, and how long to wait for them."""
 
@@ -151,8 +162,13 @@ class ServersConfig(Section):
     def _are_servers(cls, urls: list[str]) -> list[str]:
         for url in urls:
             check_url(url)
-        if len({url.rstrip("/") for url in urls}) < len(urls):
-            raise ValueError("must name each server once: more requests for one are max_concurrency")
+        named: dict[tuple[str, int, str], str] = {}
+        for url in urls:
+            server = _server_of(url)
+            if (other := named.get(server)) is not None:
+                same = f" ('{other}' and '{url}' are one)" if other != url else ""
+                raise ValueError(f"must name each server once{same}: more requests for one are max_concurrency")
+            named[server] = url
         return urls
 
 

@@ -102,7 +102,7 @@ def _reset_buffers(hf_model: PreTrainedModel) -> None:
     """Compute again the buffers that no checkpoint holds (rotary frequencies): to_empty left garbage.
 
     Raises:
-        DataError: transformers does not say what belongs into one of them.
+        DataError: transformers does not say what belongs into one of them, or cannot say it of shards.
     """
     for parameter in hf_model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves these as they are
@@ -112,7 +112,13 @@ def _reset_buffers(hf_model: PreTrainedModel) -> None:
     for buffer in buffers.values():
         # NaN marks those that initialize_weights passes over.
         buffer.fill_(math.nan)
-    hf_model.initialize_weights()
+    try:
+        hf_model.initialize_weights()
+    except RuntimeError as error:  # of code that computes with a parameter, of which here is a shard
+        raise DataError(
+            f"{type(hf_model).__name__} cannot be divided among ranks: transformers' code that initialises it fails "
+            f"with shards ({one_line(error)})"
+        ) from error
     persistent = hf_model.state_dict().keys()
     if left := [name for name, buffer in buffers.items() if buffer.isnan().any() and name not in persistent]:
         raise DataError(

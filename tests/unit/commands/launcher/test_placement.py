@@ -51,6 +51,15 @@ def tensor_parallel(size: int, **inference: Any) -> dict[str, Any]:
     return {"inference": {"engine": {"tensor_parallel_size": size}, **inference}}
 
 
+def test_more_ranks_than_the_memory_of_the_cpu_holds_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^parallel\.num_ranks = 100000: on the CPU each takes at least 64 MiB"):
+        place_training(ParallelConfig(num_ranks=100_000), machine(0))
+    settings = {"trainer": {"parallel": {"num_ranks": 100_000}}}
+    assert "trainer.parallel.num_ranks = 100000: on the CPU" in refusal(settings, machine(0, engine="cpu"))
+    assert place_training(ParallelConfig(num_ranks=8), machine(0)) == Placement()
+    assert not placed({**settings, "cluster": "ray"}, machine(0, engine="cpu")).trainer, "the memory is that of others"
+
+
 def test_without_gpus_all_is_on_the_cpu() -> None:
     placement = placed({}, machine(0, engine="cpu"))
     assert placement == Placement() and placement.trainer_device == "cpu" and not placement.shares

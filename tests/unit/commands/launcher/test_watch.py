@@ -192,6 +192,32 @@ def test_the_last_server_ends_the_run(stands: Stands) -> None:
     assert [starts(stands, f"inference_{number}") for number in range(2)] == [2, 2]
 
 
+def test_servers_that_die_at_once_are_not_the_last_ones_while_one_of_them_comes_back(stands: Stands) -> None:
+    """A machine that runs out of memory kills both: one has no restart left, the other has."""
+    waits = "Path(f'{name}_{start}.tmp').write_text(str(os.getpid()))\n"
+    waits += "os.rename(f'{name}_{start}.tmp', f'{name}_{start}')\ntime.sleep(600)"
+    trainer = """
+def pid_of(name):
+    while not Path(name).exists(): time.sleep(0.02)
+    return int(Path(name).read_text())
+os.kill(pid_of("first_1"), 9)
+first, second = pid_of("first_2"), pid_of("second_1")
+os.kill(second, 19), os.kill(first, 19)
+os.kill(first, 9), os.kill(second, 9)
+pid_of("second_2")
+made("weights/step_1")
+"""
+    code = stands.watch(
+        inference_0=counted("inference_0", f"name = 'first'\n{waits}"),
+        inference_1=counted("inference_1", f"name = 'second'\n{waits}"),
+        trainer=trainer,
+        orchestrator=_MAKES_A_BATCH,
+        restarts=1,
+    )
+    assert code == 0
+    assert [starts(stands, f"inference_{number}") for number in range(2)] == [2, 2]
+
+
 def test_what_a_server_tells_ends_the_run_whatever_others_there_are(stands: Stands) -> None:
     told = "print('error: no such model', flush=True); sys.exit(2)"
     with pytest.raises(ProcessDied, match="inference_0: no such model"):

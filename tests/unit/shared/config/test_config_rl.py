@@ -146,10 +146,27 @@ def test_the_orchestrator_asks_where_the_server_listens_unless_told_otherwise() 
     assert told.orchestrator.client.urls == ["http://far:1"]
 
 
-def test_a_server_is_named_once() -> None:
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("http://far:1", "http://far:1"),
+        ("http://far:1", "http://far:1/"),
+        ("http://far:1", "http://FAR.:1"),
+        ("http://far", "http://far:80"),
+        ("https://far/engine", "https://far:443/engine/"),
+        ("http://localhost:8000", "http://127.0.0.1:8000"),
+        ("http://[::1]:8000", "http://localhost:8000/"),
+    ],
+)
+def test_a_server_is_named_once_however_it_is_spelled(first: str, second: str) -> None:
     for setting in ("client", "teacher"):
         with pytest.raises(ConfigError, match=rf"{setting}\.urls' must name each server once"):
-            rl(f"--orchestrator.{setting}.urls", '["http://far:1", "http://far:1/"]')
+            rl(f"--orchestrator.{setting}.urls", json.dumps([first, second]))
+
+
+def test_servers_that_differ_in_host_port_or_path_are_several() -> None:
+    urls = ["http://far:1", "http://far:2", "http://near:1", "http://far:1/b", "http://localhost:1"]
+    assert rl("--orchestrator.client.urls", json.dumps(urls)).orchestrator.client.urls == urls
 
 
 NEEDED = {
