@@ -201,6 +201,57 @@ except OSError as error:
     assert ran(program).output.decode().splitlines() == ["-1 -1 -1", "-1 -1", ran_errno()]
 
 
+def test_namespaces_and_memory_beyond_the_limits_cannot_be_had() -> None:
+    # A user namespace would give all rights inside, and file systems in memory as large as the machine's; segments,
+    # files in memory and messages stay without counting for a process that has let go of them.
+    program = """
+import ctypes, os, sys, threading
+libc = ctypes.CDLL(None, use_errno=True)
+print(libc.unshare(0x10000000), os.strerror(ctypes.get_errno()))
+number = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
+print(libc.syscall(number, 0x10000000 | 17, 0, 0, 0, 0), os.strerror(ctypes.get_errno()))
+print(libc.syscall(435, 0, 0), os.strerror(ctypes.get_errno()))
+print(libc.shmget(0, 4096, 0o1600), libc.msgget(0, 0o1600), libc.semget(0, 1, 0o1600))
+try:
+    os.memfd_create("x")
+    print("made")
+except OSError as error:
+    print(error.strerror)
+print(libc.syscall({"x86_64": 250, "aarch64": 219}[os.uname().machine], 0, -3, 0))
+thread = threading.Thread(target=print, args=("thread",))
+thread.start()
+thread.join()
+sys.stdout.flush()
+if os.fork() == 0:
+    os.write(2, b"child\\n")
+    os._exit(0)
+os.wait()
+"""
+    assert ran(program).output.decode().splitlines() == [
+        *["-1 Operation not permitted"] * 2,
+        "-1 Function not implemented",
+        "-1 -1 -1",
+        "Operation not permitted",
+        "-1",
+        "thread",
+        "child",
+    ]
+
+
+def test_only_sockets_of_a_network_namespace_are_made() -> None:
+    # VSOCK (40) reaches the host of a virtual machine, whatever the namespace.
+    program = """
+import socket
+for family, kind in ((1, 1), (2, 1), (10, 1), (40, 1), (16, 3)):
+    try:
+        socket.socket(family, kind).close()
+        print("made")
+    except OSError as error:
+        print(error.strerror)
+"""
+    assert ran(program).output.decode().splitlines() == ["made"] * 3 + ["Address family not supported by protocol"] * 2
+
+
 def ran_errno() -> str:
     """Root inside is a user that there may not be: `Operation not permitted`, or `Invalid argument`."""
     return "Operation not permitted" if os.geteuid() == 0 else "Invalid argument"
