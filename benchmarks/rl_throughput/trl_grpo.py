@@ -14,13 +14,13 @@ import json
 import sys
 import tempfile
 import time
-from typing import Any
+from typing import Any, cast
 
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from holdfast import TaskSeed
+from holdfast import Message, Task, TaskSeed
 from holdfast.orchestrator.environments.reverse_text import ReverseText
 from holdfast.orchestrator.environments.scorers import lcs
 
@@ -28,6 +28,7 @@ from holdfast.orchestrator.environments.scorers import lcs
 setattr(importlib.import_module("trl.import_utils"), "is_vllm_available", lambda *_, **__: False)  # noqa: B010
 
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from trl.trainer.grpo_trainer import RewardFunc  # noqa: E402
 
 
 class Clock(TrainerCallback):
@@ -57,7 +58,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32),
-            reward_funcs=reward,
+            reward_funcs=cast("RewardFunc", reward),
             args=training_arguments(settings, folder),
             train_dataset=tasks(settings),
             processing_class=AutoTokenizer.from_pretrained(settings["model"]),
@@ -78,9 +79,14 @@ def tasks(settings: dict[str, Any]) -> Dataset:
     rows = []
     for index in range(settings["steps"] * settings["problems"]):
         task = environment.make_task(TaskSeed(run_seed=0, environment="reverse_text", index=index))
-        prompt = [{"role": message.role, "content": message.content} for message in task.prompt]
+        prompt = [{"role": message.role, "content": message.content} for message in messages_of(task)]
         rows.append({"prompt": prompt, "answer": task.answer})
     return Dataset.from_list(rows)
+
+
+def messages_of(task: Task) -> list[Message]:
+    """Return the prompt of a task of `reverse_text`, which is made of messages."""
+    return [message for message in task.prompt if isinstance(message, Message)]
 
 
 def training_arguments(settings: dict[str, Any], folder: str) -> GRPOConfig:
