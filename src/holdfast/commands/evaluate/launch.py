@@ -52,7 +52,7 @@ def launch(config: EvaluateConfig) -> int:
     _prepare(config, directory)
     if config.run is not None and step is not None:
         try:
-            weights = weights_of_step(config.run, step, directory.path / f"model_step_{step}")
+            weights = weights_of_step(config.run, step, directory.path)
         except TensorWorkFailed as failure:
             return failure.exit_code
         config.inference.model = config.inference.model.model_copy(update={"name": str(weights)})
@@ -101,7 +101,7 @@ def _prepare(config: EvaluateConfig, directory: RunDir) -> None:
         raise RunDirError(
             f"{path} holds a run. An evaluation needs a directory of its own: choose another with --output-dir."
         )
-    if config.clean:
+    if config.clean and (path / "config" / "evaluate.toml").exists():  # else what has these names is not ours
         for name in _OURS:
             entry = path / name
             if entry.is_dir():

@@ -15,7 +15,7 @@ from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.errors import CheckpointError, DataError
 from holdfast.shared.files.adapter import holds_adapter
 from holdfast.shared.files.checkpoints import TRAINER_DIR
-from holdfast.shared.files.manifest import is_committed
+from holdfast.shared.files.manifest import MANIFEST_NAME, file_digest, is_committed
 from holdfast.shared.files.run_dir import RunDir
 
 
@@ -58,19 +58,24 @@ def step_of_run(run: Path, wanted: int | str) -> int:
     )
 
 
-def weights_of_step(run: Path, step: int, target: Path) -> Path:
-    """Return a directory with the weights of a step: what the run has published, else an export to `target`.
+def weights_of_step(run: Path, step: int, directory: Path) -> Path:
+    """Return a directory with the weights of a step: what the run has published, else an export below `directory`.
 
     What is published may go away while the run trains on, so then a checkpoint is exported if there is one.
 
     Raises:
-        CheckpointError: the checkpoint is damaged.
+        CheckpointError: the checkpoint is damaged, or gone.
         TensorWorkFailed: it could not be exported, which has been said.
     """
     run_dir = RunDir(run)
     has_checkpoint = step in run_dir.committed_steps()
     if step in _whole_weights(run_dir) and not (has_checkpoint and run_dir.is_under_way()):
         return run_dir.weights_of(step)
+    if not has_checkpoint:
+        raise CheckpointError(f"the weights of step {step} have just gone from {run}, which has no checkpoint of it")
+    # Named by what it is made of: another run has this step as well, and this one may train it again.
+    origin = file_digest(run_dir.checkpoint(step) / MANIFEST_NAME)
+    target = directory / f"model_step_{step}_{origin[:12]}"
     if target.exists():  # exported by an earlier start of this evaluation: published whole, or not at all
         return target
     resolve_resume_step(run_dir, step)

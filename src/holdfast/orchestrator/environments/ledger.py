@@ -17,7 +17,7 @@ _NAMES = (
 _LOOKED_UP_SHARE = 0.2
 """What looking up all that was asked for is worth; the right sum is worth the rest."""
 _LARGEST = 10**9
-_LAST_NUMBER = re.compile(r"-?\d+(?!.*\d)", re.DOTALL)
+_NUMBER = re.compile(r"-?\d+")
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Ledger(Environment):
         useful = len(set(looked_up) & set(task.asked))
         failed = sum(count for name, count in session.tool_counts.items() if name.startswith("failed/"))
         wrong = failed + len(looked_up) - useful
-        found = _LAST_NUMBER.search(session.completion)
-        is_right = found is not None and found[0] == task.answer
+        found = _NUMBER.findall(session.completion)
+        is_right = bool(found) and found[-1] == task.answer
         reward = (1 - _LOOKED_UP_SHARE) * is_right + _LOOKED_UP_SHARE * useful / len(task.asked)
         return Score(reward - self._call_cost * wrong, {"exact": float(is_right), "wrong_calls": float(wrong)})

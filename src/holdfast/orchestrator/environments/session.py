@@ -86,6 +86,10 @@ HISTORY_ADVICE = (
 )
 
 
+class HistoryRewritten(DataError):
+    """Behind what was to be appended the chat template writes an earlier turn otherwise than it was sampled."""
+
+
 class SessionFull(Exception):
     """The session has no room for another token; the rollout ends here and counts as truncated."""
 
@@ -196,7 +200,8 @@ class Session:
         """Run the tools that the last turn called, one after the other, and append what they answer.
 
         Returns:
-            Whether there is another turn to sample: not if it called none, nor if `max_turns` are sampled.
+            Whether there is another turn to sample: not if it called none, nor if `max_turns` are sampled, nor if no
+            chat can go on behind what the policy said, such as with two ends of thoughts.
 
         Raises:
             SessionFull: the answers leave no room for a sampled token.
@@ -218,7 +223,12 @@ class Session:
             if failure is not None:
                 self.tool_counts[f"failed/{failure}"] += 1
             answers.append(use.message(text, call, turn=turn, number=number))
-        self.append_messages(answers)
+        try:
+            self.append_messages(answers)
+        except HistoryRewritten:
+            # Turns of the usual form stay, which was checked before the first: the policy has made this one.
+            self.tool_counts["unanswered"] += len(calls)
+            return False
         return True
 
     def _raw_text(self) -> str:
@@ -248,7 +258,7 @@ class Session:
         schemas = self._tool_use.schemas if self._tool_use else None
         said = None if self._said is None else [*self._said, *map(as_dict, messages)]
         if said and self._tokenizer.rewrites(said, tools=schemas):
-            raise DataError(
+            raise HistoryRewritten(
                 f"behind these messages the chat template of '{self._tokenizer.name}' writes an earlier turn of the "
                 f"policy otherwise than it was sampled, such as without its thoughts. {HISTORY_ADVICE}."
             )

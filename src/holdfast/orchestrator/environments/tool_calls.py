@@ -50,6 +50,7 @@ def parse_hermes(text: str) -> list[ToolCall]:
 
 
 _FUNCTION = re.compile(r"<function=([^>\n]*)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_PARAMETER_END = "</parameter>"
 _PARAMETER = re.compile(r"<parameter=([^>\n]*)>(.*?)</parameter>", re.DOTALL)
 
 
@@ -62,8 +63,10 @@ def parse_qwen3_coder(text: str) -> list[ToolCall]:
             calls.append(ToolCall("", error="there is no <function=name> in the call"))
             continue
         body = found[2]
-        arguments = {name: _without_line_breaks(value) for name, value in _PARAMETER.findall(body)}
-        rest = _PARAMETER.sub("", body).strip()
+        # Behind the last end there is none to look for, once for each beginning there.
+        last = body.rfind(_PARAMETER_END) + len(_PARAMETER_END) if _PARAMETER_END in body else 0
+        arguments = {name: _without_line_breaks(value) for name, value in _PARAMETER.findall(body[:last])}
+        rest = (_PARAMETER.sub("", body[:last]) + body[last:]).strip()
         error = f"this is no <parameter=name>value</parameter>: {rest[:80]}" if rest else ""
         calls.append(ToolCall(found[1].strip(), arguments, error, has_texts=True))
     return calls
@@ -87,7 +90,8 @@ def parse_llama3_json(text: str) -> list[ToolCall]:
 
 
 _MISTRAL = "[TOOL_CALLS]"
-_MISTRAL_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?\s*(?:\[ARGS\])?\s*(?=\{)")
+# Possessive: white space without an end is divided among the parts in one way, not in all.
+_MISTRAL_NAMED = re.compile(r"\s*+([\w.-]++)\s*+(?:\[CALL_ID\]\w*+)?\s*+(?:\[ARGS\])?\s*+(?=\{)")
 
 
 def parse_mistral(text: str) -> list[ToolCall]:

@@ -106,7 +106,7 @@ class ToolUse:
             raise
         except (_TimeUp, TimeoutError):
             raise _Failed("timeout", f"{call.name} took longer than {self.timeout_s:g} s") from None
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # what reads command lines ends the process where it cannot
             raise _Failed("raised", f"{type(error).__name__}: {text_of(error):.{_MOST_CHARACTERS}}") from error
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from holdfast.orchestrator.engines.client import InferenceClient
 from holdfast.orchestrator.environments import find_environment, is_built_in, load_environment
 from holdfast.orchestrator.environments.interface import Environment
+from holdfast.orchestrator.environments.tool_use import tool_use_of
 from holdfast.orchestrator.evaluation.evaluator import Policy, evaluate
 from holdfast.orchestrator.evaluation.results import claim_directory
 from holdfast.orchestrator.evaluation.tasks import HeldOutTasks, count_tasks, refuse_training_tasks
@@ -121,6 +122,8 @@ def load_evaluation(
     environments = {
         section.label: load_environment(section, key=f"{_KEY}[{position}]") for position, section in enumerate(sections)
     }
+    for section in sections:
+        tool_use_of(environments[section.label], section, tokenizer)  # what cannot be, is told before the first batch
     return PolicyEvaluation(
         _held_out(config, config.eval, environments, sections),
         client,

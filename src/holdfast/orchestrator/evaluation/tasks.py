@@ -60,6 +60,9 @@ class HeldOutTasks:
                     "args": section.model_dump(mode="json")["args"],
                     "success_reward": section.success_reward,
                     "num_tasks": self.counts[section.label],
+                    "max_turns": section.max_turns,
+                    "tool_parser": section.tool_parser,
+                    "history": section.history,
                 }
                 for section in self.settings
             },

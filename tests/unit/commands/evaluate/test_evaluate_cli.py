@@ -14,7 +14,9 @@ from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.config.load import to_toml
 from holdfast.shared.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
 from holdfast.shared.errors import CheckpointError, DataError
+from holdfast.shared.files.manifest import file_digest
 from holdfast.shared.files.run_dir import RunDir
+from tests.builders.checkpoint_files import write_checkpoint
 from tests.conftest import ROOT
 from tests.servers.orchestrator_fakes import FakeEngine, publish_weights, serving
 from tests.unit.orchestrator.evaluation.test_evaluator import LETTERS, config_of, evaluated
@@ -86,6 +88,14 @@ def test_clean_removes_what_an_evaluation_made_and_nothing_else(tmp_path: Path) 
     assert left == ["config", "notes.txt", "run.json"] and directory.run_id() != run_id
 
 
+def test_clean_leaves_a_directory_alone_that_holds_no_evaluation(tmp_path: Path) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "mine.toml").write_text("mine")
+    config = EvaluateConfig.model_validate({"model": {"name": MODEL}, "output_dir": tmp_path, "clean": True})
+    launch._prepare(config, RunDir(tmp_path))
+    assert (tmp_path / "config" / "mine.toml").read_text() == "mine"
+
+
 def test_a_step_of_a_run_is_found(tmp_path: Path) -> None:
     run_dir = run_with_weights(tmp_path / "run", 3, 5)
     assert policy.step_of_run(run_dir.path, "latest") == 5
@@ -102,8 +112,17 @@ def test_a_step_of_a_run_is_found(tmp_path: Path) -> None:
 def test_an_export_of_an_earlier_start_is_used_again(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.create()
-    (tmp_path / "model_step_2").mkdir()
-    assert policy.weights_of_step(run_dir.path, 2, tmp_path / "model_step_2") == tmp_path / "model_step_2"
+    with pytest.raises(CheckpointError, match="the weights of step 2 have just gone"):
+        policy.weights_of_step(run_dir.path, 2, tmp_path)
+    checkpoint = write_checkpoint(run_dir, 2)
+    exported = tmp_path / f"model_step_2_{file_digest(checkpoint / 'manifest.json')[:12]}"
+    exported.mkdir()
+    assert policy.weights_of_step(run_dir.path, 2, tmp_path) == exported
+    # The same step of another run, or trained again, is another model: its own settings are asked for.
+    other = RunDir(tmp_path / "other")
+    write_checkpoint(other, 2, content="other")
+    with pytest.raises(FileNotFoundError, match=r"other/checkpoints/step_2/trainer/config\.toml"):
+        policy.weights_of_step(other.path, 2, tmp_path)
 
 
 def test_what_is_not_set_is_as_in_the_run(tmp_path: Path) -> None:

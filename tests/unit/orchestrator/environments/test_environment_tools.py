@@ -97,6 +97,8 @@ def fail(how: str) -> Any:
         raise MemoryError
     if how == "full":
         raise SessionFull("no room")
+    if how == "exit":
+        raise SystemExit(2)
     raise KeyError(how + "\ud800")
 
 
@@ -316,6 +318,9 @@ _F = ToolCall("f", {"a": 1})
         ("mistral", "[TOOL_CALLS]f{1}", ["arguments are not JSON"]),
         ("mistral", "[TOOL_CALLS] [", ["calls are not JSON"]),
         ("mistral", '[TOOL_CALLS] {"name": "f"}', [ToolCall("f")]),
+        # What a policy repeats without an end takes no longer than it is long.
+        ("mistral", "[TOOL_CALLS]f" + " " * 100_000 + "x", ["calls are not JSON"]),
+        ("qwen3_coder", "<tool_call><function=f>" + "<parameter=a>" * 50_000, ["no <parameter=name>value</parameter>"]),
     ],
 )  # fmt: skip
 def test_calls_that_are_none_and_calls_that_cannot_be_read(parser: str, text: str, calls: list[Any]) -> None:
@@ -372,6 +377,7 @@ def test_whatever_fails_is_told_to_the_policy_and_counted() -> None:
         called("hermes", "add", {"a": "1"}): "error: add: `a`: Input should be a valid integer",
         called("hermes", "fail", {"how": "so"}): "error: KeyError: 'so",
         called("hermes", "fail", {"how": "object"}): "error: TypeError: it returned <object object",
+        called("hermes", "fail", {"how": "exit"}): "error: SystemExit: 2",
         called("hermes", "wait", {"what": "it"}): "error: wait took longer than 0.05 s",
         called("hermes", "block", {}): "error: block took longer than 0.05 s",
         called("hermes", "add", {"a": 1}) + called("hermes", "add", {"a": 2}): "3",
@@ -383,9 +389,9 @@ def test_whatever_fails_is_told_to_the_policy_and_counted() -> None:
     assert len(answers) == len(told) + 1
     for answer, begin in zip([*answers[:-2], answers[-1]], told.values(), strict=True):
         assert answer.startswith(begin), answer
-    counts = {"unreadable": 1, "unknown": 2, "arguments": 1, "raised": 2, "timeout": 2}
+    counts = {"unreadable": 1, "unknown": 2, "arguments": 1, "raised": 3, "timeout": 2}
     assert set(counts) == set(TOOL_FAILURES) and session.texts[-1] == "done"
-    assert tool_metrics(session) == {"tools/calls": 10.0, "tools/unanswered": 0.0} | {
+    assert tool_metrics(session) == {"tools/calls": 11.0, "tools/unanswered": 0.0} | {
         f"tools/failed/{reason}": float(number) for reason, number in counts.items()
     }
 
@@ -472,6 +478,14 @@ def test_a_template_that_would_rewrite_turns_is_refused_unless_the_session_is_ke
             session.append_messages([{"role": "user", "content": "Really?"}])
 
     play("qwen3", thinking, Texts())  # no chat: there is nothing that the template would write of it
+
+
+def test_a_turn_that_no_chat_can_go_on_behind_ends_the_session() -> None:
+    call = called("hermes", "add", {"a": 1})
+    session = play("qwen3", [f"<think>\na\n</think>\n\nb</think>c{call}", "never"])
+    assert len(session.texts) == 1 and not session.truncated
+    assert session.tool_counts == {"calls": 1, "unanswered": 1}
+    assert session.turn_ends == (len(session.token_ids),), "what was sampled, and nothing behind it"
 
 
 def test_templates_that_cannot_show_tools_are_refused_before_anything_is_sampled() -> None:

@@ -162,6 +162,9 @@ def test_another_policy_and_other_tasks_get_no_line_in_the_same_file(tmp_path: P
         evaluated(config_of(tmp_path, engine))
         with pytest.raises(ConfigError, match=r"holds another evaluation \(samples_per_task: 4 there, 2 here\)"):
             asyncio.run(main.run(config_of(tmp_path, engine, samples_per_task=2)))
+        with pytest.raises(ConfigError, match=r"holds another evaluation \(environments: .*'max_turns': 8.*: 3"):
+            environments = [LETTERS | {"max_turns": 3}, {"id": "reverse_text"}]
+            asyncio.run(main.run(config_of(tmp_path, engine, environments=environments)))
         engine.digest = "others"
         with pytest.raises(ConfigError, match=r"another evaluation \(policy: .*weights.* there, .*others.* here\)"):
             asyncio.run(main.run(config_of(tmp_path, engine)))
