@@ -114,7 +114,7 @@ class Session:
         task: that it is about; None where there is none.
         state: the environment's own, such as what its tools found; it is kept nowhere.
         tool_counts: how many calls of tools there were (`calls`), failed by reason (`failed/raised`, ...), and got no
-            answer because no turn was left (`unanswered`); empty without tools.
+            answer because no turn could follow (`unanswered`); empty without tools.
     """
 
     def __init__(

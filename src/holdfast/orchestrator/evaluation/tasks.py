@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,11 +110,22 @@ def refuse_training_tasks(
     """
     for section in settings:
         there = environments[section.label].num_tasks
-        if there is not None and any((one.id, one.args) == (section.id, section.args) for one in trained):
+        if there is not None and any(_are_the_same(section, one) for one in trained):
             raise ConfigError(
                 f"{key}: '{section.label}' has {there} tasks, and training draws them all: nothing of it is held out. "
                 f"Name others with {key}, such as a file of questions that is not trained on."
             )
+
+
+def _are_the_same(one: EnvironmentConfig, other: EnvironmentConfig) -> bool:
+    """Whether two environments have the same tasks: by their arguments, or by a file that both read."""
+    return one.id == other.id and (one.args == other.args or not _files(one).isdisjoint(_files(other)))
+
+
+def _files(section: EnvironmentConfig) -> set[str]:
+    """Return the files that its arguments name, each in one spelling."""
+    texts = [value for value in section.args.values() if isinstance(value, str)]
+    return {os.path.realpath(text) for text in texts if os.path.isfile(text)}  # noqa: PTH113 - whatever the text is
 
 
 def settings_of_run(run: Path) -> OrchestratorConfig | None:

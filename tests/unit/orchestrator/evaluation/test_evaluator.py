@@ -252,6 +252,14 @@ def test_an_environment_with_an_end_is_asked_once_and_not_where_training_asks(tm
     refuse_training_tasks(environments, sections, [EnvironmentConfig(id="letters")], key="environments")
     with pytest.raises(ConfigError, match=r"environments: 'jsonl' has 3 tasks, and training draws them all"):
         refuse_training_tasks(environments, sections, [section], key="environments")
+    # The same file by another name, and with another scorer.
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "rows.jsonl")
+    spelled = EnvironmentConfig(id="jsonl", args={"path": str(tmp_path / "link.jsonl"), "scorer": "lcs"})
+    with pytest.raises(ConfigError, match=r"environments: 'jsonl' has 3 tasks, and training draws them all"):
+        refuse_training_tasks(environments, sections, [spelled], key="environments")
+    (tmp_path / "others.jsonl").write_text('{"prompt": "c", "answer": "d"}\n')
+    others = EnvironmentConfig(id="jsonl", args={"path": str(tmp_path / "others.jsonl")})
+    refuse_training_tasks(environments, sections, [others], key="environments")
     run_dir = RunDir(tmp_path / "run")
     assert settings_of_run(run_dir.path) is None
     run_dir.configs(1).mkdir(parents=True)
