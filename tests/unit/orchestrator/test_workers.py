@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,8 @@ from holdfast.shared.errors import ConfigError, EnvironmentFailure
 from holdfast.shared.files import journal
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Batch
+from tests.conftest import ROOT
+from tests.runs.processes import HANG_S
 from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
 
 STEPS = 4
@@ -107,3 +114,32 @@ def test_what_cannot_be_loaded_is_told_at_the_start(tmp_path: Path) -> None:
         run(tmp_path / "exit", load="exit", workers=2)
     with pytest.raises(ValueError, match="worker_memory_gb = 2 is about workers, and it has none"):
         OrchestratorConfig.model_validate({"environments": [{"worker_memory_gb": 2}]})
+
+
+def test_what_an_environment_has_started_in_a_worker_ends_with_a_killed_orchestrator(tmp_path: Path) -> None:
+    (tmp_path / "starting.py").write_text(
+        "import subprocess\nfrom pathlib import Path\n"
+        "from holdfast.orchestrator.environments.interface import Environment\n"
+        "class Starting(Environment):\n    def __init__(self):\n"
+        "        started = subprocess.Popen(['sleep', '100000'])\n"
+        "        Path('started').write_text(str(started.pid))\n"
+    )
+    config = OrchestratorConfig.model_validate(
+        {
+            "model": {"name": str(ROOT / "examples" / "reverse_text" / "model")},
+            "environments": [{"id": "starting:Starting", "workers": 1}],
+        }
+    )
+    script = (
+        "import asyncio, os, signal\nfrom holdfast.orchestrator.rollouts.workers import starting_workers\n"
+        "from holdfast.shared.config.orchestrator import OrchestratorConfig\n"
+        f"config = OrchestratorConfig.model_validate_json({config.model_dump_json()!r})\n"
+        "async def main():\n    async with starting_workers(config):\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "asyncio.run(main())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    killed = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    started = int((tmp_path / "started").read_text())
+    with suppress(psutil.NoSuchProcess):  # it has ended already
+        psutil.Process(started).wait(timeout=HANG_S)

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import resource
+import signal
 import socket
 import sys
 from collections.abc import Coroutine, Generator
+from contextlib import suppress
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any
@@ -226,9 +229,27 @@ async def _serve(connection: socket.socket, place: SharedPlace) -> None:
         return  # the orchestrator has no more work
 
 
+def _end_group_with_this_process() -> None:
+    """Have all that the environment starts killed when this process has died, of whatever: also with the orchestrator,
+    which kills it otherwise. A process beside it waits for that, outside of its group and with none of its files."""
+    worker = os.getpid()
+    if os.fork():
+        return
+    os.setsid()
+    os.closerange(0, os.sysconf("SC_OPEN_MAX"))
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    die_with_parent(signal.SIGTERM, parent=worker)
+    while os.getppid() == worker:
+        signal.sigwait([signal.SIGTERM])
+    with suppress(ProcessLookupError):
+        os.killpg(worker, signal.SIGKILL)
+    os._exit(0)
+
+
 def _main(arguments: list[str]) -> None:
     parent, connection, memory = map(int, arguments)
     die_with_parent(parent=parent)
+    _end_group_with_this_process()
     set_up_logging("worker")
     place = SharedPlace(memory)
 
