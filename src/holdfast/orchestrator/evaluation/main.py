@@ -11,6 +11,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
+import xxhash
+
 from holdfast.orchestrator.engines.answers import load_vocab_size
 from holdfast.orchestrator.engines.client import InferenceClient
 from holdfast.orchestrator.engines.fixed_weights import adopt_served_weights
@@ -96,9 +98,10 @@ async def _evaluate_weights(config: EvaluateConfig, tasks: HeldOutTasks) -> None
         sampler = Sampler(
             client, log, weights_digest=digest, sampling=sampling, stop_token_ids=tokenizer.stop_token_ids
         )
+        asked_by = xxhash.xxh3_128_hexdigest(tokenizer.identity().encode())
         await evaluate(
             tasks,
-            Policy({"kind": "weights", "digest": digest, "dtype": model.dtype}, tokenizer),
+            Policy({"kind": "weights", "digest": digest, "dtype": model.dtype, "tokenizer": asked_by}, tokenizer),
             sampler,
             directory=config.output_dir,
             max_concurrency=config.max_concurrency,

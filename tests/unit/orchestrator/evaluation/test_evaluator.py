@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,7 @@ def test_every_rollout_is_kept_and_counted(tmp_path: Path) -> None:
     assert found.estimates["pass@1"].value == pytest.approx(sum(line["solved"] for line in letters) / 24)
     assert list(found.estimates) == ["avg@4", "pass@1", "pass@2", "pass@4"]
     assert found.num_tasks == 6 and found.sampled_tokens and not found.dropped
+    assert summary.policy.pop("tokenizer")
     assert summary.policy == {"kind": "weights", "digest": "weights", "dtype": None}
     assert summary.metrics()["eval/letters/avg@4"] == found.estimates["avg@4"].value
     assert not (tmp_path / "rollouts").exists(), "what was sampled is in the lines"
@@ -165,6 +167,13 @@ def test_another_policy_and_other_tasks_get_no_line_in_the_same_file(tmp_path: P
         with pytest.raises(ConfigError, match=r"holds another evaluation \(environments: .*'max_turns': 8.*: 3"):
             environments = [LETTERS | {"max_turns": 3}, {"id": "reverse_text"}]
             asyncio.run(main.run(config_of(tmp_path, engine, environments=environments)))
+        other = tmp_path / "tokenizer"
+        shutil.copytree(MODEL, other)
+        (other / "chat_template.jinja").write_text("{{ messages[0].content }}")
+        changed = config_of(tmp_path, engine)
+        changed.inference.model.tokenizer = str(other)
+        with pytest.raises(ConfigError, match=r"holds another evaluation \(policy: .*'tokenizer'"):
+            asyncio.run(main.run(changed))
         engine.digest = "others"
         with pytest.raises(ConfigError, match=r"another evaluation \(policy: .*weights.* there, .*others.* here\)"):
             asyncio.run(main.run(config_of(tmp_path, engine)))
