@@ -3,13 +3,15 @@
     HoldfastError               anything a user can be told in one message
     ├── ConfigError             a key, type or value that cannot be used           exit 2
     ├── DataError               a dataset, sample or model directory at fault      exit 2
-    │   └── PromptTooLong       the prompt of a task leaves no room for an answer  the rollout is dropped
+    │   ├── PromptTooLong       the prompt of a task leaves no room for an answer  the rollout is dropped
+    │   └── HistoryRewritten    a template says of earlier turns what was not said exit 2, or the rollout ends there
     ├── RunDirError             the output directory is in use or holds a run      exit 2
     ├── CheckpointError         a checkpoint is missing, damaged or does not fit   exit 2
     │   └── StorageError        an object store failed or cannot be reached        exit 2
     ├── ReadError               a file is there and cannot be read: no damage      exit 2, mostly 5
     ├── EnvironmentFailure      an environment raised or broke its contract        exit 3
-    │   └── CallTimeout         a call of an environment took longer than it may   the rollout is dropped
+    │   ├── CallTimeout         a call of an environment took longer than it may   the rollout is dropped
+    │   └── WorkerCrashed       the process that played a group died of it         the rollout is dropped
     ├── InferenceError          the inference server refused, failed or vanished   exit 3
     │   ├── EngineLost          a server was away or failed for longer than it may exit 3
     │   └── WaitedInVain        another process of the run made nothing in time    exit 6

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -159,32 +160,36 @@ def test_directories_for_tokenised_data(refused: Launch, in_root: Path, tmp_path
         check_cache_directory(passes, key="data.cache_dir")
 
 
-def test_a_directory_that_may_not_be_written_to_is_of_use_where_it_holds_something(tmp_path: Path) -> None:
-    for name in ("empty", "full"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "full" / "entry").mkdir()
-    for directory in (tmp_path / "empty", tmp_path / "full"):
-        directory.chmod(0o555)
-    for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(parent.stat().st_mode | 0o055)
+def test_a_directory_that_may_not_be_written_to_is_of_use_where_it_holds_something() -> None:
+    # Not below tmp_path, whose parents nobody else may enter.
+    with tempfile.TemporaryDirectory() as name:
+        base = Path(name)
+        base.chmod(0o755)
+        for directory in ("empty", "full"):
+            (base / directory).mkdir()
+        (base / "full" / "entry").mkdir()
+        for directory in ("empty", "full"):
+            (base / directory).chmod(0o555)
 
-    def check() -> None:
-        if os.getuid() == 0:
-            os.setuid(65534)
-        check_cache_directory(str(tmp_path / "full"), key="data.cache_dir")
-        for refused in ("empty", "empty/new", "full/new"):
-            with pytest.raises(ConfigError, match=f"{tmp_path}/{refused[:5].strip('/')}.* cannot be written to"):
-                check_cache_directory(str(tmp_path / refused), key="data.cache_dir")
+        def check() -> None:
+            if os.getuid() == 0:
+                os.setuid(65534)
+            check_cache_directory(str(base / "full"), key="data.cache_dir")
+            for refused in ("empty", "empty/new", "full/new"):
+                with pytest.raises(ConfigError, match=f"{base}/{refused[:5].strip('/')}.* cannot be written to"):
+                    check_cache_directory(str(base / refused), key="data.cache_dir")
 
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            check()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                check()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        for directory in ("empty", "full"):
+            (base / directory).chmod(0o755)
 
 
 def test_a_word_that_is_no_setting(refused: Launch) -> None:
