@@ -134,7 +134,9 @@ def test_two_ranks_train_what_one_does(
     one = succeeded(run(tmp_path / "one", tiny_model(), *flags, program=program))
     two = succeeded(run(tmp_path / "two", tiny_model(), *flags, *TWO, program=program))
     for name in columns:
-        assert two.column(name) == pytest.approx(one.column(name), rel=1e-3, abs=1e-5) != [], name
+        # At the first step of DPO the policy is the reference: rounding decides who is ahead by 0.
+        first = 1 if (program, name) == ("dpo", "rewards/accuracies") else 0
+        assert two.column(name)[first:] == pytest.approx(one.column(name)[first:], rel=1e-3, abs=1e-5) != [], name
 
 
 @pytest.mark.parametrize(
