@@ -29,6 +29,14 @@ def end_with(program: Callable[[], int]) -> NoReturn:
         os._exit(code)
 
 
+def in_a_child(function: Callable[[], object]) -> int:
+    """Start a fork that calls `function`; return its id. It ends with 0 if that returns."""
+    pid = os.fork()
+    if pid == 0:
+        end_with(lambda: 0 * bool(function()))
+    return pid
+
+
 def command_line(process: psutil.Process) -> list[str]:
     """Return the words of its command line; none once it has ended."""
     try:

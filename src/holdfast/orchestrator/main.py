@@ -6,7 +6,6 @@ Consumes published weights and inference servers; produces one journaled batch p
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -27,6 +26,7 @@ from holdfast.orchestrator.environments.watchdog import beating, watching_calls
 from holdfast.orchestrator.evaluation.online import load_evaluation
 from holdfast.orchestrator.rollouts.teacher import Teacher, connect_teacher
 from holdfast.orchestrator.rollouts.workers import starting_workers
+from holdfast.orchestrator.task_group import run_until_stopped
 from holdfast.orchestrator.weight_push.directory import DirectoryTransport
 from holdfast.orchestrator.weight_push.push import WeightPusher
 from holdfast.shared.chat.files import load_tokenizer
@@ -35,7 +35,7 @@ from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import ConfigError, EnvironmentFailure
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process import events
-from holdfast.shared.process.child import die_with_launcher, is_ignored, run_reporting_errors, set_up_logging
+from holdfast.shared.process.child import die_with_launcher, run_reporting_errors, set_up_logging
 from holdfast.shared.process.clock import FreezeTolerantLoop
 from holdfast.shared.process.descriptors import allow_connections
 from holdfast.shared.process.heartbeat import start_heartbeat
@@ -58,9 +58,8 @@ async def orchestrate(config: OrchestratorConfig) -> None:
     }
     for section in config.environments:
         if section.label in environments:
-            tool_use_of(
-                environments[section.label], section, tokenizer
-            )  # what cannot be, is told before anything is sampled
+            # What cannot be, is told before anything is sampled.
+            tool_use_of(environments[section.label], section, tokenizer)
 
     start = find_start(run_dir, _resume_step(config))
     first = start.state.step + 1
@@ -152,29 +151,6 @@ def _resume_step(config: OrchestratorConfig) -> int | None:
     return step
 
 
-async def run_until_stopped(config: OrchestratorConfig) -> None:
-    """Run `orchestrate`; SIGTERM and SIGINT end it early and cleanly."""
-    work = asyncio.ensure_future(orchestrate(config))
-    stopped = False
-
-    def stop() -> None:
-        nonlocal stopped
-        stopped = True
-        work.cancel()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        if number == signal.SIGTERM or not is_ignored(number):  # the launcher's way to end us is never ignored
-            loop.add_signal_handler(number, stop)
-    try:
-        await work
-    except asyncio.CancelledError:
-        # Cancelled by somebody else: that is no clean end.
-        if not stopped:
-            raise
-        events.report("stopped")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the orchestrator with the resolved configuration that `argv` names; never returns."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -187,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run(config: OrchestratorConfig) -> None:
     try:
         with asyncio.Runner(loop_factory=FreezeTolerantLoop) as runner:
-            runner.run(run_until_stopped(config))
+            runner.run(run_until_stopped(orchestrate(config)))
     except (SystemExit, KeyboardInterrupt) as error:
         # What is raised in a call of an environment is caught there. Its own tasks and callbacks end the event loop.
         raise EnvironmentFailure(

@@ -1,10 +1,14 @@
-"""Running several things at once so that the first failure stops the rest and is the one that is raised."""
+"""Running several things at once so that the first failure, or a signal, stops the rest."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
+
+from holdfast.shared.process.child import is_ignored
+from holdfast.shared.process.events import report
 
 _T = TypeVar("_T")
 
@@ -20,6 +24,65 @@ async def run_all(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
         return [task.result() for task in tasks]
     # Outside of `except`: else the group would be its context, and be printed with it.
     raise first
+
+
+class FirstFailure:
+    """The first failure of what some work uses: it ends that work, whatever the work makes of it."""
+
+    def __init__(self) -> None:
+        self._failure: Exception | None = None
+        self._has_failed = asyncio.Event()
+
+    def set(self, failure: Exception) -> None:
+        """Note a failure, unless there is one."""
+        if self._failure is None:
+            self._failure = failure
+            self._has_failed.set()
+
+    def __bool__(self) -> bool:
+        """Whether there is one."""
+        return self._failure is not None
+
+    def check(self) -> None:
+        """Raise it, if there is one."""
+        if self._failure is not None:
+            raise self._failure
+
+    async def guard(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Return the result of `work`, which is cancelled, and the failure raised, as soon as there is one."""
+        working, failing = asyncio.ensure_future(work), asyncio.ensure_future(self._has_failed.wait())
+        try:
+            await asyncio.wait((working, failing), return_when=asyncio.FIRST_COMPLETED)
+            # First: the failure counts for more than what the work made of it.
+            self.check()
+            return working.result()
+        finally:
+            for one in (working, failing):
+                # Cancelled and awaited: nothing of it may go on behind.
+                one.cancel()
+            await asyncio.gather(working, failing, return_exceptions=True)
+
+
+async def run_until_stopped(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`; SIGTERM and SIGINT end it early, and in order."""
+    working = asyncio.ensure_future(work)
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        working.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if number == signal.SIGTERM or not is_ignored(number):  # the launcher's way to end us is never ignored
+            asyncio.get_running_loop().add_signal_handler(number, stop)
+    try:
+        await working
+    except asyncio.CancelledError:
+        # Cancelled by somebody else: that is no clean end.
+        if not stopped:
+            raise
+        report("stopped")
 
 
 def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -95,6 +95,13 @@ def test_a_worker_that_no_thread_of_its_own_can_end_is_killed(tmp_path: Path, mo
     assert attempts_at(tmp_path, 6) >= 5, "the session that took its siblings along, and all four again"
 
 
+def test_what_cannot_be_read_from_a_worker_ends_it_and_keeps_nobody_waiting(tmp_path: Path) -> None:
+    batches = run(tmp_path, {"1": "garbles once", "4": "garbles"}, workers=2, **DROPS)
+    assert [(one.task_id, one.reason) for batch in batches for one in batch.dropped] == [(4, "crash")]
+    assert "what its worker said cannot be read" in next(one.detail for batch in batches for one in batch.dropped)
+    assert attempts_at(tmp_path, 1) == 2
+
+
 def test_a_fault_ends_the_run_where_that_is_wished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         EnvironmentFailure, match=r"'mine' failed on task 1 \(seed \d+\): its worker process exited with"

@@ -8,7 +8,6 @@ that was killed never asks the same twice.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import Coroutine
@@ -23,6 +22,7 @@ from holdfast.orchestrator.engines.http import Unavailable, retry_after_s
 from holdfast.orchestrator.engines.retry import RetryPolicy
 from holdfast.orchestrator.engines.routing import Affinity
 from holdfast.orchestrator.evaluation.transcript import ids_of_answer, messages_of
+from holdfast.orchestrator.task_group import FirstFailure
 from holdfast.shared.config.evaluation import EndpointConfig
 from holdfast.shared.errors import InferenceError, RunDirError
 from holdfast.shared.files.record_log import RecordLog, read_records
@@ -81,8 +81,7 @@ class EndpointSampler:
             timeout=config.timeout_s,
             limits=httpx.Limits(max_connections=None),
         )
-        self._failure: Exception | None = None
-        self._has_failed = asyncio.Event()
+        self._failure = FirstFailure()
         path = directory / LOG_NAME
         self._answers: dict[str, _Answer] = {}
         try:
@@ -101,8 +100,7 @@ class EndpointSampler:
 
     def check(self) -> None:
         """Raise what asking has failed with, if it has."""
-        if self._failure is not None:
-            raise self._failure
+        self._failure.check()
 
     async def guard(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Return the result of `work`, which samples here; cancelled as soon as the server has failed.
@@ -110,15 +108,7 @@ class EndpointSampler:
         Raises:
             InferenceError, RunDirError: what asking failed with; or whatever `work` raises.
         """
-        working, failing = asyncio.ensure_future(work), asyncio.ensure_future(self._has_failed.wait())
-        try:
-            await asyncio.wait((working, failing), return_when=asyncio.FIRST_COMPLETED)
-            self.check()
-            return working.result()
-        finally:
-            for one in (working, failing):
-                one.cancel()
-            await asyncio.gather(working, failing, return_exceptions=True)
+        return await self._failure.guard(work)
 
     async def close(self) -> None:
         """Close connections and log."""
@@ -136,8 +126,7 @@ class EndpointSampler:
             return await self._sample(token_ids, max_tokens=max_tokens, seed=seed)
         except (InferenceError, RunDirError) as error:
             # Whatever an environment makes of it: the evaluation ends.
-            self._failure = self._failure or error
-            self._has_failed.set()
+            self._failure.set(error)
             raise
 
     async def _sample(self, token_ids: list[int], *, max_tokens: int, seed: int) -> Completion:
@@ -189,6 +178,8 @@ class EndpointSampler:
             answer = await self._client.post(self._url, content=body, headers={"Content-Type": "application/json"})
         except httpx.TransportError as error:
             raise Unavailable(f"POST {self._url}: {type(error).__name__} {error}".rstrip()) from None
+        except httpx.RequestError as error:  # it was reached, and what it sent cannot be read
+            raise InferenceError(f"POST {self._url}: {type(error).__name__} {error}".rstrip()) from None
         said = printable(answer.text)[:500]
         if answer.status_code == 429 or answer.status_code >= 500:
             raise Unavailable(

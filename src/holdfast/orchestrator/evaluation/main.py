@@ -7,7 +7,6 @@ of the evaluation.
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -24,13 +23,14 @@ from holdfast.orchestrator.evaluation.tasks import HeldOutTasks, count_tasks, re
 from holdfast.orchestrator.evaluation.transcript import Transcript
 from holdfast.orchestrator.rollouts.generation_log import GenerationLog
 from holdfast.orchestrator.rollouts.sampler import Sampler
+from holdfast.orchestrator.task_group import run_until_stopped
 from holdfast.shared.chat.files import load_tokenizer
 from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.config.load import read_toml
 from holdfast.shared.config.orchestrator import ServersConfig
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.process.child import die_with_launcher, is_ignored, run_reporting_errors, set_up_logging
+from holdfast.shared.process.child import die_with_launcher, run_reporting_errors, set_up_logging
 from holdfast.shared.process.descriptors import allow_connections
 from holdfast.shared.process.events import report
 
@@ -132,34 +132,13 @@ async def _evaluate_endpoint(config: EvaluateConfig, tasks: HeldOutTasks) -> Non
     )
 
 
-async def _run_until_stopped(config: EvaluateConfig) -> None:
-    """Run; SIGTERM and SIGINT end it early, and in order."""
-    work = asyncio.ensure_future(run(config))
-    stopped = False
-
-    def stop() -> None:
-        nonlocal stopped
-        stopped = True
-        work.cancel()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        if number == signal.SIGTERM or not is_ignored(number):
-            asyncio.get_running_loop().add_signal_handler(number, stop)
-    try:
-        await work
-    except asyncio.CancelledError:
-        if not stopped:
-            raise
-        report("stopped")
-
-
 def main(argv: Sequence[str]) -> None:
     """Evaluate as the resolved configuration says that `argv` names; never returns."""
     die_with_launcher()
     set_up_logging("evaluation")
     if len(argv) != 1:
         raise ConfigError("usage: python -m holdfast.orchestrator.evaluation.main <resolved.toml>")
-    run_reporting_errors(lambda: asyncio.run(_run_until_stopped(read_toml(EvaluateConfig, argv[0]))))
+    run_reporting_errors(lambda: asyncio.run(run_until_stopped(run(read_toml(EvaluateConfig, argv[0])))))
 
 
 if __name__ == "__main__":

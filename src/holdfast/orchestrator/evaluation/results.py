@@ -96,7 +96,8 @@ class ResultsFile:
         claim_directory(directory, identity)
         try:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            os.ftruncate(self._descriptor, self._load())
+            self._end = self._load()
+            os.ftruncate(self._descriptor, self._end)
             durable.fsync_directory(directory)
         except OSError as error:
             raise self._unwritable(error) from error
@@ -105,15 +106,25 @@ class ResultsFile:
         """Keep all lines of one task, durably.
 
         Raises:
-            RunDirError: they cannot be written.
+            RunDirError: they cannot be written; then nothing of them is in the file.
         """
         data = b"".join(msgspec.json.encode(rollout) + b"\n" for rollout in rollouts)
         try:
-            durable.write_all(self._descriptor, data)  # in one piece: nobody else writes between
+            self._write(data)
             await asyncio.to_thread(os.fdatasync, self._descriptor)
         except OSError as error:
             raise self._unwritable(error) from error
         self.tasks[rollouts[0].environment, rollouts[0].task] = list(rollouts)
+
+    def _write(self, data: bytes) -> None:
+        """Append in one piece, without an await in which others could."""
+        try:
+            durable.write_all(self._descriptor, data)
+        except OSError:
+            # Of a full disk: another task may be just behind, for whose fewer bytes there is room.
+            os.ftruncate(self._descriptor, self._end)
+            raise
+        self._end += len(data)
 
     def close(self) -> None:
         """Close the file."""

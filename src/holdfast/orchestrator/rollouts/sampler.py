@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from holdfast.orchestrator.engines.client import InferenceClient
 from holdfast.orchestrator.engines.routing import Affinity
 from holdfast.orchestrator.rollouts.generation_log import GenerationLog
+from holdfast.orchestrator.task_group import FirstFailure
 from holdfast.shared.process.heartbeat import moved
 from holdfast.shared.wire.inference_api import Completion, GenerateRequest
 from holdfast.shared.wire.sampling import Sampling
@@ -45,14 +46,12 @@ class Sampler:
         self._stop_token_ids = stop_token_ids
         self._gathering: dict[_Key, dict[int, asyncio.Future[Completion]]] = {}
         self._requests: set[asyncio.Task[None]] = set()
-        self._failure: Exception | None = None
-        self._has_failed = asyncio.Event()
+        self._failure = FirstFailure()
         self.num_reused = 0
 
     def check(self) -> None:
         """Raise what engine or log have failed with, if they have."""
-        if self._failure is not None:
-            raise self._failure
+        self._failure.check()
 
     async def guard(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Return the result of `work`, which samples here; cancelled as soon as engine or log have failed.
@@ -60,17 +59,7 @@ class Sampler:
         Raises:
             InferenceError, RunDirError: what they failed with; or whatever `work` raises.
         """
-        working, failing = asyncio.ensure_future(work), asyncio.ensure_future(self._has_failed.wait())
-        try:
-            await asyncio.wait((working, failing), return_when=asyncio.FIRST_COMPLETED)
-            # First: a failure of the engine counts for more than what the work made of it.
-            self.check()
-            return working.result()
-        finally:
-            for one in (working, failing):
-                # Cancelled and awaited: nobody may sample into the next batch.
-                one.cancel()
-            await asyncio.gather(working, failing, return_exceptions=True)
+        return await self._failure.guard(work)
 
     async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int, affinity: Affinity) -> Completion:
         """Return one continuation of `token_ids`.
@@ -79,7 +68,7 @@ class Sampler:
             InferenceError: an engine refused, all failed, or they serve other weights again and again.
             RunDirError: what it sampled cannot be kept.
         """
-        if self._failure is not None:
+        if self._failure:
             await asyncio.sleep(0)  # an environment that asks again and again shall block nobody
             self.check()
         found = self._log.find(token_ids, max_tokens=max_tokens, seed=seed)
@@ -131,9 +120,8 @@ class Sampler:
             # Kept before any session sees it: what an environment acted on is found again after a kill.
             self._log.append(token_ids, max_tokens=max_tokens, seeds=seeds, completions=choices)
         except BaseException as error:
-            if isinstance(error, Exception) and self._failure is None:
-                self._failure = error
-                self._has_failed.set()
+            if isinstance(error, Exception):
+                self._failure.set(error)
             for future in waiting.values():
                 if future.done():
                     continue

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
 import psutil
 
 from holdfast.orchestrator.rollouts.group import Problem, TurnSampler
@@ -126,9 +127,10 @@ class WorkerLink:
             await self._end()
 
     async def _end(self) -> None:
-        if self._beginning is not None:
-            await (await self._beginning).close()
-        self._beginning = self._running = None
+        beginning, self._beginning, self._running = self._beginning, None, None
+        # One that could not be started has told so.
+        if beginning is not None and (not beginning.done() or beginning.exception() is None):
+            await (await beginning).close()
 
 
 class _Running:
@@ -154,6 +156,7 @@ class _Running:
         self._numbers = itertools.count(1)
         self._output = _Output(process, name)
         self._kind: DeathKind | None = None
+        self._unreadable = ""
         self.is_over = False
         self.is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
@@ -239,6 +242,10 @@ class _Running:
                             group.ended.set_result(ended)
         except (EOFError, ConnectionError):
             await self._end()
+        except msgspec.MsgspecError as error:  # somebody else has written there: nothing that follows can be read
+            self._unreadable = str(error)
+            self._kill()
+            await self._end()
 
     def _ask(self, ask: Ask) -> None:
         group = self._groups.get(ask.group)
@@ -289,7 +296,7 @@ class _Running:
         self._kill()  # what it has started
         self._watching.cancel()
         await self._output.read_whole()
-        place = self._place.read()
+        place = Place(0, 0, 0) if self._unreadable else self._place.read()
         self._place.close()
         self._writer.close()
         with suppress(ConnectionError):
@@ -310,6 +317,8 @@ class _Running:
 
     def _how_it_ended(self, code: int) -> tuple[DeathKind, str]:
         last = self._output.last_line()
+        if self._unreadable:
+            return "crashed", f"what its worker said cannot be read ({self._unreadable})"
         if code == STUCK:
             return "hung", last.removeprefix("error: ")
         if self._kind == "hung":

@@ -21,6 +21,7 @@ from holdfast.shared.errors import ConfigError, HoldfastError
 from holdfast.shared.files.local_inputs import check_cache_directory
 from holdfast.shared.process.gpus import require_vllm, vllm_device
 from tests.runs.ports import free_port
+from tests.runs.processes import in_a_child
 from tests.runs.rl import MODEL
 
 Launch = Callable[..., str]
@@ -179,15 +180,7 @@ def test_a_directory_that_may_not_be_written_to_is_of_use_where_it_holds_somethi
                 with pytest.raises(ConfigError, match=f"{base}/{refused[:5].strip('/')}.* cannot be written to"):
                     check_cache_directory(str(base / refused), key="data.cache_dir")
 
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                check()
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert os.waitstatus_to_exitcode(os.waitpid(in_a_child(check), 0)[1]) == 0
         for directory in ("empty", "full"):
             (base / directory).chmod(0o755)
 

@@ -98,6 +98,13 @@ def evaluated(directory: Path, endpoint: Endpoint, **changes: Any) -> Summary:
     return summary_in(directory)
 
 
+def test_an_answer_that_cannot_be_unpacked_is_the_servers_fault(tmp_path: Path) -> None:
+    endpoint = Endpoint()
+    endpoint.intercept = lambda number: Response(b"no gzip", headers={"content-encoding": "gzip"})
+    with answering(endpoint), pytest.raises(InferenceError, match=r"chat/completions: DecodingError"):
+        evaluated(tmp_path, endpoint)
+
+
 def test_an_endpoint_is_asked_for_every_turn_with_the_chat_so_far(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ import logging
 import os
 import resource
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from holdfast.trainer.data.sample_table import ChosenSamples, SampleTable, sizes
 from holdfast.trainer.data.samples import chat_tokenizer, fingerprint_samples, load_samples, load_tokenizer
 from holdfast.trainer.data.token_cache import cache_directory, cache_key
 from holdfast.trainer.preferences.pairs import fingerprint_preferences, load_pairs
+from tests.runs.processes import in_a_child
 
 ROWS = [{"prompt": "ab" * (1 + k % 5), "completion": "c" * (1 + k % 7)} for k in range(1200)]
 
@@ -238,19 +239,6 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_makes_is_no
     assert not dead.exists() and alive.exists()
 
 
-def in_a_child(function: Callable[[], None]) -> int:
-    """Start a process that calls `function`; return its id. It ends with 0 if that returns."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            function()
-            code = 0
-        finally:
-            os._exit(code)
-    return pid
-
-
 def test_two_runs_that_start_at_once_end_with_one_cache(
     config: SftDataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -275,7 +263,7 @@ def test_killed_while_it_makes_the_cache_the_next_start_makes_it(
             os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(token_cache, "chunks_to_file", die_after_one)
-    child = in_a_child(lambda: load_samples(config, tokenizer, seed=0) and None)
+    child = in_a_child(lambda: load_samples(config, tokenizer, seed=0))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     (left,) = entries(config)
     assert left.name.startswith(".tmp-")
