@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from holdfast.orchestrator.evaluation.results import ROLLOUTS_NAME
@@ -115,16 +116,27 @@ def test_a_killed_evaluation_goes_on_where_it_was(command: Command, tmp_path: Pa
     for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 128 + signal.SIGTERM)):
         before = len(lines_of(directory))
         process = start(command, directory, *flags)
-        deadline = time.monotonic() + HANG_S
-        while len(lines_of(directory)) <= before + 16 and process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)  # nothing tells of a line in another process's file
+        _wait_for_lines(directory, before + 16, process)
         os.kill(process.pid, number)
         out, _ = process.communicate(timeout=HANG_S)
         assert process.returncode == code, out
         assert len(lines_of(directory)) < 96 * 8
     kept = lines_of(directory)
-    out = evaluate(command, directory, *flags)
+    process = start(command, directory, *flags)
+    _wait_for_lines(directory, len(kept) + 16, process)
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if "holdfast.inference.main" in child.cmdline():
+            child.kill()
+            break
+    out, _ = process.communicate(timeout=HANG_S)
+    assert process.returncode == 0 and "inference died; starting it again" in out, out
     assert "tasks 96 done " in out and lines_of(directory)[: len(kept)] == kept
     assert sorted(lines_of(directory)) == sorted(lines_of(tmp_path / "straight"))
     assert summary_in(directory) == summary_in(tmp_path / "straight")
+
+
+def _wait_for_lines(directory: Path, number: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + HANG_S
+    while len(lines_of(directory)) <= number and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # nothing tells of a line in another process's file

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.shared.files.metrics import read_metrics
-from tests.integration.conftest import UsedServer
-from tests.runs.rl import RlRun, complete
+from tests.integration.conftest import REFERENCE_STEPS, UsedServer
+from tests.runs.rl import CompletedRun, RlRun, complete
 
 _STEPS = 2
 _ENVIRONMENTS = """
@@ -44,3 +44,25 @@ def test_a_run_trains_on_every_built_in_environment(rl_server: UsedServer, tmp_p
         assert all(0.0 <= line[name] <= 1.0 for line in lines), name
     assert all(line["guess_number/guesses"] > 1.0 for line in lines), "no second turn was played"
     assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0.0 for line in lines)
+
+
+@pytest.mark.slow
+def test_workers_that_die_and_an_orchestrator_that_dies_with_them_change_nothing(
+    rl_server: UsedServer, reference: CompletedRun, tmp_path: Path
+) -> None:
+    """The weights are those of a run that plays its environment in the orchestrator, and is not disturbed."""
+    workers = ("--orchestrator.environments", '[{"id": "reverse_text", "workers": 2}]')
+    flags = (*rl_server.flags, *workers, "--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "4")
+    with RlRun(tmp_path / "run", *flags) as run:
+        run.wait_for_step(3)
+        run.find("holdfast.orchestrator.rollouts.worker_process")[-1].kill()
+        run.wait_for_step(7)
+        (orchestrator,) = run.find("holdfast.orchestrator.main")
+        orchestrator.kill()
+        done = complete(run)
+    assert done.exit_code == 0 and "orchestrator was killed by signal 9" in done.output, done.output
+    weights = [
+        run_dir.weights_of(REFERENCE_STEPS) / "model.safetensors" for run_dir in (run.run_dir, reference.run_dir)
+    ]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert not run.survivors()
