@@ -3,8 +3,8 @@
     python -m holdfast.orchestrator.check_environments < config.json
 
 The launcher runs it before it starts anything. Built-in environments are constructed: `jsonl` reads its file, here and
-in the orchestrator again, so that a wrong row is reported before anything is started. Of a user's own the module is
-imported and the arguments are held against the constructor's parameters.
+in the orchestrator again, so that a wrong row is reported before anything is started, and tools that a local model
+cannot call. Of a user's own the module is imported and the arguments are held against the constructor's parameters.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import sys
 
 from holdfast.orchestrator.environments import find_environment, is_built_in, load_environment
+from holdfast.orchestrator.environments.interface import Environment
+from holdfast.orchestrator.environments.tool_use import check_tools
 from holdfast.orchestrator.evaluation.online import check_evaluation
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.process.child import die_with_launcher, run_reporting_errors
@@ -21,12 +23,17 @@ def check_environments(config: OrchestratorConfig) -> None:
     """Find every environment and check its arguments.
 
     Raises:
-        ConfigError, DataError: there is no such environment, or its arguments do not fit.
+        ConfigError, DataError: there is no such environment, or its arguments, or its tools and the model, do not fit.
         EnvironmentFailure: its module raised.
     """
+    built_in: dict[str, Environment] = {}
     for position, section in enumerate(config.environments):
-        find = load_environment if is_built_in(section.id) else find_environment
-        find(section, key=f"environments[{position}]")
+        key = f"environments[{position}]"
+        if is_built_in(section.id):
+            built_in[section.label] = load_environment(section, key=key)
+        else:
+            find_environment(section, key=key)
+    check_tools(built_in, config.environments, tokenizer_name=config.model.tokenizer_name)
     if config.eval is not None:
         check_evaluation(config)
 

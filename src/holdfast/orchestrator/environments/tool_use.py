@@ -11,15 +11,17 @@ import inspect
 import json
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from holdfast.orchestrator.environments.interface import Environment, Session, SessionFull
 from holdfast.orchestrator.environments.session import HISTORY_ADVICE
 from holdfast.orchestrator.environments.tool_calls import Parser, ToolCall, find_parser
 from holdfast.orchestrator.environments.tools import Tool, WrongArguments, tools_of
+from holdfast.shared.chat.files import load_tokenizer
 from holdfast.shared.chat.template import ChatMessage
 from holdfast.shared.chat.tokenizer import Tokenizer
 from holdfast.shared.config.orchestrator import EnvironmentConfig
@@ -123,6 +125,26 @@ def tool_use_of(environment: Environment, settings: EnvironmentConfig, tokenizer
     # Also of a frozen dataclass.
     object.__setattr__(environment, "_tool_use", (tokenizer, settings, use))
     return use
+
+
+def check_tools(
+    environments: Mapping[str, Environment], sections: Iterable[EnvironmentConfig], *, tokenizer_name: str
+) -> None:
+    """Refuse, before anything is started, tools that a model in a local directory cannot call.
+
+    What a hub has is not fetched for that: whoever plays checks it again.
+
+    Args:
+        environments: by label, those of `sections` that can be made here.
+
+    Raises:
+        ConfigError, DataError: as `tool_use_of`, or the tokenizer cannot be read.
+    """
+    with_tools = [one for one in sections if one.label in environments and environments[one.label].tools]
+    if with_tools and Path(tokenizer_name).is_dir():
+        tokenizer = load_tokenizer(tokenizer_name)
+        for section in with_tools:
+            tool_use_of(environments[section.label], section, tokenizer)
 
 
 def _make(environment: Environment, settings: EnvironmentConfig, tokenizer: Tokenizer) -> ToolUse | None:

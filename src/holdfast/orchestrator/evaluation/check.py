@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 
 from holdfast.orchestrator.environments import find_environment, is_built_in
+from holdfast.orchestrator.environments.tool_use import check_tools
 from holdfast.orchestrator.evaluation.main import load_tasks
 from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.process.child import die_with_launcher, run_reporting_errors
@@ -20,14 +21,16 @@ def check(config: EvaluateConfig) -> None:
     """Find every environment, and check its arguments and the number of its tasks.
 
     Raises:
-        ConfigError, DataError: what cannot be used.
+        ConfigError, DataError: what cannot be used, such as tools that a local model cannot call.
         EnvironmentFailure: a module raised.
     """
     for position, section in enumerate(config.environments):
         if not is_built_in(section.id):
             find_environment(section, key=f"environments[{position}]")
     built_in = [section for section in config.environments if is_built_in(section.id)]
-    load_tasks(config.model_copy(update={"environments": built_in}))
+    tasks = load_tasks(config.model_copy(update={"environments": built_in}))
+    if config.model is not None and config.url is None:
+        check_tools(dict(tasks.environments), built_in, tokenizer_name=config.model.tokenizer_name)
 
 
 if __name__ == "__main__":

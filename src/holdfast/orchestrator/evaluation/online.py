@@ -12,7 +12,7 @@ from pathlib import Path
 from holdfast.orchestrator.engines.client import InferenceClient
 from holdfast.orchestrator.environments import find_environment, is_built_in, load_environment
 from holdfast.orchestrator.environments.interface import Environment
-from holdfast.orchestrator.environments.tool_use import tool_use_of
+from holdfast.orchestrator.environments.tool_use import check_tools, tool_use_of
 from holdfast.orchestrator.evaluation.evaluator import Policy, evaluate
 from holdfast.orchestrator.evaluation.results import claim_directory
 from holdfast.orchestrator.evaluation.tasks import HeldOutTasks, count_tasks, refuse_training_tasks
@@ -150,6 +150,7 @@ def check_evaluation(config: OrchestratorConfig) -> None:
             built_in[section.label] = load_environment(section, key=key)
         else:
             find_environment(section, key=key)
+    check_tools(built_in, sections, tokenizer_name=config.model.tokenizer_name)
     _held_out(config, config.eval, built_in, [section for section in sections if section.label in built_in])
 
 

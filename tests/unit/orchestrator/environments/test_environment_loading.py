@@ -126,6 +126,8 @@ def test_a_check_makes_what_is_built_in_and_only_looks_for_the_rest(tmp_path: Pa
         check(f"{__name__}:NeedsWords")
     with pytest.raises(DataError, match="no.jsonl cannot be read"):
         check("jsonl", path=str(tmp_path / "no.jsonl"))
+    with pytest.raises(ConfigError, match="writes calls of tools in no form that is known"):
+        check("ledger")
 
 
 def test_annotations_that_are_for_checkers_alone_are_not_held_against_arguments() -> None:

@@ -25,7 +25,7 @@ from holdfast.orchestrator.environments.interface import (
     TaskSeed,
 )
 from holdfast.orchestrator.environments.tool_calls import PARSERS, ToolCall, find_parser
-from holdfast.orchestrator.environments.tool_use import TOOL_FAILURES, tool_metrics, tool_use_of
+from holdfast.orchestrator.environments.tool_use import TOOL_FAILURES, check_tools, tool_metrics, tool_use_of
 from holdfast.orchestrator.environments.tools import Tool, WrongArguments
 from holdfast.shared.chat.tokenizer import Tokenizer
 from holdfast.shared.config.orchestrator import EnvironmentConfig
@@ -504,6 +504,10 @@ def test_templates_that_cannot_show_tools_are_refused_before_anything_is_sampled
     with pytest.raises(ConfigError, match="drops the thoughts of a turn once a tool has answered"):
         tool_use_of(Adds(), EnvironmentConfig(tool_parser="hermes"), tokenizer)
     assert tool_use_of(Adds(), EnvironmentConfig(tool_parser="hermes", history="keep"), tokenizer) is not None
+
+
+def test_the_tokenizer_of_a_hub_is_not_fetched_to_check_tools() -> None:
+    check_tools({"adds": Adds()}, [EnvironmentConfig(name="adds")], tokenizer_name="nobody/nothing-of-this-name")
 
 
 def test_a_prompt_of_text_has_no_place_for_tools() -> None:
