@@ -51,6 +51,20 @@ class Grid:
         return table
 
 
+def print_parts(parts: Sequence[Grid | str]) -> None:
+    """Write tables and lines of text to stdout: as wide as the terminal, and without one as wide as they are."""
+    is_piped = not sys.stdout.isatty()
+    console = Console(highlight=False, width=_PIPED_WIDTH if is_piped else None)
+    with console.capture() as capture:
+        for part in parts:
+            shown: RenderableType = part.fitted(console) if isinstance(part, Grid) else Text(part)
+            console.print(shown, soft_wrap=isinstance(part, str))
+    text = capture.get()
+    if is_piped:  # nothing is wrapped, nor filled up with spaces
+        text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+    sys.stdout.write(text)
+
+
 @dataclass(frozen=True)
 class Report:
     """The result of one subcommand.
@@ -70,16 +84,7 @@ class Report:
         if as_json:
             sys.stdout.write(msgspec.json.format(msgspec.json.encode(self.document), indent=1).decode() + "\n")
             return
-        is_piped = not sys.stdout.isatty()
-        console = Console(highlight=False, width=_PIPED_WIDTH if is_piped else None)
-        with console.capture() as capture:
-            for part in (*self.parts, *self.problems):
-                shown: RenderableType = part.fitted(console) if isinstance(part, Grid) else Text(part)
-                console.print(shown, soft_wrap=isinstance(part, str))
-        text = capture.get()
-        if is_piped:  # nothing is wrapped, nor filled up with spaces
-            text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
-        sys.stdout.write(text)
+        print_parts((*self.parts, *self.problems))
 
     @property
     def exit_code(self) -> int:

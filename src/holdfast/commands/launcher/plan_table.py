@@ -6,11 +6,9 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rich.console import Console
-
 from holdfast.commands.launcher.device_choices import names_of
 from holdfast.commands.launcher.placement import Placement
-from holdfast.commands.tables import Grid
+from holdfast.commands.tables import Grid, print_parts
 from holdfast.shared.config.inference import InferenceConfig
 from holdfast.shared.config.trainer import TrainingCommand
 from holdfast.shared.process.child import available_cores
@@ -105,10 +103,9 @@ def print_table(processes: Sequence[PlannedProcess]) -> None:
         )
         for one in processes
     ]
-    console = Console(highlight=False, soft_wrap=True)
     # Of one machine everybody knows the name.
     expendable = () if any(one.host for one in processes) else ("host",)
-    console.print(Grid(_COLUMNS, rows, expendable=expendable).fitted(console))
+    print_parts([Grid(_COLUMNS, rows, expendable=expendable)])
 
 
 def _shown(gpus: Sequence[Gpu], *, is_counted: bool) -> str:
