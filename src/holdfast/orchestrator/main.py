@@ -21,6 +21,7 @@ from holdfast.orchestrator.engines.answers import load_vocab_size
 from holdfast.orchestrator.engines.client import InferenceClient
 from holdfast.orchestrator.environments import load_environment
 from holdfast.orchestrator.environments.calls import place_of
+from holdfast.orchestrator.environments.interface import Environment
 from holdfast.orchestrator.environments.tool_use import tool_use_of
 from holdfast.orchestrator.environments.watchdog import beating, watching_calls
 from holdfast.orchestrator.evaluation.online import load_evaluation
@@ -30,6 +31,7 @@ from holdfast.orchestrator.task_group import run_until_stopped
 from holdfast.orchestrator.weight_push.directory import DirectoryTransport
 from holdfast.orchestrator.weight_push.push import WeightPusher
 from holdfast.shared.chat.files import load_tokenizer
+from holdfast.shared.chat.tokenizer import Tokenizer
 from holdfast.shared.config.load import read_toml
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import ConfigError, EnvironmentFailure
@@ -51,16 +53,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
     events.report("loading the tokenizer and the environments")
     run_dir = RunDir(config.output_dir)
     tokenizer = load_tokenizer(config.model.tokenizer_name)
-    environments = {
-        section.label: load_environment(section, key=f"environments[{position}]")
-        for position, section in enumerate(config.environments)
-        if not section.workers
-    }
-    for section in config.environments:
-        if section.label in environments:
-            # What cannot be, is told before anything is sampled.
-            tool_use_of(environments[section.label], section, tokenizer)
-
+    environments = _load_environments(config, tokenizer)
     start = find_start(run_dir, _resume_step(config))
     first = start.state.step + 1
     adopt_mix(start.state, {section.label: section.weight for section in config.environments})
@@ -107,6 +100,17 @@ async def orchestrate(config: OrchestratorConfig) -> None:
             await publisher.settle()
         await client.lease.release()
     events.report("finished", step=config.max_steps)
+
+
+def _load_environments(config: OrchestratorConfig, tokenizer: Tokenizer) -> dict[str, Environment]:
+    """Return those that are played in this process, by name."""
+    environments: dict[str, Environment] = {}
+    for position, section in enumerate(config.environments):
+        if not section.workers:
+            environment = load_environment(section, key=f"environments[{position}]")
+            tool_use_of(environment, section, tokenizer)  # what cannot be, is told before anything is sampled
+            environments[section.label] = environment
+    return environments
 
 
 def _allow_connections(config: OrchestratorConfig) -> None:

@@ -30,13 +30,7 @@ from holdfast.commands.launcher.storage_backoff import StorageBackoff, fullest
 from holdfast.commands.launcher.supervise import REFRESH_S, Child, Supervisor
 from holdfast.commands.resume.superseded import clear_unpublished
 from holdfast.shared.config.inference import is_engine
-from holdfast.shared.errors import (
-    STORAGE_FAILED,
-    STUCK,
-    HoldfastError,
-    ProcessDied,
-    is_storage_failure,
-)
+from holdfast.shared.errors import STORAGE_FAILED, STUCK, HoldfastError, ProcessDied, is_storage_failure
 from holdfast.shared.files import durable
 from holdfast.shared.process.child import make_output_lossy
 from holdfast.shared.process.events import EVENTS_ENV, PROCESS_ENV

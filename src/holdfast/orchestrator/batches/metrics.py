@@ -90,15 +90,20 @@ def batch_metrics(
     reasons = Counter(one.reason for one in selection.dropped)
     metrics |= {f"groups/dropped/{reason}": float(reasons[reason]) for reason in DROP_REASONS}
     for number, counts in enumerate(engines):
-        metrics[f"engine/{number}/requests"] = float(counts.requests)
-        metrics[f"engine/{number}/failures"] = float(counts.failures)
-        metrics[f"engine/{number}/in_flight"] = counts.in_flight_s / times.period
+        metrics |= _engine_metrics(number, counts, period=times.period)
     metrics |= _staleness(rollouts, step=step)
     for settings in environments:
-        of_environment = [group for group in groups if group[0].environment == settings.label]
-        if of_environment:
+        if of_environment := [group for group in groups if group[0].environment == settings.label]:
             metrics |= _environment_metrics(settings, of_environment)
     return metrics
+
+
+def _engine_metrics(number: int, counts: EngineCounts, *, period: float) -> dict[str, float]:
+    return {
+        f"engine/{number}/requests": float(counts.requests),
+        f"engine/{number}/failures": float(counts.failures),
+        f"engine/{number}/in_flight": counts.in_flight_s / period,
+    }
 
 
 def _staleness(rollouts: Sequence[Rollout], *, step: int) -> dict[str, float]:
