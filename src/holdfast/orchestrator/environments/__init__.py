@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from types import SimpleNamespace
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 from typing import Any, get_type_hints
 
 import pydantic
 
 from holdfast.orchestrator.environments.calls import place_of
 from holdfast.orchestrator.environments.interface import Environment
+from holdfast.orchestrator.environments.plugins import GROUP, Plugin, find_plugins
 from holdfast.orchestrator.environments.reasoning_gym import PREFIX, ReasoningGym
 from holdfast.shared.config.orchestrator import EnvironmentConfig
 from holdfast.shared.errors import ConfigError, EnvironmentFailure, HoldfastError, nearest
@@ -60,28 +63,70 @@ def find_environment(config: EnvironmentConfig, *, key: str) -> tuple[type[Envir
     """
     if config.id.startswith(PREFIX):
         return ReasoningGym, {"generator": config.id.removeprefix(PREFIX), "settings": config.args}
-    cls = _find_class(config.id, key)
+    cls = find_class(config.id, key=key)
     return cls, _checked_args(cls, config.args, key)
 
 
-def _find_class(name: str, key: str) -> type[Environment]:
-    if ":" not in name and name not in BUILT_IN:
+def find_class(name: str, *, key: str) -> type[Environment]:
+    """Return the class of the environment with the id `name`.
+
+    Raises:
+        ConfigError: there is none.
+        EnvironmentFailure: its module raised.
+    """
+    if name.startswith(PREFIX):
+        return ReasoningGym
+    if ":" in name:
+        return _class_of(name, name, key=key, load=import_users, absent="It must be importable from where the run is "
+                         "started: check the spelling, or set PYTHONPATH.")  # fmt: skip
+    plugin = find_plugin(name, key=key)
+    if plugin is None:
+        return _class_of(name, BUILT_IN[name], key=key, load=importlib.import_module, absent="")
+    return _class_of(
+        name,
+        f"{plugin.module}:{plugin.class_name}",
+        key=key,
+        load=importlib.import_module,
+        absent=f"{plugin.package} registers '{plugin.target}' under this name: install that package anew.",
+    )
+
+
+def find_plugin(name: str, *, key: str) -> Plugin | None:
+    """Return the entry point of an installed package that `name` means; None where it is a built-in environment.
+
+    Raises:
+        ConfigError: there is no environment of that name, or several.
+    """
+    plugins = find_plugins()
+    owners = (["holdfast itself"] if name in BUILT_IN else []) + [plugin.package for plugin in plugins.get(name, [])]
+    if len(owners) > 1:
+        targets = " or ".join(f"'{plugin.target}'" for plugin in plugins[name])
         raise ConfigError(
-            f"{key}.id: there is no environment '{name}'.{nearest(name, BUILT_IN)} "
-            f"Allowed: {', '.join(BUILT_IN)}, '{PREFIX}NAME', or 'module:Class' for one of your own."
+            f"{key}.id: '{name}' is an environment of {' and of '.join(owners)} (entry points {GROUP}). Name the one "
+            f"that you mean by its class, {targets}"
+            + (f" or '{BUILT_IN[name]}'" if name in BUILT_IN else "")
+            + ", or remove a package."
         )
-    module_name, _, class_name = BUILT_IN.get(name, name).partition(":")
+    if not owners:
+        allowed = [*BUILT_IN, *plugins]
+        raise ConfigError(
+            f"{key}.id: there is no environment '{name}'.{nearest(name, allowed)} "
+            f"Allowed: {', '.join(allowed)}, '{PREFIX}NAME', or 'module:Class' for one of your own."
+        )
+    return plugins[name][0] if name in plugins else None
+
+
+def _class_of(name: str, target: str, *, key: str, load: Callable[[str], ModuleType], absent: str) -> type[Environment]:
+    """Return the class that `target`, `module:Class`, stands for; `absent` says what to do where no module is."""
+    module_name, _, class_name = target.partition(":")
     try:
-        module = import_users(module_name)
+        module = load(module_name)
     except ConfigError as error:
         raise ConfigError(f"{key}.id: {error}") from None
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise EnvironmentFailure(f"environment '{name}': importing {module_name} failed: {error}") from error
-        raise ConfigError(
-            f"{key}.id: '{name}': there is no module '{error.name}'. It must be importable from where the run "
-            "is started: check the spelling, or set PYTHONPATH."
-        ) from None
+        raise ConfigError(f"{key}.id: '{name}': there is no module '{error.name}'. {absent}") from None
     except BaseException as error:
         raise EnvironmentFailure(
             f"environment '{name}': importing {module_name} failed: {type(error).__name__}: {printable(error)} "
