@@ -64,6 +64,8 @@ class Checkout:
             assert (ROOT / command.words[1]).is_file(), f"{command.where}: there is no {command.words[1]}"
         elif program in ("ckpt", "rollouts"):
             self._check_reader(command)
+        elif program == "environments":
+            self._check_environments(command)
         elif program == "evaluate":
             self._check_evaluation(command, run)
         elif program in (*TRAINING, "rl", "orchestrator", "inference"):
@@ -125,6 +127,16 @@ class Checkout:
             maker = self.made.get(arguments.output_dir)
             assert maker, f"{command.where}: {command.line}\nnobody has made {arguments.output_dir}"
             assert command.words[0] == "ckpt" or maker == "rl"
+
+    def _check_environments(self, command: Command) -> None:
+        """Check the arguments of `environments`, and that what it plays or checks is there."""
+        from holdfast.commands.environments.main import parse
+        from holdfast.orchestrator.environments import find_environment
+        from holdfast.shared.config.orchestrator import EnvironmentConfig
+
+        arguments = parse(command.words[1:])
+        if arguments.command in ("check", "play"):
+            find_environment(EnvironmentConfig(id=arguments.id, args=arguments.args), key="environments[0]")
 
     def _check_evaluation(self, command: Command, run: Callable[..., tuple[int, str, str]]) -> None:
         """Check the settings of an evaluation, and that what it is about is there."""

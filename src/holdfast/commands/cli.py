@@ -45,6 +45,11 @@ COMMANDS = {
         None,
     ),
     "ckpt": ("Checkpoints: list, verify, show, compare, export, thin out, import.", "ckpt.main:main", None),
+    "environments": (
+        "Environments: list, begin one, check it, play a task.",
+        "environments.main:main",
+        None,
+    ),
     "rollouts": ("Rollouts in the journal: show, statistics, export.", "rollouts.main:main", None),
 }
 

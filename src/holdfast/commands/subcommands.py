@@ -1,4 +1,4 @@
-"""Command lines with subcommands, for the commands that look into a run: `ckpt` and `rollouts`."""
+"""Command lines with subcommands: `ckpt` and `rollouts`, which look into a run, and `environments`."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ class Parser(argparse.ArgumentParser):
 
 
 class Subcommands:
-    """A parser with subcommands that share `--output-dir` and `--json`."""
+    """A parser with subcommands; those of a command that is `of_a_run` share `--output-dir` and `--json`."""
 
-    def __init__(self, program: str, description: str, epilog: str) -> None:
+    def __init__(self, program: str, description: str, epilog: str, *, of_a_run: bool = True) -> None:
         self._epilog = epilog
         self._shared = Parser(add_help=False, allow_abbrev=False)
-        self._shared.add_argument(
-            "--output-dir", type=Path, default=Path("outputs"), metavar="DIR", help="the run (outputs)"
-        )
-        self._shared.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
+        if of_a_run:
+            self._shared.add_argument(
+                "--output-dir", type=Path, default=Path("outputs"), metavar="DIR", help="the run (outputs)"
+            )
+            add_json(self._shared)
         self._parser = Parser(prog=program, allow_abbrev=False, description=description, epilog=epilog)
         self._subparsers = self._parser.add_subparsers(dest="command", metavar="SUBCOMMAND")
         self._commands: dict[str, Parser] = {}
@@ -47,7 +48,7 @@ class Subcommands:
         """Return the arguments; prints help and exits on -h.
 
         Returns:
-            `command` (name of the subcommand), `output_dir`, `json`, and what the subcommand takes.
+            `command` (name of the subcommand), what is shared, and what the subcommand takes.
 
         Raises:
             ConfigError: an unknown subcommand or flag, with the nearest spelling, or a value that cannot be used.
@@ -63,6 +64,11 @@ class Subcommands:
             self._parser.parse_args([first])
         _check_words(program, first, argv[1:], commands)
         return self._parser.parse_args(argv)
+
+
+def add_json(parser: Parser) -> None:
+    """Add the flag `--json`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
 
 
 def _check_words(program: str, name: str, words: list[str], commands: Mapping[str, Parser]) -> None:

@@ -89,11 +89,11 @@ async def run_group(
     """
     sessions: list[Session] = []
     try:
-        async with _calling(problem, "make_task"):
+        async with calling_of(problem, "make_task"):
             task = await result_of(problem.here.make_task(problem.seed))
             tool_use = tool_use_of(problem.here, problem.settings, tokenizer)
-            prompt_ids = _prompt_ids(task, problem, tokenizer=tokenizer, seq_len=config.seq_len, tool_use=tool_use)
-        sample_turn = _sample_turn(problem, step, sampler)
+            prompt_ids = prompt_ids_for(task, problem, tokenizer=tokenizer, seq_len=config.seq_len, tool_use=tool_use)
+        sample_turn = sample_turn_of(problem, step, sampler)
         sessions += [
             Session(
                 prompt_ids,
@@ -108,13 +108,7 @@ async def run_group(
             for index in range(config.group_size)
         ]
         await _play_all(sessions, task, problem)
-        async with _calling(problem, "score"):
-            found = await result_of(problem.here.score(task, tuple(sessions)))
-            for session in sessions:
-                _require_ended(session, problem, "score")
-                session.end()
-                require_sound(session, what=context_of(problem))
-            scores = checked_scores(found, sessions, what=context_of(problem))
+        scores = await score_sessions(sessions, task, problem)
     except (EnvironmentFailure, PromptTooLong) as failure:
         # An engine that failed may have been turned into an error of the environment by its code.
         sampler.check()
@@ -174,9 +168,15 @@ def _to_rollout(
     )
 
 
-def _prompt_ids(
+def prompt_ids_for(
     task: Task, problem: Problem, *, tokenizer: Tokenizer, seq_len: int, tool_use: ToolUse | None
 ) -> list[int]:
+    """Return the token ids of the prompt of `task`.
+
+    Raises:
+        PromptTooLong: it leaves no room for a sampled token within `seq_len`.
+        EnvironmentFailure: it is no task, or no prompt that the chat template takes.
+    """
     schemas = tool_use.schemas if tool_use else None
     token_ids = prompt_ids_of(task, tokenizer, what=context_of(problem), room=seq_len - 1, tools=schemas)
     if not 1 <= len(token_ids) < seq_len:
@@ -188,7 +188,9 @@ def _prompt_ids(
     return token_ids
 
 
-def _sample_turn(problem: Problem, step: int, sampler: TurnSampler) -> Callable[..., Awaitable[Completion]]:
+def sample_turn_of(problem: Problem, step: int, sampler: TurnSampler) -> Callable[..., Awaitable[Completion]]:
+    """Return what samples a turn of session `sample_index`; the clock of the environment's call stands meanwhile."""
+
     async def sample_turn(sample_index: int, token_ids: list[int], turn: int, max_tokens: int) -> Completion:
         seed = request_seed(problem.seed, step=step, sample_index=sample_index, turn=turn)
         with sampling():
@@ -202,7 +204,7 @@ async def _play_all(sessions: Sequence[Session], task: Task, problem: Problem) -
 
     async def play(session: Session) -> EnvironmentFailure | None:
         try:
-            await _play(session, task, problem)
+            await play_session(session, task, problem)
         except EnvironmentFailure as failure:
             if problem.settings.on_error == "stop":
                 raise
@@ -215,8 +217,13 @@ async def _play_all(sessions: Sequence[Session], task: Task, problem: Problem) -
             raise failure
 
 
-async def _play(session: Session, task: Task, problem: Problem) -> None:
-    async with _calling(problem, "run"):
+async def play_session(session: Session, task: Task, problem: Problem) -> None:
+    """Play one session to its end.
+
+    Raises:
+        EnvironmentFailure: `run` raised, sampled nothing, or took too long.
+    """
+    async with calling_of(problem, "run"):
         try:
             await result_of(problem.here.run(session, task))
         except SessionFull:
@@ -229,6 +236,21 @@ async def _play(session: Session, task: Task, problem: Problem) -> None:
         )
 
 
+async def score_sessions(sessions: Sequence[Session], task: Task, problem: Problem) -> list[Score]:
+    """Return one checked score for each session of a group; nothing is sampled in them after that.
+
+    Raises:
+        EnvironmentFailure: `score` raised, took too long, or gave something else.
+    """
+    async with calling_of(problem, "score"):
+        found = await result_of(problem.here.score(task, tuple(sessions)))
+        for session in sessions:
+            _require_ended(session, problem, "score")
+            session.end()
+            require_sound(session, what=context_of(problem))
+        return checked_scores(found, sessions, what=context_of(problem))
+
+
 def _require_ended(session: Session, problem: Problem, method: str) -> None:
     if session.is_sampling:
         raise EnvironmentFailure(
@@ -236,7 +258,8 @@ def _require_ended(session: Session, problem: Problem, method: str) -> None:
         )
 
 
-def _calling(problem: Problem, method: str) -> AbstractAsyncContextManager[None]:
+def calling_of(problem: Problem, method: str) -> AbstractAsyncContextManager[None]:
+    """Return what a call of a method of the environment is made in."""
     return calling(
         context_of(problem),
         name=f"environment '{problem.name}', task {problem.seed.index}",

@@ -1,0 +1,401 @@
+"""The command `environments`: what it lists, writes, finds wrong and plays."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from holdfast.commands.environments.fingerprint import canonical
+from holdfast.orchestrator.environments import BUILT_IN
+from holdfast.shared.config import RlConfig
+from holdfast.shared.config.load import parse_command_line
+from tests.conftest import BASE
+from tests.models.chat_templates import QWEN_3, make_tokenizer
+from tests.unit.orchestrator.evaluation.test_endpoint import Endpoint, answering
+
+Command = Callable[..., tuple[int, str, str]]
+FAULTS = '''
+"""Environments with one fault each."""
+
+import itertools
+import math
+import random
+
+from holdfast import Environment, Message, Score, Task
+
+WORDS = {"red", "green", "blue", "white", "black", "brown", "grey", "pink", "orange", "violet"}
+
+
+class Sound(Environment):
+    """Nothing is wrong with it."""
+
+    def make_task(self, seed):
+        word = seed.random().choice(sorted(WORDS))
+        return Task(prompt=[Message("user", word)], answer=word)
+
+    def score(self, task, sessions):
+        return [Score(float(session.completion == task.answer)) for session in sessions]
+
+
+class Unordered(Sound):
+    def make_task(self, seed):
+        return Task(prompt=[Message("user", "which?")], answer=seed.random().choice(list(WORDS)))
+
+
+class Counting(Sound):
+    def __init__(self):
+        self._count = itertools.count()
+
+    def make_task(self, seed):
+        return Task(prompt=[Message("user", "next")], answer=str(next(self._count)))
+
+
+class Dice(Sound):
+    def score(self, task, sessions):
+        return [Score(random.random()) for _ in sessions]
+
+
+class Chatty(Sound):
+    async def run(self, session, task):
+        await session.sample()
+        session.append_messages([Message("user", random.choice("abcdefgh") * 3)])
+        await session.sample()
+
+
+class Strict(Sound):
+    def score(self, task, sessions):
+        print("scoring", len(sessions))
+        return [Score(1 / len(session.completion)) for session in sessions]
+
+
+class NotANumber(Sound):
+    def score(self, task, sessions):
+        return [Score(math.nan if "\\u202e" in session.completion else 0.0) for session in sessions]
+
+
+class Four(Sound):
+    def score(self, task, sessions):
+        return [Score(0.0)] * 5
+
+
+class Mute(Sound):
+    async def run(self, session, task):
+        pass
+
+
+class NoTask(Sound):
+    def make_task(self, seed):
+        if seed.index == 2:
+            raise ValueError("no third task")
+        return super().make_task(seed)
+
+
+class Tasteless(Sound):
+    def make_task(self, seed):
+        return task.answer if (task := super().make_task(seed)) and seed.index == 1 else task
+
+
+class Long(Sound):
+    def make_task(self, seed):
+        return Task(prompt=[Message("user", "long " * 400)], answer="")
+
+
+class Asking(Sound):
+    async def run(self, session, task):
+        await session.sample()
+        session.append_messages([Message("user", "Sure?")])
+        await session.sample()
+
+
+class Tooled(Sound):
+    def look_up(self, word: str) -> str:
+        """Look a word up.
+
+        Args:
+            word: it.
+        """
+        return word
+
+    tools = (look_up,)
+
+
+class ByTurn(Sound):
+    def score(self, task, sessions):
+        return [Score(1.0, {"exact": 1.0}, turn_rewards=[0.5] * len(session.texts)) for session in sessions]
+
+
+class OnlyHere(Sound):
+    def __init__(self):
+        import os
+        import signal
+
+        if os.environ.get("PYTHONHASHSEED") in ("2", "3"):
+            os.kill(os.getpid(), signal.SIGKILL)
+'''
+
+
+@pytest.fixture
+def environments(run_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """The command, in a directory with the module `faults`."""
+    (tmp_path / "faults.py").write_text(FAULTS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "faults", raising=False)
+    monkeypatch.setenv("PYTHONHASHSEED", "1")  # of other processes: this one's is what it is
+    return partial(run_command, "environments")
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer with the template of Qwen 3, which drops thoughts behind a new question."""
+    directory = tmp_path_factory.mktemp("thinking")
+    make_tokenizer("byte-level", QWEN_3, adds_bos=False).save_pretrained(directory)
+    return directory
+
+
+def checked(environments: Command, name: str, *flags: object) -> tuple[int, dict[str, tuple[str, list[str]]]]:
+    code, out, _ = environments("check", f"faults:{name}", "--num-tasks", "4", "--json", *flags)
+    return code, {one["check"]: (one["state"], one["problems"]) for one in json.loads(out)["checks"]}
+
+
+def test_the_list_has_everything_with_a_name(environments: Command, tmp_path: Path) -> None:
+    info = tmp_path / "site" / "games-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: games\nVersion: 1.0\n")
+    entries = {"sound": "faults:Sound", "broken": "broken_faults:Sound", "mute": "faults:Mute", "a:b": "faults:Sound"}
+    lines = [f"{name} = {target}" for name, target in {**entries, "addition": "faults:Sound"}.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[holdfast.environments]", *lines, ""]))
+    sys.path += [str(info.parent), str(tmp_path)]
+    code, out, _ = environments("ls", "--json")
+    listed = {(one["id"], one["from"]): one for one in json.loads(out)["environments"]}
+    assert code == 0
+    assert {name for name, origin in listed if origin == "holdfast"} == {*BUILT_IN, "reasoning_gym:NAME"}
+    assert all(listed[name, "holdfast"]["about"].endswith(".") for name in BUILT_IN if name != "addition")
+    assert listed["sound", "games 1.0"] == {
+        "id": "sound", "from": "games 1.0", "about": "Nothing is wrong with it.", "error": "",
+    }  # fmt: skip
+    assert listed["mute", "games 1.0"]["about"] == ""
+    assert "there is no module 'broken_faults'" in listed["broken", "games 1.0"]["error"]
+    assert "is an environment of holdfast itself and of games 1.0" in listed["addition", "games 1.0"]["error"]
+    assert "read as module:Class" in listed["a:b", "games 1.0"]["error"]
+    code, out, _ = environments("ls")
+    assert "\nsound " in out and "('broken': there is no module 'broken_faults'" in out
+
+
+def test_what_init_writes_passes_its_test_and_its_check(environments: Command, tmp_path: Path) -> None:
+    code, out, _ = environments("init", "word_game")
+    assert code == 0 and "environments check word_game:WordGame" in out
+    assert {path.name for path in tmp_path.glob("*word_game*")} == {
+        "word_game.py",
+        "test_word_game.py",
+        "word_game.toml",
+    }
+    passed = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_word_game.py"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert passed.returncode == 0 and "2 passed" in passed.stdout, passed.stdout + passed.stderr
+    code, out, err = environments("check", "word_game:WordGame", "--num-tasks", "4")
+    assert code == 0, out + err
+    config = parse_command_line(RlConfig, ["@", "word_game.toml"], program="rl")
+    assert [one.id for one in config.orchestrator.environments] == ["word_game:WordGame"]
+    before = (tmp_path / "word_game.py").read_bytes()
+    (tmp_path / "word_game.toml").unlink()
+    code, _, err = environments("init", "word_game")
+    assert code == 2 and "word_game.py, test_word_game.py: there already" in err
+    assert (tmp_path / "word_game.py").read_bytes() == before and not (tmp_path / "word_game.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("word-game", "'word-game' cannot be the name of a module"),
+        ("class", "'class' cannot be the name of a module"),
+        ("__main__", "'__main__' cannot be the name of a module"),
+        ("../up", "'../up' cannot be the name of a module"),
+        ("random", "the name 'random' belongs to"),
+        ("holdfast", "the name 'holdfast' belongs to"),
+    ],
+)
+def test_init_refuses_names_that_no_module_can_have(
+    name: str, message: str, environments: Command, tmp_path: Path
+) -> None:
+    there = sorted(tmp_path.iterdir())
+    code, out, err = environments("init", name)
+    assert (code, out) == (2, "") and message in err
+    assert sorted(tmp_path.iterdir()) == there
+
+
+def test_init_says_where_it_cannot_write(environments: Command) -> None:
+    code, _, err = environments("init", "w" * 300)
+    assert code == 2 and "File name too long" in err
+
+
+def test_an_environment_without_a_fault_is_passed(environments: Command) -> None:
+    code, out, _ = environments("check", "faults:Sound", "--model.name", BASE, "--num-tasks", "4")
+    assert code == 0
+    assert [line.split()[1] for line in out.splitlines()[1:6]] == ["OK"] * 5
+    assert " of 1024 tokens" in out and "20 with scripted answers" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "message"),
+    [
+        ("Unordered", "tasks", r"another process (PYTHONHASHSEED="),
+        ("Counting", "tasks", "task 0 is another when it is made again: answer"),
+        ("NoTask", "tasks", "make_task() raised ValueError: no third task"),
+        ("Tasteless", "prompts", "make_task() must return a Task, got 'b"),
+        ("Mute", "sessions", "run() ended without a sampled turn"),
+        ("Chatty", "sessions", "the session of the right answer is another when it is made"),
+        ("Dice", "scores", "the score of an empty answer is another when the same sessions are scored again"),
+        ("Strict", "scores", "an empty answer, alone in its group: environment 'faults:Strict' failed on task 0"),
+        ("NotANumber", "scores", "a non-ASCII answer, alone in its group"),
+        ("Four", "scores", "an empty answer, alone in its group: "),
+        ("OnlyHere", "tasks", "the process ended with code -9: it said nothing"),
+    ],
+)
+def test_a_fault_is_found_and_told_by_its_check(name: str, check: str, message: str, environments: Command) -> None:
+    code, checks = checked(environments, name)
+    assert code == 1
+    state, problems = checks[check]
+    assert state == "FAILED" and any(message in line for line in problems), problems
+
+
+def test_templates_that_rewrite_turns_are_told(environments: Command, thinking: Path) -> None:
+    code, checks = checked(environments, "Asking", "--model.name", thinking)
+    assert code == 1 and checks["sessions"] == ("OK", [])
+    assert checks["template"][0] == "FAILED" and "an answer behind thoughts" in checks["template"][1][0]
+    assert checked(environments, "Asking", "--model.name", thinking, "--history", "keep")[0] == 0
+
+
+def test_templates_without_tools_and_prompts_that_do_not_fit_are_told(environments: Command) -> None:
+    code, checks = checked(environments, "Tooled", "--model.name", BASE)
+    assert code == 1 and checks["template"][0] == "FAILED" and checks["sessions"][0] == "OK"
+    assert checked(environments, "Tooled")[0] == 0
+    code, out, _ = environments("check", "faults:Long", "--model.name", BASE, "--num-tasks", "6")
+    assert code == 1 and "prompts   FAILED" in out and "prompts: and 2 more" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["check", "faults:Sound", "--num-tasks", "0"], "must be a number from 1 on, got '0'"),
+        (["check", "faults:Sound", "--num-tasks", "-1"], "must be a number from 0 on, got '-1'"),
+        (["check", "addition", "--args", "{digits}"], "is not JSON"),
+        (["check", "addition", "--args", "[1]"], 'must be an object such as {"max_length": 6}'),
+        (["check", "addition", "--args", '{"max_digit": 1}'], "Did you mean 'max_digits'?"),
+        (["check", "adition"], "Did you mean 'addition'?"),
+        (["check", "addition", "--model.name", "no/such/place/at all"], "'no/such/place/at all'"),
+        (["play", "addition", "--url", "ftp://x", "--model.name", "m"], "must begin with http:// or https://"),
+        (["play", "addition", "--url", "http://127.0.0.1:1"], "--url needs --model.name"),
+        (["play", "ledger", "--url", "http://127.0.0.1:1", "--model.name", "m"], "'ledger' has tools"),
+        (["show"], "unknown subcommand 'show'"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_asked(words: list[str], message: str, environments: Command) -> None:
+    code, out, err = environments(*words)
+    assert (code, out) == (2, "") and message in err
+
+
+def played(words: list[object], typed: str, cwd: Path) -> tuple[int, str, str]:
+    """Play in a process of its own, with what is typed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast", "environments", "play", *map(str, words)],
+        cwd=cwd, input=typed.encode(errors="surrogateescape"), capture_output=True, check=False,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+    )  # fmt: skip
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+def test_a_person_plays_and_sees_reward_tokens_and_mask(environments: Command, tmp_path: Path) -> None:
+    code, out, err = played(["faults:ByTurn", "--model.name", BASE, "--index", "3"], "ab\n", tmp_path)
+    assert code == 0, err
+    lines = [line.split() for line in out.splitlines()]
+    assert ["reward", "1"] in lines and ["exact", "1"] in lines and ["turn_rewards", "0.5"] in lines
+    sampled = [line for line in lines if line[-1:] == ["x"]]
+    assert [line[2] for line in sampled] == ["'a'", "'b'", "'<|end|>'"]
+    assert any(line[:1] == ["0"] and line[-1] != "x" for line in lines), "the prompt is shown, and not sampled"
+
+
+def test_a_person_calls_tools_in_turns_of_several_lines(environments: Command, tmp_path: Path) -> None:
+    call = '<tool_call>{"name": "look_up",\\\n"arguments": {"word": "w\\u001b[2J"}}</tool_call>\n'
+    code, out, err = played(["faults:Tooled"], call + "red\n", tmp_path)
+    assert code == 0, err
+    assert "<|im_start|>tool\nw\\x1b[2J<|im_end|>" in out and "\x1b" not in out
+    assert "tools/calls" in out and "sampled" not in out
+
+
+@pytest.mark.parametrize(("typed", "message"), [("", "the input ended"), ("\udcff\n", "the input is not utf-8")])
+def test_an_input_that_is_none_ends_the_play(typed: str, message: str, environments: Command, tmp_path: Path) -> None:
+    code, _, err = played(["faults:Sound"], typed, tmp_path)
+    assert code == 2 and err.startswith("error: ") and message in err and "Traceback" not in err
+
+
+def test_ctrl_c_ends_the_play_at_once(environments: Command, tmp_path: Path) -> None:
+    argv = [sys.executable, "-u", "-m", "holdfast", "environments", "play", "faults:Sound"]
+    child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
+    assert child.stdout is not None
+    said = b""
+    while not said.endswith(b"> "):  # it waits for a line
+        more = os.read(child.stdout.fileno(), 1)
+        assert more, said
+        said += more
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate()
+    assert child.returncode == 128 + signal.SIGINT and err == b""
+
+
+def test_an_endpoint_plays(environments: Command) -> None:
+    endpoint = Endpoint()
+    with answering(endpoint):
+        code, out, err = environments(
+            "play", "faults:Asking", "--url", endpoint.url, "--model.name", "m", "--max-tokens", "9"
+        )
+    assert code == 0, err
+    assert "user: Sure?" in out and "--- turn 2\nSure?" in out and "sampled" not in out
+    assert [request["model"] for request in endpoint.requests] == ["m", "m"]
+    assert endpoint.requests[1]["max_tokens"] == 9 and len(endpoint.requests[1]["messages"]) == 3
+
+
+def test_equal_values_have_one_text_wherever_they_lie() -> None:
+    import datetime
+    import enum
+    import random
+
+    import numpy
+
+    class Colour(enum.Enum):
+        RED = 1
+
+    class Held:
+        __slots__ = ("word",)
+
+        def __init__(self, word: str) -> None:
+            self.word = word
+
+    class Plain:
+        pass
+
+    def values(word: str) -> list[object]:
+        return [
+            {"a": {word, "y"}, "b": frozenset({1, 2})}, Held(word), Colour.RED, numpy.array([1.0, len(word)]), len,
+            random.Random(word), datetime.date(2020, 1, 2), Plain(), None, b"", 1.5,
+        ]  # fmt: skip
+
+    assert [canonical(value) for value in values("x")] == [canonical(value) for value in values("x")]
+    pairs = zip(values("x"), values("zz"), strict=True)
+    assert [canonical(one) != canonical(other) for one, other in pairs] == [
+        *(True, True, False, True, False, True), *(False,) * 5,
+    ]  # fmt: skip
+    assert canonical(1) != canonical("1") != canonical(b"1")
+    loop: list[object] = []
+    loop.append(loop)
+    assert "..." in canonical(loop)
