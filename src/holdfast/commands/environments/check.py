@@ -104,7 +104,7 @@ def _probe_in_process(request: Request, hash_seed: str) -> Findings:
             module_command("holdfast.commands.environments.probe", str(path)),
             input=msgspec.json.encode(request),
             env=environment,
-            stdout=sys.stderr.fileno() if _has_descriptor() else subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # it has said the same in this one
             stderr=subprocess.PIPE,
             check=False,
         )
@@ -115,14 +115,6 @@ def _probe_in_process(request: Request, hash_seed: str) -> Findings:
     found = Findings()
     found.fail("tasks", f"the process ended with code {done.returncode}: {said}")
     return found
-
-
-def _has_descriptor() -> bool:
-    try:
-        sys.stderr.fileno()
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def _task_differences(first: Findings, way: Way) -> list[str]:

@@ -130,8 +130,6 @@ def create(name: str, directory: Path) -> Report:
             "Python, such as word_game"
         )
     cls = "".join(word[0].upper() + word[1:] for word in name.split("_") if word)
-    if not cls.isidentifier():
-        cls = f"Environment{cls}"
     texts = {f"{name}.py": _MODULE, f"test_{name}.py": _TEST, f"{name}.toml": _SETTINGS}
     paths = {directory / file: text.format(name=name, cls=cls) for file, text in texts.items()}
     if there := [path.name for path in paths if path.exists() or path.is_symlink()]:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.environments.fingerprint import canonical
+from holdfast import Message, Task
+from holdfast.commands.environments.fingerprint import canonical, parts_of
 from holdfast.orchestrator.environments import BUILT_IN
 from holdfast.shared.config import RlConfig
 from holdfast.shared.config.load import parse_command_line
@@ -399,3 +400,15 @@ def test_equal_values_have_one_text_wherever_they_lie() -> None:
     loop: list[object] = []
     loop.append(loop)
     assert "..." in canonical(loop)
+
+
+def test_parts_of_a_task_are_told_apart() -> None:
+    as_text, as_messages = Task("a", "b"), Task([Message("user", "a")], "b")
+    assert parts_of(as_messages) == parts_of(Task([{"role": "user", "content": "a"}], "b"))
+    assert (
+        parts_of(as_text).keys() == {"prompt", "answer"}
+        and parts_of(as_text)["prompt"] == parts_of(Task("a"))["prompt"]
+    )
+    assert parts_of(as_text)["prompt"] != parts_of(as_messages)["prompt"]
+    wrong = Task([5], "b")  # type: ignore[list-item]
+    assert parts_of(wrong)["answer"] == parts_of(as_text)["answer"]
