@@ -9,19 +9,51 @@ from __future__ import annotations
 
 import os
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import CodeType
+
 marks = None
 """The mapped file: one byte for each point, of all modules."""
 
 
-def _install(directory: str) -> None:
+def _open(folder: Path) -> dict[str, tuple[int, int, str]]:
+    """Map the marks; return size, time of change and marked code of every module by its path."""
     import json
-    import marshal
     import mmap
+
+    global marks
+    with (folder / "marks").open("r+b") as file:
+        marks = mmap.mmap(file.fileno(), 0)
+    return json.loads((folder / "index.json").read_bytes())["loaded"]
+
+
+def _unchanged(modules: dict[str, tuple[int, int, str]], path: str) -> str | None:
+    """Return where the marked code of a module is, if its source is still what was marked."""
+    size, mtime_ns, code = modules.get(path, (0, 0, ""))
+    status = os.stat(path)  # noqa: PTH116 - every interpreter starts with this module, most need no pathlib
+    return code if (status.st_size, status.st_mtime_ns) == (size, mtime_ns) else None
+
+
+def code_of_script(directory: str, path: str) -> CodeType:
+    """Map the marks and return the marked code of a script, or its own if it has changed since.
+
+    For interpreters that do not run this module at their start: see `tests/coverage/scripts.py`.
+    """
+    import marshal
+    from pathlib import Path
+
+    code = _unchanged(_open(Path(directory)), path)
+    return compile(Path(path).read_bytes(), path, "exec") if code is None else marshal.loads(Path(code).read_bytes())
+
+
+def _install(directory: str) -> None:
+    import marshal
     import sys
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
     from pathlib import Path
-    from types import CodeType
 
     folder = Path(directory)
 
@@ -42,19 +74,15 @@ def _install(directory: str) -> None:
             self._modules: dict[str, tuple[int, int, str]] = {}
 
         def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-            global marks
             if name.split(".", 1)[0] != "holdfast":
                 return None
             spec = PathFinder.find_spec(name, path)
             if spec is None or spec.origin is None or type(spec.loader) is not SourceFileLoader:
                 return spec
             if marks is None:
-                self._modules = json.loads((folder / "index.json").read_bytes())["loaded"]
-                with (folder / "marks").open("r+b") as file:
-                    marks = mmap.mmap(file.fileno(), 0)
-            size, mtime_ns, code = self._modules.get(spec.origin, (0, 0, ""))
-            status = Path(spec.origin).stat()
-            if (status.st_size, status.st_mtime_ns) == (size, mtime_ns):
+                self._modules = _open(folder)
+            code = _unchanged(self._modules, spec.origin)
+            if code is not None:
                 spec.loader = Loader(name, spec.origin, code)
             return spec
 

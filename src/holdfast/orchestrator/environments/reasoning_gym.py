@@ -19,7 +19,7 @@ _NOT_SET = ("seed", "size")
 """Settings of every generator that are not to choose: tasks come from the run's seed, and never end."""
 
 
-def _seed_of(number: int) -> int:
+def _seed_of(number: int) -> int:  # untested: needs reasoning-gym
     """Return 32 bits, as NumPy takes no more, which some generators draw from; held-out numbers keep their highest."""
     return (number >> 63) << 31 | number % 2**31
 
@@ -31,7 +31,7 @@ class Entry(Task):
     entry: Mapping[str, Any] = field(default_factory=dict)
 
 
-class ReasoningGym(Environment):
+class ReasoningGym(Environment):  # untested: needs reasoning-gym
     """Reward: what the generator's own scorer gives, from 0 to 1, for the text in the last <answer>, or for all."""
 
     def __init__(self, generator: str, settings: dict[str, Any]) -> None:

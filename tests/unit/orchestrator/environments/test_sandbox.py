@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,20 +16,25 @@ from typing import Any
 import psutil
 import pytest
 
-from holdfast.orchestrator.environments import sandbox
+from holdfast.orchestrator.environments import sandbox, sandbox_inside
 from holdfast.orchestrator.environments.interface import Task, TaskSeed
 from holdfast.orchestrator.environments.python_code import PythonCode, code_of
 from holdfast.orchestrator.environments.sandbox import Limits, Outcome, require_sandbox, run_python
 from holdfast.shared.errors import ConfigError, EnvironmentFailure
+from tests.coverage.scripts import with_marks
 from tests.runs.processes import HANG_S
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _needs_a_sandbox() -> None:
+def _needs_a_sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     try:
         require_sandbox()
     except ConfigError as error:
         pytest.skip(str(error))
+    with pytest.MonkeyPatch.context() as patch:
+        script = with_marks(Path(sandbox_inside.__file__), tmp_path_factory.mktemp("inside"))
+        patch.setattr(sandbox_inside, "__file__", str(script))
+        yield
 
 
 # Nobody's time is over on a busy machine but for those that are meant to take forever.

@@ -18,7 +18,7 @@ from holdfast.shared.errors import ConfigError
 _COMMAND_TIMEOUT_S = 60.0
 
 
-class SlurmCluster:
+class SlurmCluster:  # untested: needs SLURM (pytest -m slurm)
     """Places processes on the nodes of the allocation that this process runs in.
 
     Raises:
@@ -96,14 +96,14 @@ class SlurmCluster:
             wire.close()
 
 
-def step_command(node: str) -> list[str]:
+def step_command(node: str) -> list[str]:  # untested: needs SLURM (pytest -m slurm)
     """Return the command line that starts an agent on `node`, beside whatever runs there."""
     step = ["srun", "--overlap", "--nodes", "1", "--ntasks", "1", "--nodelist", node]
     # Bound to nothing: every process takes the cores that its settings say.
     return [*step, "--cpu-bind", "none", "--mpi", "none", "--unbuffered", *agent_command()]
 
 
-def _per_node(text: str) -> list[int]:
+def _per_node(text: str) -> list[int]:  # untested: needs SLURM (pytest -m slurm)
     """Return 8, 8, 4 for `8(x2),4`."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
@@ -111,7 +111,7 @@ def _per_node(text: str) -> list[int]:
     return counts
 
 
-def _address_of(node: str) -> str:
+def _address_of(node: str) -> str:  # untested: needs SLURM (pytest -m slurm)
     """Return the address that SLURM reaches a node at."""
     found = re.search(r"\bNodeAddr=(\S+)", _run(["scontrol", "show", "node", node, "--oneliner"]))
     name = found[1] if found else node
