@@ -69,6 +69,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
         starting_workers(config) as workers,
         connect_teacher(config, digest=start.state.teacher_digest) as teacher,
         _connect_policy(config, teacher) as client,
+        load_evaluation(config, client, run_dir=run_dir, tokenizer=tokenizer) as evaluation,
         BatchPublisher(run_dir) as publisher,
     ):
         if teacher is not None:
@@ -86,7 +87,6 @@ async def orchestrate(config: OrchestratorConfig) -> None:
             teacher=teacher,
             workers=workers,
         )
-        evaluation = load_evaluation(config, client, run_dir=run_dir, tokenizer=tokenizer)
         pipeline = BatchPipeline(
             config, client=client, publisher=publisher, pusher=pusher, maker=maker, evaluation=evaluation
         )

@@ -21,7 +21,6 @@ from holdfast.orchestrator.environments.calls import result_of
 from holdfast.orchestrator.environments.interface import Score, Session, Task
 from holdfast.orchestrator.environments.tool_use import tool_metrics, tool_use_of
 from holdfast.orchestrator.evaluation.endpoint import EndpointSampler
-from holdfast.orchestrator.evaluation.transcript import Transcript, messages_of
 from holdfast.orchestrator.rollouts.group import (
     Problem,
     TurnSampler,
@@ -31,6 +30,7 @@ from holdfast.orchestrator.rollouts.group import (
     sample_turn_of,
     score_sessions,
 )
+from holdfast.orchestrator.rollouts.transcript import Transcript, messages_of
 from holdfast.orchestrator.seeds import TaskSeed
 from holdfast.shared.chat.files import load_tokenizer
 from holdfast.shared.chat.tokenizer import Tokenizer

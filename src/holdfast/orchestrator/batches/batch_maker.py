@@ -14,10 +14,10 @@ from holdfast.orchestrator.engines.client import InferenceClient
 from holdfast.orchestrator.engines.routing import Affinity
 from holdfast.orchestrator.environments.interface import Environment
 from holdfast.orchestrator.rollouts.generation_log import GenerationLog
-from holdfast.orchestrator.rollouts.group import Outcome, Problem, run_group
+from holdfast.orchestrator.rollouts.group import Outcome, Problem
 from holdfast.orchestrator.rollouts.sampler import Sampler
 from holdfast.orchestrator.rollouts.teacher import Teacher
-from holdfast.orchestrator.rollouts.workers import Workers
+from holdfast.orchestrator.rollouts.workers import Workers, play_group
 from holdfast.orchestrator.seeds import TaskSeed
 from holdfast.orchestrator.task_group import run_all
 from holdfast.orchestrator.weight_push.transport import PublishedWeights
@@ -85,7 +85,14 @@ class BatchMaker:
 
         async def run_one(problem: Problem) -> Outcome:
             async with slots:
-                outcome = await self._play(problem, step, sampler)
+                outcome = await play_group(
+                    problem,
+                    step,
+                    config=self._config,
+                    tokenizer=self._tokenizer,
+                    sampler=sampler,
+                    workers=self._workers,
+                )
             if teacher is not None and not isinstance(outcome, Dropped):
                 affinity = Affinity()
                 await run_all(teacher.judge(rollout, log, affinity=affinity) for rollout in outcome)
@@ -105,12 +112,6 @@ class BatchMaker:
         self.state = state
         self.num_reused = sampler.num_reused
         return selection
-
-    async def _play(self, problem: Problem, step: int, sampler: Sampler) -> Outcome:
-        workers = self._workers.get(problem.name)
-        if workers is not None:
-            return await workers.play(problem, step, sampler=sampler)
-        return await run_group(problem, step, config=self._config, tokenizer=self._tokenizer, sampler=sampler)
 
     def _num_missing(self, outcomes: Sequence[Outcome]) -> int:
         """Return how many problems to draw next."""

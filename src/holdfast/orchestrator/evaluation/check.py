@@ -28,7 +28,8 @@ def check(config: EvaluateConfig) -> None:
         if not is_built_in(section.id):
             find_environment(section, key=f"environments[{position}]")
     built_in = [section for section in config.environments if is_built_in(section.id)]
-    tasks = load_tasks(config.model_copy(update={"environments": built_in}))
+    here = [section.model_copy(update={"workers": 0}) for section in built_in]
+    tasks = load_tasks(config.model_copy(update={"environments": here}), {})
     if config.model is not None and config.url is None:
         check_tools(dict(tasks.environments), built_in, tokenizer_name=config.model.tokenizer_name)
 

@@ -21,7 +21,7 @@ import xxhash
 from holdfast.orchestrator.engines.http import Unavailable, retry_after_s
 from holdfast.orchestrator.engines.retry import RetryPolicy
 from holdfast.orchestrator.engines.routing import Affinity
-from holdfast.orchestrator.evaluation.transcript import ids_of_answer, messages_of
+from holdfast.orchestrator.rollouts.transcript import ids_of_answer, messages_of
 from holdfast.orchestrator.task_group import FirstFailure
 from holdfast.shared.config.evaluation import EndpointConfig
 from holdfast.shared.errors import InferenceError, RunDirError

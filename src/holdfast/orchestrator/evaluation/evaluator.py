@@ -15,11 +15,12 @@ import xxhash
 from holdfast.orchestrator.evaluation.results import SUMMARY_NAME, EvaluatedRollout, ResultsFile, Turn, read_identity
 from holdfast.orchestrator.evaluation.summary import Summary, summarize
 from holdfast.orchestrator.evaluation.tasks import HeldOutTasks
-from holdfast.orchestrator.rollouts.group import Outcome, Problem, TurnSampler, is_solved, run_group
+from holdfast.orchestrator.rollouts.group import Outcome, Problem, TurnSampler, is_solved
+from holdfast.orchestrator.rollouts.workers import play_group
 from holdfast.orchestrator.seeds import TaskSeed
 from holdfast.orchestrator.task_group import run_all
 from holdfast.shared.chat.tokenizer import Tokenizer
-from holdfast.shared.config.orchestrator import EnvironmentConfig, OrchestratorConfig
+from holdfast.shared.config.orchestrator import EnvironmentConfig
 from holdfast.shared.files import durable
 from holdfast.shared.process.events import report
 from holdfast.shared.process.heartbeat import moved
@@ -75,12 +76,6 @@ async def evaluate(
         InferenceError: sampling failed.
         ConfigError, DataError, RunDirError: `directory` holds another evaluation, or is damaged, or cannot be written.
     """
-    config = OrchestratorConfig(
-        environments=list(tasks.settings),
-        group_size=tasks.samples_per_task,
-        seq_len=tasks.seq_len,
-        sampling=tasks.sampling,
-    )
     settings = {section.label: section for section in tasks.settings}
     seeds = tasks.seeds()
     try:
@@ -95,9 +90,16 @@ async def evaluate(
 
             async def play(seed: TaskSeed) -> None:
                 section = settings[seed.environment]
-                problem = Problem(tasks.environments[seed.environment], section, seed)
+                problem = Problem(tasks.environments.get(seed.environment), section, seed)
                 async with slots:
-                    outcome = await run_group(problem, 0, config=config, tokenizer=policy.tokenizer, sampler=sampler)
+                    outcome = await play_group(
+                        problem,
+                        0,
+                        config=tasks.config,
+                        tokenizer=policy.tokenizer,
+                        sampler=sampler,
+                        workers=tasks.workers,
+                    )
                 await results.append(_lines(outcome, section, policy))
                 moved()
                 done = len(results.tasks)

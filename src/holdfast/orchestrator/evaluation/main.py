@@ -8,26 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import xxhash
 
 from holdfast.orchestrator.engines.answers import load_vocab_size
 from holdfast.orchestrator.engines.client import InferenceClient
 from holdfast.orchestrator.engines.fixed_weights import adopt_served_weights
-from holdfast.orchestrator.environments import load_environment
 from holdfast.orchestrator.environments.watchdog import watching_calls
 from holdfast.orchestrator.evaluation.endpoint import EndpointSampler
 from holdfast.orchestrator.evaluation.evaluator import Policy, evaluate
-from holdfast.orchestrator.evaluation.tasks import HeldOutTasks, count_tasks, refuse_training_tasks, settings_of_run
-from holdfast.orchestrator.evaluation.transcript import Transcript
+from holdfast.orchestrator.evaluation.tasks import (
+    HeldOutTasks,
+    count_tasks,
+    group_config,
+    load_environments,
+    refuse_training_tasks,
+    settings_of_run,
+    sizes_of,
+)
 from holdfast.orchestrator.rollouts.generation_log import GenerationLog
 from holdfast.orchestrator.rollouts.sampler import Sampler
+from holdfast.orchestrator.rollouts.transcript import Transcript
+from holdfast.orchestrator.rollouts.workers import Workers, starting_workers
 from holdfast.orchestrator.task_group import run_until_stopped
 from holdfast.shared.chat.files import load_tokenizer
 from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.config.load import read_toml
-from holdfast.shared.config.orchestrator import ServersConfig
+from holdfast.shared.config.orchestrator import OrchestratorConfig, ServersConfig
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.child import die_with_launcher, run_reporting_errors, set_up_logging
@@ -45,36 +53,47 @@ async def run(config: EvaluateConfig) -> None:
         HoldfastError: whatever ended the evaluation before its time.
     """
     allow_connections(config.max_concurrency, key="max_concurrency")
-    tasks = load_tasks(config)
-    with watching_calls():
-        if config.url is not None:
-            await _evaluate_endpoint(config, tasks)
-        else:
-            await _evaluate_weights(config, tasks)
+    async with starting_workers(_group_config(config), endpoint=config.url or "") as workers:
+        tasks = load_tasks(config, workers)
+        with watching_calls():
+            if config.url is not None:
+                await _evaluate_endpoint(config, tasks)
+            else:
+                await _evaluate_weights(config, tasks)
     report("finished")
 
 
-def load_tasks(config: EvaluateConfig) -> HeldOutTasks:
+def _group_config(config: EvaluateConfig) -> OrchestratorConfig:
+    return group_config(
+        OrchestratorConfig(model=config.inference.model),
+        config.environments,
+        samples_per_task=config.samples_per_task,
+        seq_len=config.seq_len if config.url is None else _ENDLESS,
+        sampling=config.sampling,
+    )
+
+
+def load_tasks(config: EvaluateConfig, workers: Mapping[str, Workers]) -> HeldOutTasks:
     """Return what is asked.
+
+    Args:
+        workers: of the environments that have some.
 
     Raises:
         ConfigError, DataError: an environment, its arguments or its data cannot be used, or it has fewer tasks.
         EnvironmentFailure: its module or its constructor raised.
     """
-    environments = {
-        section.label: load_environment(section, key=f"environments[{position}]")
-        for position, section in enumerate(config.environments)
-    }
+    environments = load_environments(config.environments, key="environments")
+    sizes = sizes_of(environments, workers)
     if config.run is not None and (trained := settings_of_run(config.run)) is not None:
-        refuse_training_tasks(environments, config.environments, trained.environments, key="environments")
+        refuse_training_tasks(sizes, config.environments, trained.environments, key="environments")
     return HeldOutTasks(
+        config=_group_config(config),
         environments=environments,
-        settings=config.environments,
-        counts=count_tasks(environments, config.num_tasks, key="num_tasks"),
-        samples_per_task=config.samples_per_task,
+        workers=workers,
+        counts=count_tasks(sizes, config.num_tasks, key="num_tasks"),
         seed=config.seed,
         sampling=config.sampling,
-        seq_len=config.seq_len if config.url is None else _ENDLESS,
     )
 
 

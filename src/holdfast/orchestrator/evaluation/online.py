@@ -5,8 +5,11 @@ See docs/decisions/0031-evaluation-between-two-weight-updates.md.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from holdfast.orchestrator.engines.client import InferenceClient
@@ -15,9 +18,17 @@ from holdfast.orchestrator.environments.interface import Environment
 from holdfast.orchestrator.environments.tool_use import check_tools, tool_use_of
 from holdfast.orchestrator.evaluation.evaluator import Policy, evaluate
 from holdfast.orchestrator.evaluation.results import claim_directory
-from holdfast.orchestrator.evaluation.tasks import HeldOutTasks, count_tasks, refuse_training_tasks
+from holdfast.orchestrator.evaluation.tasks import (
+    HeldOutTasks,
+    count_tasks,
+    group_config,
+    load_environments,
+    refuse_training_tasks,
+    sizes_of,
+)
 from holdfast.orchestrator.rollouts.generation_log import GenerationLog
 from holdfast.orchestrator.rollouts.sampler import Sampler
+from holdfast.orchestrator.rollouts.workers import Workers, starting_workers
 from holdfast.orchestrator.weight_push.transport import PublishedWeights
 from holdfast.shared.chat.tokenizer import Tokenizer
 from holdfast.shared.config.orchestrator import (
@@ -83,14 +94,17 @@ class PolicyEvaluation:
             vocab_size=self._client.vocab_size,
         )
         sampler = Sampler(self._client, log, weights_digest=weights.digest, sampling=sampling, stop_token_ids=stops)
-        summary = await evaluate(
-            self._tasks,
-            policy,
-            sampler,
-            directory=directory,
-            max_concurrency=self._max_concurrency,
-            tells=False,
-        )
+        try:
+            summary = await evaluate(
+                self._tasks,
+                policy,
+                sampler,
+                directory=directory,
+                max_concurrency=self._max_concurrency,
+                tells=False,
+            )
+        finally:
+            await _rest(self._tasks.workers)
         metrics = summary.metrics()
         shown = {name.removeprefix("eval/"): f"{value:.4g}" for name, value in metrics.items() if "@" in name}
         report("evaluated", version=weights.version, **shown)
@@ -107,31 +121,39 @@ class PolicyEvaluation:
             shutil.rmtree(directory)
 
 
-def load_evaluation(
+@asynccontextmanager
+async def load_evaluation(
     config: OrchestratorConfig, client: InferenceClient, *, run_dir: RunDir, tokenizer: Tokenizer
-) -> PolicyEvaluation | None:
-    """Return the evaluations that `config` asks for; None for none.
+) -> AsyncIterator[PolicyEvaluation | None]:
+    """Give the evaluations that `config` asks for, until the end of the context; None for none.
 
     Raises:
         ConfigError, DataError: an environment cannot be used, or its tasks are those of training.
         EnvironmentFailure: its module or its constructor raised.
     """
     if config.eval is None:
-        return None
-    sections = _sections(config, config.eval)
-    environments = {
-        section.label: load_environment(section, key=f"{_KEY}[{position}]") for position, section in enumerate(sections)
-    }
-    for section in sections:
-        tool_use_of(environments[section.label], section, tokenizer)  # what cannot be, is told before the first batch
-    return PolicyEvaluation(
-        _held_out(config, config.eval, environments, sections),
-        client,
-        interval=config.eval.interval,
-        run_dir=run_dir,
-        tokenizer=tokenizer,
-        max_concurrency=config.client.max_concurrency * len(config.client.urls),
-    )
+        yield None
+        return
+    groups = _group_config(config, config.eval)
+    environments = load_environments(groups.environments, key=_KEY)
+    for section in groups.environments:
+        if section.label in environments:  # what cannot be, is told before the first batch
+            tool_use_of(environments[section.label], section, tokenizer)
+    async with starting_workers(groups) as workers:
+        tasks = _held_out(config, config.eval, groups, environments, workers)
+        await _rest(workers)  # until there is something to play: their memory is worth more elsewhere
+        yield PolicyEvaluation(
+            tasks,
+            client,
+            interval=config.eval.interval,
+            run_dir=run_dir,
+            tokenizer=tokenizer,
+            max_concurrency=config.client.max_concurrency * len(config.client.urls),
+        )
+
+
+async def _rest(workers: Mapping[str, Workers]) -> None:
+    await asyncio.gather(*(one.rest() for one in workers.values()))
 
 
 def check_evaluation(config: OrchestratorConfig) -> None:
@@ -151,27 +173,43 @@ def check_evaluation(config: OrchestratorConfig) -> None:
         else:
             find_environment(section, key=key)
     check_tools(built_in, sections, tokenizer_name=config.model.tokenizer_name)
-    _held_out(config, config.eval, built_in, [section for section in sections if section.label in built_in])
+    groups = _group_config(config, config.eval)
+    there = [section for section in sections if section.label in built_in]
+    _held_out(config, config.eval, groups.model_copy(update={"environments": there}), built_in, {})
 
 
 def _sections(config: OrchestratorConfig, settings: EvalConfig) -> list[EnvironmentConfig]:
     return config.environments if settings.environments is None else settings.environments
 
 
+def _sampling(config: OrchestratorConfig, settings: EvalConfig) -> EvaluationSamplingConfig:
+    return settings.sampling or EvaluationSamplingConfig(max_tokens=config.sampling.max_tokens)
+
+
+def _group_config(config: OrchestratorConfig, settings: EvalConfig) -> OrchestratorConfig:
+    return group_config(
+        config,
+        _sections(config, settings),
+        samples_per_task=settings.samples_per_task,
+        seq_len=config.seq_len,
+        sampling=_sampling(config, settings),
+    )
+
+
 def _held_out(
     config: OrchestratorConfig,
     settings: EvalConfig,
+    groups: OrchestratorConfig,
     environments: dict[str, Environment],
-    sections: list[EnvironmentConfig],
+    workers: Mapping[str, Workers],
 ) -> HeldOutTasks:
-    refuse_training_tasks(environments, sections, config.environments, key=_KEY)
-    plain = EvaluationSamplingConfig(max_tokens=config.sampling.max_tokens)
+    sizes = sizes_of(environments, workers)
+    refuse_training_tasks(sizes, groups.environments, config.environments, key=_KEY)
     return HeldOutTasks(
+        config=groups,
         environments=environments,
-        settings=sections,
-        counts=count_tasks(environments, settings.num_tasks, key="eval.num_tasks"),
-        samples_per_task=settings.samples_per_task,
+        workers=workers,
+        counts=count_tasks(sizes, settings.num_tasks, key="eval.num_tasks"),
         seed=settings.seed,
-        sampling=settings.sampling or plain,
-        seq_len=config.seq_len,
+        sampling=_sampling(config, settings),
     )

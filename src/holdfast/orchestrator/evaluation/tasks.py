@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.orchestrator.environments import load_environment
 from holdfast.orchestrator.environments.interface import Environment
+from holdfast.orchestrator.rollouts.workers import Workers
 from holdfast.orchestrator.seeds import TaskSeed
 from holdfast.shared.config.load import read_toml
 from holdfast.shared.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
@@ -23,22 +25,30 @@ class HeldOutTasks:
     """The tasks of an evaluation.
 
     Attributes:
-        environments: by name.
-        settings: of each, in the order of the configuration.
+        config: how groups are played, see `group_config`.
+        environments: by name, those that are played in this process.
+        workers: by the name of their environment, those that play the others.
         counts: tasks of each, by name.
-        samples_per_task: rollouts of each task.
         seed: that the seeds of the tasks are made of, beside the name of the environment.
         sampling: how completions are sampled.
-        seq_len: most tokens of one rollout.
     """
 
+    config: OrchestratorConfig
     environments: Mapping[str, Environment]
-    settings: Sequence[EnvironmentConfig]
+    workers: Mapping[str, Workers]
     counts: Mapping[str, int]
-    samples_per_task: int
     seed: int
     sampling: SamplingConfig
-    seq_len: int
+
+    @property
+    def settings(self) -> Sequence[EnvironmentConfig]:
+        """Of each environment, in the order of the configuration."""
+        return self.config.environments
+
+    @property
+    def samples_per_task(self) -> int:
+        """Rollouts of each task."""
+        return self.config.group_size
 
     def seeds(self) -> list[TaskSeed]:
         """Return the seeds of all tasks, environment by environment."""
@@ -54,7 +64,7 @@ class HeldOutTasks:
             "seed": self.seed,
             "samples_per_task": self.samples_per_task,
             "sampling": self.sampling.model_dump(mode="json"),
-            "seq_len": self.seq_len,
+            "seq_len": self.config.seq_len,
             "environments": {
                 section.label: {
                     "id": section.id,
@@ -70,10 +80,52 @@ class HeldOutTasks:
         }
 
 
-def count_tasks(environments: Mapping[str, Environment], wanted: int | None, *, key: str) -> dict[str, int]:
+def group_config(
+    base: OrchestratorConfig,
+    settings: Sequence[EnvironmentConfig],
+    *,
+    samples_per_task: int,
+    seq_len: int,
+    sampling: SamplingConfig,
+) -> OrchestratorConfig:
+    """Return how groups of held-out tasks are played, here or by workers: `base` with other environments and sizes."""
+    changes = {
+        "environments": list(settings),
+        "group_size": samples_per_task,
+        "seq_len": seq_len,
+        # Whoever samples knows how; who plays knows for how long alone.
+        "sampling": SamplingConfig(max_tokens=sampling.max_tokens),
+        "eval": None,
+    }
+    return base.model_copy(update=changes)
+
+
+def load_environments(settings: Sequence[EnvironmentConfig], *, key: str) -> dict[str, Environment]:
+    """Return those that are played in this process, by name.
+
+    Raises:
+        ConfigError, DataError: one, its arguments or its data cannot be used.
+        EnvironmentFailure: its module or its constructor raised.
+    """
+    return {
+        section.label: load_environment(section, key=f"{key}[{position}]")
+        for position, section in enumerate(settings)
+        if not section.workers
+    }
+
+
+def sizes_of(environments: Mapping[str, Environment], workers: Mapping[str, Workers]) -> dict[str, int | None]:
+    """Return how many tasks each environment has, None where they have no end, wherever it is played."""
+    return {name: environment.num_tasks for name, environment in environments.items()} | {
+        name: there.num_tasks for name, there in workers.items()
+    }
+
+
+def count_tasks(sizes: Mapping[str, int | None], wanted: int | None, *, key: str) -> dict[str, int]:
     """Return how many tasks of each environment are asked.
 
     Args:
+        sizes: how many there are of each.
         wanted: of each; None: all of one that has a certain number, else 128.
         key: dotted key of `wanted`, for errors.
 
@@ -81,8 +133,7 @@ def count_tasks(environments: Mapping[str, Environment], wanted: int | None, *, 
         ConfigError: one has fewer: the same task would count several times.
     """
     counts = {}
-    for name, environment in environments.items():
-        there = environment.num_tasks
+    for name, there in sizes.items():
         if wanted is not None and there is not None and wanted > there:
             raise ConfigError(
                 f"{key} = {wanted}, and environment '{name}' has {there} tasks: some would count twice. Lower it, or "
@@ -93,7 +144,7 @@ def count_tasks(environments: Mapping[str, Environment], wanted: int | None, *, 
 
 
 def refuse_training_tasks(
-    environments: Mapping[str, Environment],
+    sizes: Mapping[str, int | None],
     settings: Sequence[EnvironmentConfig],
     trained: Sequence[EnvironmentConfig],
     *,
@@ -102,6 +153,7 @@ def refuse_training_tasks(
     """Refuse an environment with a certain number of tasks that training draws from as well: no seed holds them out.
 
     Args:
+        sizes: how many tasks there are of each of `settings`.
         trained: the environments of training.
         key: dotted key of the evaluation's environments, for errors.
 
@@ -109,7 +161,7 @@ def refuse_training_tasks(
         ConfigError: there is one.
     """
     for section in settings:
-        there = environments[section.label].num_tasks
+        there = sizes[section.label]
         if there is not None and any(_are_the_same(section, one) for one in trained):
             raise ConfigError(
                 f"{key}: '{section.label}' has {there} tasks, and training draws them all: nothing of it is held out. "

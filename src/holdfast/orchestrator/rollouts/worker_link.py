@@ -83,28 +83,30 @@ class _Group:
 class WorkerLink:
     """A worker that is started when it is needed, and again after its death."""
 
-    def __init__(self, settings: EnvironmentConfig, config: OrchestratorConfig) -> None:
+    def __init__(self, settings: EnvironmentConfig, config: OrchestratorConfig, *, endpoint: str = "") -> None:
         self._settings = settings
         self._config = config
+        self._endpoint = endpoint
         self._beginning: asyncio.Task[_Running] | None = None
         self._running: _Running | None = None
         self._starting = asyncio.Lock()
         self.num_groups = 0
 
-    async def start(self) -> None:
-        """Start it, unless it is there.
+    async def start(self) -> int | None:
+        """Start it, unless it is there; return how many tasks the environment has, None where they have no end.
 
         Raises:
             ConfigError, DataError, EnvironmentFailure: the environment cannot be loaded.
         """
         async with self._starting:
-            if self._running is not None and not self._running.is_over:
-                return
-            await self._end()
-            # Shielded: a process that has begun is ended by `close`, whoever no longer waits for it.
-            self._beginning = asyncio.create_task(_Running.begin(self._settings, self._config))
-            self._running = running = await asyncio.shield(self._beginning)
-            await running.is_ready
+            running = self._running
+            if running is None or running.is_over:
+                await self._end()
+                # Shielded: a process that has begun is ended by `close`, whoever no longer waits for it.
+                begun = _Running.begin(self._settings, self._config, endpoint=self._endpoint)
+                self._beginning = asyncio.create_task(begun)
+                self._running = running = await asyncio.shield(self._beginning)
+            return await running.is_ready
 
     async def play(self, problem: Problem, step: int, sampler: TurnSampler) -> Played | Failed:
         """Return what became of the group.
@@ -158,13 +160,13 @@ class _Running:
         self._kind: DeathKind | None = None
         self._unreadable = ""
         self.is_over = False
-        self.is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_ready: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         self.is_ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         self._ending = asyncio.create_task(self._live())
         self._watching = asyncio.create_task(self._watch())
 
     @classmethod
-    async def begin(cls, settings: EnvironmentConfig, config: OrchestratorConfig) -> _Running:
+    async def begin(cls, settings: EnvironmentConfig, config: OrchestratorConfig, *, endpoint: str) -> _Running:
         """Start a worker, which is ready when it has loaded the environment."""
         ours, theirs = socket.socketpair()
         memory = os.memfd_create("holdfast-worker", os.MFD_CLOEXEC)
@@ -189,7 +191,7 @@ class _Running:
         deadline_s = min(settings.deadline_s or config.hang_timeout_s, config.hang_timeout_s)
         bound_s = deadline_s + _GRACE_S
         running = cls(process, reader, writer, place, name=settings.label, bound_s=bound_s)
-        running._send(Start(config.model_dump_json(), settings.label))
+        running._send(Start(config.model_dump_json(), settings.label, endpoint))
         return running
 
     async def play(self, problem: Problem, step: int, sampler: TurnSampler) -> Played | Failed:
@@ -198,7 +200,8 @@ class _Running:
         try:
             if self.is_over:
                 raise WorkerDied("killed", 0, is_mine=False, told="it ended before", process_id=self._process.pid)
-            self._send(Play(number, problem.seed.run_seed, problem.seed.index, step))
+            seed = problem.seed
+            self._send(Play(number, seed.run_seed, seed.index, step, held_out=seed.held_out))
             return await group.ended
         finally:
             del self._groups[number]
@@ -229,8 +232,8 @@ class _Running:
         try:
             while True:
                 match await read_from_worker(self._reader):
-                    case Ready():
-                        self.is_ready.set_result(None)
+                    case Ready(num_tasks=num_tasks):
+                        self.is_ready.set_result(num_tasks)
                     case Asks(asks=asks):
                         for ask in asks:
                             self._ask(ask)

@@ -29,6 +29,7 @@ from holdfast.orchestrator.environments.contract import PromptTooLong
 from holdfast.orchestrator.environments.tool_use import tool_use_of
 from holdfast.orchestrator.environments.watchdog import watching_calls
 from holdfast.orchestrator.rollouts.group import Problem, run_group
+from holdfast.orchestrator.rollouts.transcript import Transcript
 from holdfast.orchestrator.rollouts.worker_wire import (
     Ask,
     Asks,
@@ -80,7 +81,7 @@ class Worker:
         position = next(n for n, section in enumerate(config.environments) if section.label == start.environment)
         settings = config.environments[position]
         try:
-            tokenizer = load_tokenizer(config.model.tokenizer_name)
+            tokenizer = Transcript(start.endpoint) if start.endpoint else load_tokenizer(config.model.tokenizer_name)
             environment = load_environment(settings, key=f"environments[{position}]")
             tool_use_of(environment, settings, tokenizer)
         except HoldfastError as error:
@@ -93,12 +94,12 @@ class Worker:
             resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         asyncio.get_running_loop().set_task_factory(self._new_task)
         beating = asyncio.create_task(self._beat())
-        self._send(Ready())
+        self._send(Ready(environment.num_tasks))
         with watching_calls():
             while True:
                 match await read_to_worker(self._reader):
                     case Play() as play:
-                        seed = TaskSeed(run_seed=play.run_seed, environment=settings.label, index=play.index)
+                        seed = TaskSeed(play.run_seed, settings.label, play.index, held_out=play.held_out)
                         problem = Problem(environment=environment, settings=settings, seed=seed)
                         self._play(play, problem, config, tokenizer)
                     case Cancel(group=group):

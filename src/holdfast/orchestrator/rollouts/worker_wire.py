@@ -24,19 +24,22 @@ FailureKind = Literal["config", "data", "environment", "prompt_too_long", "timeo
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """First message to a worker: `OrchestratorConfig` as JSON, and which of its environments is played."""
+    """First message to a worker: `OrchestratorConfig` as JSON, which of its environments is played, and the URL of the
+    endpoint that takes chats in the place of token ids, if there is one."""
 
     config: str
     environment: str
+    endpoint: str = ""
 
 
 class Play(msgspec.Struct, frozen=True, tag=True):
-    """Play group `group`, of task `index`, for batch `step`."""
+    """Play group `group`, of task `index`, for batch `step`; or of a task of an evaluation, which is held out."""
 
     group: int
     run_seed: int
     index: int
     step: int
+    held_out: bool = False
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -53,7 +56,9 @@ class Sampled(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The environment is loaded."""
+    """The environment is loaded, and has `num_tasks` tasks; None: any number."""
+
+    num_tasks: int | None = None
 
 
 class Ask(msgspec.Struct, frozen=True):

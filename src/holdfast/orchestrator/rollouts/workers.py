@@ -15,15 +15,24 @@ fault it was is read from memory that the worker shares: the group whose code ra
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Self
 
 from holdfast.orchestrator.engines.routing import Affinity
 from holdfast.orchestrator.environments.calls import CallTimeout
-from holdfast.orchestrator.rollouts.group import Outcome, Problem, TurnSampler, WorkerCrashed, context_of, dropped
+from holdfast.orchestrator.rollouts.group import (
+    Outcome,
+    Problem,
+    TurnSampler,
+    WorkerCrashed,
+    context_of,
+    dropped,
+    run_group,
+)
 from holdfast.orchestrator.rollouts.worker_link import WorkerDied, WorkerLink, error_of
 from holdfast.orchestrator.rollouts.worker_wire import Failed, Played
+from holdfast.shared.chat.tokenizer import Tokenizer
 from holdfast.shared.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from holdfast.shared.errors import EnvironmentFailure
 from holdfast.shared.wire.inference_api import Completion
@@ -36,16 +45,26 @@ _MOST_CRASHES = 1
 
 
 class Workers:
-    """The worker processes of one environment. Use as an async context manager: they live as long."""
+    """The worker processes of one environment. Use as an async context manager: they live as long.
 
-    def __init__(self, settings: EnvironmentConfig, config: OrchestratorConfig) -> None:
+    Attributes:
+        name: of the environment.
+        num_tasks: how many tasks it has, None where they have no end; known once the workers are there.
+
+    Args:
+        endpoint: URL of what samples chats, in the place of an engine that samples token ids.
+    """
+
+    def __init__(self, settings: EnvironmentConfig, config: OrchestratorConfig, *, endpoint: str = "") -> None:
         self._settings = settings
         self._config = config
+        self._endpoint = endpoint
         self._links: list[WorkerLink] = [self._new_link() for _ in range(settings.workers)]
         self._alone = asyncio.Lock()
         self._deaths = 0
         self._dead: set[int] = set()
         self.name = settings.label
+        self.num_tasks: int | None = None
 
     async def __aenter__(self) -> Self:
         """Start all of them.
@@ -54,20 +73,21 @@ class Workers:
             ConfigError, DataError, EnvironmentFailure: the environment cannot be loaded.
         """
         try:
-            await asyncio.gather(*(link.start() for link in self._links))
+            self.num_tasks = (await asyncio.gather(*(link.start() for link in self._links)))[0]
         except BaseException:
-            await self._close()
+            await self.rest()
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._close()
+        await self.rest()
 
-    async def _close(self) -> None:
+    async def rest(self) -> None:
+        """End the processes; what is played later starts them again."""
         await asyncio.gather(*(link.close() for link in self._links))
 
     def _new_link(self) -> WorkerLink:
-        return WorkerLink(self._settings, self._config)
+        return WorkerLink(self._settings, self._config, endpoint=self._endpoint)
 
     async def play(self, problem: Problem, step: int, *, sampler: TurnSampler) -> Outcome:
         """Return what `run_group` would, from a worker.
@@ -174,12 +194,35 @@ def _is_out_of_memory(ended: Played | Failed) -> bool:
 
 
 @asynccontextmanager
-async def starting_workers(config: OrchestratorConfig) -> AsyncIterator[dict[str, Workers]]:
+async def starting_workers(config: OrchestratorConfig, *, endpoint: str = "") -> AsyncIterator[dict[str, Workers]]:
     """Give the workers of every environment that has some, by its name, until the end of the context.
+
+    Args:
+        endpoint: as of `Workers`.
 
     Raises:
         ConfigError, DataError, EnvironmentFailure: an environment cannot be loaded.
     """
     async with AsyncExitStack() as stack:
-        workers = [Workers(section, config) for section in config.environments if section.workers]
+        workers = [Workers(section, config, endpoint=endpoint) for section in config.environments if section.workers]
         yield {one.name: await stack.enter_async_context(one) for one in workers}
+
+
+async def play_group(
+    problem: Problem,
+    step: int,
+    *,
+    config: OrchestratorConfig,
+    tokenizer: Tokenizer,
+    sampler: TurnSampler,
+    workers: Mapping[str, Workers],
+) -> Outcome:
+    """Return what `run_group` does, played by the workers of its environment if it has some, else here.
+
+    Raises:
+        As `run_group` and `Workers.play`.
+    """
+    there = workers.get(problem.name)
+    if there is not None:
+        return await there.play(problem, step, sampler=sampler)
+    return await run_group(problem, step, config=config, tokenizer=tokenizer, sampler=sampler)

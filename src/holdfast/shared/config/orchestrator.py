@@ -73,6 +73,15 @@ class EnvironmentConfig(Section):
         """`timeout_s`, None where there is none."""
         return self.timeout_s if math.isfinite(self.timeout_s) else None
 
+    @model_validator(mode="after")
+    def _memory_of_workers(self) -> EnvironmentConfig:
+        if self.worker_memory_gb is not None and not self.workers:
+            raise ValueError(
+                f"environment '{self.label}': worker_memory_gb = {self.worker_memory_gb:g} is about workers, and it "
+                "has none: set `workers` to 1 or more, or leave worker_memory_gb out"
+            )
+        return self
+
 
 class SamplingConfig(Section):
     """How completions are sampled. The trainer computes log-probabilities of the same distribution."""
@@ -314,16 +323,6 @@ class OrchestratorConfig(Command):
         if self.dynamic_sampling is None:
             return self.problems_per_step
         return self.dynamic_sampling.max_problems_per_step or 4 * self.problems_per_step
-
-    @model_validator(mode="after")
-    def _memory_of_workers(self) -> OrchestratorConfig:
-        for section in self.environments:
-            if section.worker_memory_gb is not None and not section.workers:
-                raise ValueError(
-                    f"environment '{section.label}': worker_memory_gb = {section.worker_memory_gb:g} is about workers, "
-                    "and it has none: set `workers` to 1 or more, or leave worker_memory_gb out"
-                )
-        return self
 
     @model_validator(mode="after")
     def _room_for_a_batch(self) -> OrchestratorConfig:

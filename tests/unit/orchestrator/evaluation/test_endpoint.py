@@ -21,7 +21,7 @@ from holdfast import Environment, Message, Score, Session, Task, TaskSeed
 from holdfast.orchestrator.evaluation import main
 from holdfast.orchestrator.evaluation.endpoint import LOG_NAME
 from holdfast.orchestrator.evaluation.summary import Summary, summary_in
-from holdfast.orchestrator.evaluation.transcript import Transcript, ids_of_answer, messages_of
+from holdfast.orchestrator.rollouts.transcript import Transcript, ids_of_answer, messages_of
 from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.errors import ConfigError, DataError, EnvironmentFailure, InferenceError, RunDirError
 

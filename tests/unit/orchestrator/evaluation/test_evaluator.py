@@ -17,7 +17,7 @@ from holdfast.orchestrator.evaluation import main
 from holdfast.orchestrator.evaluation.comparison import compare
 from holdfast.orchestrator.evaluation.results import read_tasks
 from holdfast.orchestrator.evaluation.summary import Summary, read_evaluation, summary_in
-from holdfast.orchestrator.evaluation.tasks import count_tasks, refuse_training_tasks, settings_of_run
+from holdfast.orchestrator.evaluation.tasks import count_tasks, refuse_training_tasks, settings_of_run, sizes_of
 from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.config.load import to_toml
 from holdfast.shared.config.orchestrator import EnvironmentConfig, OrchestratorConfig
@@ -72,6 +72,19 @@ def evaluated(config: EvaluateConfig) -> Summary:
     return summary_in(config.output_dir)
 
 
+def cut_off(config: EvaluateConfig, engine: FakeEngine, *, at: int) -> None:
+    """Begin an evaluation that ends in the middle of request `at`."""
+
+    async def begin() -> None:
+        work = asyncio.ensure_future(main.run(config))
+        loop = asyncio.get_running_loop()
+        engine.on_generate = lambda number: number == at and loop.call_soon_threadsafe(work.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await work
+
+    asyncio.run(begin())
+
+
 def asked(engine: FakeEngine) -> list[tuple[tuple[int, ...], int]]:
     """Every prompt with a seed that the engine was asked to sample."""
     return [(tuple(body["token_ids"]), seed) for body in engine.requests for seed in body["seeds"]]
@@ -120,14 +133,7 @@ def test_an_evaluation_that_was_cut_off_goes_on_and_asks_nothing_twice(tmp_path:
     with serving(engine):
         config = config_of(directory, engine, max_concurrency=8)
 
-        async def cut_off() -> None:
-            work = asyncio.ensure_future(main.run(config))
-            loop = asyncio.get_running_loop()
-            engine.on_generate = lambda number: number == 12 and loop.call_soon_threadsafe(work.cancel)
-            with pytest.raises(asyncio.CancelledError):
-                await work
-
-        asyncio.run(cut_off())
+        cut_off(config, engine, at=12)
         before = len(tasks_in(config))
         assert 0 < before < 12
         lines = directory / "rollouts.jsonl"
@@ -141,6 +147,40 @@ def test_an_evaluation_that_was_cut_off_goes_on_and_asks_nothing_twice(tmp_path:
     # The answer in flight was not kept: nobody had seen it.
     assert set(again) == set(asked(straight)) and len(again) - len(set(again)) <= 8
     assert lines.read_bytes().startswith(whole)
+
+
+def test_workers_play_what_would_be_played_here_also_where_some_die(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}", "answer": "b"}}\n' for n in range(3)))
+    marks = tmp_path / "marks"
+    marks.mkdir()
+
+    def sections(workers: int, faults: dict[str, str]) -> list[dict[str, Any]]:
+        args = {"faults": faults, "marks": str(marks)}
+        faulty = {"id": "tests.runs.faulty_environment:Faulty", "name": "mine", "args": args, "on_error": "drop"}
+        # A file of questions: how many there are is known where it is played.
+        rows = {"id": "jsonl", "args": {"path": str(tmp_path / "rows.jsonl")}}
+        return [{**one, "workers": workers} for one in (faulty, rows)]
+
+    found, sampled = {}, {}
+    for workers in (0, 1, 3):
+        engine = engine_with_weights()
+        with serving(engine):
+            config = config_of(tmp_path / str(workers), engine, environments=sections(workers, {}), num_tasks=3)
+            if workers == 3:
+                cut_off(config, engine, at=2)
+            evaluated(config)
+        found[workers], sampled[workers] = tasks_in(config), set(asked(engine))
+    assert found[0] == found[1] == found[3] and len(found[0]) == 6
+    assert sampled[0] == sampled[1] == sampled[3]
+    engine = engine_with_weights()
+    faults = {"0": "killed once", "1": "exits", "2": "raises"}
+    with serving(engine):
+        summary = evaluated(config_of(tmp_path / "faulty", engine, environments=sections(2, faults), num_tasks=3))
+    assert summary.environments["mine"].dropped == {"crash": 1, "environment_error": 1}
+    assert summary.environments["jsonl"].num_tasks == 3
+    config = config_of(tmp_path / "many", engine, environments=sections(1, {}), num_tasks=4)
+    with serving(engine), pytest.raises(ConfigError, match="num_tasks = 4, and environment 'jsonl' has 3 tasks"):
+        evaluated(config)
 
 
 def test_a_damaged_line_is_named_and_nothing_is_played_over_it(tmp_path: Path) -> None:
@@ -252,11 +292,12 @@ def test_an_environment_with_an_end_is_asked_once_and_not_where_training_asks(tm
     rows = Jsonl(tmp_path / "rows.jsonl")
     section = EnvironmentConfig(id="jsonl", args={"path": str(tmp_path / "rows.jsonl")})
     endless = Letters()
-    assert count_tasks({"rows": rows, "endless": endless}, None, key="num_tasks") == {"rows": 3, "endless": 128}
-    assert count_tasks({"rows": rows, "endless": endless}, 2, key="num_tasks") == {"rows": 2, "endless": 2}
+    sizes = sizes_of({"rows": rows, "endless": endless}, {})
+    assert count_tasks(sizes, None, key="num_tasks") == {"rows": 3, "endless": 128}
+    assert count_tasks(sizes, 2, key="num_tasks") == {"rows": 2, "endless": 2}
     with pytest.raises(ConfigError, match="num_tasks = 4, and environment 'rows' has 3 tasks: some would count twice"):
-        count_tasks({"rows": rows}, 4, key="num_tasks")
-    environments = {"jsonl": rows, "letters": endless}
+        count_tasks(sizes, 4, key="num_tasks")
+    environments = sizes_of({"jsonl": rows, "letters": endless}, {})
     sections = [section, EnvironmentConfig(id="letters")]
     refuse_training_tasks(environments, sections, [EnvironmentConfig(id="letters")], key="environments")
     with pytest.raises(ConfigError, match=r"environments: 'jsonl' has 3 tasks, and training draws them all"):
@@ -275,7 +316,7 @@ def test_an_environment_with_an_end_is_asked_once_and_not_where_training_asks(tm
     (run_dir.configs(1) / "orchestrator.toml").write_text(to_toml(OrchestratorConfig(environments=[section])))
     config = EvaluateConfig(run=run_dir.path, environments=[section], output_dir=tmp_path / "evaluation")
     with pytest.raises(ConfigError, match="nothing of it is held out"):
-        main.load_tasks(config)
+        main.load_tasks(config, {})
 
 
 @pytest.mark.parametrize(

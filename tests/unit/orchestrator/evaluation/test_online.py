@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from holdfast.commands.resume.superseded import set_aside_after
@@ -70,6 +71,26 @@ def test_every_other_version_is_evaluated_once_and_training_is_as_without(tmp_pa
     assert len({metrics[NAME] for metrics in found.values()}) > 1, "the versions differ"
     asked = held_out(engine, config)
     assert len(asked) == 4 * 5 * 2 and len(set(asked)) == 5 * 2, "the same tasks and seeds for every version"
+
+
+def test_workers_evaluate_as_the_orchestrator_does_and_are_gone_in_between(tmp_path: Path) -> None:
+    here, there = FakeEngine(), FakeEngine()
+    seen: list[bool] = []
+
+    def look(number: int) -> None:
+        processes = psutil.Process().children(recursive=True)
+        seen.append(any("worker_process" in "".join(one.cmdline()) for one in processes))
+
+    there.on_generate = look
+    section = {"id": "reverse_text"}
+    with serving(here, there):
+        run(make_config(tmp_path / "here", here, eval=EVAL))
+        run(make_config(tmp_path / "there", there, eval=EVAL | {"environments": [section | {"workers": 1}]}))
+    directories = RunDir(tmp_path / "here"), RunDir(tmp_path / "there")
+    assert metrics_of(directories[0]) == metrics_of(directories[1])
+    assert read_rollouts(directories[0], STEPS) == read_rollouts(directories[1], STEPS)
+    in_evaluations = [len(body["seeds"]) == 2 for body in there.requests]
+    assert seen == in_evaluations and any(seen) and not all(seen)
 
 
 @pytest.mark.parametrize("request_number", [5, 20])
