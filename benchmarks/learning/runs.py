@@ -1,0 +1,129 @@
+"""One learning run through the commands: training, and how good it is before, meanwhile and after, on held-out tasks.
+
+Whatever is finished in the folder of a run stays: the commands go on where they were interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.learning.commands import RECIPES, environment_of, free_port, recipe, run
+from benchmarks.learning.results import Curve, Estimate, Run
+from holdfast import read_metrics
+
+CONTROLS = ("permuted_rewards", "negated_advantages", "inverted_ratio", "shifted_logprobs")
+"""The variants that must not learn."""
+_SHARED = Path("configs/reverse_text/algorithms")
+OVERLAYS = {
+    "grpo": None,
+    "dr_grpo": _SHARED / "dr_grpo.toml",
+    "dapo": RECIPES / "algorithms" / "dapo.toml",
+    "gspo": _SHARED / "gspo.toml",
+    "cispo": _SHARED / "cispo.toml",
+    "rloo": _SHARED / "rloo.toml",
+    "max_rl": _SHARED / "max_rl.toml",
+    "reinforce_pp": _SHARED / "reinforce_pp.toml",
+    "ppo": _SHARED / "ppo.toml",
+    **{name: RECIPES / "controls" / f"{name}.toml" for name in CONTROLS},
+}
+"""What is laid over the recipe of a task, by the variant's name; None: nothing, it is GRPO."""
+TRL = "trl"
+"""TRL's GRPOTrainer, on `sort_letters`."""
+
+_SAMPLES = 8
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all runs share.
+
+    Attributes:
+        folder: where the runs go.
+        steps: optimizer steps of every run; None: those of the recipe.
+        num_tasks: held-out tasks of the evaluations before and after.
+        trl_points: how often the weights of TRL are judged.
+    """
+
+    folder: Path
+    steps: int | None = None
+    num_tasks: int = 512
+    trl_points: int = 4
+
+
+def measure(task: str, variant: str, seed: int, start: Path, settings: Settings) -> Run:
+    """Run `variant` on `task` from the weights `start`, and return what was measured."""
+    folder = settings.folder / task / f"{variant}_{seed}"
+    folder.mkdir(parents=True, exist_ok=True)
+    steps = settings.steps or recipe(task)["max_steps"]
+    # The start is the same for all runs of a task.
+    before = estimates(task, start, settings.folder / task / "before", settings)
+    train = _train_trl if variant == TRL else _train
+    curve, weights = train(task, variant, seed, start, folder, steps, settings)
+    after = estimates(task, weights, folder / "after", settings)
+    curve = {0: before["pass@1"].value, **curve, steps: after["pass@1"].value}
+    return Run(task, variant, seed, before, after, dict(sorted(curve.items())))
+
+
+def estimates(task: str, weights: Path, folder: Path, settings: Settings) -> dict[str, Estimate]:
+    """Return how good weights are: `greedy`, and sampled at temperature 1 `pass@1` and `pass@8`, with intervals."""
+    sampled = _evaluate(task, weights, folder / "sampled", settings.num_tasks, "--samples-per-task", _SAMPLES)
+    greedy = _evaluate(task, weights, folder / "greedy", settings.num_tasks, "--sampling.temperature", 0)
+    return {"greedy": greedy["pass@1"], **{name: sampled[name] for name in ("pass@1", f"pass@{_SAMPLES}")}}
+
+
+def _evaluate(task: str, weights: Path, folder: Path, num_tasks: int, *flags: object) -> dict[str, Estimate]:
+    summary = folder / "summary.json"
+    if not summary.exists():
+        orchestrator = recipe(task)["orchestrator"]
+        section = {name: value for name, value in environment_of(task).items() if name != "weight"}
+        run(
+            "evaluate", "--model.name", weights, "--environments", json.dumps([section]), "--num-tasks", num_tasks,
+            "--seq-len", orchestrator["seq_len"], "--sampling.max-tokens", orchestrator["sampling"]["max_tokens"],
+            "--output-dir", folder, *flags,
+        )  # fmt: skip
+    found = json.loads(summary.read_text())["environments"][task]["estimates"]
+    return {name: Estimate(one["value"], one["low"], one["high"]) for name, one in found.items() if "pass" in name}
+
+
+def _train(
+    task: str, variant: str, seed: int, start: Path, folder: Path, steps: int, _: Settings
+) -> tuple[Curve, Path]:
+    """Run `rl`; return held-out exact match by version, and the trained weights."""
+    run_dir = folder / "run"
+    weights = run_dir / "weights" / f"step_{steps}"
+    if not weights.exists():
+        overlay = OVERLAYS[variant]
+        run(
+            "rl", "@", RECIPES / f"{task}.toml", *([] if overlay is None else ["@", overlay]), "--model.name", start,
+            "--seed", seed, "--max-steps", steps, "--inference.server.port", free_port(), "--output-dir", run_dir,
+        )  # fmt: skip
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    return {int(line["eval/version"]): line[f"eval/{task}/pass@1"] for line in lines if "eval/version" in line}, weights
+
+
+def _train_trl(
+    task: str, _: str, seed: int, start: Path, folder: Path, steps: int, settings: Settings
+) -> tuple[Curve, Path]:
+    """Run TRL's trainer; return held-out exact match of the weights that it saved, and the last of them."""
+    assert task == "sort_letters"
+    save_every = max(1, steps // settings.trl_points)
+    # TRL's steps are updates.
+    updates = recipe(task)["trainer"].get("updates", {}).get("minibatches", 1)
+    weights = folder / "run" / f"checkpoint-{steps * updates}"
+    if not weights.exists():
+        told = {"model": str(start), "folder": str(folder / "run"), "seed": seed, "steps": steps,
+                "save_every": save_every}  # fmt: skip
+        program = [sys.executable, "-m", "benchmarks.learning.trl_grpo", json.dumps(told)]
+        done = subprocess.run(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode:
+            sys.exit(f"TRL ended with exit code {done.returncode}:\n{done.stdout[-4000:]}")
+    num_tasks = recipe(task)["eval"]["num_tasks"]
+    curve = {}
+    for step in range(save_every, steps, save_every):
+        saved, judged = folder / "run" / f"checkpoint-{step * updates}", folder / "judged" / f"step_{step}"
+        curve[step] = _evaluate(task, saved, judged, num_tasks)["pass@1"].value
+    return curve, weights

@@ -1,0 +1,147 @@
+"""The benchmark of runs that learn: its tasks, controls, tables, and what of it is committed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.learning import controls, gsm8k
+from benchmarks.learning.draw import draw, panels_of
+from benchmarks.learning.results import Estimate, Run, read_runs, summary, table, write_runs
+from benchmarks.learning.runs import CONTROLS, OVERLAYS, TRL
+from benchmarks.learning.start import make_base
+from benchmarks.learning.tasks import TASKS, demonstrations, phrases
+from holdfast.shared.chat.files import load_tokenizer
+from holdfast.shared.config import RlConfig
+from holdfast.shared.config.load import parse_command_line
+from tests.builders.policy_inputs import policy_input
+from tests.builders.scored_rollouts import scored_groups
+from tests.conftest import ROOT
+
+BENCHMARK = ROOT / "benchmarks" / "learning"
+
+
+def of_run(task: str, variant: str, seed: int, before: float, after: float) -> Run:
+    def estimates(value: float) -> dict[str, Estimate]:
+        return {name: Estimate(value, value - 0.0625, value + 0.0625) for name in ("greedy", "pass@1", "pass@8")}
+
+    return Run(task, variant, seed, estimates(before), estimates(after), {0: before, 25: 0.5, 50: after})
+
+
+def test_what_was_written_is_read_again_and_a_run_takes_the_place_of_the_same_one(tmp_path: Path) -> None:
+    assert read_runs(tmp_path) == []
+    first, second, other = (
+        of_run("a", "grpo", 0, 0.125, 0.75), of_run("a", "grpo", 1, 0.125, 0.5), of_run("b", "trl", 0, 0.25, 0.125)
+    )  # fmt: skip
+    again = of_run("a", "grpo", 1, 0.125, 0.625)
+    write_runs(tmp_path, [other, second, first])
+    write_runs(tmp_path, [again, *read_runs(tmp_path)])
+    assert read_runs(tmp_path) == [first, again, other]
+
+
+def test_tables_have_every_run_and_the_range_of_the_seeds() -> None:
+    runs = [of_run("a", "grpo", 0, 0.125, 0.75), of_run("a", "grpo", 1, 0.125, 0.5), of_run("a", "trl", 0, 0.125, 0.25)]
+    assert table(runs).splitlines()[2].startswith("| `a` | `grpo` | 0 | 0.125 [0.06, 0.19] | 0.750 [0.69, 0.81] |")
+    assert [line.split(" | ")[3:5] for line in summary(runs).splitlines()[2:]] == [
+        ["0.125", "0.625 (0.500 to 0.750)"],
+        ["0.125", "0.250"],
+    ]
+
+
+def test_panels_are_tasks_and_what_stands_beside_the_first(tmp_path: Path) -> None:
+    variants = ["grpo", TRL, "dapo", *CONTROLS]
+    runs = [of_run("sort_letters", name, 0, 0.125, 0.5) for name in variants]
+    runs.append(of_run("ledger", "grpo", 0, 0.125, 0.9))
+    panels = panels_of(runs)
+    assert {title: [run.variant for run in of] for title, of in panels.items()} == {
+        "sort_letters": ["grpo"], "ledger": ["grpo"], "beside TRL": ["grpo", TRL], "controls": list(CONTROLS),
+        "other algorithms": ["dapo"],
+    }  # fmt: skip
+    draw(panels, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("task", list(TASKS))
+def test_demonstrations_are_made_again_and_fit_into_the_recipe(task: str, tmp_path: Path) -> None:
+    rows = demonstrations(task, 20)
+    assert rows == demonstrations(task, 20) and len({str(row) for row in rows}) > 10
+    make_base(tmp_path, phrases(task))
+    tokenizer = load_tokenizer(str(tmp_path))
+    for row in rows:
+        messages = row.get("messages") or [*row["prompt"], *row["completion"]]
+        text = "".join(message["content"] for message in messages)
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text and len(ids) < 64
+
+
+def test_programs_and_calls_of_tools_are_few_tokens(tmp_path: Path) -> None:
+    for task, call in (("python_code", "def solve(n):\n    n = n[1:]\n"), ("ledger", '"}}</tool_call>')):
+        make_base(tmp_path / task, phrases(task))
+        assert len(load_tokenizer(str(tmp_path / task)).encode(call)) <= 2
+
+
+def test_controls_have_the_faults_that_they_are_named_for() -> None:
+    groups = scored_groups([[1, 0, 0, 0]])
+    right = [[1.5, -0.5, -0.5, -0.5]]  # mean 0.25, std 0.5
+    assert controls.negated_advantages(groups)[0] == pytest.approx([-one for one in right[0]], abs=1e-4)
+    assert controls.permuted_rewards(groups)[0] == pytest.approx([-0.5, -0.5, 1.5, -0.5], abs=1e-4)
+
+
+@pytest.mark.parametrize(("name", "sign"), [("inverted_ratio", -1), ("shifted_logprobs", 1)])
+def test_the_gradient_of_a_faulty_loss(name: str, sign: int) -> None:
+    """On tokens that the sampler drew with this policy an inverted ratio goes the other way, a shifted one is off."""
+    logprobs = torch.tensor([-1.0, -1.05], requires_grad=True)
+    sampler = logprobs.detach()
+    data = policy_input(
+        logprobs, old_logprobs_N=sampler, sampler_logprobs_N=sampler, advantages_N=torch.ones(2),
+        weights_N=torch.full((2,), 0.5), sequence_N=torch.zeros(2, dtype=torch.long), step_sequences=1, step_tokens=2,
+    )  # fmt: skip
+    loss, counts = getattr(controls, name)(data)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    ratios = [1.0, 1.0] if name == "inverted_ratio" else [math.exp(0.05), math.exp(-0.05)]
+    assert gradient.tolist() == pytest.approx([-sign * 0.5 * ratio for ratio in ratios])
+    assert int(counts["faulty_clipped"]) == 0
+
+
+@pytest.mark.parametrize("path", sorted(BENCHMARK.glob("recipes/*.toml")), ids=lambda path: path.stem)
+def test_recipes_can_be_used(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Callable[..., tuple[int, str, str]]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    (tmp_path / "gsm8k_train.jsonl").write_text('{"prompt": "2+2", "answer": "4"}\n')
+    (tmp_path / "gsm8k_test.jsonl").write_text('{"prompt": "2+3", "answer": "5"}\n')
+    if path.stem in TASKS:
+        make_base(tmp_path / "base", phrases(path.stem))
+        model = ["--model.name", tmp_path / "base"]
+    else:
+        model = []  # on the hub: its name alone is checked
+    code, _, err = run_command("rl", "@", path, *model, "--output-dir", tmp_path / "run", "--dry-run")
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("variant", [name for name, overlay in OVERLAYS.items() if overlay is not None])
+def test_variants_fit_over_the_recipe_and_change_it(variant: str) -> None:
+    recipe = ["@", str(BENCHMARK / "recipes" / "sort_letters.toml")]
+    plain = parse_command_line(RlConfig, recipe, program="rl")
+    changed = parse_command_line(RlConfig, [*recipe, "@", str(ROOT / str(OVERLAYS[variant]))], program="rl")
+    assert changed.trainer != plain.trainer
+    assert changed.orchestrator == plain.orchestrator and changed.trainer.optim == plain.trainer.optim
+
+
+def test_gsm8k_is_scored_by_what_stands_behind_the_last_mark() -> None:
+    assert gsm8k.row("Two and two?", "2+2=4\n#### 1,004")["answer"] == "1004"
+    answers = {"#### 7 #### 1,004.": 1.0, "####1004": 1.0, "1004": 0.0, "#### 100": 0.0, "#### 1004 #### 5": 0.0}
+    assert {text: gsm8k.score(text, "1004") for text in answers} == answers
+
+
+def test_the_committed_runs_are_those_of_the_page_and_learned_unless_they_are_controls() -> None:
+    runs = read_runs(BENCHMARK)
+    assert table(runs) in (ROOT / "docs" / "evidence.md").read_text()
+    for run in runs:
+        before, after = run.before["pass@1"], run.after["pass@1"]
+        assert (after.value <= before.high) if run.variant in CONTROLS else (after.low > before.high), run
