@@ -14,10 +14,13 @@ shared        what these have in common: settings, files, what goes over the wir
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from holdfast.orchestrator.environments.interface import Environment, Score, Session, SessionFull, Task
+    from holdfast.orchestrator.environments.judge import Judge, Judgement
+    from holdfast.orchestrator.judges.desk import judging
     from holdfast.orchestrator.seeds import TaskSeed
     from holdfast.shared.chat.files import load_tokenizer
     from holdfast.shared.chat.messages import Message
     from holdfast.shared.chat.tokenizer import Tokenizer
+    from holdfast.shared.config.judge import JudgeConfig
     from holdfast.shared.config.losses import PolicyLossConfig
     from holdfast.shared.errors import (
         CheckpointError,
@@ -49,6 +52,9 @@ __all__ = [
     "DataError",
     "Environment",
     "HoldfastError",
+    "Judge",
+    "JudgeConfig",
+    "Judgement",
     "Logprobs",
     "Message",
     "PolicyLossConfig",
@@ -67,6 +73,7 @@ __all__ = [
     "Tokenizer",
     "build_policy_loss",
     "grpo",
+    "judging",
     "load_state_with_optimizer",
     "load_tokenizer",
     "load_weights_only",
@@ -77,10 +84,13 @@ __all__ = [
 
 _NAMES_OF = {
     "orchestrator.environments.interface": ("Environment", "Score", "Session", "SessionFull", "Task"),
+    "orchestrator.environments.judge": ("Judge", "Judgement"),
+    "orchestrator.judges.desk": ("judging",),
     "orchestrator.seeds": ("TaskSeed",),
     "shared.chat.files": ("load_tokenizer",),
     "shared.chat.messages": ("Message",),
     "shared.chat.tokenizer": ("Tokenizer",),
+    "shared.config.judge": ("JudgeConfig",),
     "shared.config.losses": ("PolicyLossConfig",),
     "shared.errors": (
         "CheckpointError",

@@ -25,6 +25,7 @@ from holdfast.orchestrator.environments.interface import Environment
 from holdfast.orchestrator.environments.tool_use import tool_use_of
 from holdfast.orchestrator.environments.watchdog import beating, watching_calls
 from holdfast.orchestrator.evaluation.online import load_evaluation
+from holdfast.orchestrator.judges.desk import judging
 from holdfast.orchestrator.rollouts.teacher import Teacher, connect_teacher
 from holdfast.orchestrator.rollouts.workers import starting_workers
 from holdfast.orchestrator.task_group import run_until_stopped
@@ -66,6 +67,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
 
     async with (
         beating(bound_s=config.hang_timeout_s),
+        judging(run_dir.judgements),
         starting_workers(config) as workers,
         connect_teacher(config, digest=start.state.teacher_digest) as teacher,
         _connect_policy(config, teacher) as client,

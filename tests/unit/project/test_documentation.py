@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from fastapi import Response
 
 from holdfast.commands.launcher import liveness, servers
 from holdfast.commands.launcher import storage_backoff as storage
@@ -25,6 +26,7 @@ from tests.integration.test_documented_commands import STARTED
 from tests.pages import guarantees
 from tests.pages.documentation import LANGUAGES, PAGES, Block, Command, anchors, blocks, commands, links, prose, shows
 from tests.pages.runs import Checkout, settings_file
+from tests.servers.judge import Body, FakeJudge, completion, judge_serving
 
 RunCommand = Callable[..., tuple[int, str, str]]
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
@@ -101,7 +103,7 @@ def documented(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> Checkout:
     checkout.save_files(ROOT / "README.md")
     checkout.save_files(ROOT / "docs" / "environments.md")
     monkeypatch.syspath_prepend(checkout.path)
-    for name in ("addition", "shout", "guessing", "ranked", "checked", "warmer", "prices"):
+    for name in ("addition", "shout", "guessing", "ranked", "checked", "warmer", "prices", "polite"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return checkout
 
@@ -178,6 +180,25 @@ def test_the_environments_of_their_page_do_what_it_says(documented: Checkout) ->
     (score,) = asyncio.run(Warmer().score(task, [session]))
     assert (score.reward, score.turn_rewards) == (1.0, [0.5, 0.5, 1.0])
     assert checked_scores([score], [session], what="documented") == [score]  # type: ignore[list-item]
+
+
+def test_the_judged_environment_of_its_page_asks_and_is_answered(documented: Checkout) -> None:
+    from polite import Polite  # type: ignore[import-not-found]
+
+    from holdfast import JudgeConfig, judging
+
+    async def scores() -> list[float]:
+        async with judging():
+            return [score.reward for score in await environment.score(task, [good, bad])]
+
+    async def answer(body: Body) -> Response:
+        return completion("Yes." if body["messages"][0]["content"] == "YES please" else "No.")
+
+    with judge_serving(FakeJudge(answer)) as judge:
+        config = JudgeConfig(url=judge.url, model="m", prompt="{word} {reply}", verdicts={"yes": 1.0, "no": 0.0})
+        environment = Polite(["yes"], config)
+        (task, good), (_, bad) = play(environment, 1, ["please"]), play(environment, 1, ["now"])
+        assert asyncio.run(scores()) == [1.0, 0.0]
 
 
 def test_the_tools_of_their_page_look_up_and_add(documented: Checkout) -> None:

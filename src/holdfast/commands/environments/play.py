@@ -21,6 +21,7 @@ from holdfast.orchestrator.environments.calls import result_of
 from holdfast.orchestrator.environments.interface import Score, Session, Task
 from holdfast.orchestrator.environments.tool_use import tool_metrics, tool_use_of
 from holdfast.orchestrator.evaluation.endpoint import EndpointSampler
+from holdfast.orchestrator.judges.desk import judging
 from holdfast.orchestrator.rollouts.group import (
     Problem,
     TurnSampler,
@@ -223,8 +224,9 @@ async def _episode(problem: Problem, table: _Table, sampler: TurnSampler, *, max
         tool_use=tool_use,
         keeps_history=problem.settings.history == "keep",
     )
-    await play_session(session, task, problem)
-    [score] = await score_sessions([session], task, problem)
+    async with judging():
+        await play_session(session, task, problem)
+        [score] = await score_sessions([session], task, problem)
     _outcome(task, session, score, table).print(as_json=False)
 
 

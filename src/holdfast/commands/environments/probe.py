@@ -23,6 +23,7 @@ from holdfast.orchestrator.environments.contract import PromptTooLong
 from holdfast.orchestrator.environments.interface import Environment, Score, Session, Task
 from holdfast.orchestrator.environments.session import HistoryRewritten
 from holdfast.orchestrator.environments.tool_use import ToolUse, tool_use_of
+from holdfast.orchestrator.judges.desk import judging
 from holdfast.orchestrator.rollouts.group import (
     Problem,
     calling_of,
@@ -145,9 +146,10 @@ async def probe(environment: Environment, request: Request) -> Findings:
         tokenizer, seq_len = plain_tokenizer(), _PLAIN_SEQ_LEN
         tool_use = tool_use_of(environment, config, tokenizer)
     order = range(request.num_tasks)
-    for index in reversed(order) if request.is_reversed else order:
-        problem = Problem(environment, config, TaskSeed(request.seed, config.label, index))
-        await _Asked(problem, tokenizer, seq_len, tool_use, found).ask(is_played=index < request.num_played)
+    async with judging():
+        for index in reversed(order) if request.is_reversed else order:
+            problem = Problem(environment, config, TaskSeed(request.seed, config.label, index))
+            await _Asked(problem, tokenizer, seq_len, tool_use, found).ask(is_played=index < request.num_played)
     return found
 
 

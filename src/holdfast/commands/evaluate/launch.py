@@ -24,14 +24,14 @@ from holdfast.shared.config.load import to_toml
 from holdfast.shared.errors import ConfigError, RunDirError
 from holdfast.shared.files import durable
 from holdfast.shared.files.local_inputs import check_model_path, check_weights_path
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.files.run_dir import JUDGEMENTS_NAME, RunDir
 from holdfast.shared.process.events import EVENTS_ENV, PROCESS_ENV
 from holdfast.shared.process.gpus import find_gpus, require_vllm
 from holdfast.shared.process.import_path import module_command
 
 _MAX_RESTARTS = 3
 _RESTART_WINDOW_S = 600.0
-_OURS = (IDENTITY_NAME, ROLLOUTS_NAME, SUMMARY_NAME, "run.json", "rollouts", "config", "logs")
+_OURS = (IDENTITY_NAME, ROLLOUTS_NAME, SUMMARY_NAME, JUDGEMENTS_NAME, "run.json", "rollouts", "config", "logs")
 
 
 def launch(config: EvaluateConfig) -> int:

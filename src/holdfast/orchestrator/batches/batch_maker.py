@@ -13,6 +13,7 @@ from holdfast.orchestrator.batches.state import OrchestratorState
 from holdfast.orchestrator.engines.client import InferenceClient
 from holdfast.orchestrator.engines.routing import Affinity
 from holdfast.orchestrator.environments.interface import Environment
+from holdfast.orchestrator.judges.desk import guarded
 from holdfast.orchestrator.rollouts.generation_log import GenerationLog
 from holdfast.orchestrator.rollouts.group import Outcome, Problem
 from holdfast.orchestrator.rollouts.sampler import Sampler
@@ -103,7 +104,7 @@ class BatchMaker:
             while missing := self._num_missing(outcomes):
                 problems = self._choose_problems(state, missing)
                 # In the order of the draw, whichever group ends first.
-                outcomes += await sampler.guard(run_all(run_one(problem) for problem in problems))
+                outcomes += await guarded(sampler.guard(run_all(run_one(problem) for problem in problems)))
         finally:
             await sampler.close()
         selection = select(outcomes, num_groups=self._config.problems_per_step)

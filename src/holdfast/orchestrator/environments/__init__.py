@@ -183,5 +183,8 @@ def _converted(value: Any, annotation: Any, key: str) -> Any:
     except pydantic.PydanticUserError:  # a class that it does not know, or half: the constructor takes it as it is
         return value
     except pydantic.ValidationError as error:
-        reasons = "; ".join(entry["msg"] for entry in error.errors())
-        raise ConfigError(f"{key}: {reasons}; got {value!r}") from None
+        reasons = "; ".join(
+            f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" if entry["loc"] else f"{entry['msg']}; got {value!r}"
+            for entry in error.errors()  # of a section nothing is repeated: it may hold a password
+        )
+        raise ConfigError(f"{key}: {reasons}") from None

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 from holdfast.orchestrator.environments.contract import PromptTooLong
+from holdfast.orchestrator.environments.judge import JudgeFailure
 from holdfast.shared.errors import EnvironmentFailure
 from holdfast.shared.printable import printable
 from holdfast.shared.process.clock import awake_s
@@ -95,7 +96,7 @@ _CURRENT: ContextVar[Call] = ContextVar("environment call")
 
 @contextmanager
 def sampling() -> Iterator[None]:
-    """Stop the clock of the call that this is in, if any, while the engine works for it."""
+    """Stop the clock of the call that this is in, if any, while the engine, or a judge, works for it."""
     call = _CURRENT.get(None)
     if call is None:
         yield
@@ -123,6 +124,8 @@ async def calling(
                 yield
             finally:
                 RUNNING.discard(call)
+    except JudgeFailure as failure:
+        raise JudgeFailure(f"{what}: {failure}", reason=failure.reason) from None
     except (EnvironmentFailure, PromptTooLong, GeneratorExit):
         raise
     except BaseException as error:

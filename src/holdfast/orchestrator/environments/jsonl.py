@@ -6,18 +6,33 @@ import inspect
 import json
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from holdfast.orchestrator.environments.interface import Environment, Message, Score, Session, Task, TaskSeed
+from holdfast.orchestrator.environments.judge import Judge
 from holdfast.orchestrator.environments.math_answers import MathAnswers
 from holdfast.orchestrator.environments.scorers import SCORERS, regex_scorer
 from holdfast.orchestrator.environments.session import as_messages
+from holdfast.shared.chat.messages import as_dict
 from holdfast.shared.chat.template import ChatMessage
+from holdfast.shared.config.judge import JudgeConfig
 from holdfast.shared.errors import ConfigError, DataError, nearest
 from holdfast.shared.user_functions import load_function
+
+
+@dataclass(frozen=True)
+class Question(Task):
+    """A row of the file.
+
+    Attributes:
+        fields: what a judge is told of it, by the name in its prompt.
+    """
+
+    fields: Mapping[str, str] = field(default_factory=dict)
 
 
 class Jsonl(Environment):
@@ -31,21 +46,30 @@ class Jsonl(Environment):
         scorer: str = "exact",
         pattern: str | None = None,
         shuffle: bool = True,
+        judge: JudgeConfig | None = None,
     ) -> None:
         """Read the whole file.
 
         Args:
             path: the file, one JSON object per line.
             prompt: column of the question: text, or a list of {role, content}.
-            answer: column of the right answer: text or a number.
-            scorer: `exact`, `contains`, `lcs`, `number`, `regex`, `math_verify`, or `module:function` for one of your
-                own, from completion and right answer to a number.
+            answer: column of the right answer: text or a number. For a judge that is not told it, rows need none.
+            scorer: `exact`, `contains`, `lcs`, `number`, `regex`, `math_verify`, `judge`, or `module:function` for one
+                of your own, from completion and right answer to a number.
             pattern: with `regex`: what to find; the last match (its first group) is compared.
             shuffle: a new order every epoch, from the run's seed; off: file order.
+            judge: with `judge`: whom to ask. Its prompt may name `{completion}`, `{prompt}`, `{answer}` and columns.
         """
+        if (judge is not None) != (scorer == "judge"):
+            given = "a judge" if judge is not None else "no judge"
+            raise ConfigError(f"jsonl: `judge` belongs to scorer 'judge'; got scorer '{scorer}' and {given}")
+        self._judge = Judge(judge) if judge is not None else None
+        if self._judge is not None and "completion" not in self._judge.fields:
+            raise ConfigError("jsonl: judge.prompt has no {completion}: the judge would not see what it is to score")
         self._score = _find_scorer(scorer, pattern)
         self._scorer_name = scorer.partition(":")[2] or scorer
-        self._tasks = _read_tasks(path, prompt=prompt, answer=answer)
+        columns = _Columns(prompt, answer, self._judge.fields if self._judge is not None else None)
+        self._tasks = _read_tasks(path, columns)
         self.num_tasks = len(self._tasks)
         self._shuffle = shuffle
         self._order = lru_cache(maxsize=2)(self._make_order)
@@ -64,12 +88,24 @@ class Jsonl(Environment):
 
     async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
         """Score each completion for itself."""
+        if self._judge is not None:
+            assert isinstance(task, Question)
+            return await self._judged(self._judge, task, sessions)
+        assert self._score is not None
         rewards = [await _number(self._score(session.completion, task.answer)) for session in sessions]
         return [Score(reward, {self._scorer_name: reward}) for reward in rewards]
 
+    async def _judged(self, judge: Judge, task: Question, sessions: Sequence[Session]) -> list[Score]:
+        rows = [{**task.fields, "completion": session.completion} for session in sessions]
+        return [
+            Score(one.score, {"judge": one.score, "judge_unreadable": float(not one.is_readable)})
+            for one in await judge.ask_all(rows)
+        ]
 
-def _find_scorer(name: str, pattern: str | None) -> Callable[[str, str], Any]:
-    allowed = [*SCORERS, "regex", "math_verify"]
+
+def _find_scorer(name: str, pattern: str | None) -> Callable[[str, str], Any] | None:
+    """Return a function of completion and right answer; None for a judge."""
+    allowed = [*SCORERS, "regex", "math_verify", "judge"]
     if name not in allowed and ":" not in name:
         raise ConfigError(
             f"jsonl: there is no scorer '{name}'.{nearest(name, allowed)} Allowed: {', '.join(allowed)}, "
@@ -77,6 +113,8 @@ def _find_scorer(name: str, pattern: str | None) -> Callable[[str, str], Any]:
         )
     if (pattern is not None) != (name == "regex"):
         raise ConfigError(f"jsonl: `pattern` belongs to scorer 'regex'; got scorer '{name}' and pattern {pattern!r}")
+    if name == "judge":
+        return None
     if name == "math_verify":
         return MathAnswers()
     if ":" in name:
@@ -105,7 +143,35 @@ async def _number(reward: Any) -> float:
     return await reward if inspect.isawaitable(reward) else reward
 
 
-def _read_tasks(path: Path, *, prompt: str, answer: str) -> list[Task]:
+@dataclass(frozen=True)
+class _Columns:
+    """What is read of each row.
+
+    Attributes:
+        prompt: column of the question.
+        answer: column of the right answer.
+        fields: that a judge is told; None: nobody judges.
+    """
+
+    prompt: str
+    answer: str
+    fields: Sequence[str] | None
+
+    @property
+    def of_judge(self) -> list[str]:
+        """Fields that are columns by their own names."""
+        return sorted(set(self.fields or ()) - {"completion", "prompt", "answer"})
+
+    @property
+    def needed(self) -> dict[str, str]:
+        """Columns by what names them."""
+        found = {"the argument `prompt`": self.prompt}
+        if self.fields is None or "answer" in self.fields:
+            found["the argument `answer`"] = self.answer
+        return found | {f"`judge.prompt`, which has {{{name}}}": name for name in self.of_judge}
+
+
+def _read_tasks(path: Path, columns: _Columns) -> list[Task]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
@@ -117,7 +183,7 @@ def _read_tasks(path: Path, *, prompt: str, answer: str) -> list[Task]:
             f"jsonl: {path.absolute()} cannot be read ({error.strerror}).{nearest(path.name, there)}{beside}"
         ) from None
     tasks = [
-        _read_task(line, where=f"{path}:{number}", prompt=prompt, answer=answer)
+        _read_task(line, columns, where=f"{path}:{number}")
         for number, line in enumerate(lines, start=1)
         if line.strip()
     ]
@@ -126,29 +192,53 @@ def _read_tasks(path: Path, *, prompt: str, answer: str) -> list[Task]:
     return tasks
 
 
-def _read_task(line: str, *, where: str, prompt: str, answer: str) -> Task:
+def _read_task(line: str, columns: _Columns, *, where: str) -> Task:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{where} is not JSON: {error}") from None
     if not isinstance(row, dict):
-        raise DataError(f"{where} is {type(row).__name__}, expected an object with '{prompt}' and '{answer}'")
-    for argument, column in (("prompt", prompt), ("answer", answer)):
+        raise DataError(
+            f"{where} is {type(row).__name__}, expected an object with '{columns.prompt}' and '{columns.answer}'"
+        )
+    for named_by, column in columns.needed.items():
         if column not in row:
             raise DataError(
                 f"{where} has no column '{column}'.{nearest(column, row)} Columns there: {', '.join(row) or 'none'}. "
-                f"Name the right one with the argument `{argument}`."
+                f"Name the right one with {named_by}."
             )
     for column in ("tools", "documents", "chat_template_kwargs"):
-        if row.get(column) and column not in (prompt, answer):
+        if row.get(column) and column not in columns.needed.values():
             raise DataError(
                 f"{where} has `{column}`, which prompts of rl do not take, so they would not be those of sft. Write "
                 "what the policy must see into the messages, and remove the column."
             )
-    right = row[answer]
-    if isinstance(right, bool) or not isinstance(right, str | int | float):
-        raise DataError(f"{where}: '{answer}' is {_shown(right)}, expected text or a number")
-    return Task(prompt=_messages(row[prompt], f"{where}: '{prompt}'"), answer=str(right))
+    needs_answer = columns.answer in columns.needed.values()
+    answer = _plain(row[columns.answer], f"{where}: '{columns.answer}'") if needs_answer else ""
+    messages = _messages(row[columns.prompt], f"{where}: '{columns.prompt}'")
+    if columns.fields is None:
+        return Task(prompt=messages, answer=answer)
+    fields = {name: _plain(row[name], f"{where}: '{name}'") for name in columns.of_judge}
+    if "prompt" in columns.fields:
+        fields["prompt"] = _as_text(row[columns.prompt], messages)
+    if "answer" in columns.fields:
+        fields["answer"] = answer
+    return Question(prompt=messages, answer=answer, fields=fields)
+
+
+def _plain(value: Any, where: str) -> str:
+    """Return a text or number as text."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise DataError(f"{where} is {_shown(value)}, expected text or a number")
+    return str(value)
+
+
+def _as_text(value: Any, messages: Sequence[Message | ChatMessage]) -> str:
+    """Return what a question says: text as it is, messages with their roles."""
+    if isinstance(value, str):
+        return value
+    chat = [as_dict(message) if isinstance(message, Message) else message for message in messages]
+    return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in chat)
 
 
 def _messages(value: Any, where: str) -> Sequence[Message | ChatMessage]:

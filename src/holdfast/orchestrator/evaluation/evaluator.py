@@ -15,6 +15,7 @@ import xxhash
 from holdfast.orchestrator.evaluation.results import SUMMARY_NAME, EvaluatedRollout, ResultsFile, Turn, read_identity
 from holdfast.orchestrator.evaluation.summary import Summary, summarize
 from holdfast.orchestrator.evaluation.tasks import HeldOutTasks
+from holdfast.orchestrator.judges.desk import guarded
 from holdfast.orchestrator.rollouts.group import Outcome, Problem, TurnSampler, is_solved
 from holdfast.orchestrator.rollouts.workers import play_group
 from holdfast.orchestrator.seeds import TaskSeed
@@ -106,7 +107,7 @@ async def evaluate(
                 if tells and done * _REPORTS // len(seeds) > (done - 1) * _REPORTS // len(seeds):
                     report("evaluated", tasks=f"{done}/{len(seeds)}")
 
-            await sampler.guard(run_all(play(seed) for seed in missing))
+            await guarded(sampler.guard(run_all(play(seed) for seed in missing)))
         finally:
             results.close()
     finally:

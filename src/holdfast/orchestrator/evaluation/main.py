@@ -27,6 +27,7 @@ from holdfast.orchestrator.evaluation.tasks import (
     settings_of_run,
     sizes_of,
 )
+from holdfast.orchestrator.judges.desk import judging
 from holdfast.orchestrator.rollouts.generation_log import GenerationLog
 from holdfast.orchestrator.rollouts.sampler import Sampler
 from holdfast.orchestrator.rollouts.transcript import Transcript
@@ -53,7 +54,10 @@ async def run(config: EvaluateConfig) -> None:
         HoldfastError: whatever ended the evaluation before its time.
     """
     allow_connections(config.max_concurrency, key="max_concurrency")
-    async with starting_workers(_group_config(config), endpoint=config.url or "") as workers:
+    async with (
+        judging(RunDir(config.output_dir).judgements),
+        starting_workers(_group_config(config), endpoint=config.url or "") as workers,
+    ):
         tasks = load_tasks(config, workers)
         with watching_calls():
             if config.url is not None:

@@ -19,6 +19,7 @@ from holdfast.orchestrator.environments.contract import (
     step_rewards,
 )
 from holdfast.orchestrator.environments.interface import Environment, Score, Session, SessionFull, Task
+from holdfast.orchestrator.environments.judge import JudgeFailure
 from holdfast.orchestrator.environments.tool_use import ToolUse, tool_metrics, tool_use_of
 from holdfast.orchestrator.seeds import TaskSeed, request_seed
 from holdfast.orchestrator.task_group import run_all
@@ -138,7 +139,7 @@ def dropped(problem: Problem, failure: HoldfastError, *, num_sessions: int = 0, 
         CallTimeout: "timeout",
         WorkerCrashed: "crash",
     }
-    reason = reasons.get(type(failure), "environment_error")
+    reason = failure.reason if isinstance(failure, JudgeFailure) else reasons.get(type(failure), "environment_error")
     _log.warning("%s: the group is dropped", failure)
     return Dropped(
         environment=problem.name,

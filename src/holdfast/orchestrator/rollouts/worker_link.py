@@ -9,20 +9,23 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import psutil
 
+from holdfast.orchestrator.environments.judge import JUDGES, JudgeFailure
 from holdfast.orchestrator.rollouts.group import Problem, TurnSampler
 from holdfast.orchestrator.rollouts.worker_wire import (
     Ask,
+    AskJudge,
     Asks,
     Cancel,
     Failed,
+    Judged,
     Place,
     Play,
     Played,
@@ -237,6 +240,8 @@ class _Running:
                     case Asks(asks=asks):
                         for ask in asks:
                             self._ask(ask)
+                    case AskJudge() as ask:
+                        self._ask_judge(ask)
                     case Failed(group=0) as failed:
                         self.is_ready.set_exception(error_of(failed))
                     case (Played() | Failed()) as ended:
@@ -263,7 +268,25 @@ class _Running:
             )
             self._send(Sampled(ask.request, completion))
 
-        turn = asyncio.create_task(sample())
+        self._begin(sample(), group)
+
+    def _ask_judge(self, ask: AskJudge) -> None:
+        group = self._groups.get(ask.group)
+        if group is None:
+            return
+
+        async def judge() -> None:
+            try:
+                judged = Judged(ask.number, await JUDGES.get().ask(ask.request))
+            except JudgeFailure as failure:
+                judged = Judged(ask.number, failure=str(failure), reason=failure.reason)
+            self._send(judged)
+
+        self._begin(judge(), group)
+
+    def _begin(self, work: Coroutine[Any, Any, None], group: _Group) -> None:
+        """Do what a group waits for, as long as it does."""
+        turn = asyncio.create_task(work)
         group.turns.add(turn)
         turn.add_done_callback(_taken(group.turns))
 
@@ -371,7 +394,7 @@ def error_of(failed: Failed) -> HoldfastError:
 
 
 def _taken(turns: set[asyncio.Task[None]]) -> Callable[[asyncio.Task[None]], None]:
-    """Return what takes a turn out when it is done, and its failure for known: the sampler has told it."""
+    """Return what takes a turn out when it is done, and its failure for known: sampler or desk have told it."""
 
     def take(turn: asyncio.Task[None]) -> None:
         turns.discard(turn)

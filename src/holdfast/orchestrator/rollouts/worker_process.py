@@ -24,19 +24,22 @@ from typing import Any
 
 from holdfast.orchestrator.engines.routing import Affinity
 from holdfast.orchestrator.environments import load_environment
-from holdfast.orchestrator.environments.calls import CallTimeout
+from holdfast.orchestrator.environments.calls import CallTimeout, sampling
 from holdfast.orchestrator.environments.contract import PromptTooLong
+from holdfast.orchestrator.environments.judge import JUDGES, JudgeFailure, JudgeReply, JudgeRequest
 from holdfast.orchestrator.environments.tool_use import tool_use_of
 from holdfast.orchestrator.environments.watchdog import watching_calls
 from holdfast.orchestrator.rollouts.group import Problem, run_group
 from holdfast.orchestrator.rollouts.transcript import Transcript
 from holdfast.orchestrator.rollouts.worker_wire import (
     Ask,
+    AskJudge,
     Asks,
     Cancel,
     Failed,
     FailureKind,
     FromWorker,
+    Judged,
     Play,
     Played,
     Ready,
@@ -71,6 +74,7 @@ class Worker:
         self._numbers = itertools.count(1)
         self._asked: list[Ask] = []
         self._waiting: dict[int, asyncio.Future[Completion]] = {}
+        self._judging: dict[int, asyncio.Future[JudgeReply]] = {}
         self._groups: dict[int, asyncio.Task[None]] = {}
 
     async def work(self) -> None:
@@ -92,6 +96,7 @@ class Worker:
             # Of what is written to and nobody else's, so neither the libraries nor their stacks count.
             most = int(settings.worker_memory_gb * 2**30)
             resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        JUDGES.set(_AskingJudges(self))
         asyncio.get_running_loop().set_task_factory(self._new_task)
         beating = asyncio.create_task(self._beat())
         self._send(Ready(environment.num_tasks))
@@ -109,6 +114,8 @@ class Worker:
                         waiting = self._waiting.pop(request, None)
                         if waiting is not None and not waiting.done():
                             waiting.set_result(completion)
+                    case Judged() as judged:
+                        self._take_judged(judged)
                     case Start():
                         raise AssertionError("started twice")
                 if beating.done():
@@ -154,6 +161,29 @@ class Worker:
         finally:
             self._waiting.pop(request, None)
 
+    async def ask_judge(self, request: JudgeRequest) -> JudgeReply:
+        """Return what a judge replies, from the orchestrator.
+
+        Raises:
+            JudgeFailure: there is no reply.
+        """
+        number = next(self._numbers)
+        waiting = self._judging[number] = asyncio.get_running_loop().create_future()
+        self._send(AskJudge(_GROUP.get(), number, request))
+        try:
+            return await waiting
+        finally:
+            self._judging.pop(number, None)
+
+    def _take_judged(self, judged: Judged) -> None:
+        waiting = self._judging.pop(judged.number, None)
+        if waiting is None or waiting.done():
+            return
+        if judged.reply is not None:
+            waiting.set_result(judged.reply)
+        else:
+            waiting.set_exception(JudgeFailure(judged.failure, reason=judged.reason))
+
     def _send_asked(self) -> None:
         asked, self._asked = self._asked, []
         self._send(Asks(asked))
@@ -175,6 +205,18 @@ class _Asking:
 
     def check(self) -> None:
         """Raise nothing: when an engine fails, the orchestrator ends the groups."""
+
+
+class _AskingJudges:
+    """The desk of a worker: the orchestrator asks."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def ask(self, request: JudgeRequest) -> JudgeReply:
+        """Return the reply; the clock of the environment's call stands meanwhile."""
+        with sampling():
+            return await self._worker.ask_judge(request)
 
 
 class _Marked(Coroutine[Any, Any, Any]):

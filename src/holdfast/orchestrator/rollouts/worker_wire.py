@@ -16,6 +16,7 @@ from typing import Literal
 
 import msgspec
 
+from holdfast.orchestrator.environments.judge import JudgeFailureReason, JudgeReply, JudgeRequest
 from holdfast.shared.wire.arrays import TokenIds, decode_packed, encode_packed
 from holdfast.shared.wire.inference_api import Completion
 from holdfast.shared.wire.rollouts import Dropped, Rollout
@@ -93,8 +94,25 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-ToWorker = Start | Play | Cancel | Sampled
-FromWorker = Ready | Asks | Played | Failed
+class AskJudge(msgspec.Struct, frozen=True, tag=True):
+    """Request `number` of group `group` to a judge."""
+
+    group: int
+    number: int
+    request: JudgeRequest
+
+
+class Judged(msgspec.Struct, frozen=True, tag=True):
+    """What came of request `number` to a judge: its reply, or why there is none."""
+
+    number: int
+    reply: JudgeReply | None = None
+    failure: str = ""
+    reason: JudgeFailureReason = "judge_away"
+
+
+ToWorker = Start | Play | Cancel | Sampled | Judged
+FromWorker = Ready | Asks | AskJudge | Played | Failed
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_packed)
 _decode_to_worker = msgspec.msgpack.Decoder(ToWorker, dec_hook=decode_packed).decode

@@ -11,6 +11,7 @@ rollouts/generations_N.log  finished generations of batch N while it is being ma
 evaluations/step_N/      what policy version N did on held-out tasks, while the run went on
 weights/step_N/          what inference serves (Hugging Face layout)
 metrics.jsonl            one JSON object per step
+judgements.log           every reply of a judge, by what it was asked
 reference_logprobs.npz   what the reference of a preference run says about each pair
 logs/attempt_K/          one log per process, and events.jsonl (phases)
 discarded/attempt_K/     what a resume from an older step superseded, and damaged checkpoints
@@ -31,6 +32,7 @@ from holdfast.shared.files.checkpoints import Entry, list_entries
 from holdfast.shared.files.manifest import read_manifest
 
 REFERENCE_NAME = "reference_logprobs.npz"
+JUDGEMENTS_NAME = "judgements.log"
 _STEP = re.compile(r"step_(\d+)$")
 _OF_STEP = re.compile(r"((ema_)?step_\d+|generations_\d+\.log)$")
 _ATTEMPT = re.compile(r"attempt_(\d+)$")
@@ -65,6 +67,7 @@ class RunDir:
         self.weights = self.path / "weights"
         self.evaluations = self.path / "evaluations"
         self.metrics = self.path / "metrics.jsonl"
+        self.judgements = self.path / JUDGEMENTS_NAME
 
     def checkpoint(self, step: int) -> Path:
         """Directory of the checkpoint after `step`."""
@@ -238,6 +241,7 @@ class RunDir:
             "evaluations",
             "metrics.jsonl",
             REFERENCE_NAME,
+            JUDGEMENTS_NAME,
             "configs",
             "logs",
             "beats",

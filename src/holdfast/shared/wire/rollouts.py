@@ -15,9 +15,13 @@ from holdfast.shared.wire.sampling import Sampling
 
 BATCH_FORMAT = 5
 
-DropReason = Literal["zero_signal", "environment_error", "prompt_too_long", "timeout", "crash", "memory"]
+DropReason = Literal[
+    "zero_signal", "environment_error", "prompt_too_long", "timeout", "crash", "memory",
+    "judge_away", "judge_refused", "judge_unreadable",
+]  # fmt: skip
 """Why the group of a task is not trained: all its rewards are equal, its environment failed, its prompt leaves no room
-for a sampled token, the environment took too long, ended its worker process, or used more memory than it may."""
+for a sampled token, the environment took too long, ended its worker process, or used more memory than it may; or a
+judge was away for too long, refused what it was asked, or gave a reply that cannot be read."""
 DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 
 

@@ -1,0 +1,168 @@
+"""The way to one judge: how many requests at once, how fast they begin, and for how long they are made again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+
+import httpx
+import msgspec
+
+from holdfast.orchestrator.engines.http import Unavailable, retry_after_s
+from holdfast.orchestrator.engines.retry import EngineLost, RetryPolicy, asked_pause_s
+from holdfast.orchestrator.environments.judge import JudgeFailure, JudgeReply, JudgeRequest
+from holdfast.shared.errors import HoldfastError
+from holdfast.shared.printable import printable
+from holdfast.shared.process.clock import awake_s
+
+_log = logging.getLogger("orchestrator")
+_MOST_BYTES = 1 << 20
+"""Of an answer: no reply of a judge is longer."""
+_TELL_AGAIN_S = 30.0
+
+
+class JudgeDenied(HoldfastError):
+    """A judge lets nobody in: its key is wrong, or there is no such model. Nothing can be scored, so the run ends."""
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+    finish_reason: str | None = None
+
+
+class _ChatCompletion(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class JudgeQueue:
+    """Asks one judge; the limits are those of the request that it is made for, and of all that share it."""
+
+    def __init__(self, client: httpx.AsyncClient, request: JudgeRequest) -> None:
+        self._client = client
+        self._slots = asyncio.Semaphore(request.max_concurrency)
+        self._between_s = 60.0 / request.requests_per_minute if request.requests_per_minute else 0.0
+        self._next_at = 0.0
+        self._answered_at = 0.0
+        self._given_up: tuple[float, JudgeFailure] | None = None
+        self._tell_at = 0.0
+
+    @staticmethod
+    def name_of(request: JudgeRequest) -> tuple[object, ...]:
+        """Return what requests of one queue have alike: the server, and its limits."""
+        return (request.url, request.api_key_env, request.requests_per_minute, request.max_concurrency)
+
+    async def ask(self, request: JudgeRequest) -> JudgeReply:
+        """Return the reply to `request`, asked again while the judge is busy or away.
+
+        Raises:
+            JudgeFailure: it is so for too long, refuses, or gives no chat completion.
+            JudgeDenied: the key is wrong, or there is no such model.
+        """
+        queued_at = awake_s()
+        async with self._slots:
+            attempts, failing_since = RetryPolicy(request.retry_for_s, key="retry_for_s"), math.inf
+            while True:
+                await self._take_turn()
+                # Others have tried for as long as this one may, while it waited for its turn.
+                if self._given_up is not None and self._given_up[0] > queued_at:
+                    raise self._given_up[1]
+                began_at = awake_s()
+                try:
+                    reply = await self._ask_once(request)
+                except Unavailable as failure:
+                    failing_since = min(failing_since, began_at)
+                    await self._wait(failure, attempts, request, since=failing_since)
+                    continue
+                except (JudgeFailure, JudgeDenied):
+                    self._answered_at = awake_s()
+                    raise
+                self._answered_at = awake_s()
+                return reply
+
+    async def _take_turn(self) -> None:
+        now = awake_s()
+        at = max(now, self._next_at)
+        self._next_at = at + self._between_s
+        if at > now:
+            await asyncio.sleep(at - now)
+
+    async def _wait(self, failure: Unavailable, attempts: RetryPolicy, request: JudgeRequest, *, since: float) -> None:
+        if awake_s() >= self._tell_at:
+            self._tell_at = awake_s() + _TELL_AGAIN_S
+            _log.warning("judge: %s; asked again for up to %g s", failure, request.retry_for_s)
+        try:
+            attempts.count(failure, url=request.url)
+        except EngineLost as lost:
+            gone = JudgeFailure(f"judge at {lost}", reason="judge_away")
+            if self._answered_at < since:  # it is not this request alone
+                self._given_up = (awake_s(), gone)
+            raise gone from None
+        # A server that asks for a pause asks everybody.
+        self._next_at = max(self._next_at, awake_s() + asked_pause_s(failure))
+        await attempts.pause(failure)
+
+    async def _ask_once(self, request: JudgeRequest) -> JudgeReply:
+        """Return the reply.
+
+        Raises:
+            Unavailable: the judge is busy, fails or cannot be reached.
+            JudgeFailure, JudgeDenied: as `ask`.
+        """
+        key = os.environ.get(request.api_key_env) if request.api_key_env else None
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        what = f"POST {request.url}"
+        try:
+            async with (
+                asyncio.timeout(request.timeout_s),
+                self._client.stream("POST", request.url, content=request.body, headers=headers) as answer,
+            ):
+                content = await _read(answer, what)
+        except TimeoutError:
+            raise Unavailable(f"{what} had no answer within {request.timeout_s:g} s (timeout_s)") from None
+        except httpx.TransportError as error:
+            raise Unavailable(f"{what}: {type(error).__name__} {error}".rstrip()) from None
+        except httpx.RequestError as error:  # it was reached, and what it sent cannot be read
+            raise _unreadable(f"{what}: {type(error).__name__} {error}".rstrip()) from None
+        if answer.is_success:
+            return _decode(content, what)
+        told = content.decode(errors="backslashreplace")
+        told = printable(told.replace(key, "...") if key else told)  # some repeat the key
+        reason = f"{what} was answered {answer.status_code}: {told}"
+        if answer.status_code in (408, 429) or answer.status_code >= 500:
+            raise Unavailable(reason, retry_after_s=retry_after_s(answer))
+        if answer.status_code in (401, 403):
+            hint = f"Is the key in {request.api_key_env} right?" if key else "Name its key with api_key_env."
+            raise JudgeDenied(f"judge: {reason}. {hint}")
+        if answer.status_code == 404:
+            raise JudgeDenied(f"judge: {reason}. Check `model`, and that `url` is what comes before /chat/completions")
+        raise JudgeFailure(f"judge: {reason}", reason="judge_refused")
+
+
+async def _read(answer: httpx.Response, what: str) -> bytes:
+    content = bytearray()
+    async for piece in answer.aiter_bytes():
+        content += piece
+        if len(content) > _MOST_BYTES:
+            raise _unreadable(f"{what} was answered with more than {_MOST_BYTES} bytes; the rest is not read")
+    return bytes(content)
+
+
+def _decode(content: bytes, what: str) -> JudgeReply:
+    try:
+        found = msgspec.json.decode(content, type=_ChatCompletion)
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(f"{what} was answered with what is no chat completion: {error}") from None
+    if len(found.choices) != 1:
+        raise _unreadable(f"{what} was answered with {len(found.choices)} choices, asked for was one")
+    choice = found.choices[0]
+    return JudgeReply(choice.message.content or "", choice.finish_reason or "stop")
+
+
+def _unreadable(reason: str) -> JudgeFailure:
+    return JudgeFailure(f"judge: {reason}", reason="judge_unreadable")

@@ -1,0 +1,284 @@
+"""Judges that answer, are slow, busy, away, wrong or hostile; and the log that asks none of them twice."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from fastapi import Response
+from fastapi.responses import JSONResponse
+
+from holdfast import Judge, JudgeConfig, Judgement
+from holdfast.orchestrator.environments.judge import JudgeFailure, JudgeReply
+from holdfast.orchestrator.judges.desk import Desk, judging
+from holdfast.orchestrator.judges.log import JudgementLog
+from holdfast.orchestrator.judges.queue import JudgeDenied
+from holdfast.shared.errors import RunDirError
+from holdfast.shared.files import record_log
+from tests.runs.ports import free_port
+from tests.servers.judge import Body, FakeJudge, completion, judge_serving
+
+KEY = "sk-very-secret"
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeJudge]:
+    with judge_serving(FakeJudge()) as judge:
+        yield judge
+
+
+def judge_at(url: str, **settings: Any) -> Judge:
+    return Judge(JudgeConfig(**{"url": url, "model": "m", "prompt": "{x}", "max_score": 1000.0, **settings}))
+
+
+def ask(judge: Judge, *texts: str, log: Path | None = None) -> list[Judgement]:
+    """Return what a desk of its own makes of the texts, all asked at once."""
+
+    async def ask_all() -> list[Judgement]:
+        async with judging(log) as desk:
+            return await desk.guard(judge.ask_all([{"x": text} for text in texts]))
+
+    return asyncio.run(ask_all())
+
+
+def always(answer: Callable[[], Response]) -> Callable[[Body], Awaitable[Response]]:
+    async def give(body: Body) -> Response:
+        return answer()
+
+    return give
+
+
+def test_a_reply_is_asked_for_once_and_found_again(fake: FakeJudge, tmp_path: Path) -> None:
+    log = tmp_path / "run" / "judgements.log"
+    first = ask(judge_at(fake.url), "a", "b", "a", log=log)
+    assert first[0] == first[2] != first[1] and sorted(fake.questions) == ["a", "b"]
+    again = ask(judge_at(fake.url, timeout_s=1.0), "b", "a", "c", log=log)
+    assert [again[1], again[0]] == first[:2] and fake.questions[2:] == ["c"]
+    # Read otherwise, nothing is asked.
+    assert ask(judge_at(fake.url, max_score=2000.0), "a", log=log)[0].score == first[0].score / 2
+    assert ask(judge_at(fake.url), "a")[0].text == "Score: 4", "in memory alone nothing is left"
+
+
+def test_a_torn_log_loses_its_end_and_a_foreign_one_is_refused(
+    fake: FakeJudge, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = tmp_path / "judgements.log"
+    ask(judge_at(fake.url), "a", log=log)
+    ask(judge_at(fake.url), "b", log=log)
+    log.write_bytes(log.read_bytes()[:-3])
+    ask(judge_at(fake.url), "a", "b", log=log)
+    assert fake.questions == ["a", "b", "b"] and "the torn end is cut" in caplog.text
+    # What is damaged in the middle costs itself, the header too; so does what another version has written.
+    payloads, _ = record_log.read_records(log)
+    records = record_log.RecordLog(log, valid_bytes=log.stat().st_size)
+    records.append(msgspec.msgpack.encode({"other": 1}))
+    records.close(wait=True)
+    data = bytearray(log.read_bytes())
+    data[data.index(payloads[0])] ^= 1
+    log.write_bytes(data)
+    ask(judge_at(fake.url), "a", "b", log=log)
+    assert len(fake.asked) == 3 and "1 records are no replies" in caplog.text
+    for content, said in (({"format": 9}, "has format 9, this version reads 1"), ({}, "is no log of judgements")):
+        log.unlink()
+        records = record_log.RecordLog(log, valid_bytes=0)
+        records.append(msgspec.msgpack.encode(content))
+        records.close(wait=True)
+        with pytest.raises(RunDirError, match=said):
+            ask(judge_at(fake.url), "a", log=log)
+    log.write_bytes(b"torn")
+    ask(judge_at(fake.url), "d", log=log)
+    assert ask(judge_at(fake.url), "d", log=log)[0].is_readable and fake.questions[3:] == ["d"]
+
+
+def test_a_log_that_cannot_be_written_ends_what_is_scored(
+    fake: FakeJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunDirError, match="replies of judges cannot be kept in .*: File exists"):
+        ask(judge_at(fake.url), "a", log=tmp_path / "file" / "judgements.log")
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    async def write() -> None:
+        desk = Desk(tmp_path / "judgements.log")
+        monkeypatch.setattr(record_log.os, "write", full)
+        request = judge_at(fake.url).request({"x": "a"})
+        try:
+            with pytest.raises(RunDirError, match="No space left on device"):
+                await desk.guard(desk.ask(request))
+            with pytest.raises(RunDirError, match="No space left on device"):
+                await desk.ask(request)
+        finally:
+            await desk.close()
+
+    asyncio.run(write())
+    assert not (tmp_path / "none.log").exists()
+    JudgementLog(tmp_path / "none.log").close()
+    assert not (tmp_path / "none.log").exists(), "who asks no judge keeps nothing"
+    (tmp_path / "empty.log").touch()
+    with pytest.raises(RunDirError, match="No space left on device"):
+        JudgementLog(tmp_path / "empty.log")
+
+
+def test_no_more_are_asked_at_once_and_no_faster_than_allowed(fake: FakeJudge) -> None:
+    times: list[float] = []
+
+    async def slowly(body: Body) -> Response:
+        times.append(time.monotonic())
+        await asyncio.sleep(0.05)
+        return completion("1")
+
+    fake.answer = slowly
+    ask(judge_at(fake.url, max_concurrency=2), *"abcdef")
+    assert len(times) == 6 and fake.most_at_once == 2
+    times.clear()
+    began = time.monotonic()
+    ask(judge_at(fake.url, requests_per_minute=600), *"abcde")
+    assert len(times) == 5 and times[-1] - began >= 0.4
+
+
+def test_a_busy_judge_is_left_alone_as_long_as_it_asks_and_its_key_is_sent_but_never_told(
+    fake: FakeJudge, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    times: list[float] = []
+
+    async def busy_once(body: Body) -> Response:
+        times.append(time.monotonic())
+        if len(times) == 1:
+            return JSONResponse({"error": f"too many by {KEY}"}, 429, {"Retry-After": "1"})
+        return completion("5")
+
+    fake.answer = busy_once
+    with caplog.at_level(logging.WARNING):
+        [judgement] = ask(judge_at(fake.url, api_key_env="JUDGE_KEY"), "a")
+    assert judgement.score == 0.005 and times[1] - times[0] >= 1.0
+    assert fake.headers[0]["authorization"] == f"Bearer {KEY}"
+    assert "too many by ..." in caplog.text and KEY not in caplog.text
+
+
+def test_who_waits_behind_a_judge_that_is_away_need_not_try_as_long_again(fake: FakeJudge) -> None:
+    fake.answer = always(lambda: Response("down", 503))
+    with pytest.raises(JudgeFailure, match=r"was lost 5 times in a row .*retry_for_s.* answered 503: down") as caught:
+        ask(judge_at(fake.url, max_concurrency=1, retry_for_s=0.1), *"abcdefgh")
+    assert caught.value.reason == "judge_away" and fake.questions == ["a"] * 5
+
+
+def test_one_request_that_always_fails_stops_no_other(fake: FakeJudge) -> None:
+    async def fail_at_a(body: Body) -> Response:
+        return Response("no", 500) if body["messages"][0]["content"] == "a" else completion("1")
+
+    async def ask_each() -> list[Judgement | BaseException]:
+        judge = judge_at(fake.url, max_concurrency=2, retry_for_s=0.1)
+        async with judging():
+            return await asyncio.gather(*(judge.ask({"x": text}) for text in "abcd"), return_exceptions=True)
+
+    fake.answer = fail_at_a
+    [failure, *others] = asyncio.run(ask_each())
+    assert isinstance(failure, JudgeFailure) and failure.reason == "judge_away"
+    assert all(isinstance(one, Judgement) for one in others)
+    assert fake.questions.count("a") == 5
+
+
+def test_a_judge_that_hangs_or_is_not_there_counts_as_away(fake: FakeJudge) -> None:
+    async def hang(body: Body) -> Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    fake.answer = hang
+    with pytest.raises(JudgeFailure, match=r"had no answer within 0.05 s \(timeout_s\)") as caught:
+        ask(judge_at(fake.url, timeout_s=0.05, retry_for_s=0.1), "a")
+    assert caught.value.reason == "judge_away" and len(fake.asked) == 5
+    with pytest.raises(JudgeFailure, match="ConnectError") as caught:
+        ask(judge_at(f"http://127.0.0.1:{free_port()}/v1", retry_for_s=0.1), "a")
+    assert caught.value.reason == "judge_away"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "said"),
+    [
+        (lambda: JSONResponse({"error": "too long"}, 400), "judge_refused", "was answered 400: .*too long"),
+        (lambda: Response(status_code=302, headers={"location": "http://x"}), "judge_refused", "was answered 302"),
+        (lambda: Response("hello"), "judge_unreadable", "what is no chat completion"),
+        (lambda: JSONResponse({"choices": []}), "judge_unreadable", "with 0 choices, asked for was one"),
+        (lambda: Response(b"x" * (2 << 20)), "judge_unreadable", "more than 1048576 bytes; the rest is not read"),
+        (lambda: Response(b"x" * 50, headers={"content-encoding": "gzip"}), "judge_unreadable", "DecodingError"),
+        (lambda: completion("well ..."), "judge_unreadable", r"not a number from 0 to 1000: well \.\.\."),
+        (lambda: JSONResponse({"choices": [{"message": {"content": None}}]}), "judge_unreadable", "not a number"),
+    ],
+)
+def test_nonsense_is_a_failure_of_the_one_it_answers(
+    fake: FakeJudge, answer: Callable[[], Response], reason: str, said: str
+) -> None:
+    fake.answer = always(answer)
+    with pytest.raises(JudgeFailure, match=said) as caught:
+        ask(judge_at(fake.url), "a")
+    assert caught.value.reason == reason and len(fake.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "with_key", "said"),
+    [
+        (401, True, "Is the key in JUDGE_KEY right"), (403, False, "Name its key with api_key_env"),
+        (404, False, "Check `model`, and that `url`"),
+    ],
+)  # fmt: skip
+def test_a_judge_that_lets_nobody_in_ends_what_is_scored(
+    fake: FakeJudge, status: int, with_key: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    fake.answer = always(lambda: JSONResponse({"error": f"no such key: {KEY}"}, status))
+    with pytest.raises(JudgeDenied, match=f"was answered {status}: .*{said}") as caught:
+        ask(judge_at(fake.url, api_key_env="JUDGE_KEY" if with_key else None), "a")
+    assert (KEY in str(caught.value)) == (not with_key), "a server may say what it likes, but not our key"
+
+
+def test_whoever_asked_may_go_and_the_reply_is_kept(fake: FakeJudge, tmp_path: Path) -> None:
+    async def leave() -> JudgeReply:
+        arrived, goes_on = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        async def wait(body: Body) -> Response:
+            loop.call_soon_threadsafe(arrived.set)
+            while not goes_on.is_set():
+                await asyncio.sleep(0.01)
+            return completion("7")
+
+        fake.answer = wait
+        async with judging(tmp_path / "judgements.log") as desk:
+            request = judge_at(fake.url).request({"x": "a"})
+            asking = asyncio.create_task(desk.ask(request))
+            await arrived.wait()
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            goes_on.set()
+            return await desk.ask(request)
+
+    assert asyncio.run(leave()) == JudgeReply("7", "stop") and len(fake.asked) == 1
+
+
+def test_a_desk_that_closes_asks_no_more(fake: FakeJudge) -> None:
+    async def close() -> None:
+        arrived = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        async def hang(body: Body) -> Response:
+            loop.call_soon_threadsafe(arrived.set)
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        fake.answer = hang
+        async with judging():
+            asking = asyncio.create_task(judge_at(fake.url).ask({"x": "a"}))
+            await arrived.wait()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+    asyncio.run(close())

@@ -1,0 +1,156 @@
+"""Runs whose rewards are a judge's: with workers, killed ones, again, and with a judge that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from fastapi import Response
+from fastapi.responses import JSONResponse
+
+from holdfast.orchestrator.evaluation import main as evaluation
+from holdfast.orchestrator.judges.queue import JudgeDenied
+from holdfast.orchestrator.main import orchestrate
+from holdfast.shared.config.evaluation import EvaluateConfig
+from holdfast.shared.errors import EnvironmentFailure
+from holdfast.shared.files import journal
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.wire.rollouts import Batch
+from tests.servers.judge import Body, FakeJudge, completion, judge_serving
+from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
+
+STEPS = 3
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeJudge]:
+    with judge_serving(FakeJudge()) as judge:
+        yield judge
+
+
+def run(directory: Path, judge: FakeJudge, *, dies: str = "", max_steps: int = STEPS, **settings: Any) -> list[Batch]:
+    """Return the batches of a run whose every rollout is judged."""
+    directory.mkdir(exist_ok=True)
+    asks = {"url": judge.url, "model": "m", "prompt": "{first} then {second}", "max_score": 1000.0, "retry_for_s": 0.1}
+    section = {"id": "tests.runs.judged_environment:Judged", "args": {"judge": asks, "dies": dies}, **settings}
+    engine = FakeEngine()
+    run_dir = RunDir(directory / "run")
+    with serving(engine):
+        config = make_config(run_dir.path, engine, environments=[section], max_steps=max_steps)
+        with FakeTrainer(run_dir, start=0, max_steps=max_steps):
+            asyncio.run(orchestrate(config))
+    assert not [one for one in psutil.Process().children(recursive=True) if "worker_process" in "".join(one.cmdline())]
+    return [journal.read_batch(run_dir, step) for step in range(1, max_steps + 1)]
+
+
+async def by_content(body: Body) -> Response:
+    """A score that depends on the question alone."""
+    return completion(str(sum(body["messages"][0]["content"].encode()) % 1000))
+
+
+def test_workers_ask_through_the_orchestrator_and_a_killed_one_asks_nothing_twice(
+    tmp_path: Path, fake: FakeJudge
+) -> None:
+    fake.answer = by_content
+    here = run(tmp_path / "here", fake)
+    asked = sorted(fake.questions)
+    assert len(asked) == len(set(asked)), "also what is asked by two at the same time"
+    fake.asked.clear()
+    there = run(tmp_path / "there", fake, dies=str(tmp_path / "died"), workers=2)
+    assert (tmp_path / "died").exists()
+    assert [batch.rollouts for batch in there] == [batch.rollouts for batch in here]
+    assert sorted(fake.questions) == asked
+
+
+def test_what_is_made_again_is_scored_as_before_though_the_judge_says_other_things_now(
+    tmp_path: Path, fake: FakeJudge
+) -> None:
+    first = run(tmp_path, fake)
+    num_asked = len(fake.asked)
+    run_dir = RunDir(tmp_path / "run")
+    for step in range(1, STEPS + 1):
+        batch = run_dir.batch(step)
+        for path in batch.iterdir():
+            path.unlink()
+        batch.rmdir()
+    again = run(tmp_path, fake)
+    assert [batch.rollouts for batch in again] == [batch.rollouts for batch in first]
+    assert len(fake.asked) == num_asked
+    run_dir.remove_run()
+    assert [batch.rollouts for batch in run(tmp_path, fake)] != [batch.rollouts for batch in first]
+    assert len(fake.asked) == 2 * num_asked, "--clean removes what it said"
+
+
+def test_a_judge_that_fails_costs_its_groups_by_reason_and_training_goes_on(tmp_path: Path, fake: FakeJudge) -> None:
+    failing: dict[str, Response] = {}
+    lock = threading.Lock()
+
+    async def fail_at_some(body: Body) -> Response:
+        question = body["messages"][0]["content"]
+        with lock:  # the first three questions of the run
+            if len(failing) < 3 and question not in failing:
+                answers = (Response("down", 503), JSONResponse({}, 400), completion("I cannot say"))
+                failing[question] = answers[len(failing)]
+        return failing.get(question) or completion("1")
+
+    fake.answer = fail_at_some
+    batches = run(tmp_path, fake, on_error="drop", workers=1, max_steps=4)
+    dropped = [one for batch in batches for one in batch.dropped]
+    assert 1 <= len(dropped) <= 3 and {one.reason for one in dropped} <= {
+        "judge_away", "judge_refused", "judge_unreadable"
+    }  # fmt: skip
+    for one in dropped:
+        assert one.detail.startswith(
+            f"environment 'tests.runs.judged_environment:Judged' failed on task {one.task_id} "
+        )
+        assert batches[0].metrics[f"groups/dropped/{one.reason}"] >= 1.0
+    assert len(batches[3].rollouts) == 12
+
+
+def test_a_judge_that_fails_ends_the_run_where_that_is_wished(tmp_path: Path, fake: FakeJudge) -> None:
+    async def refuse(body: Body) -> Response:
+        return JSONResponse({"error": "too long"}, 400)
+
+    fake.answer = refuse
+    for workers in (0, 1):
+        with pytest.raises(
+            EnvironmentFailure, match=r"failed on task \d .*: judge: POST .* was answered 400: .*too long"
+        ):
+            run(tmp_path / f"{workers}", fake, workers=workers)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_wrong_key_ends_the_run_whatever_may_be_dropped(tmp_path: Path, fake: FakeJudge, workers: int) -> None:
+    async def deny(body: Body) -> Response:
+        return JSONResponse({"error": "who are you"}, 401)
+
+    fake.answer = deny
+    with pytest.raises(JudgeDenied, match="was answered 401: .*who are you.*Name its key with api_key_env"):
+        run(tmp_path, fake, on_error="drop", workers=workers)
+
+
+def test_an_evaluation_that_is_made_again_asks_nobody_again(tmp_path: Path, fake: FakeJudge) -> None:
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps({"prompt": f"{n}?"}) + "\n" for n in range(3)))
+    judge = {"url": fake.url, "model": "m", "prompt": "{prompt} {completion}", "max_score": 1000.0}
+    section = {"id": "jsonl", "args": {"path": str(tmp_path / "q.jsonl"), "scorer": "judge", "judge": judge}}
+
+    def evaluate() -> list[float]:
+        with judge_serving(FakeJudge(by_content)) as policy:
+            config = EvaluateConfig.model_validate(
+                {"output_dir": tmp_path / "eval", "url": policy.url, "model": {"name": "p"}, "environments": [section]}
+            )
+            asyncio.run(evaluation.run(config.model_copy(update={"url": policy.url})))
+        lines = (tmp_path / "eval" / "rollouts.jsonl").read_text().splitlines()
+        return [json.loads(line)["reward"] for line in sorted(lines)]
+
+    first = evaluate()
+    assert len(set(first)) == 3 and len(fake.asked) == 3
+    for name in ("rollouts.jsonl", "evaluation.json"):
+        (tmp_path / "eval" / name).unlink()
+    assert sorted(evaluate()) == sorted(first) and len(fake.asked) == 3
