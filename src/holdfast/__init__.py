@@ -13,6 +13,7 @@ shared        what these have in common: settings, files, what goes over the wir
 # A user's files may come before everything: nothing is imported here that Python has not imported at its start.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from holdfast.orchestrator.environments.harness import Endpoint, HarnessEnvironment
     from holdfast.orchestrator.environments.interface import Environment, Score, Session, SessionFull, Task
     from holdfast.orchestrator.environments.judge import Judge, Judgement
     from holdfast.orchestrator.judges.desk import judging
@@ -50,7 +51,9 @@ __all__ = [
     "Completion",
     "ConfigError",
     "DataError",
+    "Endpoint",
     "Environment",
+    "HarnessEnvironment",
     "HoldfastError",
     "Judge",
     "JudgeConfig",
@@ -83,6 +86,7 @@ __all__ = [
 ]
 
 _NAMES_OF = {
+    "orchestrator.environments.harness": ("Endpoint", "HarnessEnvironment"),
     "orchestrator.environments.interface": ("Environment", "Score", "Session", "SessionFull", "Task"),
     "orchestrator.environments.judge": ("Judge", "Judgement"),
     "orchestrator.judges.desk": ("judging",),

@@ -66,3 +66,25 @@ def test_workers_that_die_and_an_orchestrator_that_dies_with_them_change_nothing
     ]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert not run.survivors()
+
+
+@pytest.mark.slow
+def test_a_harness_over_http_trains_the_same_weights_through_deaths(
+    rl_server: UsedServer, reference: CompletedRun, tmp_path: Path
+) -> None:
+    """The weights are those of the environment whose sessions it plays, undisturbed."""
+    mine = '[{"id": "tests.runs.harness_environments:ReversedOverHttp", "name": "reverse_text", "workers": 1}]'
+    flags = (*rl_server.flags, "--orchestrator.environments", mine, "--max-steps", str(REFERENCE_STEPS))
+    with RlRun(tmp_path / "run", *flags, "--ckpt.interval", "4") as run:
+        run.wait_for_step(3)
+        run.find("holdfast.orchestrator.rollouts.worker_process")[-1].kill()
+        run.wait_for_step(7)
+        (orchestrator,) = run.find("holdfast.orchestrator.main")
+        orchestrator.kill()
+        done = complete(run)
+    assert done.exit_code == 0, done.output
+    weights = [
+        run_dir.weights_of(REFERENCE_STEPS) / "model.safetensors" for run_dir in (run.run_dir, reference.run_dir)
+    ]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert read_metrics(run.run_dir.metrics)[-1]["reverse_text/requests/answered"] == 1.0

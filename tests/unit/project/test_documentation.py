@@ -103,7 +103,7 @@ def documented(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> Checkout:
     checkout.save_files(ROOT / "README.md")
     checkout.save_files(ROOT / "docs" / "environments.md")
     monkeypatch.syspath_prepend(checkout.path)
-    for name in ("addition", "shout", "guessing", "ranked", "checked", "warmer", "prices", "polite"):
+    for name in ("addition", "shout", "guessing", "ranked", "checked", "warmer", "prices", "polite", "asked"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return checkout
 
@@ -216,6 +216,31 @@ def test_the_tools_of_their_page_look_up_and_add(documented: Checkout) -> None:
     session = play_with_tools("hermes", turns, Prices())
     assert session.texts == turns and scores_of(Prices(), task, session) == [0.9]
     assert str(sum(prices)) == task.answer
+
+
+def test_the_harness_of_their_page_asks_twice(documented: Checkout) -> None:
+    from asked import Asked  # type: ignore[import-not-found]
+
+    from holdfast.orchestrator.environments.interface import Session, TaskSeed
+    from holdfast.shared.chat.files import load_tokenizer
+    from holdfast.shared.wire.arrays import Logprobs, TokenIds
+    from holdfast.shared.wire.inference_api import Completion
+
+    task = Asked().make_task(TaskSeed(0, "documented", 1))
+    tokenizer = load_tokenizer(str(BASE))
+
+    async def say(token_ids: list[int], turn: int, max_tokens: int) -> Completion:
+        ids = [*tokenizer.encode(task.answer if turn == 0 else "x"), tokenizer.stop_token_ids[0]]
+        return Completion(TokenIds(ids), Logprobs([-1.0] * len(ids)), "stop", [])
+
+    async def play_and_score() -> float:
+        session = Session([], tokenizer=tokenizer, sample_turn=say, seq_len=256, max_tokens=16, task=task)
+        await Asked().run(session, task)
+        (score,) = await Asked().score(task, [session])
+        assert session.loss_mask.num_stretches == 2 and session.texts == [task.answer, "x"]
+        return score.reward
+
+    assert asyncio.run(play_and_score()) == 0.5
 
 
 def test_an_environment_can_be_tried_without_a_model(documented: Checkout) -> None:

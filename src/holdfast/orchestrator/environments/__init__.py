@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 import pydantic
 
 from holdfast.orchestrator.environments.calls import place_of
+from holdfast.orchestrator.environments.harness import HarnessEnvironment
 from holdfast.orchestrator.environments.interface import Environment
 from holdfast.orchestrator.environments.plugins import GROUP, Plugin, find_plugins
 from holdfast.orchestrator.environments.reasoning_gym import PREFIX, ReasoningGym
@@ -44,7 +45,10 @@ def load_environment(config: EnvironmentConfig, *, key: str) -> Environment:
     """
     cls, args = find_environment(config, key=key)
     try:
-        return cls(**args)
+        environment = cls(**args)
+        if isinstance(environment, HarnessEnvironment):
+            environment.tool_parser = config.tool_parser
+        return environment
     except HoldfastError:
         raise
     except BaseException as error:

@@ -115,6 +115,8 @@ class Session:
         state: the environment's own, such as what its tools found; it is kept nowhere.
         tool_counts: how many calls of tools there were (`calls`), failed by reason (`failed/raised`, ...), and got no
             answer because no turn could follow (`unanswered`); empty without tools.
+        request_counts: how many requests of a harness were `answered`, and refused by reason (`refused/history`, ...);
+            None where no harness plays it.
     """
 
     def __init__(
@@ -149,7 +151,10 @@ class Session:
         self.task = task
         self.state: dict[str, Any] = {}
         self.tool_counts: Counter[str] = Counter()
+        self.request_counts: Counter[str] | None = None
         self._tool_use = tool_use
+        # Of the chat template, for which they are the same in every turn.
+        self._schemas = tool_use.schemas if tool_use else None
         # What was said behind the prompt, to see whether the template would rewrite it; None where it need not be seen.
         self._said: list[ChatMessage] | None = None if keeps_history else []
 
@@ -157,6 +162,11 @@ class Session:
     def completion(self) -> str:
         """The text of the last sampled turn; empty before the first."""
         return self.texts[-1] if self.texts else ""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """That of its token ids."""
+        return self._tokenizer
 
     @property
     def turn_ends(self) -> tuple[int, ...]:
@@ -168,8 +178,28 @@ class Session:
         """How many more tokens fit."""
         return self._seq_len - len(self.token_ids)
 
-    async def sample(self) -> str:
+    def begin(self, messages: Sequence[Message | ChatMessage], *, tools: Sequence[Any] | None = None) -> None:
+        """Give a session that has no prompt its prompt; `tools` are the JSON schemas that the template shows.
+
+        Raises:
+            SessionFull: it leaves no room for a sampled token.
+            DataError, TypeError: it is no chat that the template takes.
+            RuntimeError: there is a prompt.
+        """
+        self._require_idle("begin()")
+        if self.token_ids:
+            raise RuntimeError("begin() is for a session without a prompt, and this one has one: use append_messages()")
+        messages = as_messages(messages)
+        self._require_room(num_characters(messages))
+        schemas = list(tools) if tools else None
+        self._append(self._tokenizer.prompt(messages, tools=schemas))
+        self._schemas = schemas
+
+    async def sample(self, *, max_tokens: int | None = None) -> str:
         """Let the policy continue, and return the text of what it sampled.
+
+        Args:
+            max_tokens: most tokens of this turn, where that is less than the run allows (`sampling.max_tokens`).
 
         Raises:
             SessionFull: there is no room for a single token.
@@ -178,9 +208,10 @@ class Session:
         self._require_idle("sample()")
         if self.room < 1:
             raise SessionFull(f"there is no room for another token in the {self._seq_len} of the session (seq_len)")
+        most = min(self._max_tokens, self.room, max_tokens or self._max_tokens)
         self._is_sampling = True
         try:
-            turn = await self._sample_turn(self.token_ids.tolist(), len(self.texts), min(self._max_tokens, self.room))
+            turn = await self._sample_turn(self.token_ids.tolist(), len(self.texts), most)
         finally:
             self._is_sampling = False
         self._is_turn_open = False
@@ -193,7 +224,7 @@ class Session:
         self._turn_ends.append(len(self.token_ids))
         self.texts.append(self._tokenizer.decode(turn.token_ids))
         if self._said is not None:
-            self._said.append({"role": "assistant", "content": self._raw_text()})
+            self._said.append({"role": "assistant", "content": self.raw_completion})
         return self.texts[-1]
 
     async def answer_tool_calls(self) -> bool:
@@ -212,7 +243,7 @@ class Session:
             why = "nothing was sampled" if self._tool_use else "the environment has no `tools`"
             raise RuntimeError(f"answer_tool_calls(): {why}")
         use, turn = self._tool_use, len(self.texts)
-        calls = use.parse(self._raw_text())
+        calls = use.parse(self.raw_completion)
         self.tool_counts["calls"] += len(calls)
         if not calls or turn >= use.max_turns:
             self.tool_counts["unanswered"] += len(calls)
@@ -231,8 +262,9 @@ class Session:
             return False
         return True
 
-    def _raw_text(self) -> str:
-        """Return the text of the last turn with its special tokens, but for that which ends it."""
+    @property
+    def raw_completion(self) -> str:
+        """The text of the last sampled turn with its special tokens, but for that which ends it."""
         start = self._turn_ends[-2] if len(self._turn_ends) > 1 else 0
         sampled = [token for place, token in enumerate(self.token_ids[start:], start) if self.loss_mask[place]]
         if sampled and sampled[-1] in self._tokenizer.stop_token_ids:
@@ -255,14 +287,13 @@ class Session:
             )
         messages = as_messages(messages)
         self._require_room(num_characters(messages))
-        schemas = self._tool_use.schemas if self._tool_use else None
         said = None if self._said is None else [*self._said, *map(as_dict, messages)]
-        if said and self._tokenizer.rewrites(said, tools=schemas):
+        if said and self._tokenizer.rewrites(said, tools=self._schemas):
             raise HistoryRewritten(
                 f"behind these messages the chat template of '{self._tokenizer.name}' writes an earlier turn of the "
                 f"policy otherwise than it was sampled, such as without its thoughts. {HISTORY_ADVICE}."
             )
-        self._append(self._tokenizer.continuation(messages, last_token_id=self.token_ids[-1], tools=schemas))
+        self._append(self._tokenizer.continuation(messages, last_token_id=self.token_ids[-1], tools=self._schemas))
         self._said = said
         self._is_turn_open = True
 

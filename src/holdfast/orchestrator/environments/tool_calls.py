@@ -148,6 +148,18 @@ def find_parser(name: str, *, template: str, model: str) -> Parser:
     )
 
 
+def text_before_calls(text: str, parse: Parser) -> str:
+    """Return what a turn in which `parse` has found calls says before the first of them."""
+    start = max(0, text.rfind("</think>"))
+    beginnings: dict[Parser, str] = {
+        parse_hermes: "<tool_call>",
+        parse_qwen3_coder: "<tool_call>",
+        parse_mistral: _MISTRAL,
+    }
+    beginning = beginnings.get(parse)
+    return text[: text.find(beginning, start)].strip() if beginning else ""
+
+
 def _of_text(text: str) -> ToolCall:
     try:
         return _of_value(json.loads(text))

@@ -18,6 +18,7 @@ from holdfast.orchestrator.environments.contract import (
     require_sound,
     step_rewards,
 )
+from holdfast.orchestrator.environments.harness import HarnessEnvironment, request_metrics
 from holdfast.orchestrator.environments.interface import Environment, Score, Session, SessionFull, Task
 from holdfast.orchestrator.environments.judge import JudgeFailure
 from holdfast.orchestrator.environments.tool_use import ToolUse, tool_metrics, tool_use_of
@@ -164,7 +165,7 @@ def _to_rollout(
         versions=[] if is_sampled_by_teacher else _merged(session.versions),
         reward=score.reward,
         truncated=session.truncated,
-        metrics=score.metrics | tool_metrics(session),
+        metrics=score.metrics | tool_metrics(session) | request_metrics(session),
         step_rewards=step_rewards(score, session),
     )
 
@@ -172,12 +173,14 @@ def _to_rollout(
 def prompt_ids_for(
     task: Task, problem: Problem, *, tokenizer: Tokenizer, seq_len: int, tool_use: ToolUse | None
 ) -> list[int]:
-    """Return the token ids of the prompt of `task`.
+    """Return the token ids of the prompt of `task`; none where a harness is to bring it.
 
     Raises:
         PromptTooLong: it leaves no room for a sampled token within `seq_len`.
         EnvironmentFailure: it is no task, or no prompt that the chat template takes.
     """
+    if isinstance(problem.here, HarnessEnvironment) and isinstance(task, Task):
+        return []
     schemas = tool_use.schemas if tool_use else None
     token_ids = prompt_ids_of(task, tokenizer, what=context_of(problem), room=seq_len - 1, tools=schemas)
     if not 1 <= len(token_ids) < seq_len:

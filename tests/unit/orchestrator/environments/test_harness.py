@@ -1,0 +1,413 @@
+"""Rollouts that a harness plays over HTTP: token for token those of a session, and refusals that say what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from holdfast import Endpoint, HarnessEnvironment, Message, Score, Session, Task, TaskSeed
+from holdfast.orchestrator.environments.chat_server import MODEL, chat_server
+from holdfast.orchestrator.environments.contract import PromptTooLong
+from holdfast.orchestrator.environments.harness import request_metrics
+from holdfast.orchestrator.environments.tool_use import tool_message
+from holdfast.orchestrator.main import orchestrate
+from holdfast.shared.chat.files import load_tokenizer
+from holdfast.shared.chat.tokenizer import Tokenizer
+from holdfast.shared.errors import EnvironmentFailure, InferenceError
+from holdfast.shared.files import journal
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.wire.arrays import Logprobs, TokenIds
+from holdfast.shared.wire.inference_api import Completion
+from holdfast.shared.wire.rollouts import Batch, VersionSpan
+from holdfast.trainer.data.samples import chat_tokenizer
+from tests.models.chat_templates import make_tokenizer
+from tests.models.tool_templates import tool_templates
+from tests.runs.harness_environments import ask
+from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
+
+STEPS = 3
+_Play = Callable[[Endpoint], Awaitable[Any]]
+USER = {"role": "user", "content": "ab"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},
+            "required": ["a"],
+        },
+    },
+}
+
+
+class Scripted(HarnessEnvironment):
+    """A harness that is one function."""
+
+    def __init__(self, script: _Play) -> None:
+        self._script = script
+
+    def make_task(self, seed: TaskSeed) -> Task:
+        return Task(prompt="")
+
+    async def play(self, endpoint: Endpoint, task: Task) -> Any:
+        return await self._script(endpoint)
+
+
+@cache
+def letters() -> Tokenizer:
+    return load_tokenizer("examples/reverse_text/base")
+
+
+def session_of(
+    turns: list[str],
+    *,
+    tokenizer: Tokenizer | None = None,
+    seq_len: int = 20_000,
+    before: Callable[[int], Awaitable[None]] | None = None,
+    keeps_history: bool = False,
+) -> Session:
+    """Return a session without a prompt, whose policy says `turns`; `before` is awaited in front of each."""
+    known = tokenizer or letters()
+
+    async def sample_turn(token_ids: list[int], turn: int, most: int) -> Completion:
+        if before is not None:
+            await before(turn)
+        sampled = known.encode(turns[turn])[:most]
+        is_stopped = sampled[-1] in known.stop_token_ids
+        spans = [VersionSpan(0, 0, len(sampled))]
+        return Completion(
+            TokenIds(sampled), Logprobs([-1.0 - turn] * len(sampled)), "stop" if is_stopped else "length", spans
+        )
+
+    return Session(
+        [], tokenizer=known, sample_turn=sample_turn, seq_len=seq_len, max_tokens=500, keeps_history=keeps_history
+    )
+
+
+def play(session: Session, script: _Play, *, parser: str = "auto") -> list[Score]:
+    """Play a session by a script, and return its score."""
+    environment = Scripted(script)
+    environment.tool_parser = parser
+
+    async def run() -> list[Score]:
+        await environment.run(session, Task(prompt=""))
+        return await environment.score(Task(prompt=""), [session])
+
+    return asyncio.run(run())
+
+
+def orchestrated(directory: Path, **section: Any) -> list[Batch]:
+    """Return the batches of a run with a harness or its likeness; nothing was sampled twice."""
+    directory.mkdir(exist_ok=True)
+    engine = FakeEngine()
+    run_dir = RunDir(directory / "run")
+    with serving(engine), FakeTrainer(run_dir, start=0, max_steps=STEPS):
+        config = make_config(
+            run_dir.path, engine, environments=[{"name": "mine", **section}], max_steps=STEPS, group_size=2
+        )
+        asyncio.run(orchestrate(config))
+    asked = [(tuple(one["token_ids"]), seed) for one in engine.requests for seed in one["seeds"]]
+    assert len(asked) == len(set(asked)), "nothing is sampled twice"
+    return [journal.read_batch(run_dir, step) for step in range(1, STEPS + 1)]
+
+
+HARNESS = "tests.runs.harness_environments:Harness"
+
+
+def test_what_a_harness_plays_is_what_a_session_would_be(tmp_path: Path) -> None:
+    session = orchestrated(tmp_path / "session", id="tests.runs.harness_environments:Played")
+    here = orchestrated(tmp_path / "here", id=HARNESS)
+    # The first two batches are of the first weights; the next ones depend on all numbers of a batch.
+    for ours, theirs in zip(session[:2], here, strict=False):
+        for one, other in zip(ours.rollouts, theirs.rollouts, strict=True):
+            assert other.metrics.pop("requests/answered") == 2.0
+            other.metrics.clear()
+            assert one == other
+    here = [journal.read_batch(RunDir(tmp_path / "here" / "run"), step) for step in range(1, STEPS + 1)]
+    args = {"faults": {"1": "killed once"}, "marks": str(tmp_path / "killed")}
+    for name, more in {"worker": {"workers": 1}, "killed": {"workers": 2, "args": args}}.items():
+        there = orchestrated(tmp_path / name, id=HARNESS, **more)
+        assert [batch.rollouts for batch in there] == [batch.rollouts for batch in here]
+    assert (tmp_path / "killed" / "killed").exists()
+
+
+def test_every_fault_of_a_harness_costs_its_own_group_and_is_counted_by_reason(tmp_path: Path) -> None:
+    faults = {"1": "raises", "3": "hangs", "5": "asks nothing", "7": "scores", "8": "too long"}
+    batches = orchestrated(tmp_path, id=HARNESS, args={"faults": faults}, on_error="drop", timeout_s=2.0)
+    dropped = {one.task_id: one for batch in batches for one in batch.dropped}
+    assert {task: one.reason for task, one in dropped.items()} == {
+        1: "environment_error", 3: "timeout", 5: "environment_error", 8: "prompt_too_long",
+    }  # fmt: skip
+    assert "run() raised KeyError: 'no'" in dropped[1].detail and "harness_environments.py:" in dropped[1].detail
+    assert "play() returned without a request that was answered." in dropped[5].detail
+    with pytest.raises(EnvironmentFailure, match=r"'mine' failed on task 1 .*run\(\) raised KeyError: 'no'"):
+        orchestrated(tmp_path / "stops", id=HARNESS, args={"faults": faults})
+
+
+def test_a_conversation_is_one_sample_with_one_mask() -> None:
+    async def script(endpoint: Endpoint) -> Score:
+        first = await ask(endpoint, USER)
+        # As clients send it back: parts, nulls, and white space of their own.
+        echo = {**first, "content": [{"type": "text", "text": f"{first['content']} "}], "refusal": None}
+        second = await ask(endpoint, USER, echo, {"role": "user", "content": "d"}, max_completion_tokens=2, stop=None)
+        return Score(0.5, {"length": float(len(second["content"]))})
+
+    session = session_of(["ba<|end|>", "cdef<|end|>"])
+    assert play(session, script) == [Score(0.5, {"length": 2.0})]
+    tokenizer = letters()
+    prompt = tokenizer.prompt([Message("user", "ab")])
+    first, more = tokenizer.encode("ba<|end|>"), tokenizer.continuation([Message("user", "d")], last_token_id=3)
+    assert session.token_ids.tolist() == [*prompt, *first, *more, *tokenizer.encode("cd")]
+    assert session.turn_ends == (len(prompt) + 3, len(session.token_ids)) and session.truncated
+    assert request_metrics(session)["requests/answered"] == 2.0
+
+
+def test_what_a_request_may_not_ask_for_is_refused_by_name_and_counted() -> None:
+    refused: dict[str, dict[str, Any]] = {
+        "n = 2 is not supported: leave it out, or 1": {"n": 2},
+        "stream = True is not supported: leave it out, or false": {"stream": True},
+        "logprobs = True is not supported": {"logprobs": True},
+        "there is no parameter `top_logprobs`.": {"top_logprobs": 3},
+        "Did you mean 'max_tokens'?": {"max_token": 3},
+        "temperature is the run's": {"temperature": 0.7},
+        "seed is the run's": {"seed": 1},
+        "model = 'gpt': this endpoint has 'policy' alone": {"model": "gpt"},
+        "max_tokens must be a number from 1 on, got 0": {"max_tokens": 0},
+    }
+    unreadable: dict[str, dict[str, Any]] = {
+        "messages must be a list of messages, got []": {"messages": []},
+        "messages[0] must be an object with a role, got 'ab'": {"messages": ["ab"]},
+        "messages[0].audio is not supported. Known: role,": {"messages": [{**USER, "audio": "x"}]},
+        "messages[0].content has parts that are no text": {"messages": [{"role": "user", "content": [{"type": "i"}]}]},
+        "messages[0].content must be text or a list": {"messages": [{"role": "user", "content": 3}]},
+        "`tools` must be a list of JSON objects": {"tools": [3]},
+        "no form that is known": {"tools": [TOOL]},
+    }
+
+    async def script(endpoint: Endpoint) -> float:
+        for told, more in {**refused, **unreadable}.items():
+            said = await ask(endpoint, USER, **more)
+            assert told in said["error"]["message"], said
+            code = "model_not_found" if "model" in more else "parameter" if told in refused else "malformed"
+            assert (said["error"]["type"], said["error"]["code"]) == ("invalid_request_error", code)
+        async with httpx.AsyncClient(base_url=endpoint.base_url) as client:
+            key = {"Authorization": f"Bearer {endpoint.api_key}"}
+            path = f"{endpoint.base_url}/chat/completions"
+            for body in (b"{", b"[]"):
+                answer = await client.post(path, content=body, headers=key)
+                assert answer.status_code == 400 and answer.headers["x-should-retry"] == "false"
+            assert (await client.post(path, json={})).status_code == 401
+            assert (await client.get(path, headers=key)).status_code == 405
+            assert (await client.get(f"{endpoint.base_url}/embeddings", headers=key)).status_code == 404
+            models = await client.get(f"{endpoint.base_url}/models", headers=key)
+            assert [one["id"] for one in models.json()["data"]] == [MODEL]
+        await ask(endpoint, USER)
+        return 1.0
+
+    session = session_of(["ba<|end|>"])
+    play(session, script)
+    metrics = request_metrics(session)
+    assert metrics == {
+        "requests/answered": 1.0, "requests/refused/malformed": len(unreadable) + 2.0,
+        "requests/refused/parameter": float(len(refused)), "requests/refused/history": 0.0,
+        "requests/refused/parallel": 0.0, "requests/refused/full": 0.0,
+    }  # fmt: skip
+
+
+def test_a_rollout_is_one_conversation() -> None:
+    async def script(endpoint: Endpoint) -> float:
+        first = await ask(endpoint, USER)
+        more = {"role": "user", "content": "d"}
+        for chat in ([USER], [more, first, more], [USER, {**first, "content": "other"}, more], [USER, first]):
+            said = await ask(endpoint, *chat)
+            assert said["error"]["code"] == "history" and "is one conversation" in said["error"]["message"], said
+        said = await ask(endpoint, USER, first, more, tools=[TOOL])
+        assert "the tools are others" in said["error"]["message"]
+        await ask(endpoint, USER, first, more)
+        return 1.0
+
+    session = session_of(["ba<|end|>", "c<|end|>"])
+    play(session, script)
+    assert session.request_counts == {"answered": 2, "refused/history": 5}
+
+
+def test_two_requests_at_once_are_refused_and_a_repeated_one_is_answered_once() -> None:
+    let = asyncio.Event()
+    is_sampling = asyncio.Event()
+
+    async def before(turn: int) -> None:
+        is_sampling.set()
+        await let.wait()
+
+    async def script(endpoint: Endpoint) -> float:
+        going = asyncio.create_task(ask(endpoint, USER))
+        await is_sampling.wait()
+        said = await ask(endpoint, USER)
+        assert said["error"]["code"] == "parallel"
+        body = json.dumps({"model": MODEL, "messages": [USER]}).encode()
+        headers = {"Authorization": f"Bearer {endpoint.api_key}", "X-Stainless-Retry-Count": "1"}
+        async with httpx.AsyncClient(headers=headers) as client:
+            path = f"{endpoint.base_url}/chat/completions"
+            assert (await client.post(path, content=body + b" ")).status_code == 400, "not the same"
+            let.set()
+            first = await going
+            sent = json.dumps({"model": endpoint.model, "messages": [USER]}, separators=(",", ":")).encode()
+            again = [(await client.post(path, content=sent)).json() for _ in range(2)]
+        assert [one["choices"][0]["message"] for one in again] == [first, first]
+        return 1.0
+
+    session = session_of(["ba<|end|>"], before=before)
+    play(session, script)
+    assert session.texts == ["ba"]
+
+
+def test_nothing_is_answered_after_the_end() -> None:
+    kept: list[Endpoint] = []
+
+    async def first(endpoint: Endpoint) -> float:
+        kept.append(endpoint)
+        await ask(endpoint, USER)
+        return 1.0
+
+    async def second(endpoint: Endpoint) -> float:
+        said = await ask(kept[0], USER)
+        assert "it has ended" in said["error"]["message"]
+        return await first(endpoint)
+
+    async def both() -> None:
+        for script in (first, second):
+            await Scripted(script).run(session_of(["ba<|end|>"]), Task(prompt=""))
+        assert kept[0].base_url != kept[1].base_url and await chat_server() is await chat_server()
+
+    asyncio.run(both())
+
+
+def test_what_is_left_behind_fails_the_rollout() -> None:
+    is_sampling = asyncio.Event()
+
+    async def before(turn: int) -> None:
+        if turn == 1:
+            is_sampling.set()
+            await asyncio.Event().wait()
+
+    async def script(endpoint: Endpoint) -> float:
+        reply = await ask(endpoint, USER)
+        left.append(asyncio.create_task(ask(endpoint, USER, reply, USER)))
+        await is_sampling.wait()
+        return 1.0
+
+    left: list[asyncio.Task[Any]] = []
+    session = session_of(["ba<|end|>", "c<|end|>"], before=before)
+    with pytest.raises(RuntimeError, match=r"play\(\) returned while a request of it was being answered"):
+        play(session, script)
+    assert not session.is_sampling and len(session.texts) == 1
+
+
+def test_room_that_is_used_up_is_told_in_openais_words() -> None:
+    async def script(endpoint: Endpoint) -> float:
+        reply = await ask(endpoint, USER)
+        said = await ask(endpoint, USER, reply, {"role": "user", "content": "d" * 40})
+        assert said["error"]["code"] == "context_length_exceeded"
+        return 0.0
+
+    session = session_of(["ba<|end|>"], seq_len=32)
+    play(session, script)
+    assert session.truncated and session.request_counts == {"answered": 1, "refused/full": 1}
+
+    async def too_long(endpoint: Endpoint) -> float:
+        said = await ask(endpoint, {"role": "user", "content": "d" * 40})
+        raise KeyError(said["choices"])
+
+    with pytest.raises(PromptTooLong, match=r"the prompt of the harness: 4\d more tokens leave no room"):
+        play(session_of([], seq_len=32), too_long)
+
+
+def test_engines_that_fail_are_told_as_such() -> None:
+    async def before(turn: int) -> None:
+        raise InferenceError("no engine")
+
+    async def script(endpoint: Endpoint) -> float:
+        said = await ask(endpoint, USER)
+        assert said["error"] == {
+            "message": "the policy cannot be sampled: no engine", "type": "server_error", "param": None, "code": None,
+        }  # fmt: skip
+        return 1.0
+
+    with pytest.raises(RuntimeError, match="play\\(\\) returned without a request that was answered"):
+        play(session_of([], before=before), script)
+
+
+CALLS = {
+    "qwen2_5": 'So.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "2"}}\n</tool_call>',
+    "qwen3_5_nothink": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n"
+    "</function>\n</tool_call>",
+    "llama3_1": '{"name": "add", "parameters": {"a": 1, "b": "2"}}',
+    "mistral_v3": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": "2"}}]',
+}
+
+
+@pytest.mark.parametrize("template", CALLS)
+def test_calls_of_tools_are_read_in_the_form_of_the_model(template: str) -> None:
+    kind = "byte-level" if template == "mistral_v3" else "llama 3"
+    tokenizer = chat_tokenizer(make_tokenizer(kind, tool_templates()[template], adds_bos=True))
+    end = {"llama3_1": "<|eot_id|>", "mistral_v3": "</s>"}.get(template, "<|im_end|>")
+    turns = [f"{CALLS[template]}{end}", f"3{end}"]
+    result = {"role": "tool", "content": "3", "tool_call_id": "t00010001", "name": "add"}
+
+    async def script(endpoint: Endpoint) -> float:
+        reply = await ask(endpoint, USER, tools=[TOOL])
+        [call] = reply["tool_calls"]
+        assert call["id"] == "t00010001" and call["function"]["name"] == "add"
+        assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": "2"}
+        assert reply["content"] == ("So." if template == "qwen2_5" else None)
+        call["function"]["arguments"] = json.dumps({"b": "2", "a": 1}, indent=1)  # as clients write it again
+        last = await ask(endpoint, USER, {**reply, "content": reply["content"] or ""}, result, tools=[TOOL])
+        assert (last["content"], last.get("tool_calls")) == ("3", None)
+        return 1.0
+
+    session = session_of(turns, tokenizer=tokenizer)
+    play(session, script)
+    prompt = tokenizer.prompt([Message("user", "ab")], tools=[TOOL])
+    first, last = map(tokenizer.encode, turns)
+    message = tool_message("3", name="add", turn=1, number=1)
+    more = tokenizer.continuation([message], last_token_id=first[-1], tools=[TOOL])
+    assert session.token_ids.tolist() == [*prompt, *first, *more, *last]
+    assert session.loss_mask.tolist() == [False] * len(prompt) + [True] * len(first) + [False] * len(more) + [
+        True
+    ] * len(last)
+
+
+def test_a_call_that_cannot_be_read_is_text_and_thoughts_that_a_template_drops_end_the_conversation() -> None:
+    tokenizer = chat_tokenizer(make_tokenizer("llama 3", tool_templates()["qwen3"], adds_bos=True))
+    turns = ["<tool_call>\n{add\n</tool_call><|im_end|>", "<think>\nhm\n</think>\n\nyes<|im_end|>"]
+
+    async def script(endpoint: Endpoint) -> float:
+        reply = await ask(endpoint, USER, tools=[TOOL])
+        assert "tool_calls" not in reply and "{add" in reply["content"]
+        chat = [USER, reply, {"role": "user", "content": "Think."}]
+        chat.append(await ask(endpoint, *chat, tools=[TOOL]))
+        said = await ask(endpoint, *chat, {"role": "user", "content": "Go on."}, tools=[TOOL])
+        assert said["error"]["code"] == "history" and "otherwise than it was sampled" in said["error"]["message"]
+        return 1.0
+
+    session = session_of(turns, tokenizer=tokenizer)
+    play(session, script, parser="hermes")
+    assert session.texts[1].endswith("yes")
+
+
+def test_a_session_gets_one_prompt() -> None:
+    session = session_of([])
+    session.begin([Message("user", "ab")])
+    with pytest.raises(RuntimeError, match="this one has one"):
+        session.begin([Message("user", "ab")])
+    with pytest.raises(NotImplementedError, match="HarnessEnvironment needs a method play"):
+        asyncio.run(HarnessEnvironment().play(Endpoint("", ""), Task(prompt="")))
