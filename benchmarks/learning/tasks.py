@@ -20,7 +20,7 @@ from holdfast.orchestrator.environments import load_environment
 from holdfast.orchestrator.environments.guess_number import Secret
 from holdfast.orchestrator.environments.ledger import Books
 from holdfast.orchestrator.environments.python_code import Program
-from holdfast.shared.config.orchestrator import EnvironmentConfig
+from holdfast.shared.config.environments import EnvironmentConfig
 
 Row = dict[str, Any]
 _LOOK_UP_SCHEMA = {"type": "function", "function": {"name": "look_up"}}

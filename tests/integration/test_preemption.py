@@ -19,7 +19,6 @@ from holdfast.shared.files import manifest
 from holdfast.shared.files.journal import publish_batch
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan
-from holdfast.shared.wire.sampling import Sampling
 from tests.conftest import ROOT
 from tests.runs.processes import HANG_S
 from tests.runs.training import LiveSft, SftRun, run_sft
@@ -162,13 +161,13 @@ def make_batch(step: int) -> Batch:
         )
         for index in (0, 1)
     ]
-    return Batch(step=step, policy_version=step - 1, weights_digest="d" * 32, sampling=Sampling(1.0), rollouts=rollouts)
+    return Batch(step=step, policy_version=step - 1, weights_digest="d" * 32, rollouts=rollouts)
 
 
 def state_after(step: int) -> bytes:
     """The orchestrator's state after the batches up to `step`."""
     counts = {"step": step, "problems": step, "rollouts": 2 * step, "tokens": 10 * step}
-    return json.dumps(counts | {"environments": {"reverse_text": {"next_task": step}}}).encode()
+    return json.dumps(counts | {"environments": {"reverse_text": {"next_task": step, "group_size": 2}}}).encode()
 
 
 def test_a_trainer_that_waits_for_a_batch_saves_at_once(

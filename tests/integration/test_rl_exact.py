@@ -213,8 +213,7 @@ def test_truncated_sampling_is_trained_as_it_was_sampled_and_survives_a_kill(
         assert 0 < line["mismatch/max_log_ratio"] <= LOG_RATIO_TOLERANCE, line
         assert line["mismatch_kl/age_0"] <= 1e-10, line
         assert line["ppo_kl"] == 0 and line["clip_fraction"] == 0, line
-    sampled = read_batch(straight, 3).sampling
-    assert sampled == Sampling(0.7, 0.9, 40, 0.005)
+    assert {rollout.sampling for rollout in read_batch(straight, 3).rollouts} == {Sampling(0.7, 0.9, 40, 0.005)}
 
     with RlRun(tmp_path / "killed", *flags) as run:
         run.wait_for_step(2)

@@ -132,7 +132,7 @@ class Checkout:
         """Check the arguments of `environments`, and that what it plays or checks is there."""
         from holdfast.commands.environments.main import parse
         from holdfast.orchestrator.environments import find_environment
-        from holdfast.shared.config.orchestrator import EnvironmentConfig
+        from holdfast.shared.config.environments import EnvironmentConfig
 
         arguments = parse(command.words[1:])
         if arguments.command in ("check", "play"):

@@ -57,7 +57,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
     environments = _load_environments(config, tokenizer)
     start = find_start(run_dir, _resume_step(config))
     first = start.state.step + 1
-    adopt_mix(start.state, {section.label: section.weight for section in config.environments})
+    adopt_mix(start.state, config)
     if start.trainer_step or first > 1:
         events.report("resumed", step=start.trainer_step, first_batch=first)
     if first > config.max_steps:
@@ -121,8 +121,8 @@ def _allow_connections(config: OrchestratorConfig) -> None:
     Raises:
         ConfigError: this process may not have as many.
     """
-    size = config.group_size
-    most = max(1, config.client.max_concurrency * len(config.client.urls) // size) * size
+    size = config.largest_group
+    most = max(config.client.max_concurrency * len(config.client.urls), size)
     number = most if config.eval is not None else min(most, config.max_problems_per_step * size)
     if config.teacher is not None:
         number += min(config.teacher.max_concurrency * len(config.teacher.urls), number)

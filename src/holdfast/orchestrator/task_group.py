@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from holdfast.shared.process.child import is_ignored
@@ -24,6 +25,33 @@ async def run_all(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
         return [task.result() for task in tasks]
     # Outside of `except`: else the group would be its context, and be printed with it.
     raise first
+
+
+class SessionSlots:
+    """Lets whole groups through while their sessions have room, in the order in which they came.
+
+    Args:
+        most: sessions in flight at once; no group may be larger.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._slots = asyncio.Semaphore(most)
+        self._turn = asyncio.Lock()
+
+    @asynccontextmanager
+    async def taking(self, size: int) -> AsyncIterator[None]:
+        """Wait for room for a group of `size` sessions, which is given back at the end of the context."""
+        taken = 0
+        try:
+            # One group at a time takes slots: two that each hold some could wait for one another.
+            async with self._turn:
+                while taken < size:
+                    await self._slots.acquire()
+                    taken += 1
+            yield
+        finally:
+            for _ in range(taken):
+                self._slots.release()
 
 
 class FirstFailure:

@@ -22,7 +22,6 @@ from holdfast.shared.errors import RunDirError
 from holdfast.shared.files import journal, lock, manifest
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan
-from holdfast.shared.wire.sampling import PLAIN_SAMPLING
 from tests.runs.processes import HANG_S
 
 pytestmark = pytest.mark.usefixtures("in_root")
@@ -43,9 +42,7 @@ def _batch(step: int) -> Batch:
         )
         for index in range(2)
     ]
-    return Batch(
-        step=step, policy_version=version, weights_digest=f"{version}", sampling=PLAIN_SAMPLING, rollouts=rollouts
-    )
+    return Batch(step=step, policy_version=version, weights_digest=f"{version}", rollouts=rollouts)
 
 
 @pytest.fixture

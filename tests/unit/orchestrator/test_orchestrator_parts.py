@@ -6,8 +6,9 @@ import asyncio
 import itertools
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,7 +28,7 @@ from holdfast.orchestrator.evaluation.estimates import pass_at_k
 from holdfast.orchestrator.rollouts.generation_log import GenerationLog, discard_generations
 from holdfast.orchestrator.rollouts.group import Outcome
 from holdfast.orchestrator.seeds import TaskSeed, request_seed
-from holdfast.orchestrator.task_group import run_all
+from holdfast.orchestrator.task_group import SessionSlots, run_all
 from holdfast.orchestrator.weight_push.directory import (
     DirectoryTransport,
     PublishedDirectory,
@@ -36,7 +37,8 @@ from holdfast.orchestrator.weight_push.directory import (
 )
 from holdfast.orchestrator.weight_push.push import WeightPusher
 from holdfast.orchestrator.weight_push.transport import PublishedWeights
-from holdfast.shared.config.orchestrator import ClientConfig, EnvironmentConfig
+from holdfast.shared.config.environments import EnvironmentConfig
+from holdfast.shared.config.orchestrator import ClientConfig, OrchestratorConfig
 from holdfast.shared.errors import CheckpointError, ConfigError, InferenceError, RunDirError
 from holdfast.shared.files import durable, journal, manifest
 from holdfast.shared.files.manifest import MANIFEST_NAME, Manifest
@@ -63,9 +65,14 @@ def test_integer_weights_are_exact() -> None:
     assert integer_weights({"a": 0.3}) == {"a": 1}
 
 
+def mix(weights: Mapping[str, float]) -> OrchestratorConfig:
+    """A config with environments of these names and weights."""
+    return OrchestratorConfig(environments=[EnvironmentConfig(name=name, weight=one) for name, one in weights.items()])
+
+
 def test_the_mix_keeps_its_shares_over_any_stretch() -> None:
     state = OrchestratorState()
-    adopt_mix(state, {"a": 0.5, "b": 0.3, "c": 0.2})
+    adopt_mix(state, mix({"a": 0.5, "b": 0.3, "c": 0.2}))
     chosen = [next_environment(state) for _ in range(100)]
     for start in range(0, 100, 10):
         assert Counter(chosen[start : start + 10]) == {"a": 5, "b": 3, "c": 2}
@@ -75,16 +82,16 @@ def test_the_mix_keeps_its_shares_over_any_stretch() -> None:
 def test_the_mix_resumes_from_its_state_and_a_changed_mix_starts_anew(caplog: pytest.LogCaptureFixture) -> None:
     weights = {"a": 3.0, "b": 2.0}
     straight, resumed = OrchestratorState(), OrchestratorState()
-    adopt_mix(straight, weights)
+    adopt_mix(straight, mix(weights))
     expected = [next_environment(straight) for _ in range(13)]
-    adopt_mix(resumed, weights)
+    adopt_mix(resumed, mix(weights))
     begun = [next_environment(resumed) for _ in range(4)]
     resumed = resumed.copy()
-    adopt_mix(resumed, weights)
+    adopt_mix(resumed, mix(weights))
     assert begun + [next_environment(resumed) for _ in range(9)] == expected
     assert not caplog.records
     resumed.environments["a"].next_task = 5
-    adopt_mix(resumed, {"a": 1.0, "new": 1.0})
+    adopt_mix(resumed, mix({"a": 1.0, "new": 1.0}))
     assert "mix of environments changed" in caplog.text
     assert [next_environment(resumed) for _ in range(4)] == ["a", "new", "a", "new"]
     assert resumed.environments["a"].next_task == 5 and resumed.environments["b"].weight == 0
@@ -268,9 +275,14 @@ def test_a_start_without_the_state_of_its_step_is_refused(tmp_path: Path) -> Non
         find_start(RunDir(tmp_path), 5)
 
 
-def make_log(run_dir: RunDir, *, digest: str = "d", step: int = 1, top_p: float = 1.0) -> GenerationLog:
-    sampling = Sampling(1.0, top_p)
-    return GenerationLog(run_dir, step, weights_digest=digest, sampling=sampling, stop_token_ids=[3])
+def make_log(run_dir: RunDir, *, digest: str = "d", step: int = 1) -> GenerationLog:
+    return GenerationLog(run_dir, step, weights_digest=digest, stop_token_ids=[3])
+
+
+def found_in(
+    log: GenerationLog, prompt: list[int], seed: int, *, max_tokens: int = 4, top_p: float = 1.0
+) -> Completion | None:
+    return log.find(prompt, sampling=Sampling(top_p=top_p), max_tokens=max_tokens, seed=seed)
 
 
 def test_the_log_of_generations_survives_a_torn_end_and_belongs_to_its_weights(tmp_path: Path) -> None:
@@ -278,32 +290,34 @@ def test_the_log_of_generations_survives_a_torn_end_and_belongs_to_its_weights(t
     logprobs, spans = Logprobs([-1.0, -0.5]), [VersionSpan(0, 0, 2)]
     first, second = (Completion(TokenIds([number, 3]), logprobs, "stop", spans) for number in (5, 6))
     log = make_log(run_dir)
-    log.append([1, 2], max_tokens=4, seeds=[10], completions=[first])
-    log.append([1, 2], max_tokens=4, seeds=[11], completions=[second])
+    asked: dict[str, Any] = {"sampling": Sampling(), "max_tokens": 4}
+    log.append([1, 2], **asked, seeds=[10], completions=[first])
+    log.append([1, 2], **asked, seeds=[11], completions=[second])
     log.close()
     whole = log.path.read_bytes()
     for end in (len(whole) - 1, len(whole) - 30):
         log.path.write_bytes(whole[:end])
         torn = make_log(run_dir)
-        assert torn.find([1, 2], max_tokens=4, seed=10) == first
-        assert torn.find([1, 2], max_tokens=4, seed=11) is None
-        torn.append([1, 2], max_tokens=4, seeds=[11], completions=[second])
+        assert found_in(torn, [1, 2], 10) == first
+        assert found_in(torn, [1, 2], 11) is None
+        torn.append([1, 2], **asked, seeds=[11], completions=[second])
         torn.close()
         assert log.path.read_bytes() == whole
     again = make_log(run_dir)
-    assert again.find([1, 2], max_tokens=4, seed=11) == second
-    assert again.find([1, 2], max_tokens=5, seed=11) is None and again.find([1], max_tokens=4, seed=11) is None
+    assert found_in(again, [1, 2], 11) == second
+    assert found_in(again, [1, 2], 11, max_tokens=5) is None and found_in(again, [1], 11) is None
+    assert found_in(again, [1, 2], 11, top_p=0.9) is None
     again.close()
-    for other in (make_log(run_dir, top_p=0.9), make_log(run_dir, digest="e")):
-        assert other.find([1, 2], max_tokens=4, seed=10) is None
-        other.close()
+    other = make_log(run_dir, digest="e")
+    assert found_in(other, [1, 2], 10) is None
+    other.close()
     make_log(run_dir, step=2).close()
     discard_generations(run_dir, up_to=1)
     assert [path.name for path in run_dir.rollouts.iterdir()] == ["generations_2.log"]
 
 
 def make_batch(step: int) -> Batch:
-    return Batch(step=step, policy_version=0, weights_digest="d" * 32, sampling=Sampling(1.0), rollouts=[])
+    return Batch(step=step, policy_version=0, weights_digest="d" * 32, rollouts=[])
 
 
 def test_batches_are_published_in_order_and_a_failure_is_told(tmp_path: Path) -> None:
@@ -440,3 +454,38 @@ def test_pass_at_k_goes_by_the_metric_exact_or_by_the_reward() -> None:
     graded = [[make_rollout(reward) for reward in (0.2, 0.5, 0.6, 0.1)]]
     assert not any("pass@" in name for name in metrics_of(graded))
     assert metrics_of(graded, success_reward=0.5)["a/pass@1"] == 0.5
+
+
+def test_whole_groups_pass_in_the_order_in_which_they_came() -> None:
+    """A small group waits behind a large one, though there is room for it; a cancelled one gives back what it took."""
+    passed: list[str] = []
+
+    async def play(slots: SessionSlots, name: str, size: int, leave: asyncio.Event) -> None:
+        async with slots.taking(size):
+            passed.append(name)
+            await leave.wait()
+
+    async def play_all() -> None:
+        slots, leaves = SessionSlots(4), {name: asyncio.Event() for name in "abcde"}
+        sizes = {"a": 3, "b": 2, "c": 1, "d": 4, "e": 4}
+        tasks = {name: asyncio.create_task(play(slots, name, size, leaves[name])) for name, size in sizes.items()}
+
+        async def settle() -> None:
+            for _ in range(20):  # turns of the event loop, in which nothing else is waited for
+                await asyncio.sleep(0)
+
+        await settle()
+        assert passed == ["a"]
+        leaves["a"].set()
+        await settle()
+        assert passed == ["a", "b", "c"]
+        tasks["d"].cancel()
+        await settle()
+        for name in "bc":
+            leaves[name].set()
+        await settle()
+        assert passed == ["a", "b", "c", "e"], "all four slots were given back"
+        leaves["e"].set()
+        await asyncio.wait(tasks.values())
+
+    asyncio.run(play_all())

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,12 @@ from holdfast.shared.errors import (
     is_storage_failure,
 )
 from holdfast.shared.files import journal
+from holdfast.shared.files.journal import Accepted, read_accepted
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process import heartbeat
 from holdfast.shared.wire.rollouts import Batch
+from holdfast.shared.wire.sampling import Sampling
+from holdfast.trainer.rl.batches.ledger import check_tasks
 from tests.runs.processes import HANG_S
 from tests.servers.orchestrator_fakes import (
     FakeEngine,
@@ -154,6 +158,52 @@ def test_requests_spread_over_engines_change_nothing(tmp_path: Path, engine: Fak
         run(make_config(tmp_path / "two", *engines, max_steps=4))
     assert all(other.requests for other in engines)
     assert read_rollouts(RunDir(tmp_path / "one"), range(1, 5)) == read_rollouts(RunDir(tmp_path / "two"), range(1, 5))
+
+
+def _check_ledger(run_dir: RunDir, steps: range) -> None:
+    states = [
+        Accepted() if step == 0 else read_accepted(run_dir.batch(step) / journal.STATE_NAME, step=step)
+        for step in range(steps.start - 1, steps.stop)
+    ]
+    for step, before, after in zip(steps, states[:-1], states[1:], strict=True):
+        check_tasks(journal.read_batch(run_dir, step), before=before, after=after)
+
+
+def test_every_environment_makes_its_rollouts_by_its_own_settings(tmp_path: Path, engine: FakeEngine) -> None:
+    """Also in workers, with little room, and with other settings on resume; the trainer's ledger takes every batch."""
+    short = {"id": "reverse_text", "name": "short", "group_size": 2, "seq_len": 40,
+             "sampling": {"temperature": 0.5, "max_tokens": 5}}  # fmt: skip
+    mix: list[dict[str, Any]] = [{"id": "reverse_text"}, short]
+    common = {"problems_per_step": 6, "sampling": {"max_tokens": 24, "min_p": 0.1}}
+    found = {}
+    with serving(engine):
+        for name, room, workers in (("here", 256, 0), ("narrow", 3, 0), ("workers", 256, 1)):
+            environments = [section | {"workers": workers} for section in mix]
+            config = make_config(tmp_path / name, engine, environments=environments, max_steps=2, **common)
+            config.client.max_concurrency = room
+            run(config)
+            found[name] = read_rollouts(RunDir(tmp_path / name), range(1, 3))
+        run_dir = RunDir(tmp_path / "here")
+        commit_checkpoint(run_dir, 2)
+        changed = [mix[0] | {"group_size": 1}, short | {"group_size": 3}]
+        run(
+            make_config(run_dir.path, engine, environments=changed, max_steps=4, ckpt={"resume_step": 2}, **common),
+            start=2,
+        )
+    assert found["here"] == found["narrow"] == found["workers"]
+    rollouts = [rollout for _, batch in found["here"] for rollout in batch]
+    distributions = {"reverse_text": Sampling(min_p=0.1), "short": Sampling(0.5, min_p=0.1)}
+    assert {(one.environment, one.sampling) for one in rollouts} == set(distributions.items())
+    assert Counter(one.environment for one in rollouts) == {"reverse_text": 6 * 4, "short": 6 * 2}
+    sampled = {
+        name: [one.loss_mask.num_sampled for one in rollouts if one.environment == name] for name in distributions
+    }
+    assert max(sampled["short"]) <= 5 < max(sampled["reverse_text"])
+    asked = {(len(body["seeds"]), body["temperature"], body["min_p"], body["max_tokens"]) for body in engine.requests}
+    assert asked == {(4, 1.0, 0.1, 24), (2, 0.5, 0.1, 5), (1, 1.0, 0.1, 24), (3, 0.5, 0.1, 5)}
+    resumed = [rollout for _, batch in read_rollouts(run_dir, range(3, 5)) for rollout in batch]
+    assert Counter(one.environment for one in resumed) == {"reverse_text": 6 * 1, "short": 6 * 3}
+    _check_ledger(run_dir, range(1, 5))
 
 
 @pytest.mark.parametrize("async_level", [0, 2])

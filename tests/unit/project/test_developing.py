@@ -22,7 +22,7 @@ def test_an_environment_is_a_file_and_a_line(tmp_path: Path) -> None:
         "import asyncio; from types import SimpleNamespace\n"
         "from holdfast import TaskSeed\n"
         "from holdfast.orchestrator.environments import load_environment\n"
-        "from holdfast.shared.config.orchestrator import EnvironmentConfig\n"
+        "from holdfast.shared.config.environments import EnvironmentConfig\n"
         "environment = load_environment(EnvironmentConfig(id='sorting', args={'length': 7}), key='environments[0]')\n"
         "task = environment.make_task(TaskSeed(0, 'sorting', 3))\n"
         "sessions = [SimpleNamespace(completion=said) for said in (task.answer, task.prompt[0].content)]\n"

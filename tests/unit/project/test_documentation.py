@@ -18,8 +18,8 @@ from holdfast.commands.launcher import liveness, servers
 from holdfast.commands.launcher import storage_backoff as storage
 from holdfast.shared import errors
 from holdfast.shared.config import InferenceConfig, RlConfig
+from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.config.fingerprint import FREE
-from holdfast.shared.config.orchestrator import EnvironmentConfig
 from holdfast.shared.files import record_log
 from tests.conftest import BASE, ROOT
 from tests.integration.test_documented_commands import STARTED

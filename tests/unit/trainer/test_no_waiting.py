@@ -32,6 +32,7 @@ from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.logprobs import Reading
 from holdfast.trainer.models.policy import Policy, predict
 from holdfast.trainer.models.scalar_model import ScalarModel
+from holdfast.trainer.models.truncation import SamplingByToken
 from holdfast.trainer.models.varlen import KERNELS
 from holdfast.trainer.preferences.kto import KtoObjective
 from holdfast.trainer.preferences.labelled import LabelledAnswer
@@ -49,6 +50,7 @@ from holdfast.trainer.rl.batches.per_token import (
     REFERENCE_LOGPROB,
     RETURN,
     SAMPLER_LOGPROB,
+    SAMPLING,
     VALUE,
 )
 from holdfast.trainer.rl.losses.build import build_policy_loss
@@ -203,6 +205,16 @@ def test_policy_steps(name: str, policy: Policy, on_device: Mesh, passes: list[i
     batch = minibatch(SAMPLER_LOGPROB, OLD_LOGPROB, REFERENCE_LOGPROB, ADVANTAGE, AGE)
     reading = Reading(Sampling(temperature=0.7, top_p=0.9, min_p=0.01, top_k=5), entropy_gradient=True)
     loss = policy_step(policy, batch, build_policy_loss(config), on_device, statistics, reading=reading)
+    assert loss == 0.5 and len(passes) == 4 and reads == ["loss"] and has_gradients(policy)
+
+
+def test_policy_steps_of_several_distributions(
+    policy: Policy, on_device: Mesh, passes: list[int], reads: list[str]
+) -> None:
+    statistics = PolicyStatistics([0, 1], has_reference=False)
+    batch = minibatch(SAMPLER_LOGPROB, ADVANTAGE, AGE, SAMPLING)
+    reading = Reading(SamplingByToken((Sampling(0.7, top_p=0.9, top_k=5), Sampling(1.2, min_p=0.1))))
+    loss = policy_step(policy, batch, build_policy_loss(PolicyLossConfig()), on_device, statistics, reading=reading)
     assert loss == 0.5 and len(passes) == 4 and reads == ["loss"] and has_gradients(policy)
 
 

@@ -18,7 +18,7 @@ from holdfast.commands.environments.probe import Findings, Request, probe
 from holdfast.commands.tables import Grid, Report, working
 from holdfast.orchestrator.environments import load_environment
 from holdfast.shared.chat.files import load_tokenizer
-from holdfast.shared.config.orchestrator import EnvironmentConfig
+from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.process.child import LAUNCHER_ENV
 from holdfast.shared.process.import_path import module_command
 

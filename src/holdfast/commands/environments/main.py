@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
 
         create(arguments.name, Path.cwd()).print(as_json=False)
         return 0
-    from holdfast.shared.config.orchestrator import EnvironmentConfig
+    from holdfast.shared.config.environments import EnvironmentConfig
 
     settings = EnvironmentConfig(id=arguments.id, args=arguments.args, history=arguments.history)
     if arguments.command == "check":

@@ -35,12 +35,12 @@ from holdfast.orchestrator.rollouts.transcript import Transcript, messages_of
 from holdfast.orchestrator.seeds import TaskSeed
 from holdfast.shared.chat.files import load_tokenizer
 from holdfast.shared.chat.tokenizer import Tokenizer
+from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.config.evaluation import EndpointConfig
-from holdfast.shared.config.orchestrator import EnvironmentConfig
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.wire.arrays import Logprobs, TokenIds
 from holdfast.shared.wire.inference_api import Completion
-from holdfast.shared.wire.sampling import Sampling
+from holdfast.shared.wire.sampling import PLAIN_SAMPLING, Sampling
 
 _ENDLESS = 2**40
 """Of a session without a model's tokenizer: its tokens are bytes."""
@@ -116,12 +116,16 @@ class _Narrator:
         """Raise what the sampler has failed with, if it has."""
         self._inner.check()
 
-    async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int, affinity: Affinity) -> Completion:
+    async def sample(
+        self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
+    ) -> Completion:
         """Return a turn."""
         self._turn += 1
         given = self._table.text_of(token_ids[self._num_shown :]).strip()
         print(f"--- {'then' if self._num_shown else 'prompt'}\n{given}\n--- turn {self._turn}", flush=True)
-        turn = await self._inner.sample(token_ids, max_tokens=max_tokens, seed=seed, affinity=affinity)
+        turn = await self._inner.sample(
+            token_ids, sampling=sampling, max_tokens=max_tokens, seed=seed, affinity=affinity
+        )
         self._num_shown = len(token_ids) + len(turn.token_ids)
         if not isinstance(self._inner, _Typist):
             print(_shown(self._table.tokenizer.decode(turn.token_ids)), flush=True)
@@ -138,7 +142,9 @@ class _Typist:
     def check(self) -> None:
         """Never fails."""
 
-    async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int, affinity: Affinity) -> Completion:
+    async def sample(
+        self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
+    ) -> Completion:
         """Return what is typed, as much of it as there is room for."""
         typed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.wanted.put_nowait(typed)
@@ -198,9 +204,7 @@ def _typed_turn() -> str:
 
 async def _play_endpoint(problem: Problem, table: _Table, *, url: str, model: str, seed: int, max_tokens: int) -> None:
     with tempfile.TemporaryDirectory(prefix="holdfast-play-") as directory:
-        sampler = EndpointSampler(
-            EndpointConfig(retry_for_s=30), Sampling(), url=url, model=model, directory=Path(directory)
-        )
+        sampler = EndpointSampler(EndpointConfig(retry_for_s=30), url=url, model=model, directory=Path(directory))
         try:
             await sampler.guard(_episode(problem, table, sampler, max_tokens=max_tokens))
         finally:
@@ -217,7 +221,9 @@ async def _episode(problem: Problem, table: _Table, sampler: TurnSampler, *, max
     session = Session(
         prompt_ids,
         tokenizer=tokenizer,
-        sample_turn=functools.partial(sample_turn_of(problem, 0, _Narrator(sampler, table)), 0),
+        sample_turn=functools.partial(
+            sample_turn_of(problem, 0, _Narrator(sampler, table), sampling=PLAIN_SAMPLING), 0
+        ),
         seq_len=table.seq_len,
         max_tokens=max_tokens,
         task=task,

@@ -35,10 +35,11 @@ from holdfast.orchestrator.rollouts.group import (
 from holdfast.orchestrator.seeds import TaskSeed
 from holdfast.shared.chat.files import load_tokenizer
 from holdfast.shared.chat.tokenizer import Tokenizer
-from holdfast.shared.config.orchestrator import EnvironmentConfig
+from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.errors import ConfigError, EnvironmentFailure
 from holdfast.shared.wire.arrays import Logprobs, TokenIds
 from holdfast.shared.wire.inference_api import Completion
+from holdfast.shared.wire.sampling import PLAIN_SAMPLING, Sampling
 
 _PLAIN_SEQ_LEN = 1 << 20
 """With a token for each byte there is room enough: only a model's own tokenizer says what fits."""
@@ -120,7 +121,9 @@ class Scripted:
     def check(self) -> None:
         """Never fails."""
 
-    async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int, affinity: Affinity) -> Completion:
+    async def sample(
+        self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
+    ) -> Completion:
         """Return the answer, as much of it as there is room for."""
         ids = self._ids[:max_tokens] or [0]
         reason = "stop" if len(self._ids) <= max_tokens else "length"
@@ -193,7 +196,7 @@ class _Asked:
             session = Session(
                 prompt_ids,
                 tokenizer=self._tokenizer,
-                sample_turn=functools.partial(sample_turn_of(self._problem, 0, sampler), 0),
+                sample_turn=functools.partial(sample_turn_of(self._problem, 0, sampler, sampling=PLAIN_SAMPLING), 0),
                 seq_len=self._seq_len,
                 max_tokens=self._seq_len,
                 task=task,

@@ -9,7 +9,7 @@ from holdfast.commands.ckpt.checkpoint_dirs import CheckpointDirs
 from holdfast.commands.resume.attempt import CONFIG_NAME
 from holdfast.commands.resume.config_diff import read_settings
 from holdfast.commands.resume.resume_step import resolve_resume_step
-from holdfast.orchestrator.evaluation.tasks import settings_of_run
+from holdfast.orchestrator.evaluation.tasks import held_out_sections, settings_of_run
 from holdfast.shared.config.base import ModelConfig
 from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.errors import CheckpointError, DataError
@@ -24,11 +24,14 @@ def with_settings_of_run(config: EvaluateConfig) -> EvaluateConfig:
     config = config.model_copy(deep=True)
     trained = settings_of_run(config.run) if config.run is not None else None
     if trained is not None:
-        if "environments" not in config.model_fields_set:
-            config.environments = trained.environments
+        takes_max_tokens = "max_tokens" not in config.sampling.model_fields_set
         if "seq_len" not in config.model_fields_set:
             config.seq_len = trained.seq_len
-        if "max_tokens" not in config.sampling.model_fields_set:
+        if "environments" not in config.model_fields_set:
+            config.environments = held_out_sections(
+                trained.environments, seq_len=config.seq_len, takes_max_tokens=takes_max_tokens
+            )
+        if takes_max_tokens:
             config.sampling.max_tokens = trained.sampling.max_tokens
     if "max_len" not in config.inference.model.model_fields_set:
         config.inference.model.max_len = max(config.inference.model.max_len, config.seq_len)

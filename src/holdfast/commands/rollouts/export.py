@@ -49,9 +49,9 @@ def write_rollouts(path: Path, batches: Iterable[Batch]) -> int:
 
 def _rows(batch: Batch) -> Iterator[dict[str, Any]]:
     head = {"step": batch.step, "policy_version": batch.policy_version}
-    head |= msgspec.structs.asdict(batch.sampling)
     for rollout in batch.rollouts:
-        yield head | msgspec.to_builtins(rollout, enc_hook=list_packed)
+        row = msgspec.to_builtins(rollout, enc_hook=list_packed)
+        yield head | row.pop("sampling") | row
 
 
 def _write_lines(path: Path, batches: Iterable[Batch]) -> int:

@@ -22,6 +22,7 @@ from holdfast.shared.errors import CheckpointError, ConfigError
 from holdfast.shared.files.journal import STATE_NAME, Counts, dropped_by_reason, read_accepted
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Batch, Rollout
+from holdfast.shared.wire.sampling import Sampling
 
 _EPILOG = (
     "STEP is a number, a span such as 3-7, `latest`, `all`, or the path of a batch such as "
@@ -96,7 +97,7 @@ def _show_batch(directory: Path, batch: Batch, groups: list[list[Rollout]]) -> R
         "policy_version": batch.policy_version,
         "weights_digest": batch.weights_digest,
         "teacher_digest": batch.teacher_digest,
-        "sampling": msgspec.to_builtins(batch.sampling),
+        "sampling": {name: msgspec.to_builtins(sampling) for name, sampling in _samplings(batch).items()},
         "metrics": batch.metrics,
         "dropped": msgspec.to_builtins(batch.dropped),
         "problems": [
@@ -108,7 +109,7 @@ def _show_batch(directory: Path, batch: Batch, groups: list[list[Rollout]]) -> R
         (str(index), group[0].environment, str(group[0].task_id), *_cells(line))
         for index, (group, line) in enumerate(zip(groups, lines, strict=True))
     ]
-    title = f"batch {batch.step}, sampled by {_sampler(batch)} at {batch.sampling}"
+    title = f"batch {batch.step}, sampled by {_sampler(batch)}{_at(batch)}"
     parts: list[Grid | str] = [title, Grid((">problem", "environment", ">task", *_COLUMNS), rows)]
     if batch.dropped:
         dropped = [
@@ -118,6 +119,18 @@ def _show_batch(directory: Path, batch: Batch, groups: list[list[Rollout]]) -> R
         columns = ("dropped", "environment", ">task", ">rollouts", ">tokens", "detail")
         parts += ["", Grid(columns, dropped, expendable=("detail",))]
     return Report(document, parts)
+
+
+def _samplings(batch: Batch) -> dict[str, Sampling]:
+    """Return the distribution that each environment's tokens were sampled from."""
+    return {rollout.environment: rollout.sampling for rollout in batch.rollouts}
+
+
+def _at(batch: Batch) -> str:
+    samplings = _samplings(batch)
+    if len(set(samplings.values())) == 1:
+        return f" at {batch.rollouts[0].sampling}"
+    return "".join(f"\n  {name} at {sampling}" for name, sampling in samplings.items())
 
 
 def _sampler(batch: Batch) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from holdfast.orchestrator.rollouts.sampler import Sampler
 from holdfast.orchestrator.rollouts.teacher import Teacher
 from holdfast.orchestrator.rollouts.workers import Workers, play_group
 from holdfast.orchestrator.seeds import TaskSeed
-from holdfast.orchestrator.task_group import run_all
+from holdfast.orchestrator.task_group import SessionSlots, run_all
 from holdfast.orchestrator.weight_push.transport import PublishedWeights
 from holdfast.shared.chat.tokenizer import Tokenizer
 from holdfast.shared.config.orchestrator import OrchestratorConfig
@@ -80,12 +79,11 @@ class BatchMaker:
         log = self._open_log(step, weights)
         sampler = self._sampler(log, weights)
         teacher = None if self._config.is_sampled_by_teacher else self._teacher
-        # Whole groups pass at a time, so that a group's first turns can share one request.
         most = self._config.client.max_concurrency * len(self._client.engines)
-        slots = asyncio.Semaphore(max(1, most // self._config.group_size))
+        slots = SessionSlots(max(most, self._config.largest_group))
 
         async def run_one(problem: Problem) -> Outcome:
-            async with slots:
+            async with slots.taking(self._config.rollouts_of(problem.settings).group_size):
                 outcome = await play_group(
                     problem,
                     step,
@@ -144,9 +142,10 @@ class BatchMaker:
         problems = []
         for _ in range(number):
             name = next_environment(state)
-            index = state.environments[name].next_task
+            position = state.environments[name]
+            index = position.next_task
             # Moved on by every draw, also of groups that are dropped: no task comes twice.
-            state.environments[name].next_task += 1
+            position.next_task += 1
             problems.append(
                 Problem(
                     environment=self._environments.get(name),
@@ -161,7 +160,6 @@ class BatchMaker:
             self._run_dir,
             step,
             weights_digest=self._sampling_digest(weights),
-            sampling=self._config.sampling.distribution,
             stop_token_ids=self._tokenizer.stop_token_ids,
             teacher_digest=self._teacher.digest if self._teacher else "",
             vocab_size=self._client.vocab_size,
@@ -172,7 +170,6 @@ class BatchMaker:
             self._client,
             log,
             weights_digest=self._sampling_digest(weights),
-            sampling=self._config.sampling.distribution,
             stop_token_ids=self._tokenizer.stop_token_ids,
         )
 

@@ -8,6 +8,7 @@ from fractions import Fraction
 from math import gcd, lcm
 
 from holdfast.orchestrator.batches.state import EnvironmentState, OrchestratorState
+from holdfast.shared.config.orchestrator import OrchestratorConfig
 
 _log = logging.getLogger("orchestrator")
 
@@ -21,16 +22,19 @@ def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
     return {name: value // divisor for name, value in scaled.items()}
 
 
-def adopt_mix(state: OrchestratorState, weights: Mapping[str, float]) -> None:
-    """Make `state` fit the environments of the config: positions stay, new environments begin at 0.
+def adopt_mix(state: OrchestratorState, config: OrchestratorConfig) -> None:
+    """Make `state` fit the environments of `config`: positions stay, new environments begin at 0.
 
-    Credits count in units of the old weights, so a changed mix starts them anew, and says so.
+    Credits count in units of the old weights, so a changed mix starts them anew, and says so. A changed `group_size`
+    is that of the next batch on.
     """
-    integers = integer_weights(weights)
+    integers = integer_weights({section.label: section.weight for section in config.environments})
     before = {name: position.weight for name, position in state.environments.items()}
     for name, weight in integers.items():
         position = state.environments.setdefault(name, EnvironmentState())
         position.weight = weight
+    for section in config.environments:
+        state.environments[section.label].group_size = config.rollouts_of(section).group_size
     for name, position in state.environments.items():
         if name not in integers:
             # Kept at its place: it goes on there should it come back.

@@ -12,7 +12,7 @@ from holdfast.orchestrator.batches.selection import Selection, has_signal
 from holdfast.orchestrator.engines.engine import EngineCounts
 from holdfast.orchestrator.evaluation.estimates import pass_at_k
 from holdfast.orchestrator.rollouts.group import is_solved
-from holdfast.shared.config.orchestrator import EnvironmentConfig
+from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.wire.rollouts import DROP_REASONS, Rollout
 
 
@@ -82,8 +82,8 @@ def batch_metrics(
         "time/update_weights": times.update_weights,
         "engine/idle_share": min(1.0, max(0.0, 1.0 - times.busy / times.period)),
     }
-    if any(len(group) > 1 for group in groups):
-        metrics["groups/zero_variance"] = _mean([not has_signal(group) for group in groups])
+    if compared := [group for group in groups if len(group) > 1]:
+        metrics["groups/zero_variance"] = _mean([not has_signal(group) for group in compared])
     if any(rollout.step_rewards for rollout in rollouts):
         steps = [rollout.step_rewards.rewards if rollout.step_rewards else () for rollout in rollouts]
         metrics["reward/steps_mean"] = _mean([math.fsum(own) for own in steps])

@@ -96,7 +96,6 @@ class BatchPipeline:
             policy_version=weights.version,
             weights_digest="" if self._config.is_sampled_by_teacher else weights.digest,
             teacher_digest=self._maker.state.teacher_digest,
-            sampling=self._config.sampling.distribution,
             rollouts=selection.rollouts,
             dropped=selection.dropped,
             metrics=metrics,

@@ -22,11 +22,13 @@ class EnvironmentState(msgspec.Struct, kw_only=True):
         next_task: index of the task that comes next.
         weight: integer share of the mix that `credit` counts in.
         credit: what the mix owes this environment, in units of one over the sum of weights.
+        group_size: rollouts of each problem of the last batch.
     """
 
     next_task: int = 0
     weight: int = 0
     credit: int = 0
+    group_size: int = 0
 
 
 class OrchestratorState(msgspec.Struct, kw_only=True):

@@ -15,7 +15,7 @@ from holdfast.orchestrator.environments.harness import HarnessEnvironment
 from holdfast.orchestrator.environments.interface import Environment
 from holdfast.orchestrator.environments.plugins import GROUP, Plugin, find_plugins
 from holdfast.orchestrator.environments.reasoning_gym import PREFIX, ReasoningGym
-from holdfast.shared.config.orchestrator import EnvironmentConfig
+from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.errors import ConfigError, EnvironmentFailure, HoldfastError, nearest
 from holdfast.shared.printable import printable
 from holdfast.shared.process.import_path import import_users

@@ -24,7 +24,7 @@ from holdfast.orchestrator.environments.tools import Tool, WrongArguments, tools
 from holdfast.shared.chat.files import load_tokenizer
 from holdfast.shared.chat.template import ChatMessage
 from holdfast.shared.chat.tokenizer import Tokenizer
-from holdfast.shared.config.orchestrator import EnvironmentConfig
+from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.errors import ConfigError, DataError, HoldfastError, nearest
 from holdfast.shared.printable import shown, text_of
 from holdfast.shared.process.clock import awake_s

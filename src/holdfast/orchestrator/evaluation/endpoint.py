@@ -70,9 +70,8 @@ class EndpointSampler:
         RunDirError: the log cannot be read or written.
     """
 
-    def __init__(self, config: EndpointConfig, sampling: Sampling, *, url: str, model: str, directory: Path) -> None:
+    def __init__(self, config: EndpointConfig, *, url: str, model: str, directory: Path) -> None:
         self._config = config
-        self._sampling = sampling
         self._url = f"{url}/chat/completions"
         self._model = model
         key = os.environ.get(config.api_key_env)
@@ -115,7 +114,9 @@ class EndpointSampler:
         await self._client.aclose()
         self._records.close(wait=True)
 
-    async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int, affinity: Affinity) -> Completion:
+    async def sample(
+        self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
+    ) -> Completion:
         """Return what the policy says to the chat in `token_ids`.
 
         Raises:
@@ -123,14 +124,14 @@ class EndpointSampler:
             RunDirError: what it said cannot be kept.
         """
         try:
-            return await self._sample(token_ids, max_tokens=max_tokens, seed=seed)
+            return await self._sample(self._request(token_ids, sampling, max_tokens=max_tokens, seed=seed))
         except (InferenceError, RunDirError) as error:
             # Whatever an environment makes of it: the evaluation ends.
             self._failure.set(error)
             raise
 
-    async def _sample(self, token_ids: list[int], *, max_tokens: int, seed: int) -> Completion:
-        body = msgspec.json.encode(self._request(token_ids, max_tokens=max_tokens, seed=seed))
+    async def _sample(self, request: dict[str, Any]) -> Completion:
+        body = msgspec.json.encode(request)
         key = xxhash.xxh3_128_hexdigest(body)
         answer = self._answers.get(key)
         if answer is None:
@@ -144,8 +145,7 @@ class EndpointSampler:
         ids = ids_of_answer(answer.text)
         return Completion(TokenIds(ids), Logprobs([0.0] * len(ids)), answer.finish_reason, [])
 
-    def _request(self, token_ids: list[int], *, max_tokens: int, seed: int) -> dict[str, Any]:
-        sampling = self._sampling
+    def _request(self, token_ids: list[int], sampling: Sampling, *, max_tokens: int, seed: int) -> dict[str, Any]:
         more = {name: value for name in ("top_k", "min_p") if (value := getattr(sampling, name))}
         return {
             "model": self._model,

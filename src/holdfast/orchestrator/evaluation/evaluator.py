@@ -21,7 +21,7 @@ from holdfast.orchestrator.rollouts.workers import play_group
 from holdfast.orchestrator.seeds import TaskSeed
 from holdfast.orchestrator.task_group import run_all
 from holdfast.shared.chat.tokenizer import Tokenizer
-from holdfast.shared.config.orchestrator import EnvironmentConfig
+from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.files import durable
 from holdfast.shared.process.events import report
 from holdfast.shared.process.heartbeat import moved

@@ -68,9 +68,12 @@ async def run(config: EvaluateConfig) -> None:
 
 
 def _group_config(config: EvaluateConfig) -> OrchestratorConfig:
+    settings = config.environments
+    if config.url is not None:  # whose token ids count nothing
+        settings = [section.model_copy(update={"seq_len": None}) for section in settings]
     return group_config(
         OrchestratorConfig(model=config.inference.model),
-        config.environments,
+        settings,
         samples_per_task=config.samples_per_task,
         seq_len=config.seq_len if config.url is None else _ENDLESS,
         sampling=config.sampling,
@@ -109,18 +112,14 @@ async def _evaluate_weights(config: EvaluateConfig, tasks: HeldOutTasks) -> None
     async with InferenceClient(servers, key="inference", vocab_size=vocab_size) as client:
         await client.wait_until_ready(model=model.name, seq_len=config.seq_len)
         digest = await adopt_served_weights(client, key="inference")
-        sampling = config.sampling.distribution
         log = GenerationLog(
             RunDir(config.output_dir),
             0,
             weights_digest=digest,
-            sampling=sampling,
             stop_token_ids=tokenizer.stop_token_ids,
             vocab_size=vocab_size,
         )
-        sampler = Sampler(
-            client, log, weights_digest=digest, sampling=sampling, stop_token_ids=tokenizer.stop_token_ids
-        )
+        sampler = Sampler(client, log, weights_digest=digest, stop_token_ids=tokenizer.stop_token_ids)
         asked_by = xxhash.xxh3_128_hexdigest(tokenizer.identity().encode())
         await evaluate(
             tasks,
@@ -136,7 +135,6 @@ async def _evaluate_endpoint(config: EvaluateConfig, tasks: HeldOutTasks) -> Non
     assert config.url is not None and config.model is not None, "an endpoint is asked by its URL for a model"
     sampler = EndpointSampler(
         config.endpoint,
-        config.sampling.distribution,
         url=config.url,
         model=config.model.name,
         directory=config.output_dir / "rollouts",

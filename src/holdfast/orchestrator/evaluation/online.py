@@ -22,6 +22,7 @@ from holdfast.orchestrator.evaluation.tasks import (
     HeldOutTasks,
     count_tasks,
     group_config,
+    held_out_sections,
     load_environments,
     refuse_training_tasks,
     sizes_of,
@@ -31,11 +32,12 @@ from holdfast.orchestrator.rollouts.sampler import Sampler
 from holdfast.orchestrator.rollouts.workers import Workers, starting_workers
 from holdfast.orchestrator.weight_push.transport import PublishedWeights
 from holdfast.shared.chat.tokenizer import Tokenizer
+from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.config.orchestrator import (
-    EnvironmentConfig,
     EvalConfig,
     EvaluationSamplingConfig,
     OrchestratorConfig,
+    check_sections,
 )
 from holdfast.shared.errors import ConfigError, DataError
 from holdfast.shared.files.run_dir import RunDir
@@ -84,16 +86,15 @@ class PolicyEvaluation:
         directory = self._run_dir.evaluation(weights.version)
         policy = Policy({"kind": "weights", "digest": weights.digest, "version": weights.version}, self._tokenizer)
         self._clear_others(directory, policy)
-        sampling, stops = self._tasks.sampling.distribution, self._tokenizer.stop_token_ids
+        stops = self._tokenizer.stop_token_ids
         log = GenerationLog(
             RunDir(directory),
             weights.version,
             weights_digest=weights.digest,
-            sampling=sampling,
             stop_token_ids=stops,
             vocab_size=self._client.vocab_size,
         )
-        sampler = Sampler(self._client, log, weights_digest=weights.digest, sampling=sampling, stop_token_ids=stops)
+        sampler = Sampler(self._client, log, weights_digest=weights.digest, stop_token_ids=stops)
         try:
             summary = await evaluate(
                 self._tasks,
@@ -179,7 +180,19 @@ def check_evaluation(config: OrchestratorConfig) -> None:
 
 
 def _sections(config: OrchestratorConfig, settings: EvalConfig) -> list[EnvironmentConfig]:
-    return config.environments if settings.environments is None else settings.environments
+    """Return the environments of an evaluation.
+
+    Raises:
+        ConfigError: one has longer rollouts than engines and trainer have room for.
+    """
+    if settings.environments is None:
+        takes_max_tokens = settings.sampling is None
+        return held_out_sections(config.environments, seq_len=config.seq_len, takes_max_tokens=takes_max_tokens)
+    try:
+        check_sections(settings.environments, seq_len=config.seq_len)
+    except ValueError as error:
+        raise ConfigError(f"{_KEY}: {error}") from None
+    return settings.environments
 
 
 def _sampling(config: OrchestratorConfig, settings: EvalConfig) -> EvaluationSamplingConfig:

@@ -11,8 +11,9 @@ from holdfast.orchestrator.environments import load_environment
 from holdfast.orchestrator.environments.interface import Environment
 from holdfast.orchestrator.rollouts.workers import Workers
 from holdfast.orchestrator.seeds import TaskSeed
+from holdfast.shared.config.environments import EnvironmentConfig, EnvironmentSamplingConfig, SamplingConfig
 from holdfast.shared.config.load import read_toml
-from holdfast.shared.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
+from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.files.run_dir import RunDir
 
@@ -30,7 +31,7 @@ class HeldOutTasks:
         workers: by the name of their environment, those that play the others.
         counts: tasks of each, by name.
         seed: that the seeds of the tasks are made of, beside the name of the environment.
-        sampling: how completions are sampled.
+        sampling: how completions are sampled, as far as an environment has no settings of its own.
     """
 
     config: OrchestratorConfig
@@ -74,6 +75,7 @@ class HeldOutTasks:
                     "max_turns": section.max_turns,
                     "tool_parser": section.tool_parser,
                     "history": section.history,
+                    **section.model_dump(mode="json", include={"sampling", "seq_len"}, exclude_none=True),
                 }
                 for section in self.settings
             },
@@ -93,11 +95,28 @@ def group_config(
         "environments": list(settings),
         "group_size": samples_per_task,
         "seq_len": seq_len,
-        # Whoever samples knows how; who plays knows for how long alone.
-        "sampling": SamplingConfig(max_tokens=sampling.max_tokens),
+        "sampling": sampling,
         "eval": None,
     }
     return base.model_copy(update=changes)
+
+
+def held_out_sections(
+    trained: Sequence[EnvironmentConfig], *, seq_len: int, takes_max_tokens: bool
+) -> list[EnvironmentConfig]:
+    """Return the environments of training as an evaluation asks them: without what says how training samples.
+
+    Args:
+        seq_len: of the evaluation; what an environment has of its own is at most that.
+        takes_max_tokens: whether the `max_tokens` of each environment stays, as nobody says otherwise.
+    """
+    sections = []
+    for section in trained:
+        own = section.sampling.max_tokens if section.sampling is not None and takes_max_tokens else None
+        sampling = EnvironmentSamplingConfig(max_tokens=own) if own is not None else None
+        own_len = min(section.seq_len, seq_len) if section.seq_len is not None else None
+        sections.append(section.model_copy(update={"group_size": None, "sampling": sampling, "seq_len": own_len}))
+    return sections
 
 
 def load_environments(settings: Sequence[EnvironmentConfig], *, key: str) -> dict[str, Environment]:

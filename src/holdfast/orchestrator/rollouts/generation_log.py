@@ -4,7 +4,7 @@ One log per batch beside the journal, `rollouts/generations_N.log`, one record p
 `holdfast.shared.files.record_log` for the frame and docs/journal.md for a program that reads one. The first record is a
 header, the others are answers; both are msgpack maps whose keys are the attributes of `Header` and
 `Answer`. An answer is found again by everything that a sampled token depends on (digest of the weights,
-prompt, seed, limits), and by nothing else: after a restart the environments run again, with whatever
+prompt, seed, distribution, limits), and by nothing else: after a restart the environments run again, with whatever
 code they have then, and get the same answers.
 
 When an answer counts as finished: as soon as it is in the page cache, before it is durable. A killed
@@ -33,7 +33,7 @@ from holdfast.shared.wire.sampling import Sampling
 
 _log = logging.getLogger("orchestrator")
 
-_FORMAT = 4
+_FORMAT = 5
 
 
 class Header(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -43,7 +43,6 @@ class Header(msgspec.Struct, frozen=True, omit_defaults=True):
         format: of the log.
         step: of the batch.
         weights_digest: of the policy.
-        sampling: the distribution that was sampled from.
         stop_token_ids: what ends a turn.
         teacher_digest: of the teacher whose judgements the log holds.
     """
@@ -51,7 +50,6 @@ class Header(msgspec.Struct, frozen=True, omit_defaults=True):
     format: int
     step: int
     weights_digest: str
-    sampling: Sampling
     stop_token_ids: list[int]
     teacher_digest: str = ""
 
@@ -61,6 +59,7 @@ class Answer(msgspec.Struct):
 
     Attributes:
         prompt: xxh3-128 of the prompt's ids as little-endian int64, in hexadecimal.
+        sampling: the distribution that was sampled from; of a judgement, that of which the log-probabilities are.
         max_tokens: most tokens that were asked for; 0 for a judgement, whose one completion has no tokens, and
             as `logprobs` those of the prompt.
         seeds: of the samples.
@@ -68,6 +67,7 @@ class Answer(msgspec.Struct):
     """
 
     prompt: str
+    sampling: Sampling
     max_tokens: int
     seeds: list[int]
     completions: list[Completion]
@@ -101,7 +101,6 @@ class GenerationLog:
         step: int,
         *,
         weights_digest: str,
-        sampling: Sampling,
         stop_token_ids: list[int],
         teacher_digest: str = "",
         vocab_size: int | None = None,
@@ -109,8 +108,8 @@ class GenerationLog:
         self._vocab_size = vocab_size
         self.path = run_dir.generations(step)
         self._step = step
-        self._header = Header(_FORMAT, step, weights_digest, sampling, stop_token_ids, teacher_digest)
-        self._found: dict[tuple[str, int, int], Completion] = {}
+        self._header = Header(_FORMAT, step, weights_digest, stop_token_ids, teacher_digest)
+        self._found: dict[tuple[str, Sampling, int, int], Completion] = {}
         self._encoder = msgspec.msgpack.Encoder(enc_hook=encode_packed)
         try:
             valid_bytes = self._load()
@@ -127,19 +126,25 @@ class GenerationLog:
         if self._found:
             _log.info("batch %d: %d finished generations are there already", step, len(self._found))
 
-    def find(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Completion | None:
+    def find(self, token_ids: Sequence[int], *, sampling: Sampling, max_tokens: int, seed: int) -> Completion | None:
         """Return what was sampled for this request, or None."""
-        return self._found.get((_prompt_hash(token_ids), max_tokens, seed)) if self._found else None
+        return self._found.get((_prompt_hash(token_ids), sampling, max_tokens, seed)) if self._found else None
 
     def append(
-        self, token_ids: Sequence[int], *, max_tokens: int, seeds: Sequence[int], completions: Sequence[Completion]
+        self,
+        token_ids: Sequence[int],
+        *,
+        sampling: Sampling,
+        max_tokens: int,
+        seeds: Sequence[int],
+        completions: Sequence[Completion],
     ) -> None:
         """Keep an answer. A few kilobytes into the page cache, so this may run on the event loop.
 
         Raises:
             RunDirError: it cannot be written, such as to a full disk.
         """
-        self._append(Answer(_prompt_hash(token_ids), max_tokens, list(seeds), list(completions)))
+        self._append(Answer(_prompt_hash(token_ids), sampling, max_tokens, list(seeds), list(completions)))
 
     def close(self) -> None:
         """Close the file and keep it; a thread makes the rest of it durable."""
@@ -197,7 +202,7 @@ class GenerationLog:
             if (problem := self._problem(completion, answer.max_tokens)) is not None:
                 return problem
         for seed, completion in zip(answer.seeds, answer.completions, strict=True):
-            self._found[answer.prompt, answer.max_tokens, seed] = completion
+            self._found[answer.prompt, answer.sampling, answer.max_tokens, seed] = completion
         return None
 
     def _problem(self, completion: Completion, max_tokens: int) -> str | None:

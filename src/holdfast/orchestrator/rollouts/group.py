@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from holdfast.orchestrator.engines.routing import Affinity
-from holdfast.orchestrator.environments.calls import CallTimeout, calling, result_of, sampling, traceback_of
+from holdfast.orchestrator.environments.calls import CallTimeout, calling, result_of, traceback_of
+from holdfast.orchestrator.environments.calls import sampling as waiting_for_sample
 from holdfast.orchestrator.environments.contract import (
     PromptTooLong,
     checked_scores,
@@ -25,10 +26,12 @@ from holdfast.orchestrator.environments.tool_use import ToolUse, tool_metrics, t
 from holdfast.orchestrator.seeds import TaskSeed, request_seed
 from holdfast.orchestrator.task_group import run_all
 from holdfast.shared.chat.tokenizer import Tokenizer
-from holdfast.shared.config.orchestrator import EnvironmentConfig, OrchestratorConfig
+from holdfast.shared.config.environments import EnvironmentConfig
+from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import EnvironmentFailure, HoldfastError
 from holdfast.shared.wire.inference_api import Completion
 from holdfast.shared.wire.rollouts import Dropped, DropReason, Rollout, VersionSpan
+from holdfast.shared.wire.sampling import Sampling
 
 _log = logging.getLogger("orchestrator")
 
@@ -43,8 +46,10 @@ class TurnSampler(Protocol):
         """Raise what it has failed with, if it has."""
         ...
 
-    async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int, affinity: Affinity) -> Completion:
-        """Return one continuation of `token_ids`."""
+    async def sample(
+        self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
+    ) -> Completion:
+        """Return one continuation of `token_ids`, of at most `max_tokens`, from the distribution `sampling`."""
         ...
 
 
@@ -79,7 +84,7 @@ class Problem:
 async def run_group(
     problem: Problem, step: int, *, config: OrchestratorConfig, tokenizer: Tokenizer, sampler: TurnSampler
 ) -> Outcome:
-    """Return `group_size` scored rollouts of `problem` for batch `step`, or why there are none.
+    """Return the scored rollouts of `problem` for batch `step`, as many as `config` says, or why there are none.
 
     Where a failure may drop the group, its other sessions are played to their end all the same, so that
     what is counted does not depend on timing.
@@ -90,24 +95,25 @@ async def run_group(
         InferenceError, RunDirError: an engine or the log of generations failed, and the environment let that pass.
     """
     sessions: list[Session] = []
+    settings = config.rollouts_of(problem.settings)
     try:
         async with calling_of(problem, "make_task"):
             task = await result_of(problem.here.make_task(problem.seed))
             tool_use = tool_use_of(problem.here, problem.settings, tokenizer)
-            prompt_ids = prompt_ids_for(task, problem, tokenizer=tokenizer, seq_len=config.seq_len, tool_use=tool_use)
-        sample_turn = sample_turn_of(problem, step, sampler)
+            prompt_ids = prompt_ids_for(task, problem, tokenizer=tokenizer, seq_len=settings.seq_len, tool_use=tool_use)
+        sample_turn = sample_turn_of(problem, step, sampler, sampling=settings.sampling)
         sessions += [
             Session(
                 prompt_ids,
                 tokenizer=tokenizer,
                 sample_turn=functools.partial(sample_turn, index),
-                seq_len=config.seq_len,
-                max_tokens=config.sampling.max_tokens,
+                seq_len=settings.seq_len,
+                max_tokens=settings.max_tokens,
                 task=task,
                 tool_use=tool_use,
                 keeps_history=problem.settings.history == "keep",
             )
-            for index in range(config.group_size)
+            for index in range(settings.group_size)
         ]
         await _play_all(sessions, task, problem)
         scores = await score_sessions(sessions, task, problem)
@@ -192,13 +198,17 @@ def prompt_ids_for(
     return token_ids
 
 
-def sample_turn_of(problem: Problem, step: int, sampler: TurnSampler) -> Callable[..., Awaitable[Completion]]:
+def sample_turn_of(
+    problem: Problem, step: int, sampler: TurnSampler, *, sampling: Sampling
+) -> Callable[..., Awaitable[Completion]]:
     """Return what samples a turn of session `sample_index`; the clock of the environment's call stands meanwhile."""
 
     async def sample_turn(sample_index: int, token_ids: list[int], turn: int, max_tokens: int) -> Completion:
         seed = request_seed(problem.seed, step=step, sample_index=sample_index, turn=turn)
-        with sampling():
-            return await sampler.sample(token_ids, max_tokens=max_tokens, seed=seed, affinity=problem.affinity)
+        with waiting_for_sample():
+            return await sampler.sample(
+                token_ids, sampling=sampling, max_tokens=max_tokens, seed=seed, affinity=problem.affinity
+            )
 
     return sample_turn
 

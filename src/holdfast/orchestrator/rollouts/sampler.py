@@ -14,8 +14,8 @@ from holdfast.shared.process.heartbeat import moved
 from holdfast.shared.wire.inference_api import Completion, GenerateRequest
 from holdfast.shared.wire.sampling import Sampling
 
-# Whose sessions they are, most tokens, prompt: those that agree on these can share a request.
-_Key = tuple[Affinity, int, tuple[int, ...]]
+# Whose sessions they are, distribution, most tokens, prompt: those that agree on these can share a request.
+_Key = tuple[Affinity, Sampling, int, tuple[int, ...]]
 
 _T = TypeVar("_T")
 
@@ -36,13 +36,11 @@ class Sampler:
         log: GenerationLog,
         *,
         weights_digest: str,
-        sampling: Sampling,
         stop_token_ids: list[int],
     ) -> None:
         self._client = client
         self._log = log
         self._weights_digest = weights_digest
-        self._sampling = sampling
         self._stop_token_ids = stop_token_ids
         self._gathering: dict[_Key, dict[int, asyncio.Future[Completion]]] = {}
         self._requests: set[asyncio.Task[None]] = set()
@@ -61,8 +59,10 @@ class Sampler:
         """
         return await self._failure.guard(work)
 
-    async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int, affinity: Affinity) -> Completion:
-        """Return one continuation of `token_ids`.
+    async def sample(
+        self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
+    ) -> Completion:
+        """Return one continuation of `token_ids`, of at most `max_tokens`, from the distribution `sampling`.
 
         Raises:
             InferenceError: an engine refused, all failed, or they serve other weights again and again.
@@ -71,12 +71,12 @@ class Sampler:
         if self._failure:
             await asyncio.sleep(0)  # an environment that asks again and again shall block nobody
             self.check()
-        found = self._log.find(token_ids, max_tokens=max_tokens, seed=seed)
+        found = self._log.find(token_ids, sampling=sampling, max_tokens=max_tokens, seed=seed)
         if found is not None:
             self.num_reused += 1
             return found
         loop = asyncio.get_running_loop()
-        key = (affinity, max_tokens, tuple(token_ids))
+        key = (affinity, sampling, max_tokens, tuple(token_ids))
         waiting = self._gathering.get(key)
         if waiting is None:
             waiting = self._gathering[key] = {}
@@ -101,7 +101,7 @@ class Sampler:
         request.add_done_callback(self._requests.discard)
 
     async def _request(self, key: _Key, waiting: dict[int, asyncio.Future[Completion]]) -> None:
-        affinity, max_tokens, prompt = key
+        affinity, sampling, max_tokens, prompt = key
         token_ids, seeds = list(prompt), list(waiting)
         try:
             request = GenerateRequest(
@@ -110,15 +110,15 @@ class Sampler:
                 max_tokens=max_tokens,
                 stop_token_ids=self._stop_token_ids,
                 weights_digest=self._weights_digest,
-                temperature=self._sampling.temperature,
-                top_p=self._sampling.top_p,
-                top_k=self._sampling.top_k,
-                min_p=self._sampling.min_p,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
             )
             choices = await self._client.generate(request, affinity=affinity)
             moved()
             # Kept before any session sees it: what an environment acted on is found again after a kill.
-            self._log.append(token_ids, max_tokens=max_tokens, seeds=seeds, completions=choices)
+            self._log.append(token_ids, sampling=sampling, max_tokens=max_tokens, seeds=seeds, completions=choices)
         except BaseException as error:
             if isinstance(error, Exception):
                 self._failure.set(error)

@@ -18,6 +18,7 @@ from holdfast.shared.process import events
 from holdfast.shared.wire.arrays import Logprobs, TokenIds
 from holdfast.shared.wire.inference_api import Completion, GenerateRequest
 from holdfast.shared.wire.rollouts import Rollout
+from holdfast.shared.wire.sampling import PLAIN_SAMPLING
 
 # How a judgement is told from a sampled answer in the log of generations.
 _JUDGEMENT_TOKENS, _JUDGEMENT_SEED = 0, 0
@@ -48,10 +49,16 @@ class Teacher:
             InferenceError: a server failed, or serves something else by now.
         """
         token_ids = rollout.token_ids.tolist()
-        found = log.find(token_ids, max_tokens=_JUDGEMENT_TOKENS, seed=_JUDGEMENT_SEED)
+        found = log.find(token_ids, sampling=PLAIN_SAMPLING, max_tokens=_JUDGEMENT_TOKENS, seed=_JUDGEMENT_SEED)
         if found is None:
             found = Completion(TokenIds(), await self._ask(token_ids, affinity=affinity), "judged", [])
-            log.append(token_ids, max_tokens=_JUDGEMENT_TOKENS, seeds=[_JUDGEMENT_SEED], completions=[found])
+            log.append(
+                token_ids,
+                sampling=PLAIN_SAMPLING,
+                max_tokens=_JUDGEMENT_TOKENS,
+                seeds=[_JUDGEMENT_SEED],
+                completions=[found],
+            )
         pairs = zip(found.logprobs, rollout.loss_mask, strict=True)
         # 0 where nothing was sampled, as in `logprobs`: no loss looks there.
         rollout.reference_logprobs = Logprobs([value if sampled else 0.0 for value, sampled in pairs])

@@ -37,11 +37,13 @@ from holdfast.orchestrator.rollouts.worker_wire import (
     frame,
     read_from_worker,
 )
-from holdfast.shared.config.orchestrator import EnvironmentConfig, OrchestratorConfig
+from holdfast.shared.config.environments import EnvironmentConfig, SamplingConfig
+from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import STUCK, ConfigError, DataError, EnvironmentFailure, HoldfastError
 from holdfast.shared.printable import printable
 from holdfast.shared.process.clock import awake_s
 from holdfast.shared.process.import_path import module_command
+from holdfast.shared.wire.sampling import Sampling
 
 _log = logging.getLogger("orchestrator")
 
@@ -149,6 +151,7 @@ class _Running:
         place: SharedPlace,
         *,
         name: str,
+        sampling: Sampling,
         bound_s: float,
     ) -> None:
         self._process = process
@@ -156,6 +159,7 @@ class _Running:
         self._writer = writer
         self._place = place
         self._name = name
+        self._sampling = sampling
         self._bound_s = bound_s
         self._groups: dict[int, _Group] = {}
         self._numbers = itertools.count(1)
@@ -193,8 +197,11 @@ class _Running:
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         deadline_s = min(settings.deadline_s or config.hang_timeout_s, config.hang_timeout_s)
         bound_s = deadline_s + _GRACE_S
-        running = cls(process, reader, writer, place, name=settings.label, bound_s=bound_s)
-        running._send(Start(config.model_dump_json(), settings.label, endpoint))
+        sampling = config.rollouts_of(settings).sampling
+        running = cls(process, reader, writer, place, name=settings.label, sampling=sampling, bound_s=bound_s)
+        # Who plays knows for how long alone: an evaluation may sample as no training can.
+        plain = config.model_copy(update={"sampling": SamplingConfig(max_tokens=config.sampling.max_tokens)})
+        running._send(Start(plain.model_dump_json(), settings.label, endpoint))
         return running
 
     async def play(self, problem: Problem, step: int, sampler: TurnSampler) -> Played | Failed:
@@ -264,7 +271,7 @@ class _Running:
             token_ids = ask.token_ids.tolist()
             affinity = group.problem.affinity
             completion = await group.sampler.sample(
-                token_ids, max_tokens=ask.max_tokens, seed=ask.seed, affinity=affinity
+                token_ids, sampling=self._sampling, max_tokens=ask.max_tokens, seed=ask.seed, affinity=affinity
             )
             self._send(Sampled(ask.request, completion))
 

@@ -59,6 +59,7 @@ from holdfast.shared.process.clock import FreezeTolerantLoop
 from holdfast.shared.wire.arrays import TokenIds
 from holdfast.shared.wire.inference_api import Completion
 from holdfast.shared.wire.rollouts import Dropped
+from holdfast.shared.wire.sampling import Sampling
 
 _BEAT_S = 0.5
 _GROUP: ContextVar[int] = ContextVar("group", default=0)
@@ -199,8 +200,10 @@ class _Asking:
         self._worker = worker
         self._group = group
 
-    async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int, affinity: Affinity) -> Completion:
-        """Return one continuation of `token_ids`; the orchestrator knows the affinity of the group."""
+    async def sample(
+        self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
+    ) -> Completion:
+        """Return one continuation of `token_ids`; distribution and affinity of the group the orchestrator knows."""
         return await self._worker.ask(self._group, token_ids, max_tokens=max_tokens, seed=seed)
 
     def check(self) -> None:

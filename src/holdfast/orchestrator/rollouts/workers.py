@@ -33,10 +33,12 @@ from holdfast.orchestrator.rollouts.group import (
 from holdfast.orchestrator.rollouts.worker_link import WorkerDied, WorkerLink, error_of
 from holdfast.orchestrator.rollouts.worker_wire import Failed, Played
 from holdfast.shared.chat.tokenizer import Tokenizer
-from holdfast.shared.config.orchestrator import EnvironmentConfig, OrchestratorConfig
+from holdfast.shared.config.environments import EnvironmentConfig
+from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import EnvironmentFailure
 from holdfast.shared.wire.inference_api import Completion
 from holdfast.shared.wire.rollouts import Dropped
+from holdfast.shared.wire.sampling import Sampling
 
 _MOST_DEATHS = 20
 """Deaths of workers in a row, without a group that was played to its end, of which no group is guilty."""
@@ -168,11 +170,15 @@ class _Remembering:
         self._sampler = sampler
         self._turns: dict[tuple[int, tuple[int, ...]], asyncio.Task[Completion]] = {}
 
-    async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int, affinity: Affinity) -> Completion:
+    async def sample(
+        self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
+    ) -> Completion:
         """Return one continuation of `token_ids`."""
         key = (seed, tuple(token_ids))
         if key not in self._turns:
-            asked = self._sampler.sample(token_ids, max_tokens=max_tokens, seed=seed, affinity=affinity)
+            asked = self._sampler.sample(
+                token_ids, sampling=sampling, max_tokens=max_tokens, seed=seed, affinity=affinity
+            )
             self._turns[key] = asyncio.create_task(asked)
         return await asyncio.shield(self._turns[key])
 
@@ -224,5 +230,10 @@ async def play_group(
     """
     there = workers.get(problem.name)
     if there is not None:
-        return await there.play(problem, step, sampler=sampler)
-    return await run_group(problem, step, config=config, tokenizer=tokenizer, sampler=sampler)
+        outcome = await there.play(problem, step, sampler=sampler)
+    else:
+        outcome = await run_group(problem, step, config=config, tokenizer=tokenizer, sampler=sampler)
+    for rollout in [] if isinstance(outcome, Dropped) else outcome:
+        # Here, since workers only know for how long is sampled.
+        rollout.sampling = config.rollouts_of(problem.settings).sampling
+    return outcome

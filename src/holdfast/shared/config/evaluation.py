@@ -8,8 +8,15 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from holdfast.shared.config.base import Command, ModelConfig, Section
+from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.config.inference import InferenceConfig
-from holdfast.shared.config.orchestrator import EnvironmentConfig, EvaluationSamplingConfig, check_samples, check_url
+from holdfast.shared.config.orchestrator import (
+    EvaluationSamplingConfig,
+    check_held_out,
+    check_samples,
+    check_sections,
+    check_url,
+)
 
 
 class EndpointConfig(Section):
@@ -108,8 +115,7 @@ class EvaluateConfig(Command):
         return self
 
     @model_validator(mode="after")
-    def _unique_names(self) -> EvaluateConfig:
-        labels = [env.label for env in self.environments]
-        if len(set(labels)) != len(labels):
-            raise ValueError(f"environments need distinct names, got {labels}: set `name` on those with the same id")
+    def _check_environments(self) -> EvaluateConfig:
+        check_sections(self.environments, seq_len=self.seq_len)
+        check_held_out(self.environments)
         return self

@@ -2,116 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from holdfast.shared.config.base import CkptConfig, Command, ModelConfig, Section
-from holdfast.shared.wire.sampling import PLAIN_SAMPLING, Sampling
+from holdfast.shared.config.environments import EnvironmentConfig, RolloutSettings, SamplingConfig
+from holdfast.shared.wire.sampling import PLAIN_SAMPLING
 
 # Spellings of this machine, where one port is one server's in practice.
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-
-
-class EnvironmentConfig(Section):
-    """One environment of the mix."""
-
-    id: str = "reverse_text"
-    """A built-in environment (`reverse_text`, `sort_letters`, `addition`, `guess_number`, `ledger`,
-    `python_code`, `jsonl`), one of an installed package, `reasoning_gym:NAME`, or `module:Class`."""
-
-    name: str | None = None
-    """Name in metrics; unset: the id."""
-
-    weight: float = Field(default=1.0, gt=0)
-    """Share of the problems of each step, relative to the other environments."""
-
-    args: dict[str, Any] = {}
-    """Arguments of the environment's constructor; docs/environments.md has those of the built-in ones."""
-
-    success_reward: float | None = None
-    """A rollout with at least this reward counts as solved in `pass@k`; unset: one whose metric `exact` is 1."""
-
-    timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=True)
-    """Deadline of playing one rollout, without the time in which the engine samples for it, of scoring one group and
-    of making one task; `inf`: none. A call that is silent for 30 s is named in the console."""
-
-    on_error: Literal["stop", "drop"] = "stop"
-    """What follows when the environment raises, misses `timeout_s`, or makes a prompt that leaves no room
-    within `seq_len`: end the run, or leave the problem's group out of the batch and count it."""
-
-    max_turns: int = Field(default=8, ge=1)
-    """Most turns of a session of an environment with `tools`; the calls of the last one are not answered."""
-
-    tool_timeout_s: float = Field(default=60.0, gt=0)
-    """Deadline of one call of a tool; the policy is told when it is over, and the session goes on."""
-
-    tool_parser: Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral"] = "auto"
-    """Form in which the model writes calls of tools: that which its chat template shows, or one by name."""
-
-    history: Literal["refuse", "keep"] = "refuse"
-    """When messages follow behind which the chat template would write earlier turns of the policy otherwise than they
-    were sampled (without their thoughts): refuse them, as a failure of the environment, or keep what was sampled."""
-
-    workers: int = Field(default=0, ge=0, le=1024)
-    """Processes that play this environment; 0: it is played in the orchestrator's. Code of it that blocks, crashes or
-    hangs in a worker costs its own group at most, and which worker plays what changes no result."""
-
-    worker_memory_gb: float | None = Field(default=None, gt=0)
-    """Most memory of one worker, in GiB of what it writes to (RLIMIT_DATA), some 0.2 of which it needs itself; unset:
-    no limit."""
-
-    @property
-    def label(self) -> str:
-        """Name under which the environment appears in metrics and state."""
-        return self.name or self.id
-
-    @property
-    def deadline_s(self) -> float | None:
-        """`timeout_s`, None where there is none."""
-        return self.timeout_s if math.isfinite(self.timeout_s) else None
-
-    @model_validator(mode="after")
-    def _memory_of_workers(self) -> EnvironmentConfig:
-        if self.worker_memory_gb is not None and not self.workers:
-            raise ValueError(
-                f"environment '{self.label}': worker_memory_gb = {self.worker_memory_gb:g} is about workers, and it "
-                "has none: set `workers` to 1 or more, or leave worker_memory_gb out"
-            )
-        return self
-
-
-class SamplingConfig(Section):
-    """How completions are sampled. The trainer computes log-probabilities of the same distribution."""
-
-    temperature: float = Field(default=1.0, ge=0.01, le=2)
-    """Softmax temperature."""
-
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Sample from the fewest likeliest tokens whose probabilities sum to this; 1: from all."""
-
-    top_k: int = Field(default=0, ge=0, lt=2**31)
-    """Sample from the k likeliest tokens; 0: from all."""
-
-    min_p: float = Field(default=0.0, ge=0, lt=1)
-    """Sample from tokens at least this times as likely as the likeliest; 0: from all."""
-
-    max_tokens: int = Field(default=128, ge=1)
-    """Most tokens sampled in one turn."""
-
-    @property
-    def distribution(self) -> Sampling:
-        """What every token is sampled from."""
-        return Sampling(self.temperature, self.top_p, self.top_k, self.min_p)
-
-    @field_validator("top_k")
-    @classmethod
-    def _leaves_a_choice(cls, top_k: int) -> int:
-        if top_k == 1:
-            raise ValueError("1 leaves one token to choose from, and nothing to learn: take 0 (all), or 2 and more")
-        return top_k
 
 
 class DynamicSamplingConfig(Section):
@@ -232,6 +134,37 @@ def check_samples(samples_per_task: int, sampling: SamplingConfig) -> None:
         )
 
 
+def check_sections(environments: Sequence[EnvironmentConfig], *, seq_len: int | None = None) -> None:
+    """Refuse environments that cannot be told apart, and longer rollouts of one than the `seq_len` of all.
+
+    Raises:
+        ValueError: says which.
+    """
+    labels = [section.label for section in environments]
+    if len(set(labels)) != len(labels):
+        raise ValueError(f"environments need distinct names, got {labels}: set `name` on those with the same id")
+    for section in environments:
+        if seq_len is not None and section.seq_len is not None and section.seq_len > seq_len:
+            raise ValueError(
+                f"environment '{section.label}': seq_len = {section.seq_len} is more than the seq_len = {seq_len} of "
+                "all, which engines and trainer have room for: raise that one, or lower this one"
+            )
+
+
+def check_held_out(environments: Sequence[EnvironmentConfig]) -> None:
+    """Refuse what an evaluation has settings of its own for.
+
+    Raises:
+        ValueError: says which.
+    """
+    for section in environments:
+        if section.group_size is not None:
+            raise ValueError(
+                f"environment '{section.label}': group_size = {section.group_size} means nothing in an evaluation, "
+                "which makes `samples_per_task` rollouts of every task: leave it out"
+            )
+
+
 class EvalConfig(Section):
     """Evaluations of the policy during the run, on held-out tasks. A bare ``--eval`` makes one every 10 versions."""
 
@@ -248,7 +181,7 @@ class EvalConfig(Section):
     """Rollouts of each task: the k of `avg@k`, and the largest of `pass@k`."""
 
     sampling: EvaluationSamplingConfig | None = None
-    """Sampling of completions; unset: at temperature 1, with the `max_tokens` of training."""
+    """Sampling of completions; unset: at temperature 1, with the `max_tokens` of training, of each environment."""
 
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Chooses the held-out tasks and the samples, as in `evaluate`."""
@@ -256,9 +189,8 @@ class EvalConfig(Section):
     @model_validator(mode="after")
     def _can_be_told_apart(self) -> EvalConfig:
         check_samples(self.samples_per_task, self.sampling or EvaluationSamplingConfig())
-        labels = [env.label for env in self.environments or ()]
-        if len(set(labels)) != len(labels):
-            raise ValueError(f"environments need distinct names, got {labels}: set `name` on those with the same id")
+        check_sections(self.environments or ())
+        check_held_out(self.environments or ())
         return self
 
 
@@ -272,8 +204,8 @@ class OrchestratorConfig(Command):
     """The model that is trained; its tokenizer is used here."""
 
     environments: list[EnvironmentConfig] = Field(default=[EnvironmentConfig()], min_length=1)
-    """The mix of environments: `[[environments]]` in TOML, each with `id`, `name`, `weight`, `args`,
-    `success_reward`, `timeout_s` and `on_error`; docs/environments.md describes them."""
+    """The mix of environments: `[[environments]]` in TOML, each with `id`, `name`, `weight`, `args`, and perhaps a
+    `group_size`, `sampling` and `seq_len` of its own; docs/environments.md describes them."""
 
     problems_per_step: int = Field(default=16, ge=1)
     """Problems of one batch."""
@@ -282,7 +214,8 @@ class OrchestratorConfig(Command):
     """Drop groups whose rewards are all equal, and draw further problems for them; unset: keep them."""
 
     group_size: int = Field(default=8, ge=1)
-    """Rollouts of one problem; at least two where the advantage compares them with one another."""
+    """Rollouts of one problem, where its environment has no number of its own; at least two where the advantage
+    compares them with one another."""
 
     async_level: int = Field(default=1, ge=0)
     """Batch N is made wholly by the weights of step max(0, N - 1 - async_level)."""
@@ -291,7 +224,7 @@ class OrchestratorConfig(Command):
     """Most tokens of one rollout, prompt included."""
 
     sampling: SamplingConfig = SamplingConfig()
-    """Sampling of completions."""
+    """Sampling of completions, as far as an environment has none of its own."""
 
     client: ClientConfig = ClientConfig()
     """Inference servers."""
@@ -324,6 +257,21 @@ class OrchestratorConfig(Command):
             return self.problems_per_step
         return self.dynamic_sampling.max_problems_per_step or 4 * self.problems_per_step
 
+    def rollouts_of(self, section: EnvironmentConfig) -> RolloutSettings:
+        """Return how the rollouts of one environment are made: by its own settings, else by those of all."""
+        sampling = self.sampling if section.sampling is None else section.sampling.over(self.sampling)
+        return RolloutSettings(
+            group_size=section.group_size or self.group_size,
+            seq_len=section.seq_len or self.seq_len,
+            max_tokens=sampling.max_tokens,
+            sampling=sampling.distribution,
+        )
+
+    @property
+    def largest_group(self) -> int:
+        """The most rollouts of one problem of any environment."""
+        return max(self.rollouts_of(section).group_size for section in self.environments)
+
     @model_validator(mode="after")
     def _room_for_a_batch(self) -> OrchestratorConfig:
         if self.max_problems_per_step < self.problems_per_step:
@@ -331,10 +279,11 @@ class OrchestratorConfig(Command):
                 f"dynamic_sampling.max_problems_per_step = {self.max_problems_per_step} is less than "
                 f"problems_per_step = {self.problems_per_step}; it must be at least that"
             )
-        if self.dynamic_sampling is not None and self.group_size == 1:
+        alone = [section.label for section in self.environments if self.rollouts_of(section).group_size == 1]
+        if self.dynamic_sampling is not None and alone:
             raise ValueError(
-                "dynamic_sampling drops groups whose rewards are all equal, which every group of one is: set "
-                "group_size to 2 or more, or leave dynamic_sampling off"
+                f"dynamic_sampling drops groups whose rewards are all equal, which every group of one is (environment "
+                f"'{alone[0]}'): set group_size to 2 or more, or leave dynamic_sampling off"
             )
         return self
 
@@ -350,17 +299,17 @@ class OrchestratorConfig(Command):
     @model_validator(mode="after")
     def _comparable_with_a_teacher(self) -> OrchestratorConfig:
         judged = self.teacher is not None and self.teacher.mode == "logprobs"
-        if judged and self.sampling.distribution != PLAIN_SAMPLING:
-            raise ValueError(
-                f"sampling at {self.sampling.distribution}: the log-probabilities of a teacher (mode = 'logprobs') are "
-                "at temperature 1 and of all tokens, so those of the policy must be: leave temperature, top_p, top_k "
-                "and min_p of sampling at 1, 1, 0 and 0"
-            )
+        for section in self.environments:
+            sampling = self.rollouts_of(section).sampling
+            if judged and sampling != PLAIN_SAMPLING:
+                raise ValueError(
+                    f"sampling of environment '{section.label}' at {sampling}: the log-probabilities of a teacher "
+                    "(mode = 'logprobs') are at temperature 1 and of all tokens, so those of the policy must be: leave "
+                    "temperature, top_p, top_k and min_p of sampling at 1, 1, 0 and 0"
+                )
         return self
 
     @model_validator(mode="after")
-    def _unique_names(self) -> OrchestratorConfig:
-        labels = [env.label for env in self.environments]
-        if len(set(labels)) != len(labels):
-            raise ValueError(f"environments need distinct names, got {labels}: set `name` on those with the same id")
+    def _check_environments(self) -> OrchestratorConfig:
+        check_sections(self.environments, seq_len=self.seq_len)
         return self

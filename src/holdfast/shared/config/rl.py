@@ -156,7 +156,9 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
             setattr(getattr(config, name), setting, value)
     config.trainer.clean = config.clean = config.clean or config.trainer.clean
     if config.trainer.loss.aggregation == "constant" and config.trainer.loss.constant_tokens is None:
-        config.trainer.loss.constant_tokens = config.orchestrator.sampling.max_tokens
+        config.trainer.loss.constant_tokens = max(
+            config.orchestrator.rollouts_of(section).max_tokens for section in config.orchestrator.environments
+        )
     if "urls" not in config.orchestrator.client.model_fields_set:
         config.orchestrator.client.urls = config.inference.urls
     return config
@@ -194,14 +196,17 @@ def _check_teacher(config: RlConfig) -> None:
 
 def _check_truncation(config: RlConfig) -> None:
     """Refuse a divergence between distributions that have different tokens."""
-    sampling = config.orchestrator.sampling.distribution
-    if sampling.is_truncated and config.trainer.kl is not None and not config.orchestrator.is_sampled_by_teacher:
-        raise ConfigError(
-            f"orchestrator.sampling cuts off tokens ({sampling}), and trainer.kl compares log-probabilities with a "
-            "reference, which cuts off others: where that is a sampled token, the divergence is infinite. Set "
-            "top_p, top_k and min_p back to 1, 0 and 0 (a temperature below 1 also avoids unlikely tokens), or leave "
-            "trainer.kl out"
-        )
+    if config.trainer.kl is None or config.orchestrator.is_sampled_by_teacher:
+        return
+    for section in config.orchestrator.environments:
+        sampling = config.orchestrator.rollouts_of(section).sampling
+        if sampling.is_truncated:
+            raise ConfigError(
+                f"orchestrator.sampling cuts off tokens ({sampling}, environment '{section.label}'), and trainer.kl "
+                "compares log-probabilities with a reference, which cuts off others: where that is a sampled token, "
+                "the divergence is infinite. Set top_p, top_k and min_p back to 1, 0 and 0 (a temperature below 1 also "
+                "avoids unlikely tokens), or leave trainer.kl out"
+            )
 
 
 def _agreed(config: RlConfig, setting: str, names: tuple[str, ...]) -> object:

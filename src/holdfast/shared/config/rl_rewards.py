@@ -34,20 +34,19 @@ def _check_environments(trainer: TrainerConfig, orchestrator: OrchestratorConfig
 
 
 def _check_group_size(trainer: TrainerConfig, orchestrator: OrchestratorConfig) -> None:
-    size = orchestrator.group_size
     for environment in orchestrator.environments:
-        name = trainer.advantage_of(environment.label)
+        name, size = trainer.advantage_of(environment.label), orchestrator.rollouts_of(environment).group_size
         if size == 1 and trainer.compares_rollouts_of(environment.label):
             raise ConfigError(
                 f"trainer.advantage = '{name}' compares the rollouts of one problem, and orchestrator.group_size = 1 "
-                "gives each a single one: set group_size to 2 or more, or take an advantage that needs no group: "
-                f"{', '.join(SINGLE_ADVANTAGES)}, or one of your own"
+                f"gives each of environment '{environment.label}' a single one: set group_size to 2 or more, or take "
+                f"an advantage that needs no group: {', '.join(SINGLE_ADVANTAGES)}, or one of your own"
             )
-    if trainer.advantage_k is not None and trainer.advantage_k > size:
-        raise ConfigError(
-            f"trainer.advantage_k = {trainer.advantage_k} is more than the {size} rollouts of a problem "
-            "(orchestrator.group_size): lower the one or raise the other"
-        )
+        if name == "pass_at_k" and trainer.advantage_k is not None and trainer.advantage_k > size:
+            raise ConfigError(
+                f"trainer.advantage_k = {trainer.advantage_k} is more than the {size} rollouts of a problem of "
+                f"environment '{environment.label}' (group_size): lower the one or raise the other"
+            )
 
 
 def _check_dynamic_sampling(trainer: TrainerConfig, orchestrator: OrchestratorConfig) -> None:
@@ -69,12 +68,14 @@ def _check_dynamic_sampling(trainer: TrainerConfig, orchestrator: OrchestratorCo
 
 def _check_length_penalty(trainer: TrainerConfig, orchestrator: OrchestratorConfig) -> None:
     """Refuse a length that no rollout can reach."""
-    most = trainer.rewards.length_max_tokens
-    single = all(environment.id in _SINGLE_TURN for environment in orchestrator.environments)
-    room = orchestrator.seq_len - 1
-    reached, key = room, f"orchestrator.seq_len = {orchestrator.seq_len} with a prompt"
-    if single and orchestrator.sampling.max_tokens <= room:
-        reached, key = orchestrator.sampling.max_tokens, "orchestrator.sampling.max_tokens"
+    most, reached, key = trainer.rewards.length_max_tokens, 0, ""
+    for environment in orchestrator.environments:
+        settings = orchestrator.rollouts_of(environment)
+        own, own_key = settings.seq_len - 1, f"orchestrator.seq_len = {settings.seq_len} with a prompt"
+        if environment.id in _SINGLE_TURN and settings.max_tokens <= own:
+            own, own_key = settings.max_tokens, "orchestrator.sampling.max_tokens"
+        if own > reached:
+            reached, key = own, own_key
     if most is not None and most > reached:
         raise ConfigError(
             f"trainer.rewards.length_max_tokens = {most} is never reached: {key} allows {reached} sampled tokens. "

@@ -72,9 +72,10 @@ def read_batch_in(directory: Path, *, step: int) -> Batch:
 
 
 class EnvironmentPosition(msgspec.Struct, frozen=True):
-    """Position in one environment: `next_task` is the task that comes next."""
+    """Position in one environment: the task that comes next, and how many rollouts a problem of the batch had."""
 
     next_task: int = 0
+    group_size: int = 0
 
 
 class Counts(msgspec.Struct, frozen=True):
@@ -131,6 +132,10 @@ class Accepted(msgspec.Struct, frozen=True):
     def next_task(self, environment: str) -> int:
         """The task of `environment` that comes next; 0 where none was made."""
         return self.environments.get(environment, EnvironmentPosition()).next_task
+
+    def group_size(self, environment: str) -> int:
+        """How many rollouts a problem of `environment` has in the last batch; 0 where none was made."""
+        return self.environments.get(environment, EnvironmentPosition()).group_size
 
 
 def read_accepted(path: Path, *, step: int) -> Accepted:

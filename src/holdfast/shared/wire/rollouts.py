@@ -11,9 +11,9 @@ from typing import Literal, get_args
 import msgspec
 
 from holdfast.shared.wire.arrays import Logprobs, LossMask, Rewards, TokenIds, decode_packed, encode_packed
-from holdfast.shared.wire.sampling import Sampling
+from holdfast.shared.wire.sampling import PLAIN_SAMPLING, Sampling
 
-BATCH_FORMAT = 5
+BATCH_FORMAT = 6
 
 DropReason = Literal[
     "zero_signal", "environment_error", "prompt_too_long", "timeout", "crash", "memory",
@@ -55,6 +55,7 @@ class Rollout(msgspec.Struct, kw_only=True):
         token_ids: the whole session, prompt first.
         loss_mask: per token, whether the policy sampled it.
         logprobs: per token, the sampler's log-probability in the distribution `sampling`; 0.0 where not sampled.
+        sampling: the distribution that its tokens were sampled from.
         versions: which policy sampled which tokens; empty where a teacher did.
         reward: scored reward of the whole.
         truncated: the session ended because a token limit was reached.
@@ -71,6 +72,7 @@ class Rollout(msgspec.Struct, kw_only=True):
     loss_mask: LossMask
     logprobs: Logprobs
     versions: list[VersionSpan]
+    sampling: Sampling = PLAIN_SAMPLING
     reward: float = 0.0
     truncated: bool = False
     metrics: dict[str, float] = {}
@@ -107,7 +109,6 @@ class Batch(msgspec.Struct, kw_only=True):
         weights_digest: `shared.files.weights_digest` of the weights of that version that sampled it; empty where a
             teacher did.
         teacher_digest: of the teacher that sampled or judged it; empty without one.
-        sampling: the distribution that the sampler sampled from.
         rollouts: in a fixed order (problem, then sample), independent of timing.
         dropped: tasks that were drawn for this batch and are not in it, in the order of the draw.
         metrics: the orchestrator's numbers about this batch; the trainer writes them out with its own.
@@ -118,7 +119,6 @@ class Batch(msgspec.Struct, kw_only=True):
     policy_version: int
     weights_digest: str
     teacher_digest: str = ""
-    sampling: Sampling
     rollouts: list[Rollout]
     dropped: list[Dropped] = []
     metrics: dict[str, float] = {}

@@ -6,7 +6,7 @@ Shape legend: N predicted tokens, C tokens of one chunk, H hidden size, V vocabu
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from holdfast.shared.wire.sampling import PLAIN_SAMPLING, Sampling
-from holdfast.trainer.models.truncation import truncate
+from holdfast.trainer.models.truncation import SamplingByToken, truncate
 
 Head = Callable[[Tensor], Tensor]
 """From hidden states (C, H) to logits (C, V)."""
@@ -45,14 +45,20 @@ class Reading:
     """What is read off the logits that predict a target.
 
     Attributes:
-        sampling: the distribution that the targets were sampled from.
+        sampling: the distribution that the targets were sampled from: one of all, or by token.
         entropy: whether their entropies are computed, which takes as much memory as the logits once more.
         entropy_gradient: whether they are, and carry a gradient.
     """
 
-    sampling: Sampling = PLAIN_SAMPLING
+    sampling: Sampling | SamplingByToken = PLAIN_SAMPLING
     entropy: bool = False
     entropy_gradient: bool = False
+
+    def of(self, tokens: slice | Tensor) -> Reading:
+        """Return the reading of some of the targets."""
+        if isinstance(self.sampling, Sampling):
+            return self
+        return replace(self, sampling=self.sampling.of(tokens))
 
 
 @dataclass(frozen=True)
@@ -112,23 +118,25 @@ def token_logprobs(
     if hidden_NH.shape[0] != target_ids_N.shape[0]:
         raise ValueError(f"{hidden_NH.shape[0]} hidden states for {target_ids_N.shape[0]} targets")
 
-    def one_chunk(hidden_CH: Tensor, target_ids_C: Tensor, taught_CH: Tensor | None) -> Predicted:
-        predicted, all_logprobs_CV = _read(head(hidden_CH).float(), target_ids_C, reading)
+    def one_chunk(hidden_CH: Tensor, target_ids_C: Tensor, taught_CH: Tensor | None, own_reading: Reading) -> Predicted:
+        predicted, all_logprobs_CV = _read(head(hidden_CH).float(), target_ids_C, own_reading)
         if teacher is None or taught_CH is None:
             return predicted
         with torch.no_grad():
-            teacher_CV = _all_logprobs(teacher.head(taught_CH).float(), target_ids_C, reading)
+            teacher_CV = _all_logprobs(teacher.head(taught_CH).float(), target_ids_C, own_reading)
         return predicted._replace(teacher_kl_N=_divergence(all_logprobs_CV, teacher_CV))
 
     count, taught_NH = hidden_NH.shape[0], teacher.hidden_NH if teacher is not None else None
     # One chunk is not computed twice: recomputing would save no memory.
     if count <= chunk_tokens:
-        return one_chunk(hidden_NH, target_ids_N, taught_NH)
+        return one_chunk(hidden_NH, target_ids_N, taught_NH, reading)
     parts = list[Predicted]()
     for start in range(0, count, chunk_tokens):
         own = slice(start, min(start + chunk_tokens, count))
         taught_CH = taught_NH[own] if taught_NH is not None else None
-        columns = checkpoint(one_chunk, hidden_NH[own], target_ids_N[own], taught_CH, use_reentrant=False)
+        columns = checkpoint(
+            one_chunk, hidden_NH[own], target_ids_N[own], taught_CH, reading.of(own), use_reentrant=False
+        )
         parts.append(Predicted(*columns))
     entropies = [part.entropy_N for part in parts if part.entropy_N is not None]
     divergences = [part.teacher_kl_N for part in parts if part.teacher_kl_N is not None]
@@ -152,7 +160,9 @@ def _read(logits_CV: Tensor, target_ids_C: Tensor, reading: Reading) -> tuple[Pr
 def _all_logprobs(logits_CV: Tensor, target_ids_C: Tensor, reading: Reading) -> Tensor:
     """Return the log-probability of every token of the vocabulary, (C, V)."""
     sampling = reading.sampling
-    if sampling.temperature != 1.0:
+    if isinstance(sampling, SamplingByToken):
+        logits_CV = logits_CV / sampling.column("temperature")
+    elif sampling.temperature != 1.0:
         logits_CV = logits_CV / sampling.temperature
     if sampling.is_truncated:
         logits_CV = truncate(logits_CV, target_ids_C, sampling)

@@ -75,7 +75,8 @@ class Policy(DecoderModel):
         hidden_NH = self.hidden_states(input_ids_BL, position_ids_BL, predict_index_N, packed_index=packed_index)
         row = self.row_slice(input_ids_BL)
         if row is not None:
-            target_ids_N = target_ids_N[row.own(predict_index_N)]
+            own = row.own(predict_index_N)
+            target_ids_N, reading = target_ids_N[own], reading.of(own)
         predicted = token_logprobs(
             hidden_NH, self._head(), target_ids_N, reading, chunk_tokens=self.logits_chunk_tokens, teacher=teacher
         )

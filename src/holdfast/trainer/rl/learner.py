@@ -21,7 +21,6 @@ from holdfast.shared.config.registry import MODEL_ADVANTAGES
 from holdfast.shared.config.schedule import learning_rate
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.wire.rollouts import Batch, Rollout
-from holdfast.shared.wire.sampling import Sampling
 from holdfast.trainer.data.packing import MicroBatch, Sample
 from holdfast.trainer.models.logprobs import Reading
 from holdfast.trainer.models.policy import Policy, predict
@@ -36,6 +35,7 @@ from holdfast.trainer.rl.advantages.assign import (
 )
 from holdfast.trainer.rl.advantages.build import build_advantage
 from holdfast.trainer.rl.advantages.scored_rollouts import score_rollouts
+from holdfast.trainer.rl.batches.distributions import learned_distributions, reading_of
 from holdfast.trainer.rl.batches.minibatches import Minibatch, measure_targets, plan_epochs
 from holdfast.trainer.rl.batches.per_token import AGE, OLD_ENTROPY, OLD_LOGPROB, REFERENCE_LOGPROB
 from holdfast.trainer.rl.batches.samples import group_rollouts, to_samples, without_truncated
@@ -104,7 +104,9 @@ class Learner:
         samples = to_samples(rollouts, trained_version=step - 1)
         trained = without_truncated(samples, rollouts) if config.rewards.truncated == "mask" else samples
         epochs = self._plan(step, trained, config.updates)
-        reading = Reading(_learned_distribution(batch, config))
+        _check_cuts(batch, rollouts, config)
+        # A teacher's weights have no digest here.
+        reading = Reading(learned_distributions(rollouts, samples, is_imitation=not batch.weights_digest))
         with stopwatch.phase("experience"):
             # What is not trained is measured, too: its penalties and values count in the advantages of the others.
             left_out = [sample for sample, own in zip(samples, trained, strict=True) if own is not sample]
@@ -246,7 +248,7 @@ class Learner:
         policy.eval()  # no dropout
 
         def read(micro: MicroBatch) -> list[Tensor]:
-            predicted = predict(policy, micro, reading)
+            predicted = predict(policy, micro, reading_of(micro, reading))
             return [values_N for values_N in (predicted.logprobs_N, predicted.entropy_N) if values_N is not None]
 
         measure_targets(keys, read, minibatches, self._mesh, pack=policy.layout.packs)
@@ -329,19 +331,16 @@ class Learner:
         return loss
 
 
-def _learned_distribution(batch: Batch, config: TrainerConfig) -> Sampling:
-    """Return the distribution over tokens that the step changes: what the policy samples from.
-
-    What a teacher sampled is imitated by the whole distribution: what it never samples must become unlikely.
+def _check_cuts(batch: Batch, rollouts: Sequence[Rollout], config: TrainerConfig) -> None:
+    """Refuse a divergence between distributions that have different tokens.
 
     Raises:
-        ConfigError: a divergence is asked for, of distributions that have different tokens.
+        ConfigError: it is asked for.
     """
-    if not batch.weights_digest:
-        return batch.sampling.whole()
-    if batch.sampling.is_truncated and config.kl is not None:
+    cut = next((rollout for rollout in rollouts if rollout.sampling.is_truncated), None)
+    if batch.weights_digest and config.kl is not None and cut is not None:
         raise ConfigError(
-            f"batch {batch.step} was sampled at {batch.sampling}, and trainer.kl compares distributions over all "
-            "tokens: leave orchestrator.sampling.top_p, top_k and min_p at 1, 0 and 0, or leave trainer.kl out"
+            f"batch {batch.step}: environment '{cut.environment}' was sampled at {cut.sampling}, and trainer.kl "
+            "compares distributions over all tokens: leave orchestrator.sampling.top_p, top_k and min_p at 1, 0 and 0, "
+            "or leave trainer.kl out"
         )
-    return batch.sampling

@@ -13,6 +13,7 @@ from holdfast.trainer.data.packing import build_micro_batch, to_device
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.logprobs import Reading
 from holdfast.trainer.models.policy import Policy, predict
+from holdfast.trainer.rl.batches.distributions import reading_of
 from holdfast.trainer.rl.batches.minibatches import Minibatch
 from holdfast.trainer.rl.batches.per_token import (
     ADVANTAGE,
@@ -55,7 +56,7 @@ def policy_step(
     losses = Sums("loss")
     for indices in minibatch.micro_batches:
         micro = build_micro_batch(samples, indices, pack=policy.layout.packs, device=mesh.device)
-        predicted = predict(policy, micro, reading, teacher=teacher)
+        predicted = predict(policy, micro, reading_of(micro, reading), teacher=teacher)
         logprobs_N, entropy_N = predicted.logprobs_N, predicted.entropy_N
         assert entropy_N is not None  # the reading asks for it
         data = PolicyLossInput(

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.commands.evaluate import launch, policy
+from holdfast.shared.config.environments import EnvironmentConfig, SamplingConfig
 from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.config.load import to_toml
-from holdfast.shared.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
+from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import CheckpointError, DataError
 from holdfast.shared.files.manifest import file_digest
 from holdfast.shared.files.run_dir import RunDir
@@ -129,13 +130,14 @@ def test_what_is_not_set_is_as_in_the_run(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     run_dir.configs(1).mkdir(parents=True)
     trained = OrchestratorConfig(
-        environments=[EnvironmentConfig(id="reverse_text", args={"max_length": 5})],
+        environments=[EnvironmentConfig(id="reverse_text", args={"max_length": 5}, group_size=2)],
         seq_len=3000,
         sampling=SamplingConfig(max_tokens=77, temperature=0.5),
     )
     (run_dir.configs(1) / "orchestrator.toml").write_text(to_toml(trained))
     found = policy.with_settings_of_run(EvaluateConfig(run=tmp_path))
-    assert (found.environments, found.seq_len) == (trained.environments, 3000)
+    asked = [EnvironmentConfig(id="reverse_text", args={"max_length": 5})]
+    assert (found.environments, found.seq_len) == (asked, 3000), "an evaluation has a number of samples of its own"
     assert (found.sampling.max_tokens, found.sampling.temperature) == (77, 1.0)
     assert found.inference.model.max_len == 3000
     own = EvaluateConfig.model_validate(

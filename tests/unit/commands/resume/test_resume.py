@@ -34,7 +34,6 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.remote.object_store import StorageError
 from holdfast.shared.wire.arrays import Logprobs, LossMask, TokenIds
 from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan, encode_batch
-from holdfast.shared.wire.sampling import Sampling
 
 Sft = Callable[..., tuple[int, str, str]]
 
@@ -100,7 +99,7 @@ def add_weights(run: RunDir, version: int) -> Path:
 def add_batch(run: RunDir, step: int, *, version: int, rollouts: Sequence[Rollout] = ()) -> Path:
     directory = run.batch(step)
     directory.mkdir(parents=True)
-    batch = Batch(step=step, policy_version=version, weights_digest="", sampling=Sampling(1.0), rollouts=list(rollouts))
+    batch = Batch(step=step, policy_version=version, weights_digest="", rollouts=list(rollouts))
     (directory / "batch.msgpack").write_bytes(encode_batch(batch))
     files = manifest.describe_files(directory)
     listing = manifest.Manifest(kind="batch", step=step, policy_version=version, files=files)

@@ -25,6 +25,7 @@ from holdfast.shared.wire.sampling import Sampling
 from tests.conftest import BASE
 
 Command = Callable[..., tuple[int, str, str]]
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 PROMPT, ANSWER, FEEDBACK = "abc>", "cba<|end|>", "again>"
 
 
@@ -45,7 +46,7 @@ def make_rollout(environment: str, task: int, sample: int, *, version: int) -> R
         loss_mask=LossMask([sampled for sampled, ids in turns for _ in ids]),
         logprobs=Logprobs([-0.1 * place for place in range(len(token_ids))]),
         versions=[VersionSpan(version, len(turns[0][1]), len(token_ids))], reward=float(sample),
-        truncated=sample == 1, metrics={"exact": float(sample)},
+        truncated=sample == 1, sampling=Sampling(0.5, min_p=0.25), metrics={"exact": float(sample)},
         reference_logprobs=Logprobs([-0.5] * len(token_ids)) if sample == 0 else None,
         step_rewards=StepRewards(TokenIds([7, len(token_ids) - 1]), Rewards([0.1, -1 / 3])) if sample == 1 else None,
     )  # fmt: skip
@@ -59,7 +60,6 @@ def make_batch(step: int) -> Batch:
         step=step,
         policy_version=step - 1,
         weights_digest="d" * 32,
-        sampling=Sampling(0.5, min_p=0.25),
         rollouts=made,
         metrics={"reward/mean": 0.5},
     )
@@ -205,8 +205,7 @@ def test_export_to_lines_holds_every_rollout(rollouts: Command, run_dir: RunDir,
     rows = [json.loads(line) for line in target.read_text().splitlines()]
     assert [row.pop("step") for row in rows] == [2] * 4 + [3] * 4
     assert {row.pop("policy_version") for row in rows} == {1, 2}
-    names = ("temperature", "top_p", "top_k", "min_p")
-    assert {tuple(row.pop(name) for name in names) for row in rows} == {(0.5, 1.0, 0, 0.25)}
+    rows = [row | {"sampling": {name: row.pop(name) for name in SAMPLING}} for row in rows]
     assert (
         msgspec.convert(rows, list[Rollout], dec_hook=decode_packed)
         == read_batch(run_dir, 2).rollouts + read_batch(run_dir, 3).rollouts
@@ -222,7 +221,12 @@ def test_export_to_parquet_holds_every_rollout(rollouts: Command, run_dir: RunDi
     kept = [rollout for step in (2, 3, 4) for rollout in read_batch(run_dir, step).rollouts]
     assert (
         msgspec.convert(
-            [row | {"metrics": dict(row["metrics"])} for row in rows], list[Rollout], dec_hook=decode_packed
+            [
+                row | {"metrics": dict(row["metrics"]), "sampling": {name: row.pop(name) for name in SAMPLING}}
+                for row in rows
+            ],
+            list[Rollout],
+            dec_hook=decode_packed,
         )
         == kept
     )
@@ -307,3 +311,19 @@ def test_looking_imports_nothing_heavy(argv: list[str], run_dir: RunDir) -> None
     words = [*argv, "--output-dir", str(run_dir.path)]
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
     assert "HEAVY []" in done.stdout
+
+
+def test_a_mix_of_distributions_is_shown_and_exported_by_environment(run_command: Command, run_dir: RunDir) -> None:
+    batch = make_batch(5)
+    for rollout in batch.rollouts:
+        rollout.sampling = {"a": Sampling(), "b": Sampling(0.5, top_k=7)}[rollout.environment]
+    publish_batch(run_dir, batch, msgspec.json.encode(state_after(5)))
+    code, out, _ = run_command("rollouts", "show", "5", "--output-dir", run_dir.path)
+    assert code == 0 and f"digest {'d' * 32}\n  a at temperature 1\n  b at temperature 0.5, top_k 7\n" in out
+    code, out, _ = run_command("rollouts", "show", "5", "--json", "--output-dir", run_dir.path)
+    assert json.loads(out)["sampling"]["b"] == {"temperature": 0.5, "top_p": 1.0, "top_k": 7, "min_p": 0.0}
+    target = run_dir.path / "exported.jsonl"
+    assert run_command("rollouts", "export", "5", "--to", target, "--output-dir", run_dir.path)[0] == 0
+    lines = [json.loads(line) for line in target.read_bytes().splitlines()]
+    written = {(line["environment"], line["temperature"], line["top_k"]) for line in lines}
+    assert written == {("a", 1.0, 0), ("b", 0.5, 7)}

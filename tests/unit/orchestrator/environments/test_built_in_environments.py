@@ -14,7 +14,7 @@ from holdfast.orchestrator.environments.addition import right_digits, working_of
 from holdfast.orchestrator.environments.interface import Environment, Message, Score, Session, Task, TaskSeed
 from holdfast.orchestrator.environments.ledger import Books
 from holdfast.shared.chat.files import load_tokenizer
-from holdfast.shared.config.orchestrator import EnvironmentConfig
+from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.wire.arrays import Logprobs, TokenIds
 from holdfast.shared.wire.inference_api import Completion

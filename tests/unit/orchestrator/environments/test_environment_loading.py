@@ -15,7 +15,7 @@ from holdfast.orchestrator.environments import load_environment
 from holdfast.orchestrator.environments.interface import Environment, Message, TaskSeed
 from holdfast.orchestrator.environments.jsonl import Jsonl
 from holdfast.orchestrator.environments.reverse_text import ReverseText
-from holdfast.shared.config.orchestrator import EnvironmentConfig
+from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.errors import ConfigError, DataError, EnvironmentFailure, HoldfastError
 from tests.servers.orchestrator_fakes import make_config
 

@@ -24,7 +24,8 @@ from holdfast.orchestrator.environments.contract import PromptTooLong
 from holdfast.orchestrator.environments.interface import Environment, Score, Session, SessionFull, Task, TaskSeed
 from holdfast.orchestrator.environments.watchdog import watching_calls
 from holdfast.orchestrator.main import orchestrate
-from holdfast.shared.config.orchestrator import EnvironmentConfig, OrchestratorConfig
+from holdfast.shared.config.environments import EnvironmentConfig
+from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import STUCK, DataError, EnvironmentFailure, InferenceError, RunDirError, is_storage_failure
 from holdfast.shared.files import journal
 from holdfast.shared.files.record_log import RecordLog

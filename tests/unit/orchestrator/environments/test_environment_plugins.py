@@ -12,7 +12,8 @@ from holdfast.orchestrator.check_environments import check_environments
 from holdfast.orchestrator.environments import load_environment
 from holdfast.orchestrator.environments.interface import Environment, TaskSeed
 from holdfast.orchestrator.environments.plugins import Plugin, find_plugins
-from holdfast.shared.config.orchestrator import EnvironmentConfig, OrchestratorConfig
+from holdfast.shared.config.environments import EnvironmentConfig
+from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import ConfigError, EnvironmentFailure
 
 SOUND = '''

@@ -28,7 +28,7 @@ from holdfast.orchestrator.environments.tool_calls import PARSERS, ToolCall, fin
 from holdfast.orchestrator.environments.tool_use import TOOL_FAILURES, check_tools, tool_metrics, tool_use_of
 from holdfast.orchestrator.environments.tools import Tool, WrongArguments
 from holdfast.shared.chat.tokenizer import Tokenizer
-from holdfast.shared.config.orchestrator import EnvironmentConfig
+from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.errors import ConfigError, DataError, EnvironmentFailure
 from holdfast.shared.wire.arrays import Logprobs, TokenIds
 from holdfast.shared.wire.inference_api import Completion

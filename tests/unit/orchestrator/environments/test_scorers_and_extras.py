@@ -15,7 +15,7 @@ from holdfast.orchestrator.check_environments import check_environments
 from holdfast.orchestrator.environments import load_environment
 from holdfast.orchestrator.environments.interface import Environment, Message, Score, Task, TaskSeed
 from holdfast.orchestrator.environments.math_answers import MathAnswers
-from holdfast.shared.config.orchestrator import EnvironmentConfig
+from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.errors import ConfigError, EnvironmentFailure
 from tests.servers.orchestrator_fakes import make_config
 

@@ -17,10 +17,17 @@ from holdfast.orchestrator.evaluation import main
 from holdfast.orchestrator.evaluation.comparison import compare
 from holdfast.orchestrator.evaluation.results import read_tasks
 from holdfast.orchestrator.evaluation.summary import Summary, read_evaluation, summary_in
-from holdfast.orchestrator.evaluation.tasks import count_tasks, refuse_training_tasks, settings_of_run, sizes_of
+from holdfast.orchestrator.evaluation.tasks import (
+    count_tasks,
+    held_out_sections,
+    refuse_training_tasks,
+    settings_of_run,
+    sizes_of,
+)
+from holdfast.shared.config.environments import EnvironmentConfig, EnvironmentSamplingConfig
 from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.config.load import to_toml
-from holdfast.shared.config.orchestrator import EnvironmentConfig, OrchestratorConfig
+from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import ConfigError, DataError, EnvironmentFailure
 from holdfast.shared.files.run_dir import RunDir
 from tests.servers.orchestrator_fakes import MODEL, FakeEngine, serving
@@ -336,3 +343,26 @@ def test_an_environment_with_an_end_is_asked_once_and_not_where_training_asks(tm
 def test_what_cannot_be_evaluated_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         EvaluateConfig.model_validate({"model": {"name": "a"}} | changes)
+
+
+def test_an_environment_of_an_evaluation_is_sampled_as_it_says(tmp_path: Path) -> None:
+    engine = engine_with_weights()
+    own = {"id": "reverse_text", "name": "own", "sampling": {"temperature": 0.5, "max_tokens": 3}, "seq_len": 50}
+    with serving(engine):
+        config = config_of(tmp_path, engine, environments=[{"id": "reverse_text"}, own], num_tasks=2)
+        evaluated(config)
+        asked_before = len(engine.requests)
+        other = config_of(tmp_path, engine, environments=[{"id": "reverse_text"}, own | {"seq_len": 51}], num_tasks=2)
+        with pytest.raises(ConfigError, match="another evaluation"):
+            evaluated(other)
+    assert {(body["temperature"], body["max_tokens"]) for body in engine.requests} == {(1.0, 24), (0.5, 3)}
+    assert len(engine.requests) == asked_before
+
+
+def test_of_the_environments_of_training_an_evaluation_takes_what_says_how_long_answers_may_be() -> None:
+    plain = EnvironmentConfig(id="a", group_size=3, seq_len=90, sampling=EnvironmentSamplingConfig(temperature=0.5))
+    short = EnvironmentConfig(id="b", sampling=EnvironmentSamplingConfig(temperature=0.5, max_tokens=7))
+    found = held_out_sections([plain, short], seq_len=80, takes_max_tokens=True)
+    own = EnvironmentSamplingConfig(max_tokens=7)
+    assert found == [EnvironmentConfig(id="a", seq_len=80), EnvironmentConfig(id="b", sampling=own)]
+    assert held_out_sections([short], seq_len=80, takes_max_tokens=False) == [EnvironmentConfig(id="b")]

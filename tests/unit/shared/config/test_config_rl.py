@@ -6,18 +6,22 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast.commands.launcher.launch import launch_rl
 from holdfast.shared.config import RlConfig, SftConfig, TrainerConfig
+from holdfast.shared.config.environments import RolloutSettings
+from holdfast.shared.config.fingerprint import makes_same_batches
 from holdfast.shared.config.load import parse_command_line, read_toml, to_toml
-from holdfast.shared.config.orchestrator import OrchestratorConfig
+from holdfast.shared.config.orchestrator import EvalConfig, OrchestratorConfig
 from holdfast.shared.config.registry import GROUP_ADVANTAGES, SINGLE_ADVANTAGES
 from holdfast.shared.config.reward_training import RewardTrainingConfig
 from holdfast.shared.config.rl import hand_down_shared
 from holdfast.shared.config.trainer import PolicyOptimConfig
 from holdfast.shared.errors import ConfigError, InferenceError
+from holdfast.shared.wire.sampling import Sampling
 from tests.builders import scored_rollouts
 
 ALGORITHMS = Path(__file__).resolve().parents[4] / "configs" / "reverse_text" / "algorithms"
@@ -193,7 +197,7 @@ def test_groups_of_one_are_taken_where_there_is_nothing_to_compare() -> None:
 
 
 def test_groups_of_one_cannot_be_chosen_by_how_their_rewards_differ() -> None:
-    with pytest.raises(ValueError, match="every group of one is: set group_size to 2 or more"):
+    with pytest.raises(ValueError, match="every group of one is .*: set group_size to 2 or more"):
         OrchestratorConfig.model_validate({"group_size": 1, "dynamic_sampling": {}})
 
 
@@ -339,7 +343,7 @@ def test_a_distillation_needs_one_teacher_and_a_loss_for_what_it_gives() -> None
     assert "log-probabilities of a teacher" in disagreement(
         *distil, *TEACHER, "--orchestrator.sampling.temperature", "2"
     )
-    assert "sampling at temperature 1, top_p 0.9" in disagreement(
+    assert "sampling of environment 'reverse_text' at temperature 1, top_p 0.9" in disagreement(
         *distil, *TEACHER, "--orchestrator.sampling.top-p", "0.9"
     )
 
@@ -355,10 +359,63 @@ def test_the_inference_server_computes_logits_as_the_trainer_does() -> None:
 
 def test_a_divergence_is_not_taken_between_distributions_that_have_different_tokens() -> None:
     cut = ("--orchestrator.sampling.top-p", "0.9", "--orchestrator.sampling.min-p", "0.05")
-    assert "cuts off tokens (temperature 1, top_p 0.9, min_p 0.05), and trainer.kl" in disagreement(
-        *cut, "--trainer.kl"
+    assert (
+        "cuts off tokens (temperature 1, top_p 0.9, min_p 0.05, environment 'reverse_text'), and trainer.kl"
+        in disagreement(*cut, "--trainer.kl")
     )
     rl(*cut)
     # What a teacher samples is imitated by the whole distribution.
     rl(*cut, "--trainer.kl", *TEACHER, "--orchestrator.teacher.mode", "samples", "--trainer.loss.type", "sft")
     assert "1 leaves one token to choose from" in disagreement("--orchestrator.sampling.top-k", "1")
+
+
+def mixed(own: dict[str, Any], *flags: str) -> RlConfig:
+    """A run with an environment as all are, and one with settings of its own."""
+    return rl("--orchestrator.environments", json.dumps([{"id": "reverse_text"}, {"id": "addition"} | own]), *flags)
+
+
+def test_an_environment_has_its_own_settings_or_those_of_all() -> None:
+    own = {"group_size": 3, "seq_len": 99, "sampling": {"temperature": 0.5, "max_tokens": 7}}
+    orchestrator = mixed(own, "--orchestrator.sampling.top-p", "0.9", "--orchestrator.group-size", "4").orchestrator
+    plain, other = (orchestrator.rollouts_of(section) for section in orchestrator.environments)
+    assert plain == RolloutSettings(4, 1024, 128, Sampling(1.0, 0.9))
+    assert other == RolloutSettings(3, 99, 7, Sampling(0.5, 0.9))
+    assert orchestrator.largest_group == 4 and not makes_same_batches(orchestrator, mixed({}).orchestrator)
+    longest = mixed({"sampling": {"max_tokens": 300}}, "--trainer.loss.type", "dr_grpo")
+    assert longest.trainer.loss.constant_tokens == 300
+    mixed({"group_size": 1}, "--trainer.environments", '{"addition": {"advantage": "reinforce_pp"}}')
+    mixed(
+        {"group_size": 9},
+        "--trainer.environments",
+        '{"addition": {"advantage": "pass_at_k"}}',
+        "--trainer.advantage-k",
+        "9",
+    )
+    mixed({"seq_len": 500}, "--trainer.rewards.length-max-tokens", "128", "--trainer.rewards.length-buffer-tokens", "9")
+
+
+@pytest.mark.parametrize(
+    ("own", "flags", "says"),
+    [
+        ({"seq_len": 1025}, (), "environment 'addition': seq_len = 1025 is more than the seq_len = 1024 of all"),
+        ({"group_size": 1}, (), "gives each of environment 'addition' a single one"),
+        ({"group_size": 1}, DYNAMIC, "every group of one is (environment 'addition'): set group_size to 2"),
+        ({"group_size": 2}, ("--trainer.advantage", "pass_at_k", "--trainer.advantage-k", "3"),
+         "advantage_k = 3 is more than the 2 rollouts of a problem of environment 'addition'"),
+        ({"sampling": {"top_k": 5}}, ("--trainer.kl",), "(temperature 1, top_k 5, environment 'addition')"),
+        ({"sampling": {"top_k": 1}}, (), "1 leaves one token to choose from"),
+        ({"sampling": {"temperature": 0.5}}, (*TEACHER, "--trainer.advantage", "distillation"),
+         "sampling of environment 'addition' at temperature 0.5"),
+    ],
+)  # fmt: skip
+def test_what_one_environment_cannot_have_is_refused_by_its_name(
+    own: dict[str, Any], flags: tuple[str, ...], says: str
+) -> None:
+    with pytest.raises((ConfigError, ValueError)) as caught:
+        mixed(own, *flags)
+    assert says in str(caught.value)
+
+
+def test_an_evaluation_has_a_number_of_samples_of_its_own() -> None:
+    with pytest.raises(ValueError, match="'addition': group_size = 2 means nothing in an evaluation"):
+        EvalConfig.model_validate({"environments": [{"id": "addition", "group_size": 2}]})

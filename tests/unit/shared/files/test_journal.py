@@ -19,7 +19,6 @@ from holdfast.shared.files.manifest import describe_files, read_manifest, write_
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.arrays import Logprobs, LossMask, Rewards, TokenIds
 from holdfast.shared.wire.rollouts import Batch, Rollout, StepRewards, VersionSpan, decode_batch, encode_batch
-from holdfast.shared.wire.sampling import Sampling
 from tests.conftest import ROOT
 from tests.runs.processes import HANG_S
 
@@ -35,7 +34,6 @@ def make_batch(step: int = 3) -> Batch:
         step=step,
         policy_version=2,
         weights_digest="d" * 32,
-        sampling=Sampling(0.9),
         rollouts=[rollout],
         metrics={"reward/mean": 0.7},
     )
@@ -119,7 +117,7 @@ def test_the_batch_of_another_step_or_format_is_refused(tmp_path: Path) -> None:
     other.format = 99
     rewrite(directory, encode_batch(other))
     with pytest.raises(
-        CheckpointError, match=r"batch\.msgpack cannot be read: it has format 99; this version reads format 5"
+        CheckpointError, match=r"batch\.msgpack cannot be read: it has format 99; this version reads format 6"
     ):
         read_batch(run_dir, 3)
     rewrite(directory, b"\xc1 no msgpack")
@@ -157,7 +155,7 @@ def test_a_batch_of_the_format_before_is_refused_by_its_number(tmp_path: Path) -
     directory = publish_batch(run_dir, make_batch(), b"{}")
     rollout = {"environment": "a", "task_id": 1, "sample_index": 0, "token_ids": [1], "logprobs": [0.0]}
     rewrite(directory, msgspec.msgpack.encode({"format": 1, "step": 3, "rollouts": [rollout]}))
-    with pytest.raises(CheckpointError, match="it has format 1; this version reads format 5"):
+    with pytest.raises(CheckpointError, match="it has format 1; this version reads format 6"):
         read_batch(run_dir, 3)
 
 

@@ -29,7 +29,6 @@ from holdfast.shared.files.manifest import MANIFEST_NAME, is_committed, read_man
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.remote.checkpoints import RemoteCheckpoints
 from holdfast.shared.wire.rollouts import Batch
-from holdfast.shared.wire.sampling import Sampling
 from tests.builders.checkpoint_files import contents, write_checkpoint, write_weights
 
 
@@ -132,7 +131,7 @@ def test_batches_and_weights_that_cannot_be_read_are_not_replaced(run_dir: RunDi
         schedule.version_for(5)
     assert schedule.version_for(5) == 3
     state = msgspec.structs.replace(OrchestratorState(), step=1)
-    batch = Batch(step=1, policy_version=0, weights_digest="", sampling=Sampling(1.0), rollouts=[])
+    batch = Batch(step=1, policy_version=0, weights_digest="", rollouts=[])
     directory = journal.publish_batch(run_dir, batch, state.encode())
     with unreadable(directory / MANIFEST_NAME), pytest.raises(ReadError) as caught:
         find_start(run_dir, None)

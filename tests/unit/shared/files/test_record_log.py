@@ -24,7 +24,7 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.arrays import Logprobs, TokenIds
 from holdfast.shared.wire.inference_api import Completion
 from holdfast.shared.wire.rollouts import VersionSpan
-from holdfast.shared.wire.sampling import Sampling
+from holdfast.shared.wire.sampling import PLAIN_SAMPLING
 from tests.conftest import ROOT
 from tests.runs.processes import HANG_S
 
@@ -145,7 +145,6 @@ KILLED = """
 import sys
 from pathlib import Path
 from holdfast.shared.files.record_log import RecordLog
-from holdfast.shared.wire.sampling import Sampling
 log = RecordLog(Path(sys.argv[1]), valid_bytes=0)
 number = 0
 while True:
@@ -175,22 +174,26 @@ def completion(number: int) -> Completion:
 
 
 def make_log(run_dir: RunDir, answers: int = 0) -> GenerationLog:
-    log = GenerationLog(run_dir, 7, weights_digest="d", sampling=Sampling(1.0), stop_token_ids=[3])
+    log = GenerationLog(run_dir, 7, weights_digest="d", stop_token_ids=[3])
     for number in range(answers):
-        log.append([1, 2], max_tokens=4, seeds=[number], completions=[completion(number)])
+        log.append([1, 2], sampling=PLAIN_SAMPLING, max_tokens=4, seeds=[number], completions=[completion(number)])
     log.close()
     return log
 
 
 def found(log: GenerationLog) -> list[int]:
-    return [number for number in range(5) if log.find([1, 2], max_tokens=4, seed=number) == completion(number)]
+    return [
+        number
+        for number in range(5)
+        if log.find([1, 2], sampling=PLAIN_SAMPLING, max_tokens=4, seed=number) == completion(number)
+    ]
 
 
 @pytest.mark.parametrize(
     ("place", "left", "message"),
     [
         (-1, [0, 1, 2, 3], r"generations_7\.log: \d+ bytes at record 5 \(offset \d+\): the torn end is cut"),
-        (500, [0, 1, 3, 4], r"\d+ bytes at record 3 \(offset \d+\): they are damaged and passed over"),
+        (600, [0, 1, 3, 4], r"\d+ bytes at record 3 \(offset \d+\): they are damaged and passed over"),
         (20, [], r"generations_7\.log has lost its header"),
     ],
 )
@@ -207,19 +210,19 @@ def test_a_damaged_log_of_generations_is_said_and_the_rest_used(
     assert re.search(message, caplog.text)
     caplog.clear()
     assert found(make_log(run_dir)) == left
-    assert ("passed over" in caplog.text) is (place == 500), "what was cut is gone, what was passed over is not"
+    assert ("passed over" in caplog.text) is (place == 600), "what was cut is gone, what was passed over is not"
     assert "torn" not in caplog.text and "header" not in caplog.text
 
 
 def test_a_full_disk_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = GenerationLog(RunDir(tmp_path), 7, weights_digest="d", sampling=Sampling(1.0), stop_token_ids=[3])
+    log = GenerationLog(RunDir(tmp_path), 7, weights_digest="d", stop_token_ids=[3])
 
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(record_log.os, "write", full)
     with pytest.raises(RunDirError, match=r"of batch 7 cannot be kept in .*generations_7\.log: No space left"):
-        log.append([1, 2], max_tokens=4, seeds=[0], completions=[completion(0)])
+        log.append([1, 2], sampling=PLAIN_SAMPLING, max_tokens=4, seeds=[0], completions=[completion(0)])
     log.close()
     with pytest.raises(RunDirError, match="No space left"):
         make_log(RunDir(tmp_path / "other"))
@@ -234,7 +237,7 @@ def test_the_example_of_the_documentation_reads_a_log(tmp_path: Path) -> None:
         [sys.executable, "-c", example, str(path)], check=True, capture_output=True, text=True
     ).stdout.splitlines()
     header, *answers = map(msgspec.json.decode, printed)
-    assert (header["format"], header["step"], header["weights_digest"]) == (4, 7, "d")
+    assert (header["format"], header["step"], header["weights_digest"]) == (5, 7, "d")
     assert [answer["seeds"] for answer in answers] == [[0], [1]]
     printed_completion = answers[1]["completions"][0]
     assert printed_completion["token_ids"] == [11, 3] and printed_completion["logprobs"] == [-1.0, -0.5]

@@ -10,7 +10,7 @@ import torch
 
 from holdfast.shared.wire.sampling import Sampling
 from holdfast.trainer.models.logprobs import Reading, plain_head, token_logprobs
-from holdfast.trainer.models.truncation import sums_by_products
+from holdfast.trainer.models.truncation import SamplingByToken, sums_by_products
 
 V = 23
 CUTS = [
@@ -40,7 +40,9 @@ def kept_tokens(logits: list[float], sampling: Sampling) -> set[int]:
     return set(kept)
 
 
-def read(logits_CV: torch.Tensor, targets: list[int], sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+def read(
+    logits_CV: torch.Tensor, targets: list[int], sampling: Sampling | SamplingByToken
+) -> tuple[torch.Tensor, torch.Tensor]:
     reading = Reading(sampling, entropy_gradient=True)
     logprobs, entropy, *_ = token_logprobs(
         logits_CV, plain_head(torch.eye(V)), torch.tensor(targets), reading, chunk_tokens=5
@@ -135,3 +137,27 @@ def test_running_sums_by_products_are_running_sums(size: int) -> None:
     logits_CV = torch.randn(3, size, generator=torch.Generator().manual_seed(size)) * 4
     probabilities_CV = logits_CV.softmax(-1).sort(-1).values
     torch.testing.assert_close(sums_by_products(probabilities_CV), probabilities_CV.cumsum(-1), rtol=0, atol=1e-6)
+
+
+def test_tokens_of_several_distributions_are_read_as_those_of_each_alone() -> None:
+    """Bit for bit, values and gradients, so that what else is in a batch changes nothing."""
+    table = (*CUTS, Sampling(0.3), Sampling(1.7, min_p=0.5))
+    generator = torch.Generator().manual_seed(2)
+    rows_V = 3 * torch.randn(len(table), V, generator=generator)
+    rows_V[:, 0] = -200.0  # without a probability in float32: only a cut may take it away
+    targets = [number % V for number in range(len(table))]
+
+    def read_all(sampling: Sampling | SamplingByToken) -> tuple[torch.Tensor, ...]:
+        logits_CV = rows_V.clone().requires_grad_()
+        logprobs, entropy = read(logits_CV, targets, sampling)
+        return logprobs, entropy, torch.autograd.grad((logprobs + entropy).sum(), logits_CV)[0]
+
+    mixed = read_all(SamplingByToken(table, torch.arange(len(table))))
+    for row, sampling in enumerate(table):
+        for found, alone in zip(mixed, read_all(sampling), strict=True):
+            assert torch.equal(found[row], alone[row]), sampling
+    whole = (Sampling(0.5), Sampling(2.0))
+    plain = SamplingByToken(whole, torch.arange(len(table)) % 2)
+    assert not plain.is_truncated
+    for row, found in enumerate(read_all(plain)[0]):
+        assert torch.equal(found, read_all(whole[row % 2])[0][row])

@@ -86,10 +86,10 @@ def make_batch(step: int, *, truncated: tuple[int, ...] = (), sampling: Sampling
             loss_mask=[0] * prompt + [1] * sampled,
             logprobs=[0.0] * prompt + generator.uniform(-6, -3, sampled).tolist(),
             versions=[VersionSpan(version=step - 1, start=prompt, end=length)],
-            reward=float(generator.normal()), truncated=number in truncated,
+            reward=float(generator.normal()), truncated=number in truncated, sampling=sampling,
         )  # fmt: skip
         rollouts.append(rollout)
-    return Batch(step=step, policy_version=step - 1, weights_digest="d" * 32, sampling=sampling, rollouts=rollouts)
+    return Batch(step=step, policy_version=step - 1, weights_digest="d" * 32, rollouts=rollouts)
 
 
 Start = Callable[..., Run]
@@ -297,8 +297,8 @@ def test_online_dpo_takes_the_gradient_of_dpo(start: Start, tiny_model: Callable
     micro = build_micro_batch(samples, list(range(len(samples))), pack=True, device=run.session.mesh.device)
     assert run.parts.reference is not None
     with torch.no_grad():
-        of_reference_N = predict(run.parts.reference, micro, Reading(batch.sampling)).logprobs_N
-    new_N = predict(policy, micro, Reading(batch.sampling)).logprobs_N
+        of_reference_N = predict(run.parts.reference, micro, Reading(batch.rollouts[0].sampling)).logprobs_N
+    new_N = predict(policy, micro, Reading(batch.rollouts[0].sampling)).logprobs_N
     sums = [sequence_sums(values, [one.num_targets for one in samples]) for values in (new_N, of_reference_N)]
     loss = torch.zeros((), dtype=torch.float64)
     for first in range(0, GROUPS * GROUP_SIZE, GROUP_SIZE):
@@ -366,8 +366,40 @@ def test_log_probabilities_are_of_the_distribution_that_was_sampled_from(
     run.learn(1, sampling=Sampling(0.9, top_k=2))
     whole, cut = (data.logprobs_N for data in seen)
     assert (cut > whole).all() and (cut >= -50).all()
-    with pytest.raises(ConfigError, match="batch 1 was sampled at temperature 0.9, top_k 2, and trainer.kl compares"):
+    says = "batch 1: environment 'e' was sampled at temperature 0.9, top_k 2, and trainer.kl compares"
+    with pytest.raises(ConfigError, match=says):
         start(kl={}).learn(1, sampling=Sampling(0.9, top_k=2))
+
+
+def test_each_rollout_is_read_at_the_distribution_that_it_was_sampled_from(
+    start: Start, seen: list[PolicyLossInput]
+) -> None:
+    """Of this batch and of those that are replayed, in the pass before the update and in the update."""
+    samplings = [Sampling(0.9), Sampling(0.5), Sampling(1.3, top_p=0.8)]
+    run = start(optim={"lr": 1e-12}, replay={"groups": GROUPS, "capacity": 9}, updates={"minibatches": 2})
+    reference = run.session.policy
+    for step in (1, 2):
+        batch = make_batch(step)
+        for rollout in batch.rollouts:
+            rollout.sampling = samplings[(rollout.task_id + step) % 3]
+        seen.clear()
+        run.learner.learn(batch, Stopwatch())
+        if step == 1:
+            first = batch
+    trained = {}
+    for data in seen:
+        ends = np.cumsum(data.sequence_lengths)
+        for column in (data.logprobs_N, data.old_logprobs_N):
+            for part in np.split(column.detach().numpy(), ends[:-1]):
+                trained[part.tobytes()] = part
+    expected = [(rollout, sample) for one in (first, batch) for rollout, sample in
+                zip(one.rollouts, to_samples(one.rollouts, trained_version=1), strict=True)]  # fmt: skip
+    for rollout, sample in expected:
+        micro = build_micro_batch([sample], [0], pack=True, device=run.session.mesh.device)
+        with torch.no_grad():
+            alone_N = predict(reference, micro, Reading(rollout.sampling)).logprobs_N.numpy()
+        assert any(len(one) == len(alone_N) and np.allclose(one, alone_N, atol=2e-5) for one in trained.values())
+    assert {rollout.sampling for rollout, _ in expected} == set(samplings)
 
 
 def test_what_a_teacher_sampled_is_imitated_by_the_whole_distribution(

@@ -67,14 +67,14 @@ def make_batch(directory: Path, *, shift: float) -> Batch:
             token_ids=generator.integers(5, 100, prompt + sampled).tolist(),
             loss_mask=[False] * prompt + [True] * sampled, logprobs=[0.0] * (prompt + sampled),
             versions=[VersionSpan(version=3 - index % 2, start=prompt, end=prompt + sampled)],
-            reward=float((-1) ** index * (1 + index)),
+            reward=float((-1) ** index * (1 + index)), sampling=Sampling(TEMPERATURE),
         )  # fmt: skip
         with torch.no_grad():
             own, _, _ = reference_logprobs(directory, rollout)
         signs = np.where(np.arange(sampled) < sampled / 2, 1.0, -1.0)
         rollout.logprobs[prompt:] = (own.numpy() + shift * signs).tolist()
         rollouts.append(rollout)
-    return Batch(step=4, policy_version=2, weights_digest="d" * 32, sampling=Sampling(TEMPERATURE), rollouts=rollouts)
+    return Batch(step=4, policy_version=2, weights_digest="d" * 32, rollouts=rollouts)
 
 
 def step(

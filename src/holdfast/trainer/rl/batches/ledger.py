@@ -84,7 +84,7 @@ def check_trained(accepted: Accepted, progress: Progress) -> None:
 def check_tasks(batch: Batch, *, before: Accepted, after: Accepted) -> None:
     """Check that a batch holds or drops exactly the tasks between two states of the orchestrator.
 
-    A task is there once: as a whole group, or as dropped with its reason.
+    A task is there once: as a whole group, as large as the state after it says, or as dropped with its reason.
 
     Raises:
         TrainingError: naming step, environment and task.
@@ -98,9 +98,8 @@ def check_tasks(batch: Batch, *, before: Accepted, after: Accepted) -> None:
     for name in sorted(groups.keys() | left_out.keys() | before.environments.keys() | after.environments.keys()):
         expected = range(before.next_task(name), after.next_task(name))
         _check_environment(batch.step, name, list(groups.get(name, {})), left_out.get(name, []), expected)
-    sizes = Counter(len(group) for tasks in groups.values() for group in tasks.values())
-    group_size = sizes.most_common(1)[0][0] if sizes else 0
     for name, tasks in groups.items():
+        group_size = after.group_size(name)
         for task, group in tasks.items():
             samples = [rollout.sample_index for rollout in group]
             if samples != list(range(group_size)):

@@ -15,6 +15,8 @@ from holdfast.trainer.data.packing import Sample
 
 SAMPLER_LOGPROB = "sampler_logprob"
 """Log-probability under the sampler when the token was drawn, in nats. Always set, from the rollout."""
+SAMPLING = "sampling"
+"""Which of the step's distributions the token was sampled from. Not set where all are from one."""
 AGE = "age"
 """Versions by which the sampler was older than the weights that the step trains. Always set, from the rollout."""
 REFERENCE_LOGPROB = "reference_logprob"

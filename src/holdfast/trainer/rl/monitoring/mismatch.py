@@ -25,7 +25,7 @@ from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.policy import Policy
 from holdfast.trainer.models.self_check import is_random_in_training
 from holdfast.trainer.rl.batches.minibatches import Minibatch, plan_epochs
-from holdfast.trainer.rl.batches.per_token import AGE, OLD_LOGPROB, SAMPLER_LOGPROB
+from holdfast.trainer.rl.batches.per_token import AGE, OLD_LOGPROB, SAMPLER_LOGPROB, SAMPLING
 from holdfast.trainer.rl.monitoring.metrics import PolicyStatistics
 from holdfast.trainer.rl.regularization.kl import k3
 
@@ -99,7 +99,11 @@ class MismatchCheck:
             return
         # Copies: what is measured without dropout must not become the old log-probabilities of the loss.
         copies = [
-            Sample(one.token_ids, one.loss_mask, {SAMPLER_LOGPROB: one.per_token[SAMPLER_LOGPROB]})
+            Sample(
+                one.token_ids,
+                one.loss_mask,
+                {key: one.per_token[key] for key in (SAMPLER_LOGPROB, SAMPLING) if key in one.per_token},
+            )
             for one in samples
             if one.num_targets and not one.per_token[AGE][one.targets].any()
         ]

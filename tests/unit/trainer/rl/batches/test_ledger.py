@@ -14,7 +14,6 @@ from holdfast.shared.errors import CheckpointError, TrainingError
 from holdfast.shared.files.journal import Accepted, Counts, EnvironmentPosition, publish_batch, read_accepted
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Batch, Dropped, DropReason, Rollout
-from holdfast.shared.wire.sampling import Sampling
 from holdfast.trainer.rl.batches.ledger import Ledger, check_tasks, check_trained
 from holdfast.trainer.session.train_state import Progress
 
@@ -33,11 +32,11 @@ def group(environment: str, task: int, samples: Sequence[int] = range(GROUP)) ->
 
 def make_batch(step: int, *tasks: tuple[str, int]) -> Batch:
     rollouts = [rollout for environment, task in tasks for rollout in group(environment, task)]
-    return Batch(step=step, policy_version=0, weights_digest="d" * 32, sampling=Sampling(1.0), rollouts=rollouts)
+    return Batch(step=step, policy_version=0, weights_digest="d" * 32, rollouts=rollouts)
 
 
 def accepted(step: int, problems: int, **next_task: int) -> Accepted:
-    positions = {name: EnvironmentPosition(number) for name, number in next_task.items()}
+    positions = {name: EnvironmentPosition(number, GROUP) for name, number in next_task.items()}
     return Accepted(step, problems, problems * GROUP, problems * GROUP * TOKENS, positions)
 
 
@@ -158,7 +157,7 @@ def publish(run_dir: RunDir, step: int, *tasks: tuple[str, int], state: Orchestr
     state.rollouts += len(batch.rollouts)
     state.tokens += TOKENS * len(batch.rollouts)
     for environment, task in tasks:
-        state.environments.setdefault(environment, EnvironmentState()).next_task = task + 1
+        state.environments.setdefault(environment, EnvironmentState(group_size=GROUP)).next_task = task + 1
     publish_batch(run_dir, batch, state.encode())
     return batch
 
@@ -198,3 +197,20 @@ def test_a_state_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     path.write_bytes(OrchestratorState(step=2).encode())
     with pytest.raises(CheckpointError, match="state after step 2, expected step 1"):
         read_accepted(path, step=1)
+
+
+def test_each_environment_has_groups_of_its_own_size() -> None:
+    batch = make_batch(7, ("a", 7), ("a", 8))
+    batch.rollouts += group("b", 3, range(3))
+    held = len(batch.rollouts)
+    before = msgspec.structs.replace(
+        BEFORE, environments={"a": EnvironmentPosition(7, 5), "b": EnvironmentPosition(3, 2)}
+    )
+    after = msgspec.structs.replace(
+        accepted(7, 13), rollouts=20 + held, tokens=(20 + held) * TOKENS,
+        environments={"a": EnvironmentPosition(9, GROUP), "b": EnvironmentPosition(4, 3)},
+    )  # fmt: skip
+    check_tasks(batch, before=before, after=after)
+    with pytest.raises(TrainingError, match=r"task 3 of environment 'b' has the samples \[0, 1, 2\], expected 0 to 1"):
+        check_tasks(batch, before=before, after=msgspec.structs.replace(
+            after, environments=after.environments | {"b": EnvironmentPosition(4, 2)}))  # fmt: skip

@@ -11,7 +11,6 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.files.weights_digest import weights_digest
 from holdfast.shared.process.events import EVENTS_ENV
 from holdfast.shared.wire.rollouts import Batch
-from holdfast.shared.wire.sampling import Sampling
 from holdfast.trainer.rl.batches.provenance import check_provenance
 from tests.servers.orchestrator_fakes import publish_weights
 
@@ -26,7 +25,7 @@ def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def make_batch(digest: str, *, version: int = 3) -> Batch:
-    return Batch(step=version + 2, policy_version=version, weights_digest=digest, sampling=Sampling(1.0), rollouts=[])
+    return Batch(step=version + 2, policy_version=version, weights_digest=digest, rollouts=[])
 
 
 def test_a_batch_of_other_weights_with_the_same_number_is_told_with_both_digests(tmp_path: Path, events: Path) -> None:

@@ -46,7 +46,7 @@ def sampled_by(policy: Policy, mesh: Mesh, sampling: Sampling, *, off_by: float)
         rollout = Rollout(
             environment="e", task_id=0, sample_index=number, token_ids=token_ids.tolist(),
             loss_mask=mask.astype(int).tolist(), logprobs=Logprobs([0.0] * PROMPT + (logprobs_N + off_by).tolist()),
-            versions=[], reward=float(number), truncated=False,
+            versions=[], sampling=sampling, reward=float(number), truncated=False,
         )  # fmt: skip
         rollouts.append(rollout)
     policy.train()
@@ -76,7 +76,7 @@ def learn(tiny_model: Callable[..., Path], mesh: Mesh, tokenizer: PreTrainedToke
         for rollout in rollouts if age is not None else ():
             rollout.versions = [VersionSpan(version=number - 1 - (age or 0), start=PROMPT, end=LENGTH)]
         learner = Learner(config, session, parts, None)
-        batch = Batch(step=number, policy_version=number - 1, weights_digest="d", sampling=sampling, rollouts=rollouts)
+        batch = Batch(step=number, policy_version=number - 1, weights_digest="d", rollouts=rollouts)
         try:
             return learner.learn(batch, Stopwatch(), is_foreign=is_foreign)
         except TrainingError:

@@ -1,0 +1,165 @@
+"""Configuration of environments, and of how rollouts of each are made: the run's settings, or its own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from holdfast.shared.config.base import Section
+from holdfast.shared.wire.sampling import Sampling
+
+
+def leaves_a_choice(top_k: int | None) -> int | None:
+    """Refuse one token to choose from."""
+    if top_k == 1:
+        raise ValueError("1 leaves one token to choose from, and nothing to learn: take 0 (all), or 2 and more")
+    return top_k
+
+
+class SamplingConfig(Section):
+    """How completions are sampled. The trainer computes log-probabilities of the same distribution."""
+
+    temperature: float = Field(default=1.0, ge=0.01, le=2)
+    """Softmax temperature."""
+
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the fewest likeliest tokens whose probabilities sum to this; 1: from all."""
+
+    top_k: int = Field(default=0, ge=0, lt=2**31)
+    """Sample from the k likeliest tokens; 0: from all."""
+
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Sample from tokens at least this times as likely as the likeliest; 0: from all."""
+
+    max_tokens: int = Field(default=128, ge=1)
+    """Most tokens sampled in one turn."""
+
+    @property
+    def distribution(self) -> Sampling:
+        """What every token is sampled from."""
+        return Sampling(self.temperature, self.top_p, self.top_k, self.min_p)
+
+    _leaves_a_choice = field_validator("top_k")(leaves_a_choice)
+
+
+class EnvironmentSamplingConfig(Section):
+    """What one environment samples otherwise than all; unset: as all."""
+
+    temperature: float | None = Field(default=None, ge=0.01, le=2)
+    """Softmax temperature."""
+
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Sample from the fewest likeliest tokens whose probabilities sum to this; 1: from all."""
+
+    top_k: int | None = Field(default=None, ge=0, lt=2**31)
+    """Sample from the k likeliest tokens; 0: from all."""
+
+    min_p: float | None = Field(default=None, ge=0, lt=1)
+    """Sample from tokens at least this times as likely as the likeliest; 0: from all."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens sampled in one turn."""
+
+    _leaves_a_choice = field_validator("top_k")(leaves_a_choice)
+
+    def over(self, common: SamplingConfig) -> SamplingConfig:
+        """Return `common` with what is set here in its place."""
+        return common.model_copy(update=self.model_dump(exclude_none=True))
+
+
+class EnvironmentConfig(Section):
+    """One environment of the mix."""
+
+    id: str = "reverse_text"
+    """A built-in environment (`reverse_text`, `sort_letters`, `addition`, `guess_number`, `ledger`,
+    `python_code`, `jsonl`), one of an installed package, `reasoning_gym:NAME`, or `module:Class`."""
+
+    name: str | None = None
+    """Name in metrics; unset: the id."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the problems of each step, relative to the other environments."""
+
+    group_size: int | None = Field(default=None, ge=1)
+    """Rollouts of one problem of this environment; unset: the `group_size` of all. Not of evaluations."""
+
+    sampling: EnvironmentSamplingConfig | None = None
+    """What is sampled otherwise here: `temperature`, `top_p`, `top_k`, `min_p`, `max_tokens`, each unset: the
+    `sampling` of all."""
+
+    seq_len: int | None = Field(default=None, ge=2)
+    """Most tokens of one rollout of this environment, prompt included; unset: the `seq_len` of all, the largest."""
+
+    args: dict[str, Any] = {}
+    """Arguments of the environment's constructor; docs/environments.md has those of the built-in ones."""
+
+    success_reward: float | None = None
+    """A rollout with at least this reward counts as solved in `pass@k`; unset: one whose metric `exact` is 1."""
+
+    timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=True)
+    """Deadline of playing one rollout, without the time in which the engine samples for it, of scoring one group and
+    of making one task; `inf`: none. A call that is silent for 30 s is named in the console."""
+
+    on_error: Literal["stop", "drop"] = "stop"
+    """What follows when the environment raises, misses `timeout_s`, or makes a prompt that leaves no room
+    within `seq_len`: end the run, or leave the problem's group out of the batch and count it."""
+
+    max_turns: int = Field(default=8, ge=1)
+    """Most turns of a session of an environment with `tools`; the calls of the last one are not answered."""
+
+    tool_timeout_s: float = Field(default=60.0, gt=0)
+    """Deadline of one call of a tool; the policy is told when it is over, and the session goes on."""
+
+    tool_parser: Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral"] = "auto"
+    """Form in which the model writes calls of tools: that which its chat template shows, or one by name."""
+
+    history: Literal["refuse", "keep"] = "refuse"
+    """When messages follow behind which the chat template would write earlier turns of the policy otherwise than they
+    were sampled (without their thoughts): refuse them, as a failure of the environment, or keep what was sampled."""
+
+    workers: int = Field(default=0, ge=0, le=1024)
+    """Processes that play this environment; 0: it is played in the orchestrator's. Code of it that blocks, crashes or
+    hangs in a worker costs its own group at most, and which worker plays what changes no result."""
+
+    worker_memory_gb: float | None = Field(default=None, gt=0)
+    """Most memory of one worker, in GiB of what it writes to (RLIMIT_DATA), some 0.2 of which it needs itself; unset:
+    no limit."""
+
+    @property
+    def label(self) -> str:
+        """Name under which the environment appears in metrics and state."""
+        return self.name or self.id
+
+    @property
+    def deadline_s(self) -> float | None:
+        """`timeout_s`, None where there is none."""
+        return self.timeout_s if math.isfinite(self.timeout_s) else None
+
+    @model_validator(mode="after")
+    def _memory_of_workers(self) -> EnvironmentConfig:
+        if self.worker_memory_gb is not None and not self.workers:
+            raise ValueError(
+                f"environment '{self.label}': worker_memory_gb = {self.worker_memory_gb:g} is about workers, and it "
+                "has none: set `workers` to 1 or more, or leave worker_memory_gb out"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """How the rollouts of one environment are made.
+
+    Attributes:
+        group_size: rollouts of one problem.
+        seq_len: most tokens of one rollout, prompt included.
+        max_tokens: most tokens sampled in one turn.
+        sampling: the distribution that tokens are sampled from.
+    """
+
+    group_size: int
+    seq_len: int
+    max_tokens: int
+    sampling: Sampling
