@@ -93,11 +93,13 @@ def _key(row: dict[str, str]) -> tuple[str, str, int]:
 
 def table(runs: Sequence[Run]) -> str:
     """Return a Markdown table with a line for each run: held-out numbers before and after, with intervals."""
-    lines = ["| task | variant | seed | greedy before | after | pass@1 before | after | pass@8 before | after |"]
-    lines.append("|---|---|---|---|---|---|---|---|---|")
+    columns = ["task", "variant", "seed", "steps"]
+    columns += [column for name in NUMBERS for column in (f"{name} before", "after")]
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for run in runs:
-        cells = [_shown(when[name]) for name in NUMBERS for when in (run.before, run.after)]
-        lines.append(f"| {' | '.join([f'`{run.task}`', f'`{run.variant}`', str(run.seed), *cells])} |")
+        cells = [f"`{run.task}`", f"`{run.variant}`", str(run.seed), str(max(run.curve))]
+        cells += [_shown(when[name]) for name in NUMBERS for when in (run.before, run.after)]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

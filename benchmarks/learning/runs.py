@@ -51,12 +51,13 @@ class Settings:
     folder: Path
     steps: int | None = None
     num_tasks: int = 512
-    trl_points: int = 4
+    trl_points: int = 3
 
 
 def measure(task: str, variant: str, seed: int, start: Path, settings: Settings) -> Run:
     """Run `variant` on `task` from the weights `start`, and return what was measured."""
-    folder = settings.folder / task / f"{variant}_{seed}"
+    # What is kept there is of this number of steps.
+    folder = settings.folder / task / (f"{variant}_{seed}" + (f"_{settings.steps}" if settings.steps else ""))
     folder.mkdir(parents=True, exist_ok=True)
     steps = settings.steps or recipe(task)["max_steps"]
     # The start is the same for all runs of a task.
@@ -70,8 +71,9 @@ def measure(task: str, variant: str, seed: int, start: Path, settings: Settings)
 
 def estimates(task: str, weights: Path, folder: Path, settings: Settings) -> dict[str, Estimate]:
     """Return how good weights are: `greedy`, and sampled at temperature 1 `pass@1` and `pass@8`, with intervals."""
-    sampled = _evaluate(task, weights, folder / "sampled", settings.num_tasks, "--samples-per-task", _SAMPLES)
-    greedy = _evaluate(task, weights, folder / "greedy", settings.num_tasks, "--sampling.temperature", 0)
+    num = settings.num_tasks
+    sampled = _evaluate(task, weights, folder / f"sampled_{num}", num, "--samples-per-task", _SAMPLES)
+    greedy = _evaluate(task, weights, folder / f"greedy_{num}", num, "--sampling.temperature", 0)
     return {"greedy": greedy["pass@1"], **{name: sampled[name] for name in ("pass@1", f"pass@{_SAMPLES}")}}
 
 

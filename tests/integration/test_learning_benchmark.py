@@ -30,8 +30,8 @@ def test_a_run_is_judged_before_and_after_beside_trl_and_not_made_twice(tmp_path
     assert list(ours.curve) == [0, 4] and list(theirs.curve) == [0, 1, 2, 3, 4]
     for run in runs:
         assert all(one.low <= one.value <= one.high for name in NUMBERS for one in (run.before[name], run.after[name]))
-        assert f"| `sort_letters` | `{run.variant}` | 5 |" in printed
-    weights = tmp_path / "runs" / "sort_letters" / "grpo_5" / "run" / "weights" / "step_4" / "model.safetensors"
+        assert f"| `sort_letters` | `{run.variant}` | 5 | 4 |" in printed
+    weights = tmp_path / "runs" / "sort_letters" / "grpo_5_4" / "run" / "weights" / "step_4" / "model.safetensors"
     start = next((tmp_path / "runs" / "sort_letters" / "start" / "sft" / "weights").glob("*/model.safetensors"))
     assert weights.read_bytes() != start.read_bytes()
 

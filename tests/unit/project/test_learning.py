@@ -45,7 +45,7 @@ def test_what_was_written_is_read_again_and_a_run_takes_the_place_of_the_same_on
 
 def test_tables_have_every_run_and_the_range_of_the_seeds() -> None:
     runs = [of_run("a", "grpo", 0, 0.125, 0.75), of_run("a", "grpo", 1, 0.125, 0.5), of_run("a", "trl", 0, 0.125, 0.25)]
-    assert table(runs).splitlines()[2].startswith("| `a` | `grpo` | 0 | 0.125 [0.06, 0.19] | 0.750 [0.69, 0.81] |")
+    assert table(runs).splitlines()[2].startswith("| `a` | `grpo` | 0 | 50 | 0.125 [0.06, 0.19] | 0.750 [0.69, 0.81] |")
     assert [line.split(" | ")[3:5] for line in summary(runs).splitlines()[2:]] == [
         ["0.125", "0.625 (0.500 to 0.750)"],
         ["0.125", "0.250"],
