@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from pathlib import Path
 
 import pytest
 
 from holdfast.shared.files.metrics import read_metrics
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
+from tests.runs.interpreters import VERIFIERS_PYTHON, VERIFIERS_TASKS, needs_verifiers
 from tests.runs.rl import CompletedRun, RlRun, complete
 
 _STEPS = 2
@@ -88,3 +91,29 @@ def test_a_harness_over_http_trains_the_same_weights_through_deaths(
     ]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert read_metrics(run.run_dir.metrics)[-1]["reverse_text/requests/answered"] == 1.0
+
+
+@pytest.mark.slow
+@needs_verifiers
+def test_an_environment_of_verifiers_is_trained_on_through_deaths(
+    rl_server: UsedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(VERIFIERS_TASKS), prepend=os.pathsep)
+    agent = {"harness": {"id": "reversing"}, "runtime": {"type": "subprocess"}}
+    section = {"id": "verifiers:reversing", "args": {"python": VERIFIERS_PYTHON, "agent": agent}, "workers": 1}
+    flags = ("--orchestrator.environments", json.dumps([section]), *rl_server.flags, "--max-steps", "4")
+    weights = []
+    for name in ("undisturbed", "disturbed"):
+        with RlRun(tmp_path / name, *flags, "--ckpt.interval", "2") as run:
+            if name == "disturbed":
+                run.wait_for_step(1)
+                run.find("verifiers_player.py")[0].kill()
+                run.wait_for_step(2)
+                run.find("holdfast.orchestrator.main")[0].kill()
+            done = complete(run)
+        assert done.exit_code == 0, done.output
+        lines = read_metrics(run.run_dir.metrics)
+        assert [line["verifiers:reversing/requests/answered"] for line in lines] == [2.0] * 4
+        assert any(line["grad_norm"] > 0.0 for line in lines)
+        weights.append((run.run_dir.weights_of(4) / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]

@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.commands.subcommands import Parser, Subcommands, add_json
 from holdfast.shared.errors import ConfigError
 
-_EPILOG = "ID is a built-in environment, one of an installed package, `reasoning_gym:NAME`, or `module:Class`."
+_EPILOG = "ID is a built-in environment, one of a package, `reasoning_gym:NAME`, `verifiers:ID`, or `module:Class`."
 
 
 def main(argv: list[str]) -> int:

@@ -15,6 +15,8 @@ from holdfast.orchestrator.environments.harness import HarnessEnvironment
 from holdfast.orchestrator.environments.interface import Environment
 from holdfast.orchestrator.environments.plugins import GROUP, Plugin, find_plugins
 from holdfast.orchestrator.environments.reasoning_gym import PREFIX, ReasoningGym
+from holdfast.orchestrator.environments.verifiers_environments import PREFIX as VERIFIERS
+from holdfast.orchestrator.environments.verifiers_environments import Verifiers
 from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.errors import ConfigError, EnvironmentFailure, HoldfastError, nearest
 from holdfast.shared.printable import printable
@@ -32,8 +34,8 @@ BUILT_IN = {
 
 
 def is_built_in(name: str) -> bool:
-    """Whether an id names an environment of holdfast's own, whose constructor starts nothing and may be called."""
-    return name in BUILT_IN or name.startswith(PREFIX)
+    """Whether an id names an environment of holdfast's own, whose constructor may be called to check its arguments."""
+    return name in BUILT_IN or name.startswith((PREFIX, VERIFIERS))
 
 
 def load_environment(config: EnvironmentConfig, *, key: str) -> Environment:
@@ -67,6 +69,8 @@ def find_environment(config: EnvironmentConfig, *, key: str) -> tuple[type[Envir
     """
     if config.id.startswith(PREFIX):
         return ReasoningGym, {"generator": config.id.removeprefix(PREFIX), "settings": config.args}
+    if config.id.startswith(VERIFIERS):
+        return Verifiers, {"name": config.id.removeprefix(VERIFIERS), "settings": config.args}
     cls = find_class(config.id, key=key)
     return cls, _checked_args(cls, config.args, key)
 
@@ -80,6 +84,8 @@ def find_class(name: str, *, key: str) -> type[Environment]:
     """
     if name.startswith(PREFIX):
         return ReasoningGym
+    if name.startswith(VERIFIERS):
+        return Verifiers
     if ":" in name:
         return _class_of(name, name, key=key, load=import_users, absent="It must be importable from where the run is "
                          "started: check the spelling, or set PYTHONPATH.")  # fmt: skip
@@ -115,7 +121,7 @@ def find_plugin(name: str, *, key: str) -> Plugin | None:
         allowed = [*BUILT_IN, *plugins]
         raise ConfigError(
             f"{key}.id: there is no environment '{name}'.{nearest(name, allowed)} "
-            f"Allowed: {', '.join(allowed)}, '{PREFIX}NAME', or 'module:Class' for one of your own."
+            f"Allowed: {', '.join(allowed)}, '{PREFIX}NAME', '{VERIFIERS}ID', or 'module:Class' for one of your own."
         )
     return plugins[name][0] if name in plugins else None
 

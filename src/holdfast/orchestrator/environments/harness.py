@@ -21,7 +21,7 @@ import asyncio
 import contextvars
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.orchestrator.environments.chat_protocol import (
@@ -56,7 +56,17 @@ class Endpoint:
 
     base_url: str
     api_key: str
+    rollout: _Rollout = field(repr=False)
     model: str = MODEL
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a request was refused because no room was left within `seq_len`."""
+        return self.rollout.is_full
+
+    def restart(self) -> None:
+        """Let a harness that has died play the rollout again: the same requests get the same answers."""
+        self.rollout.restart()
 
 
 class HarnessEnvironment(Environment):
@@ -83,7 +93,7 @@ class HarnessEnvironment(Environment):
         rollout = _Rollout(session, tool_parser=self.tool_parser)
         try:
             with server.serving(rollout) as base_url:
-                session.state[RESULT] = await self.play(Endpoint(base_url, server.api_key), task)
+                session.state[RESULT] = await self.play(Endpoint(base_url, server.api_key, rollout), task)
             if rollout.is_answering:
                 raise RuntimeError("play() returned while a request of it was being answered: await every one")
             if not session.texts:
@@ -114,6 +124,8 @@ class _Rollout:
         self._tools: list[Any] | None = None
         self._parse: Parser | None = None
         self._body = b""
+        self._answered: list[tuple[ChatRequest, dict[str, Any]]] = []
+        self._num_replayed: int | None = None
         self._turn: asyncio.Task[dict[str, Any]] | None = None
         self.too_long: PromptTooLong | None = None
         self.last_refusal = ""
@@ -122,6 +134,16 @@ class _Rollout:
     def is_answering(self) -> bool:
         """Whether a request is being answered."""
         return self._turn is not None and not self._turn.done()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a request was refused for want of room."""
+        return self._counts["refused/full"] > 0
+
+    def restart(self) -> None:
+        """Expect the requests from the first one on."""
+        self._num_replayed = 0
+        self._body = b""
 
     async def end(self) -> None:
         """Answer nothing more."""
@@ -138,12 +160,14 @@ class _Rollout:
         try:
             if self._turn is not None and is_retry and body == self._body:
                 return await asyncio.shield(self._turn)
-            if self.is_answering:
-                raise Refused(
-                    "parallel", "another request of this rollout is being answered: await one after the other, and "
-                    "play several conversations as several rollouts"
-                )  # fmt: skip
             request = read_request(body, model=MODEL)
+            if self._turn is not None and self._num_replayed == len(self._answered):
+                await asyncio.wait([self._turn])  # what the one that died has asked last
+            if (known := self._replayed(request)) is not None:
+                return known
+            if self.is_answering:
+                told = "await one after the other, and play several conversations as several rollouts"
+                raise Refused("parallel", f"another request of this rollout is being answered: {told}")
             self._body = body
             self._turn = self._context.copy().run(asyncio.create_task, self._answer(request))
             answer = await asyncio.shield(self._turn)
@@ -170,7 +194,19 @@ class _Rollout:
             raise Refused("malformed", str(error)) from None
         reply = reply_of(session, tools=self._tools, parse=self._parse)
         self._said = [*request.messages, reply | {"content": reply["content"] or ""}]
-        return completion_of(reply, session, model=MODEL)
+        answer = completion_of(reply, session, model=MODEL)
+        self._answered.append((request, answer))
+        return answer
+
+    def _replayed(self, request: ChatRequest) -> dict[str, Any] | None:
+        """Return what a request of a harness that began again was answered before; None for a new one."""
+        place, self._num_replayed = self._num_replayed, None
+        if place is None or place >= len(self._answered):
+            return None
+        if self._answered[place][0] != request:
+            raise Refused("history", f"request {place + 1} is another than before the harness was started again")
+        self._num_replayed = place + 1
+        return self._answered[place][1]
 
     def _extend(self, request: ChatRequest) -> None:
         """Append to the session what the request says beyond what was said.

@@ -75,7 +75,7 @@ class EnvironmentConfig(Section):
 
     id: str = "reverse_text"
     """A built-in environment (`reverse_text`, `sort_letters`, `addition`, `guess_number`, `ledger`,
-    `python_code`, `jsonl`), one of an installed package, `reasoning_gym:NAME`, or `module:Class`."""
+    `python_code`, `jsonl`), one of an installed package, `reasoning_gym:NAME`, `verifiers:ID`, or `module:Class`."""
 
     name: str | None = None
     """Name in metrics; unset: the id."""

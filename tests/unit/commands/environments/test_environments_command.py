@@ -178,7 +178,11 @@ def test_the_list_has_everything_with_a_name(environments: Command, tmp_path: Pa
     code, out, _ = environments("ls", "--json")
     listed = {(one["id"], one["from"]): one for one in json.loads(out)["environments"]}
     assert code == 0
-    assert {name for name, origin in listed if origin == "holdfast"} == {*BUILT_IN, "reasoning_gym:NAME"}
+    assert {name for name, origin in listed if origin == "holdfast"} == {
+        *BUILT_IN,
+        "reasoning_gym:NAME",
+        "verifiers:ID",
+    }
     assert all(listed[name, "holdfast"]["about"].endswith(".") for name in BUILT_IN if name != "addition")
     assert listed["sound", "games 1.0"] == {
         "id": "sound", "from": "games 1.0", "about": "Nothing is wrong with it.", "error": "",

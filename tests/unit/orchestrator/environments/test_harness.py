@@ -270,6 +270,37 @@ def test_two_requests_at_once_are_refused_and_a_repeated_one_is_answered_once() 
     assert session.texts == ["ba"]
 
 
+def test_a_harness_that_begins_again_gets_the_same_answers() -> None:
+    let = asyncio.Event()
+    is_sampling = asyncio.Event()
+
+    async def before(turn: int) -> None:
+        if turn == 1:
+            is_sampling.set()
+            await let.wait()
+
+    async def script(endpoint: Endpoint) -> float:
+        assert not endpoint.is_full
+        more = {"role": "user", "content": "d"}
+        first = await ask(endpoint, USER)
+        left = asyncio.create_task(ask(endpoint, USER, first, more))
+        await is_sampling.wait()
+        left.cancel()  # it dies while it waits for the second answer
+        endpoint.restart()
+        assert await ask(endpoint, USER) == first
+        asyncio.get_running_loop().call_soon(let.set)
+        second = await ask(endpoint, USER, first, more)
+        endpoint.restart()
+        said = await ask(endpoint, more)
+        assert "request 1 is another than before the harness was started again" in said["error"]["message"]
+        await ask(endpoint, USER, first, more, second, more)
+        return 1.0
+
+    session = session_of(["ba<|end|>", "c<|end|>", "d<|end|>"], before=before)
+    play(session, script)
+    assert session.texts == ["ba", "c", "d"] and session.request_counts == {"answered": 3, "refused/history": 1}
+
+
 def test_nothing_is_answered_after_the_end() -> None:
     kept: list[Endpoint] = []
 
@@ -410,4 +441,4 @@ def test_a_session_gets_one_prompt() -> None:
     with pytest.raises(RuntimeError, match="this one has one"):
         session.begin([Message("user", "ab")])
     with pytest.raises(NotImplementedError, match="HarnessEnvironment needs a method play"):
-        asyncio.run(HarnessEnvironment().play(Endpoint("", ""), Task(prompt="")))
+        asyncio.run(HarnessEnvironment().run(session_of([]), Task(prompt="")))

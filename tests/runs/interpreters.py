@@ -1,0 +1,18 @@
+"""Interpreters with packages that the tests' own need not have."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from tests.conftest import ROOT
+
+VERIFIERS_PYTHON = os.environ.get("HOLDFAST_VERIFIERS_PYTHON") or (sys.executable if find_spec("verifiers") else "")
+needs_verifiers = pytest.mark.skipif(
+    not VERIFIERS_PYTHON,
+    reason="needs an interpreter with verifiers 0.4, here or in HOLDFAST_VERIFIERS_PYTHON",
+)
+VERIFIERS_TASKS = ROOT / "tests" / "runs" / "verifiers_tasks"

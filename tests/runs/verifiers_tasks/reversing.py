@@ -1,0 +1,100 @@
+"""Letters to be reversed, in two turns, as an environment of verifiers, for who has this directory on PYTHONPATH.
+
+It is run by an interpreter that has verifiers, and need not have what the tests have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
+
+
+class Letters(vf.TaskData):
+    """One task."""
+
+    answer: str
+
+
+class Settings(vf.TasksetConfig):
+    """How many letters there are."""
+
+    num_letters: int = 26
+
+
+class Reverse(vf.Task[Letters]):
+    """Scored by the last letters that are right."""
+
+    @vf.reward
+    async def right(self, task: Letters, trace: Any) -> float:
+        """Return the share of letters that stand where they should."""
+        said = trace.last_reply.strip()
+        return sum(one == other for one, other in zip(said, task.answer, strict=False)) / len(task.answer)
+
+    @vf.metric
+    async def length(self, trace: Any) -> float:
+        """Return how long the last reply is."""
+        return float(len(trace.last_reply))
+
+
+class Reversing(vf.Taskset[Reverse, Settings]):
+    """Two letters each."""
+
+    def load(self) -> Iterable[Reverse]:
+        letters = "abcdefghijklmnopqrstuvwxyz"[: self.config.num_letters]
+        for first, second in itertools.pairwise(letters):
+            yield Reverse(Letters(prompt=first + second, answer=second + first), self.config.task)
+
+
+class AskerConfig(vf.HarnessConfig):
+    """Which faults there are, by the prompt of the task."""
+
+    faults: dict[str, str] = {}
+    marks: str = ""
+
+
+class Asker(vf.Harness[AskerConfig]):
+    """Asks twice, in the process of the environment."""
+
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any
+    ) -> vf.ProgramResult:
+        fault = self.config.faults.get(data.prompt)
+        chat: list[dict[str, Any]] = [{"role": "user", "content": data.prompt}]
+        more = {"temperature": 0.5} if fault == "temperature" else {}
+        headers = {"Authorization": f"Bearer {secret}"}
+        async with httpx.AsyncClient(headers=headers, timeout=None) as client:
+            for question in ("again", None):
+                answer = await client.post(
+                    f"{endpoint}/chat/completions", json={"model": ctx.model, "messages": chat, **more}
+                )
+                if answer.is_error:
+                    return vf.ProgramResult(exit_code=1, stdout="", stderr=answer.text)
+                chat.append(answer.json()["choices"][0]["message"])
+                if question is not None:
+                    chat.append({"role": "user", "content": question * (400 if fault == "full" else 1)})
+                    await self._go_wrong(fault)
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+    async def _go_wrong(self, fault: str | None) -> None:
+        if fault == "hangs":
+            await asyncio.Event().wait()
+        if fault == "raises":
+            raise KeyError("no")
+        mark = Path(self.config.marks) / "killed"
+        if fault == "always killed" or (fault == "killed" and not mark.exists()):
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+__all__ = ["Asker", "Reversing"]
