@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import os
 
@@ -16,8 +15,8 @@ from holdfast.orchestrator.environments.judge import JudgeFailure, JudgeReply, J
 from holdfast.shared.errors import HoldfastError
 from holdfast.shared.printable import printable
 from holdfast.shared.process.clock import awake_s
+from holdfast.shared.process.events import report
 
-_log = logging.getLogger("orchestrator")
 _MOST_BYTES = 1 << 20
 """Of an answer: no reply of a judge is longer."""
 _TELL_AGAIN_S = 30.0
@@ -95,7 +94,7 @@ class JudgeQueue:
     async def _wait(self, failure: Unavailable, attempts: RetryPolicy, request: JudgeRequest, *, since: float) -> None:
         if awake_s() >= self._tell_at:
             self._tell_at = awake_s() + _TELL_AGAIN_S
-            _log.warning("judge: %s; asked again for up to %g s", failure, request.retry_for_s)
+            report("waiting for a judge", reason=failure, at_most_s=request.retry_for_s)
         try:
             attempts.count(failure, url=request.url)
         except EngineLost as lost:

@@ -157,7 +157,7 @@ def test_a_busy_judge_is_left_alone_as_long_as_it_asks_and_its_key_is_sent_but_n
         return completion("5")
 
     fake.answer = busy_once
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         [judgement] = ask(judge_at(fake.url, api_key_env="JUDGE_KEY"), "a")
     assert judgement.score == 0.005 and times[1] - times[0] >= 1.0
     assert fake.headers[0]["authorization"] == f"Bearer {KEY}"
