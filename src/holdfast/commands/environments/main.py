@@ -133,7 +133,7 @@ def _positive(text: str) -> int:
 
 
 def _url(text: str) -> str:
-    from holdfast.shared.config.orchestrator import check_url
+    from holdfast.shared.config.urls import check_url
 
     try:
         check_url(text)

@@ -68,7 +68,7 @@ def play(
         InferenceError: the endpoint failed.
     """
     environment = load_environment(settings, key="environments[0]")
-    if url is not None and environment.tools:
+    if url is not None and (environment.tools or settings.mcp_servers):
         raise ConfigError(
             f"--url: '{settings.id}' has tools, whose calls are written in the form of a model's template, which an "
             "endpoint does not show. Type the answers (no --url), or `evaluate` a model's weights."

@@ -67,6 +67,16 @@ def find_environment(config: EnvironmentConfig, *, key: str) -> tuple[type[Envir
         ConfigError: there is no such environment, or its arguments do not fit.
         EnvironmentFailure: its module raised.
     """
+    found = _find_environment(config, key=key)
+    if config.mcp_servers and issubclass(found[0], HarnessEnvironment):
+        raise ConfigError(
+            f"{key}.mcp_servers: '{config.id}' is played by a harness, which brings the tools of its requests along: "
+            "have it call the servers"
+        )
+    return found
+
+
+def _find_environment(config: EnvironmentConfig, *, key: str) -> tuple[type[Environment], dict[str, Any]]:
     if config.id.startswith(PREFIX):
         return ReasoningGym, {"generator": config.id.removeprefix(PREFIX), "settings": config.args}
     if config.id.startswith(VERIFIERS):

@@ -89,7 +89,7 @@ class Environment:
         By default: one sampled turn, or with `tools` further ones as long as they call one, at most `max_turns`.
         """
         await session.sample()
-        while self.tools and await session.answer_tool_calls():
+        while session.has_tools and await session.answer_tool_calls():
             await session.sample()
 
     async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:

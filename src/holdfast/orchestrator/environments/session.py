@@ -140,6 +140,7 @@ class Session:
         # What an environment cannot reach by accident.
         self._kept = {"token_ids": self.token_ids[:], "loss_mask": self.loss_mask[:], "logprobs": self.logprobs[:]}
         self._kept_versions: list[VersionSpan] = []
+        self._at_end: list[Callable[[], None]] = []
         self._turn_ends: list[int] = []
         self._is_turn_open = True  # nothing was said in the policy's turn
         self._is_sampling = False
@@ -324,6 +325,15 @@ class Session:
         """Return the names of attributes that are not what was sampled and appended: an environment changed them."""
         found = [name for name, kept in self._kept.items() if getattr(self, name).tobytes() != kept.tobytes()]
         return found + ["versions"] * (self.versions != self._kept_versions)
+
+    def at_end(self, leave: Callable[[], None]) -> None:
+        """Have `leave` called when the session has been played, such as what lets go of a server."""
+        self._at_end.append(leave)
+
+    def leave(self) -> None:
+        """Let go of what its tools hold."""
+        while self._at_end:
+            self._at_end.pop()()
 
     def end(self) -> None:
         """Let nothing more be sampled or appended: the rollout is taken as it stands."""

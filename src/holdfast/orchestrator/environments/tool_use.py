@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from holdfast.orchestrator.environments.interface import Environment, Session, SessionFull
+from holdfast.orchestrator.environments.mcp_tools import McpServer, McpServerLost, McpTool, McpToolError
 from holdfast.orchestrator.environments.session import HISTORY_ADVICE
 from holdfast.orchestrator.environments.tool_calls import Parser, ToolCall, find_parser
 from holdfast.orchestrator.environments.tools import Tool, WrongArguments, tools_of
@@ -29,9 +30,9 @@ from holdfast.shared.errors import ConfigError, DataError, HoldfastError, neares
 from holdfast.shared.printable import shown, text_of
 from holdfast.shared.process.clock import awake_s
 
-ToolFailure = Literal["unreadable", "unknown", "arguments", "raised", "timeout"]
+ToolFailure = Literal["unreadable", "unknown", "arguments", "raised", "timeout", "server"]
 """Why a call has no result: it cannot be read, there is no such tool, its arguments do not fit, the tool raised or
-returned what is no JSON, or it took too long."""
+returned what is no JSON, it took too long, or the MCP server that has it died."""
 TOOL_FAILURES: tuple[ToolFailure, ...] = get_args(ToolFailure)
 _MOST_CHARACTERS = 500
 _PROBE = "holdfastprobe"
@@ -60,7 +61,7 @@ class ToolUse:
         timeout_s: most seconds of one call.
     """
 
-    tools: dict[str, Tool]
+    tools: dict[str, Tool | McpTool]
     parse: Parser
     max_turns: int
     timeout_s: float
@@ -96,6 +97,8 @@ class ToolUse:
             )
         arguments = tool.arguments_of_texts(call.arguments) if call.has_texts else call.arguments
         try:
+            if isinstance(tool, McpTool):
+                await tool.connect(session)  # a server that starts takes none of the time of the call
             with _interrupting(self.timeout_s):
                 value = tool.call(arguments, session)
             if inspect.isawaitable(value):
@@ -104,6 +107,10 @@ class ToolUse:
             return _text_of_result(value)
         except WrongArguments as error:
             raise _Failed("arguments", str(error)) from None
+        except McpToolError as error:
+            raise _Failed("raised", str(error)) from None
+        except McpServerLost as error:
+            raise _Failed("server", str(error)) from None
         except (SessionFull, HoldfastError, MemoryError):
             raise
         except (_TimeUp, TimeoutError):
@@ -140,7 +147,9 @@ def check_tools(
     Raises:
         ConfigError, DataError: as `tool_use_of`, or the tokenizer cannot be read.
     """
-    with_tools = [one for one in sections if one.label in environments and environments[one.label].tools]
+    with_tools = [
+        one for one in sections if one.label in environments and (environments[one.label].tools or one.mcp_servers)
+    ]
     if with_tools and Path(tokenizer_name).is_dir():
         tokenizer = load_tokenizer(tokenizer_name)
         for section in with_tools:
@@ -150,7 +159,16 @@ def check_tools(
 def _make(environment: Environment, settings: EnvironmentConfig, tokenizer: Tokenizer) -> ToolUse | None:
     what = f"environment '{settings.label}'"
     try:
-        tools = tools_of(environment.tools, owner=environment, session_class=Session)
+        tools: dict[str, Tool | McpTool] = {}
+        tools |= tools_of(environment.tools, owner=environment, session_class=Session)
+        for name, server in settings.mcp_servers.items():
+            for tool in McpServer(name, server).tools:
+                if tool.name in tools:
+                    raise ConfigError(
+                        f"mcp_servers.{name}: its tool '{tool.name}' is there already: leave one of them out with "
+                        f"mcp_servers.{name}.tools"
+                    )
+                tools[tool.name] = tool
     except ConfigError as error:
         raise ConfigError(f"{what}: {error}") from None
     if not tools:

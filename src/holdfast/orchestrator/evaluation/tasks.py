@@ -76,6 +76,7 @@ class HeldOutTasks:
                     "tool_parser": section.tool_parser,
                     "history": section.history,
                     **section.model_dump(mode="json", include={"sampling", "seq_len"}, exclude_none=True),
+                    "mcp_servers": section.model_dump(mode="json")["mcp_servers"],
                 }
                 for section in self.settings
             },

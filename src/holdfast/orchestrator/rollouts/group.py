@@ -242,6 +242,8 @@ async def play_session(session: Session, task: Task, problem: Problem) -> None:
             await result_of(problem.here.run(session, task))
         except SessionFull:
             session.truncated = True
+        finally:
+            session.leave()
     _require_ended(session, problem, "run")
     if not session.texts:
         raise EnvironmentFailure(

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from holdfast.shared.config.base import Section
+from holdfast.shared.config.mcp import McpServerConfig
 from holdfast.shared.wire.sampling import Sampling
 
 
@@ -115,6 +116,10 @@ class EnvironmentConfig(Section):
 
     tool_parser: Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral"] = "auto"
     """Form in which the model writes calls of tools: that which its chat template shows, or one by name."""
+
+    mcp_servers: dict[str, McpServerConfig] = {}
+    """MCP servers by name, each a `command` or a `url`: the policy may call their tools, beside those of the
+    environment."""
 
     history: Literal["refuse", "keep"] = "refuse"
     """When messages follow behind which the chat template would write earlier turns of the policy otherwise than they

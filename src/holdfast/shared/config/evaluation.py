@@ -15,8 +15,8 @@ from holdfast.shared.config.orchestrator import (
     check_held_out,
     check_samples,
     check_sections,
-    check_url,
 )
+from holdfast.shared.config.urls import check_url
 
 
 class EndpointConfig(Section):

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from holdfast.shared.config.base import Section
-from holdfast.shared.config.orchestrator import check_url
+from holdfast.shared.config.urls import check_url
 
 _FIXED = ("model", "messages", "temperature", "n", "stream")
 

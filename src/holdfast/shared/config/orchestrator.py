@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from holdfast.shared.config.base import CkptConfig, Command, ModelConfig, Section
 from holdfast.shared.config.environments import EnvironmentConfig, RolloutSettings, SamplingConfig
+from holdfast.shared.config.urls import check_url
 from holdfast.shared.wire.sampling import PLAIN_SAMPLING
 
 # Spellings of this machine, where one port is one server's in practice.
@@ -21,28 +22,6 @@ class DynamicSamplingConfig(Section):
 
     max_problems_per_step: int | None = Field(default=None, ge=1)
     """Most problems drawn for one batch; unset: four times `problems_per_step`."""
-
-
-def check_url(url: str) -> None:
-    """Refuse what is not the base URL of a server; nothing of it is repeated, because it may hold a password."""
-    try:
-        parts = urlsplit(url)
-        usable = bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets without an end, a port that is no number
-        parts, usable = None, False
-    if parts is None or not url.isascii() or not url.isprintable() or " " in url:
-        raise ValueError("must be URLs such as http://127.0.0.1:8000")
-    if parts.scheme not in ("http", "https"):
-        raise ValueError("must begin with http:// or https://, such as http://127.0.0.1:8000")
-    if not usable:
-        raise ValueError("must name a server, such as http://127.0.0.1:8000")
-    if parts.username is not None or parts.password is not None:
-        raise ValueError(
-            "must not hold a user name or password, which would be kept with the run's settings and logs: the servers "
-            "take an admin token, see admin_token_env"
-        )
-    if parts.query or parts.fragment:
-        raise ValueError("must end with the path that comes before /health, without '?' and '#'")
 
 
 def _server_of(url: str) -> tuple[str, int, str]:

@@ -389,7 +389,7 @@ def test_whatever_fails_is_told_to_the_policy_and_counted() -> None:
     assert len(answers) == len(told) + 1
     for answer, begin in zip([*answers[:-2], answers[-1]], told.values(), strict=True):
         assert answer.startswith(begin), answer
-    counts = {"unreadable": 1, "unknown": 2, "arguments": 1, "raised": 3, "timeout": 2}
+    counts = {"unreadable": 1, "unknown": 2, "arguments": 1, "raised": 3, "timeout": 2, "server": 0}
     assert set(counts) == set(TOOL_FAILURES) and session.texts[-1] == "done"
     assert tool_metrics(session) == {"tools/calls": 11.0, "tools/unanswered": 0.0} | {
         f"tools/failed/{reason}": float(number) for reason, number in counts.items()

@@ -14,7 +14,7 @@ from holdfast import Judge, JudgeConfig, Task, TaskSeed, judging
 from holdfast.orchestrator.environments import load_environment
 from holdfast.orchestrator.environments.interface import Environment
 from holdfast.orchestrator.environments.judge import JudgeFailure, JudgeReply
-from holdfast.shared.config.orchestrator import EnvironmentConfig
+from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.errors import ConfigError, DataError
 from tests.servers.judge import FakeJudge, judge_serving
 

@@ -1,0 +1,274 @@
+"""Tools of real MCP servers: what the policy sees of them, one session for each rollout, and servers that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from holdfast.orchestrator.engines.routing import Affinity
+from holdfast.orchestrator.environments import find_environment
+from holdfast.orchestrator.environments.contract import prompt_ids_of
+from holdfast.orchestrator.environments.harness import HarnessEnvironment
+from holdfast.orchestrator.environments.interface import Environment, Message, Session, Task, TaskSeed
+from holdfast.orchestrator.environments.tool_use import check_tools, tool_use_of
+from holdfast.orchestrator.rollouts.group import Problem, play_session
+from holdfast.shared.config.environments import EnvironmentConfig
+from holdfast.shared.config.load import read_toml, to_toml
+from holdfast.shared.config.orchestrator import OrchestratorConfig
+from holdfast.shared.errors import ConfigError, EnvironmentFailure
+from holdfast.shared.wire.arrays import Logprobs, TokenIds
+from holdfast.shared.wire.inference_api import Completion
+from tests.conftest import ROOT
+from tests.runs.ports import free_port
+from tests.runs.processes import HANG_S
+from tests.unit.orchestrator.environments.test_environment_tools import called, tokenizer_of
+
+STDIO = {"command": sys.executable, "args": [str(ROOT / "tests" / "servers" / "mcp_server.py")]}
+
+
+class Asks(Environment):
+    """No tools of its own."""
+
+    def make_task(self, seed: TaskSeed) -> Task:
+        return Task(prompt=[Message("user", "go")])
+
+
+def settings_of(*servers: dict[str, Any], **more: Any) -> EnvironmentConfig:
+    named = {f"s{number}": server for number, server in enumerate(servers)}
+    return EnvironmentConfig.model_validate({"id": "asks", "mcp_servers": named, "max_turns": 20, **more})
+
+
+def call(name: str, **arguments: Any) -> str:
+    return called("hermes", name, arguments)
+
+
+async def play(
+    settings: EnvironmentConfig, *rollouts: Sequence[str], before: Callable[[], object] = lambda: None
+) -> list[Session]:
+    """Play sessions at the same time, in which the policy says what is given; `before` is called ahead of them."""
+    _, tokenizer = tokenizer_of("hermes")
+    environment = Asks()
+    problem = Problem(environment, settings, TaskSeed(0, "asks", 0), Affinity())
+    task = environment.make_task(problem.seed)
+    tool_use = tool_use_of(environment, settings, tokenizer)
+    assert tool_use is not None
+    prompt = prompt_ids_of(task, tokenizer, what="asks", room=10_000, tools=tool_use.schemas)
+
+    def session_saying(texts: Sequence[str]) -> Session:
+        async def say(token_ids: list[int], turn: int, max_tokens: int) -> Completion:
+            ids = [*tokenizer.encode(texts[turn]), tokenizer.stop_token_ids[0]]
+            return Completion(TokenIds(ids), Logprobs([0.0] * len(ids)), "stop", [])
+
+        return Session(
+            prompt, tokenizer=tokenizer, sample_turn=say, seq_len=10_000, max_tokens=1000, task=task, tool_use=tool_use
+        )
+
+    sessions = [session_saying(texts) for texts in rollouts]
+    before()
+    await asyncio.gather(*(play_session(session, task, problem) for session in sessions))
+    return sessions
+
+
+def answers(session: Session) -> list[str]:
+    """Return what the tools answered."""
+    _, tokenizer = tokenizer_of("hermes")
+    text = tokenizer.decode(session.token_ids, skip_special_tokens=False)
+    return [part.partition("<|im_end|>")[0] for part in text.split("<|im_start|>tool\n")[1:]]
+
+
+def test_the_policy_sees_tools_of_a_server_and_every_rollout_has_it_to_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MCP_SECRET", "s3cret")
+    settings = settings_of({**STDIO, "env": ["MCP_SECRET"]})
+    first = [call("add", a=2, b=3), call("note", text="a"), call("note", text="b"), call("process"), "done"]
+    second = [call("note", text="c"), call("process"), call("add", a=1), "done"]
+    one, other = asyncio.run(play(settings, first, second))
+    assert "Note a text, and tell all that were noted." in tokenizer_of("hermes")[1].decode(one.token_ids)
+    told = answers(one), answers(other)
+    assert told[0][:3] == ["5", "a", "a b"] and told[1][0] == "c" and told[1][2] == "2"
+    processes = [told[0][3], told[1][1]]
+    assert len(set(processes)) == 2 and all(text.endswith(" s3cret") for text in processes)
+    assert one.tool_counts["calls"] == 4 and sum(one.tool_counts.values()) == 4
+    for text in processes:  # they end with their rollout
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(int(text.split()[0])).wait(timeout=HANG_S)
+
+
+def test_failures_go_to_the_policy_and_a_server_that_died_is_started_again() -> None:
+    said = [
+        call("note", text="a"), call("fail", why="so"), call("add", a="x"), call("draw"), call("wait"), call("die"),
+        call("note", text="b"), called("hermes", "add", [1]), call("none"), "done",
+    ]  # fmt: skip
+    [session] = asyncio.run(play(settings_of(STDIO, tool_timeout_s=5.0), said))
+    told = answers(session)
+    assert told[0] == "a" and "so" in told[1] and told[1].startswith("error: ")
+    assert told[2].startswith("error: ") and "a" in told[2]
+    assert told[3] == "error: it returned what is no text: image"
+    assert told[4] == "error: wait took longer than 5 s"
+    assert told[5] == "error: mcp_servers.s0 has died; the next call begins anew with another"
+    assert told[6] == "b", "of the new one"
+    failed = {name.removeprefix("failed/"): n for name, n in session.tool_counts.items() if name.startswith("failed/")}
+    assert failed == {"raised": 3, "timeout": 1, "server": 1, "arguments": 1, "unknown": 1}
+
+
+def test_all_pages_of_tools_are_seen_and_every_kind_of_answer_becomes_text() -> None:
+    paged = {"command": sys.executable, "args": [str(ROOT / "tests" / "servers" / "paged_mcp_server.py")]}
+    said = [call("structured"), call("silent"), call("refused"), call("echo", text="3", number=3), "done"]
+    [session] = asyncio.run(play(settings_of(paged), said))
+    assert answers(session) == [
+        '{"sum": 3}', "error: it failed and did not say why", "error: not these arguments",
+        "{'text': '3', 'number': 3}",
+    ]  # fmt: skip
+    _, tokenizer = tokenizer_of("hermes")
+    tool_use = tool_use_of(Asks(), settings_of(paged), tokenizer)
+    assert tool_use is not None
+    texts = {"text": "3", "number": "3", "other": "x"}
+    assert tool_use.tools["echo"].arguments_of_texts(texts) == {"text": "3", "number": 3, "other": "x"}
+
+
+def test_a_server_that_cannot_be_started_again_is_told_to_the_policy(tmp_path: Path) -> None:
+    script = tmp_path / "server.py"
+    script.write_text(Path(STDIO["args"][0]).read_text())
+    server = {"command": sys.executable, "args": [str(script)]}
+    said = [call("add", a=1), call("add", a=2), "done"]
+    [session] = asyncio.run(play(settings_of(server), said, before=script.unlink))
+    assert all(text.startswith("error: mcp_servers.s0 could not be reached: ") for text in answers(session))
+    assert session.tool_counts["failed/server"] == 2
+
+
+def test_a_rollout_that_ends_while_its_server_starts_leaves_none(tmp_path: Path) -> None:
+    script = tmp_path / "server.py"
+    script.write_text(Path(STDIO["args"][0]).read_text())
+    server = {"command": sys.executable, "args": [str(script)]}
+    hangs = "import time\ntime.sleep(100000)\n"
+    with pytest.raises(EnvironmentFailure, match=r"run\(\) took longer than 1 s"):
+        asyncio.run(
+            play(settings_of(server, timeout_s=1.0), [call("add", a=1)], before=lambda: script.write_text(hangs))
+        )
+    assert not [one for one in psutil.Process().children(recursive=True) if str(script) in one.cmdline()]
+
+
+@pytest.fixture
+def at_a_port() -> Iterator[str]:
+    port = free_port()
+    server = subprocess.Popen([sys.executable, *STDIO["args"], str(port)], stderr=subprocess.DEVNULL)
+    try:
+        yield f"http://127.0.0.1:{port}/mcp"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_a_server_at_a_url_is_asked_with_its_key(at_a_port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import httpx
+
+    with httpx.Client(transport=httpx.HTTPTransport(retries=20)) as client:
+        client.get(at_a_port)
+    monkeypatch.setenv("MCP_KEY", "k")
+    server = {"url": at_a_port, "api_key_env": "MCP_KEY", "tools": ["add", "die", "note"]}
+    said = [call("add", a=4), call("die"), call("add", a=1), "done"]
+    [session] = asyncio.run(play(settings_of(server), said))
+    told = answers(session)
+    assert told[0] == "5" and all(text.startswith("error: ") for text in told[1:])
+    assert session.tool_counts["failed/server"] + session.tool_counts["failed/raised"] == 2
+
+
+@pytest.mark.parametrize(
+    ("servers", "said"),
+    [
+        ([{"command": "no_such_program_anywhere"}], "s0: there is no program 'no_such_program_anywhere' on the PATH"),
+        ([{**STDIO, "env": ["MCP_NOT_SET"]}], "s0: the environment variable MCP_NOT_SET is not set"),
+        ([{**STDIO, "tools": ["ad"]}], r"s0.tools: it has no tool 'ad'. Did you mean 'add'\? Tools there: add, note"),
+        ([{"command": sys.executable, "args": ["-c", "pass"]}], "s0: it could not be asked for its tools: "),
+        ([{"command": "sleep", "args": ["1000"], "start_timeout_s": 0.5}], r"did not name its tools within 0.5 s"),
+        ([{"url": "http://127.0.0.1:9/mcp"}], "s0: it could not be asked for its tools: "),
+        ([STDIO, {**STDIO, "tools": ["note"]}], r"s1: its tool 'note' is there already: .* mcp_servers.s1.tools"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_told_before_anything_is_sampled(
+    servers: list[dict[str, Any]], said: str
+) -> None:
+    _, tokenizer = tokenizer_of("hermes")
+    with pytest.raises(ConfigError, match=said):
+        tool_use_of(Asks(), settings_of(*servers), tokenizer)
+
+
+def test_a_server_without_tools_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.py").write_text("from mcp.server.mcpserver import MCPServer\nMCPServer('empty').run('stdio')\n")
+    _, tokenizer = tokenizer_of("hermes")
+    with pytest.raises(ConfigError, match="s0: it has no tools"):
+        tool_use_of(Asks(), settings_of({"command": sys.executable, "args": [str(tmp_path / "empty.py")]}), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("server", "said"),
+    [
+        ({}, "set `command`, or `url`"),
+        ({"command": "x", "url": "http://x"}, "set `command`, or `url`"),
+        ({"url": "http://me:secret@x"}, "must not hold a user name"),
+        ({"url": "http://x", "args": ["y"]}, "args and env belong to a `command`"),
+        ({"command": "x", "api_key_env": "Y"}, "api_key_env belongs to a `url`"),
+    ],
+)
+def test_settings_of_servers_that_cannot_be_are_refused(server: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        settings_of(server)
+
+
+class Harnessed(HarnessEnvironment):
+    """Brings its own tools."""
+
+
+def test_a_harness_and_servers_are_refused() -> None:
+    section = settings_of(STDIO, id=f"{__name__}:Harnessed")
+    with pytest.raises(ConfigError, match=r"environments\[0\].mcp_servers: '.*:Harnessed' is played by a harness"):
+        find_environment(section, key="environments[0]")
+
+
+def test_settings_of_servers_come_back_from_a_file(tmp_path: Path) -> None:
+    config = OrchestratorConfig(environments=[settings_of(STDIO, {"url": "http://127.0.0.1:1/mcp"})])
+    (tmp_path / "orchestrator.toml").write_text(to_toml(config))
+    assert read_toml(OrchestratorConfig, tmp_path / "orchestrator.toml") == config
+
+
+def test_the_extra_is_named_where_it_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    _, tokenizer = tokenizer_of("hermes")
+    with pytest.raises(ConfigError, match=r"mcp_servers.s0 needs mcp, .* `uv sync --extra mcp`"):
+        tool_use_of(Asks(), settings_of(STDIO), tokenizer)
+
+
+def test_a_template_without_tools_is_refused_also_for_those_of_servers(tmp_path: Path) -> None:
+    model = str(ROOT / "examples" / "reverse_text" / "model")
+    section = settings_of(STDIO)
+    with pytest.raises(ConfigError, match="the chat template of .* writes calls of tools in no form"):
+        check_tools({"asks": Asks()}, [section], tokenizer_name=model)
+
+
+def test_a_server_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    script = (
+        "import asyncio, os, signal, sys\n"
+        "from holdfast.orchestrator.environments.mcp_tools import _connect\n"
+        "from holdfast.shared.config.mcp import McpServerConfig\n"
+        f"config = McpServerConfig(command=sys.executable, args={STDIO['args']!r}, env=['MCP_STARTED'])\n"
+        "async def main():\n    async with _connect(config) as client:\n"
+        "        await client.list_tools()\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "asyncio.run(main())\n"
+    )
+    environment = {**os.environ, "MCP_STARTED": str(started)}
+    killed = subprocess.run([sys.executable, "-c", script], env=environment, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int(started.read_text())).wait(timeout=HANG_S)
