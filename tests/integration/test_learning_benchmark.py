@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 
 
 def run_benchmark(tmp_path: Path, *flags: str) -> tuple[list[Run], str]:
-    command = [sys.executable, "-m", "benchmarks.learning", "--seeds", "5", "--steps", "4", "--num-tasks", "8",
+    command = [sys.executable, "-m", "benchmarks.learning", "--seeds", "5", "--steps", "2", "--num-tasks", "8",
                "--output", str(tmp_path), "--runs", str(tmp_path / "runs"), *flags]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -22,25 +22,20 @@ def run_benchmark(tmp_path: Path, *flags: str) -> tuple[list[Run], str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # nine programs, one after the other
 def test_a_run_is_judged_before_and_after_beside_trl_and_not_made_twice(tmp_path: Path) -> None:
     runs, printed = run_benchmark(tmp_path, "--variants", "grpo", "trl")
     ours, theirs = runs
     assert [(run.task, run.variant, run.seed) for run in runs] == [(ours.task, name, 5) for name in ("grpo", "trl")]
     assert ours.before == theirs.before, "both start from the same weights"
-    assert list(ours.curve) == [0, 4] and list(theirs.curve) == [0, 1, 2, 3, 4]
+    assert list(ours.curve) == [0, 2] and list(theirs.curve) == [0, 1, 2]
     for run in runs:
         assert all(one.low <= one.value <= one.high for name in NUMBERS for one in (run.before[name], run.after[name]))
-        assert f"| `sort_letters` | `{run.variant}` | 5 | 4 |" in printed
-    weights = tmp_path / "runs" / "sort_letters" / "grpo_5_4" / "run" / "weights" / "step_4" / "model.safetensors"
+        assert f"| `sort_letters` | `{run.variant}` | 5 | 2 |" in printed
+    weights = tmp_path / "runs" / "sort_letters" / "grpo_5_2" / "run" / "weights" / "step_2" / "model.safetensors"
     start = next((tmp_path / "runs" / "sort_letters" / "start" / "sft" / "weights").glob("*/model.safetensors"))
     assert weights.read_bytes() != start.read_bytes()
 
     made = weights.stat().st_mtime_ns
     assert run_benchmark(tmp_path)[0] == runs, "what is finished stays, and the other runs of the files too"
     assert weights.stat().st_mtime_ns == made
-
-
-@pytest.mark.slow
-def test_tools_are_learned_from(tmp_path: Path) -> None:
-    (run,), _ = run_benchmark(tmp_path, "--tasks", "ledger")
-    assert run.task == "ledger" and set(run.before) == set(NUMBERS)
