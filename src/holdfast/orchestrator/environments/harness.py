@@ -74,9 +74,11 @@ class HarnessEnvironment(Environment):
 
     Attributes:
         tool_parser: the setting of that name.
+        reward_of_full: what a rollout earns whose `play` raises after a request that found no room within `seq_len`.
     """
 
     tool_parser: str = "auto"
+    reward_of_full: float = 0.0
 
     async def play(self, endpoint: Endpoint, task: Task) -> float | Score:
         """Play one rollout of `task` by asking `endpoint`, one request after the other; return what it earned."""
@@ -93,17 +95,24 @@ class HarnessEnvironment(Environment):
         rollout = _Rollout(session, tool_parser=self.tool_parser)
         try:
             with server.serving(rollout) as base_url:
-                session.state[RESULT] = await self.play(Endpoint(base_url, server.api_key, rollout), task)
+                result = await self._play(Endpoint(base_url, server.api_key, rollout), task)
+            if rollout.too_long is not None and not session.texts:
+                raise rollout.too_long
             if rollout.is_answering:
                 raise RuntimeError("play() returned while a request of it was being answered: await every one")
             if not session.texts:
                 raise RuntimeError(f"play() returned without a request that was answered.{rollout.last_refusal}")
-        except Exception:
-            if rollout.too_long is not None:
-                raise rollout.too_long from None
-            raise
+            session.state[RESULT] = result
         finally:
             await rollout.end()
+
+    async def _play(self, endpoint: Endpoint, task: Task) -> float | Score:
+        try:
+            return await self.play(endpoint, task)
+        except Exception:
+            if not endpoint.is_full:
+                raise
+            return self.reward_of_full  # as what the policy said left no room: no failure of the environment
 
     async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
         """Return what `play` has returned for each session."""
@@ -185,7 +194,7 @@ class _Rollout:
             await session.sample(max_tokens=request.max_tokens)
         except SessionFull as error:
             session.truncated = True
-            if not session.texts:
+            if not session.token_ids:
                 self.too_long = PromptTooLong(f"the prompt of the harness: {error}")
             raise Refused("full", str(error), code="context_length_exceeded") from None
         except HistoryRewritten as error:

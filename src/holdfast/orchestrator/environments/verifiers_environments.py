@@ -100,8 +100,6 @@ class Verifiers(HarnessEnvironment):
                 continue
             if "failed" not in found:
                 return Score(found["reward"], found["metrics"])
-            if endpoint.is_full:  # a conversation beyond seq_len has failed its task
-                return Score(0.0)
             raise RuntimeError(printable(found["failed"]))
         raise RuntimeError(f"the process that played it has ended {_MOST_DEATHS} times")
 

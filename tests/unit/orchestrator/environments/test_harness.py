@@ -354,12 +354,26 @@ def test_room_that_is_used_up_is_told_in_openais_words() -> None:
     play(session, script)
     assert session.truncated and session.request_counts == {"answered": 1, "refused/full": 1}
 
+    async def raises(endpoint: Endpoint) -> float:
+        await script(endpoint)
+        raise KeyError("choices")
+
+    session = session_of(["ba<|end|>"], seq_len=32)
+    assert play(session, raises) == [Score(0.0)] and session.truncated, "no failure of the environment"
+
     async def too_long(endpoint: Endpoint) -> float:
         said = await ask(endpoint, {"role": "user", "content": "d" * 40})
         raise KeyError(said["choices"])
 
     with pytest.raises(PromptTooLong, match=r"the prompt of the harness: 4\d more tokens leave no room"):
         play(session_of([], seq_len=32), too_long)
+
+    async def shorter(endpoint: Endpoint) -> float:
+        await ask(endpoint, {"role": "user", "content": "d" * 40})
+        await ask(endpoint, USER)
+        return 1.0
+
+    assert play(session_of(["ba<|end|>"], seq_len=32), shorter) == [Score(1.0)]
 
 
 def test_engines_that_fail_are_told_as_such() -> None:
