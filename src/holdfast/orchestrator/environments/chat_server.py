@@ -133,8 +133,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, and say so."""
         await super().startup(sockets=sockets)
-        if not self._is_up.done():
-            self._is_up.set_result(None)
+        self._is_up.set_result(None)
 
 
 _SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[ChatServer, asyncio.Task[None], asyncio.Future[None]]] = (

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from holdfast import Endpoint, HarnessEnvironment, Message, Score, Session, Task, TaskSeed
+from holdfast.orchestrator.environments.chat_protocol import is_same
 from holdfast.orchestrator.environments.chat_server import MODEL, chat_server
 from holdfast.orchestrator.environments.contract import PromptTooLong
 from holdfast.orchestrator.environments.harness import request_metrics
@@ -447,6 +448,18 @@ def test_a_call_that_cannot_be_read_is_text_and_thoughts_that_a_template_drops_e
     session = session_of(turns, tokenizer=tokenizer)
     play(session, script, parser="hermes")
     assert session.texts[1].endswith("yes")
+
+
+def test_messages_are_the_same_however_their_calls_are_written() -> None:
+    def said(arguments: Any, **more: Any) -> dict[str, Any]:
+        call = {"id": "t1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        return {"role": "assistant", "content": "", "tool_calls": [call], **more}
+
+    assert is_same(said('{"a": 1, "b": 2}'), said('{"b":2,"a":1}', content=" "))
+    assert is_same(said("{"), said("{")) and is_same(said({"a": 1}), said('{"a": 1}'))
+    assert not is_same(said("{"), said("}")) and not is_same(said('{"a": 1}'), said('{"a": 2}'))
+    assert not is_same(said("{}"), said("{}", tool_calls=["add"])) and not is_same(said("{}"), USER)
+    assert not is_same(USER, {**USER, "content": "ab "}), "white space counts in what the harness says"
 
 
 def test_a_session_gets_one_prompt() -> None:
