@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 
 from holdfast.orchestrator.batches.batch_maker import BatchMaker
 from holdfast.orchestrator.batches.batch_publisher import BatchPublisher
+from holdfast.orchestrator.batches.curriculum import adopt_curricula
 from holdfast.orchestrator.batches.environment_mix import adopt_mix
 from holdfast.orchestrator.batches.pipeline import BatchPipeline
 from holdfast.orchestrator.batches.run_start import find_start
@@ -19,7 +20,7 @@ from holdfast.orchestrator.batches.schedule import StrictSchedule
 from holdfast.orchestrator.current_phase import phase
 from holdfast.orchestrator.engines.answers import load_vocab_size
 from holdfast.orchestrator.engines.client import InferenceClient
-from holdfast.orchestrator.environments import load_environment
+from holdfast.orchestrator.environments import load_levels
 from holdfast.orchestrator.environments.calls import place_of
 from holdfast.orchestrator.environments.interface import Environment
 from holdfast.orchestrator.environments.tool_use import tool_use_of
@@ -58,6 +59,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
     start = find_start(run_dir, _resume_step(config))
     first = start.state.step + 1
     adopt_mix(start.state, config)
+    adopt_curricula(start.state, config)
     if start.trainer_step or first > 1:
         events.report("resumed", step=start.trainer_step, first_batch=first)
     if first > config.max_steps:
@@ -104,14 +106,14 @@ async def orchestrate(config: OrchestratorConfig) -> None:
     events.report("finished", step=config.max_steps)
 
 
-def _load_environments(config: OrchestratorConfig, tokenizer: Tokenizer) -> dict[str, Environment]:
-    """Return those that are played in this process, by name."""
-    environments: dict[str, Environment] = {}
+def _load_environments(config: OrchestratorConfig, tokenizer: Tokenizer) -> dict[str, list[Environment]]:
+    """Return those that are played in this process, by name, each at every level of its curriculum."""
+    environments: dict[str, list[Environment]] = {}
     for position, section in enumerate(config.environments):
         if not section.workers:
-            environment = load_environment(section, key=f"environments[{position}]")
-            tool_use_of(environment, section, tokenizer)  # what cannot be, is told before anything is sampled
-            environments[section.label] = environment
+            environments[section.label] = load_levels(section, key=f"environments[{position}]")
+            for environment in environments[section.label]:
+                tool_use_of(environment, section, tokenizer)  # what cannot be, is told before anything is sampled
     return environments
 
 

@@ -32,12 +32,14 @@ class TaskSeed:
         index: position in the sequence, from 0.
         held_out: a task of an evaluation. No seed of its tasks is one that training has, whatever the run's seed:
             those of training are below 2**63, these are not.
+        level: of the environment's curriculum; each has a sequence of its own. None without one.
     """
 
     run_seed: int
     environment: str
     index: int
     held_out: bool = False
+    level: int | None = None
 
     @property
     def number(self) -> int:
@@ -62,6 +64,8 @@ class TaskSeed:
         return self._number("shared", *parts)
 
     def _number(self, kind: str, *parts: int | str) -> int:
+        if self.level is not None:
+            parts = ("level", self.level, *parts)
         if self.held_out:
             return _HELD_OUT + stable_seed(f"held-out {kind}", self.run_seed, self.environment, *parts)
         return stable_seed(kind, self.run_seed, self.environment, *parts)
@@ -70,4 +74,5 @@ class TaskSeed:
 def request_seed(task: TaskSeed, *, step: int, sample_index: int, turn: int) -> int:
     """Return the sampling seed of one turn of one rollout."""
     kind = "held-out sample" if task.held_out else "sample"
-    return stable_seed(kind, task.run_seed, step, task.environment, task.index, sample_index, turn)
+    level = () if task.level is None else ("level", task.level)
+    return stable_seed(kind, task.run_seed, step, task.environment, *level, task.index, sample_index, turn)

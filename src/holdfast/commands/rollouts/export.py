@@ -81,6 +81,7 @@ def _write_parquet(path: Path, batches: Iterable[Batch]) -> int:
             ("environment", pyarrow.string()),
             ("task_id", pyarrow.int64()),
             ("sample_index", pyarrow.int64()),
+            ("level", pyarrow.int64()),
             ("token_ids", pyarrow.list_(pyarrow.int32())),
             ("loss_mask", pyarrow.list_(pyarrow.bool_())),
             ("logprobs", pyarrow.list_(pyarrow.float32())),

@@ -6,9 +6,10 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from holdfast.orchestrator.batches.curriculum import advance, curriculum_metrics, draw_level
 from holdfast.orchestrator.batches.environment_mix import next_environment
 from holdfast.orchestrator.batches.selection import Selection, count, has_signal, select
-from holdfast.orchestrator.batches.state import OrchestratorState
+from holdfast.orchestrator.batches.state import EnvironmentState, OrchestratorState
 from holdfast.orchestrator.engines.client import InferenceClient
 from holdfast.orchestrator.engines.routing import Affinity
 from holdfast.orchestrator.environments.interface import Environment
@@ -35,7 +36,7 @@ class BatchMaker:
 
     Args:
         client: of the servers that sample: those of the policy, or of the teacher.
-        environments: by name, those that are played in this process.
+        environments: by name, those that are played in this process, each at every level of its curriculum.
         workers: by the name of their environment, those that play the others.
     """
 
@@ -46,7 +47,7 @@ class BatchMaker:
         *,
         run_dir: RunDir,
         tokenizer: Tokenizer,
-        environments: Mapping[str, Environment],
+        environments: Mapping[str, Sequence[Environment]],
         state: OrchestratorState,
         teacher: Teacher | None = None,
         workers: Mapping[str, Workers] | None = None,
@@ -61,6 +62,7 @@ class BatchMaker:
         self._settings = {section.label: section for section in config.environments}
         self.state = state
         self.num_reused = 0
+        self.curriculum_metrics: dict[str, float] = {}
 
     async def make(self, step: int, weights: PublishedWeights) -> Selection:
         """Return the groups of batch `step`, sampled by `weights`, and what was drawn besides.
@@ -108,6 +110,10 @@ class BatchMaker:
         selection = select(outcomes, num_groups=self._config.problems_per_step)
         self._check(step, selection)
         count(state, step, selection)
+        # Behind the draw of the whole batch, dropped groups too, so that a level changes between batches alone.
+        advance(state, self._config, outcomes)
+        scored = [outcome for outcome in outcomes if not isinstance(outcome, Dropped)]
+        self.curriculum_metrics = curriculum_metrics(state, self._config, scored)
         self.state = state
         self.num_reused = sampler.num_reused
         return selection
@@ -142,18 +148,24 @@ class BatchMaker:
         problems = []
         for _ in range(number):
             name = next_environment(state)
-            position = state.environments[name]
-            index = position.next_task
-            # Moved on by every draw, also of groups that are dropped: no task comes twice.
-            position.next_task += 1
-            problems.append(
-                Problem(
-                    environment=self._environments.get(name),
-                    settings=self._settings[name],
-                    seed=TaskSeed(run_seed=self._config.seed, environment=name, index=index),
-                )
-            )
+            seed, task_id = self._next_task(state.environments[name], name)
+            levels = self._environments.get(name)
+            environment = levels[seed.level or 0] if levels is not None else None
+            problems.append(Problem(environment, self._settings[name], seed, number=task_id))
         return problems
+
+    def _next_task(self, position: EnvironmentState, name: str) -> tuple[TaskSeed, int]:
+        """Return the seed of the environment's next task, and its position among all tasks; moves `position` on."""
+        task_id, seed = position.next_task, self._config.seed
+        # Moved on by every draw, also of groups that are dropped: no task comes twice.
+        position.next_task += 1
+        settings = self._settings[name].curriculum
+        if settings is None or position.curriculum is None:
+            return TaskSeed(seed, name, task_id), task_id
+        number = draw_level(position.curriculum, settings, task_id=task_id, seed=seed, name=name)
+        level = position.curriculum.levels[number]
+        level.next_task += 1
+        return TaskSeed(seed, name, level.next_task - 1, level=number), task_id
 
     def _open_log(self, step: int, weights: PublishedWeights) -> GenerationLog:
         return GenerationLog(

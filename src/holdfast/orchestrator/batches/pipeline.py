@@ -90,7 +90,7 @@ class BatchPipeline:
             engines=of_engines,
             environments=self._config.environments,
         )
-        metrics |= evaluated
+        metrics |= self._maker.curriculum_metrics | evaluated
         batch = Batch(
             step=step,
             policy_version=weights.version,

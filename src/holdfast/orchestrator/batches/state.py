@@ -15,6 +15,34 @@ from holdfast.shared.files.journal import Counts
 STATE_FORMAT = 1
 
 
+class LevelState(msgspec.Struct, kw_only=True):
+    """One level of a curriculum.
+
+    Attributes:
+        next_task: index of the level's task that comes next.
+        rewards: mean reward of each of its latest groups.
+        variances: population variance of the rewards within each of them.
+    """
+
+    next_task: int = 0
+    rewards: list[float] = []
+    variances: list[float] = []
+
+
+class CurriculumState(msgspec.Struct, kw_only=True):
+    """Where a curriculum is.
+
+    Attributes:
+        digest: of the environment's arguments, and those of the levels.
+        level: which of them tasks are drawn from behind gates.
+        levels: what is known of each.
+    """
+
+    digest: str
+    level: int = 0
+    levels: list[LevelState] = []
+
+
 class EnvironmentState(msgspec.Struct, kw_only=True):
     """Position in one environment.
 
@@ -23,12 +51,14 @@ class EnvironmentState(msgspec.Struct, kw_only=True):
         weight: integer share of the mix that `credit` counts in.
         credit: what the mix owes this environment, in units of one over the sum of weights.
         group_size: rollouts of each problem of the last batch.
+        curriculum: where its curriculum is, or was when it had one; None if it never had.
     """
 
     next_task: int = 0
     weight: int = 0
     credit: int = 0
     group_size: int = 0
+    curriculum: CurriculumState | None = None
 
 
 class OrchestratorState(msgspec.Struct, kw_only=True):

@@ -85,6 +85,12 @@ def _find_environment(config: EnvironmentConfig, *, key: str) -> tuple[type[Envi
     return cls, _checked_args(cls, config.args, key)
 
 
+def load_levels(config: EnvironmentConfig, *, key: str) -> list[Environment]:
+    """Return the environment of every level of a curriculum, or the one that there is; see `load_environment`."""
+    find_class(config.id, key=key)  # it is not of a level, if there is none
+    return [load_environment(one, key=own_key) for own_key, one in config.at_levels(key).items()]
+
+
 def find_class(name: str, *, key: str) -> type[Environment]:
     """Return the class of the environment with the id `name`.
 

@@ -116,7 +116,8 @@ def held_out_sections(
         own = section.sampling.max_tokens if section.sampling is not None and takes_max_tokens else None
         sampling = EnvironmentSamplingConfig(max_tokens=own) if own is not None else None
         own_len = min(section.seq_len, seq_len) if section.seq_len is not None else None
-        sections.append(section.model_copy(update={"group_size": None, "sampling": sampling, "seq_len": own_len}))
+        changes = {"group_size": None, "sampling": sampling, "seq_len": own_len, "curriculum": None}
+        sections.append(section.model_copy(update=changes))
     return sections
 
 
@@ -180,9 +181,10 @@ def refuse_training_tasks(
     Raises:
         ConfigError: there is one.
     """
+    drawn = [level for one in trained for level in one.at_levels("").values()]
     for section in settings:
         there = sizes[section.label]
-        if there is not None and any(_are_the_same(section, one) for one in trained):
+        if there is not None and any(_are_the_same(section, one) for one in drawn):
             raise ConfigError(
                 f"{key}: '{section.label}' has {there} tasks, and training draws them all: nothing of it is held out. "
                 f"Name others with {key}, such as a file of questions that is not trained on."

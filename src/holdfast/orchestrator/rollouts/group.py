@@ -61,12 +61,14 @@ class WorkerCrashed(EnvironmentFailure):
 class Problem:
     """One problem of a batch; `affinity` is that of its group, whose sessions begin alike.
 
-    `environment` is None in a process that leaves it to workers.
+    `environment` is None in a process that leaves it to workers. `number` is the position among all tasks of the
+    environment, where its levels count tasks of their own.
     """
 
     environment: Environment | None
     settings: EnvironmentConfig
     seed: TaskSeed
+    number: int | None = None
     affinity: Affinity = field(default_factory=Affinity, compare=False)
 
     @property
@@ -79,6 +81,11 @@ class Problem:
     def name(self) -> str:
         """Name of the environment."""
         return self.settings.label
+
+    @property
+    def task_id(self) -> int:
+        """Position among the tasks of the environment."""
+        return self.seed.index if self.number is None else self.number
 
 
 async def run_group(
@@ -150,7 +157,7 @@ def dropped(problem: Problem, failure: HoldfastError, *, num_sessions: int = 0, 
     _log.warning("%s: the group is dropped", failure)
     return Dropped(
         environment=problem.name,
-        task_id=problem.seed.index,
+        task_id=problem.task_id,
         reason="memory" if isinstance(failure.__cause__, MemoryError) else reason,
         rollouts=num_sessions,
         tokens=num_tokens,
@@ -163,8 +170,9 @@ def _to_rollout(
 ) -> Rollout:
     return Rollout(
         environment=problem.name,
-        task_id=problem.seed.index,
+        task_id=problem.task_id,
         sample_index=index,
+        level=problem.seed.level,
         token_ids=session.token_ids,
         loss_mask=session.loss_mask,
         logprobs=session.logprobs,
@@ -191,7 +199,7 @@ def prompt_ids_for(
     token_ids = prompt_ids_of(task, tokenizer, what=context_of(problem), room=seq_len - 1, tools=schemas)
     if not 1 <= len(token_ids) < seq_len:
         raise PromptTooLong(
-            f"environment '{problem.name}', task {problem.seed.index}: the prompt has {len(token_ids)} tokens; allowed "
+            f"environment '{problem.name}', task {problem.task_id}: the prompt has {len(token_ids)} tokens; allowed "
             f"are 1 to {seq_len - 1}, so that one sampled token fits into seq_len = {seq_len}. "
             "Raise seq_len or shorten the prompts."
         )
@@ -278,7 +286,7 @@ def calling_of(problem: Problem, method: str) -> AbstractAsyncContextManager[Non
     """Return what a call of a method of the environment is made in."""
     return calling(
         context_of(problem),
-        name=f"environment '{problem.name}', task {problem.seed.index}",
+        name=f"environment '{problem.name}', task {problem.task_id}",
         environment=problem.name,
         method=method,
         timeout_s=problem.settings.deadline_s,
@@ -287,7 +295,7 @@ def calling_of(problem: Problem, method: str) -> AbstractAsyncContextManager[Non
 
 def context_of(problem: Problem) -> str:
     """Return how failures of a problem begin."""
-    return f"environment '{problem.name}' failed on task {problem.seed.index} (seed {problem.seed.number})"
+    return f"environment '{problem.name}' failed on task {problem.task_id} (seed {problem.seed.number})"
 
 
 def _merged(spans: Sequence[VersionSpan]) -> list[VersionSpan]:

@@ -211,7 +211,7 @@ class _Running:
             if self.is_over:
                 raise WorkerDied("killed", 0, is_mine=False, told="it ended before", process_id=self._process.pid)
             seed = problem.seed
-            self._send(Play(number, seed.run_seed, seed.index, step, held_out=seed.held_out))
+            self._send(Play(number, problem.task_id, seed, step))
             return await group.ended
         finally:
             del self._groups[number]

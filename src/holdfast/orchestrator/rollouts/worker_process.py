@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from holdfast.orchestrator.engines.routing import Affinity
-from holdfast.orchestrator.environments import load_environment
+from holdfast.orchestrator.environments import load_levels
 from holdfast.orchestrator.environments.calls import CallTimeout, sampling
 from holdfast.orchestrator.environments.contract import PromptTooLong
 from holdfast.orchestrator.environments.judge import JUDGES, JudgeFailure, JudgeReply, JudgeRequest
@@ -49,7 +49,6 @@ from holdfast.orchestrator.rollouts.worker_wire import (
     frame,
     read_to_worker,
 )
-from holdfast.orchestrator.seeds import TaskSeed
 from holdfast.shared.chat.files import load_tokenizer
 from holdfast.shared.chat.tokenizer import Tokenizer
 from holdfast.shared.config.orchestrator import OrchestratorConfig
@@ -87,8 +86,9 @@ class Worker:
         settings = config.environments[position]
         try:
             tokenizer = Transcript(start.endpoint) if start.endpoint else load_tokenizer(config.model.tokenizer_name)
-            environment = load_environment(settings, key=f"environments[{position}]")
-            tool_use_of(environment, settings, tokenizer)
+            environments = load_levels(settings, key=f"environments[{position}]")
+            for environment in environments:
+                tool_use_of(environment, settings, tokenizer)
         except HoldfastError as error:
             self._send(Failed(0, _kind_of(error), str(error)))
             await self._writer.drain()
@@ -100,13 +100,13 @@ class Worker:
         JUDGES.set(_AskingJudges(self))
         asyncio.get_running_loop().set_task_factory(self._new_task)
         beating = asyncio.create_task(self._beat())
-        self._send(Ready(environment.num_tasks))
+        self._send(Ready(environments[0].num_tasks))
         with watching_calls():
             while True:
                 match await read_to_worker(self._reader):
                     case Play() as play:
-                        seed = TaskSeed(play.run_seed, settings.label, play.index, held_out=play.held_out)
-                        problem = Problem(environment=environment, settings=settings, seed=seed)
+                        seed = play.seed
+                        problem = Problem(environments[seed.level or 0], settings, seed, number=play.task_id)
                         self._play(play, problem, config, tokenizer)
                     case Cancel(group=group):
                         if group in self._groups:

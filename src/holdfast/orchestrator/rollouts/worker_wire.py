@@ -17,6 +17,7 @@ from typing import Literal
 import msgspec
 
 from holdfast.orchestrator.environments.judge import JudgeFailureReason, JudgeReply, JudgeRequest
+from holdfast.orchestrator.seeds import TaskSeed
 from holdfast.shared.wire.arrays import TokenIds, decode_packed, encode_packed
 from holdfast.shared.wire.inference_api import Completion
 from holdfast.shared.wire.rollouts import Dropped, Rollout
@@ -34,13 +35,12 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Play(msgspec.Struct, frozen=True, tag=True):
-    """Play group `group`, of task `index`, for batch `step`; or of a task of an evaluation, which is held out."""
+    """Play group `group`, of task `task_id`, which `seed` makes, for batch `step`."""
 
     group: int
-    run_seed: int
-    index: int
+    task_id: int
+    seed: TaskSeed
     step: int
-    held_out: bool = False
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

@@ -71,6 +71,42 @@ class EnvironmentSamplingConfig(Section):
         return common.model_copy(update=self.model_dump(exclude_none=True))
 
 
+class CurriculumConfig(Section):
+    """Levels of an environment, and what decides which of them its tasks are drawn from."""
+
+    levels: list[dict[str, Any]] = Field(min_length=2)
+    """Arguments of each level, over those of `args`, the easiest first: `[{ max_digits = 1 }, { max_digits = 3 }]`."""
+
+    choice: Literal["gates", "variance"] = "gates"
+    """`gates`: one level after the other, the next when a gate opens. `variance`: all of them, in proportion to how
+    much the rewards within their latest groups vary."""
+
+    window: int = Field(default=32, ge=1, le=4096)
+    """How many of a level's latest groups are looked at."""
+
+    advance_reward: float | None = None
+    """Of `gates`: the next level when the mean reward of the latest groups of this one is at least this."""
+
+    advance_mastered: float | None = Field(default=None, gt=0, le=1)
+    """Of `gates`: the next level when at least this share of the latest groups has equal rewards above 0, so nothing
+    more to teach."""
+
+    uniform_share: float = Field(default=0.2, ge=0, le=1)
+    """Of `variance`: the share of tasks that all levels get alike, so that none is forgotten."""
+
+    @model_validator(mode="after")
+    def _can_choose(self) -> CurriculumConfig:
+        gates = [name for name in ("advance_reward", "advance_mastered") if getattr(self, name) is not None]
+        if self.choice == "gates" and not gates:
+            raise ValueError(
+                "levels behind gates that never open: set advance_reward, advance_mastered or both, or take choice = "
+                "'variance'"
+            )
+        if self.choice == "variance" and gates:
+            raise ValueError(f"choice = 'variance' has no gates: leave {gates[0]} out, or take choice = 'gates'")
+        return self
+
+
 class EnvironmentConfig(Section):
     """One environment of the mix."""
 
@@ -96,6 +132,9 @@ class EnvironmentConfig(Section):
 
     args: dict[str, Any] = {}
     """Arguments of the environment's constructor; docs/environments.md has those of the built-in ones."""
+
+    curriculum: CurriculumConfig | None = None
+    """Levels of difficulty, from which training draws its tasks in turn; unset: `args` alone. Not of evaluations."""
 
     success_reward: float | None = None
     """A rollout with at least this reward counts as solved in `pass@k`; unset: one whose metric `exact` is 1."""
@@ -137,6 +176,19 @@ class EnvironmentConfig(Section):
     def label(self) -> str:
         """Name under which the environment appears in metrics and state."""
         return self.name or self.id
+
+    def at_levels(self, key: str) -> dict[str, EnvironmentConfig]:
+        """Return the settings of every level of the curriculum, or these without one, by the dotted key of each.
+
+        Args:
+            key: dotted key of these settings.
+        """
+        if self.curriculum is None:
+            return {key: self}
+        return {
+            f"{key}.curriculum.levels[{number}]": self.model_copy(update={"args": self.args | level})
+            for number, level in enumerate(self.curriculum.levels)
+        }
 
     @property
     def deadline_s(self) -> float | None:

@@ -142,6 +142,11 @@ def check_held_out(environments: Sequence[EnvironmentConfig]) -> None:
                 f"environment '{section.label}': group_size = {section.group_size} means nothing in an evaluation, "
                 "which makes `samples_per_task` rollouts of every task: leave it out"
             )
+        if section.curriculum is not None:
+            raise ValueError(
+                f"environment '{section.label}': an evaluation asks the same tasks each time, and curriculum chooses "
+                "them: leave it out, and set `args`"
+            )
 
 
 class EvalConfig(Section):
@@ -264,6 +269,19 @@ class OrchestratorConfig(Command):
                 f"dynamic_sampling drops groups whose rewards are all equal, which every group of one is (environment "
                 f"'{alone[0]}'): set group_size to 2 or more, or leave dynamic_sampling off"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_that_can_vary(self) -> OrchestratorConfig:
+        for section in self.environments:
+            curriculum = section.curriculum
+            if curriculum is None or self.rollouts_of(section).group_size > 1:
+                continue
+            if curriculum.choice == "variance" or curriculum.advance_mastered is not None:
+                raise ValueError(
+                    f"environment '{section.label}': curriculum looks at how the rewards of a group differ, and "
+                    "group_size = 1 leaves one: set group_size to 2 or more, or take advance_reward alone"
+                )
         return self
 
     @model_validator(mode="after")

@@ -56,6 +56,7 @@ class Rollout(msgspec.Struct, kw_only=True):
         loss_mask: per token, whether the policy sampled it.
         logprobs: per token, the sampler's log-probability in the distribution `sampling`; 0.0 where not sampled.
         sampling: the distribution that its tokens were sampled from.
+        level: of the environment's curriculum that the task was drawn from; None without one.
         versions: which policy sampled which tokens; empty where a teacher did.
         reward: scored reward of the whole.
         truncated: the session ended because a token limit was reached.
@@ -73,6 +74,7 @@ class Rollout(msgspec.Struct, kw_only=True):
     logprobs: Logprobs
     versions: list[VersionSpan]
     sampling: Sampling = PLAIN_SAMPLING
+    level: int | None = None
     reward: float = 0.0
     truncated: bool = False
     metrics: dict[str, float] = {}

@@ -24,7 +24,7 @@ from holdfast.orchestrator.evaluation.tasks import (
     settings_of_run,
     sizes_of,
 )
-from holdfast.shared.config.environments import EnvironmentConfig, EnvironmentSamplingConfig
+from holdfast.shared.config.environments import CurriculumConfig, EnvironmentConfig, EnvironmentSamplingConfig
 from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.config.load import to_toml
 from holdfast.shared.config.orchestrator import OrchestratorConfig
@@ -317,6 +317,10 @@ def test_an_environment_with_an_end_is_asked_once_and_not_where_training_asks(tm
     (tmp_path / "others.jsonl").write_text('{"prompt": "c", "answer": "d"}\n')
     others = EnvironmentConfig(id="jsonl", args={"path": str(tmp_path / "others.jsonl")})
     refuse_training_tasks(environments, sections, [others], key="environments")
+    pools = CurriculumConfig(levels=[{}, section.args], advance_reward=0.5)
+    with pytest.raises(ConfigError, match="nothing of it is held out"):
+        leveled = others.model_copy(update={"curriculum": pools})
+        refuse_training_tasks(environments, sections, [leveled], key="environments")
     run_dir = RunDir(tmp_path / "run")
     assert settings_of_run(run_dir.path) is None
     run_dir.configs(1).mkdir(parents=True)
@@ -360,7 +364,10 @@ def test_an_environment_of_an_evaluation_is_sampled_as_it_says(tmp_path: Path) -
 
 
 def test_of_the_environments_of_training_an_evaluation_takes_what_says_how_long_answers_may_be() -> None:
-    plain = EnvironmentConfig(id="a", group_size=3, seq_len=90, sampling=EnvironmentSamplingConfig(temperature=0.5))
+    pools = CurriculumConfig(levels=[{}, {}], choice="variance")
+    plain = EnvironmentConfig(
+        id="a", curriculum=pools, group_size=3, seq_len=90, sampling=EnvironmentSamplingConfig(temperature=0.5)
+    )
     short = EnvironmentConfig(id="b", sampling=EnvironmentSamplingConfig(temperature=0.5, max_tokens=7))
     found = held_out_sections([plain, short], seq_len=80, takes_max_tokens=True)
     own = EnvironmentSamplingConfig(max_tokens=7)

@@ -174,3 +174,5 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_starts(tmp_path: Pa
         check(eval={"environments": [own, own]})
     with pytest.raises(ValueError, match="are 2 times the same answer"):
         check(eval=EVAL | {"sampling": {"temperature": 0}})
+    with pytest.raises(ConfigError, match="eval.environments: environment 'reverse_text': seq_len = 1025 is more than"):
+        check(eval={"environments": [{"seq_len": 1025}]})
