@@ -68,11 +68,6 @@ def play(
         InferenceError: the endpoint failed.
     """
     environment = load_environment(settings, key="environments[0]")
-    if url is not None and (environment.tools or settings.mcp_servers):
-        raise ConfigError(
-            f"--url: '{settings.id}' has tools, whose calls are written in the form of a model's template, which an "
-            "endpoint does not show. Type the answers (no --url), or `evaluate` a model's weights."
-        )
     problem = Problem(environment, settings, TaskSeed(seed, settings.label, index))
     if url is None:
         tokenizer = load_tokenizer(model) if model is not None else plain_tokenizer()
@@ -99,8 +94,18 @@ class _Table:
     def text_of(self, token_ids: Sequence[int]) -> str:
         """Return what ids say, with special tokens, fit for a terminal."""
         if isinstance(self.tokenizer, Transcript):
-            return _shown("\n".join(f"{message['role']}: {message['content']}" for message in messages_of(token_ids)))
+            return _shown("\n".join(_line(message) for message in messages_of(token_ids)))
         return _shown(self.tokenizer.decode(token_ids, skip_special_tokens=False))
+
+
+def _line(message: dict[str, Any]) -> str:
+    return f"{message['role']}: {message['content'] or ''}{_calls(message)}"
+
+
+def _calls(message: dict[str, Any]) -> str:
+    """Return the calls of tools in a message, for people."""
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    return "".join(f"\ncalls {function['name']} {function['arguments']}" for function in functions)
 
 
 class _Narrator:
@@ -128,7 +133,8 @@ class _Narrator:
         )
         self._num_shown = len(token_ids) + len(turn.token_ids)
         if not isinstance(self._inner, _Typist):
-            print(_shown(self._table.tokenizer.decode(turn.token_ids)), flush=True)
+            said = messages_of(turn.token_ids)[0] if isinstance(self._table.tokenizer, Transcript) else {}
+            print(_shown(self._table.tokenizer.decode(turn.token_ids) + _calls(said)), flush=True)
         return turn
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from holdfast.orchestrator.environments.interface import Environment, Session, SessionFull
 from holdfast.orchestrator.environments.mcp_tools import McpServer, McpServerLost, McpTool, McpToolError
@@ -119,6 +119,15 @@ class ToolUse:
             raise _Failed("raised", f"{type(error).__name__}: {text_of(error):.{_MOST_CHARACTERS}}") from error
 
 
+@runtime_checkable
+class ReadsCalls(Protocol):
+    """A tokenizer that tells calls of tools from text by itself, whatever a template writes."""
+
+    def calls_in(self, text: str) -> list[ToolCall]:
+        """Return the calls in the text of a turn, with its special tokens."""
+        ...
+
+
 def tool_use_of(environment: Environment, settings: EnvironmentConfig, tokenizer: Tokenizer) -> ToolUse | None:
     """Return how sessions of `environment` use its tools; None where it has none. Made once for each object.
 
@@ -173,6 +182,8 @@ def _make(environment: Environment, settings: EnvironmentConfig, tokenizer: Toke
         raise ConfigError(f"{what}: {error}") from None
     if not tools:
         return None
+    if isinstance(tokenizer, ReadsCalls):
+        return ToolUse(tools, tokenizer.calls_in, settings.max_turns, settings.tool_timeout_s)
     schemas = [tool.schema for tool in tools.values()]
     template = tokenizer.template(schemas)
     parse = find_parser(settings.tool_parser, template=template.source, model=tokenizer.name)
@@ -202,11 +213,15 @@ def _check_template(tokenizer: Tokenizer, schemas: list[Any], *, what: str, keep
         raise ConfigError(f"{what} has tools: {error}. Take a model whose template has tools.") from None
 
 
+def call_id(turn: int, number: int) -> str:
+    """Return the id of call `number` of turn `turn`, both from 1."""
+    return f"t{turn:04d}{number:04d}"  # nine letters and digits: Mistral's templates take no other id
+
+
 def tool_message(content: str, *, name: str, turn: int, number: int) -> dict[str, str]:
     """Return the message with which a tool answers call `number` of turn `turn`, both from 1."""
-    # Nine letters and digits: Mistral's templates take no other id.
     content = content.encode("utf-8", "backslashreplace").decode()  # a policy writes halves of surrogate pairs, too
-    message = {"role": "tool", "content": content, "tool_call_id": f"t{turn:04d}{number:04d}"}
+    message = {"role": "tool", "content": content, "tool_call_id": call_id(turn, number)}
     return message | ({"name": name} if name else {})
 
 

@@ -1,9 +1,10 @@
 """Samples turns from a server that speaks OpenAI's chat protocol, and keeps what it said.
 
 `POST <url>/chat/completions` with `model`, `messages`, `max_tokens`, `temperature`, `top_p`, `seed`, and `top_k` and
-`min_p` (which vLLM, SGLang and llama.cpp know and OpenAI does not) where they are set. A seed makes no server
-deterministic, and nothing pins what an endpoint serves: what it said is kept in a log at once, so that an evaluation
-that was killed never asks the same twice.
+`min_p` (which vLLM, SGLang and llama.cpp know and OpenAI does not) where they are set. For environments with tools
+`tools` are sent, the server reads the calls (`tool_calls`), and their answers follow as messages of the role `tool`.
+A seed makes no server deterministic, and nothing pins what an endpoint serves: what it said is kept in a log at once,
+so that an evaluation that was killed never asks the same twice.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import xxhash
 from holdfast.orchestrator.engines.http import Unavailable, retry_after_s
 from holdfast.orchestrator.engines.retry import RetryPolicy
 from holdfast.orchestrator.engines.routing import Affinity
-from holdfast.orchestrator.rollouts.transcript import ids_of_answer, messages_of
+from holdfast.orchestrator.rollouts.transcript import EndpointCall, ids_of_answer, messages_of, tools_of
 from holdfast.orchestrator.task_group import FirstFailure
 from holdfast.shared.config.evaluation import EndpointConfig
 from holdfast.shared.errors import InferenceError, RunDirError
@@ -43,10 +44,21 @@ class _Answer(msgspec.Struct):
     request: str
     text: str
     finish_reason: str
+    calls: list[EndpointCall] = []
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str = "{}"
+
+
+class _Call(msgspec.Struct):
+    function: _Function
 
 
 class _Message(msgspec.Struct):
     content: str | None = None
+    tool_calls: list[_Call] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -136,17 +148,23 @@ class EndpointSampler:
         answer = self._answers.get(key)
         if answer is None:
             choice = await self._ask(body)
-            answer = _Answer(key, choice.message.content or "", choice.finish_reason or "stop")
+            said = choice.message
+            # Where there are no tools, nobody answers a call.
+            found = [call.function for call in said.tool_calls or ()] if "tools" in request else []
+            calls = [EndpointCall(function.name, function.arguments) for function in found]
+            answer = _Answer(key, said.content or "", choice.finish_reason or "stop", calls)
             try:
                 self._records.append(msgspec.msgpack.encode(answer))
             except OSError as error:
                 raise RunDirError(f"{self._records.path} cannot be written: {error.strerror or error}") from error
             self._answers[key] = answer
-        ids = ids_of_answer(answer.text)
+        ids = ids_of_answer(answer.text, answer.calls)
         return Completion(TokenIds(ids), Logprobs([0.0] * len(ids)), answer.finish_reason, [])
 
     def _request(self, token_ids: list[int], sampling: Sampling, *, max_tokens: int, seed: int) -> dict[str, Any]:
-        more = {name: value for name in ("top_k", "min_p") if (value := getattr(sampling, name))}
+        more: dict[str, Any] = {name: value for name in ("top_k", "min_p") if (value := getattr(sampling, name))}
+        if tools := tools_of(token_ids):
+            more["tools"] = tools
         return {
             "model": self._model,
             "messages": messages_of(token_ids),

@@ -1,22 +1,54 @@
 """Chats as token ids, for a policy that takes and gives text alone.
 
 Sessions are sequences of ids that only grow. Where nobody knows the ids of the model, the bytes of the transcript
-stand for them: messages as JSON, then `GIVEN`; what the policy said as it stands, then `SAID`.
+stand for them:
+
+    tools as JSON, then `TOOLS`                                   once, at the beginning, where there are some
+    messages as JSON, then `GIVEN`
+    what the policy said as it stands, then `SAID`
+    what it said, then `CALLS`, its calls of tools as JSON, then `SAID`
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
+from holdfast.orchestrator.environments.tool_calls import ToolCall
+from holdfast.orchestrator.environments.tool_use import call_id
 from holdfast.shared.chat.messages import Message, as_dict
-from holdfast.shared.chat.template import ChatMessage, ChatTemplate
+from holdfast.shared.chat.template import ChatMessage
 from holdfast.shared.chat.tokenizer import Tokenizer
-from holdfast.shared.errors import ConfigError, DataError
+from holdfast.shared.errors import DataError
 
 GIVEN = 256
 SAID = 257
+TOOLS = 258
+CALLS = 259
+_CALLS_TEXT = "\x1e"
+"""Stands for `CALLS` in text; where the policy itself says this control character, it becomes `\ufffd` there."""
+
+
+class EndpointCall(msgspec.Struct, frozen=True):
+    """A call of a tool as an endpoint has read it from what its model wrote.
+
+    Attributes:
+        name: of the tool.
+        arguments: JSON, as the model wrote it.
+    """
+
+    name: str
+    arguments: str = "{}"
+
+    def as_tool_call(self) -> ToolCall:
+        """Return the call with its arguments read."""
+        try:
+            return ToolCall(self.name, json.loads(self.arguments) if self.arguments.strip() else {})
+        except (ValueError, RecursionError) as error:
+            return ToolCall(self.name, error=f"the arguments are not JSON ({error})")
 
 
 class Transcript(Tokenizer):
@@ -50,10 +82,11 @@ class Transcript(Tokenizer):
         tools: Sequence[Any] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the ids of a chat so far."""
-        if tools or options:
-            raise DataError(f"{self.name} is asked without tools and options of a template")
-        return [*json.dumps([as_dict(message) for message in messages], sort_keys=True).encode(), GIVEN]
+        """Return the ids of a chat so far, behind those of its tools."""
+        if options:
+            raise DataError(f"{self.name} is asked without options of a template")
+        begun = [*json.dumps(tools, sort_keys=True).encode(), TOOLS] if tools else []
+        return begun + self.continuation(messages, last_token_id=SAID)
 
     def continuation(
         self,
@@ -63,22 +96,11 @@ class Transcript(Tokenizer):
         tools: Sequence[Any] | None = None,
     ) -> list[int]:
         """Return the ids of messages that follow a turn of the policy."""
-        return self.prompt(messages, tools=tools)
+        return [*json.dumps([as_dict(message) for message in messages], sort_keys=True).encode(), GIVEN]
 
     def rewrites(self, messages: Sequence[Message | ChatMessage], *, tools: Sequence[Any] | None = None) -> bool:
         """Say that turns stay as they were said: what the server makes of them is its own affair."""
         return False
-
-    def template(self, tools: Sequence[Any] | None = None) -> ChatTemplate:
-        """Refuse what needs the template itself, which are tools.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            f"environments with tools write and read calls in the form of the model's template, and that of "
-            f"{self.name} is not known: evaluate its weights instead (--model.name, --run)"
-        )
 
     def encode_after(self, text: str) -> list[int]:
         """Refuse text that is no message.
@@ -89,23 +111,82 @@ class Transcript(Tokenizer):
         raise DataError(f"{self.name} takes chats: append_text() has no place in one, use append_messages()")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of ids: of a turn what was said, of messages their JSON."""
-        return bytes(one for one in token_ids if one < GIVEN).decode()
+        """Return the text of ids: of a turn what was said, of messages their JSON.
+
+        Args:
+            skip_special_tokens: leave out calls of tools, which are no text of the chat.
+        """
+        text, is_calls = "", False
+        for end, part in _parts(token_ids):
+            said = part.decode()
+            if not is_calls:
+                text += said if skip_special_tokens else said.replace(_CALLS_TEXT, "\ufffd")
+            elif not skip_special_tokens:
+                text += _CALLS_TEXT + said
+            is_calls = end == CALLS
+        return text
+
+    def calls_in(self, text: str) -> list[ToolCall]:
+        """Return the calls in the text of a turn, as `decode` gives it with special tokens."""
+        _, sign, calls = text.rpartition(_CALLS_TEXT)
+        return [call.as_tool_call() for call in msgspec.json.decode(calls, type=list[EndpointCall])] if sign else []
+
+
+def _parts(token_ids: Sequence[int]) -> Iterator[tuple[int | None, bytes]]:
+    """Yield the bytes up to every sign, with that sign; None for bytes behind the last."""
+    token_ids = list(token_ids)  # of an array the buffer has other bytes
+    start = 0
+    for place, one in enumerate(token_ids):
+        if one >= GIVEN:
+            yield one, bytes(token_ids[start:place])
+            start = place + 1
+    if start < len(token_ids):
+        yield None, bytes(token_ids[start:])
+
+
+def tools_of(token_ids: Sequence[int]) -> list[Any]:
+    """Return the schemas of the tools that the ids of a `Transcript` begin with."""
+    for end, part in _parts(token_ids):
+        return json.loads(part) if end == TOOLS else []
+    return []
 
 
 def messages_of(token_ids: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the chat that the ids of a `Transcript` stand for."""
+    """Return the chat that the ids of a `Transcript` stand for, as OpenAI's protocol has it.
+
+    Calls have the ids that their answers have: a server remembers none of its own.
+    """
     messages: list[dict[str, Any]] = []
-    start = 0
-    for place, one in enumerate(token_ids):
-        if one < GIVEN:
-            continue
-        text = bytes(token_ids[start:place]).decode()
-        messages += json.loads(text) if one == GIVEN else [{"role": "assistant", "content": text}]
-        start = place + 1
+    said: str | None = None
+    turn = 0
+    for end, part in _parts(token_ids):
+        text = part.decode()
+        if end == GIVEN:
+            messages += [_of_protocol(message) for message in json.loads(text)]
+        elif end == CALLS:
+            said = text
+        elif end == SAID:
+            turn += 1
+            if said is None:
+                messages.append({"role": "assistant", "content": text})
+            else:
+                calls = msgspec.json.decode(text, type=list[EndpointCall])
+                shown = [_shown_call(call, turn=turn, number=number) for number, call in enumerate(calls, start=1)]
+                messages.append({"role": "assistant", "content": said or None, "tool_calls": shown})
+                said = None
     return messages
 
 
-def ids_of_answer(text: str) -> list[int]:
-    """Return the ids of what the policy said."""
-    return [*text.encode(), SAID]
+def _of_protocol(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message without the name of a tool: the protocol knows whose answer it is by the id of the call."""
+    return {key: value for key, value in message.items() if message["role"] != "tool" or key != "name"}
+
+
+def _shown_call(call: EndpointCall, *, turn: int, number: int) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call_id(turn, number), "type": "function", "function": function}
+
+
+def ids_of_answer(text: str, calls: Sequence[EndpointCall] = ()) -> list[int]:
+    """Return the ids of what the policy said, and of the tools that it called."""
+    return [*text.encode(), *([CALLS, *msgspec.json.encode(list(calls))] if calls else ()), SAID]

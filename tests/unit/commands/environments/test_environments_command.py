@@ -20,7 +20,7 @@ from holdfast.shared.config import RlConfig
 from holdfast.shared.config.load import parse_command_line
 from tests.conftest import BASE
 from tests.models.chat_templates import QWEN_3, make_tokenizer
-from tests.unit.orchestrator.evaluation.test_endpoint import Endpoint, answering
+from tests.unit.orchestrator.evaluation.test_endpoint import Calling, Endpoint, answering
 
 Command = Callable[..., tuple[int, str, str]]
 FAULTS = '''
@@ -301,7 +301,6 @@ def test_templates_without_tools_and_prompts_that_do_not_fit_are_told(environmen
         (["check", "addition", "--model.name", "no/such/place/at all"], "'no/such/place/at all'"),
         (["play", "addition", "--url", "ftp://x", "--model.name", "m"], "must begin with http:// or https://"),
         (["play", "addition", "--url", "http://127.0.0.1:1"], "--url needs --model.name"),
-        (["play", "ledger", "--url", "http://127.0.0.1:1", "--model.name", "m"], "'ledger' has tools"),
         (["show"], "unknown subcommand 'show'"),
     ],
 )
@@ -368,6 +367,15 @@ def test_an_endpoint_plays(environments: Command) -> None:
     assert "user: Sure?" in out and "--- turn 2\nSure?" in out and "sampled" not in out
     assert [request["model"] for request in endpoint.requests] == ["m", "m"]
     assert endpoint.requests[1]["max_tokens"] == 9 and len(endpoint.requests[1]["messages"]) == 3
+
+
+def test_an_endpoint_plays_with_tools(environments: Command) -> None:
+    endpoint = Calling()
+    with answering(endpoint):
+        code, out, err = environments("play", "ledger", "--url", endpoint.url, "--model.name", "m")
+    assert code == 0, err
+    assert 'calls look_up {"account": ' in out and "calls nothing" in out and "tools/calls" in out
+    assert "tool: error: there is no tool 'nothing'" in out
 
 
 def test_equal_values_have_one_text_wherever_they_lie() -> None:

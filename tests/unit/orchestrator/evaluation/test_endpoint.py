@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +19,13 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from holdfast import Environment, Message, Score, Session, Task, TaskSeed
+from holdfast.orchestrator.environments.tool_calls import ToolCall
 from holdfast.orchestrator.evaluation import main
 from holdfast.orchestrator.evaluation.endpoint import LOG_NAME
 from holdfast.orchestrator.evaluation.summary import Summary, summary_in
-from holdfast.orchestrator.rollouts.transcript import Transcript, ids_of_answer, messages_of
+from holdfast.orchestrator.rollouts.transcript import EndpointCall, Transcript, ids_of_answer, messages_of, tools_of
 from holdfast.shared.config.evaluation import EvaluateConfig
-from holdfast.shared.errors import ConfigError, DataError, EnvironmentFailure, InferenceError, RunDirError
+from holdfast.shared.errors import DataError, EnvironmentFailure, InferenceError, RunDirError
 
 
 class Echo(Environment):
@@ -208,10 +210,71 @@ def test_an_endpoint_takes_chats_alone(tmp_path: Path, monkeypatch: pytest.Monke
     transcript = Transcript("http://a/v1")
     with pytest.raises(DataError, match="append_text"):
         transcript.encode_after("a")
-    with pytest.raises(ConfigError, match="environments with tools .* evaluate its weights instead"):
-        transcript.template([{}])
-    with pytest.raises(DataError, match="without tools"):
-        transcript.prompt([Message("user", "a")], tools=[{}])
+    with pytest.raises(DataError, match="without options"):
+        transcript.prompt([Message("user", "a")], options={"enable_thinking": False})
+
+
+def caller(request: dict[str, Any]) -> dict[str, Any]:
+    """Answer as a model that looks up all accounts at once, one of them twice and badly, and then adds."""
+    messages = request["messages"]
+    if messages[-1]["role"] != "tool":
+        asked = re.findall(r"accounts (.*) hold", messages[0]["content"])[0].replace(" and ", ", ").split(", ")
+        calls = [{"name": "look_up", "arguments": json.dumps({"account": name})} for name in asked]
+        calls += [{"name": "look_up", "arguments": "{"}, {"name": "nothing", "arguments": ""}]
+        made = [{"id": f"call_{number}", "type": "function", "function": one} for number, one in enumerate(calls)]
+        return {"message": {"role": "assistant", "content": None, "tool_calls": made}, "finish_reason": "tool_calls"}
+    found = [message["content"] for message in messages if message["role"] == "tool"]
+    total = sum(int(text) for text in found if text.isdecimal())
+    return {"message": {"role": "assistant", "content": f"\x1e{total}"}, "finish_reason": "stop"}
+
+
+@dataclass
+class Calling(Endpoint):
+    """Answers as `caller`."""
+
+    def app(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.post("/v1/chat/completions")
+        async def complete(request: Request) -> Response:
+            body = await request.json()
+            self.requests.append(body)
+            return JSONResponse({"choices": [{"index": 0, **caller(body)}]})
+
+        return app
+
+
+def test_an_endpoint_calls_tools(tmp_path: Path) -> None:
+    endpoint = Calling()
+    ledger = {"id": "ledger", "args": {"call_cost": 0.1}}
+    with answering(endpoint):
+        summary = evaluated(tmp_path / "here", endpoint, environments=[ledger])
+        asked = list(endpoint.requests)
+        # Workers have no more of the model than this process.
+        there = evaluated(tmp_path / "there", endpoint, environments=[ledger | {"workers": 1}])
+    found = summary.environments["ledger"]
+    assert found.estimates["avg@2"].value == pytest.approx(0.8), "all of it, less two wrong calls"
+    assert found.metrics["tools/calls"] == 4 and found.metrics["tools/failed/unknown"] == 1
+    assert found.metrics["tools/failed/unreadable"] == 1
+    assert there == summary
+    first, second = (next(body for body in asked if len(body["messages"]) == length) for length in (1, 6))
+    assert first["tools"] == second["tools"] and first["tools"][0]["function"]["name"] == "look_up"
+    said, *answers = second["messages"][1:]
+    assert said["role"] == "assistant" and said["content"] is None
+    assert [call["id"] for call in said["tool_calls"]] == [message["tool_call_id"] for message in answers]
+    assert all(set(message) == {"role", "content", "tool_call_id"} for message in answers)
+    assert answers[2]["content"].startswith("error: the arguments are not JSON")
+    line = json.loads((tmp_path / "here" / "rollouts.jsonl").read_bytes().splitlines()[0])
+    assert '"look_up"' in line["turns"][1]["text"]
+
+
+def test_calls_without_tools_are_nobodys(tmp_path: Path) -> None:
+    call = {"function": {"name": "a", "arguments": "{}"}}
+    choice = {"message": {"content": "yes", "tool_calls": [call]}, "finish_reason": "tool_calls"}
+    endpoint = Endpoint(intercept=lambda number: JSONResponse({"choices": [choice]}))
+    with answering(endpoint):
+        assert evaluated(tmp_path, endpoint).environments["echo"].estimates["avg@2"].value == 0
+    assert "tools" not in json.loads((tmp_path / "rollouts.jsonl").read_bytes().splitlines()[0])["turns"][1]["text"]
 
 
 def test_a_transcript_is_the_chat_again() -> None:
@@ -219,12 +282,30 @@ def test_a_transcript_is_the_chat_again() -> None:
     ids = transcript.prompt([Message("system", "s"), Message("user", "ü")])
     ids += ids_of_answer("{not JSON")
     ids += transcript.continuation([Message("tool", "42")], last_token_id=ids[-1])
+    calls = [EndpointCall("add", '{"a": 1}'), EndpointCall("add", "")]
+    turn = ids_of_answer("so\x1e", calls)
+    ids += turn
     assert messages_of(ids) == [
         {"role": "system", "content": "s"},
         {"role": "user", "content": "ü"},
         {"role": "assistant", "content": "{not JSON"},
         {"role": "tool", "content": "42"},
+        {
+            "role": "assistant",
+            "content": "so\x1e",
+            "tool_calls": [
+                {"id": "t00020001", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}},
+                {"id": "t00020002", "type": "function", "function": {"name": "add", "arguments": ""}},
+            ],
+        },
     ]
+    assert tools_of(ids) == [] and tools_of([]) == []
+    assert tools_of(transcript.prompt([Message("user", "a")], tools=[{"type": "function"}])) == [{"type": "function"}]
+    assert transcript.decode(turn) == "so\x1e"
+    shown = transcript.decode(turn[:-1], skip_special_tokens=False)
+    assert transcript.calls_in(shown) == [ToolCall("add", {"a": 1}), ToolCall("add", {})]
+    said = transcript.decode(ids_of_answer('\x1e[{"name": "add"}]'), skip_special_tokens=False)
+    assert transcript.calls_in(said) == [], "what the policy says is no call"
     assert transcript.decode(ids_of_answer("ä b")) == "ä b"
     assert transcript.is_too_long(11, room=10) and not transcript.is_too_long(10, room=10)
 
