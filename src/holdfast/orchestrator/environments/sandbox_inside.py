@@ -119,12 +119,15 @@ def _first_process(program: bytes, limits: dict[str, Any], alive: int) -> NoRetu
     try:
         _build_root(limits["visible"], limits["files_bytes"])
         _give_up_rights()
-        if os.fork() == 0:
+        running = os.fork()
+        if running == 0:
             _run(program, limits)
     except OSError as error:
         _fail(error)
-    # Whatever it leaves running ends with this process, the first of its namespace.
-    os.wait()
+    # Not for an orphan of the program's, which becomes a child of this process, the first of its namespace. Whatever
+    # the program leaves running ends with it.
+    while os.wait()[0] != running:
+        continue
     os._exit(0)
 
 

@@ -258,6 +258,101 @@ for family, kind in ((1, 1), (2, 1), (10, 1), (40, 1), (16, 3)):
     assert ran(program).output.decode().splitlines() == ["made"] * 3 + ["Address family not supported by protocol"] * 2
 
 
+def test_the_process_that_holds_a_sandbox_cannot_be_touched() -> None:
+    # It has the user of the program, and the end of a pipe that leads outside.
+    program = """
+import ctypes, os, signal
+libc = ctypes.CDLL(None, use_errno=True)
+libc.ptrace.argtypes = [ctypes.c_long] * 4
+print([libc.ptrace(request, 1, 0, 0) for request in (16, 0x4206)])
+class Stretch(ctypes.Structure):
+    _fields_ = [("start", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+buffer = ctypes.create_string_buffer(8)
+own, its = Stretch(ctypes.addressof(buffer), 8), Stretch(0x400000, 8)
+print(libc.process_vm_readv(1, ctypes.byref(own), 1, ctypes.byref(its), 1, 0))
+descriptor = libc.syscall(434, 1, 0)
+print({libc.syscall(438, descriptor, number, 0) for number in range(16)})
+for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGKILL):
+    os.kill(1, number)
+print(os.getppid())
+"""
+    assert ran(program).output.decode().splitlines() == ["[-1, -1]", "-1", "{-1}", "1"]
+
+
+def test_orphans_do_not_end_their_program_and_end_with_it() -> None:
+    program = """
+import os, sys, time
+def orphan(play):
+    read, write = os.pipe()
+    if os.fork() == 0:
+        if os.fork() == 0:
+            os.close(read)
+            while os.getppid() != 1:
+                time.sleep(0.001)
+            play()
+            os._exit(0)
+        os._exit(0)
+    os.wait()
+    os.close(write)
+    return read
+orphan_ends = orphan(lambda: None)
+os.read(orphan_ends, 1)
+time.sleep(0.1)
+print("whole", flush=True)
+def print_on():
+    os.setsid()
+    while True:
+        os.write(1, b"x")
+orphan(print_on)
+"""
+    outcome = ran(program)
+    assert outcome.ending in ("ended", "too much output") and outcome.output.startswith(b"whole\n")
+
+
+def test_devices_and_programs_of_other_users_give_nothing() -> None:
+    program = """
+import os, shutil, subprocess
+def tried(what, *arguments):
+    try:
+        what(*arguments)
+        print("did", what, arguments)
+    except OSError:
+        pass
+for path in ("/dev/null", "/dev/urandom", "/usr", "/tmp"):
+    for what, more in ((os.chmod, 0), (os.rename, "/tmp/x"), (os.setxattr, "user.a")):
+        tried(what, path, more, *((b"x",) if what is os.setxattr else ()))
+    tried(os.chown, path, 65534, 65534)
+    tried(os.utime, path, (0, 0))
+tried(os.mknod, "/tmp/disk", 0o60666, os.makedev(8, 0))
+tried(open, "/dev/tty")
+for name in ("su", "mount", "newuidmap", "pkexec"):
+    found = shutil.which(name, path="/usr/bin:/bin:/usr/sbin")
+    if found and subprocess.run([found, "-c", "true"], stdin=subprocess.DEVNULL, capture_output=True).returncode == 0:
+        print("ran", name)
+print("nothing")
+"""
+    assert ran(program).output.decode().splitlines() == ["nothing"]
+
+
+def test_a_program_that_stops_itself_is_ended_by_the_clock() -> None:
+    program = "import os, signal\nprint('begun', flush=True)\nos.kill(os.getpid(), signal.SIGSTOP)"
+    assert ran(program, Limits(cpu_s=1)) == Outcome(b"", "too long")
+
+
+def test_the_number_of_files_is_bounded() -> None:
+    program = """
+number = 0
+try:
+    while number < 10_000:
+        open(f"/tmp/{number}", "w").close()
+        number += 1
+except OSError as error:
+    print(number, error.strerror)
+"""
+    number, _, reason = ran(program).output.decode().strip().partition(" ")
+    assert int(number) <= 1000 and reason == "No space left on device"
+
+
 def ran_errno() -> str:
     """Root inside is a user that there may not be: `Operation not permitted`, or `Invalid argument`."""
     return "Operation not permitted" if os.geteuid() == 0 else "Invalid argument"
