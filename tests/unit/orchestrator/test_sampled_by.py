@@ -11,11 +11,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from fastapi import HTTPException
 
 from holdfast.orchestrator.engines.client import InferenceClient
-from holdfast.orchestrator.engines.http import HttpTransport, Unavailable, _new_pool
+from holdfast.orchestrator.engines.http import HttpTransport, Unavailable, _new_socket
 from holdfast.orchestrator.main import orchestrate
 from holdfast.orchestrator.weight_push.directory import describe_weights
 from holdfast.shared.config.orchestrator import ClientConfig, OrchestratorConfig
@@ -256,20 +257,28 @@ def test_a_sign_of_life_that_is_under_way_takes_nothing_back(tmp_path: Path, liv
     assert len(engine.released) == 1 and engine.owner is None
 
 
-def test_a_machine_that_is_cut_off_is_asked_for_by_the_kernel() -> None:
+def test_a_machine_that_is_cut_off_is_asked_for_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of it would ever arrive: no end of the connection, and no answer."""
     asked = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE), (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)]
     asked += [(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL), (socket.IPPROTO_TCP, socket.TCP_KEEPCNT)]
-    asked += [(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)]
+    asked += [(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT), (socket.IPPROTO_TCP, socket.TCP_SYNCNT)]
+    made: list[socket.socket] = []
+
+    def new_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+        made.append(_new_socket(address))
+        return made[-1]
 
     async def options_of(url: str) -> list[int]:
-        async with _new_pool(verify=False) as pool, pool.stream("GET", f"{url}/health") as answer:
-            connection = answer.extensions["network_stream"].get_extra_info("socket")
-            return [connection.getsockopt(*option) for option in asked]
+        transport = HttpTransport(ClientConfig(urls=[url]), key="client")
+        await transport.get(url, "/health")
+        options = [made[0].getsockopt(*option) for option in asked]
+        await transport.close()
+        return options
 
+    monkeypatch.setattr("holdfast.orchestrator.engines.http._new_socket", new_socket)
     engine = FakeEngine()
     with serving(engine):
-        assert asyncio.run(options_of(engine.url)) == [1, 30, 10, 6, 90_000]
+        assert asyncio.run(options_of(engine.url)) == [1, 30, 10, 6, 90_000, 2]
 
 
 def test_a_frozen_server_is_waited_for_by_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:

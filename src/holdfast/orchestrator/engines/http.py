@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import math
 import socket
 import ssl
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from email.utils import parsedate_to_datetime
+from types import SimpleNamespace
 from typing import TypeVar
 
-import httpx
+import aiohttp
 import msgspec
 
 from holdfast.shared.config.orchestrator import ClientConfig, ServersConfig
@@ -28,19 +28,24 @@ _log = logging.getLogger("orchestrator")
 
 # A probe of a busy engine may take long; vLLM's own deadline for one is 20 s.
 PROBE_TIMEOUT_S = 30.0
-_CONNECT_TIMEOUT_S = 5.0
+# Of a name, and of TLS. For TCP the kernel counts, see `_OPTIONS`: an event loop with thousands of sessions may be busy
+# for longer than a connection takes, and would find its deadline over.
+_CONNECT_TIMEOUT_S = 60.0
+# Thousands of sessions may ask at once. More connections would not fit into the queue of a server that is slow to take
+# them (2048 for ours).
+_OPENED_AT_ONCE = 64
 # Below what servers allow (ours 120 s, uvicorn by itself 5 s): leaving first avoids writing into a closed one.
 _KEEPALIVE_S = 4.0
-# httpx polls every connection of a pool at every request, so many small pools cost less than one large.
-_POOL_CONNECTIONS = 16
 # A machine that is cut off says no goodbye: the kernel asks it after 30 s of silence, and gives up after 60 more; and
-# as soon where it was sent something meanwhile, which the kernel would send again for a quarter of an hour.
-_PROBES = [
+# as soon where it was sent something meanwhile, which the kernel would send again for a quarter of an hour. It is asked
+# three times, within 7 s, to take a connection.
+_OPTIONS = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 90_000),
+    (socket.IPPROTO_TCP, socket.TCP_SYNCNT, 2),
 ]
 _BUSY = (429, 502, 503, 504)
 # A server that fails itself may be asked again as well, but not for as long as one that is only busy.
@@ -82,16 +87,21 @@ class HttpTransport:
         self._key = key
         token = read_admin_token(config.admin_token_env) if isinstance(config, ClientConfig) else None
         self._admin = {"Authorization": f"Bearer {token}"} if token else {}
-        # Making a TLS context reads every root certificate: tens of milliseconds, for nothing on plain http.
-        verify = httpx.create_ssl_context() if any(url.startswith("https:") for url in config.urls) else False
-        most = config.max_concurrency * len(config.urls)
-        self._pools = [_new_pool(verify) for _ in range(max(1, most // _POOL_CONNECTIONS))]
-        self._next_pool = itertools.cycle(self._pools)
+        self._opened: aiohttp.ClientSession | None = None
+        # Of each server by itself: one that takes no connections holds up no other.
+        self._openings = {url.rstrip("/"): asyncio.Semaphore(_OPENED_AT_ONCE) for url in config.urls}
 
     async def close(self) -> None:
         """Close all connections."""
-        for pool in self._pools:
-            await pool.aclose()
+        if self._opened is not None:
+            await self._opened.close()
+
+    @property
+    def _session(self) -> aiohttp.ClientSession:
+        # Not in the constructor: it belongs to the event loop that runs when it is made.
+        if self._opened is None:
+            self._opened = _new_session(self._config.urls)
+        return self._opened
 
     async def get(self, url: str, route: str) -> bytes:
         """Return the body of a good answer to a GET; see `_request`."""
@@ -134,27 +144,28 @@ class HttpTransport:
         if self.run_id is not None:
             headers = {OWNER_HEADER: self.run_id, **(headers or {})}
         try:
-            asking = self._ask(method, url + route, content=body, headers=headers, most_bytes=most_bytes)
+            asking = self._ask(method, url, route, content=body, headers=headers, most_bytes=most_bytes)
             if timeout_s is None:
                 answer, content = await asyncio.wait_for(asking, PROBE_TIMEOUT_S)
             else:
                 answer, content = await self._await_while_healthy(asking, f"{method} {url}{route}", url, timeout_s)
+        except aiohttp.ClientError as error:
+            raise Unavailable(f"{method} {route}: {type(error).__name__} {error}".rstrip()) from None
         except TimeoutError:
             raise Unavailable(
                 f"the inference server gave no answer to {method} {url}{route} within {PROBE_TIMEOUT_S:g} s"
             ) from None
-        except httpx.TransportError as error:
-            raise Unavailable(f"{method} {route}: {type(error).__name__} {error}".rstrip()) from None
-        if answer.is_success:
+        if 200 <= answer.status < 300:
             return content
-        reason = f"{method} {url}{route} was answered {answer.status_code}: {printable(_reason(content))}"
-        if answer.status_code in _BUSY:
-            raise Unavailable(reason, retry_after_s=retry_after_s(answer))
-        if answer.status_code == 500:
-            raise Unavailable(reason, retry_after_s=retry_after_s(answer), retry_for_s=_RETRY_FAILING_S)
+        reason = f"{method} {url}{route} was answered {answer.status}: {printable(_reason(content))}"
+        pause_s = retry_after_s(answer.headers.get("retry-after", ""))
+        if answer.status in _BUSY:
+            raise Unavailable(reason, retry_after_s=pause_s)
+        if answer.status == 500:
+            raise Unavailable(reason, retry_after_s=pause_s, retry_for_s=_RETRY_FAILING_S)
         if _code(content) == OTHER_WEIGHTS:
             raise Unavailable(reason, retry_for_s=0.0)
-        if answer.status_code in (401, 403) and isinstance(self._config, ClientConfig):
+        if answer.status in (401, 403) and isinstance(self._config, ClientConfig):
             reason += f". Set {self._config.admin_token_env} to the server's admin token."
         refused = InferenceError(reason)
         if _code(content) == UNREADABLE:
@@ -163,14 +174,27 @@ class HttpTransport:
         raise refused
 
     async def _ask(
-        self, method: str, url: str, *, content: bytes | None, headers: dict[str, str] | None, most_bytes: int
-    ) -> tuple[httpx.Response, bytes]:
-        async with next(self._next_pool).stream(method, url, content=content, headers=headers) as answer:
-            return answer, await _read(answer, most_bytes, what=f"{method} {url}")
+        self,
+        method: str,
+        url: str,
+        route: str,
+        *,
+        content: bytes | None,
+        headers: dict[str, str] | None,
+        most_bytes: int,
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
+        what, opening = f"{method} {url}{route}", _Opening(self._openings[url])
+        try:
+            async with self._session.request(
+                method, url + route, data=content, headers=headers, allow_redirects=False, trace_request_ctx=opening
+            ) as answer:
+                return answer, await _read(answer, most_bytes, what=what)
+        finally:
+            opening.end()
 
     async def _await_while_healthy(
-        self, asking: Coroutine[None, None, tuple[httpx.Response, bytes]], what: str, url: str, timeout_s: float
-    ) -> tuple[httpx.Response, bytes]:
+        self, asking: Coroutine[None, None, tuple[aiohttp.ClientResponse, bytes]], what: str, url: str, timeout_s: float
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
         """Return the answer, however long it takes, as long as the server at `url` is healthy each `timeout_s` s.
 
         Raises:
@@ -210,24 +234,61 @@ def decode(data: bytes, kind: type[_T], *, url: str) -> _T:
         ) from None
 
 
-def _new_pool(verify: ssl.SSLContext | bool) -> httpx.AsyncClient:
-    transport = httpx.AsyncHTTPTransport(
-        verify=verify,
-        limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_S),
-        # Proxies of the environment are for the internet, not for the engines of a run.
-        trust_env=False,
-        socket_options=_PROBES,
-    )
-    return httpx.AsyncClient(
-        transport=transport,
-        timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
+class _Opening:
+    """A place among the connections that are being opened to a server, while a request needs one."""
+
+    def __init__(self, places: asyncio.Semaphore) -> None:
+        self._places = places
+        self._holds_place = False
+
+    async def begin(self) -> None:
+        """Wait for a place."""
+        await self._places.acquire()
+        self._holds_place = True
+
+    def end(self) -> None:
+        """Give the place back, if there is one."""
+        if self._holds_place:
+            self._holds_place = False
+            self._places.release()
+
+
+async def _before_opening(_: object, context: SimpleNamespace, __: object) -> None:
+    await context.trace_request_ctx.begin()
+
+
+async def _after_opening(_: object, context: SimpleNamespace, __: object) -> None:
+    context.trace_request_ctx.end()
+
+
+def _new_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    family, kind, protocol, _, _ = address
+    created = socket.socket(family, kind, protocol)
+    for option in _OPTIONS:
+        created.setsockopt(*option)
+    return created
+
+
+def _new_session(urls: Sequence[str]) -> aiohttp.ClientSession:
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_create_start.append(_before_opening)
+    trace.on_connection_create_end.append(_after_opening)
+    # Making a TLS context reads every root certificate: tens of milliseconds, for nothing on plain http.
+    verify = ssl.create_default_context() if any(url.startswith("https:") for url in urls) else False
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(ssl=verify, limit=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=_new_socket),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
         # No compression: the length of what comes would say nothing about the memory that it needs.
         headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        # Proxies of the environment are for the internet, not for the engines of a run.
         trust_env=False,
+        trace_configs=[trace],
     )
 
 
-async def _read(answer: httpx.Response, most_bytes: int, *, what: str) -> bytes:
+async def _read(answer: aiohttp.ClientResponse, most_bytes: int, *, what: str) -> bytes:
     """Return the body of an answer.
 
     Raises:
@@ -236,7 +297,7 @@ async def _read(answer: httpx.Response, most_bytes: int, *, what: str) -> bytes:
     if (encoding := answer.headers.get("content-encoding", "identity")) != "identity":
         raise InferenceError(f"{what} was answered with the content encoding {encoding!r:.40}, which was not asked for")
     content = bytearray()
-    async for piece in answer.aiter_raw():
+    async for piece in answer.content.iter_any():
         content += piece
         if len(content) > most_bytes:
             raise InferenceError(
@@ -265,9 +326,8 @@ def _code(content: bytes) -> str:
         return ""
 
 
-def retry_after_s(answer: httpx.Response) -> float:
-    """How long an answer asks to be left alone, in seconds or by a date; 0 where it does not say."""
-    value = answer.headers.get("retry-after", "")
+def retry_after_s(value: str) -> float:
+    """How long an answer with this `Retry-After` asks to be left alone, in seconds or by a date; 0 where empty."""
     if value.isascii() and value.isdecimal():
         return float(value[:9])  # not for ever, whatever stands there
     try:

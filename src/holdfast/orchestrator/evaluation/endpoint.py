@@ -201,7 +201,8 @@ class EndpointSampler:
         said = printable(answer.text)[:500]
         if answer.status_code == 429 or answer.status_code >= 500:
             raise Unavailable(
-                f"POST {self._url} was answered {answer.status_code}: {said}", retry_after_s=retry_after_s(answer)
+                f"POST {self._url} was answered {answer.status_code}: {said}",
+                retry_after_s=retry_after_s(answer.headers.get("retry-after", "")),
             )
         if not answer.is_success:
             hint = f" Set {self._config.api_key_env} to its key." if answer.status_code in (401, 403) else ""
