@@ -10,6 +10,7 @@ others (it was restarted, or somebody else pushed to it) counts as lost as well,
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -64,7 +65,13 @@ class InferenceClient:
         self._transport = HttpTransport(config, key=key)
         self.pool = EnginePool(
             [
-                Engine(url.rstrip("/"), self._transport, key=key, ready_timeout_s=config.ready_timeout_s)
+                Engine(
+                    url.rstrip("/"),
+                    self._transport,
+                    key=key,
+                    ready_timeout_s=config.ready_timeout_s,
+                    max_concurrency=config.max_concurrency,
+                )
                 for url in config.urls
             ]
         )
@@ -72,6 +79,8 @@ class InferenceClient:
         self._ready_timeout_s, self._key = config.ready_timeout_s, key
         self._version: int | None = None
         self._busy = BusyClock()
+        # Those that wait for room on an engine, in their order.
+        self._queue = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         return self
@@ -123,6 +132,9 @@ class InferenceClient:
     async def generate(self, request: GenerateRequest, *, affinity: Affinity | None = None) -> list[Choice]:
         """Return one choice per seed, in the order of the seeds, all sampled by the weights that `request` is for.
 
+        It is asked of an engine as soon as one has room: none samples more than `max_concurrency` sequences at once,
+        those of an engine that is away included.
+
         Args:
             affinity: of the sessions that ask; None: they share no prefix with others.
 
@@ -134,11 +146,13 @@ class InferenceClient:
         attempts = RetryPolicy(self._ready_timeout_s, key=f"{self._key}.ready_timeout_s")
         tried: set[Engine] = set()
         while True:
-            there = await self.pool.wait_for_any()
-            engine = choose([engine for engine in there if engine not in tried] or there, affinity)
+            async with self._queue:
+                there = await self.pool.wait_for_room(len(request.seeds))
+                engine = choose([engine for engine in there if engine not in tried] or there, affinity)
             # Of before the request: whoever finds the engine lost meanwhile has done so for us as well.
             epoch = engine.epoch
             try:
+                # It counts as in flight before anybody else has a turn, and sees the room that there was.
                 return await self.ask(engine, request)
             except Unavailable as failure:
                 self.pool.lose(engine, epoch=epoch, failure=failure)
@@ -159,8 +173,11 @@ class InferenceClient:
         digest = request.weights_digest
         assert digest is not None, "a run names the weights that it asks"
         body = msgspec.json.encode(request)
-        with self._busy.count(), engine.sampling(len(request.seeds)):
-            data = await self._transport.post(engine.url, GENERATE_ROUTE, body, most_bytes=largest_answer(request))
+        try:
+            with self._busy.count(), engine.sampling(len(request.seeds)):
+                data = await self._transport.post(engine.url, GENERATE_ROUTE, body, most_bytes=largest_answer(request))
+        finally:
+            self.pool.note_room()
         answer = decode(data, GenerateResponse, url=engine.url)
         # Before the check: a restart explains what it finds.
         engine.note_boot(answer.boot_id)

@@ -68,10 +68,14 @@ class Engine:
     Args:
         key: of the section of the configuration that names it, for errors.
         ready_timeout_s: how long it may be away, or fail in a row.
+        max_concurrency: most sequences that it samples for us at once.
     """
 
-    def __init__(self, url: str, transport: HttpTransport, *, key: str, ready_timeout_s: float) -> None:
+    def __init__(
+        self, url: str, transport: HttpTransport, *, key: str, ready_timeout_s: float, max_concurrency: int = 256
+    ) -> None:
         self.url = url
+        self._max_concurrency = max_concurrency
         self.is_there = True
         self.is_checked = False
         self.is_missed = False
@@ -95,6 +99,10 @@ class Engine:
     def retry_policy(self) -> RetryPolicy:
         """Return how long to go on asking it, for one request."""
         return RetryPolicy(self._ready_timeout_s, key=f"{self._key}.ready_timeout_s")
+
+    def has_room(self, num_sequences: int) -> bool:
+        """Whether it may sample as many more; one request more than it may sample at once goes to it alone."""
+        return self.in_flight == 0 or self.in_flight + num_sequences <= self._max_concurrency
 
     @contextmanager
     def sampling(self, num_sequences: int) -> Iterator[None]:

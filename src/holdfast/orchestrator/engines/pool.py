@@ -43,6 +43,7 @@ class EnginePool:
         # Set while somebody can be asked, or it is known that nobody ever can.
         self._is_open = asyncio.Event()
         self._is_open.set()
+        self._has_changed = asyncio.Event()
 
     async def close(self) -> None:
         """Wait for no engine any more."""
@@ -102,6 +103,23 @@ class EnginePool:
                 raise self._failure
             if there := self.there():
                 return there
+
+    async def wait_for_room(self, num_sequences: int) -> list[Engine]:
+        """Return the engines that are there and may sample as many sequences more, as soon as one may; for one waiter.
+
+        Raises:
+            EngineLost, HoldfastError: as `wait_for_any`.
+        """
+        while True:
+            self._has_changed.clear()
+            there = await self.wait_for_any()
+            if with_room := [engine for engine in there if engine.has_room(num_sequences)]:
+                return with_room
+            await self._has_changed.wait()
+
+    def note_room(self) -> None:
+        """Say that an engine has sampled something to its end."""
+        self._has_changed.set()
 
     def there(self) -> list[Engine]:
         """Return the engines that are there."""
@@ -176,6 +194,7 @@ class EnginePool:
             return False
 
     def _note_change(self) -> None:
+        self._has_changed.set()
         if self._failure is not None or self.there():
             self._is_open.set()
         else:

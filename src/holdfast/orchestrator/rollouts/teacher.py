@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -32,10 +31,9 @@ class Teacher:
         digest: of its weights, which every answer must be by.
     """
 
-    def __init__(self, client: InferenceClient, *, digest: str, max_concurrency: int) -> None:
+    def __init__(self, client: InferenceClient, *, digest: str) -> None:
         self.client = client
         self.digest = digest
-        self._slots = asyncio.Semaphore(max_concurrency * len(client.engines))
 
     async def judge(self, rollout: Rollout, log: GenerationLog, *, affinity: Affinity) -> None:
         """Fill in the `reference_logprobs` of `rollout`. What `log` holds is not asked for again.
@@ -73,8 +71,7 @@ class Teacher:
             weights_digest=self.digest,
             prompt_logprobs=True,
         )
-        async with self._slots:
-            (choice,) = await self.client.generate(request, affinity=affinity)
+        (choice,) = await self.client.generate(request, affinity=affinity)
         given = choice.prompt_logprobs or []
         if len(given) != len(token_ids) - 1:
             raise InferenceError(
@@ -114,4 +111,4 @@ async def connect_teacher(config: OrchestratorConfig, *, digest: str) -> AsyncIt
                 f"the teacher '{config.teacher.model}' has weights with digest {served}; the batches so far "
                 f"were made with digest {digest}. Serve the same teacher again, or start a new run."
             )
-        yield Teacher(client, digest=served, max_concurrency=config.teacher.max_concurrency)
+        yield Teacher(client, digest=served)

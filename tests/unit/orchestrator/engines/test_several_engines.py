@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from fastapi import HTTPException
 
+from holdfast.orchestrator.engines.client import InferenceClient
 from holdfast.orchestrator.engines.engine import Engine
 from holdfast.orchestrator.engines.http import HttpTransport
 from holdfast.orchestrator.engines.routing import Affinity, choose
@@ -23,6 +24,7 @@ from holdfast.shared.errors import InferenceError
 from holdfast.shared.files import durable, journal
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.events import EVENTS_ENV
+from holdfast.shared.wire.inference_api import GenerateRequest
 from tests.runs.processes import HANG_S
 from tests.servers.orchestrator_fakes import (
     FakeEngine,
@@ -395,3 +397,30 @@ def test_weights_that_are_published_anew_while_the_only_engine_comes_back_are_lo
     engine.before_update = fail
     assert rollouts_of(run_dir.path, engine) == expected
     assert not failures and engine.pushed == [0, 1, 2, 3, 4]
+
+
+def test_each_engine_gets_its_share_at_most_while_others_are_away() -> None:
+    away, there = FakeEngine(is_away=True), FakeEngine(version=0, digest="served")
+    in_flight: list[int] = []
+
+    async def ask_at_once(sizes: Sequence[int]) -> list[int]:
+        config = ClientConfig(urls=[away.url, there.url], max_concurrency=4)
+        async with InferenceClient(config) as client:
+            there.on_generate = lambda _: in_flight.append(client.engines[1].in_flight)
+            asked = [
+                GenerateRequest(
+                    token_ids=[5],
+                    seeds=list(range(size)),
+                    max_tokens=3,
+                    stop_token_ids=[3],
+                    weights_digest="served",
+                )
+                for size in sizes
+            ]
+            return [len(choices) for choices in await asyncio.gather(*map(client.generate, asked))]
+
+    sizes = [2, 1, 1, 1, 3, 6, 2, 2, 2]
+    with serving(away, there):
+        assert asyncio.run(ask_at_once(sizes)) == sizes
+    assert max({*in_flight} - {6}) == 4 and in_flight.count(6) == 1, "what is more than its share goes to it alone"
+    assert [len(request["seeds"]) for request in there.requests].index(6) <= 5, "small ones that came later overtook it"
