@@ -15,6 +15,7 @@ from tests.runs.interpreters import VERIFIERS_PYTHON, VERIFIERS_TASKS, needs_ver
 from tests.runs.rl import CompletedRun, RlRun, complete
 
 _STEPS = 2
+_REASONS = ("environment_error", "crash", "timeout", "memory")
 _ENVIRONMENTS = """
 [[environments]]
 id = "sort_letters"
@@ -117,3 +118,32 @@ def test_an_environment_of_verifiers_is_trained_on_through_deaths(
         assert any(line["grad_norm"] > 0.0 for line in lines)
         weights.append((run.run_dir.weights_of(4) / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+def test_every_fault_of_an_environment_costs_its_group_and_training_goes_on(
+    rl_server: UsedServer, tmp_path: Path
+) -> None:
+    faults = {"1": "raises", "2": "exits", "3": "prints", "4": "nan", "9": "blocks", "10": "type", "11": "leaks"}
+    section = {
+        "id": "tests.runs.faulty_environment:Faulty",
+        "args": {"faults": faults, "marks": str(tmp_path)},
+        "workers": 2,
+        "on_error": "drop",
+        "timeout_s": 10.0,
+        "worker_memory_gb": 0.7,
+    }
+    flags = ("--orchestrator.environments", json.dumps([section]), *rl_server.flags, "--max-steps", str(_STEPS + 1))
+    with RlRun(tmp_path / "run", *flags) as run:
+        completed = complete(run)
+    assert completed.exit_code == 0, completed.output
+    lines = read_metrics(completed.run_dir.metrics)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0.0 for line in lines)
+    counted = [{name: line[f"groups/dropped/{name}"] for name in _REASONS} for line in lines]
+    assert counted == [
+        {"environment_error": 2.0, "crash": 1.0, "timeout": 0.0, "memory": 0.0},
+        {"environment_error": 1.0, "crash": 0.0, "timeout": 1.0, "memory": 1.0},
+        dict.fromkeys(_REASONS, 0.0),
+    ]
+    assert not run.survivors()
