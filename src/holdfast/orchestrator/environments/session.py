@@ -142,6 +142,8 @@ class Session:
         self._kept_versions: list[VersionSpan] = []
         self._at_end: list[Callable[[], None]] = []
         self._turn_ends: list[int] = []
+        self._last_turn: Sequence[int] = ()
+        self._raw_text: str | None = None
         self._is_turn_open = True  # nothing was said in the policy's turn
         self._is_sampling = False
         self._is_over = False
@@ -224,6 +226,7 @@ class Session:
         self.truncated = self.truncated or turn.finish_reason == "length"
         self._turn_ends.append(len(self.token_ids))
         self.texts.append(self._tokenizer.decode(turn.token_ids))
+        self._last_turn, self._raw_text = turn.token_ids, None
         if self._said is not None:
             self._said.append({"role": "assistant", "content": self.raw_completion})
         return self.texts[-1]
@@ -266,11 +269,11 @@ class Session:
     @property
     def raw_completion(self) -> str:
         """The text of the last sampled turn with its special tokens, but for that which ends it."""
-        start = self._turn_ends[-2] if len(self._turn_ends) > 1 else 0
-        sampled = [token for place, token in enumerate(self.token_ids[start:], start) if self.loss_mask[place]]
-        if sampled and sampled[-1] in self._tokenizer.stop_token_ids:
-            sampled.pop()
-        return self._tokenizer.decode(sampled, skip_special_tokens=False)
+        if self._raw_text is None:
+            sampled = self._last_turn
+            ends = bool(sampled) and sampled[-1] in self._tokenizer.stop_token_ids
+            self._raw_text = self._tokenizer.decode(sampled[: len(sampled) - ends], skip_special_tokens=False)
+        return self._raw_text
 
     def append_messages(self, messages: Sequence[Message | ChatMessage]) -> None:
         """Append messages after a sampled turn, and open the policy's next turn.

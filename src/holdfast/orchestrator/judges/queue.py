@@ -134,7 +134,7 @@ class JudgeQueue:
         told = printable(told.replace(key, "...") if key else told)  # some repeat the key
         reason = f"{what} was answered {answer.status_code}: {told}"
         if answer.status_code in (408, 429) or answer.status_code >= 500:
-            raise Unavailable(reason, retry_after_s=retry_after_s(answer))
+            raise Unavailable(reason, retry_after_s=retry_after_s(answer.headers.get("retry-after", "")))
         if answer.status_code in (401, 403):
             hint = f"Is the key in {request.api_key_env} right?" if key else "Name its key with api_key_env."
             raise JudgeDenied(f"judge: {reason}. {hint}")

@@ -30,6 +30,8 @@ _log = logging.getLogger("holdfast")
 _MARKER = "\ue0f0\ue0f1\ue0f0"
 # Characters that are always tokenised, to learn how many tokens they are: that takes a second.
 _MANY_CHARACTERS = 1 << 20
+# Where the token that begins an assistant's turn is looked for, before that turn.
+_NEAR_CHARACTERS = 256
 # A normalizer may make one character of several, and a model one unknown token.
 _SHRINKING = 8
 
@@ -271,12 +273,20 @@ class Tokenizer:
         chat = [Message("user", "."), Message("assistant", _MARKER), *messages]
         whole = self.render(chat, open_turn=open_turn, tools=tools)
         before, marker, after = whole.partition(_MARKER)
-        border = len(before) + len(marker)
+        # What stands before a border of the text, such as all tools, has no part in the tokens behind it.
+        start = self._last_border(before)
+        whole, border = whole[start:], len(before) + len(marker) - start
         encoding = self.encode_with_places(whole)
         first = next((place for place, (start, _) in enumerate(encoding.offsets) if start >= border), None)
         if first is None or (first and encoding.offsets[first - 1][1] > border):
             return after, self.encode_after(after)  # the tokenizer joins it with the marker, which it does not know
         return after, encoding.ids[first:]
+
+    def _last_border(self, text: str) -> int:
+        """Return where the last of the `border_tokens` near the end of `text` begins; 0 without one."""
+        near = max(0, len(text) - _NEAR_CHARACTERS)
+        places = (text.rfind(border, near) for border in self.border_tokens.values())
+        return max(0, max(places, default=0))
 
     @cached_property
     def _inner(self) -> tokenizers.Tokenizer:
