@@ -73,16 +73,21 @@ class Stub(asyncio.Protocol):
         self._received = b""
         route = head.split(b" ", 2)[1]
         if route in self._pages:
-            self._write(self._pages[route])
-            return
+            self.write(self._pages[route])
+        else:
+            self.generate(body)
+
+    def generate(self, body: bytes) -> None:
+        """Answer a request for a generation, now or later."""
         num_choices = len(msgspec.json.decode(body, type=_Request).seeds)
         loop, done_s = asyncio.get_running_loop(), self._pace.done_s(num_choices)
         if done_s <= loop.time():
-            self._write(self._answer(num_choices))
+            self.write(self._answer(num_choices))
         else:
-            loop.call_at(done_s, lambda: self._write(self._answer(num_choices)))
+            loop.call_at(done_s, lambda: self.write(self._answer(num_choices)))
 
-    def _write(self, page: bytes) -> None:
+    def write(self, page: bytes) -> None:
+        """Send a good answer."""
         assert self._transport is not None
         self._transport.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(page) + page

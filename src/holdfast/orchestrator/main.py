@@ -6,6 +6,7 @@ Consumes published weights and inference servers; produces one journaled batch p
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -43,6 +44,10 @@ from holdfast.shared.process.child import die_with_launcher, run_reporting_error
 from holdfast.shared.process.clock import FreezeTolerantLoop
 from holdfast.shared.process.descriptors import allow_connections
 from holdfast.shared.process.heartbeat import start_heartbeat
+
+# Of the garbage collector: after so many more objects, after so many times that, and that again; Python's are 700, 10
+# and 10.
+_COLLECTOR_THRESHOLDS = (10_000, 10, 10)
 
 
 async def orchestrate(config: OrchestratorConfig) -> None:
@@ -165,10 +170,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     die_with_launcher()
     set_up_logging("orchestrator")
     start_heartbeat()
-    run_reporting_errors(lambda: _run(_read_config(arguments)))
+    run_reporting_errors(lambda: run(_read_config(arguments)))
 
 
-def _run(config: OrchestratorConfig) -> None:
+def run(config: OrchestratorConfig) -> None:
+    """Run `orchestrate` in this process, which is for nothing else, until it ends or a signal stops it.
+
+    Raises:
+        HoldfastError: whatever ended the run before its time.
+    """
+    # What is imported stays; and thousands of sessions make so many objects that live on that the collector, at its
+    # usual pace, would take a third of a core to walk over them.
+    gc.freeze()
+    gc.set_threshold(*_COLLECTOR_THRESHOLDS)
     try:
         with asyncio.Runner(loop_factory=FreezeTolerantLoop) as runner:
             runner.run(run_until_stopped(orchestrate(config)))
