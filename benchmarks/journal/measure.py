@@ -17,6 +17,7 @@ from holdfast.shared.files import durable, manifest
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.files.weights_digest import weights_digest
 from holdfast.shared.wire.rollouts import Batch
+from holdfast.shared.wire.sampling import Sampling
 
 MODEL = "examples/reverse_text/base"
 GROUP_SIZE = 8
@@ -60,7 +61,7 @@ class _NoLog(GenerationLog):
     def __init__(self, *_: object, **__: object) -> None:
         pass
 
-    def find(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Completion | None:
+    def find(self, token_ids: Sequence[int], *, sampling: Sampling, max_tokens: int, seed: int) -> Completion | None:
         """Find nothing."""
         return None
 
@@ -77,11 +78,17 @@ class _TimedLog(GenerationLog):
     longest_s = 0.0
 
     def append(
-        self, token_ids: Sequence[int], *, max_tokens: int, seeds: Sequence[int], completions: Sequence[Completion]
+        self,
+        token_ids: Sequence[int],
+        *,
+        sampling: Sampling,
+        max_tokens: int,
+        seeds: Sequence[int],
+        completions: Sequence[Completion],
     ) -> None:
         """Keep an answer, and the time that it took."""
         begin = time.perf_counter()
-        super().append(token_ids, max_tokens=max_tokens, seeds=seeds, completions=completions)
+        super().append(token_ids, sampling=sampling, max_tokens=max_tokens, seeds=seeds, completions=completions)
         _TimedLog.longest_s = max(_TimedLog.longest_s, time.perf_counter() - begin)
 
 
