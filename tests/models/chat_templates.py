@@ -33,6 +33,12 @@ _MISTRAL = """{{ bos_token }}{% for message in messages %}\
 {% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] | trim + eos_token }}\
 {% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"""
 
+# That of the example, but of an earlier turn it writes only what is behind the last "e", as if that ended thoughts.
+FORGETFUL = (
+    "{% for message in messages %}<|{{ message['role'] }}|>"
+    "{{ message['content'].split('e')[-1] if message['role'] == 'assistant' else message['content'] }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 QWEN_3 = """{%- if tools %}
     {{- '<|im_start|>system\\n' }}
     {%- if messages[0].role == 'system' %}

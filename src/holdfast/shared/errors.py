@@ -4,7 +4,7 @@
     ├── ConfigError             a key, type or value that cannot be used           exit 2
     ├── DataError               a dataset, sample or model directory at fault      exit 2
     │   ├── PromptTooLong       the prompt of a task leaves no room for an answer  the rollout is dropped
-    │   └── HistoryRewritten    a template says of earlier turns what was not said exit 2, or the rollout ends there
+    │   └── HistoryRewritten    a template rewrites turns, and no branch can begin exit 3, as of the environment
     ├── RunDirError             the output directory is in use or holds a run      exit 2
     ├── CheckpointError         a checkpoint is missing, damaged or does not fit   exit 2
     │   └── StorageError        an object store failed or cannot be reached        exit 2

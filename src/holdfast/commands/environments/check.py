@@ -145,7 +145,9 @@ def _report(
     notes = {
         "tasks": f"{len(first.tasks)}, {different} of them different; made again, in another order, in other processes",
         "prompts": f"the longest has {max(first.lengths, default=0)} of {request.seq_len} tokens",
-        "template": "writes all that was said",
+        "template": f"writes earlier turns anew: {first.num_split} sessions split into branches"
+        if first.num_split
+        else "writes all that was said",
         "sessions": f"{sum(map(len, first.sessions.values()))} with scripted answers",
         "scores": f"of {len(first.scores)} tasks: the same every time, finite, one for each session",
     }

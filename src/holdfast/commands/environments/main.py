@@ -104,9 +104,9 @@ def _add_environment(parser: Parser) -> None:
     parser.add_argument("--seq-len", type=_positive, default=1024, metavar="N", help="most tokens of a session (1024)")
     parser.add_argument(
         "--history",
-        choices=("refuse", "keep"),
-        default="refuse",
-        help="where the template would rewrite earlier turns: as in the settings of a run (refuse)",
+        choices=("split", "keep"),
+        default="split",
+        help="where the template would rewrite earlier turns: as in the settings of a run (split)",
     )
 
 

@@ -114,7 +114,7 @@ class _Narrator:
     def __init__(self, inner: TurnSampler, table: _Table) -> None:
         self._inner = inner
         self._table = table
-        self._num_shown = 0
+        self._shown: list[int] = []
         self._turn = 0
 
     def check(self) -> None:
@@ -126,12 +126,14 @@ class _Narrator:
     ) -> Completion:
         """Return a turn."""
         self._turn += 1
-        given = self._table.text_of(token_ids[self._num_shown :]).strip()
-        print(f"--- {'then' if self._num_shown else 'prompt'}\n{given}\n--- turn {self._turn}", flush=True)
+        goes_on = token_ids[: len(self._shown)] == self._shown
+        given = self._table.text_of(token_ids[len(self._shown) :] if goes_on else token_ids).strip()
+        title = ("then" if goes_on else "then, as the template writes it anew") if self._shown else "prompt"
+        print(f"--- {title}\n{given}\n--- turn {self._turn}", flush=True)
         turn = await self._inner.sample(
             token_ids, sampling=sampling, max_tokens=max_tokens, seed=seed, affinity=affinity
         )
-        self._num_shown = len(token_ids) + len(turn.token_ids)
+        self._shown = [*token_ids, *turn.token_ids]
         if not isinstance(self._inner, _Typist):
             said = messages_of(turn.token_ids)[0] if isinstance(self._table.tokenizer, Transcript) else {}
             print(_shown(self._table.tokenizer.decode(turn.token_ids) + _calls(said)), flush=True)
@@ -235,6 +237,7 @@ async def _episode(problem: Problem, table: _Table, sampler: TurnSampler, *, max
         task=task,
         tool_use=tool_use,
         keeps_history=problem.settings.history == "keep",
+        max_branches=problem.settings.max_branches,
     )
     async with judging():
         await play_session(session, task, problem)
@@ -249,6 +252,8 @@ def _outcome(task: Task, session: Session, score: Score, table: _Table) -> Repor
         if (rewards := getattr(score, name)) is not None:
             numbers.append((name, " ".join(map(number, rewards))))
     numbers.append(("truncated", "yes" if session.truncated else "no"))
+    if len(session.branch_starts) > 1:
+        numbers.append(("branches", str(len(session.branch_starts))))
     if task.answer:
         numbers.append(("right answer", _shown(task.answer)))
     parts: list[Grid | str] = ["---", Grid(("number", "value"), numbers)]

@@ -78,6 +78,7 @@ class Findings(msgspec.Struct):
         sessions: index -> name of the answer -> digest of its tokens and mask.
         scores: index -> name of the answer -> its score among the others, as canonical text.
         changed_scores: index -> names of the answers whose score was another when the same sessions were scored again.
+        num_split: sessions that split, as the template wrote their history anew.
         lengths: tokens of each prompt.
         is_plain: they are bytes: no model was named, or its template does not suit the environment.
         failures: check -> what failed, once for each place.
@@ -87,6 +88,7 @@ class Findings(msgspec.Struct):
     sessions: dict[int, dict[str, str]] = {}
     scores: dict[int, dict[str, str]] = {}
     changed_scores: dict[int, list[str]] = {}
+    num_split: int = 0
     lengths: list[int] = []
     is_plain: bool = False
     failures: dict[str, list[str]] = {}
@@ -143,7 +145,7 @@ async def probe(environment: Environment, request: Request) -> Findings:
     config, (tokenizer, seq_len) = request.config, tokenizer_of(request)
     try:
         tool_use = tool_use_of(environment, config, tokenizer)
-    except ConfigError as error:  # the template leaves tools out, or rewrites
+    except ConfigError as error:  # the template leaves tools out
         found.fail("template", error)
         found.is_plain = True
         tokenizer, seq_len = plain_tokenizer(), _PLAIN_SEQ_LEN
@@ -202,6 +204,7 @@ class _Asked:
                 task=task,
                 tool_use=self._tool_use,
                 keeps_history=self._problem.settings.history == "keep",
+                max_branches=self._problem.settings.max_branches,
             )
             try:
                 await play_session(session, task, self._problem)
@@ -210,8 +213,9 @@ class _Asked:
                 self._found.fail(check, f"{name}: {failure}")
                 continue
             sessions[name] = session
+            self._found.num_split += len(session.branch_starts) > 1
         self._found.sessions[self._index] = {
-            name: digest_of([session.token_ids.tobytes(), session.loss_mask.tobytes()])
+            name: digest_of([session.token_ids.tobytes(), session.loss_mask.tobytes(), repr(session.branch_starts)])
             for name, session in sessions.items()
         }
         await self._score(task, sessions)

@@ -91,6 +91,7 @@ def _write_parquet(path: Path, batches: Iterable[Batch]) -> int:
             ("metrics", pyarrow.map_(pyarrow.string(), pyarrow.float64())),
             ("reference_logprobs", pyarrow.list_(pyarrow.float32())),
             ("step_rewards", steps),
+            ("branch_starts", pyarrow.list_(pyarrow.int64())),
         ]
     )
     count = 0

@@ -15,7 +15,7 @@ import msgspec
 
 from holdfast.commands.rollouts.batches import find_batches, problems_of, read_batch_at, step_of
 from holdfast.commands.rollouts.export import check_target, write_rollouts
-from holdfast.commands.rollouts.text import TextOf, segments, text_of
+from holdfast.commands.rollouts.text import TextOf, stretches, text_of
 from holdfast.commands.subcommands import Subcommands
 from holdfast.commands.tables import Grid, Report, number, working
 from holdfast.shared.errors import CheckpointError, ConfigError
@@ -148,8 +148,11 @@ def _show_problem(batch: Batch, index: int, group: list[Rollout], text: TextOf) 
             "versions": msgspec.to_builtins(rollout.versions),
             "metrics": rollout.metrics,
             "step_rewards": rollout.step_rewards.rewards.tolist() if rollout.step_rewards else None,
+            "branches": len(rollout.branch_starts),
             "turns": [
-                {"sampled": sampled, "token_ids": ids, "text": text.decode(ids)} for sampled, ids in segments(rollout)
+                {"sampled": sampled, "branch": number, "token_ids": ids, "text": text.decode(ids)}
+                for number, branch in enumerate(rollout.branches)
+                for sampled, ids in stretches(rollout, branch)
             ],
         }
         for rollout in group
@@ -161,14 +164,16 @@ def _show_problem(batch: Batch, index: int, group: list[Rollout], text: TextOf) 
         parts.append(f"token ids are shown, since {text.reason}")
     for line in shown:
         marks = ", truncated" if line["truncated"] else ""
+        marks += f", {line['branches']} branches" if line["branches"] > 1 else ""
         head = f"sample {line['sample_index']}: reward {number(line['reward'])}"
         steps = line["step_rewards"]
         shown_steps = f", {len(steps)} steps: {' '.join(map(number, steps))}" if steps else ""
         parts += ["", f"{head}{marks}{shown_steps}"]
-        parts += [
-            f"  {'sampled' if turn['sampled'] else 'given  '} | {_shown(turn['text'], turn['token_ids'])}"
-            for turn in line["turns"]
-        ]
+        branch = 0
+        for turn in line["turns"]:
+            what = "sampled" if turn["sampled"] else "given  " if turn["branch"] == branch else "anew   "
+            branch = turn["branch"]
+            parts.append(f"  {what} | {_shown(turn['text'], turn['token_ids'])}")
     return Report(document | {"no_text": text.reason or None, "rollouts": shown}, parts)
 
 

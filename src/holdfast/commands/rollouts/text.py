@@ -56,8 +56,8 @@ def _directories(run_dir: RunDir) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def segments(rollout: Rollout) -> list[tuple[bool, list[int]]]:
-    """Return the turns of a session: whether the policy sampled them, and their ids."""
-    pairs = zip(rollout.loss_mask, rollout.token_ids, strict=True)
+def stretches(rollout: Rollout, branch: slice) -> list[tuple[bool, list[int]]]:
+    """Return the turns of a branch: whether the policy sampled them, and their ids."""
+    pairs = zip(rollout.loss_mask[branch], rollout.token_ids[branch], strict=True)
     turns = itertools.groupby(pairs, lambda pair: bool(pair[0]))
     return [(sampled, [token for _, token in turn]) for sampled, turn in turns]

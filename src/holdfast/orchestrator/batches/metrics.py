@@ -72,6 +72,8 @@ def batch_metrics(
         "rollout/sampled_tokens_mean": _mean(sampled),
         "rollout/truncated": _mean([rollout.truncated for rollout in rollouts]),
         "rollout/turns": _mean([rollout.loss_mask.num_stretches for rollout in rollouts]),
+        "rollout/branches": _mean([len(rollout.branch_starts) for rollout in rollouts]),
+        "rollout/split": _mean([len(rollout.branch_starts) > 1 for rollout in rollouts]),
         "rollout/reused_turns": float(num_reused),
         "groups/drawn": float(len(selection.groups) + len(selection.dropped)),
         "rollouts_per_s": len(rollouts) / times.period,

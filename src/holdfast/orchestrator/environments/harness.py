@@ -36,7 +36,6 @@ from holdfast.orchestrator.environments.chat_protocol import (
 from holdfast.orchestrator.environments.chat_server import MODEL, chat_server
 from holdfast.orchestrator.environments.contract import PromptTooLong
 from holdfast.orchestrator.environments.interface import Environment, Score, Session, SessionFull, Task
-from holdfast.orchestrator.environments.session import HistoryRewritten
 from holdfast.orchestrator.environments.tool_calls import Parser, find_parser
 from holdfast.shared.errors import ConfigError, DataError
 
@@ -197,8 +196,6 @@ class _Rollout:
             if not session.token_ids:
                 self.too_long = PromptTooLong(f"the prompt of the harness: {error}")
             raise Refused("full", str(error), code="context_length_exceeded") from None
-        except HistoryRewritten as error:
-            raise Refused("history", str(error)) from None
         except (ConfigError, DataError, TypeError) as error:
             raise Refused("malformed", str(error)) from None
         reply = reply_of(session, tools=self._tools, parse=self._parse)

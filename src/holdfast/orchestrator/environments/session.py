@@ -80,14 +80,8 @@ class _StrictMessage(Message, frozen=True, forbid_unknown_fields=True):
     """What a dict must be to be a message."""
 
 
-HISTORY_ADVICE = (
-    "What is trained would differ from what the template shows of the same chat at a fresh start. Set "
-    '`history = "keep"` to train the session as it was sampled, or take a template that keeps its turns'
-)
-
-
 class HistoryRewritten(DataError):
-    """Behind what was to be appended the chat template writes an earlier turn otherwise than it was sampled."""
+    """Behind what was to be appended the chat template writes earlier turns otherwise, and no branch can begin."""
 
 
 class SessionFull(Exception):
@@ -102,10 +96,12 @@ class Session:
     """One conversation with the policy, as token ids. It only ever grows at its end.
 
     Sampled ids stay as they were sampled, never decoded and tokenised again, so what is trained on
-    is what the policy did.
+    is what the policy did. Where the chat template writes the history anew, as without the thoughts of earlier turns,
+    the session splits: a new branch begins behind the ids so far, with the prompt that the template makes of the chat,
+    and the policy sees nothing but this branch from there on. Every token is sampled in one branch.
 
     Attributes:
-        token_ids: the whole session, prompt first.
+        token_ids: the whole session, prompt first: its branches, one after the other.
         loss_mask: per token, whether the policy sampled it.
         logprobs: per token, the engine's log-probability; 0.0 where not sampled.
         versions: which policy sampled which tokens.
@@ -130,6 +126,7 @@ class Session:
         task: Task | None = None,
         tool_use: ToolUse | None = None,
         keeps_history: bool = False,
+        max_branches: int = 8,
     ) -> None:
         self.token_ids = TokenIds(prompt_ids)
         self.loss_mask = LossMask(bytes(len(prompt_ids)))
@@ -158,7 +155,11 @@ class Session:
         self._tool_use = tool_use
         # Of the chat template, for which they are the same in every turn.
         self._schemas = tool_use.schemas if tool_use else None
-        # What was said behind the prompt, to see whether the template would rewrite it; None where it need not be seen.
+        self._branch_starts = [0]
+        self._max_branches = max_branches
+        # The chat of `begin`; None where the session began with its task.
+        self._begun_with: list[Message | ChatMessage] | None = None
+        # The chat behind the prompt, to see whether the template would rewrite it; None where it need not be seen.
         self._said: list[ChatMessage] | None = None if keeps_history else []
 
     @property
@@ -177,9 +178,14 @@ class Session:
         return tuple(self._turn_ends)
 
     @property
+    def branch_starts(self) -> tuple[int, ...]:
+        """Where in `token_ids` every branch begins; (0,) where the session has not split."""
+        return tuple(self._branch_starts)
+
+    @property
     def room(self) -> int:
-        """How many more tokens fit."""
-        return self._seq_len - len(self.token_ids)
+        """How many more tokens fit into the branch."""
+        return self._seq_len - (len(self.token_ids) - self._branch_starts[-1])
 
     def begin(self, messages: Sequence[Message | ChatMessage], *, tools: Sequence[Any] | None = None) -> None:
         """Give a session that has no prompt its prompt; `tools` are the JSON schemas that the template shows.
@@ -193,10 +199,10 @@ class Session:
         if self.token_ids:
             raise RuntimeError("begin() is for a session without a prompt, and this one has one: use append_messages()")
         messages = as_messages(messages)
-        self._require_room(num_characters(messages))
+        self._require_room(num_characters(messages), self._seq_len)
         schemas = list(tools) if tools else None
         self._append(self._tokenizer.prompt(messages, tools=schemas))
-        self._schemas = schemas
+        self._begun_with, self._schemas = messages, schemas
 
     async def sample(self, *, max_tokens: int | None = None) -> str:
         """Let the policy continue, and return the text of what it sampled.
@@ -214,9 +220,12 @@ class Session:
         most = min(self._max_tokens, self.room, max_tokens or self._max_tokens)
         self._is_sampling = True
         try:
-            turn = await self._sample_turn(self.token_ids.tolist(), len(self.texts), most)
+            seen = self.token_ids[self._branch_starts[-1] :].tolist()
+            turn = await self._sample_turn(seen, len(self.texts), most)
         finally:
             self._is_sampling = False
+        # A turn that a limit has cut, and that is sampled on, is one turn.
+        is_same_turn = not self._is_turn_open and self.token_ids[-1] not in self._tokenizer.stop_token_ids
         self._is_turn_open = False
         start = len(self.token_ids)
         self._grow(turn.token_ids, LossMask(b"\1" * len(turn.token_ids)), turn.logprobs)
@@ -228,15 +237,15 @@ class Session:
         self.texts.append(self._tokenizer.decode(turn.token_ids))
         self._last_turn, self._raw_text = turn.token_ids, None
         if self._said is not None:
-            self._said.append({"role": "assistant", "content": self.raw_completion})
+            before = self._said.pop()["content"] if is_same_turn else ""
+            self._said.append({"role": "assistant", "content": before + self.raw_completion})
         return self.texts[-1]
 
     async def answer_tool_calls(self) -> bool:
         """Run the tools that the last turn called, one after the other, and append what they answer.
 
         Returns:
-            Whether there is another turn to sample: not if it called none, nor if `max_turns` are sampled, nor if no
-            chat can go on behind what the policy said, such as with two ends of thoughts.
+            Whether there is another turn to sample: not if it called none, nor if `max_turns` are sampled.
 
         Raises:
             SessionFull: the answers leave no room for a sampled token.
@@ -258,12 +267,7 @@ class Session:
             if failure is not None:
                 self.tool_counts[f"failed/{failure}"] += 1
             answers.append(use.message(text, call, turn=turn, number=number))
-        try:
-            self.append_messages(answers)
-        except HistoryRewritten:
-            # Turns of the usual form stay, which was checked before the first: the policy has made this one.
-            self.tool_counts["unanswered"] += len(calls)
-            return False
+        self.append_messages(answers)
         return True
 
     @property
@@ -276,10 +280,11 @@ class Session:
         return self._raw_text
 
     def append_messages(self, messages: Sequence[Message | ChatMessage]) -> None:
-        """Append messages after a sampled turn, and open the policy's next turn.
+        """Append messages after a sampled turn, and open the policy's next turn, in a new branch where they need one.
 
         Raises:
-            SessionFull: they leave no room for a sampled token.
+            SessionFull: they leave no room for a sampled token, or would begin one branch more than there may be.
+            HistoryRewritten: the template would write the history anew, of a session that began with text.
             RuntimeError: nothing was sampled since the prompt, or since messages were appended; or the session is
                 being sampled.
         """
@@ -290,16 +295,46 @@ class Session:
                 "in one call, or await session.sample() first"
             )
         messages = as_messages(messages)
-        self._require_room(num_characters(messages))
-        said = None if self._said is None else [*self._said, *map(as_dict, messages)]
-        if said and self._tokenizer.rewrites(said, tools=self._schemas):
-            raise HistoryRewritten(
-                f"behind these messages the chat template of '{self._tokenizer.name}' writes an earlier turn of the "
-                f"policy otherwise than it was sampled, such as without its thoughts. {HISTORY_ADVICE}."
-            )
-        self._append(self._tokenizer.continuation(messages, last_token_id=self.token_ids[-1], tools=self._schemas))
-        self._said = said
+        self._require_room(num_characters(messages), self._seq_len)
+        more = self._tokenizer.continuation(messages, last_token_id=self.token_ids[-1], tools=self._schemas)
+        if self._said is None:
+            self._append(more)
+        else:
+            prompt = self._prompt_messages()
+            before = [*(prompt or [Message("user", ".")]), *self._said]
+            if not self._tokenizer.rewrites(before, messages, tools=self._schemas):
+                self._append(more)
+            elif prompt is None:
+                raise HistoryRewritten(
+                    f"behind these messages the chat template of '{self._tokenizer.name}' writes earlier turns "
+                    "otherwise than they were sampled, such as without thoughts, and of a session that began with text "
+                    'it can make no prompt. Give the prompt as messages, or set `history = "keep"` to go on behind '
+                    "what was sampled."
+                )
+            else:
+                self._begin_branch(self._tokenizer.prompt([*before, *messages], tools=self._schemas))
+            self._said += map(as_dict, messages)
         self._is_turn_open = True
+
+    def _prompt_messages(self) -> list[Message | ChatMessage] | None:
+        """Return the messages that the session began with; None where that was text, or nobody knows."""
+        if self._begun_with is not None or self.task is None or isinstance(self.task.prompt, str):
+            return self._begun_with
+        return as_messages(self.task.prompt)
+
+    def _begin_branch(self, prompt_ids: Sequence[int]) -> None:
+        if len(self._branch_starts) >= self._max_branches:
+            raise SessionFull(
+                f"the chat template of '{self._tokenizer.name}' writes earlier turns otherwise behind these messages, "
+                f"and the session has its {self._max_branches} branches (max_branches)"
+            )
+        if len(prompt_ids) >= self._seq_len:
+            raise SessionFull(
+                f"the chat so far has {len(prompt_ids)} tokens, which leave no room for a sampled one in the "
+                f"{self._seq_len} of a branch (seq_len)"
+            )
+        self._branch_starts.append(len(self.token_ids))
+        self._append(prompt_ids)
 
     def append_text(self, text: str) -> None:
         """Append text as it stands, without the chat template.
@@ -309,7 +344,7 @@ class Session:
             RuntimeError: the session is being sampled.
         """
         self._require_idle("append_text()")
-        self._require_room(len(as_text(text)))
+        self._require_room(len(as_text(text)), self.room)
         self._append(self._tokenizer.encode_after(text))
         self._is_turn_open = False
         self._said = None  # no longer a chat that a template could write
@@ -351,8 +386,8 @@ class Session:
                 "other, and gather over sessions only"
             )
 
-    def _require_room(self, characters: int) -> None:
-        if self._tokenizer.is_too_long(characters, room=self.room):
+    def _require_room(self, characters: int, room: int) -> None:
+        if self._tokenizer.is_too_long(characters, room=room):
             raise SessionFull(
                 f"{characters} more characters leave no room for a sampled token in the {self._seq_len} of the session "
                 "(seq_len)"

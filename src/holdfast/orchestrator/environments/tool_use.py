@@ -19,7 +19,6 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from holdfast.orchestrator.environments.interface import Environment, Session, SessionFull
 from holdfast.orchestrator.environments.mcp_tools import McpServer, McpServerLost, McpTool, McpToolError
-from holdfast.orchestrator.environments.session import HISTORY_ADVICE
 from holdfast.orchestrator.environments.tool_calls import Parser, ToolCall, find_parser
 from holdfast.orchestrator.environments.tools import Tool, WrongArguments, tools_of
 from holdfast.shared.chat.files import load_tokenizer
@@ -132,7 +131,7 @@ def tool_use_of(environment: Environment, settings: EnvironmentConfig, tokenizer
     """Return how sessions of `environment` use its tools; None where it has none. Made once for each object.
 
     Raises:
-        ConfigError: a tool is none, or the chat template does not write tools or their results, or it rewrites turns.
+        ConfigError: a tool is none, or the chat template does not write tools or their results.
     """
     kept = environment.__dict__.get("_tool_use")
     if kept is not None and kept[0] is tokenizer and kept[1] is settings:
@@ -187,11 +186,11 @@ def _make(environment: Environment, settings: EnvironmentConfig, tokenizer: Toke
     schemas = [tool.schema for tool in tools.values()]
     template = tokenizer.template(schemas)
     parse = find_parser(settings.tool_parser, template=template.source, model=tokenizer.name)
-    _check_template(tokenizer, schemas, what=what, keeps_history=settings.history == "keep")
+    _check_template(tokenizer, schemas, what=what)
     return ToolUse(tools, parse, settings.max_turns, settings.tool_timeout_s)
 
 
-def _check_template(tokenizer: Tokenizer, schemas: list[Any], *, what: str, keeps_history: bool) -> None:
+def _check_template(tokenizer: Tokenizer, schemas: list[Any], *, what: str) -> None:
     """Refuse a chat template with which the policy would not see its tools, or what they answer."""
     question: list[ChatMessage] = [{"role": "user", "content": _PROBE}]
     answer: list[ChatMessage] = [tool_message(_PROBE, name=schemas[0]["function"]["name"], turn=1, number=1)]
@@ -203,12 +202,6 @@ def _check_template(tokenizer: Tokenizer, schemas: list[Any], *, what: str, keep
                 f"the chat template of '{tokenizer.name}' does not write tools: the policy would not see `{missing[0]}`"
             )
         tokenizer.continuation(answer, last_token_id=-1, tools=schemas)
-        thought: list[ChatMessage] = [{"role": "assistant", "content": f"<think>\n{_PROBE}\n</think>\n\n{_PROBE}"}]
-        if not keeps_history and tokenizer.rewrites([*thought, *answer], tools=schemas):
-            raise DataError(
-                f"the chat template of '{tokenizer.name}' drops the thoughts of a turn once a tool has answered. "
-                f"{HISTORY_ADVICE}"
-            )
     except DataError as error:
         raise ConfigError(f"{what} has tools: {error}. Take a model whose template has tools.") from None
 

@@ -75,6 +75,7 @@ class HeldOutTasks:
                     "max_turns": section.max_turns,
                     "tool_parser": section.tool_parser,
                     "history": section.history,
+                    "max_branches": section.max_branches,
                     **section.model_dump(mode="json", include={"sampling", "seq_len"}, exclude_none=True),
                     "mcp_servers": section.model_dump(mode="json")["mcp_servers"],
                 }

@@ -119,6 +119,7 @@ async def run_group(
                 task=task,
                 tool_use=tool_use,
                 keeps_history=problem.settings.history == "keep",
+                max_branches=problem.settings.max_branches,
             )
             for index in range(settings.group_size)
         ]
@@ -181,6 +182,7 @@ def _to_rollout(
         truncated=session.truncated,
         metrics=score.metrics | tool_metrics(session) | request_metrics(session),
         step_rewards=step_rewards(score, session),
+        branch_starts=session.branch_starts,
     )
 
 

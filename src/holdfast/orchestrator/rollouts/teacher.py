@@ -46,7 +46,15 @@ class Teacher:
         Raises:
             InferenceError: a server failed, or serves something else by now.
         """
-        token_ids = rollout.token_ids.tolist()
+        # One branch after the other: the servers keep what the next begins with.
+        judged = Logprobs()
+        for branch in rollout.branches:
+            judged.extend(await self._judged(rollout.token_ids[branch].tolist(), log, affinity=affinity))
+        pairs = zip(judged, rollout.loss_mask, strict=True)
+        # 0 where nothing was sampled, as in `logprobs`: no loss looks there.
+        rollout.reference_logprobs = Logprobs([value if sampled else 0.0 for value, sampled in pairs])
+
+    async def _judged(self, token_ids: list[int], log: GenerationLog, *, affinity: Affinity) -> Logprobs:
         found = log.find(token_ids, sampling=PLAIN_SAMPLING, max_tokens=_JUDGEMENT_TOKENS, seed=_JUDGEMENT_SEED)
         if found is None:
             found = Completion(TokenIds(), await self._ask(token_ids, affinity=affinity), "judged", [])
@@ -57,9 +65,7 @@ class Teacher:
                 seeds=[_JUDGEMENT_SEED],
                 completions=[found],
             )
-        pairs = zip(found.logprobs, rollout.loss_mask, strict=True)
-        # 0 where nothing was sampled, as in `logprobs`: no loss looks there.
-        rollout.reference_logprobs = Logprobs([value if sampled else 0.0 for value, sampled in pairs])
+        return found.logprobs
 
     async def _ask(self, token_ids: list[int], *, affinity: Affinity) -> Logprobs:
         # One token must be sampled for the log-probabilities of a prompt; it is thrown away.

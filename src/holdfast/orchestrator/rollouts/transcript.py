@@ -98,7 +98,13 @@ class Transcript(Tokenizer):
         """Return the ids of messages that follow a turn of the policy."""
         return [*json.dumps([as_dict(message) for message in messages], sort_keys=True).encode(), GIVEN]
 
-    def rewrites(self, messages: Sequence[Message | ChatMessage], *, tools: Sequence[Any] | None = None) -> bool:
+    def rewrites(
+        self,
+        chat: Sequence[Message | ChatMessage],
+        messages: Sequence[Message | ChatMessage],
+        *,
+        tools: Sequence[Any] | None = None,
+    ) -> bool:
         """Say that turns stay as they were said: what the server makes of them is its own affair."""
         return False
 

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import normalizers, pre_tokenizers
@@ -34,6 +34,13 @@ _MANY_CHARACTERS = 1 << 20
 _NEAR_CHARACTERS = 256
 # A normalizer may make one character of several, and a model one unknown token.
 _SHRINKING = 8
+
+
+class _Around(NamedTuple):
+    """Text up to a place, and behind it."""
+
+    before: str
+    after: str
 
 
 class Tokenizer:
@@ -206,24 +213,30 @@ class Tokenizer:
         chat = self.forms(tools).adapt(as_dict(message) for message in messages)
         return self.template(tools).render(chat, open_turn=open_turn, tools=tools, options=options)
 
-    def rewrites(self, messages: Sequence[Message | ChatMessage], *, tools: Sequence[Any] | None = None) -> bool:
-        """Whether the template writes a turn of the assistant's among `messages`, which follow a prompt, otherwise than
-        it is, but for white space: without its thoughts, as many templates do once a question follows.
+    def rewrites(
+        self,
+        chat: Sequence[Message | ChatMessage],
+        messages: Sequence[Message | ChatMessage],
+        *,
+        tools: Sequence[Any] | None = None,
+    ) -> bool:
+        """Whether the template writes a chat otherwise once `messages` follow: such as without the thoughts of turns
+        before a question, or with the tools at another place.
+
+        So it is not what the policy saw before its last turn, then this turn, then what `continuation` appends. White
+        space does not count: many templates strip what is said.
+
+        Args:
+            chat: all that was said so far, a turn of the assistant's last.
 
         Raises:
             DataError: the template refuses the messages.
         """
-        text = squeezed(self.render([Message("user", "."), *messages], open_turn=True, tools=tools))
-        place = 0
-        for message in messages:
-            said = as_dict(message)
-            if said["role"] == "assistant":
-                content = squeezed("".join(texts_of(said)))
-                place = text.find(content, place)
-                if place < 0:
-                    return True
-                place += len(content)
-        return False
+        seen = self.render(chat[:-1], open_turn=True, tools=tools)
+        turn = "".join(texts_of(as_dict(chat[-1])))
+        after = self._text_after_assistant(messages, open_turn=True, tools=tools).after
+        anew = self.render([*chat, *messages], open_turn=True, tools=tools)
+        return squeezed(anew) != squeezed(seen) + squeezed(turn) + squeezed(after)
 
     def continuation(
         self,
@@ -270,17 +283,24 @@ class Tokenizer:
         self, messages: Sequence[Message | ChatMessage], *, open_turn: bool, tools: Sequence[Any] | None = None
     ) -> tuple[str, list[int]]:
         """Return text and ids of what follows an assistant's turn, tokenised behind that turn."""
-        chat = [Message("user", "."), Message("assistant", _MARKER), *messages]
-        whole = self.render(chat, open_turn=open_turn, tools=tools)
-        before, marker, after = whole.partition(_MARKER)
+        around = self._text_after_assistant(messages, open_turn=open_turn, tools=tools)
         # What stands before a border of the text, such as all tools, has no part in the tokens behind it.
-        start = self._last_border(before)
-        whole, border = whole[start:], len(before) + len(marker) - start
-        encoding = self.encode_with_places(whole)
+        start = self._last_border(around.before)
+        border = len(around.before) - start
+        encoding = self.encode_with_places(around.before[start:] + around.after)
         first = next((place for place, (start, _) in enumerate(encoding.offsets) if start >= border), None)
         if first is None or (first and encoding.offsets[first - 1][1] > border):
-            return after, self.encode_after(after)  # the tokenizer joins it with the marker, which it does not know
-        return after, encoding.ids[first:]
+            # The tokenizer joins it with the marker, which it does not know.
+            return around.after, self.encode_after(around.after)
+        return around.after, encoding.ids[first:]
+
+    def _text_after_assistant(
+        self, messages: Sequence[Message | ChatMessage], *, open_turn: bool, tools: Sequence[Any] | None
+    ) -> _Around:
+        """Return a chat up to the end of a turn of the assistant's, and what follows it."""
+        chat = [Message("user", "."), Message("assistant", _MARKER), *messages]
+        before, marker, after = self.render(chat, open_turn=open_turn, tools=tools).partition(_MARKER)
+        return _Around(before + marker, after)
 
     def _last_border(self, text: str) -> int:
         """Return where the last of the `border_tokens` near the end of `text` begins; 0 without one."""

@@ -128,7 +128,8 @@ class EnvironmentConfig(Section):
     `sampling` of all."""
 
     seq_len: int | None = Field(default=None, ge=2)
-    """Most tokens of one rollout of this environment, prompt included; unset: the `seq_len` of all, the largest."""
+    """Most tokens of one rollout of this environment, prompt included, or of each of its branches; unset: the `seq_len`
+    of all, the largest."""
 
     args: dict[str, Any] = {}
     """Arguments of the environment's constructor; docs/environments.md has those of the built-in ones."""
@@ -160,9 +161,14 @@ class EnvironmentConfig(Section):
     """MCP servers by name, each a `command` or a `url`: the policy may call their tools, beside those of the
     environment."""
 
-    history: Literal["refuse", "keep"] = "refuse"
-    """When messages follow behind which the chat template would write earlier turns of the policy otherwise than they
-    were sampled (without their thoughts): refuse them, as a failure of the environment, or keep what was sampled."""
+    history: Literal["split", "keep"] = "split"
+    """When messages follow behind which the chat template would write earlier turns otherwise than they were sampled
+    (without their thoughts): split the session, which goes on in a new branch with the prompt that the template makes
+    of the chat, or keep what was sampled and go on behind it."""
+
+    max_branches: int = Field(default=8, ge=1)
+    """Most branches of a session with `history = "split"`; one that needs another ends there and counts as truncated.
+    A forward pass of the trainer holds all branches of a rollout, each of up to `seq_len` tokens."""
 
     workers: int = Field(default=0, ge=0, le=1024)
     """Processes that play this environment; 0: it is played in the orchestrator's. Code of it that blocks, crashes or

@@ -6,6 +6,7 @@ are the attribute names below. Numbers per token are bytes: see `holdfast.shared
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal, get_args
 
 import msgspec
@@ -13,7 +14,7 @@ import msgspec
 from holdfast.shared.wire.arrays import Logprobs, LossMask, Rewards, TokenIds, decode_packed, encode_packed
 from holdfast.shared.wire.sampling import PLAIN_SAMPLING, Sampling
 
-BATCH_FORMAT = 6
+BATCH_FORMAT = 7
 
 DropReason = Literal[
     "zero_signal", "environment_error", "prompt_too_long", "timeout", "crash", "memory",
@@ -52,7 +53,7 @@ class Rollout(msgspec.Struct, kw_only=True):
         environment: name of the environment.
         task_id: position of the task in the environment's endless sequence.
         sample_index: 0 .. group_size - 1.
-        token_ids: the whole session, prompt first.
+        token_ids: the whole session, prompt first: its branches, one after the other.
         loss_mask: per token, whether the policy sampled it.
         logprobs: per token, the sampler's log-probability in the distribution `sampling`; 0.0 where not sampled.
         sampling: the distribution that its tokens were sampled from.
@@ -64,6 +65,8 @@ class Rollout(msgspec.Struct, kw_only=True):
         reference_logprobs: per token, the teacher's log-probability at temperature 1; 0.0 where not sampled.
             None without a teacher that judges.
         step_rewards: rewards of turns or tokens, beside `reward`; None where the environment gives none.
+        branch_starts: where in `token_ids` each branch begins: a sequence of its own to a model, whose first tokens are
+            a prompt. More than one where the chat template wrote the history anew.
     """
 
     environment: str
@@ -80,6 +83,12 @@ class Rollout(msgspec.Struct, kw_only=True):
     metrics: dict[str, float] = {}
     reference_logprobs: Logprobs | None = None
     step_rewards: StepRewards | None = None
+    branch_starts: tuple[int, ...] = (0,)
+
+    @property
+    def branches(self) -> list[slice]:
+        """What of `token_ids`, and of all that follows the tokens, is each branch."""
+        return [slice(*ends) for ends in pairwise([*self.branch_starts, len(self.token_ids)])]
 
 
 class Dropped(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice, pairwise
 
 import numpy as np
 import torch
@@ -79,7 +80,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence to train on.
+    """One sequence to train on; or several, one behind the other, which a loss sees as one.
 
     Attributes:
         token_ids: int32 array of length L.
@@ -87,12 +88,19 @@ class Sample:
             since nothing predicts it.
         per_token: further float32 arrays of length L that follow the tokens, such as advantages.
         value: a number that its row says of it, such as the margin of a pair; 0 where it says none.
+        starts: where its sequences begin. No token sees those of another, and the first of each is never trained.
     """
 
     token_ids: np.ndarray
     loss_mask: np.ndarray
     per_token: dict[str, np.ndarray] = field(default_factory=dict)
     value: float = 0.0
+    starts: tuple[int, ...] = (0,)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each of its sequences."""
+        return [end - start for start, end in pairwise([*self.starts, len(self.token_ids)])]
 
     @property
     def num_targets(self) -> int:
@@ -102,7 +110,8 @@ class Sample:
     def cut(self, length: int) -> Sample:
         """Return its first `length` tokens."""
         per_token = {name: values[:length] for name, values in self.per_token.items()}
-        return Sample(self.token_ids[:length], self.loss_mask[:length], per_token, self.value)
+        starts = tuple(start for start in self.starts if start < max(1, length))
+        return Sample(self.token_ids[:length], self.loss_mask[:length], per_token, self.value, starts)
 
     @property
     def targets(self) -> np.ndarray:
@@ -115,13 +124,13 @@ class MicroBatch:
     """The input of one forward pass.
 
     Attributes:
-        input_ids_BL, position_ids_BL: tokens and their positions within their sample.
+        input_ids_BL, position_ids_BL: tokens and their positions within their sequence.
         predict_index_N: places in the flattened rows whose hidden state predicts a target.
         target_ids_N: the predicted tokens.
         sample_index_N: which sample of the step each target belongs to.
         targets_per_sample: targets of each sample, in their order.
         per_token: each of the samples' arrays at the targets, (N,).
-        packed_index: where samples lie in a packed row; None for one sample a row.
+        packed_index: where sequences lie in a packed row; None for one sequence a row.
     """
 
     input_ids_BL: Tensor
@@ -139,24 +148,28 @@ def build_micro_batch(samples: Sequence[Sample], indices: list[int], *, pack: bo
     if not indices:
         return _empty(samples[0], pack, device)
     chosen = [samples[index] for index in indices]
-    lengths = [len(sample.token_ids) for sample in chosen]
+    lengths = [length for sample in chosen for length in sample.lengths]
     row_length = sum(lengths) if pack else max(lengths)
     starts = [sum(lengths[:k]) for k in range(len(lengths))] if pack else [k * row_length for k in range(len(lengths))]
-    total = row_length if pack else row_length * len(chosen)
+    total = row_length if pack else row_length * len(lengths)
+    sequences = zip(starts, lengths, strict=True)
     input_ids = np.zeros(total, dtype=np.int64)
     positions = np.zeros(total, dtype=np.int64)
     predict, targets, owners = [], [], []
     per_token: dict[str, list[np.ndarray]] = {name: [] for name in chosen[0].per_token}
-    for index, sample, start, length in zip(indices, chosen, starts, lengths, strict=True):
-        input_ids[start : start + length] = sample.token_ids
-        positions[start : start + length] = np.arange(length)
+    for index, sample in zip(indices, chosen, strict=True):
+        own = list(islice(sequences, len(sample.starts)))
+        places = np.concatenate([np.arange(start, start + length) for start, length in own])
+        input_ids[places] = sample.token_ids
+        positions[places] = np.concatenate([np.arange(length) for _, length in own])
         trained = sample.targets
-        predict.append(start + trained - 1)
+        # The first of a sequence is no target, so the token before is one of the same sequence.
+        predict.append(places[trained - 1])
         targets.append(sample.token_ids[trained])
         owners.append(np.full(len(trained), index))
         for name, values in per_token.items():
             values.append(sample.per_token[name][trained])
-    rows = 1 if pack else len(chosen)
+    rows = 1 if pack else len(lengths)
 
     def on_device(array: np.ndarray) -> Tensor:
         return to_device(torch.from_numpy(np.ascontiguousarray(array)), device)

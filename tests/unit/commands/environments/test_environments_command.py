@@ -116,6 +116,11 @@ class Asking(Sound):
         await session.sample()
 
 
+class AskingInText(Asking):
+    def make_task(self, seed):
+        return Task(prompt="which?", answer="red")
+
+
 class Tooled(Sound):
     def look_up(self, word: str) -> str:
         """Look a word up.
@@ -275,10 +280,25 @@ def test_a_fault_is_found_and_told_by_its_check(name: str, check: str, message: 
 
 
 def test_templates_that_rewrite_turns_are_told(environments: Command, thinking: Path) -> None:
-    code, checks = checked(environments, "Asking", "--model.name", thinking)
+    words = ("check", "faults:Asking", "--num-tasks", "4", "--model.name", thinking)
+    code, out, _ = environments(*words)
+    # Of each task the session with thoughts.
+    assert code == 0 and "template  OK     writes earlier turns anew: 4 sessions split into branches" in out
+    code, out, _ = environments(*words, "--history", "keep")
+    assert code == 0 and "template  OK     writes all that was said" in out
+    code, checks = checked(environments, "AskingInText", "--model.name", thinking)
     assert code == 1 and checks["sessions"] == ("OK", [])
     assert checks["template"][0] == "FAILED" and "an answer behind thoughts" in checks["template"][1][0]
-    assert checked(environments, "Asking", "--model.name", thinking, "--history", "keep")[0] == 0
+
+
+def test_a_person_sees_where_a_session_splits(environments: Command, thinking: Path, tmp_path: Path) -> None:
+    typed = "<think>Hm</think>ab\ncd\n"
+    code, out, err = played(["faults:Asking", "--model.name", thinking], typed, tmp_path)
+    assert code == 0, err
+    _, anew = out.split("--- then, as the template writes it anew\n")
+    shown = anew.split("--- turn 2")[0]
+    assert "ab<|im_end|>" in shown and "Sure?" in shown and "Hm" not in shown
+    assert ["branches", "2"] in [line.split() for line in anew.splitlines()]
 
 
 def test_templates_without_tools_and_prompts_that_do_not_fit_are_told(environments: Command) -> None:

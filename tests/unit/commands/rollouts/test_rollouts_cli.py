@@ -168,6 +168,26 @@ def test_show_decodes_the_turns_of_a_problem(rollouts: Command, run_dir: RunDir)
     assert "sample 1: reward 1, truncated, 2 steps: 0.1 -0.33333" in out and f"  sampled | {expected[1]}" in out
 
 
+def test_the_branches_of_a_rollout_are_told_apart(rollouts: Command, run_dir: RunDir, tmp_path: Path) -> None:
+    batch = make_batch(5)
+    split = batch.rollouts[1]
+    split.branch_starts = (0, len(encode(PROMPT + ANSWER)))
+    publish_batch(run_dir, batch, msgspec.json.encode(state_after(5)))
+    one, other = document(rollouts, run_dir, "show", "5", "--problem", "0")["rollouts"]
+    assert (one["branches"], other["branches"]) == (1, 2)
+    assert [turn["branch"] for turn in one["turns"]] == [0, 0, 0, 0]
+    assert [turn["branch"] for turn in other["turns"]] == [0, 0, 1, 1]
+    _, out, _ = rollouts("show", "5", "--problem", "0", "--output-dir", run_dir.path)
+    assert "sample 1: reward 1, truncated, 2 branches" in out and out.count(f"  anew    | {FEEDBACK}") == 1
+    assert out.count(f"  given   | {FEEDBACK}") == 1, "of the rollout that goes on"
+    for target in (tmp_path / "out.jsonl", tmp_path / "out.parquet"):
+        document(rollouts, run_dir, "export", "5", "--to", target)
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    rows = parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    for found in (lines, rows):
+        assert [row["branch_starts"] for row in found] == [[0], list(split.branch_starts), [0], [0]]
+
+
 def test_without_a_tokenizer_the_ids_are_shown_and_the_reason(rollouts: Command, run_dir: RunDir) -> None:
     (run_dir.configs(1) / "orchestrator.toml").write_text('[model]\nname = "owner/model"\n')
     code, out, _ = rollouts("show", "3", "--problem", "0", "--output-dir", run_dir.path)

@@ -29,12 +29,12 @@ from holdfast.orchestrator.environments.tool_use import TOOL_FAILURES, check_too
 from holdfast.orchestrator.environments.tools import Tool, WrongArguments
 from holdfast.shared.chat.tokenizer import Tokenizer
 from holdfast.shared.config.environments import EnvironmentConfig
-from holdfast.shared.errors import ConfigError, DataError, EnvironmentFailure
+from holdfast.shared.errors import ConfigError, EnvironmentFailure
 from holdfast.shared.wire.arrays import Logprobs, TokenIds
 from holdfast.shared.wire.inference_api import Completion
 from holdfast.shared.wire.rollouts import VersionSpan
 from holdfast.trainer.data.samples import chat_tokenizer
-from tests.models.chat_templates import DEEPSEEK_R1, make_tokenizer
+from tests.models.chat_templates import make_tokenizer
 from tests.models.tool_templates import tool_templates
 
 WITH_TOOLS = {
@@ -450,44 +450,6 @@ def test_what_answers_no_call() -> None:
         play("hermes", [], Early())
 
 
-class Asks(Adds):
-    """Asks again behind an answer, and another time."""
-
-    async def run(self, session: Session, task: Task) -> None:
-        await super().run(session, task)
-        for _ in range(2):
-            session.append_messages([{"role": "user", "content": "Really?"}])
-            await session.sample()
-
-
-def test_a_template_that_would_rewrite_turns_is_refused_unless_the_session_is_kept() -> None:
-    thinking = ["<think>\nHm.\n</think>\n\nNo.", "Yes.", "Yes."]
-    with pytest.raises(DataError, match=r"writes an earlier turn of the policy otherwise.*`history = \"keep\"`"):
-        play("qwen3", thinking, Asks())
-    assert play("qwen3", thinking, Asks(), history="keep").texts == thinking
-    plain = ["No.", "Yes.", "Yes."]
-    assert play("qwen3", plain, Asks()).texts == plain, "nothing to rewrite"
-    # What a template keeps it keeps with thoughts of any kind.
-    assert play("hermes", thinking, Asks()).texts == thinking
-
-    class Texts(Adds):
-        async def run(self, session: Session, task: Task) -> None:
-            await session.sample()
-            session.append_text("So: ")
-            await session.sample()
-            session.append_messages([{"role": "user", "content": "Really?"}])
-
-    play("qwen3", thinking, Texts())  # no chat: there is nothing that the template would write of it
-
-
-def test_a_turn_that_no_chat_can_go_on_behind_ends_the_session() -> None:
-    call = called("hermes", "add", {"a": 1})
-    session = play("qwen3", [f"<think>\na\n</think>\n\nb</think>c{call}", "never"])
-    assert len(session.texts) == 1 and not session.truncated
-    assert session.tool_counts == {"calls": 1, "unanswered": 1}
-    assert session.turn_ends == (len(session.token_ids),), "what was sampled, and nothing behind it"
-
-
 def test_templates_that_cannot_show_tools_are_refused_before_anything_is_sampled() -> None:
     for template, reason in {
         "gemma": "writes calls of tools in no form that is known. Name the one",
@@ -497,13 +459,6 @@ def test_templates_that_cannot_show_tools_are_refused_before_anything_is_sampled
             play(template, [])
     with pytest.raises(ConfigError, match="does not write tools: the policy would not see `add`"):
         play("gemma", [], tool_parser="hermes")
-    forgetful = DEEPSEEK_R1.replace("{{ bos_token }}", "{{ bos_token }}{{ tools | tojson }}").replace(
-        "{%- endfor -%}", "{%- if message['role'] == 'tool' %}{{ message['content'] }}{%- endif %}{%- endfor -%}"
-    )
-    tokenizer = chat_tokenizer(make_tokenizer("byte-level", forgetful, adds_bos=True))
-    with pytest.raises(ConfigError, match="drops the thoughts of a turn once a tool has answered"):
-        tool_use_of(Adds(), EnvironmentConfig(tool_parser="hermes"), tokenizer)
-    assert tool_use_of(Adds(), EnvironmentConfig(tool_parser="hermes", history="keep"), tokenizer) is not None
 
 
 def test_the_tokenizer_of_a_hub_is_not_fetched_to_check_tools() -> None:

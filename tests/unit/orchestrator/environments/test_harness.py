@@ -74,7 +74,6 @@ def session_of(
     tokenizer: Tokenizer | None = None,
     seq_len: int = 20_000,
     before: Callable[[int], Awaitable[None]] | None = None,
-    keeps_history: bool = False,
 ) -> Session:
     """Return a session without a prompt, whose policy says `turns`; `before` is awaited in front of each."""
     known = tokenizer or letters()
@@ -89,9 +88,7 @@ def session_of(
             TokenIds(sampled), Logprobs([-1.0 - turn] * len(sampled)), "stop" if is_stopped else "length", spans
         )
 
-    return Session(
-        [], tokenizer=known, sample_turn=sample_turn, seq_len=seq_len, max_tokens=500, keeps_history=keeps_history
-    )
+    return Session([], tokenizer=known, sample_turn=sample_turn, seq_len=seq_len, max_tokens=500)
 
 
 def play(session: Session, script: _Play, *, parser: str = "auto") -> list[Score]:
@@ -432,22 +429,27 @@ def test_calls_of_tools_are_read_in_the_form_of_the_model(template: str) -> None
     ] * len(last)
 
 
-def test_a_call_that_cannot_be_read_is_text_and_thoughts_that_a_template_drops_end_the_conversation() -> None:
+def test_a_call_that_cannot_be_read_is_text_and_thoughts_that_a_template_drops_split_the_conversation() -> None:
     tokenizer = chat_tokenizer(make_tokenizer("llama 3", tool_templates()["qwen3"], adds_bos=True))
-    turns = ["<tool_call>\n{add\n</tool_call><|im_end|>", "<think>\nhm\n</think>\n\nyes<|im_end|>"]
+    turns = ["<tool_call>\n{add\n</tool_call><|im_end|>", "<think>\nhm\n</think>\n\nyes<|im_end|>", "on<|im_end|>"]
 
     async def script(endpoint: Endpoint) -> float:
         reply = await ask(endpoint, USER, tools=[TOOL])
         assert "tool_calls" not in reply and "{add" in reply["content"]
         chat = [USER, reply, {"role": "user", "content": "Think."}]
         chat.append(await ask(endpoint, *chat, tools=[TOOL]))
-        said = await ask(endpoint, *chat, {"role": "user", "content": "Go on."}, tools=[TOOL])
-        assert said["error"]["code"] == "history" and "otherwise than it was sampled" in said["error"]["message"]
+        last = await ask(endpoint, *chat, {"role": "user", "content": "Go on."}, tools=[TOOL])
+        assert last["content"] == "on"
         return 1.0
 
     session = session_of(turns, tokenizer=tokenizer)
     play(session, script, parser="hermes")
-    assert session.texts[1].endswith("yes")
+    assert session.texts[1].endswith("yes") and len(session.branch_starts) == 2
+    said = [{"role": "assistant", "content": turn.removesuffix("<|im_end|>")} for turn in turns]
+    questions = [{"role": "user", "content": text} for text in ("Think.", "Go on.")]
+    prompt = tokenizer.prompt([USER, said[0], questions[0], said[1], questions[1]], tools=[TOOL])
+    assert session.token_ids[session.branch_starts[1] :].tolist() == [*prompt, *tokenizer.encode(turns[2])]
+    assert "hm" not in tokenizer.decode(prompt) and session.request_counts == {"answered": 3}
 
 
 def test_messages_are_the_same_however_their_calls_are_written() -> None:

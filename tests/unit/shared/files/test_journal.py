@@ -117,7 +117,7 @@ def test_the_batch_of_another_step_or_format_is_refused(tmp_path: Path) -> None:
     other.format = 99
     rewrite(directory, encode_batch(other))
     with pytest.raises(
-        CheckpointError, match=r"batch\.msgpack cannot be read: it has format 99; this version reads format 6"
+        CheckpointError, match=r"batch\.msgpack cannot be read: it has format 99; this version reads format 7"
     ):
         read_batch(run_dir, 3)
     rewrite(directory, b"\xc1 no msgpack")
@@ -155,7 +155,7 @@ def test_a_batch_of_the_format_before_is_refused_by_its_number(tmp_path: Path) -
     directory = publish_batch(run_dir, make_batch(), b"{}")
     rollout = {"environment": "a", "task_id": 1, "sample_index": 0, "token_ids": [1], "logprobs": [0.0]}
     rewrite(directory, msgspec.msgpack.encode({"format": 1, "step": 3, "rollouts": [rollout]}))
-    with pytest.raises(CheckpointError, match="it has format 1; this version reads format 6"):
+    with pytest.raises(CheckpointError, match="it has format 1; this version reads format 7"):
         read_batch(run_dir, 3)
 
 

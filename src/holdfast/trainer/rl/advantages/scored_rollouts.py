@@ -66,6 +66,7 @@ def _score(
         environment=rollout.environment,
         task_id=rollout.task_id,
         token_ids=_read_only(sample.token_ids),
+        branch_starts=sample.starts,
         places=_read_only(places),
         turns=tuple(pairwise([*starts.tolist(), len(places)])),
         logprobs=_read_only(sample.per_token[SAMPLER_LOGPROB][places]),
@@ -118,7 +119,7 @@ class ScoredRollout:
     Attributes:
         environment: name of the environment.
         task_id: position of the task in the environment's endless sequence.
-        token_ids: the whole session, prompt first, int32.
+        token_ids: the whole session, prompt first, int32: its branches, one after the other.
         places: of the sampled tokens in `token_ids`, (T,).
         turns: first token and end of every stretch of sampled tokens, as indices of T.
         logprobs: under the policy that sampled, at its temperature, (T,), float32.
@@ -133,6 +134,7 @@ class ScoredRollout:
         step_rewards: these rewards, as the environment gave them, (K,), float64.
         token_rewards: all of it token by token, (T,), float64: KL penalties at each token, rewards of parts at their
             last, the rest at the last of all.
+        branch_starts: where in `token_ids` each branch begins, a sequence of its own to the policy.
     """
 
     environment: str
@@ -151,6 +153,7 @@ class ScoredRollout:
     step_ends: np.ndarray
     step_rewards: np.ndarray
     token_rewards: np.ndarray
+    branch_starts: tuple[int, ...] = (0,)
 
     @property
     def num_tokens(self) -> int:

@@ -69,16 +69,32 @@ def plan_epochs(
 
 
 def _plan(samples: list[Sample], row_tokens: int, layout: Layout, mesh: Mesh) -> Minibatch:
+    return Minibatch(samples, plan_micro_batches(samples, row_tokens=row_tokens, layout=layout, mesh=mesh))
+
+
+def plan_micro_batches(samples: Sequence[Sample], *, row_tokens: int, layout: Layout, mesh: Mesh) -> list[list[int]]:
+    """Return this rank's micro-batches, as indices into `samples`. All sequences of a sample are in one of them.
+
+    Args:
+        row_tokens: most tokens of a micro-batch; a longer sample is alone.
+    """
+    arrangement = layout.arrangement(pack=True)
     lengths = [len(sample.token_ids) for sample in samples]
+    if arrangement == "grouped":
+        # Each sequence is a row, padded to the longest. Several are alone: what they take beside others is not known.
+        lengths = [
+            max(row_tokens, len(sample.starts) * max(sample.lengths)) if len(sample.starts) > 1 else length
+            for sample, length in zip(samples, lengths, strict=True)
+        ]
     plan = plan_rows(
         lengths,
-        costs=[layout.cost(length) for length in lengths],
-        arrangement=layout.arrangement(pack=True),
+        costs=[sum(map(layout.cost, sample.lengths)) for sample in samples],
+        arrangement=arrangement,
         budget=row_tokens,
         rows_per_micro_batch=1,
         world_size=mesh.data_size,
     )
-    return Minibatch(samples, plan[mesh.data_rank])
+    return plan[mesh.data_rank]
 
 
 @torch.no_grad()

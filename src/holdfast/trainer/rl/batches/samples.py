@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from holdfast.trainer.rl.batches.per_token import AGE, REFERENCE_LOGPROB, SAMPLE
 
 
 def to_samples(rollouts: Sequence[Rollout], *, trained_version: int) -> list[Sample]:
-    """Return one sample per rollout, with the sampler's log-prob and the version age of each token.
+    """Return one sample per rollout, with all its branches: the sampler's log-prob and the version age of each token.
 
     Age is `trained_version` minus the version that sampled the token. The log-probs of a teacher are those
     under the reference, where there are some.
@@ -49,6 +49,18 @@ def _to_sample(rollout: Rollout, trained_version: int) -> Sample:
             f"{'none' if reference is None else len(reference)} of a teacher; all must be equal"
         )
     loss_mask = np.asarray(rollout.loss_mask, dtype=bool)
+    starts = rollout.branch_starts
+    if starts[:1] != (0,) or any(not begin < end for begin, end in pairwise([*starts, length])):
+        raise DataError(
+            f"rollout of {rollout.environment} task {rollout.task_id} sample {rollout.sample_index}: its branches "
+            f"begin at {', '.join(map(str, starts)) or 'no token'} of {length}; they must begin at 0, and each behind "
+            "the one before"
+        )
+    if loss_mask[list(starts[1:])].any():
+        raise DataError(
+            f"rollout of {rollout.environment} task {rollout.task_id} sample {rollout.sample_index}: a branch begins "
+            "with a sampled token, which no prompt is before"
+        )
     ages = np.zeros(length, dtype=np.float32)
     for span in rollout.versions:
         # Per span: a rollout may have been sampled across an update of the weights.
@@ -62,4 +74,5 @@ def _to_sample(rollout: Rollout, trained_version: int) -> Sample:
             AGE: ages,
             **teacher,
         },
+        starts=starts,
     )

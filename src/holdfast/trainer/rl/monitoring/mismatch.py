@@ -11,6 +11,7 @@ at the start of every attempt.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -99,10 +100,8 @@ class MismatchCheck:
             return
         # Copies: what is measured without dropout must not become the old log-probabilities of the loss.
         copies = [
-            Sample(
-                one.token_ids,
-                one.loss_mask,
-                {key: one.per_token[key] for key in (SAMPLER_LOGPROB, SAMPLING) if key in one.per_token},
+            replace(
+                one, per_token={key: one.per_token[key] for key in (SAMPLER_LOGPROB, SAMPLING) if key in one.per_token}
             )
             for one in samples
             if one.num_targets and not one.per_token[AGE][one.targets].any()

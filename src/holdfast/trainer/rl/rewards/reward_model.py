@@ -9,13 +9,13 @@ import torch
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import DataError
 from holdfast.trainer.data.packing import Sample
-from holdfast.trainer.data.row_plan import plan_rows
 from holdfast.trainer.data.samples import refuse_other_tokens
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.decoder import freeze
 from holdfast.trainer.models.pretrained import is_classifier, load_model_config
 from holdfast.trainer.models.scalar_model import build_scalar_model, score_samples
 from holdfast.trainer.models.sharding import reshard
+from holdfast.trainer.rl.batches.minibatches import plan_micro_batches
 
 
 class RewardModel:
@@ -43,17 +43,13 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample], *, row_tokens: int) -> list[float]:
-        """Return the score of every sample, the same on every rank. Collective."""
-        lengths = [len(sample.token_ids) for sample in samples]
-        plan = plan_rows(
-            lengths,
-            costs=[self.model.layout.cost(length) for length in lengths],
-            arrangement=self.model.layout.arrangement(pack=True),
-            budget=row_tokens,
-            rows_per_micro_batch=1,
-            world_size=self._mesh.data_size,
-        )
-        own, device = plan[self._mesh.data_rank], self._mesh.device
+        """Return the score of every sample, the same on every rank; of several sequences that of the last. Collective.
+
+        The last branch of a rollout is its chat as the template shows it in the end.
+        """
+        device = self._mesh.device
+        samples = [_last_sequence(sample) for sample in samples]
+        own = plan_micro_batches(samples, row_tokens=row_tokens, layout=self.model.layout, mesh=self._mesh)
         found = [score_samples(self.model, samples, indices, pack=True, device=device) for indices in own]
         scores_S = torch.zeros(len(samples))
         # To the CPU in one copy, behind all passes: each waits for the device.
@@ -61,3 +57,9 @@ class RewardModel:
         reshard(self.model)
         # Every sample is one rank's; the others add zero, which changes no bit.
         return self._mesh.sum_tensor(scores_S).tolist()
+
+
+def _last_sequence(sample: Sample) -> Sample:
+    if len(sample.starts) == 1:
+        return sample
+    return Sample(sample.token_ids[sample.starts[-1] :], sample.loss_mask[sample.starts[-1] :])

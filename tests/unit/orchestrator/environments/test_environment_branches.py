@@ -1,0 +1,249 @@
+"""Sessions that split: where a template writes the history anew, a branch begins with just what it writes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from holdfast.orchestrator.environments.contract import step_rewards
+from holdfast.orchestrator.environments.interface import (
+    Environment,
+    Message,
+    Score,
+    Session,
+    SessionFull,
+    Task,
+    TaskSeed,
+)
+from holdfast.orchestrator.environments.session import HistoryRewritten
+from holdfast.orchestrator.environments.tool_use import tool_use_of
+from holdfast.shared.config.environments import EnvironmentConfig
+from holdfast.shared.wire.arrays import Logprobs, Rewards, TokenIds
+from holdfast.shared.wire.inference_api import Completion
+from holdfast.shared.wire.rollouts import StepRewards, VersionSpan
+from holdfast.trainer.data.samples import chat_tokenizer
+from tests.models.chat_templates import DEEPSEEK_R1, make_tokenizer
+from tests.unit.orchestrator.environments.test_environment_tools import Adds, called, tokenizer_of
+
+THOUGHT = "<think>\nHm.\n</think>\n\n"
+AGAIN = {"role": "user", "content": "Really?"}
+
+
+class Asks(Environment):
+    """Asks again behind every answer."""
+
+    def __init__(self, times: int = 2, *, text: bool = False) -> None:
+        self.times = times
+        self.text = text
+
+    def make_task(self, seed: TaskSeed) -> Task:
+        return Task(prompt="1 + 2?" if self.text else [Message("user", "What is 1 + 2?")])
+
+    async def run(self, session: Session, task: Task) -> None:
+        await session.sample()
+        for _ in range(self.times):
+            session.append_messages([AGAIN])
+            await session.sample()
+
+    async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
+        return [Score(1.0) for _ in sessions]
+
+
+class Played:
+    """A session whose policy says `turns`, and what it was asked."""
+
+    def __init__(
+        self,
+        template: str,
+        turns: list[str],
+        environment: Environment,
+        *,
+        seq_len: int = 20_000,
+        cuts: tuple[int, ...] = (),
+        **settings: Any,
+    ) -> None:
+        self.theirs, self.tokenizer = self.tokenizers(template)
+        self.asked: list[list[int]] = []
+        # Each ends as the template ends it.
+        end = self.tokenizer.encode("<|im_end|>") if template in ("qwen3", "hermes") else [self.tokenizer.eos_token_id]
+        self.sampled = [[*self.tokenizer.encode_after(turn), *end] for turn in turns]
+        for turn in cuts:
+            self.sampled[turn] = self.sampled[turn][: -len(end)]
+        config = EnvironmentConfig(**settings)
+        self.tool_use = tool_use_of(environment, config, self.tokenizer)
+        task = environment.make_task(TaskSeed(0, "asks", 0))
+        assert isinstance(task, Task)
+        self.messages = [] if isinstance(task.prompt, str) else [{"role": "user", "content": "What is 1 + 2?"}]
+        prompt = self.tokenizer.text_prompt(task.prompt) if isinstance(task.prompt, str) else self.rendered()
+        self.session = Session(
+            prompt,
+            tokenizer=self.tokenizer,
+            sample_turn=self._sample,
+            seq_len=seq_len,
+            max_tokens=500,
+            task=task,
+            tool_use=self.tool_use,
+            keeps_history=config.history == "keep",
+            max_branches=config.max_branches,
+        )
+        asyncio.run(environment.run(self.session, task))
+
+    @staticmethod
+    def tokenizers(template: str) -> tuple[Any, Any]:
+        if template != "r1":
+            return tokenizer_of(template)
+        theirs = make_tokenizer("byte-level", DEEPSEEK_R1, adds_bos=True)
+        return theirs, chat_tokenizer(theirs)
+
+    async def _sample(self, token_ids: list[int], turn: int, most: int) -> Completion:
+        self.asked.append(token_ids)
+        sampled = self.sampled[turn][:most]
+        reason = "stop" if sampled == self.sampled[turn] else "length"
+        return Completion(
+            TokenIds(sampled), Logprobs([-1.0 - turn] * len(sampled)), reason, [VersionSpan(turn, 0, len(sampled))]
+        )
+
+    def rendered(self, *more: dict[str, str]) -> list[int]:
+        """What transformers makes of the chat with `more` messages behind its prompt."""
+        schemas = self.tool_use.schemas if self.tool_use else None
+        return self.theirs.apply_chat_template(
+            [*self.messages, *more], tools=schemas, add_generation_prompt=True, return_dict=False
+        )
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def test_each_branch_is_what_the_template_writes_token_for_token() -> None:
+    """Qwen 3's template leaves out the thoughts of turns before the last question."""
+    turns = [f"{THOUGHT}No.", "Yes.", f"{THOUGHT}Yes."]
+    played = Played("qwen3", turns, Asks())
+    prompts = [
+        played.rendered(),
+        played.rendered(said(turns[0]), AGAIN),
+        [*played.rendered(said(turns[0]), AGAIN, said(turns[1]), AGAIN)],
+    ]
+    assert played.asked == prompts, "the policy never sees anything else"
+    session, sampled = played.session, played.sampled
+    # The second answer has no thoughts, so the third turn goes on behind it.
+    first, second = [*prompts[0], *sampled[0]], [*prompts[2], *sampled[2]]
+    assert prompts[2][: len(prompts[1]) + len(sampled[1])] == [*prompts[1], *sampled[1]]
+    assert session.token_ids.tolist() == first + second and session.branch_starts == (0, len(first))
+    seen = played.tokenizer.decode(prompts[1], skip_special_tokens=False)
+    assert "Hm." not in seen and "No." in seen, "the template leaves out the thoughts alone"
+
+    # Every sampled token once, with what the engine said of it.
+    places = [place for place, used in enumerate(session.loss_mask) if used]
+    assert [session.token_ids[place] for place in places] == [token for turn in sampled for token in turn]
+    assert [session.logprobs[place] for place in places] == [-1.0 - n for n, turn in enumerate(sampled) for _ in turn]
+    spans = [span for span in session.versions for _ in range(span.start, span.end)]
+    assert [span.version for span in spans] == [n for n, turn in enumerate(sampled) for _ in turn]
+    assert [place for span in session.versions for place in range(span.start, span.end)] == places
+    assert session.changed() == [] and session.texts == turns
+    rewards = step_rewards(Score(1.0, turn_rewards=[1.0, 2.0, 3.0]), session)
+    ends = [end - 1 for end in session.turn_ends]
+    assert rewards == StepRewards(TokenIds(ends), Rewards([1.0, 2.0, 3.0])) and all(session.loss_mask[e] for e in ends)
+
+
+class SamplesOn(Asks):
+    """Lets a turn that was cut go on."""
+
+    async def run(self, session: Session, task: Task) -> None:
+        stops = tokenizer_of("qwen3")[1].stop_token_ids
+        while not session.texts or session.token_ids[-1] not in stops:
+            await session.sample()
+        session.append_messages([AGAIN])
+        await session.sample()
+
+
+def test_a_turn_that_was_cut_and_goes_on_is_one_turn_of_the_chat() -> None:
+    halves = [f"{THOUGHT}N", "o.", "Yes."]
+    played = Played("qwen3", halves, SamplesOn(), cuts=(0,))
+    assert played.asked[1] == [*played.asked[0], *played.sampled[0]], "the same branch, in the middle of a turn"
+    assert played.asked[2] == played.rendered(said(f"{THOUGHT}No."), AGAIN)
+    assert played.session.branch_starts == (0, len(played.asked[1]) + len(played.sampled[1]))
+
+
+def test_what_a_template_keeps_stays_one_branch() -> None:
+    assert Played("qwen3", ["No.", "Yes.", "Yes."], Asks()).session.branch_starts == (0,), "nothing to leave out"
+    for kept in (
+        Played("hermes", [f"{THOUGHT}No.", "Yes.", "Yes."], Asks()),
+        Played("qwen3", [f"{THOUGHT}No.", "Yes.", "Yes."], Asks(), history="keep"),
+    ):
+        assert kept.session.branch_starts == (0,)
+        assert all(asked == kept.session.token_ids[: len(asked)].tolist() for asked in kept.asked)
+
+
+def test_a_template_that_opens_the_thoughts_itself_splits_at_every_question() -> None:
+    turns = ["Hm.</think>No.", "Hm.</think>Yes.", "Yes."]
+    played = Played("r1", turns, Asks())
+    assert played.asked == [
+        played.rendered(),
+        played.rendered(said(turns[0]), AGAIN),
+        played.rendered(said(turns[0]), AGAIN, said(turns[1]), AGAIN),
+    ]
+    lengths = [len(asked) + len(sampled) for asked, sampled in zip(played.asked, played.sampled, strict=True)]
+    assert played.session.branch_starts == (0, lengths[0], lengths[0] + lengths[1])
+
+
+class AddsAndAsks(Adds):
+    """With tools; asks again behind the answer."""
+
+    async def run(self, session: Session, task: Task) -> None:
+        await super().run(session, task)
+        session.append_messages([AGAIN])
+        await session.sample()
+
+
+def test_a_template_that_moves_the_tools_splits_too() -> None:
+    """Mistral's template writes the tools before the last question."""
+    played = Played("mistral_v3", ["It is 3.", "It is."], AddsAndAsks())
+    assert played.asked == [played.rendered(), played.rendered(said("It is 3."), AGAIN)]
+    assert played.session.branch_starts == (0, len(played.asked[0]) + len(played.sampled[0]))
+
+
+def test_within_a_loop_of_tools_thoughts_stay_and_a_turn_that_the_template_cannot_write_splits() -> None:
+    call = called("hermes", "add", {"a": 1})
+    assert Played("qwen3", [f"{THOUGHT}{call}", "3"], Adds()).session.branch_starts == (0,)
+    # Two ends of thoughts: the template leaves out what is between them.
+    played = Played("qwen3", [f"<think>\na\n</think>\n\nb</think>c{call}", "3"], Adds())
+    assert len(played.session.branch_starts) == 2 and +played.session.tool_counts == {"calls": 1}
+    seen = played.tokenizer.decode(played.asked[1], skip_special_tokens=False)
+    assert "b</think>" not in seen and "<tool_response>" in seen
+
+
+def test_the_room_is_that_of_a_branch_and_branches_are_counted() -> None:
+    turns = [f"<think>\n{'Hm. ' * 40}\n</think>\n\nNo."] * 3
+    whole = Played("qwen3", turns, Asks())
+    lengths = [len(asked) + len(sampled) for asked, sampled in zip(whole.asked, whole.sampled, strict=True)]
+    played = Played("qwen3", turns, Asks(), seq_len=max(lengths))
+    assert played.session.token_ids == whole.session.token_ids, "each fits by itself, all together do not"
+    assert played.session.room == 0 and not played.session.truncated
+    with pytest.raises(SessionFull, match="its 2 branches .max_branches."):
+        Played("qwen3", turns, Asks(), max_branches=2)
+    long = [f"{THOUGHT}{'No. ' * 30}"] * 2
+    short = len(Played("qwen3", long[:1], Asks(0)).session.token_ids)
+    with pytest.raises(SessionFull, match="the chat so far has .* leave no room for a sampled one in the .* of a br"):
+        Played("qwen3", long, Asks(), seq_len=short)
+
+
+def test_a_session_that_began_with_text_is_refused_where_it_would_have_to_split() -> None:
+    turns = [f"{THOUGHT}No.", "Yes."]
+    with pytest.raises(HistoryRewritten, match=r"Give the prompt as messages, or set `history = \"keep\"`"):
+        Played("qwen3", turns, Asks(1, text=True))
+    assert Played("qwen3", turns, Asks(1, text=True), history="keep").session.branch_starts == (0,)
+    assert Played("qwen3", ["No.", "Yes."], Asks(1, text=True)).session.branch_starts == (0,)
+
+    class Texts(Asks):
+        async def run(self, session: Session, task: Task) -> None:
+            await session.sample()
+            session.append_text("So: ")
+            await session.sample()
+            session.append_messages([AGAIN])
+
+    played = Played("qwen3", turns, Texts())  # no chat: there is nothing that the template would write of it
+    assert played.session.branch_starts == (0,)

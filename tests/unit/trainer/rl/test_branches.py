@@ -1,0 +1,263 @@
+"""Rollouts of several branches: each a sequence of its own to the models, all one rollout to loss and advantage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
+
+from holdfast.shared.config import TrainerConfig
+from holdfast.shared.config.algorithm import UpdatesConfig
+from holdfast.shared.config.registry import POLICY_LOSSES
+from holdfast.shared.config.trainer import TrainedModelConfig
+from holdfast.shared.errors import DataError
+from holdfast.shared.wire.arrays import LossMask, Rewards, TokenIds
+from holdfast.shared.wire.rollouts import Batch, Rollout, StepRewards, VersionSpan
+from holdfast.shared.wire.sampling import Sampling
+from holdfast.trainer.data.packing import Sample
+from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.models.layout import PACKED, Layout
+from holdfast.trainer.models.logprobs import Reading
+from holdfast.trainer.models.policy import Policy, build_policy
+from holdfast.trainer.rl.advantages.assign import assign_advantages
+from holdfast.trainer.rl.batches.minibatches import plan_epochs
+from holdfast.trainer.rl.batches.per_token import VALUE
+from holdfast.trainer.rl.batches.samples import to_samples
+from holdfast.trainer.rl.components import RlComponents
+from holdfast.trainer.rl.learner import Learner
+from holdfast.trainer.rl.losses.build import build_policy_loss
+from holdfast.trainer.rl.monitoring.metrics import PolicyStatistics
+from holdfast.trainer.rl.policy_step import policy_step
+from holdfast.trainer.rl.rewards.reward_model import RewardModel
+from holdfast.trainer.session.measurements import Stopwatch
+from holdfast.trainer.session.session import start_session
+from tests.builders.policy_inputs import policy_input
+from tests.builders.slow_losses import configured
+from tests.builders.train_states import local_part
+
+# Tokens of each branch, by rollout: (prompt, sampled) of its turns, one after the other.
+ROLLOUTS = ([[3, 4], [6, 2, 2, 5]], [[2, 3]], [[4, 1], [5, 2], [7, 6]])
+TEMPERATURE = 0.8
+SINGLE_ROWS = Layout(packs=False, attention="eager")
+
+
+def make_rollouts() -> list[Rollout]:
+    """Rollouts of two, one and three branches, all drawn at random, with log-probabilities around -4.5."""
+    generator = np.random.default_rng(5)
+    rollouts = []
+    for index, branches in enumerate(ROLLOUTS):
+        mask, starts = list[int](), list[int]()
+        for stretches in branches:
+            starts.append(len(mask))
+            mask += [place % 2 for place, length in enumerate(stretches) for _ in range(length)]
+        sampled = np.array(mask)
+        rollout = Rollout(
+            environment="e", task_id=0, sample_index=index,
+            token_ids=TokenIds(generator.integers(5, 100, len(mask)).tolist()),
+            loss_mask=LossMask(bytes(mask)), logprobs=(generator.uniform(-5, -4, len(mask)) * sampled).tolist(),
+            versions=[VersionSpan(2, 0, len(mask))], reward=float((-1) ** index * (1 + index)),
+            branch_starts=tuple(starts), sampling=Sampling(TEMPERATURE),
+        )  # fmt: skip
+        rollouts.append(rollout)
+    return rollouts
+
+
+@pytest.fixture(scope="module")
+def directory(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("qwen3")
+
+
+def logprobs_by_branch(model: torch.nn.Module, rollout: Rollout) -> Tensor:
+    """The log-probabilities of the sampled tokens, each branch read by itself."""
+    found = []
+    for branch in rollout.branches:
+        ids = torch.tensor([rollout.token_ids[branch].tolist()])
+        all_TV = (model(ids).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        chosen = torch.tensor(rollout.loss_mask[branch].tolist()[1:], dtype=torch.bool)
+        found.append(all_TV.gather(1, ids[0, 1:, None])[:, 0][chosen])
+    return torch.cat(found)
+
+
+def by_hand(directory: Path, rollouts: list[Rollout], config: Any) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients with every rollout as one sequence of the loss, by transformers."""
+    model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    parts = [logprobs_by_branch(model, rollout) for rollout in rollouts]
+    sampled = [[p for p, used in zip(rollout.logprobs, rollout.loss_mask, strict=True) if used] for rollout in rollouts]
+    counts = [len(part) for part in parts]
+    new_N = torch.cat(parts)
+
+    def each(values: list[float]) -> Tensor:
+        return torch.tensor([value for value, count in zip(values, counts, strict=True) for _ in range(count)])
+
+    data = policy_input(
+        new_N,
+        old_logprobs_N=new_N.detach(),
+        sampler_logprobs_N=torch.tensor([p for own in sampled for p in own]),
+        advantages_N=each([rollout.reward for rollout in rollouts]),
+        weights_N=each([1 / len(counts) / count for count in counts]),
+        sequence_N=each([float(number) for number in range(len(counts))]),
+        step_sequences=len(counts),
+        step_tokens=sum(counts),
+    )
+    loss, _ = build_policy_loss(config)(data)
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def step(
+    policy: Policy, rollouts: list[Rollout], mesh: Mesh, config: Any, *, row_tokens: int
+) -> tuple[float, dict[str, Tensor]]:
+    samples = to_samples(rollouts, trained_version=3)
+    assign_advantages(samples, [[rollout.reward] for rollout in rollouts])
+    ((minibatch,),) = plan_epochs(
+        samples, UpdatesConfig(), row_tokens=row_tokens, mesh=mesh, seed=0, step=4, layout=policy.layout
+    )
+    statistics = PolicyStatistics([1], has_reference=False)
+    reading = Reading(Sampling(TEMPERATURE))
+    loss = policy_step(policy, minibatch, build_policy_loss(config), mesh, statistics, reading=reading)
+    gradients = {n: local_part(p.grad).clone() for n, p in policy.hf_model.named_parameters() if p.grad is not None}
+    policy.zero_grad(set_to_none=True)
+    return loss, gradients
+
+
+# What clip_cov and kl_cov hold back is chosen before the step.
+_LOSSES = [name for name in POLICY_LOSSES if configured(name).covariance.share is None]
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"), [*((name, "packed") for name in _LOSSES), ("grpo", "eager"), ("gspo", "eager")]
+)
+def test_loss_and_gradients_are_those_of_the_branches_read_alone(
+    directory: Path, mesh: Mesh, name: str, attention: str
+) -> None:
+    """In one row and in several; a rollout counts once, by all its sampled tokens."""
+    rollouts, config = make_rollouts(), configured(name)
+    policy = build_policy(TrainedModelConfig(name=str(directory), attention=attention), mesh, seed=0)
+    assert policy.layout.packs == (attention == "packed")
+    expected_loss, expected = by_hand(directory, rollouts, config)
+    for row_tokens in (1000, 20, 2):
+        loss, gradients = step(policy, rollouts, mesh, config, row_tokens=row_tokens)
+        assert loss == pytest.approx(expected_loss, rel=1e-4)
+        for label, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[label], rtol=1e-3, atol=1e-6, msg=label)
+
+
+def test_ranks_deal_out_whole_rollouts(mesh: Mesh) -> None:
+    samples = to_samples(make_rollouts(), trained_version=3)
+    for layout in (PACKED, SINGLE_ROWS):
+        dealt = [
+            indices
+            for rank in range(2)
+            for epoch in plan_epochs(
+                samples, UpdatesConfig(), row_tokens=20, mesh=replace(mesh, rank=rank, world_size=2), seed=0, step=1,
+                layout=layout,
+            )
+            for minibatch in epoch
+            for indices in minibatch.micro_batches
+        ]  # fmt: skip
+        assert sorted(index for indices in dealt for index in indices) == [0, 1, 2]
+
+
+def test_branches_that_do_not_fit_the_tokens_are_refused() -> None:
+    for starts, message in {
+        (): "begin at no token of 22",
+        (1, 7): "begin at 1, 7 of 22",
+        (0, 7, 7): "begin at 0, 7, 7 of 22",
+        (0, 22): "each behind the one before",
+        (0, 4): "a branch begins with a sampled token, which no prompt is before",
+    }.items():
+        rollout = make_rollouts()[0]
+        rollout.branch_starts = starts
+        with pytest.raises(DataError, match=f"rollout of e task 0 sample 0: .*{message}"):
+            to_samples([rollout], trained_version=3)
+
+
+def test_a_sample_that_is_cut_keeps_the_sequences_that_are_left() -> None:
+    sample = to_samples(make_rollouts(), trained_version=3)[0]
+    assert sample.starts == (0, 7) and sample.lengths == [7, 15]
+    assert sample.cut(9).lengths == [7, 2] and sample.cut(7).lengths == [7] and sample.cut(0).starts == (0,)
+
+
+def test_a_reward_model_scores_the_last_branch(
+    directory: Path, tiny_model: Callable[..., Path], mesh: Mesh, tmp_path: Path
+) -> None:
+    source = tiny_model("llama", tied=False)
+    config = AutoConfig.from_pretrained(source, num_labels=1)
+    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((source / name).read_bytes())
+    model = RewardModel(str(tmp_path), TrainedModelConfig(name=str(directory)), mesh)
+    samples = to_samples(make_rollouts(), trained_version=3)
+    last = [Sample(s.token_ids[s.starts[-1] :], s.loss_mask[s.starts[-1] :]) for s in samples]
+    for row_tokens in (2, 1000):
+        assert model.score(samples, row_tokens=row_tokens) == model.score(last, row_tokens=row_tokens)
+
+
+_learned: list[Any] = []
+
+
+def reading_advantage(groups: Any) -> list[list[float]]:
+    """An advantage of the user's: the reward. It notes what it was given."""
+    _learned.extend(groups)
+    return [[one.reward for one in group] for group in groups]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"advantage": "gae", "loss": {"type": "ppo"}, "critic": {}, "kl": {"coef": 0.1, "place": "reward"}},
+        {"loss": {"type": "gspo"}, "kl": {}, "updates": {"epochs": 2, "minibatches": 2}, "replay": {"groups": 1}},
+        {"advantage": f"{__name__}:reading_advantage", "rewards": {"truncated": "mask"}},
+    ],
+    ids=["grpo", "gae", "gspo", "own"],
+)
+def test_a_step_takes_rollouts_with_branches_whatever_is_trained_and_measured(
+    tiny_model: Callable[..., Path], mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, settings: Any
+) -> None:
+    """What is measured in a branch is what is measured of it alone, and the metrics are finite."""
+    (tmp_path / "run.json").write_text('{"run_id": "r"}')
+    values: dict[str, Any] = {
+        "output_dir": tmp_path, "max_steps": 10, "model": {"name": str(tiny_model())}, "optim": {"lr": 1e-3},
+        "mismatch_limit": math.inf, "ckpt": {"interval": 1},
+    }  # fmt: skip
+    config = TrainerConfig.model_validate(values | settings)
+    parts = RlComponents(config, mesh)
+    session = start_session(config, mesh, tokenizer, build_policy, pack=True, components=parts.begin)
+    learner = Learner(config, session, parts, None)
+    rollouts = make_rollouts()
+    places = TokenIds([6, 14, 21])
+    rollouts[0].step_rewards = StepRewards(places, Rewards([0.5, 0.25, -1.0])) if "gae" in str(settings) else None
+    batch = Batch(step=1, policy_version=0, weights_digest="d" * 32, rollouts=rollouts)
+    _learned.clear()
+    for number in (1, 2):
+        batch.step = number
+        metrics = learner.learn(batch, Stopwatch())
+        assert all(map(math.isfinite, metrics.values())) and metrics["grad_norm"] > 0
+    if parts.critic is not None:
+        samples, alone = (to_samples(make_rollouts(), trained_version=1) for _ in range(2))
+        own = [
+            Sample(one.token_ids[start:end], one.loss_mask[start:end])
+            for one in alone
+            for start, end in zip(one.starts, [*one.starts[1:], len(one.token_ids)], strict=True)
+        ]
+        for measured in (samples, own):
+            [[minibatch]] = plan_epochs(
+                measured, UpdatesConfig(), row_tokens=30, mesh=mesh, seed=0, step=1, layout=PACKED
+            )
+            parts.critic.measure([minibatch])
+        joined = np.concatenate([one.per_token[VALUE] for one in own])
+        np.testing.assert_allclose(
+            np.concatenate([one.per_token[VALUE] for one in samples]), joined, rtol=1e-5, atol=1e-6
+        )
+    if _learned:
+        assert [one.branch_starts for one in _learned[0]] == [(0, 7), (0,), (0, 5, 12)]
+        assert [one.turns for one in _learned[0]] == [((0, 4), (4, 6), (6, 11)), ((0, 3),), ((0, 1), (1, 3), (3, 9))]
