@@ -61,10 +61,13 @@ def step_of_run(run: Path, wanted: int | str) -> int:
     )
 
 
-def weights_of_step(run: Path, step: int, directory: Path) -> Path:
+def weights_of_step(run: Path, step: int, directory: Path, *, takes_published: bool = True) -> Path:
     """Return a directory with the weights of a step: what the run has published, else an export below `directory`.
 
     What is published may go away while the run trains on, so then a checkpoint is exported if there is one.
+
+    Args:
+        takes_published: False: a checkpoint is exported in any case.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or gone.
@@ -72,7 +75,7 @@ def weights_of_step(run: Path, step: int, directory: Path) -> Path:
     """
     run_dir = RunDir(run)
     has_checkpoint = step in run_dir.committed_steps()
-    if step in _whole_weights(run_dir) and not (has_checkpoint and run_dir.is_under_way()):
+    if takes_published and step in _whole_weights(run_dir) and not (has_checkpoint and run_dir.is_under_way()):
         return run_dir.weights_of(step)
     if not has_checkpoint:
         raise CheckpointError(f"the weights of step {step} have just gone from {run}, which has no checkpoint of it")

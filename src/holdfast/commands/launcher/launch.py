@@ -17,6 +17,7 @@ from holdfast.commands.launcher.device_choices import (
     describe,
     describe_rl,
 )
+from holdfast.commands.launcher.evaluation import check_evaluations, evaluation_gpus, with_evaluations
 from holdfast.commands.launcher.launch_nodes import launch_on_nodes, process_name, trainer_command
 from holdfast.commands.launcher.liveness import Health
 from holdfast.commands.launcher.outer import with_outer_nodes
@@ -71,7 +72,10 @@ def launch_training(config: TrainingCommand) -> int:
         return submit_training(config)
     config, rank = with_outer_nodes(config, os.environ)
     check_training(config)
-    placement = place_training(config.parallel, this_machine(find_gpus()))
+    check_evaluations(config)
+    machine = this_machine(find_gpus())
+    placement = place_training(config.parallel, machine)
+    gpus = evaluation_gpus(config, placement, machine)
     chosen = choose_training(config, placement, clean=config.clean)
     environment = placement.environment(placement.trainer)
     if config.parallel.nodes > 1 and not config.dry_run:
@@ -89,6 +93,7 @@ def launch_training(config: TrainingCommand) -> int:
         environments={"trainer": environment},
         processes=planned_trainer(config, placement),
     )
+    plan = with_evaluations(plan, attempt, config, placement, gpus)
     return _print_plan(plan) if config.dry_run else watch(plan)
 
 

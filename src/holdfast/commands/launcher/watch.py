@@ -6,6 +6,7 @@ What a death costs:
 - orchestrator: it is started again and goes on behind the last journaled batch; the trainer waits.
 - trainer (any rank): trainer and orchestrator are started again as a new attempt, from the newest
   checkpoint; batches in the journal and finished generations are used again.
+- the evaluations of `sft` and `dpo`: started again, and left out when that is in vain; training goes on.
 - a storage that cannot be written: the process that says so is started again when there may be room.
 """
 
@@ -19,6 +20,7 @@ from typing import TypeVar
 
 from holdfast.commands.launcher.console import Console
 from holdfast.commands.launcher.endings import death_of, engine_failure_of, how_it_ended, report_stop
+from holdfast.commands.launcher.evaluation import EVALUATION
 from holdfast.commands.launcher.hosts.cluster import is_trainer, wait_for_places
 from holdfast.commands.launcher.hosts.host import Process
 from holdfast.commands.launcher.hosts.local import THIS_MACHINE
@@ -38,6 +40,7 @@ from holdfast.shared.process.heartbeat import HEALING_NAME, HEARTBEAT_ENV
 
 _TELLING_S = 10.0
 """What a trainer whose time of grace is over gets to give up and say so."""
+_MAX_EVALUATION_RESTARTS, _EVALUATION_WINDOW_S = 3, 600.0
 T = TypeVar("T")
 
 
@@ -90,6 +93,7 @@ class _Watcher:
         self._supervisor = supervisor
         self._healing = healing
         self._restarts = healing.restarts if healing else Restarts(0, 0.0)
+        self._of_evaluation = Restarts(_MAX_EVALUATION_RESTARTS, _EVALUATION_WINDOW_S)
         self._storage_backoff = healing.storage_backoff if healing else StorageBackoff(0.0)
         self._run_dir = plan.attempt.run_dir
         self._logs = self._run_dir.logs(plan.attempt.number)
@@ -157,9 +161,14 @@ class _Watcher:
                 self._logs / f"{self._plan.file_name(name)}.log",
                 environment=environment,
                 is_service=is_engine(name),
-                has_done_its_work=self._has_weights if is_trainer(name) else self._has_all_batches,
+                has_done_its_work=self._work_of(name),
                 host=self._plan.hosts.get(name, THIS_MACHINE),
             )
+
+    def _work_of(self, name: str) -> Callable[[], bool]:
+        if name == EVALUATION:
+            return lambda: True  # it alone knows
+        return self._has_weights if is_trainer(name) else self._has_all_batches
 
     def _has_weights(self) -> bool:
         """Whether the trainer has published what it was to train: user code in it may end it before, by `sys.exit`."""
@@ -232,6 +241,8 @@ class _Watcher:
         Raises:
             ProcessDied: it is not to be started again.
         """
+        if child.name == EVALUATION:
+            return self._evaluate_again(child)
         if self._group is not None:
             # Its ranks as well, before the others go on: they write into the same directory.
             self._supervisor.end(child)
@@ -263,6 +274,17 @@ class _Watcher:
         if number is not None:
             return number
         return self._until_storage_takes_it(lambda: self._supervisor.run(self._refresh))
+
+    def _evaluate_again(self, child: Child) -> Child | int | None:
+        """Start evaluations again, or train on without: whatever they die of, training goes on."""
+        delay_s = self._of_evaluation.delay_s(child.name, child.process.returncode)
+        if delay_s is None:
+            return self._go_on_without(child)
+        self._console.say(f"{child.name} {how_it_ended(child)}: starting it again")
+        if (number := self._pause(delay_s)) is not None:
+            return number
+        self._restart(child)
+        return self._supervisor.run(self._refresh)
 
     def _wait_for_places(self, healing: Healing) -> int | None:
         """Wait until the cluster has a place for every process; return the number of a signal that came meanwhile.
@@ -347,7 +369,7 @@ class _Watcher:
         return is_engine(child.name) and bool(others) and self._code_of(child) not in (2, 3)
 
     def _go_on_without(self, child: Child) -> Child | int | None:
-        """Leave a dead inference server out until the next attempt; return what became of the run then."""
+        """Leave a dead process out until the next attempt; return what became of the run then."""
         reason = str(self._death_of(child)).replace("\n", "\n  ")
         self._console.say(f"WARNING: the run goes on without {child.name}, which is not started again. {reason}")
         self._supervisor.give_up(child)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import xxhash
 
-from holdfast.orchestrator.evaluation.results import SUMMARY_NAME, EvaluatedRollout, ResultsFile, Turn, read_identity
+from holdfast.orchestrator.evaluation.results import EvaluatedRollout, ResultsFile, Turn, read_identity
 from holdfast.orchestrator.evaluation.summary import Summary, summarize
 from holdfast.orchestrator.evaluation.tasks import HeldOutTasks
 from holdfast.orchestrator.judges.desk import guarded
@@ -23,6 +23,7 @@ from holdfast.orchestrator.task_group import run_all
 from holdfast.shared.chat.tokenizer import Tokenizer
 from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.files import durable
+from holdfast.shared.files.run_dir import SUMMARY_NAME
 from holdfast.shared.process.events import report
 from holdfast.shared.process.heartbeat import moved
 from holdfast.shared.wire.rollouts import Dropped, Rollout

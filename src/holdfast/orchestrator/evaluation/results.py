@@ -20,7 +20,6 @@ from holdfast.shared.files import durable
 
 ROLLOUTS_NAME = "rollouts.jsonl"
 IDENTITY_NAME = "evaluation.json"
-SUMMARY_NAME = "summary.json"
 FORMAT = 1
 
 

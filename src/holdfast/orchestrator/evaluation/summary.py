@@ -14,12 +14,12 @@ from holdfast.orchestrator.evaluation.estimates import Estimate, mean_over_tasks
 from holdfast.orchestrator.evaluation.results import (
     FORMAT,
     ROLLOUTS_NAME,
-    SUMMARY_NAME,
     EvaluatedRollout,
     read_identity,
     read_tasks,
 )
 from holdfast.shared.errors import DataError
+from holdfast.shared.files.run_dir import SUMMARY_NAME
 
 Tasks = Mapping[tuple[str, int], Sequence[EvaluatedRollout]]
 

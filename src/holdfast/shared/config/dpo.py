@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from holdfast.shared.config.base import Section
 from holdfast.shared.config.registry import PREFERENCE_LOSSES
-from holdfast.shared.config.trainer import PolicyOptimConfig, SftDataConfig, SupervisedCommand
+from holdfast.shared.config.trainer import EvaluatedCommand, PolicyOptimConfig, SftDataConfig
 from holdfast.shared.errors import nearest
 
 _HAS_REFERENCE = tuple(name for name, one in PREFERENCE_LOSSES.items() if one.has_reference)
@@ -150,7 +150,7 @@ class PreferenceDataConfig(SftDataConfig):
     `micro_batch_size` pairs at a time, one side a row."""
 
 
-class DpoConfig(SupervisedCommand):
+class DpoConfig(EvaluatedCommand):
     """Preference optimisation: `uv run dpo @ configs/reverse_text/dpo.toml`."""
 
     program = "dpo"

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from holdfast.shared.config.base import CkptConfig, Command, DType, ModelConfig, Section
 from holdfast.shared.config.by_device import BY_DEVICE
+from holdfast.shared.config.evaluation import CheckpointEvalConfig
 from holdfast.shared.config.lora import LoraConfig
 from holdfast.shared.config.slurm import SlurmConfig
 
@@ -347,7 +348,39 @@ class SupervisedCommand(TrainingCommand):
         return self
 
 
-class SftConfig(SupervisedCommand):
+NOT_ON_NODES = (
+    "eval has a server beside the trainer, on one machine, and this run has several nodes or is a job of SLURM: leave "
+    "eval out, and start `evaluate --run OUTPUT_DIR --follow` where there is room for it"
+)
+
+
+class EvaluatedCommand(SupervisedCommand):
+    """What every training program of a policy on rows of data has."""
+
+    eval: CheckpointEvalConfig | None = None
+    """Evaluations on held-out tasks while training goes on; unset: none."""
+
+    @model_validator(mode="after")
+    def _has_checkpoints_to_evaluate(self) -> EvaluatedCommand:
+        if self.eval is None:
+            return self
+        interval, every = self.eval.interval, self.ckpt.interval if self.ckpt is not None else None
+        if every is None or interval % every:
+            found = "there are none but of the last step" if every is None else f"ckpt.interval = {every}"
+            raise ValueError(
+                f"eval.interval = {interval} evaluates the checkpoint of every step that it divides, and {found}: set "
+                f"ckpt.interval to {interval}, or to what divides that"
+            )
+        if self.parallel.nodes > 1 or self.slurm is not None:
+            raise ValueError(NOT_ON_NODES)
+        return self
+
+    def awaits_evaluation(self, step: int) -> bool:
+        """Whether the checkpoint of `step` is one that is evaluated."""
+        return self.eval is not None and (step % self.eval.interval == 0 or step == self.max_steps)
+
+
+class SftConfig(EvaluatedCommand):
     """Supervised fine-tuning: `uv run sft @ configs/reverse_text/sft.toml`."""
 
     program = "sft"

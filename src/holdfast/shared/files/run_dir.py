@@ -8,7 +8,7 @@ configs/attempt_K/       the resolved TOML of every process
 checkpoints/step_N/      trainer/, orchestrator/, manifest.json (written last: the commit)
 rollouts/step_N/         the batch that step N trains on, and the orchestrator's state after it
 rollouts/generations_N.log  finished generations of batch N while it is being made
-evaluations/step_N/      what policy version N did on held-out tasks, while the run went on
+evaluations/step_N/      what policy version N did on held-out tasks
 weights/step_N/          what inference serves (Hugging Face layout)
 metrics.jsonl            one JSON object per step
 judgements.log           every reply of a judge, by what it was asked
@@ -33,6 +33,8 @@ from holdfast.shared.files.manifest import read_manifest
 
 REFERENCE_NAME = "reference_logprobs.npz"
 JUDGEMENTS_NAME = "judgements.log"
+SUMMARY_NAME = "summary.json"
+"""What an evaluation writes last."""
 _STEP = re.compile(r"step_(\d+)$")
 _OF_STEP = re.compile(r"((ema_)?step_\d+|generations_\d+\.log)$")
 _ATTEMPT = re.compile(r"attempt_(\d+)$")
@@ -88,6 +90,10 @@ class RunDir:
     def evaluation(self, version: int) -> Path:
         """Directory of the evaluation of policy `version`."""
         return self.evaluations / f"step_{version}"
+
+    def is_evaluated(self, version: int) -> bool:
+        """Whether the evaluation of policy `version` has come to its end."""
+        return (self.evaluation(version) / SUMMARY_NAME).exists()
 
     def configs(self, attempt: int) -> Path:
         """Directory of the resolved configuration of one attempt."""

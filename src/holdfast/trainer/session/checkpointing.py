@@ -10,7 +10,7 @@ import torch
 
 from holdfast.shared.config.fingerprint import fingerprint
 from holdfast.shared.config.load import to_toml
-from holdfast.shared.config.trainer import TrainingCommand
+from holdfast.shared.config.trainer import EvaluatedCommand, TrainingCommand
 from holdfast.shared.files import manifest
 from holdfast.shared.files.checkpoints import MODEL_DIR, NAMES_NAME, TRAINER_DIR, Retention
 from holdfast.shared.files.metrics import MetricsWriter
@@ -73,10 +73,15 @@ def make_checkpointer(
         storage=storage,
         before_commit=metrics.flush if metrics else lambda: None,
         # Removing takes its time, which nobody has who was asked to stop.
-        may_remove=lambda _: not STOP_REQUEST.signal_number(),
+        may_remove=lambda step: not STOP_REQUEST.signal_number() and not _is_to_be_evaluated(config, run_dir, step),
         collective_timeout_s=config.parallel.collective_timeout_s,
         updated_by=updated_by,
     )
+
+
+def _is_to_be_evaluated(config: TrainingCommand, run_dir: RunDir, step: int) -> bool:
+    """Whether who evaluates the run still needs the checkpoint of `step`."""
+    return isinstance(config, EvaluatedCommand) and config.awaits_evaluation(step) and not run_dir.is_evaluated(step)
 
 
 def identity_of(

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.evaluate import launch, policy
+from holdfast.commands.evaluate import policy
+from holdfast.commands.evaluate.serving import prepare_directory
 from holdfast.shared.config.environments import EnvironmentConfig, SamplingConfig
 from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.config.load import to_toml
@@ -77,14 +78,14 @@ def test_a_run_is_not_taken_for_an_evaluation(run_command: RunCommand, tmp_path:
 def test_clean_removes_what_an_evaluation_made_and_nothing_else(tmp_path: Path) -> None:
     config = EvaluateConfig.model_validate({"model": {"name": MODEL}, "output_dir": tmp_path})
     directory = RunDir(tmp_path)
-    launch._prepare(config, directory)
+    prepare_directory(config, directory)
     (tmp_path / "rollouts.jsonl").write_text("{}\n")
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "model_step_3").mkdir()
     run_id = directory.run_id()
-    launch._prepare(config, directory)
+    prepare_directory(config, directory)
     assert (tmp_path / "rollouts.jsonl").exists() and directory.run_id() == run_id
-    launch._prepare(config.model_copy(update={"clean": True}), directory)
+    prepare_directory(config.model_copy(update={"clean": True}), directory)
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["config", "notes.txt", "run.json"] and directory.run_id() != run_id
 
@@ -93,7 +94,7 @@ def test_clean_leaves_a_directory_alone_that_holds_no_evaluation(tmp_path: Path)
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "mine.toml").write_text("mine")
     config = EvaluateConfig.model_validate({"model": {"name": MODEL}, "output_dir": tmp_path, "clean": True})
-    launch._prepare(config, RunDir(tmp_path))
+    prepare_directory(config, RunDir(tmp_path))
     assert (tmp_path / "config" / "mine.toml").read_text() == "mine"
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from holdfast.commands.launcher import restarts, watch
 from holdfast.shared.errors import NOT_SAVED, STORAGE_FAILED, ProcessDied
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
@@ -129,6 +130,36 @@ def test_an_engine_that_dies_twice_of_the_same_at_the_same_step_ends_the_run(sta
             inference=counted("inference", inference), trainer="time.sleep(600)", orchestrator="time.sleep(600)"
         )
     assert starts(stands, "inference") == 2, "of 3 restarts that are left"
+
+
+def test_evaluations_are_started_again_and_end_no_training(
+    stands: Stands, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "_MAX_EVALUATION_RESTARTS", 1)
+    crashes = counted("evaluation", "if start < 3: sys.exit(1)")
+    trainer = "while not Path('evaluation_starts').exists() or Path('evaluation_starts').stat().st_size < {}: "
+    trainer += "time.sleep(0.02)\nmade('weights/step_1')"
+    assert stands.watch(heals=False, evaluation=crashes, trainer=trainer.format(2)) == 0
+    said = capfd.readouterr().out
+    assert starts(stands, "evaluation") == 2 and "evaluation ended with exit code 1: starting it again" in said
+    assert "WARNING: the run goes on without evaluation, which is not started again. evaluation ended with" in said
+    assert "finished step" in said
+
+
+def test_evaluations_are_waited_for_when_the_trainer_has_ended(stands: Stands) -> None:
+    evaluation = "while not Path('weights/step_1').exists(): time.sleep(0.02)\nmade('evaluated')"
+    assert stands.watch(heals=False, evaluation=evaluation, trainer="made('weights/step_1')") == 0
+    assert (stands.run_dir.path / "evaluated").exists()
+
+
+def test_a_stop_while_evaluations_are_started_again_ends_the_run(
+    stands: Stands, terminated_when: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "_FIRST_DELAY_S", 1e6)
+    monkeypatch.setattr(restarts, "_LAST_DELAY_S", 1e6)
+    terminated_when("evaluation ended with exit code 1: starting it again")
+    trainer = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); time.sleep(600)"
+    assert stands.watch(heals=False, evaluation="sys.exit(1)", trainer=trainer) == 128 + signal.SIGTERM
 
 
 _KILLED = f"os.kill(os.getpid(), {signal.SIGKILL:d})"

@@ -1,0 +1,200 @@
+"""`evaluate --follow`: the checkpoints of a run that trains, evaluated one after the other as they come.
+
+`python -m holdfast.commands.evaluate.follow <resolved.toml>` is what `sft` and `dpo` start beside their trainer for
+`--eval.interval`. See docs/decisions/0041-evaluation-beside-training.md.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.commands.ckpt.tensor_work import TensorWorkFailed
+from holdfast.commands.evaluate.policy import served_model, weights_of_step, with_settings_of_run
+from holdfast.commands.evaluate.report import summary_report
+from holdfast.commands.evaluate.serving import check_servable, prepare_directory, run_evaluation
+from holdfast.commands.launcher.supervise import Supervisor
+from holdfast.commands.resume.config_diff import read_settings
+from holdfast.orchestrator.evaluation.summary import summary_in
+from holdfast.orchestrator.evaluation.tasks import settings_of_run
+from holdfast.shared.config import PROGRAMS
+from holdfast.shared.config.base import ModelConfig
+from holdfast.shared.config.evaluation import EvaluateConfig
+from holdfast.shared.config.load import read_toml
+from holdfast.shared.errors import CheckpointError, ConfigError, DataError
+from holdfast.shared.files.run_dir import SUMMARY_NAME, RunDir
+from holdfast.shared.process.child import die_with_launcher, run_reporting_errors, set_up_logging
+from holdfast.shared.process.events import report
+
+_LOOK_S = 1.0
+_ASKED = ("environments", "num_tasks", "samples_per_task", "sampling", "seq_len", "seed")
+
+
+@dataclass(frozen=True)
+class FollowedRun:
+    """A run whose checkpoints are evaluated.
+
+    Attributes:
+        max_steps: that its newest attempt trains until.
+        base: the model that it began with, if it began with whole weights of a model.
+    """
+
+    run_dir: RunDir
+    max_steps: int
+    base: ModelConfig | None
+
+    @classmethod
+    def read(cls, run: Path) -> FollowedRun:
+        """Return what the settings of the newest attempt say.
+
+        Raises:
+            DataError: `run` holds no run, or none that trains a policy.
+        """
+        run_dir = RunDir(run)
+        if not run_dir.holds_run():
+            raise DataError(f"run = {run} is no run directory: it has no run.json (from {Path.cwd()})")
+        for attempt in range(run_dir.next_attempt() - 1, 0, -1):
+            for program in PROGRAMS:
+                path = run_dir.configs(attempt) / f"{'trainer' if program == 'rl' else program}.toml"
+                if path.exists():
+                    return cls._of(run_dir, program, read_settings(path))
+        raise DataError(f"{run} has no settings of a run (configs/attempt_N), so nobody can say how far it goes")
+
+    @classmethod
+    def _of(cls, run_dir: RunDir, program: str, settings: dict[str, Any]) -> FollowedRun:
+        if program == "reward-model":
+            raise DataError(f"{run_dir.path} trains a reward model, which says nothing: there is nothing to evaluate")
+        model, ckpt = settings["model"], settings.get("ckpt", {})
+        began_elsewhere = ckpt.get("weights_only") or run_dir.forked_from() or model.get("init") == "random"
+        base = None if began_elsewhere else ModelConfig(name=model["name"], tokenizer=model.get("tokenizer"))
+        return cls(run_dir, settings["max_steps"], base)
+
+    def due(self, interval: int | None) -> list[int]:
+        """Return the steps that are there and to be evaluated, ascending; 0 is the model that it began with."""
+        steps = [step for step in self.run_dir.committed_steps() if step]
+        wanted = [step for step in steps if interval is None or step % interval == 0 or step == self.max_steps]
+        return [0, *wanted] if self.base is not None else wanted
+
+    def is_over(self) -> bool:
+        """Whether no further checkpoint comes: the last one is there, or nobody trains."""
+        return self.max_steps in self.run_dir.committed_steps() or not self.run_dir.is_under_way()
+
+
+def follow(config: EvaluateConfig) -> int:
+    """Evaluate every due step of the run that `config` names, until the run is over; return the exit code.
+
+    Each has a directory of its own. What is finished there is never begun again, what was cut off goes on.
+
+    Raises:
+        ConfigError: the run evaluates itself, or what is asked cannot be.
+        HoldfastError: what else cannot be used, or what ended an evaluation.
+    """
+    directory = config.run
+    assert directory is not None, "a run is followed"
+    run = FollowedRun.read(directory)
+    config = with_settings_of_run(config)
+    if "output_dir" not in config.model_fields_set:
+        config.output_dir = run.run_dir.evaluations
+    trained = settings_of_run(directory)
+    if trained is not None and trained.eval is not None:
+        raise ConfigError(f"{directory} evaluates itself (eval): its engines do, between two weight updates")
+    check_servable(config)
+    if config.dry_run:
+        missing = _missing(config, run)
+        print(f"would evaluate {_listed(missing)} of {directory} in {config.output_dir}, and what comes")
+        return 0
+    RunDir(config.output_dir).lock()
+    with Supervisor() as supervisor:
+        while True:
+            # In this order: a checkpoint that came in between is seen by the next look.
+            is_over, missing = run.is_over(), _missing(config, run)
+            if missing:
+                if code := _evaluate_step(config, run, missing[0], supervisor):
+                    return code
+            elif is_over:
+                print(f"every step that was to be evaluated is; the results are in {config.output_dir}")
+                return 0
+            elif (number := supervisor.pause(_LOOK_S, lambda: None)) is not None:
+                return 128 + number
+            run = FollowedRun.read(directory)
+
+
+def _missing(config: EvaluateConfig, run: FollowedRun) -> list[int]:
+    return [step for step in run.due(config.interval) if not (_directory(config, step) / SUMMARY_NAME).exists()]
+
+
+def _directory(config: EvaluateConfig, step: int) -> Path:
+    return config.output_dir / f"step_{step}"
+
+
+def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervisor: Supervisor) -> int:
+    """Evaluate one step; return the exit code."""
+    directory = RunDir(_directory(config, step))
+    one = config.model_copy(deep=True, update={"output_dir": directory.path, "follow": False, "interval": None})
+    if step:
+        one.step = step
+    else:
+        one.run, one.model = None, run.base
+    _clear_other_tasks(one, directory)
+    prepare_directory(one, directory)
+    if step:
+        try:
+            # Exported in any case: what is published has other bytes, and goes with the next step.
+            weights = weights_of_step(run.run_dir.path, step, directory.path, takes_published=False)
+        except (CheckpointError, TensorWorkFailed) as error:
+            if step not in run.run_dir.committed_steps():
+                print(f"step {step} is not evaluated: its checkpoint went away (ckpt.keep)", flush=True)
+                shutil.rmtree(directory.path)
+                return 0
+            if isinstance(error, TensorWorkFailed):
+                return error.exit_code
+            raise
+        one.inference.model = one.inference.model.model_copy(update={"name": str(weights)})
+    else:
+        assert run.base is not None, "step 0 is due where there is a base"
+        one.inference.model = one.inference.model.model_copy(update=served_model(one, run.base.name).model_dump())
+    print(f"evaluating step {step} of {run.run_dir.path}", flush=True)
+    report("evaluating", step=step)
+    code = run_evaluation(one, directory, supervisor)
+    if code:
+        return code
+    for exported in directory.path.glob("model_step_*"):
+        shutil.rmtree(exported)
+    summary = summary_in(directory.path)
+    summary_report(summary, directory.path).print(as_json=False)
+    shown = {name.removeprefix("eval/"): f"{value:.4g}" for name, value in summary.metrics().items() if "@" in name}
+    report("evaluated", step=step, **shown)
+    return 0
+
+
+def _clear_other_tasks(config: EvaluateConfig, directory: RunDir) -> None:
+    """Remove what was begun there with other tasks or sampling: nobody goes on with it."""
+    path = directory.path / "config" / "evaluate.toml"
+    if not path.exists():
+        return
+    before = read_toml(EvaluateConfig, path)
+    differing = [name for name in _ASKED if getattr(before, name) != getattr(config, name)]
+    if differing:
+        print(f"{directory.path} was begun with other {', '.join(differing)}: it is evaluated anew", flush=True)
+        shutil.rmtree(directory.path)
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return f"steps {', '.join(map(str, steps))}" if steps else "no step that is there now"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Follow as the resolved configuration says that `argv` names; never returns."""
+    die_with_launcher()
+    set_up_logging("evaluation")
+    if len(argv) != 1:
+        raise ConfigError("usage: python -m holdfast.commands.evaluate.follow <resolved.toml>")
+    run_reporting_errors(lambda: sys.exit(follow(read_toml(EvaluateConfig, argv[0]))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

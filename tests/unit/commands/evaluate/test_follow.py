@@ -1,0 +1,207 @@
+"""Which steps of a run are evaluated while it trains, by whom, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.commands.evaluate import follow
+from holdfast.commands.evaluate.follow import FollowedRun
+from holdfast.commands.evaluate.serving import prepare_directory
+from holdfast.commands.launcher.evaluation import check_evaluations, evaluation_gpus
+from holdfast.commands.launcher.placement import place_training
+from holdfast.shared.config import PROGRAMS, DpoConfig, OrchestratorConfig, SftConfig
+from holdfast.shared.config.evaluation import EvaluateConfig
+from holdfast.shared.config.load import read_toml, to_toml
+from holdfast.shared.errors import ConfigError, DataError
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.trainer.session.checkpointing import _is_to_be_evaluated
+from tests.builders.checkpoint_files import write_checkpoint
+from tests.conftest import ROOT
+from tests.unit.commands.launcher.test_placement import machine
+
+RunCommand = Callable[..., tuple[int, str, str]]
+MODEL = str(ROOT / "examples" / "reverse_text" / "model")
+DATA = str(ROOT / "examples" / "reverse_text" / "sft.jsonl")
+
+
+def run_of(path: Path, *steps: int, program: str = "sft", attempt: int = 1, **settings: Any) -> RunDir:
+    """Return a run with checkpoints of `steps`, which trains until step 10 unless `settings` say otherwise."""
+    run_dir = RunDir(path)
+    run_dir.create()
+    config = PROGRAMS[program].model_validate({"max_steps": 10, "model": {"name": MODEL}} | settings)
+    directory = run_dir.configs(attempt)
+    directory.mkdir(parents=True)
+    (directory / f"{'trainer' if program == 'rl' else program}.toml").write_text(to_toml(config))
+    for step in steps:
+        write_checkpoint(run_dir, step)
+    return run_dir
+
+
+def test_due_are_the_beginning_every_interval_and_the_end(tmp_path: Path) -> None:
+    run_dir = run_of(tmp_path / "run", 2, 4, 6, 8, 10)
+    run = FollowedRun.read(run_dir.path)
+    assert run.due(4) == [0, 4, 8, 10] and run.due(None) == [0, 2, 4, 6, 8, 10]
+    assert run.base is not None and run.base.name == MODEL
+    run_of(tmp_path / "run", attempt=2, max_steps=20)
+    assert FollowedRun.read(run_dir.path).due(4) == [0, 4, 8], "the newest attempt goes further"
+    for number, changes in enumerate((
+        {"model": {"name": MODEL, "init": "random"}},
+        {"ckpt": {"weights_only": MODEL}},
+    )):  # fmt: skip
+        assert FollowedRun.read(run_of(tmp_path / str(number), 10, **changes).path).due(5) == [10]
+    forked = run_of(tmp_path / "forked", 10)
+    (forked.path / "run.json").unlink()
+    forked.create(forked_from={"run_id": "a", "step": 3, "path": "elsewhere"})
+    assert FollowedRun.read(forked.path).due(5) == [10]
+
+
+def test_a_run_is_over_when_its_last_step_is_there_or_nobody_trains(tmp_path: Path) -> None:
+    run_dir = run_of(tmp_path / "run", 4)
+    assert FollowedRun.read(run_dir.path).is_over(), "nobody trains"
+    run_dir.lock()
+    assert not FollowedRun.read(run_dir.path).is_over()
+    write_checkpoint(run_dir, 10)
+    assert FollowedRun.read(run_dir.path).is_over()
+
+
+def test_what_cannot_be_followed_is_refused(tmp_path: Path, run_command: RunCommand) -> None:
+    with pytest.raises(DataError, match="is no run directory"):
+        FollowedRun.read(tmp_path)
+    empty = RunDir(tmp_path / "empty")
+    empty.path.mkdir()
+    empty.create()
+    with pytest.raises(DataError, match="has no settings of a run"):
+        FollowedRun.read(empty.path)
+    with pytest.raises(DataError, match="trains a reward model"):
+        FollowedRun.read(run_of(tmp_path / "rewards", program="reward-model").path)
+    own = run_of(tmp_path / "own", 10, program="rl")
+    (own.configs(1) / "orchestrator.toml").write_text(to_toml(OrchestratorConfig.model_validate({"eval": {}})))
+    code, _, err = run_command("evaluate", "--run", own.path, "--follow")
+    assert code == 2 and "evaluates itself (eval)" in err
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"interval": 3}, "interval = 3 is of steps that are followed"),
+        ({"follow": True, "step": 4}, "leave step out"),
+        ({"follow": True, "run": None, "model": {"name": "a"}}, "set run, and leave step out"),
+        ({"follow": True, "clean": True}, "clean removes them"),
+    ],
+)
+def test_settings_of_following_fit_together(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        EvaluateConfig.model_validate({"run": "a"} | changes)
+
+
+def test_a_dry_run_names_the_steps_that_are_missing(run_command: RunCommand, tmp_path: Path) -> None:
+    run_dir = run_of(tmp_path / "run", 5, 10)
+    evaluated = run_dir.evaluation(5)
+    evaluated.mkdir(parents=True)
+    (evaluated / "summary.json").write_text("{}")
+    flags = ("evaluate", "--run", run_dir.path, "--follow", "--interval", "5")
+    code, out, _ = run_command(*flags, "--dry-run")
+    assert code == 0 and f"would evaluate steps 0, 10 of {run_dir.path} in {run_dir.evaluations}" in out
+    for step in (0, 10):
+        run_dir.evaluation(step).mkdir()
+        (run_dir.evaluation(step) / "summary.json").write_text("{}")
+    code, out, _ = run_command(*flags, "--dry-run")
+    assert code == 0 and "would evaluate no step that is there now" in out
+    code, out, _ = run_command(*flags)
+    assert code == 0 and f"every step that was to be evaluated is; the results are in {run_dir.evaluations}" in out
+
+
+def test_a_step_whose_checkpoint_went_away_is_passed_by(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = run_of(tmp_path / "run", 10)
+    config = EvaluateConfig(run=run_dir.path, follow=True, output_dir=run_dir.evaluations)
+    run = FollowedRun.read(run_dir.path)
+    assert follow._evaluate_step(config, run, 5, supervisor=None) == 0  # pyright: ignore[reportArgumentType] - nothing is started
+    assert "step 5 is not evaluated: its checkpoint went away" in capsys.readouterr().out
+    assert not run_dir.evaluation(5).exists()
+
+
+def test_what_was_begun_with_other_tasks_is_evaluated_anew(tmp_path: Path) -> None:
+    directory = RunDir(tmp_path / "step_5")
+    config = EvaluateConfig(run=tmp_path, output_dir=directory.path, num_tasks=4)
+    follow._clear_other_tasks(config, directory)
+    prepare_directory(config, directory)
+    follow._clear_other_tasks(config.model_copy(update={"max_concurrency": 3}), directory)
+    assert directory.path.exists()
+    follow._clear_other_tasks(config.model_copy(update={"num_tasks": 5}), directory)
+    assert not directory.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "there are none but of the last step: set ckpt.interval to 4"),
+        ({"ckpt": {"interval": 3}}, "ckpt.interval = 3: set ckpt.interval to 4"),
+        ({"ckpt": {"interval": 2}, "parallel": {"nodes": 2, "rdzv_endpoint": "a"}}, "--follow` where there is room"),
+        ({"ckpt": {"interval": 2}, "slurm": {}}, "--follow` where there is room"),
+        ({"eval": {"inference": {"engines": 2}}}, "an evaluation has one server"),
+        ({"eval": {"seq_len": 64, "inference": {"model": {"max_len": 32}}}}, "is more than inference.model.max_len"),
+        ({"eval": {"environments": []}}, "at least 1 item"),
+    ],
+)
+def test_evaluations_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        SftConfig.model_validate({"eval": {"interval": 4}} | changes)
+
+
+def test_a_checkpoint_stays_until_it_is_evaluated(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    config = DpoConfig.model_validate({"max_steps": 9, "eval": {"interval": 4}, "ckpt": {"interval": 2, "keep": 1}})
+    assert [step for step in (2, 4, 6, 8, 9) if _is_to_be_evaluated(config, run_dir, step)] == [4, 8, 9]
+    run_dir.evaluation(4).mkdir(parents=True)
+    (run_dir.evaluation(4) / "summary.json").write_text("{}")
+    assert not _is_to_be_evaluated(config, run_dir, 4) and _is_to_be_evaluated(config, run_dir, 8)
+    assert not _is_to_be_evaluated(DpoConfig(), run_dir, 8)
+    assert not _is_to_be_evaluated(PROGRAMS["reward-model"](), run_dir, 8)
+
+
+def evaluated_sft(**changes: Any) -> SftConfig:
+    values = {"model": {"name": MODEL}, "data": {"name": DATA}, "ckpt": {"interval": 2}, "eval": {"interval": 4}}
+    return SftConfig.model_validate(values | changes)
+
+
+def test_what_is_trained_on_is_not_asked(tmp_path: Path) -> None:
+    rows = tmp_path / "rows" / "rows.jsonl"
+    rows.parent.mkdir()
+    rows.write_text('{"prompt": "a", "answer": "b"}\n')
+    asks = {"interval": 4, "environments": [{"id": "jsonl", "args": {"path": str(rows)}}]}
+    check_evaluations(evaluated_sft(eval=asks))
+    for name in (rows, rows.parent):
+        with pytest.raises(ConfigError, match=r"'jsonl' asks what is in .*rows.jsonl, and that is trained on"):
+            check_evaluations(evaluated_sft(eval=asks, data={"name": str(name)}))
+    check_evaluations(evaluated_sft(eval=None))
+    nodes = evaluated_sft()
+    nodes.parallel.nodes = 2  # as an outer launcher has it
+    with pytest.raises(ConfigError, match="several nodes"):
+        check_evaluations(nodes)
+
+
+def test_evaluations_get_the_gpus_that_the_trainer_leaves() -> None:
+    config = evaluated_sft(parallel={"num_ranks": 1})
+    assert [gpu.name for gpu in evaluation_gpus(config, place_training(config.parallel, machine(3)), machine(3))] == [
+        "1"
+    ]
+    greedy = evaluated_sft()
+    with pytest.raises(ConfigError, match=r"needs 1 of the 2 GPUs, and the trainer leaves 0: lower parallel.num_ranks"):
+        evaluation_gpus(greedy, place_training(greedy.parallel, machine(2)), machine(2))
+    on_cpu = machine(2, engine="cpu")
+    assert evaluation_gpus(greedy, place_training(greedy.parallel, on_cpu), on_cpu) == ()
+
+
+def test_the_plan_of_a_run_shows_what_evaluates_it(run_command: RunCommand, tmp_path: Path) -> None:
+    flags = ("--model.name", MODEL, "--data.name", DATA, "--output-dir", tmp_path / "run", "--dry-run")
+    code, out, _ = run_command("sft", *flags, "--ckpt.interval", "2", "--eval.interval", "4", "--eval.num-tasks", "3")
+    assert code == 0 and any(line.split()[0] == "evaluation" for line in out.splitlines() if line.split())
+    written = read_toml(EvaluateConfig, tmp_path / "run" / "configs" / "dry_run" / "evaluation.toml")
+    assert (written.follow, written.interval, written.num_tasks) == (True, 4, 3)
+    assert (written.run, written.output_dir) == (tmp_path / "run", tmp_path / "run" / "evaluations")
+    code, out, _ = run_command("sft", *flags)
+    assert code == 0 and "evaluation" not in out
