@@ -145,10 +145,14 @@ class Checkout:
             missing = [word for word in words[words.index("--compare") + 1 :][:2] if Path(word) not in self.made]
             assert not missing, f"{command.where}: {command.line}\nnobody has evaluated {missing}"
             return
+        if (directory := command.flag("plot")) is not None:
+            assert Path(directory) in self.made, f"{command.where}: {command.line}\nnobody has evaluated {directory}"
+            return
         if (directory := command.flag("run")) is not None:
+            words = [word for word in words if word != "--follow"]
             assert Path(directory) in self.made, f"{command.where}: {command.line}\nnobody has made {directory}"
             pairs = [words[place : place + 2] for place, word in enumerate(words) if word.startswith("--")]
-            kept = [word for pair in pairs if pair[0] not in ("--run", "--step") for word in pair]
+            kept = [word for pair in pairs if pair[0] not in ("--run", "--step", "--interval") for word in pair]
             words = ["--model.name", _MODEL, *kept]
         code, out, err = run("evaluate", *words, "--output-dir", self.path / "dry" / "evaluation", "--dry-run")
         assert code == 0, f"{command.where}: {command.line}\n{out}{err}"

@@ -1,4 +1,4 @@
-"""From the command line to an evaluation, or to a comparison of two."""
+"""From the command line to an evaluation, to a comparison of two, or to a picture of those of a run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.config.load import parse_command_line
 
 _COMPARE = "--compare"
+_PLOT = "--plot"
 
 
 def main(argv: list[str]) -> int:
@@ -19,6 +20,8 @@ def main(argv: list[str]) -> int:
     """
     if any(word.split("=")[0] == _COMPARE for word in argv):
         return _compare(argv)
+    if any(word.split("=")[0] == _PLOT for word in argv):
+        return _plot(argv)
     config = parse_command_line(EvaluateConfig, argv, program="evaluate")
     from holdfast.commands.evaluate.launch import launch
 
@@ -39,4 +42,16 @@ def _compare(argv: list[str]) -> int:
     first, second = arguments.compare
     report = comparison_report(compare(first, second, confidence=arguments.confidence), first, second)
     report.print(as_json=arguments.json)
+    return 0
+
+
+def _plot(argv: list[str]) -> int:
+    parser = Parser(prog="evaluate", allow_abbrev=False, description="Show the evaluations of a run over its steps.")
+    parser.add_argument(_PLOT, type=Path, metavar="RUN", required=True, help="run directory, or its `evaluations`")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="draw a picture as well: .png, .svg or .pdf")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
+    arguments = parser.parse_args(argv)
+    from holdfast.commands.evaluate.plot import plot
+
+    plot(arguments.plot, arguments.output).print(as_json=arguments.json)
     return 0

@@ -20,7 +20,7 @@ def summary_report(summary: Summary, directory: Path) -> Report:
     more: list[str] = []
     for name, environment in summary.environments.items():
         rows += [
-            (name, str(environment.num_tasks), key, number(one.value), _interval(one))
+            (name, str(environment.num_tasks), key, number(one.value), interval_of(one))
             for key, one in environment.estimates.items()
         ]
         numbers = {**environment.metrics, "truncated": environment.truncated}
@@ -41,9 +41,9 @@ def comparison_report(comparison: Comparison, first: Path, second: Path) -> Repo
             line.environment,
             line.name,
             str(line.num_tasks),
-            f"{number(line.first.value)} {_interval(line.first)}",
-            f"{number(line.second.value)} {_interval(line.second)}",
-            f"{line.paired.difference.value:+.4g} {_interval(line.paired.difference)}",
+            f"{number(line.first.value)} {interval_of(line.first)}",
+            f"{number(line.second.value)} {interval_of(line.second)}",
+            f"{line.paired.difference.value:+.4g} {interval_of(line.paired.difference)}",
             f"{line.paired.p_value:.2g}",
             f"{line.paired.num_higher}/{line.paired.num_lower}",
         )
@@ -70,7 +70,8 @@ def comparison_report(comparison: Comparison, first: Path, second: Path) -> Repo
     return Report(document, parts)
 
 
-def _interval(estimate: Estimate) -> str:
+def interval_of(estimate: Estimate) -> str:
+    """Return an interval for people; `-` where there is none."""
     if estimate.low is None or estimate.high is None:
         return "-"
     return f"[{number(estimate.low)}, {number(estimate.high)}]"
