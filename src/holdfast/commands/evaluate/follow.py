@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,21 +57,12 @@ class FollowedRun:
         run_dir = RunDir(run)
         if not run_dir.holds_run():
             raise DataError(f"run = {run} is no run directory: it has no run.json (from {Path.cwd()})")
-        for attempt in range(run_dir.next_attempt() - 1, 0, -1):
-            for program in PROGRAMS:
-                path = run_dir.configs(attempt) / f"{'trainer' if program == 'rl' else program}.toml"
-                if path.exists():
-                    return cls._of(run_dir, program, read_settings(path))
-        raise DataError(f"{run} has no settings of a run (configs/attempt_N), so nobody can say how far it goes")
-
-    @classmethod
-    def _of(cls, run_dir: RunDir, program: str, settings: dict[str, Any]) -> FollowedRun:
-        if program == "reward-model":
-            raise DataError(f"{run_dir.path} trains a reward model, which says nothing: there is nothing to evaluate")
-        model, ckpt = settings["model"], settings.get("ckpt", {})
-        began_elsewhere = ckpt.get("weights_only") or run_dir.forked_from() or model.get("init") == "random"
-        base = None if began_elsewhere else ModelConfig(name=model["name"], tokenizer=model.get("tokenizer"))
-        return cls(run_dir, settings["max_steps"], base)
+        attempts = list(_settings_of_attempts(run_dir))
+        if not attempts:
+            raise DataError(f"{run} has no settings of a run (configs/attempt_N), so nobody can say how far it goes")
+        # A later attempt does not say what the first steps began with; the one that does may be removed.
+        fresh = next((one for one in attempts if one.get("ckpt", {}).get("resume_step") is None), None)
+        return cls(run_dir, attempts[0]["max_steps"], _base_of(fresh) if fresh is not None else None)
 
     def due(self, interval: int | None) -> list[int]:
         """Return the steps that are there and to be evaluated, ascending; 0 is the model that it began with."""
@@ -82,6 +73,30 @@ class FollowedRun:
     def is_over(self) -> bool:
         """Whether no further checkpoint comes: the last one is there, or nobody trains."""
         return self.max_steps in self.run_dir.committed_steps() or not self.run_dir.is_under_way()
+
+
+def _settings_of_attempts(run_dir: RunDir) -> Iterator[dict[str, Any]]:
+    """Yield the settings of the trainer, of the newest attempt first.
+
+    Raises:
+        DataError: it trains no policy.
+    """
+    for attempt in range(run_dir.next_attempt() - 1, 0, -1):
+        for program in PROGRAMS:
+            path = run_dir.configs(attempt) / f"{'trainer' if program == 'rl' else program}.toml"
+            if not path.exists():
+                continue
+            if program == "reward-model":
+                raise DataError(f"{run_dir.path} trains a reward model, which says nothing that could be evaluated")
+            yield read_settings(path)
+
+
+def _base_of(settings: dict[str, Any]) -> ModelConfig | None:
+    """Return the model whose weights a fresh start takes, if it takes those of a model as they are."""
+    model = settings["model"]
+    if model.get("init") == "random" or settings.get("ckpt", {}).get("weights_only"):
+        return None
+    return ModelConfig(name=model["name"], tokenizer=model.get("tokenizer"))
 
 
 def follow(config: EvaluateConfig) -> int:

@@ -53,10 +53,14 @@ def test_due_are_the_beginning_every_interval_and_the_end(tmp_path: Path) -> Non
         {"ckpt": {"weights_only": MODEL}},
     )):  # fmt: skip
         assert FollowedRun.read(run_of(tmp_path / str(number), 10, **changes).path).due(5) == [10]
-    forked = run_of(tmp_path / "forked", 10)
-    (forked.path / "run.json").unlink()
-    forked.create(forked_from={"run_id": "a", "step": 3, "path": "elsewhere"})
-    assert FollowedRun.read(forked.path).due(5) == [10]
+    # What resumes says nothing of the beginning; another fresh start does.
+    resumed = {"ckpt": {"resume_step": 2}}
+    elsewhere = run_of(tmp_path / "elsewhere", 10, ckpt={"weights_only": MODEL})
+    run_of(elsewhere.path, attempt=2, **resumed)
+    assert FollowedRun.read(elsewhere.path).due(5) == [10]
+    run_of(elsewhere.path, attempt=3)
+    assert FollowedRun.read(elsewhere.path).due(5) == [0, 10]
+    assert FollowedRun.read(run_of(tmp_path / "forked", 10, **resumed).path).due(5) == [10]
 
 
 def test_a_run_is_over_when_its_last_step_is_there_or_nobody_trains(tmp_path: Path) -> None:
@@ -106,11 +110,10 @@ def test_a_dry_run_names_the_steps_that_are_missing(run_command: RunCommand, tmp
     flags = ("evaluate", "--run", run_dir.path, "--follow", "--interval", "5")
     code, out, _ = run_command(*flags, "--dry-run")
     assert code == 0 and f"would evaluate steps 0, 10 of {run_dir.path} in {run_dir.evaluations}" in out
+    assert follow._listed([]) == "no step that is there now"
     for step in (0, 10):
         run_dir.evaluation(step).mkdir()
         (run_dir.evaluation(step) / "summary.json").write_text("{}")
-    code, out, _ = run_command(*flags, "--dry-run")
-    assert code == 0 and "would evaluate no step that is there now" in out
     code, out, _ = run_command(*flags)
     assert code == 0 and f"every step that was to be evaluated is; the results are in {run_dir.evaluations}" in out
 
