@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from holdfast.commands.launcher.placement import Machine, Placement, gpus_per_engine
-from holdfast.commands.launcher.plan import Plan
+from holdfast.commands.launcher.plan import EVALUATION, Plan
 from holdfast.commands.launcher.plan_table import planned_engine
 from holdfast.commands.launcher.preflight import check_in_child
 from holdfast.commands.resume.attempt import Attempt, write_config
@@ -17,9 +17,6 @@ from holdfast.shared.errors import ConfigError
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.gpus import Gpu, require_vllm
 from holdfast.shared.process.import_path import module_command
-
-EVALUATION = "evaluation"
-"""Name of the process."""
 
 
 def check_evaluations(config: TrainingCommand) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.commands.launcher.hosts.cluster import Cluster
+from holdfast.commands.launcher.hosts.cluster import Cluster, is_trainer
 from holdfast.commands.launcher.hosts.host import Host
 from holdfast.commands.launcher.liveness import Health
 from holdfast.commands.launcher.plan_table import PlannedProcess
@@ -14,6 +14,10 @@ from holdfast.commands.launcher.restarts import Restarts
 from holdfast.commands.launcher.storage_backoff import StorageBackoff
 from holdfast.commands.resume.attempt import Attempt
 from holdfast.shared.config.trainer import TrainingCommand
+from holdfast.shared.files import durable
+
+EVALUATION = "evaluation"
+"""Name of the process that evaluates what a trainer saves."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,15 @@ class Plan:
     processes: list[PlannedProcess] = field(default_factory=list)
     hosts: Mapping[str, Host] = field(default_factory=dict)
     node: int = 0
+
+    def work_of(self, name: str) -> Callable[[], bool]:
+        """Return what says whether a process that has ended by itself did its work: code of users may end it before."""
+        run_dir, last = self.attempt.run_dir, self.trainer.max_steps
+        if name == EVALUATION:
+            return lambda: True  # it alone knows what there was to do
+        if is_trainer(name):
+            return lambda: durable.is_visible(run_dir.weights_of(last))
+        return lambda: durable.is_visible(run_dir.batch(last)) or last in run_dir.committed_steps()
 
     def file_name(self, name: str) -> str:
         """Name of a file of this node: nodes write into one directory."""

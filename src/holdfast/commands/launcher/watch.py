@@ -20,20 +20,18 @@ from typing import TypeVar
 
 from holdfast.commands.launcher.console import Console
 from holdfast.commands.launcher.endings import death_of, engine_failure_of, how_it_ended, report_stop
-from holdfast.commands.launcher.evaluation import EVALUATION
 from holdfast.commands.launcher.hosts.cluster import is_trainer, wait_for_places
 from holdfast.commands.launcher.hosts.host import Process
 from holdfast.commands.launcher.hosts.local import THIS_MACHINE
 from holdfast.commands.launcher.liveness import PROBE_PERIOD_S, LivenessMonitor, place_of_beats
 from holdfast.commands.launcher.nodes import NodeGroup
-from holdfast.commands.launcher.plan import Healing, Plan
+from holdfast.commands.launcher.plan import EVALUATION, Healing, Plan
 from holdfast.commands.launcher.restarts import Restarts
 from holdfast.commands.launcher.storage_backoff import StorageBackoff, fullest
 from holdfast.commands.launcher.supervise import REFRESH_S, Child, Supervisor
 from holdfast.commands.resume.superseded import clear_unpublished
 from holdfast.shared.config.inference import is_engine
 from holdfast.shared.errors import STORAGE_FAILED, STUCK, HoldfastError, ProcessDied, is_storage_failure
-from holdfast.shared.files import durable
 from holdfast.shared.process.child import make_output_lossy
 from holdfast.shared.process.events import EVENTS_ENV, PROCESS_ENV
 from holdfast.shared.process.heartbeat import HEALING_NAME, HEARTBEAT_ENV
@@ -161,23 +159,9 @@ class _Watcher:
                 self._logs / f"{self._plan.file_name(name)}.log",
                 environment=environment,
                 is_service=is_engine(name),
-                has_done_its_work=self._work_of(name),
+                has_done_its_work=self._plan.work_of(name),
                 host=self._plan.hosts.get(name, THIS_MACHINE),
             )
-
-    def _work_of(self, name: str) -> Callable[[], bool]:
-        if name == EVALUATION:
-            return lambda: True  # it alone knows
-        return self._has_weights if is_trainer(name) else self._has_all_batches
-
-    def _has_weights(self) -> bool:
-        """Whether the trainer has published what it was to train: user code in it may end it before, by `sys.exit`."""
-        return durable.is_visible(self._run_dir.weights_of(self._plan.trainer.max_steps))
-
-    def _has_all_batches(self) -> bool:
-        """Whether the orchestrator has made the last batch: an environment may end it before."""
-        last = self._plan.trainer.max_steps
-        return durable.is_visible(self._run_dir.batch(last)) or last in self._run_dir.committed_steps()
 
     def _restart(self, child: Child) -> None:
         if child.name == "orchestrator":
