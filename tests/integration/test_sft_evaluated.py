@@ -22,6 +22,7 @@ DATA = ROOT / "examples" / "reverse_text" / "sft.jsonl"
 TRAINS = (
     "--model.name", str(MODEL), "--data.name", str(DATA), "--data.batch-size", "8", "--data.micro-batch-size", "4",
     "--data.seq-len", "64", "--max-steps", "8", "--ckpt.interval", "2", "--ckpt.keep", "1", "--parallel.threads", "1",
+    "--optim.lr", "1e-3",
 )  # fmt: skip
 ASKS = (
     "--eval.interval", "4", "--eval.num-tasks", "6", "--eval.samples-per-task", "2", "--eval.seq-len", "64",
@@ -55,7 +56,8 @@ def test_every_due_step_is_evaluated_once_and_training_is_as_without(tmp_path: P
         assert summary.environments["reverse_text"].num_tasks == 6
         assert not list(run_dir.evaluation(step).glob("model_step_*")), "what was exported for it is gone"
     lines = {step: (run_dir.evaluation(step) / ROLLOUTS_NAME).read_bytes() for step in (0, 4, 8)}
-    assert lines[4] != lines[8] and all(content.count(b"\n") == 12 for content in lines.values())
+    assert all(content.count(b"\n") == 12 for content in lines.values())
+    assert len({str(summary_in(run_dir.evaluation(step)).policy["digest"]) for step in (0, 4, 8)}) == 3
     plain = RunDir(tmp_path / "plain")
     assert started(plain.path).wait().code == 0
     weights = [one.weights_of(8) / "model.safetensors" for one in (run_dir, plain)]
