@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from holdfast.shared.files.metrics import read_metrics
+from tests.conftest import ROOT
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.runs.interpreters import VERIFIERS_PYTHON, VERIFIERS_TASKS, needs_verifiers
 from tests.runs.rl import CompletedRun, RlRun, complete
 
 _STEPS = 2
+_VERIFIERS_PLAYER = ROOT / "src/holdfast/orchestrator/environments/verifiers_player.py"
 _REASONS = ("environment_error", "crash", "timeout", "memory")
 _ENVIRONMENTS = """
 [[environments]]
@@ -95,6 +97,7 @@ def test_a_harness_over_http_trains_the_same_weights_through_deaths(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # verifiers is imported at every start
 @needs_verifiers
 def test_an_environment_of_verifiers_is_trained_on_through_deaths(
     rl_server: UsedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -102,21 +105,22 @@ def test_an_environment_of_verifiers_is_trained_on_through_deaths(
     monkeypatch.setenv("PYTHONPATH", str(VERIFIERS_TASKS), prepend=os.pathsep)
     agent = {"harness": {"id": "reversing"}, "runtime": {"type": "subprocess"}}
     section = {"id": "verifiers:reversing", "args": {"python": VERIFIERS_PYTHON, "agent": agent}, "workers": 1}
-    flags = ("--orchestrator.environments", json.dumps([section]), *rl_server.flags, "--max-steps", "4")
+    flags = ("--orchestrator.environments", json.dumps([section]), *rl_server.flags, "--max-steps", "6")
+    flags += ("--orchestrator.problems-per-step", "4", "--orchestrator.group-size", "4")  # an episode takes a while
     weights = []
     for name in ("undisturbed", "disturbed"):
         with RlRun(tmp_path / name, *flags, "--ckpt.interval", "2") as run:
             if name == "disturbed":
                 run.wait_for_step(1)
-                run.find("verifiers_player.py")[0].kill()
+                run.find(str(_VERIFIERS_PLAYER))[0].kill()
                 run.wait_for_step(2)
                 run.find("holdfast.orchestrator.main")[0].kill()
-            done = complete(run)
+            done = complete(run, 400)
         assert done.exit_code == 0, done.output
         lines = read_metrics(run.run_dir.metrics)
-        assert [line["verifiers:reversing/requests/answered"] for line in lines] == [2.0] * 4
+        assert [line["verifiers:reversing/requests/answered"] for line in lines] == [2.0] * 6
         assert any(line["grad_norm"] > 0.0 for line in lines)
-        weights.append((run.run_dir.weights_of(4) / "model.safetensors").read_bytes())
+        weights.append((run.run_dir.weights_of(6) / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
 
 

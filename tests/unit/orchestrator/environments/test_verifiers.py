@@ -100,6 +100,7 @@ def test_its_episodes_are_rollouts_whoever_plays_them_and_dies(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # verifiers is imported at every start
 @needs_verifiers
 def test_what_goes_wrong_in_an_episode_costs_its_group_and_is_told(tmp_path: Path) -> None:
     faults = {"ab": "raises", "cd": "temperature", "ef": "full", "gh": "always killed"}
