@@ -11,7 +11,9 @@
     ├── ReadError               a file is there and cannot be read: no damage      exit 2, mostly 5
     ├── EnvironmentFailure      an environment raised or broke its contract        exit 3
     │   ├── CallTimeout         a call of an environment took longer than it may   the rollout is dropped
+    │   ├── JudgeFailure        a judge gave no reply that can be read             the rollout is dropped
     │   └── WorkerCrashed       the process that played a group died of it         the rollout is dropped
+    ├── JudgeDenied             a judge knows neither key nor model                exit 3
     ├── InferenceError          the inference server refused, failed or vanished   exit 3
     │   ├── EngineLost          a server was away or failed for longer than it may exit 3
     │   └── WaitedInVain        another process of the run made nothing in time    exit 6

@@ -49,7 +49,10 @@ def code_of_script(directory: str, path: str) -> CodeType:
 
 
 def _install(directory: str) -> None:
+    # Those of `_open` too: a package that is measured shall not be seen to import them.
+    import json  # noqa: F401
     import marshal
+    import mmap  # noqa: F401
     import sys
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
