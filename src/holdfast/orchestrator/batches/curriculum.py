@@ -96,7 +96,7 @@ def advance(state: OrchestratorState, config: OrchestratorConfig, outcomes: Sequ
             continue
         for level, group in _leveled(outcomes, section.label):
             found = position.curriculum.levels[level]
-            rewards = [rollout.reward for rollout in group]
+            rewards = [_total(rollout) for rollout in group]
             found.rewards = [*found.rewards, _mean(rewards)][-settings.window :]
             found.variances = [*found.variances, _variance(rewards)][-settings.window :]
         if settings.choice == "gates":
@@ -158,6 +158,11 @@ def _leveled(outcomes: Sequence[Outcome], name: str) -> list[tuple[int, list[Rol
         for outcome in outcomes
         if isinstance(outcome, list) and outcome[0].environment == name and outcome[0].level is not None
     ]
+
+
+def _total(rollout: Rollout) -> float:
+    """Return the reward of the whole and of its parts."""
+    return math.fsum([rollout.reward, *(rollout.step_rewards.rewards if rollout.step_rewards else ())])
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -11,6 +11,7 @@ others (it was restarted, or somebody else pushed to it) counts as lost as well,
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -144,11 +145,13 @@ class InferenceClient:
         """
         affinity = affinity or Affinity()
         attempts = RetryPolicy(self._ready_timeout_s, key=f"{self._key}.ready_timeout_s")
-        tried: set[Engine] = set()
+        failed: Counter[Engine] = Counter()
         while True:
+            # Lost once, it may be back and well; for one that failed twice nobody shall pass by those that are full.
+            failing = [engine for engine, times in failed.items() if times > 1]
             async with self._queue:
-                there = await self.pool.wait_for_room(len(request.seeds))
-                engine = choose([engine for engine in there if engine not in tried] or there, affinity)
+                there = await self.pool.wait_for_room(len(request.seeds), but=failing)
+                engine = choose([engine for engine in there if engine not in failed] or there, affinity)
             # Of before the request: whoever finds the engine lost meanwhile has done so for us as well.
             epoch = engine.epoch
             try:
@@ -157,11 +160,11 @@ class InferenceClient:
             except Unavailable as failure:
                 self.pool.lose(engine, epoch=epoch, failure=failure)
                 attempts.count(failure, url=engine.url)
-                tried.add(engine)
+                failed[engine] += 1
                 # Another engine is asked at once; it is the same one again that must be left alone for a while.
-                if tried.issuperset(self.pool.there()):
+                if failed.keys() >= set(self.pool.there()):
                     await attempts.pause(failure)
-                    tried.clear()
+                    failed.clear()
 
     async def ask(self, engine: Engine, request: GenerateRequest) -> list[Choice]:
         """Return what `generate` does, asked of this engine once.

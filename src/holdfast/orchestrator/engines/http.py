@@ -28,7 +28,7 @@ _log = logging.getLogger("orchestrator")
 
 # A probe of a busy engine may take long; vLLM's own deadline for one is 20 s.
 PROBE_TIMEOUT_S = 30.0
-# Of a name, and of TLS. For TCP the kernel counts, see `_OPTIONS`: an event loop with thousands of sessions may be busy
+# Of TCP and TLS. The kernel gives up before, see `_OPTIONS`: an event loop with thousands of sessions may be busy
 # for longer than a connection takes, and would find its deadline over.
 _CONNECT_TIMEOUT_S = 60.0
 # Thousands of sessions may ask at once. More connections would not fit into the queue of a server that is slow to take

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from holdfast.orchestrator.engines.engine import Engine
 from holdfast.orchestrator.engines.http import Unavailable
@@ -104,8 +104,11 @@ class EnginePool:
             if there := self.there():
                 return there
 
-    async def wait_for_room(self, num_sequences: int) -> list[Engine]:
+    async def wait_for_room(self, num_sequences: int, *, but: Collection[Engine] = ()) -> list[Engine]:
         """Return the engines that are there and may sample as many sequences more, as soon as one may; for one waiter.
+
+        Args:
+            but: those that are taken only where no other is there, with room or without.
 
         Raises:
             EngineLost, HoldfastError: as `wait_for_any`.
@@ -113,7 +116,8 @@ class EnginePool:
         while True:
             self._has_changed.clear()
             there = await self.wait_for_any()
-            if with_room := [engine for engine in there if engine.has_room(num_sequences)]:
+            wanted = [engine for engine in there if engine not in but] or there
+            if with_room := [engine for engine in wanted if engine.has_room(num_sequences)]:
                 return with_room
             await self._has_changed.wait()
 

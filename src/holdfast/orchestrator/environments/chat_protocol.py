@@ -198,7 +198,7 @@ def completion_of(reply: Mapping[str, Any], session: Session, *, model: str) -> 
     """Return the body of an answer."""
     ends = (0, *session.turn_ends)
     sampled = session.loss_mask.tobytes()[ends[-2] : ends[-1]].count(1)
-    total = len(session.token_ids)
+    total = len(session.token_ids) - session.branch_starts[-1]  # what the policy saw
     is_cut = session.token_ids[-1] not in session.tokenizer.stop_token_ids
     return {
         "id": f"chatcmpl-{len(session.texts)}",

@@ -11,7 +11,6 @@ Requests go to the desk of the process (`JUDGES`): that of the orchestrator or a
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
@@ -24,6 +23,7 @@ import xxhash
 from holdfast.shared.config.judge import JudgeConfig
 from holdfast.shared.errors import ConfigError, EnvironmentFailure, nearest
 from holdfast.shared.printable import printable
+from holdfast.shared.wire.keys import read_key
 
 JudgeFailureReason = Literal["judge_away", "judge_refused", "judge_unreadable"]
 _FIELD = re.compile(r"\{(\w+)\}")
@@ -124,7 +124,7 @@ class Judge:
                     f"judge: its prompt has {{{name}}}, which is no field.{nearest(name, fields)} "
                     f"Fields: {', '.join(fields)}."
                 )
-        if config.api_key_env is not None and not os.environ.get(config.api_key_env):
+        if config.api_key_env is not None and read_key(config.api_key_env) is None:
             raise ConfigError(
                 f"judge: the environment variable {config.api_key_env} (api_key_env) is not set: set it to the key of "
                 f"{config.url}, or leave api_key_env out if it needs none"

@@ -25,6 +25,7 @@ from holdfast.shared.config.mcp import McpServerConfig
 from holdfast.shared.errors import ConfigError, nearest
 from holdfast.shared.printable import printable
 from holdfast.shared.process.import_path import module_command
+from holdfast.shared.wire.keys import read_key
 
 _CLOSED = -32000
 """Code of the library for a connection that is gone (`mcp_types.CONNECTION_CLOSED`)."""
@@ -58,6 +59,8 @@ class McpServer:
         wanted = [*config.env, *([config.api_key_env] if config.api_key_env else [])]
         if missing := [variable for variable in wanted if not os.environ.get(variable)]:
             raise ConfigError(f"{self._what}: the environment variable {missing[0]} is not set")
+        if config.api_key_env is not None:
+            read_key(config.api_key_env)
         self.tools = [McpTool(self, tool) for tool in self._chosen(self._ask_for_tools())]
 
     async def connect(self, session: Session) -> None:

@@ -10,7 +10,6 @@ so that an evaluation that was killed never asks the same twice.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +29,7 @@ from holdfast.shared.files.record_log import RecordLog, read_records
 from holdfast.shared.printable import printable
 from holdfast.shared.wire.arrays import Logprobs, TokenIds
 from holdfast.shared.wire.inference_api import Completion
+from holdfast.shared.wire.keys import read_key
 from holdfast.shared.wire.sampling import Sampling
 
 _log = logging.getLogger("orchestrator")
@@ -86,7 +86,7 @@ class EndpointSampler:
         self._config = config
         self._url = f"{url}/chat/completions"
         self._model = model
-        key = os.environ.get(config.api_key_env)
+        key = read_key(config.api_key_env)
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=config.timeout_s,

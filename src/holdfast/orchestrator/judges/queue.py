@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 
 import httpx
 import msgspec
@@ -16,6 +15,7 @@ from holdfast.shared.errors import HoldfastError
 from holdfast.shared.printable import printable
 from holdfast.shared.process.clock import awake_s
 from holdfast.shared.process.events import report
+from holdfast.shared.wire.keys import read_key
 
 _MOST_BYTES = 1 << 20
 """Of an answer: no reply of a judge is longer."""
@@ -113,7 +113,7 @@ class JudgeQueue:
             Unavailable: the judge is busy, fails or cannot be reached.
             JudgeFailure, JudgeDenied: as `ask`.
         """
-        key = os.environ.get(request.api_key_env) if request.api_key_env else None
+        key = read_key(request.api_key_env) if request.api_key_env else None
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         what = f"POST {request.url}"
         try:

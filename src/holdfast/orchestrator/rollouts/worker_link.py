@@ -111,7 +111,7 @@ class WorkerLink:
                 begun = _Running.begin(self._settings, self._config, endpoint=self._endpoint)
                 self._beginning = asyncio.create_task(begun)
                 self._running = running = await asyncio.shield(self._beginning)
-            return await running.is_ready
+            return await asyncio.shield(running.is_ready)  # others may wait for it too
 
     async def play(self, problem: Problem, step: int, sampler: TurnSampler) -> Played | Failed:
         """Return what became of the group.
@@ -217,7 +217,7 @@ class _Running:
             del self._groups[number]
             for turn in group.turns:
                 turn.cancel()
-            if not group.ended.done() or group.ended.cancelled():
+            if not group.ended.done() or group.ended.cancelled() or group.ended.exception() is not None:
                 self._send(Cancel(number))
 
     async def close(self) -> None:
@@ -295,7 +295,7 @@ class _Running:
         """Do what a group waits for, as long as it does."""
         turn = asyncio.create_task(work)
         group.turns.add(turn)
-        turn.add_done_callback(_taken(group.turns))
+        turn.add_done_callback(_taken(group))
 
     async def _watch(self) -> None:
         """End the worker when it has come no further for too long: none of its threads may be able to."""
@@ -400,12 +400,13 @@ def error_of(failed: Failed) -> HoldfastError:
     return kinds.get(failed.kind, EnvironmentFailure)(failed.message)
 
 
-def _taken(turns: set[asyncio.Task[None]]) -> Callable[[asyncio.Task[None]], None]:
-    """Return what takes a turn out when it is done, and its failure for known: sampler or desk have told it."""
+def _taken(group: _Group) -> Callable[[asyncio.Task[None]], None]:
+    """Return what takes a turn out when it is done, and ends the group with its failure."""
 
     def take(turn: asyncio.Task[None]) -> None:
-        turns.discard(turn)
-        if not turn.cancelled():
-            turn.exception()
+        group.turns.discard(turn)
+        error = None if turn.cancelled() else turn.exception()
+        if error is not None and not group.ended.done():
+            group.ended.set_exception(error)  # nobody will answer the worker, which would wait for ever
 
     return take

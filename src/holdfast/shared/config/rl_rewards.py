@@ -71,8 +71,12 @@ def _check_length_penalty(trainer: TrainerConfig, orchestrator: OrchestratorConf
     most, reached, key = trainer.rewards.length_max_tokens, 0, ""
     for environment in orchestrator.environments:
         settings = orchestrator.rollouts_of(environment)
-        own, own_key = settings.seq_len - 1, f"orchestrator.seq_len = {settings.seq_len} with a prompt"
-        if environment.id in _SINGLE_TURN and settings.max_tokens <= own:
+        is_single = environment.id in _SINGLE_TURN and not environment.mcp_servers
+        branches = environment.max_branches if environment.history == "split" and not is_single else 1
+        own, own_key = branches * (settings.seq_len - 1), f"orchestrator.seq_len = {settings.seq_len} with a prompt"
+        if branches > 1:
+            own_key += f", in up to {branches} branches,"
+        if is_single and settings.max_tokens <= own:
             own, own_key = settings.max_tokens, "orchestrator.sampling.max_tokens"
         if own > reached:
             reached, key = own, own_key

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
-from holdfast.shared.errors import ConfigError
+from holdfast.shared.wire.keys import read_key
 
 
 def read_admin_token(name: str) -> str | None:
@@ -13,12 +11,4 @@ def read_admin_token(name: str) -> str | None:
     Raises:
         ConfigError: it cannot stand in a header. The message does not repeat it.
     """
-    token = os.environ.get(name, "")
-    if not token:
-        return None
-    if not (token.isascii() and token.isprintable() and " " not in token):
-        raise ConfigError(
-            f"the admin token in the environment variable {name} holds spaces, line breaks or characters beyond ASCII, "
-            f"which no header can hold. A file that ends with a line break gives one: use {name}=$(cat FILE)."
-        )
-    return token
+    return read_key(name, what="admin token")

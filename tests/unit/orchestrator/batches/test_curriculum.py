@@ -28,8 +28,8 @@ from holdfast.shared.config.orchestrator import EvalConfig, OrchestratorConfig
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.files import journal
 from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.arrays import Logprobs, LossMask, TokenIds
-from holdfast.shared.wire.rollouts import Dropped, Rollout
+from holdfast.shared.wire.arrays import Logprobs, LossMask, Rewards, TokenIds
+from holdfast.shared.wire.rollouts import Dropped, Rollout, StepRewards
 from tests.servers.orchestrator_fakes import (
     FakeEngine,
     FakeTrainer,
@@ -92,6 +92,17 @@ def test_a_gate_opens_when_the_window_is_full_and_good_enough() -> None:
     assert curriculum_of(state).level == 2, "there is none behind the last"
     assert curriculum_of(state).levels[1].rewards == [0.5, 1.0, 1.0]
     assert curriculum_metrics(state, config, []) == {}
+
+
+def test_rewards_of_turns_and_tokens_count() -> None:
+    config = config_of({"levels": LEVELS, "window": 1, "choice": "variance"})
+    state, paid = begun(config), group(0, 0, 0)
+    assert isinstance(paid, list)
+    for rollout, rewards in zip(paid, ([0.5, 0.5], [0.0, 0.0]), strict=True):
+        rollout.step_rewards = StepRewards(TokenIds([1, 2]), Rewards(rewards))
+    advance(state, config, [paid])
+    latest = curriculum_of(state).levels[0]
+    assert (latest.rewards, latest.variances) == ([0.5], [0.25])
 
 
 def test_groups_that_all_fail_open_no_gate_though_their_rewards_are_equal() -> None:

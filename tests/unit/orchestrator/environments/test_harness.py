@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from holdfast import Endpoint, HarnessEnvironment, Message, Score, Session, Task, TaskSeed
-from holdfast.orchestrator.environments.chat_protocol import is_same
+from holdfast.orchestrator.environments.chat_protocol import completion_of, is_same
 from holdfast.orchestrator.environments.chat_server import MODEL, chat_server
 from holdfast.orchestrator.environments.contract import PromptTooLong
 from holdfast.orchestrator.environments.harness import request_metrics
@@ -450,6 +450,8 @@ def test_a_call_that_cannot_be_read_is_text_and_thoughts_that_a_template_drops_s
     prompt = tokenizer.prompt([USER, said[0], questions[0], said[1], questions[1]], tools=[TOOL])
     assert session.token_ids[session.branch_starts[1] :].tolist() == [*prompt, *tokenizer.encode(turns[2])]
     assert "hm" not in tokenizer.decode(prompt) and session.request_counts == {"answered": 3}
+    usage = completion_of({"role": "assistant", "content": "on"}, session, model="policy")["usage"]
+    assert usage["prompt_tokens"] == len(prompt), "what the policy saw, without the branches before"
 
 
 def test_messages_are_the_same_however_their_calls_are_written() -> None:

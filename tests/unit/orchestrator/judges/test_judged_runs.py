@@ -15,6 +15,7 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 
 from holdfast.orchestrator.evaluation import main as evaluation
+from holdfast.orchestrator.judges.desk import Desk
 from holdfast.orchestrator.judges.queue import JudgeDenied
 from holdfast.orchestrator.main import orchestrate
 from holdfast.shared.config.evaluation import EvaluateConfig
@@ -66,6 +67,17 @@ def test_workers_ask_through_the_orchestrator_and_a_killed_one_asks_nothing_twic
     assert (tmp_path / "died").exists()
     assert [batch.rollouts for batch in there] == [batch.rollouts for batch in here]
     assert sorted(fake.questions) == asked
+
+
+def test_what_nobody_expects_at_the_desk_ends_the_run_and_leaves_no_worker_waiting(
+    tmp_path: Path, fake: FakeJudge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise ValueError("of a library")
+
+    monkeypatch.setattr(Desk, "ask", fail)
+    with pytest.raises(ValueError, match="of a library"):
+        run(tmp_path, fake, workers=1)
 
 
 def test_what_is_made_again_is_scored_as_before_though_the_judge_says_other_things_now(

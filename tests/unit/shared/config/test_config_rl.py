@@ -215,7 +215,7 @@ DYNAMIC = ("--orchestrator.dynamic-sampling",)
         (("--trainer.rewards.length-max-tokens", "129", "--trainer.rewards.length-buffer-tokens", "9"),
          "length_max_tokens = 129 is never reached: orchestrator.sampling.max_tokens allows 128"),
         (("--trainer.rewards.length-max-tokens", "1024", "--trainer.rewards.length-buffer-tokens", "9",
-          "--orchestrator.environments", '[{"id": "own:Env"}]'),
+          "--orchestrator.environments", '[{"id": "own:Env", "history": "keep"}]'),
          "length_max_tokens = 1024 is never reached: orchestrator.seq_len = 1024 with a prompt allows 1023"),
     ],
 )  # fmt: skip
@@ -419,3 +419,12 @@ def test_what_one_environment_cannot_have_is_refused_by_its_name(
 def test_an_evaluation_has_a_number_of_samples_of_its_own() -> None:
     with pytest.raises(ValueError, match="'addition': group_size = 2 means nothing in an evaluation"):
         EvalConfig.model_validate({"environments": [{"id": "addition", "group_size": 2}]})
+
+
+def test_a_length_that_branches_or_tools_can_reach_is_taken() -> None:
+    penalty = ("--trainer.rewards.length-max-tokens", "2000", "--trainer.rewards.length-buffer-tokens", "9")
+    tools = {"id": "jsonl", "args": {"path": "x"}, "mcp_servers": {"a": {"command": "sh"}}, "history": "keep"}
+    for section, most in (({"id": "own:Env"}, "2000"), (tools, "1000")):
+        config = rl(*penalty, "--trainer.rewards.length-max-tokens", most, "--orchestrator.environments",
+                    json.dumps([section]))  # fmt: skip
+        assert config.trainer.rewards.length_max_tokens == int(most)

@@ -20,16 +20,17 @@ def online_dpo(groups: Groups, *, beta: float | None) -> list[list[float]]:
     and 0 for all others takes the same step. It does so for the one update of a step: h is that of the weights before.
     With equal rewards there is no pair, and all advantages are 0.
 
-    The advantages are G times larger, for G rollouts of a problem: then the mean over rollouts of the sums of their
-    tokens (`aggregation = "constant"`, `constant_tokens = 1`) is the mean over problems.
+    The advantages are as many times larger as there are rollouts for each problem: then the mean over rollouts of the
+    sums of their tokens (`aggregation = "constant"`, `constant_tokens = 1`) is the mean over problems.
 
     Args:
         beta: strength of the tie to the reference. None: 0.1, as for DPO.
     """
-    return [_of_problem(group, 0.1 if beta is None else beta) for group in groups]
+    scale = sum(map(len, groups)) / max(1, len(groups))
+    return [_of_problem(group, 0.1 if beta is None else beta, scale) for group in groups]
 
 
-def _of_problem(group: Sequence[ScoredRollout], beta: float) -> list[float]:
+def _of_problem(group: Sequence[ScoredRollout], beta: float, scale: float) -> list[float]:
     best = max(range(len(group)), key=lambda place: group[place].total_reward)
     worst = min(range(len(group)), key=lambda place: group[place].total_reward)
     advantages_G = [0.0] * len(group)
@@ -37,7 +38,7 @@ def _of_problem(group: Sequence[ScoredRollout], beta: float) -> list[float]:
         margin = beta * (_log_ratio(group[best]) - _log_ratio(group[worst]))
         # sigmoid(-margin) without an overflow
         smaller = math.exp(-abs(margin))
-        advantages_G[best] = len(group) * beta * (smaller if margin > 0 else 1.0) / (1 + smaller)
+        advantages_G[best] = scale * beta * (smaller if margin > 0 else 1.0) / (1 + smaller)
         advantages_G[worst] = -advantages_G[best]
     return advantages_G
 

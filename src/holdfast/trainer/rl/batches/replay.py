@@ -10,6 +10,7 @@ import numpy as np
 from holdfast.shared.errors import CheckpointError
 from holdfast.shared.wire.arrays import decode_packed, encode_packed
 from holdfast.shared.wire.rollouts import Rollout
+from holdfast.shared.wire.sampling import Sampling
 
 
 class _Group(msgspec.Struct, frozen=True):
@@ -17,6 +18,16 @@ class _Group(msgspec.Struct, frozen=True):
 
     step: int
     rollouts: list[Rollout]
+
+
+class _Sampled(msgspec.Struct):
+    """What a kept rollout must say: a default in its place would be trained on as if it were true."""
+
+    sampling: Sampling
+
+
+class _SampledGroup(msgspec.Struct):
+    rollouts: list[_Sampled]
 
 
 class ReplayBuffer:
@@ -68,11 +79,12 @@ class ReplayBuffer:
             CheckpointError: `data` is something else; then nothing is changed.
         """
         try:
+            msgspec.msgpack.decode(data, type=list[_SampledGroup])
             self._keep(msgspec.msgpack.decode(data, type=list[_Group], dec_hook=decode_packed))
         except msgspec.DecodeError as error:
             raise CheckpointError(
                 f"the replay buffer of the checkpoint ({len(data)} bytes) cannot be read: {error}. Resume from another "
-                "step, see `ckpt ls`"
+                "step, see `ckpt ls`, or without trainer.replay"
             ) from error
 
     def _keep(self, groups: list[_Group]) -> None:

@@ -121,14 +121,14 @@ def slow_pass_at_k(rewards: list[float], index: int, k: int) -> float:
     return sum(gains) / len(sets)
 
 
-def slow_online_dpo(group: Sequence[ScoredRollout], index: int) -> float:
+def slow_online_dpo(group: Sequence[ScoredRollout], index: int, scale: float) -> float:
     """A tenth is the beta, and -0.1 the log-ratio of every token in `tests.builders.scored_rollouts`."""
     rewards = [one.reward for one in group]
     best, worst = rewards.index(max(rewards)), rewards.index(min(rewards))
     if index not in (best, worst) or best == worst:
         return 0.0
     h = 0.1 * -0.1 * (group[best].num_tokens - group[worst].num_tokens)
-    return len(group) * 0.1 / (1 + math.exp(h)) * (1 if index == best else -1)
+    return scale * 0.1 / (1 + math.exp(h)) * (1 if index == best else -1)
 
 
 def slow_gdpo(groups: Groups) -> list[float]:
@@ -157,7 +157,7 @@ def slow(name: str, groups: Groups) -> list[list[float]]:
                 baseline = sum(n * r for n, r in zip(lengths, rewards, strict=True)) / max(1, sum(lengths))
                 found.append([one.reward - baseline] * one.num_tokens)
             elif name == "online_dpo":
-                found.append([slow_online_dpo(group, index)] * one.num_tokens)
+                found.append([slow_online_dpo(group, index, sum(map(len, groups)) / len(groups))] * one.num_tokens)
             elif name == "pass_at_k":
                 found.append([slow_pass_at_k(rewards, index, 2)] * one.num_tokens)
             else:

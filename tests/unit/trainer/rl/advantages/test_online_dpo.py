@@ -31,7 +31,11 @@ def test_a_hand_made_pair() -> None:
 
 def test_equal_rewards_make_no_pair_and_the_first_of_equal_ones_is_taken() -> None:
     groups = [[rollout(0.3, 1.0), rollout(0.3, -1.0)], [rollout(0.3, 1.0)], [rollout(r, 0.0) for r in (1, 0, 1, 0)]]
-    assert online_dpo(groups, beta=0.1) == [[0.0, 0.0], [0.0], [0.2, -0.2, 0.0, 0.0]]
+    assert online_dpo(groups, beta=0.1) == [
+        [0.0, 0.0],
+        [0.0],
+        [pytest.approx(7 / 3 * 0.1 / 2), pytest.approx(-7 / 3 * 0.1 / 2), 0.0, 0.0],
+    ]
 
 
 @pytest.mark.parametrize("log_ratio", [20.0, 1e4, -1e4])
@@ -73,7 +77,7 @@ def test_the_gradient_is_that_of_dpo_over_the_problems(seed: int) -> None:
     by_advantage = torch.zeros((), dtype=torch.float64)
     for advantages, answers in zip(online_dpo(groups, beta=beta), leaves, strict=True):
         for advantage, answer in zip(advantages, answers, strict=True):
-            by_advantage = by_advantage - advantage * answer.sum() / (num_problems * len(answers))
+            by_advantage = by_advantage - advantage * answer.sum() / sum(map(len, groups))
     everything = [answer for answers in leaves for answer in answers]
     found = torch.autograd.grad(by_advantage, everything)
     none = [None] * len(everything)

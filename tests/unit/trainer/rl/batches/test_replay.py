@@ -12,6 +12,7 @@ import pytest
 from holdfast.shared.errors import CheckpointError
 from holdfast.shared.wire.arrays import Logprobs, LossMask, Rewards, TokenIds
 from holdfast.shared.wire.rollouts import Rollout, StepRewards, VersionSpan
+from holdfast.shared.wire.sampling import Sampling
 from holdfast.trainer.rl.batches.replay import ReplayBuffer
 
 Resume = Callable[[ReplayBuffer, ReplayBuffer], None]
@@ -130,3 +131,18 @@ def test_damaged_bytes_are_refused_and_change_nothing(data: bytes) -> None:
     with pytest.raises(CheckpointError, match="replay buffer of the checkpoint"):
         buffer.decode(data)
     assert len(buffer) == 2
+
+
+def test_a_buffer_that_does_not_say_how_it_was_sampled_is_refused() -> None:
+    """A default would be trained on as if it were true."""
+    buffer, other = buffer_of([0]), buffer_of([1])
+    kept = buffer.sample(2, 1)[0]
+    for rollout in kept:
+        rollout.sampling = Sampling(0.7, 0.9, 5, 0.1)
+    other.decode(buffer.encode())
+    assert other.sample(2, 1)[0] == kept
+    groups = msgspec.msgpack.decode(buffer.encode())
+    del groups[0]["rollouts"][1]["sampling"]
+    with pytest.raises(CheckpointError, match="sampling.*without trainer.replay"):
+        other.decode(msgspec.msgpack.encode(groups))
+    assert other.sample(2, 1)[0] == kept
