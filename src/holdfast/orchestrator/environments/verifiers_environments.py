@@ -70,22 +70,22 @@ class Verifiers(HarnessEnvironment):
         env["taskset"] = {**taskset, "id": name}
         start = {"env": env, "select": own.get("select", {})}
         self._player = _Player(str(own.get("python", sys.executable)), start, name=f"{PREFIX}{name}")
-        self.num_tasks = self._player.num_tasks  # untested: needs verifiers
-        self._order = lru_cache(maxsize=2)(self._make_order)  # untested: needs verifiers
+        self.num_tasks = self._player.num_tasks
+        self._order = lru_cache(maxsize=2)(self._make_order)
 
-    def make_task(self, seed: TaskSeed) -> Row:  # untested: needs verifiers
+    def make_task(self, seed: TaskSeed) -> Row:
         """Return task `index` of an endless sequence of epochs, each in an order of its own."""
         assert self.num_tasks is not None
         epoch, position = divmod(seed.index, self.num_tasks)
         return Row(prompt="", row=self._order(seed.shared("epoch", epoch))[position])
 
-    def _make_order(self, seed: int) -> list[int]:  # untested: needs verifiers
+    def _make_order(self, seed: int) -> list[int]:
         assert self.num_tasks is not None
         order = list(range(self.num_tasks))
         random.Random(seed).shuffle(order)
         return order
 
-    async def play(self, endpoint: Endpoint, task: Task) -> Score:  # untested: needs verifiers
+    async def play(self, endpoint: Endpoint, task: Task) -> Score:
         """Play one episode.
 
         Raises:
@@ -114,38 +114,52 @@ class _Player:
         self._process: subprocess.Popen[bytes] | None = None
         self._link: _Link | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._starting, self._alone = asyncio.Lock(), asyncio.Lock()
+        self._starting: asyncio.Task[_Link] | None = None
+        self._alone = asyncio.Lock()
         self._spawn()
-        self.num_tasks = self._load()
+        try:
+            self.num_tasks = self._load(self._socket)
+        except BaseException:
+            self.close()
+            raise
 
-    async def play(
-        self, row: int, endpoint: Endpoint, *, is_alone: bool
-    ) -> dict[str, Any]:  # untested: needs verifiers
+    async def play(self, row: int, endpoint: Endpoint, *, is_alone: bool) -> dict[str, Any]:
         """Return what came of one episode; `is_alone`: of those for which this is said, one is played at a time.
 
         Raises:
             PlayerDied: the process has ended, for whose sake is not known.
+            ConfigError, EnvironmentFailure: it could not be started again, or has other tasks; the next call tries.
         """
         await self._linked()
         async with self._alone if is_alone else contextlib.nullcontext():
             return await (await self._linked()).play(row, endpoint)
 
-    async def _linked(self) -> _Link:  # untested: needs verifiers
+    async def _linked(self) -> _Link:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            self._loop, self._link = loop, None
-            self._starting, self._alone = asyncio.Lock(), asyncio.Lock()
-        async with self._starting:
-            assert self._process is not None
-            if self._process.poll() is not None or (self._link is not None and self._link.is_over):
-                self.close()
-                # From the thread of the event loop: the kernel ends it when the thread that started it ends.
-                self._spawn()
-                if await asyncio.to_thread(self._load) != self.num_tasks:
+            self._loop, self._link, self._starting = loop, None, None
+            self._alone = asyncio.Lock()
+        if self._starting is None or self._starting.done():
+            # In a context of its own, and not ended with whoever asks first: it is for all rollouts.
+            self._starting = contextvars.Context().run(asyncio.create_task, self._start_again())
+        return await asyncio.shield(self._starting)
+
+    async def _start_again(self) -> _Link:
+        """Return the link to the process, which is started again if it is gone."""
+        process = self._process  # None: it could not be started again the last time
+        if process is None or process.poll() is not None or (self._link is not None and self._link.is_over):
+            self.close()
+            # From the thread of the event loop: the kernel ends it when the thread that started it ends.
+            self._spawn()
+            try:
+                if await asyncio.to_thread(self._load, self._socket) != self.num_tasks:
                     raise EnvironmentFailure(f"{self._name} has other tasks after its process was started again")
-            if self._link is None:
-                self._link = await _Link.open(self._socket)
-            return self._link
+            except BaseException:
+                self.close()
+                raise
+        if self._link is None:
+            self._link = await _Link.open(self._socket)
+        return self._link
 
     def _spawn(self) -> None:
         self._socket, theirs = socket.socketpair()
@@ -163,23 +177,23 @@ class _Player:
         finally:
             theirs.close()
 
-    def _load(self) -> int:
+    def _load(self, connection: socket.socket) -> int:
         """Have the environment loaded; return how many tasks it has.
+
+        Where nobody waits for it any more, the process may be another one: it leaves that alone.
 
         Raises:
             ConfigError: it cannot be.
         """
-        with contextlib.suppress(ConnectionError), self._socket.makefile("rb") as answers:
-            self._socket.sendall(self._start)
+        with contextlib.suppress(ConnectionError), connection.makefile("rb") as answers:
+            connection.sendall(self._start)
             line = answers.readline()
             if line:
                 found = json.loads(line)
                 if "failed" not in found:
-                    return found["num_tasks"]  # untested: needs verifiers
-                self.close()
+                    return found["num_tasks"]
                 hint = _HINT if found.get("is_missing") else f"verifiers is that of {self._python}"
                 raise ConfigError(f"{self._name}: {printable(found['failed'])}. {hint}")
-        self.close()
         raise ConfigError(f"{self._name}: the process of '{self._python}' that was to play it ended; see its output")
 
     def close(self) -> None:
@@ -196,7 +210,7 @@ class _Player:
             self.close()
 
 
-class _Link:  # untested: needs verifiers
+class _Link:
     """The talk of one event loop with the process."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -222,7 +236,8 @@ class _Link:  # untested: needs verifiers
         finally:
             del self._waiting[number]
             if not waiting.done() or waiting.cancelled():
-                self._say({"cancel": number})
+                with contextlib.suppress(PlayerDied):
+                    self._say({"cancel": number})
 
     def _say(self, message: dict[str, Any]) -> None:
         if self.is_over:

@@ -12,17 +12,19 @@ from typing import Any
 import psutil
 import pytest
 
-from holdfast import TaskSeed
-from holdfast.orchestrator.environments import load_environment
-from holdfast.orchestrator.environments.verifiers_environments import Row, Verifiers
+from holdfast import Endpoint, Score, TaskSeed
+from holdfast.orchestrator.environments import load_environment, verifiers_environments
+from holdfast.orchestrator.environments.verifiers_environments import PlayerDied, Row, Verifiers
 from holdfast.orchestrator.main import orchestrate
 from holdfast.shared.config.environments import EnvironmentConfig
-from holdfast.shared.errors import ConfigError
+from holdfast.shared.errors import ConfigError, EnvironmentFailure
 from holdfast.shared.files import journal
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Batch
+from tests.conftest import ROOT
 from tests.runs.interpreters import VERIFIERS_PYTHON, VERIFIERS_TASKS, needs_verifiers
 from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
+from tests.unit.orchestrator.environments.test_harness import session_of
 
 STEPS = 3
 
@@ -114,3 +116,105 @@ def test_what_goes_wrong_in_an_episode_costs_its_group_and_is_told(tmp_path: Pat
     assert [(one.truncated, one.reward) for one in full] == [(True, 0.0)] * 2
     hanging = orchestrated(tmp_path / "hanging", {"cd": "hangs"}, on_error="drop", timeout_s=30.0)
     assert [one.reason for batch in hanging for one in batch.dropped] == ["timeout"]
+
+
+def plain(directory: Path, monkeypatch: pytest.MonkeyPatch, *starts: str) -> Verifiers:
+    """Return an environment that `tests/servers/plain_player.py` plays."""
+    monkeypatch.setattr(verifiers_environments, "_PLAYER", ROOT / "tests" / "servers" / "plain_player.py")
+    for name in ("began", "go", "asked", "cancelled"):
+        os.mkfifo(directory / name)
+    return Verifiers("x", {"python": sys.executable, "directory": str(directory), "starts": list(starts)})
+
+
+def played(environment: Verifiers, row: int) -> Score:
+    """Play one rollout of a task."""
+    session = session_of(["ba<|end|>"])
+
+    async def play() -> list[Score]:
+        await environment.run(session, Row(prompt="", row=row))
+        return await environment.score(Row(prompt="", row=row), [session])
+
+    [score] = asyncio.run(play())
+    return score
+
+
+NOBODY = Endpoint("http://127.0.0.1:9/v1", "key", None)  # pyright: ignore[reportArgumentType]
+"""For tasks that ask nothing."""
+
+
+def test_a_player_that_could_not_be_started_again_is_started_by_the_next_rollout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["plays", "exits", "other", "refuses", "plays", *["plays"] * 3]
+    environment = plain(tmp_path, monkeypatch, *words)
+    assert played(environment, 1) == Score(1.0, {"length": 1.0})
+    with pytest.raises(PlayerDied):
+        asyncio.run(environment._player.play(0, NOBODY, is_alone=False))
+    with pytest.raises(ConfigError, match="the process of '.*' that was to play it ended"):
+        played(environment, 1)
+    with pytest.raises(EnvironmentFailure, match="has other tasks after its process was started again"):
+        played(environment, 1)
+    with pytest.raises(ConfigError, match="no such thing"):
+        played(environment, 1)
+    assert played(environment, 1).reward == 5.0
+    with pytest.raises(RuntimeError, match="so$"):
+        played(environment, 3)
+    with pytest.raises(RuntimeError, match="the process that played it has ended 3 times"):
+        played(environment, 0)
+    assert played(environment, 1).reward == 8.0
+    tasks = [environment.make_task(TaskSeed(0, "mine", index)) for index in range(8)]
+    assert sorted(task.row for task in tasks) == sorted([*range(4), *range(4)]), "every task once an epoch"
+    environment._player.close()
+
+
+def test_who_leaves_a_player_that_starts_leaves_it_to_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = plain(tmp_path, monkeypatch, "plays", "waits", "waits", "plays")
+    player = environment._player
+
+    async def begun() -> asyncio.Task[dict[str, Any]]:
+        """Return a rollout that waits for a player that is being loaded."""
+        with pytest.raises(PlayerDied):
+            await player.play(0, NOBODY, is_alone=False)
+        asking = asyncio.create_task(player.play(2, NOBODY, is_alone=False))
+        await asyncio.to_thread((tmp_path / "began").read_text)
+        return asking
+
+    async def left() -> None:
+        asking = await begun()
+        other = asyncio.create_task(player.play(2, NOBODY, is_alone=False))
+        asking.cancel()
+        await asyncio.wait([asking])
+        await asyncio.to_thread((tmp_path / "go").write_text, "x")
+        await asyncio.to_thread((tmp_path / "asked").read_text)
+        assert asking.cancelled() and not other.done()
+        other.cancel()
+        assert await asyncio.to_thread((tmp_path / "cancelled").read_text) == "0", "told to the player"
+
+    async def ended() -> None:
+        await begun()
+
+    asyncio.run(left())
+    asyncio.run(ended())
+    assert player._process is None, "nobody was left to wait for it"
+    assert played(environment, 1).reward == 4.0
+    player.close()
+
+
+def test_a_rollout_that_is_cancelled_while_its_player_dies_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    player = plain(tmp_path, monkeypatch, "plays")._player
+
+    async def both() -> None:
+        link = await player._linked()
+        asking = asyncio.create_task(link.play(2, NOBODY))
+        await asyncio.sleep(0)
+        link._reading.cancel()
+        asking.cancel()
+        await asyncio.wait([asking])
+        assert link.is_over and asking.cancelled()
+
+    asyncio.run(both())
+    player.close()
