@@ -1,8 +1,9 @@
 """An MCP server for tests: on its standard input and output, or at a port.
 
-    python -m tests.servers.mcp_server [PORT]
+    python -m tests.servers.mcp_server [PORT [sessions]]
 
-It remembers what it was told for as long as it lives, so whoever shares it with others would notice.
+It remembers what it was told for as long as it lives, so whoever shares it with others would notice. With `sessions` it
+speaks the protocol as it was before 2026, whose clients have sessions at a port.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
@@ -63,11 +65,27 @@ def process() -> str:
     return f"{os.getpid()} {os.environ.get('MCP_SECRET', 'no secret')}"
 
 
+def with_sessions() -> Any:
+    """Return the app that takes every request for one of the older protocol."""
+    app = server.streamable_http_app()
+
+    async def older(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            scope["headers"] = [header for header in scope["headers"] if header[0] != b"mcp-protocol-version"]
+        await app(scope, receive, send)
+
+    return older
+
+
 if __name__ == "__main__":
     if started := os.environ.get("MCP_STARTED"):
         with open(Path(started), "a") as file:
             file.write(f"{os.getpid()}\n")
-    if len(sys.argv) > 1:
+    if sys.argv[2:] == ["sessions"]:
+        import uvicorn  # not where it would only make the start longer
+
+        uvicorn.run(with_sessions(), port=int(sys.argv[1]), log_level="error")
+    elif len(sys.argv) > 1:
         server.run("streamable-http", port=int(sys.argv[1]))
     else:
         server.run("stdio")

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
@@ -87,11 +87,12 @@ class McpServer:
         """
         from mcp import MCPError
 
-        client = await self._connections[session].client()
+        connection = self._connections[session]
+        client = await connection.client()
         try:
             return _text_of(await client.call_tool(name, arguments))
         except MCPError as error:
-            if error.code != _CLOSED:
+            if error.code != _CLOSED and not connection.is_forgotten:
                 raise McpToolError(printable(error.message)) from None
         self._leave(session)
         raise McpServerLost(f"{self._what} has died; the next call begins anew with another")
@@ -184,10 +185,15 @@ class McpTool:
 
 
 class _Connection:
-    """One session with a server, entered and left by a task of its own, as the library asks for."""
+    """One session with a server, entered and left by a task of its own, as the library asks for.
+
+    Attributes:
+        is_forgotten: a server at a URL knows the session no more, as after it was started again.
+    """
 
     def __init__(self, config: McpServerConfig) -> None:
         self._config = config
+        self.is_forgotten = False
         self._is_over = asyncio.Event()
         self._client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._client.add_done_callback(lambda client: client.cancelled() or client.exception())
@@ -209,9 +215,16 @@ class _Connection:
         if not self._client.done():
             self._task.cancel()
 
+    async def _see(self, response: Any) -> None:
+        # As the protocol has it; the library tells it by a message, which some servers have in words of their own.
+        asked = response.request
+        if response.status_code == 404 and asked.method == "POST" and "mcp-session-id" in asked.headers:
+            self.is_forgotten = True
+
     async def _live(self) -> None:
         try:
-            async with asyncio.timeout(self._config.start_timeout_s) as bound, _connect(self._config) as client:
+            connecting = _connect(self._config, see=self._see)
+            async with asyncio.timeout(self._config.start_timeout_s) as bound, connecting as client:
                 bound.reschedule(None)
                 self._client.set_result(client)
                 await self._is_over.wait()
@@ -227,8 +240,10 @@ _LIVING: set[asyncio.Task[None]] = set()
 
 
 @asynccontextmanager
-async def _connect(config: McpServerConfig) -> AsyncIterator[Any]:
-    """Give a client of the server."""
+async def _connect(
+    config: McpServerConfig, *, see: Callable[[Any], Awaitable[None]] | None = None
+) -> AsyncIterator[Any]:
+    """Give a client of the server; `see` is called with every response of one at a URL."""
     from mcp import Client, StdioServerParameters, stdio_client
 
     if config.command is not None:
@@ -246,7 +261,7 @@ async def _connect(config: McpServerConfig) -> AsyncIterator[Any]:
     assert config.url is not None
     headers = {"Authorization": f"Bearer {os.environ[config.api_key_env]}"} if config.api_key_env else {}
     async with (
-        httpx2.AsyncClient(headers=headers, timeout=None) as http,
+        httpx2.AsyncClient(headers=headers, timeout=None, event_hooks={"response": [see] if see else []}) as http,
         Client(streamable_http_client(config.url, http_client=http)) as client,
     ):
         yield client

@@ -7,15 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
-from holdfast.orchestrator.engines.routing import Affinity
 from holdfast.orchestrator.environments import find_environment
 from holdfast.orchestrator.environments.contract import prompt_ids_of
 from holdfast.orchestrator.environments.harness import HarnessEnvironment
@@ -53,12 +53,18 @@ def call(name: str, **arguments: Any) -> str:
 
 
 async def play(
-    settings: EnvironmentConfig, *rollouts: Sequence[str], before: Callable[[], object] = lambda: None
+    settings: EnvironmentConfig,
+    *rollouts: Sequence[str],
+    before: Callable[[], object] = lambda: None,
+    before_turn: Mapping[int, Callable[[], object]] | None = None,
 ) -> list[Session]:
-    """Play sessions at the same time, in which the policy says what is given; `before` is called ahead of them."""
+    """Play sessions at the same time, in which the policy says what is given.
+
+    `before` is called ahead of them, and one of `before_turn` ahead of the turn of that number, from 0.
+    """
     _, tokenizer = tokenizer_of("hermes")
     environment = Asks()
-    problem = Problem(environment, settings, TaskSeed(0, "asks", 0), Affinity())
+    problem = Problem(environment, settings, TaskSeed(0, "asks", 0))
     task = environment.make_task(problem.seed)
     tool_use = tool_use_of(environment, settings, tokenizer)
     assert tool_use is not None
@@ -66,6 +72,8 @@ async def play(
 
     def session_saying(texts: Sequence[str]) -> Session:
         async def say(token_ids: list[int], turn: int, max_tokens: int) -> Completion:
+            if before_turn and turn in before_turn:
+                before_turn[turn]()
             ids = [*tokenizer.encode(texts[turn]), tokenizer.stop_token_ids[0]]
             return Completion(TokenIds(ids), Logprobs([0.0] * len(ids)), "stop", [])
 
@@ -159,22 +167,46 @@ def test_a_rollout_that_ends_while_its_server_starts_leaves_none(tmp_path: Path)
     assert not [one for one in psutil.Process().children(recursive=True) if str(script) in one.cmdline()]
 
 
-@pytest.fixture
-def at_a_port() -> Iterator[str]:
-    port = free_port()
-    server = subprocess.Popen([sys.executable, *STDIO["args"], str(port)], stderr=subprocess.DEVNULL)
+@contextmanager
+def serving_at(port: int, *more: str) -> Iterator[str]:
+    """Start a server at a port, and give its URL once it answers."""
+    server = subprocess.Popen([sys.executable, *STDIO["args"], str(port), *more], stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}/mcp"
     try:
-        yield f"http://127.0.0.1:{port}/mcp"
+        with httpx.Client(transport=httpx.HTTPTransport(retries=20)) as client:
+            client.get(url)
+        yield url
     finally:
         server.kill()
         server.wait()
 
 
-def test_a_server_at_a_url_is_asked_with_its_key(at_a_port: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import httpx
+@pytest.fixture
+def at_a_port() -> Iterator[str]:
+    with serving_at(free_port()) as url:
+        yield url
 
-    with httpx.Client(transport=httpx.HTTPTransport(retries=20)) as client:
-        client.get(at_a_port)
+
+def test_a_session_that_a_server_at_a_url_has_forgotten_is_begun_anew() -> None:
+    port = free_port()
+    said = [call("note", text="a"), call("fail", why="so"), call("note", text="b"), call("note", text="c"), "done"]
+    with ExitStack() as servers:
+        servers.enter_context(serving_at(port, "sessions"))
+
+        def restart() -> None:
+            servers.close()
+            servers.enter_context(serving_at(port, "sessions"))
+
+        settings = settings_of({"url": f"http://127.0.0.1:{port}/mcp"})
+        [session] = asyncio.run(play(settings, said, before_turn={2: restart}))
+    told = answers(session)
+    assert told[0] == "a" and told[1].startswith("error: ") and "so" in told[1]
+    assert told[2] == "error: mcp_servers.s0 has died; the next call begins anew with another"
+    assert told[3] == "c"
+    assert session.tool_counts["failed/server"] == 1 and session.tool_counts["failed/raised"] == 1
+
+
+def test_a_server_at_a_url_is_asked_with_its_key(at_a_port: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MCP_KEY", "k")
     server = {"url": at_a_port, "api_key_env": "MCP_KEY", "tools": ["add", "die", "note"]}
     said = [call("add", a=4), call("die"), call("add", a=1), "done"]
