@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from holdfast.orchestrator.environments.session import Session
-from holdfast.orchestrator.environments.tool_calls import Parser, ToolCall, text_before_calls
+from holdfast.orchestrator.environments.tool_calls import Parser, ReadsCalls, ToolCall, text_before_calls
 from holdfast.shared.chat.messages import MORE_KEYS, check_tools, function_of, texts_of
 from holdfast.shared.errors import DataError, nearest
 from holdfast.shared.printable import shown
@@ -178,7 +178,8 @@ def reply_of(session: Session, *, tools: Sequence[Any] | None, parse: Parser | N
         }
         for number, call in enumerate(calls, start=1)
     ]
-    content = text_before_calls(session.raw_completion, parse)
+    has_read = isinstance(session.tokenizer, ReadsCalls)  # and left its calls out of the text
+    content = session.completion if has_read else text_before_calls(session.raw_completion, parse)
     return {"role": "assistant", "content": content or None, "tool_calls": written}
 
 

@@ -36,7 +36,7 @@ from holdfast.orchestrator.environments.chat_protocol import (
 from holdfast.orchestrator.environments.chat_server import MODEL, chat_server
 from holdfast.orchestrator.environments.contract import PromptTooLong
 from holdfast.orchestrator.environments.interface import Environment, Score, Session, SessionFull, Task
-from holdfast.orchestrator.environments.tool_calls import Parser, find_parser
+from holdfast.orchestrator.environments.tool_calls import Parser, ReadsCalls, find_parser
 from holdfast.shared.errors import ConfigError, DataError
 
 RESULT = "result"
@@ -223,9 +223,7 @@ class _Rollout:
         session, said = self._session, self._said
         if not said:
             if request.tools:
-                tokenizer = session.tokenizer
-                source = tokenizer.template(request.tools).source
-                self._parse = find_parser(self._tool_parser, template=source, model=tokenizer.name)
+                self._parse = self._parser(request.tools)
             session.begin(request.messages, tools=request.tools)
             self._tools = request.tools
             return
@@ -240,6 +238,13 @@ class _Rollout:
             told = f"it must repeat the {len(said)} messages so far, with what was answered, and go on behind them"
             raise Refused("history", f"a rollout is one conversation: {told}; from messages[{place}] on it does not")
         session.append_messages(request.messages[len(said) :])
+
+    def _parser(self, tools: list[Any]) -> Parser:
+        tokenizer = self._session.tokenizer
+        if isinstance(tokenizer, ReadsCalls):
+            return tokenizer.calls_in
+        source = tokenizer.template(tools).source
+        return find_parser(self._tool_parser, template=source, model=tokenizer.name)
 
 
 def request_metrics(session: Session) -> dict[str, float]:

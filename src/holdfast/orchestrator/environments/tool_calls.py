@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from holdfast.shared.errors import ConfigError
 
@@ -40,6 +40,16 @@ class ToolCall:
 
 
 Parser = Callable[[str], list[ToolCall]]
+
+
+@runtime_checkable
+class ReadsCalls(Protocol):
+    """A tokenizer that tells calls of tools from text by itself, whatever a template writes."""
+
+    def calls_in(self, text: str) -> list[ToolCall]:
+        """Return the calls in the text of a turn, with its special tokens."""
+        ...
+
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 

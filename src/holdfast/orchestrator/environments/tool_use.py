@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, get_args
 
 from holdfast.orchestrator.environments.interface import Environment, Session, SessionFull
 from holdfast.orchestrator.environments.mcp_tools import McpServer, McpServerLost, McpTool, McpToolError
-from holdfast.orchestrator.environments.tool_calls import Parser, ToolCall, find_parser
+from holdfast.orchestrator.environments.tool_calls import Parser, ReadsCalls, ToolCall, find_parser
 from holdfast.orchestrator.environments.tools import Tool, WrongArguments, tools_of
 from holdfast.shared.chat.files import load_tokenizer
 from holdfast.shared.chat.template import ChatMessage
@@ -116,15 +116,6 @@ class ToolUse:
             raise _Failed("timeout", f"{call.name} took longer than {self.timeout_s:g} s") from None
         except (Exception, SystemExit) as error:  # what reads command lines ends the process where it cannot
             raise _Failed("raised", f"{type(error).__name__}: {text_of(error):.{_MOST_CHARACTERS}}") from error
-
-
-@runtime_checkable
-class ReadsCalls(Protocol):
-    """A tokenizer that tells calls of tools from text by itself, whatever a template writes."""
-
-    def calls_in(self, text: str) -> list[ToolCall]:
-        """Return the calls in the text of a turn, with its special tokens."""
-        ...
 
 
 def tool_use_of(environment: Environment, settings: EnvironmentConfig, tokenizer: Tokenizer) -> ToolUse | None:

@@ -18,7 +18,8 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from holdfast import Environment, Message, Score, Session, Task, TaskSeed
+from holdfast import Environment, HarnessEnvironment, Message, Score, Session, Task, TaskSeed
+from holdfast.orchestrator.environments import harness
 from holdfast.orchestrator.environments.tool_calls import ToolCall
 from holdfast.orchestrator.evaluation import main
 from holdfast.orchestrator.evaluation.endpoint import LOG_NAME
@@ -26,6 +27,7 @@ from holdfast.orchestrator.evaluation.summary import Summary, summary_in
 from holdfast.orchestrator.rollouts.transcript import EndpointCall, Transcript, ids_of_answer, messages_of, tools_of
 from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.errors import DataError, EnvironmentFailure, InferenceError, RunDirError
+from tests.runs.harness_environments import ask
 
 
 class Echo(Environment):
@@ -230,7 +232,9 @@ def caller(request: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Calling(Endpoint):
-    """Answers as `caller`."""
+    """Answers as `answer` does."""
+
+    answer: Callable[[dict[str, Any]], dict[str, Any]] = caller
 
     def app(self) -> FastAPI:
         app = FastAPI()
@@ -239,7 +243,7 @@ class Calling(Endpoint):
         async def complete(request: Request) -> Response:
             body = await request.json()
             self.requests.append(body)
-            return JSONResponse({"choices": [{"index": 0, **caller(body)}]})
+            return JSONResponse({"choices": [{"index": 0, **self.answer(body)}]})
 
         return app
 
@@ -266,6 +270,43 @@ def test_an_endpoint_calls_tools(tmp_path: Path) -> None:
     assert answers[2]["content"].startswith("error: the arguments are not JSON")
     line = json.loads((tmp_path / "here" / "rollouts.jsonl").read_bytes().splitlines()[0])
     assert '"look_up"' in line["turns"][1]["text"]
+
+
+class Asking(HarnessEnvironment):
+    """A harness with one tool; solved where it gets text and call, and the answer to what the tool returned."""
+
+    def make_task(self, seed: TaskSeed) -> Task:
+        return Task(prompt="", answer=str(seed.index))
+
+    async def play(self, endpoint: harness.Endpoint, task: Task) -> float:
+        question = {"role": "user", "content": "Look it up."}
+        function = {"name": "look_up", "parameters": {"type": "object", "properties": {"key": {"type": "string"}}}}
+        tools = [{"type": "function", "function": function}]
+        said = await ask(endpoint, question, tools=tools)
+        [call] = said["tool_calls"]
+        assert said["content"] == "So. {not a call}"
+        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("look_up", {"key": "a"})
+        result = {"role": "tool", "content": task.answer, "tool_call_id": call["id"]}
+        last = await ask(endpoint, question, said, result, tools=tools)
+        return float(last["content"] == f"{task.answer}!" and "tool_calls" not in last)
+
+
+def test_a_harness_gets_the_text_and_the_calls_of_an_endpoint(tmp_path: Path) -> None:
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        *_, last = body["messages"]
+        if last["role"] == "tool":
+            return {"message": {"content": f"{last['content']}!"}, "finish_reason": "stop"}
+        call = {"id": "c", "type": "function", "function": {"name": "look_up", "arguments": '{"key": "a"}'}}
+        return {"message": {"content": "So. {not a call}", "tool_calls": [call]}, "finish_reason": "tool_calls"}
+
+    endpoint = Calling(answer=answer)
+    with answering(endpoint):
+        summary = evaluated(tmp_path, endpoint, environments=[{"id": f"{__name__}:Asking", "name": "asking"}])
+    assert summary.environments["asking"].estimates["avg@2"].value == 1
+    second = next(body for body in endpoint.requests if len(body["messages"]) == 3)
+    _, said, result = second["messages"]
+    assert said["content"] == "So. {not a call}" and [call["id"] for call in said["tool_calls"]] == ["t00010001"]
+    assert result["tool_call_id"] == "t00010001" and second["tools"][0]["function"]["name"] == "look_up"
 
 
 def test_calls_without_tools_are_nobodys(tmp_path: Path) -> None:
