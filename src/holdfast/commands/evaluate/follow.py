@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.commands.ckpt.tensor_work import TensorWorkFailed
-from holdfast.commands.evaluate.policy import served_model, weights_of_step, with_settings_of_run
+from holdfast.commands.evaluate.policy import export_name, served_model, weights_of_step, with_settings_of_run
 from holdfast.commands.evaluate.report import summary_report
 from holdfast.commands.evaluate.serving import check_servable, prepare_directory, run_evaluation
 from holdfast.commands.launcher.supervise import Supervisor
@@ -26,6 +25,7 @@ from holdfast.shared.config.base import ModelConfig
 from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.config.load import read_toml
 from holdfast.shared.errors import CheckpointError, ConfigError, DataError
+from holdfast.shared.files import durable
 from holdfast.shared.files.run_dir import SUMMARY_NAME, RunDir
 from holdfast.shared.process.child import die_with_launcher, run_reporting_errors, set_up_logging
 from holdfast.shared.process.events import report
@@ -123,6 +123,7 @@ def follow(config: EvaluateConfig) -> int:
         print(f"would evaluate {_listed(missing)} of {directory} in {config.output_dir}, and what comes")
         return 0
     RunDir(config.output_dir).lock()
+    _clear_leftovers(config.output_dir)
     with Supervisor() as supervisor:
         while True:
             # In this order: a checkpoint that came in between is seen by the next look.
@@ -139,7 +140,32 @@ def follow(config: EvaluateConfig) -> int:
 
 
 def _missing(config: EvaluateConfig, run: FollowedRun) -> list[int]:
-    return [step for step in run.due(config.interval) if not (_directory(config, step) / SUMMARY_NAME).exists()]
+    return [step for step in run.due(config.interval) if not _is_done(config, run, step)]
+
+
+def _is_done(config: EvaluateConfig, run: FollowedRun, step: int) -> bool:
+    """Whether the step is evaluated: what the run has there now, and not what it has trained anew since."""
+    directory = _directory(config, step)
+    if not (directory / SUMMARY_NAME).exists():
+        return False
+    # What lies in the run itself, a resume sets aside.
+    if not step or config.output_dir.absolute() == run.run_dir.evaluations.absolute():
+        return True
+    served = read_toml(EvaluateConfig, directory / "config" / "evaluate.toml").inference.model.name
+    try:
+        return Path(served).name == export_name(run.run_dir, step)
+    except FileNotFoundError:  # the checkpoint has just gone
+        return True
+
+
+def _clear_leftovers(place: Path) -> None:
+    """Remove what a killed start has left: half exports, directories that were going, exports of finished steps."""
+    durable.clear_leftovers(place)
+    for directory in place.glob("step_*"):
+        durable.clear_leftovers(directory)
+        if (directory / SUMMARY_NAME).exists():
+            for exported in directory.glob("model_step_*"):
+                durable.remove_directory(exported)
 
 
 def _directory(config: EvaluateConfig, step: int) -> Path:
@@ -154,6 +180,9 @@ def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervis
         one.step = step
     else:
         one.run, one.model = None, run.base
+    if (directory.path / SUMMARY_NAME).exists():
+        print(f"{directory.path} is of weights that the run has trained anew: it is evaluated again", flush=True)
+        durable.remove_directory(directory.path)
     _clear_other_tasks(one, directory)
     prepare_directory(one, directory)
     if step:
@@ -163,7 +192,7 @@ def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervis
         except (CheckpointError, TensorWorkFailed) as error:
             if step not in run.run_dir.committed_steps():
                 print(f"step {step} is not evaluated: its checkpoint went away (ckpt.keep)", flush=True)
-                shutil.rmtree(directory.path)
+                durable.remove_directory(directory.path)
                 return 0
             if isinstance(error, TensorWorkFailed):
                 return error.exit_code
@@ -178,7 +207,7 @@ def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervis
     if code:
         return code
     for exported in directory.path.glob("model_step_*"):
-        shutil.rmtree(exported)
+        durable.remove_directory(exported)
     summary = summary_in(directory.path)
     summary_report(summary, directory.path).print(as_json=False)
     shown = {name.removeprefix("eval/"): f"{value:.4g}" for name, value in summary.metrics().items() if "@" in name}
@@ -195,7 +224,7 @@ def _clear_other_tasks(config: EvaluateConfig, directory: RunDir) -> None:
     differing = [name for name in _ASKED if getattr(before, name) != getattr(config, name)]
     if differing:
         print(f"{directory.path} was begun with other {', '.join(differing)}: it is evaluated anew", flush=True)
-        shutil.rmtree(directory.path)
+        durable.remove_directory(directory.path)
 
 
 def _listed(steps: Sequence[int]) -> str:

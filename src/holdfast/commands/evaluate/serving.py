@@ -73,7 +73,7 @@ def prepare_directory(config: EvaluateConfig, directory: RunDir) -> None:
             else:
                 entry.unlink(missing_ok=True)
         for entry in path.glob("model_step_*"):
-            shutil.rmtree(entry)
+            durable.remove_directory(entry)  # under its name it is taken for whole
     write_settings(config, path / "config")
     directory.create()  # so that its server is its own: nobody else can push weights to it
 
@@ -120,6 +120,7 @@ def run_evaluation(config: EvaluateConfig, directory: RunDir, supervisor: Superv
         return _watch(supervisor, tail, path)
     finally:
         supervisor.stop()
+        supervisor.children.clear()  # by the next evaluation their ids may be those of others
         tail.refresh()
         release_all(held)
 

@@ -76,6 +76,8 @@ def with_evaluations(
     if not isinstance(config, EvaluatedCommand) or config.eval is None:
         return plan
     run_dir = RunDir(config.output_dir)
+    if not config.dry_run:
+        run_dir.given_up.unlink(missing_ok=True)
     settings = config.eval.following(run_dir.path, run_dir.evaluations)
     path = write_config(attempt, EVALUATION, settings, dry_run=config.dry_run)
     return replace(

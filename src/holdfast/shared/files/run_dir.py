@@ -91,6 +91,11 @@ class RunDir:
         """Directory of the evaluation of policy `version`."""
         return self.evaluations / f"step_{version}"
 
+    @property
+    def given_up(self) -> Path:
+        """There while a trainer goes on without its evaluations: nobody waits for a checkpoint."""
+        return self.evaluations / "given_up"
+
     def is_evaluated(self, version: int) -> bool:
         """Whether the evaluation of policy `version` has come to its end."""
         return (self.evaluation(version) / SUMMARY_NAME).exists()

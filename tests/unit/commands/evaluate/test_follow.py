@@ -10,13 +10,15 @@ import pytest
 
 from holdfast.commands.evaluate import follow
 from holdfast.commands.evaluate.follow import FollowedRun
-from holdfast.commands.evaluate.serving import prepare_directory
+from holdfast.commands.evaluate.policy import export_name
+from holdfast.commands.evaluate.serving import prepare_directory, write_settings
 from holdfast.commands.launcher.evaluation import check_evaluations, evaluation_gpus
 from holdfast.commands.launcher.placement import place_training
 from holdfast.shared.config import PROGRAMS, DpoConfig, OrchestratorConfig, SftConfig
 from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.config.load import read_toml, to_toml
 from holdfast.shared.errors import ConfigError, DataError
+from holdfast.shared.files import durable
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.trainer.session.checkpointing import _is_to_be_evaluated
 from tests.builders.checkpoint_files import write_checkpoint
@@ -127,6 +129,31 @@ def test_a_step_whose_checkpoint_went_away_is_passed_by(tmp_path: Path, capsys: 
     assert not run_dir.evaluation(5).exists()
 
 
+def test_a_step_that_was_trained_anew_is_evaluated_again_elsewhere(tmp_path: Path) -> None:
+    run_dir = run_of(tmp_path / "run", 5)
+    config = EvaluateConfig(run=run_dir.path, follow=True, output_dir=tmp_path / "elsewhere")
+    run, directory = FollowedRun.read(run_dir.path), tmp_path / "elsewhere" / "step_5"
+    for name, missing in ((export_name(run_dir, 5), [0]), ("model_step_5_of_weights_before", [0, 5])):
+        one = config.model_copy(deep=True)
+        one.inference.model.name = str(directory / name)
+        write_settings(one, directory / "config")
+        (directory / "summary.json").write_text("{}")
+        assert follow._missing(config, run) == missing
+        assert follow._missing(config.model_copy(update={"output_dir": run_dir.evaluations}), run) == [0, 5]
+
+
+def test_what_a_killed_start_left_is_removed(tmp_path: Path) -> None:
+    done, begun = tmp_path / "step_5", tmp_path / "step_10"
+    for path in (done / "model_step_5_x", begun / "model_step_10_x", begun / ".tmp-model_step_10_y-1", tmp_path / "x"):
+        path.mkdir(parents=True)
+    (done / "summary.json").write_text("{}")
+    (tmp_path / f"{durable.TEMPORARY_PREFIX}step_15-1").mkdir()
+    follow._clear_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_5", "x"]
+    assert [path.name for path in done.iterdir()] == ["summary.json"]
+    assert [path.name for path in begun.iterdir()] == ["model_step_10_x"]
+
+
 def test_what_was_begun_with_other_tasks_is_evaluated_anew(tmp_path: Path) -> None:
     directory = RunDir(tmp_path / "step_5")
     config = EvaluateConfig(run=tmp_path, output_dir=directory.path, num_tasks=4)
@@ -162,6 +189,8 @@ def test_a_checkpoint_stays_until_it_is_evaluated(tmp_path: Path) -> None:
     run_dir.evaluation(4).mkdir(parents=True)
     (run_dir.evaluation(4) / "summary.json").write_text("{}")
     assert not _is_to_be_evaluated(config, run_dir, 4) and _is_to_be_evaluated(config, run_dir, 8)
+    run_dir.given_up.touch()
+    assert not _is_to_be_evaluated(config, run_dir, 8), "nobody evaluates any more"
     assert not _is_to_be_evaluated(DpoConfig(), run_dir, 8)
     assert not _is_to_be_evaluated(PROGRAMS["reward-model"](), run_dir, 8)
 

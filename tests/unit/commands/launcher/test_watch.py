@@ -143,7 +143,7 @@ def test_evaluations_are_started_again_and_end_no_training(
     said = capfd.readouterr().out
     assert starts(stands, "evaluation") == 2 and "evaluation ended with exit code 1: starting it again" in said
     assert "WARNING: the run goes on without evaluation, which is not started again. evaluation ended with" in said
-    assert "finished step" in said
+    assert "finished step" in said and stands.run_dir.given_up.exists(), "no checkpoint waits for it"
 
 
 def test_evaluations_are_waited_for_when_the_trainer_has_ended(stands: Stands) -> None:
