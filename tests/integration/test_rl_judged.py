@@ -15,7 +15,7 @@ import msgspec
 import psutil
 import pytest
 
-from holdfast.orchestrator.judges.log import Judged
+from holdfast.orchestrator.endpoints.reply_log import Replied
 from holdfast.shared.files.record_log import read_records
 from tests.conftest import ROOT
 from tests.integration.conftest import UsedServer
@@ -93,7 +93,7 @@ def test_tools_workers_and_a_judge_are_killed_and_the_end_is_the_same(rl_server:
     assert exact_metrics(run.run_dir, steps) == exact_metrics(undisturbed.run_dir, steps)
 
     payloads, damages = read_records(run.run_dir.judgements)
-    kept = [msgspec.msgpack.decode(payload, type=Judged).request for payload in payloads[1:]]
+    kept = [msgspec.msgpack.decode(payload, type=Replied).request for payload in payloads[1:]]
     assert not damages and len(kept) == len(set(kept)), "a reply was kept twice"
     assert _questions(asked, "answered").keys() == _questions(tmp_path / "undisturbed", "answered").keys()
     # Judge, orchestrator and trainer (with which the orchestrator starts again) had so many in flight at most.

@@ -23,6 +23,7 @@ import xxhash
 from holdfast.shared.config.judge import JudgeConfig
 from holdfast.shared.errors import ConfigError, EnvironmentFailure, nearest
 from holdfast.shared.printable import printable
+from holdfast.shared.wire.chat_reply import ChatReply
 from holdfast.shared.wire.keys import read_key
 
 JudgeFailureReason = Literal["judge_away", "judge_refused", "judge_unreadable"]
@@ -65,17 +66,10 @@ class JudgeRequest(msgspec.Struct, frozen=True):
         return xxhash.xxh3_128_hexdigest(self.url.encode() + b"\n" + self.body)
 
 
-class JudgeReply(msgspec.Struct, frozen=True):
-    """What a judge said, and why it ended."""
-
-    text: str
-    finish_reason: str
-
-
 class JudgeDesk(Protocol):
     """What answers requests to judges in a process."""
 
-    async def ask(self, request: JudgeRequest) -> JudgeReply:
+    async def ask(self, request: JudgeRequest) -> ChatReply:
         """Return the reply, from the log or from the judge.
 
         Raises:
@@ -172,7 +166,7 @@ class Judge:
             max_concurrency=config.max_concurrency,
         )
 
-    def read(self, reply: JudgeReply) -> Judgement:
+    def read(self, reply: ChatReply) -> Judgement:
         """Return the score of a reply.
 
         Raises:

@@ -14,20 +14,20 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx
 import msgspec
 import xxhash
 
-from holdfast.orchestrator.engines.http import Unavailable, retry_after_s
+from holdfast.orchestrator.endpoints.chat import ChatClient, ChatRefused, NoChatCompletion
+from holdfast.orchestrator.endpoints.reply_log import ReplyLog
+from holdfast.orchestrator.engines.http import Unavailable
 from holdfast.orchestrator.engines.retry import RetryPolicy
 from holdfast.orchestrator.engines.routing import Affinity
-from holdfast.orchestrator.rollouts.transcript import EndpointCall, ids_of_answer, messages_of, tools_of
+from holdfast.orchestrator.rollouts.transcript import ids_of_answer, messages_of, tools_of
 from holdfast.orchestrator.task_group import FirstFailure
 from holdfast.shared.config.evaluation import EndpointConfig
 from holdfast.shared.errors import InferenceError, RunDirError
-from holdfast.shared.files.record_log import RecordLog, read_records
-from holdfast.shared.printable import printable
 from holdfast.shared.wire.arrays import Logprobs, TokenIds
+from holdfast.shared.wire.chat_reply import ChatReply
 from holdfast.shared.wire.inference_api import Completion
 from holdfast.shared.wire.keys import read_key
 from holdfast.shared.wire.sampling import Sampling
@@ -36,38 +36,6 @@ _log = logging.getLogger("orchestrator")
 
 LOG_NAME = "answers.log"
 _T = TypeVar("_T")
-
-
-class _Answer(msgspec.Struct):
-    """One record of the log: what was said to which request."""
-
-    request: str
-    text: str
-    finish_reason: str
-    calls: list[EndpointCall] = []
-
-
-class _Function(msgspec.Struct):
-    name: str
-    arguments: str = "{}"
-
-
-class _Call(msgspec.Struct):
-    function: _Function
-
-
-class _Message(msgspec.Struct):
-    content: str | None = None
-    tool_calls: list[_Call] | None = None
-
-
-class _Choice(msgspec.Struct):
-    message: _Message
-    finish_reason: str | None = None
-
-
-class _ChatCompletion(msgspec.Struct):
-    choices: list[_Choice]
 
 
 class EndpointSampler:
@@ -86,28 +54,10 @@ class EndpointSampler:
         self._config = config
         self._url = f"{url}/chat/completions"
         self._model = model
-        key = read_key(config.api_key_env)
-        self._client = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=config.timeout_s,
-            limits=httpx.Limits(max_connections=None),
-        )
+        self._key = read_key(config.api_key_env)
+        self._client = ChatClient()
         self._failure = FirstFailure()
-        path = directory / LOG_NAME
-        self._answers: dict[str, _Answer] = {}
-        try:
-            payloads, damages = read_records(path) if path.exists() else ([], [])
-            for damage in damages:
-                _log.warning("%s: %s; what it held is asked again", path, damage)
-            for payload in payloads:
-                answer = msgspec.msgpack.decode(payload, type=_Answer)
-                self._answers[answer.request] = answer
-            is_torn = bool(damages) and damages[-1].is_tail
-            self._records = RecordLog(
-                path, valid_bytes=damages[-1].start if is_torn else path.stat().st_size if path.exists() else 0
-            )
-        except OSError as error:
-            raise RunDirError(f"{path} cannot be used: {error.strerror or error}") from error
+        self._log = ReplyLog(directory / LOG_NAME, begins=True)
 
     def check(self) -> None:
         """Raise what asking has failed with, if it has."""
@@ -123,8 +73,8 @@ class EndpointSampler:
 
     async def close(self) -> None:
         """Close connections and log."""
-        await self._client.aclose()
-        self._records.close(wait=True)
+        await self._client.close()
+        self._log.close(wait=True)
 
     async def sample(
         self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
@@ -145,21 +95,14 @@ class EndpointSampler:
     async def _sample(self, request: dict[str, Any]) -> Completion:
         body = msgspec.json.encode(request)
         key = xxhash.xxh3_128_hexdigest(body)
-        answer = self._answers.get(key)
-        if answer is None:
-            choice = await self._ask(body)
-            said = choice.message
-            # Where there are no tools, nobody answers a call.
-            found = [call.function for call in said.tool_calls or ()] if "tools" in request else []
-            calls = [EndpointCall(function.name, function.arguments) for function in found]
-            answer = _Answer(key, said.content or "", choice.finish_reason or "stop", calls)
-            try:
-                self._records.append(msgspec.msgpack.encode(answer))
-            except OSError as error:
-                raise RunDirError(f"{self._records.path} cannot be written: {error.strerror or error}") from error
-            self._answers[key] = answer
-        ids = ids_of_answer(answer.text, answer.calls)
-        return Completion(TokenIds(ids), Logprobs([0.0] * len(ids)), answer.finish_reason, [])
+        reply = self._log.find(key)
+        if reply is None:
+            reply = await self._ask(body)
+            if "tools" not in request:  # nobody answers a call then
+                reply = msgspec.structs.replace(reply, calls=())
+            self._log.append(key, reply)
+        ids = ids_of_answer(reply.text, reply.calls)
+        return Completion(TokenIds(ids), Logprobs([0.0] * len(ids)), reply.finish_reason, [])
 
     def _request(self, token_ids: list[int], sampling: Sampling, *, max_tokens: int, seed: int) -> dict[str, Any]:
         more: dict[str, Any] = {name: value for name in ("top_k", "min_p") if (value := getattr(sampling, name))}
@@ -175,45 +118,24 @@ class EndpointSampler:
             **more,
         }
 
-    async def _ask(self, body: bytes) -> _Choice:
+    async def _ask(self, body: bytes) -> ChatReply:
+        """Return what the server says, asked again while it is busy, fails or cannot be reached.
+
+        Raises:
+            InferenceError: it does so for too long, refuses, or its answer is no chat completion.
+        """
         attempts = RetryPolicy(self._config.retry_for_s, key="endpoint.retry_for_s")
         while True:
             try:
-                return await self._ask_once(body)
+                return await self._client.ask(self._url, body, key=self._key, timeout_s=self._config.timeout_s)
             except Unavailable as failure:
                 _log.warning("%s", failure)
                 attempts.count(failure, url=self._url)
                 await attempts.pause(failure)
-
-    async def _ask_once(self, body: bytes) -> _Choice:
-        """Return the one choice of an answer.
-
-        Raises:
-            Unavailable: the server is busy, fails or cannot be reached.
-            InferenceError: it refuses, or its answer is no chat completion.
-        """
-        try:
-            answer = await self._client.post(self._url, content=body, headers={"Content-Type": "application/json"})
-        except httpx.TransportError as error:
-            raise Unavailable(f"POST {self._url}: {type(error).__name__} {error}".rstrip()) from None
-        except httpx.RequestError as error:  # it was reached, and what it sent cannot be read
-            raise InferenceError(f"POST {self._url}: {type(error).__name__} {error}".rstrip()) from None
-        said = printable(answer.text)[:500]
-        if answer.status_code == 429 or answer.status_code >= 500:
-            raise Unavailable(
-                f"POST {self._url} was answered {answer.status_code}: {said}",
-                retry_after_s=retry_after_s(answer.headers.get("retry-after", "")),
-            )
-        if not answer.is_success:
-            hint = f" Set {self._config.api_key_env} to its key." if answer.status_code in (401, 403) else ""
-            raise InferenceError(f"POST {self._url} was answered {answer.status_code}: {said}.{hint}")
-        try:
-            found = msgspec.json.decode(answer.content, type=_ChatCompletion)
-        except (ValueError, RecursionError) as error:
-            raise InferenceError(
-                f"{self._url} gave an answer that is no chat completion: {error}. Does --url end with what comes "
-                "before /chat/completions, such as /v1?"
-            ) from None
-        if len(found.choices) != 1:
-            raise InferenceError(f"{self._url} gave {len(found.choices)} choices, asked for was one")
-        return found.choices[0]
+            except ChatRefused as refusal:
+                hint = f". Set {self._config.api_key_env} to its key." if refusal.status in (401, 403) else ""
+                raise InferenceError(f"{refusal}{hint}") from None
+            except NoChatCompletion as error:
+                raise InferenceError(
+                    f"{error}. Does --url end with what comes before /chat/completions, such as /v1?"
+                ) from None

@@ -13,15 +13,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx
-
+from holdfast.orchestrator.endpoints.chat import ChatClient
+from holdfast.orchestrator.endpoints.reply_log import ReplyLog
 from holdfast.orchestrator.environments.calls import sampling
-from holdfast.orchestrator.environments.judge import JUDGES, JudgeReply, JudgeRequest
-from holdfast.orchestrator.judges.log import JudgementLog
+from holdfast.orchestrator.environments.judge import JUDGES, JudgeRequest
 from holdfast.orchestrator.judges.queue import JudgeDenied, JudgeQueue
 from holdfast.orchestrator.task_group import FirstFailure
 from holdfast.shared.errors import RunDirError
 from holdfast.shared.process.heartbeat import moved
+from holdfast.shared.wire.chat_reply import ChatReply
 
 _T = TypeVar("_T")
 
@@ -37,13 +37,13 @@ class Desk:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._log = JudgementLog(path)
-        self._asking: dict[str, asyncio.Task[JudgeReply]] = {}
+        self._log = ReplyLog(path)
+        self._asking: dict[str, asyncio.Task[ChatReply]] = {}
         self._queues: dict[tuple[object, ...], JudgeQueue] = {}
-        self._client: httpx.AsyncClient | None = None
+        self._client: ChatClient | None = None
         self._failure = FirstFailure()
 
-    async def ask(self, request: JudgeRequest) -> JudgeReply:
+    async def ask(self, request: JudgeRequest) -> ChatReply:
         """Return the reply to `request`; the clock of the environment's call stands meanwhile.
 
         Raises:
@@ -75,10 +75,10 @@ class Desk:
             asking.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         if self._client is not None:
-            await self._client.aclose()
+            await self._client.close()
         self._log.close()
 
-    async def _ask(self, request: JudgeRequest, key: str) -> JudgeReply:
+    async def _ask(self, request: JudgeRequest, key: str) -> ChatReply:
         try:
             reply = await self._queue(request).ask(request)
             moved()
@@ -91,14 +91,13 @@ class Desk:
 
     def _queue(self, request: JudgeRequest) -> JudgeQueue:
         if self._client is None:
-            # Limits are the queues' own; so is the time, of which httpx bounds each piece of an answer only.
-            self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+            self._client = ChatClient()
         name = JudgeQueue.name_of(request)
         if name not in self._queues:
             self._queues[name] = JudgeQueue(self._client, request)
         return self._queues[name]
 
-    def _end(self, key: str, done: asyncio.Task[JudgeReply]) -> None:
+    def _end(self, key: str, done: asyncio.Task[ChatReply]) -> None:
         del self._asking[key]
         if not done.cancelled():
             done.exception()  # known to all who wait, if anybody does

@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import math
 
-import httpx
-import msgspec
-
-from holdfast.orchestrator.engines.http import Unavailable, retry_after_s
+from holdfast.orchestrator.endpoints.chat import ChatClient, ChatRefused, NoChatCompletion
+from holdfast.orchestrator.engines.http import Unavailable
 from holdfast.orchestrator.engines.retry import EngineLost, RetryPolicy, asked_pause_s
-from holdfast.orchestrator.environments.judge import JudgeFailure, JudgeReply, JudgeRequest
+from holdfast.orchestrator.environments.judge import JudgeFailure, JudgeRequest
 from holdfast.shared.errors import HoldfastError
-from holdfast.shared.printable import printable
 from holdfast.shared.process.clock import awake_s
 from holdfast.shared.process.events import report
+from holdfast.shared.wire.chat_reply import ChatReply
 from holdfast.shared.wire.keys import read_key
 
-_MOST_BYTES = 1 << 20
-"""Of an answer: no reply of a judge is longer."""
 _TELL_AGAIN_S = 30.0
 
 
@@ -26,23 +22,10 @@ class JudgeDenied(HoldfastError):
     """A judge lets nobody in: its key is wrong, or there is no such model. Nothing can be scored, so the run ends."""
 
 
-class _Message(msgspec.Struct):
-    content: str | None = None
-
-
-class _Choice(msgspec.Struct):
-    message: _Message
-    finish_reason: str | None = None
-
-
-class _ChatCompletion(msgspec.Struct):
-    choices: list[_Choice]
-
-
 class JudgeQueue:
     """Asks one judge; the limits are those of the request that it is made for, and of all that share it."""
 
-    def __init__(self, client: httpx.AsyncClient, request: JudgeRequest) -> None:
+    def __init__(self, client: ChatClient, request: JudgeRequest) -> None:
         self._client = client
         self._slots = asyncio.Semaphore(request.max_concurrency)
         self._between_s = 60.0 / request.requests_per_minute if request.requests_per_minute else 0.0
@@ -56,7 +39,7 @@ class JudgeQueue:
         """Return what requests of one queue have alike: the server, and its limits."""
         return (request.url, request.api_key_env, request.requests_per_minute, request.max_concurrency)
 
-    async def ask(self, request: JudgeRequest) -> JudgeReply:
+    async def ask(self, request: JudgeRequest) -> ChatReply:
         """Return the reply to `request`, asked again while the judge is busy or away.
 
         Raises:
@@ -106,7 +89,7 @@ class JudgeQueue:
         self._next_at = max(self._next_at, awake_s() + asked_pause_s(failure))
         await attempts.pause(failure)
 
-    async def _ask_once(self, request: JudgeRequest) -> JudgeReply:
+    async def _ask_once(self, request: JudgeRequest) -> ChatReply:
         """Return the reply.
 
         Raises:
@@ -114,54 +97,15 @@ class JudgeQueue:
             JudgeFailure, JudgeDenied: as `ask`.
         """
         key = read_key(request.api_key_env) if request.api_key_env else None
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        what = f"POST {request.url}"
         try:
-            async with (
-                asyncio.timeout(request.timeout_s),
-                self._client.stream("POST", request.url, content=request.body, headers=headers) as answer,
-            ):
-                content = await _read(answer, what)
-        except TimeoutError:
-            raise Unavailable(f"{what} had no answer within {request.timeout_s:g} s (timeout_s)") from None
-        except httpx.TransportError as error:
-            raise Unavailable(f"{what}: {type(error).__name__} {error}".rstrip()) from None
-        except httpx.RequestError as error:  # it was reached, and what it sent cannot be read
-            raise _unreadable(f"{what}: {type(error).__name__} {error}".rstrip()) from None
-        if answer.is_success:
-            return _decode(content, what)
-        told = content.decode(errors="backslashreplace")
-        told = printable(told.replace(key, "...") if key else told)  # some repeat the key
-        reason = f"{what} was answered {answer.status_code}: {told}"
-        if answer.status_code in (408, 429) or answer.status_code >= 500:
-            raise Unavailable(reason, retry_after_s=retry_after_s(answer.headers.get("retry-after", "")))
-        if answer.status_code in (401, 403):
-            hint = f"Is the key in {request.api_key_env} right?" if key else "Name its key with api_key_env."
-            raise JudgeDenied(f"judge: {reason}. {hint}")
-        if answer.status_code == 404:
-            raise JudgeDenied(f"judge: {reason}. Check `model`, and that `url` is what comes before /chat/completions")
-        raise JudgeFailure(f"judge: {reason}", reason="judge_refused")
-
-
-async def _read(answer: httpx.Response, what: str) -> bytes:
-    content = bytearray()
-    async for piece in answer.aiter_bytes():
-        content += piece
-        if len(content) > _MOST_BYTES:
-            raise _unreadable(f"{what} was answered with more than {_MOST_BYTES} bytes; the rest is not read")
-    return bytes(content)
-
-
-def _decode(content: bytes, what: str) -> JudgeReply:
-    try:
-        found = msgspec.json.decode(content, type=_ChatCompletion)
-    except (ValueError, RecursionError) as error:
-        raise _unreadable(f"{what} was answered with what is no chat completion: {error}") from None
-    if len(found.choices) != 1:
-        raise _unreadable(f"{what} was answered with {len(found.choices)} choices, asked for was one")
-    choice = found.choices[0]
-    return JudgeReply(choice.message.content or "", choice.finish_reason or "stop")
-
-
-def _unreadable(reason: str) -> JudgeFailure:
-    return JudgeFailure(f"judge: {reason}", reason="judge_unreadable")
+            return await self._client.ask(request.url, request.body, key=key, timeout_s=request.timeout_s)
+        except NoChatCompletion as error:
+            raise JudgeFailure(f"judge: {error}", reason="judge_unreadable") from None
+        except ChatRefused as refusal:
+            if refusal.status in (401, 403):
+                hint = f"Is the key in {request.api_key_env} right?" if key else "Name its key with api_key_env."
+                raise JudgeDenied(f"judge: {refusal}. {hint}") from None
+            if refusal.status == 404:
+                hint = "Check `model`, and that `url` is what comes before /chat/completions"
+                raise JudgeDenied(f"judge: {refusal}. {hint}") from None
+            raise JudgeFailure(f"judge: {refusal}", reason="judge_refused") from None

@@ -25,7 +25,7 @@ import xxhash
 
 from holdfast.orchestrator.engines.answers import problem_of, problem_of_logprobs
 from holdfast.shared.errors import RunDirError
-from holdfast.shared.files.record_log import RecordLog, read_records
+from holdfast.shared.files.record_log import RecordLog, read_records, whole_bytes
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.arrays import decode_packed, encode_packed
 from holdfast.shared.wire.inference_api import Completion
@@ -188,7 +188,7 @@ class GenerationLog:
                 problems[0],
             )
         # Damage in the middle stays: cutting there would lose the whole answers behind it.
-        return damages[-1].start if damages and damages[-1].is_tail else self.path.stat().st_size
+        return whole_bytes(self.path, damages)
 
     def _index(self, payload: bytes) -> str | None:
         """Index the answer in a record, or return why it cannot be one: an older version may have checked less."""

@@ -23,6 +23,7 @@ from holdfast.shared.chat.messages import Message, as_dict
 from holdfast.shared.chat.template import ChatMessage
 from holdfast.shared.chat.tokenizer import Tokenizer
 from holdfast.shared.errors import DataError
+from holdfast.shared.wire.chat_reply import ChatCall
 
 GIVEN = 256
 SAID = 257
@@ -30,25 +31,6 @@ TOOLS = 258
 CALLS = 259
 _CALLS_TEXT = "\x1e"
 """Stands for `CALLS` in text; where the policy itself says this control character, it becomes `\ufffd` there."""
-
-
-class EndpointCall(msgspec.Struct, frozen=True):
-    """A call of a tool as an endpoint has read it from what its model wrote.
-
-    Attributes:
-        name: of the tool.
-        arguments: JSON, as the model wrote it.
-    """
-
-    name: str
-    arguments: str = "{}"
-
-    def as_tool_call(self) -> ToolCall:
-        """Return the call with its arguments read."""
-        try:
-            return ToolCall(self.name, json.loads(self.arguments) if self.arguments.strip() else {})
-        except (ValueError, RecursionError) as error:
-            return ToolCall(self.name, error=f"the arguments are not JSON ({error})")
 
 
 class Transcript(Tokenizer):
@@ -135,7 +117,15 @@ class Transcript(Tokenizer):
     def calls_in(self, text: str) -> list[ToolCall]:
         """Return the calls in the text of a turn, as `decode` gives it with special tokens."""
         _, sign, calls = text.rpartition(_CALLS_TEXT)
-        return [call.as_tool_call() for call in msgspec.json.decode(calls, type=list[EndpointCall])] if sign else []
+        return [_as_tool_call(call) for call in msgspec.json.decode(calls, type=list[ChatCall])] if sign else []
+
+
+def _as_tool_call(call: ChatCall) -> ToolCall:
+    """Return a call with its arguments read."""
+    try:
+        return ToolCall(call.name, json.loads(call.arguments) if call.arguments.strip() else {})
+    except (ValueError, RecursionError) as error:
+        return ToolCall(call.name, error=f"the arguments are not JSON ({error})")
 
 
 def _parts(token_ids: Sequence[int]) -> Iterator[tuple[int | None, bytes]]:
@@ -176,7 +166,7 @@ def messages_of(token_ids: Sequence[int]) -> list[dict[str, Any]]:
             if said is None:
                 messages.append({"role": "assistant", "content": text})
             else:
-                calls = msgspec.json.decode(text, type=list[EndpointCall])
+                calls = msgspec.json.decode(text, type=list[ChatCall])
                 shown = [_shown_call(call, turn=turn, number=number) for number, call in enumerate(calls, start=1)]
                 messages.append({"role": "assistant", "content": said or None, "tool_calls": shown})
                 said = None
@@ -188,11 +178,11 @@ def _of_protocol(message: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in message.items() if message["role"] != "tool" or key != "name"}
 
 
-def _shown_call(call: EndpointCall, *, turn: int, number: int) -> dict[str, Any]:
+def _shown_call(call: ChatCall, *, turn: int, number: int) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call_id(turn, number), "type": "function", "function": function}
 
 
-def ids_of_answer(text: str, calls: Sequence[EndpointCall] = ()) -> list[int]:
+def ids_of_answer(text: str, calls: Sequence[ChatCall] = ()) -> list[int]:
     """Return the ids of what the policy said, and of the tools that it called."""
     return [*text.encode(), *([CALLS, *msgspec.json.encode(list(calls))] if calls else ()), SAID]

@@ -26,7 +26,7 @@ from holdfast.orchestrator.engines.routing import Affinity
 from holdfast.orchestrator.environments import load_levels
 from holdfast.orchestrator.environments.calls import CallTimeout, sampling
 from holdfast.orchestrator.environments.contract import PromptTooLong
-from holdfast.orchestrator.environments.judge import JUDGES, JudgeFailure, JudgeReply, JudgeRequest
+from holdfast.orchestrator.environments.judge import JUDGES, JudgeFailure, JudgeRequest
 from holdfast.orchestrator.environments.tool_use import tool_use_of
 from holdfast.orchestrator.environments.watchdog import watching_calls
 from holdfast.orchestrator.rollouts.group import Problem, run_group
@@ -56,6 +56,7 @@ from holdfast.shared.errors import ConfigError, DataError, HoldfastError
 from holdfast.shared.process.child import die_with_parent, run_reporting_errors, set_up_logging
 from holdfast.shared.process.clock import FreezeTolerantLoop
 from holdfast.shared.wire.arrays import TokenIds
+from holdfast.shared.wire.chat_reply import ChatReply
 from holdfast.shared.wire.inference_api import Completion
 from holdfast.shared.wire.rollouts import Dropped
 from holdfast.shared.wire.sampling import Sampling
@@ -74,7 +75,7 @@ class Worker:
         self._numbers = itertools.count(1)
         self._asked: list[Ask] = []
         self._waiting: dict[int, asyncio.Future[Completion]] = {}
-        self._judging: dict[int, asyncio.Future[JudgeReply]] = {}
+        self._judging: dict[int, asyncio.Future[ChatReply]] = {}
         self._groups: dict[int, asyncio.Task[None]] = {}
 
     async def work(self) -> None:
@@ -162,7 +163,7 @@ class Worker:
         finally:
             self._waiting.pop(request, None)
 
-    async def ask_judge(self, request: JudgeRequest) -> JudgeReply:
+    async def ask_judge(self, request: JudgeRequest) -> ChatReply:
         """Return what a judge replies, from the orchestrator.
 
         Raises:
@@ -216,7 +217,7 @@ class _AskingJudges:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
-    async def ask(self, request: JudgeRequest) -> JudgeReply:
+    async def ask(self, request: JudgeRequest) -> ChatReply:
         """Return the reply; the clock of the environment's call stands meanwhile."""
         with sampling():
             return await self._worker.ask_judge(request)

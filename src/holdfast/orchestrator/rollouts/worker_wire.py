@@ -16,9 +16,10 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.orchestrator.environments.judge import JudgeFailureReason, JudgeReply, JudgeRequest
+from holdfast.orchestrator.environments.judge import JudgeFailureReason, JudgeRequest
 from holdfast.orchestrator.seeds import TaskSeed
 from holdfast.shared.wire.arrays import TokenIds, decode_packed, encode_packed
+from holdfast.shared.wire.chat_reply import ChatReply
 from holdfast.shared.wire.inference_api import Completion
 from holdfast.shared.wire.rollouts import Dropped, Rollout
 
@@ -106,7 +107,7 @@ class Judged(msgspec.Struct, frozen=True, tag=True):
     """What came of request `number` to a judge: its reply, or why there is none."""
 
     number: int
-    reply: JudgeReply | None = None
+    reply: ChatReply | None = None
     failure: str = ""
     reason: JudgeFailureReason = "judge_away"
 

@@ -77,6 +77,11 @@ def read_records(path: Path) -> tuple[list[bytes], list[Damage]]:
     return payloads, damages
 
 
+def whole_bytes(path: Path, damages: list[Damage]) -> int:
+    """Return how much of a log stays when its torn end, if `read_records` has found one, is cut."""
+    return damages[-1].start if damages and damages[-1].is_tail else path.stat().st_size
+
+
 class RecordLog:
     """Appends records to a file and makes them durable behind the caller's back.
 

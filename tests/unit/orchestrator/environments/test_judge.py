@@ -13,11 +13,12 @@ import pytest
 from holdfast import Judge, JudgeConfig, Task, TaskSeed, judging
 from holdfast.orchestrator.environments import load_environment
 from holdfast.orchestrator.environments.interface import Environment
-from holdfast.orchestrator.environments.judge import JudgeFailure, JudgeReply
+from holdfast.orchestrator.environments.judge import JudgeFailure
 from holdfast.orchestrator.evaluation.endpoint import EndpointSampler
 from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.config.evaluation import EndpointConfig
 from holdfast.shared.errors import ConfigError, DataError
+from holdfast.shared.wire.chat_reply import ChatReply
 from tests.servers.judge import FakeJudge, judge_serving
 
 URL = "http://127.0.0.1:9/v1"
@@ -28,7 +29,7 @@ def judge_of(**settings: Any) -> Judge:
 
 
 def score_of(text: str, finish_reason: str = "stop", **settings: Any) -> float | None:
-    judgement = judge_of(unreadable_reward=-1.0, **settings).read(JudgeReply(text, finish_reason))
+    judgement = judge_of(unreadable_reward=-1.0, **settings).read(ChatReply(text, finish_reason))
     assert judgement.text == text and judgement.is_readable == (judgement.score != -1.0)
     return judgement.score if judgement.is_readable else None
 
@@ -69,9 +70,9 @@ def test_a_reply_without_a_score_is_a_failure_that_says_what_was_expected() -> N
     with pytest.raises(
         JudgeFailure, match=r"judge 'm' gave a reply in which there is not a number from 0 to 10: huh\."
     ):
-        judge_of(max_score=10.0).read(JudgeReply("huh", "stop"))
+        judge_of(max_score=10.0).read(ChatReply("huh", "stop"))
     with pytest.raises(JudgeFailure, match=r"a reply longer than max_tokens = 256 .* not one of yes, no: y") as caught:
-        judge_of(verdicts={"yes": 1.0, "no": 0.0}).read(JudgeReply("y", "length"))
+        judge_of(verdicts={"yes": 1.0, "no": 0.0}).read(ChatReply("y", "length"))
     assert caught.value.reason == "judge_unreadable"
 
 

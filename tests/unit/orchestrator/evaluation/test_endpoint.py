@@ -24,9 +24,10 @@ from holdfast.orchestrator.environments.tool_calls import ToolCall
 from holdfast.orchestrator.evaluation import main
 from holdfast.orchestrator.evaluation.endpoint import LOG_NAME
 from holdfast.orchestrator.evaluation.summary import Summary, summary_in
-from holdfast.orchestrator.rollouts.transcript import EndpointCall, Transcript, ids_of_answer, messages_of, tools_of
+from holdfast.orchestrator.rollouts.transcript import Transcript, ids_of_answer, messages_of, tools_of
 from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.errors import DataError, EnvironmentFailure, InferenceError, RunDirError
+from holdfast.shared.wire.chat_reply import ChatCall
 from tests.runs.harness_environments import ask
 
 
@@ -185,8 +186,8 @@ def test_a_busy_endpoint_is_asked_again_and_one_that_stays_away_ends_the_evaluat
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (Response("no JSON"), "gave an answer that is no chat completion: .* Does --url end with"),
-        (JSONResponse({"choices": []}), "gave 0 choices, asked for was one"),
+        (Response("no JSON"), "answered with what is no chat completion: .* Does --url end with"),
+        (JSONResponse({"choices": []}), "answered with 0 choices, asked for was one"),
         (JSONResponse({"error": "who are you?"}, 401), "401: .*who are you.* Set KEY_OF_THE_TEST to its key"),
     ],
 )
@@ -323,7 +324,7 @@ def test_a_transcript_is_the_chat_again() -> None:
     ids = transcript.prompt([Message("system", "s"), Message("user", "ü")])
     ids += ids_of_answer("{not JSON")
     ids += transcript.continuation([Message("tool", "42")], last_token_id=ids[-1])
-    calls = [EndpointCall("add", '{"a": 1}'), EndpointCall("add", "")]
+    calls = [ChatCall("add", '{"a": 1}'), ChatCall("add", "")]
     turn = ids_of_answer("so\x1e", calls)
     ids += turn
     assert messages_of(ids) == [
@@ -353,5 +354,5 @@ def test_a_transcript_is_the_chat_again() -> None:
 
 def test_a_log_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "rollouts").write_text("in the way")
-    with pytest.raises(RunDirError, match="answers.log cannot be used"):
+    with pytest.raises(RunDirError, match="replies cannot be kept in .*answers.log: File exists"):
         evaluated(tmp_path, Endpoint(url="http://127.0.0.1:9/v1"))

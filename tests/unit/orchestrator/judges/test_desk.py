@@ -15,12 +15,13 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 
 from holdfast import Judge, JudgeConfig, Judgement
-from holdfast.orchestrator.environments.judge import JudgeFailure, JudgeReply
+from holdfast.orchestrator.endpoints.reply_log import ReplyLog
+from holdfast.orchestrator.environments.judge import JudgeFailure
 from holdfast.orchestrator.judges.desk import Desk, judging
-from holdfast.orchestrator.judges.log import JudgementLog
 from holdfast.orchestrator.judges.queue import JudgeDenied
 from holdfast.shared.errors import RunDirError
 from holdfast.shared.files import record_log
+from holdfast.shared.wire.chat_reply import ChatReply
 from tests.runs.ports import free_port
 from tests.servers.judge import Body, FakeJudge, completion, judge_serving
 
@@ -84,7 +85,7 @@ def test_a_torn_log_loses_its_end_and_a_foreign_one_is_refused(
     log.write_bytes(data)
     ask(judge_at(fake.url), "a", "b", log=log)
     assert len(fake.asked) == 3 and "1 records are no replies" in caplog.text
-    for content, said in (({"format": 9}, "has format 9, this version reads 1"), ({}, "is no log of judgements")):
+    for content, said in (({"format": 9}, "has format 9, this version reads 1"), ({}, "is no log of replies")):
         log.unlink()
         records = record_log.RecordLog(log, valid_bytes=0)
         records.append(msgspec.msgpack.encode(content))
@@ -100,7 +101,7 @@ def test_a_log_that_cannot_be_written_ends_what_is_scored(
     fake: FakeJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(RunDirError, match="replies of judges cannot be kept in .*: File exists"):
+    with pytest.raises(RunDirError, match="replies cannot be kept in .*: File exists"):
         ask(judge_at(fake.url), "a", log=tmp_path / "file" / "judgements.log")
 
     def full(*_: object) -> int:
@@ -120,11 +121,11 @@ def test_a_log_that_cannot_be_written_ends_what_is_scored(
 
     asyncio.run(write())
     assert not (tmp_path / "none.log").exists()
-    JudgementLog(tmp_path / "none.log").close()
+    ReplyLog(tmp_path / "none.log").close()
     assert not (tmp_path / "none.log").exists(), "who asks no judge keeps nothing"
     (tmp_path / "empty.log").touch()
     with pytest.raises(RunDirError, match="No space left on device"):
-        JudgementLog(tmp_path / "empty.log")
+        ReplyLog(tmp_path / "empty.log")
 
 
 def test_no_more_are_asked_at_once_and_no_faster_than_allowed(fake: FakeJudge) -> None:
@@ -208,7 +209,7 @@ def test_a_judge_that_hangs_or_is_not_there_counts_as_away(fake: FakeJudge) -> N
         (lambda: Response(status_code=302, headers={"location": "http://x"}), "judge_refused", "was answered 302"),
         (lambda: Response("hello"), "judge_unreadable", "what is no chat completion"),
         (lambda: JSONResponse({"choices": []}), "judge_unreadable", "with 0 choices, asked for was one"),
-        (lambda: Response(b"x" * (2 << 20)), "judge_unreadable", "more than 1048576 bytes; the rest is not read"),
+        (lambda: Response(b"x" * (17 << 20)), "judge_unreadable", "more than 16777216 bytes; the rest is not read"),
         (lambda: Response(b"x" * 50, headers={"content-encoding": "gzip"}), "judge_unreadable", "DecodingError"),
         (lambda: completion("well ..."), "judge_unreadable", r"not a number from 0 to 1000: well \.\.\."),
         (lambda: JSONResponse({"choices": [{"message": {"content": None}}]}), "judge_unreadable", "not a number"),
@@ -241,7 +242,7 @@ def test_a_judge_that_lets_nobody_in_ends_what_is_scored(
 
 
 def test_whoever_asked_may_go_and_the_reply_is_kept(fake: FakeJudge, tmp_path: Path) -> None:
-    async def leave() -> JudgeReply:
+    async def leave() -> ChatReply:
         arrived, goes_on = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -261,7 +262,7 @@ def test_whoever_asked_may_go_and_the_reply_is_kept(fake: FakeJudge, tmp_path: P
             goes_on.set()
             return await desk.ask(request)
 
-    assert asyncio.run(leave()) == JudgeReply("7", "stop") and len(fake.asked) == 1
+    assert asyncio.run(leave()) == ChatReply("7", "stop") and len(fake.asked) == 1
 
 
 def test_a_desk_that_closes_asks_no_more(fake: FakeJudge) -> None:

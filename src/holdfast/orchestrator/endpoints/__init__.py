@@ -1,0 +1,1 @@
+"""Asking servers of others that speak OpenAI's chat protocol, and keeping what they say."""
