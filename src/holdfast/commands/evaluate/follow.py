@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.commands.ckpt.tensor_work import TensorWorkFailed
-from holdfast.commands.evaluate.policy import export_name, served_model, weights_of_step, with_settings_of_run
+from holdfast.commands.evaluate.policy import name_of_export, served_model, weights_of_step, with_settings_of_run
 from holdfast.commands.evaluate.report import summary_report
-from holdfast.commands.evaluate.serving import check_servable, prepare_directory, run_evaluation
+from holdfast.commands.evaluate.serving import check_servable, prepare_directory, remove_exports, run_evaluation
 from holdfast.commands.launcher.supervise import Supervisor
 from holdfast.commands.resume.config_diff import read_settings
 from holdfast.orchestrator.evaluation.summary import summary_in
@@ -26,7 +26,7 @@ from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.config.load import read_toml
 from holdfast.shared.errors import CheckpointError, ConfigError, DataError
 from holdfast.shared.files import durable
-from holdfast.shared.files.run_dir import SUMMARY_NAME, RunDir
+from holdfast.shared.files.run_dir import SUMMARY_NAME, RunDir, numbered_paths
 from holdfast.shared.process.child import die_with_launcher, run_reporting_errors, set_up_logging
 from holdfast.shared.process.events import report
 
@@ -144,28 +144,22 @@ def _missing(config: EvaluateConfig, run: FollowedRun) -> list[int]:
 
 
 def _is_done(config: EvaluateConfig, run: FollowedRun, step: int) -> bool:
-    """Whether the step is evaluated: what the run has there now, and not what it has trained anew since."""
-    directory = _directory(config, step)
-    if not (directory / SUMMARY_NAME).exists():
+    """Whether the weights that `step` has now are evaluated.
+
+    A run that is resumed sets evaluations of later steps aside in its own directory; elsewhere they may be of weights
+    that were discarded.
+    """
+    path = _directory(config, step)
+    if not (path / SUMMARY_NAME).exists():
         return False
-    # What lies in the run itself, a resume sets aside.
-    if not step or config.output_dir.absolute() == run.run_dir.evaluations.absolute():
+    if not step or config.output_dir.resolve() == run.run_dir.evaluations.resolve():
         return True
-    served = read_toml(EvaluateConfig, directory / "config" / "evaluate.toml").inference.model.name
+    settings = path / "config" / "evaluate.toml"
     try:
-        return Path(served).name == export_name(run.run_dir, step)
-    except FileNotFoundError:  # the checkpoint has just gone
+        wanted = name_of_export(run.run_dir, step)
+    except FileNotFoundError:  # removed since it was listed: nobody can evaluate it any more
         return True
-
-
-def _clear_leftovers(place: Path) -> None:
-    """Remove what a killed start has left: half exports, directories that were going, exports of finished steps."""
-    durable.clear_leftovers(place)
-    for directory in place.glob("step_*"):
-        durable.clear_leftovers(directory)
-        if (directory / SUMMARY_NAME).exists():
-            for exported in directory.glob("model_step_*"):
-                durable.remove_directory(exported)
+    return settings.exists() and Path(read_toml(EvaluateConfig, settings).inference.model.name).name == wanted
 
 
 def _directory(config: EvaluateConfig, step: int) -> Path:
@@ -175,14 +169,14 @@ def _directory(config: EvaluateConfig, step: int) -> Path:
 def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervisor: Supervisor) -> int:
     """Evaluate one step; return the exit code."""
     directory = RunDir(_directory(config, step))
+    if (directory.path / SUMMARY_NAME).exists():
+        print(f"{directory.path} is of other weights than step {step} has now: it is evaluated anew", flush=True)
+        durable.remove_directory(directory.path)
     one = config.model_copy(deep=True, update={"output_dir": directory.path, "follow": False, "interval": None})
     if step:
         one.step = step
     else:
         one.run, one.model = None, run.base
-    if (directory.path / SUMMARY_NAME).exists():
-        print(f"{directory.path} is of weights that the run has trained anew: it is evaluated again", flush=True)
-        durable.remove_directory(directory.path)
     _clear_other_tasks(one, directory)
     prepare_directory(one, directory)
     if step:
@@ -206,8 +200,7 @@ def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervis
     code = run_evaluation(one, directory, supervisor)
     if code:
         return code
-    for exported in directory.path.glob("model_step_*"):
-        durable.remove_directory(exported)
+    remove_exports(directory.path)
     summary = summary_in(directory.path)
     summary_report(summary, directory.path).print(as_json=False)
     shown = {name.removeprefix("eval/"): f"{value:.4g}" for name, value in summary.metrics().items() if "@" in name}
@@ -225,6 +218,15 @@ def _clear_other_tasks(config: EvaluateConfig, directory: RunDir) -> None:
     if differing:
         print(f"{directory.path} was begun with other {', '.join(differing)}: it is evaluated anew", flush=True)
         durable.remove_directory(directory.path)
+
+
+def _clear_leftovers(place: Path) -> None:
+    """Remove what an earlier start left below `place` when it was killed: half exports, and models that have served."""
+    durable.clear_leftovers(place)
+    for directory in numbered_paths(place):
+        durable.clear_leftovers(directory)
+        if (directory / SUMMARY_NAME).exists():
+            remove_exports(directory)
 
 
 def _listed(steps: Sequence[int]) -> str:

@@ -61,11 +61,6 @@ def step_of_run(run: Path, wanted: int | str) -> int:
     )
 
 
-def export_name(run_dir: RunDir, step: int) -> str:
-    """Return the name of the weights that are exported of a checkpoint: other weights of the step have another."""
-    return f"model_step_{step}_{file_digest(run_dir.checkpoint(step) / MANIFEST_NAME)[:12]}"
-
-
 def weights_of_step(run: Path, step: int, directory: Path, *, takes_published: bool = True) -> Path:
     """Return a directory with the weights of a step: what the run has published, else an export below `directory`.
 
@@ -84,8 +79,7 @@ def weights_of_step(run: Path, step: int, directory: Path, *, takes_published: b
         return run_dir.weights_of(step)
     if not has_checkpoint:
         raise CheckpointError(f"the weights of step {step} have just gone from {run}, which has no checkpoint of it")
-    # Named by what it is made of: another run has this step as well, and this one may train it again.
-    target = directory / export_name(run_dir, step)
+    target = directory / name_of_export(run_dir, step)
     if target.exists():  # exported by an earlier start of this evaluation: published whole, or not at all
         return target
     resolve_resume_step(run_dir, step)
@@ -93,6 +87,16 @@ def weights_of_step(run: Path, step: int, directory: Path, *, takes_published: b
     base = model.get("name") if model.get("lora") else None
     export(CheckpointDirs(run), step=str(step), to=target, dtype=None, max_shard_size=None, model=None, base=base)
     return target
+
+
+def name_of_export(run_dir: RunDir, step: int) -> str:
+    """Return the name of what is exported of the checkpoint that `step` has now.
+
+    Raises:
+        FileNotFoundError: it has none.
+    """
+    # By what it is made of: another run has this step as well, and this one may train it again.
+    return f"model_step_{step}_{file_digest(run_dir.checkpoint(step) / MANIFEST_NAME)[:12]}"
 
 
 def served_model(config: EvaluateConfig, directory: Path | str) -> ModelConfig:

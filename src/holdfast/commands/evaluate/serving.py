@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from holdfast.shared.process.import_path import module_command
 
 _MAX_RESTARTS = 3
 _RESTART_WINDOW_S = 600.0
-_OURS = (IDENTITY_NAME, ROLLOUTS_NAME, SUMMARY_NAME, JUDGEMENTS_NAME, "run.json", "rollouts", "config", "logs")
+_OURS = (IDENTITY_NAME, ROLLOUTS_NAME, SUMMARY_NAME, JUDGEMENTS_NAME, "run.json", "rollouts", "logs", "config")
 
 
 def check_servable(config: EvaluateConfig) -> None:
@@ -65,17 +64,26 @@ def prepare_directory(config: EvaluateConfig, directory: RunDir) -> None:
         raise RunDirError(
             f"{path} holds a run. An evaluation needs a directory of its own: choose another with --output-dir."
         )
-    if config.clean and (path / "config" / "evaluate.toml").exists():  # else what has these names is not ours
+    is_ours = (path / "config" / "evaluate.toml").exists()  # else what has these names is not ours
+    if is_ours:
+        durable.clear_leftovers(path)
+    if config.clean and is_ours:
+        # Its settings last: while they are there, the same command finds the rest after a kill.
+        remove_exports(path)
         for name in _OURS:
             entry = path / name
             if entry.is_dir():
-                shutil.rmtree(entry)
+                durable.remove_directory(entry)
             else:
                 entry.unlink(missing_ok=True)
-        for entry in path.glob("model_step_*"):
-            durable.remove_directory(entry)  # under its name it is taken for whole
     write_settings(config, path / "config")
     directory.create()  # so that its server is its own: nobody else can push weights to it
+
+
+def remove_exports(path: Path) -> None:
+    """Remove the models that were exported for an evaluation below `path`; none is ever left in part."""
+    for exported in path.glob("model_step_*"):
+        durable.remove_directory(exported)
 
 
 def run_evaluation(config: EvaluateConfig, directory: RunDir, supervisor: Supervisor) -> int:
@@ -120,7 +128,8 @@ def run_evaluation(config: EvaluateConfig, directory: RunDir, supervisor: Superv
         return _watch(supervisor, tail, path)
     finally:
         supervisor.stop()
-        supervisor.children.clear()  # by the next evaluation their ids may be those of others
+        # Who evaluates one step after another has one supervisor: by a later one their process ids may be others'.
+        supervisor.children.clear()
         tail.refresh()
         release_all(held)
 

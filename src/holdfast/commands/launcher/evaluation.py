@@ -77,7 +77,7 @@ def with_evaluations(
         return plan
     run_dir = RunDir(config.output_dir)
     if not config.dry_run:
-        run_dir.given_up.unlink(missing_ok=True)
+        run_dir.given_up.unlink(missing_ok=True)  # by an earlier attempt: this one tries again
     settings = config.eval.following(run_dir.path, run_dir.evaluations)
     path = write_config(attempt, EVALUATION, settings, dry_run=config.dry_run)
     return replace(

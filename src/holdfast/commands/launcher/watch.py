@@ -264,10 +264,11 @@ class _Watcher:
         delay_s = self._of_evaluation.delay_s(child.name, child.process.returncode)
         if delay_s is None:
             try:
-                self._run_dir.evaluations.mkdir(exist_ok=True)
-                self._run_dir.given_up.touch()
+                self._run_dir.give_up_evaluations()
             except OSError as error:
-                self._console.say(f"WARNING: {error}: checkpoints that wait for their evaluation stay")
+                self._console.say(
+                    f"WARNING: checkpoints that were to be evaluated stay, whatever ckpt.keep says: {error}"
+                )
             return self._go_on_without(child)
         self._console.say(f"{child.name} {how_it_ended(child)}: starting it again")
         if (number := self._pause(delay_s)) is not None:

@@ -9,6 +9,7 @@ checkpoints/step_N/      trainer/, orchestrator/, manifest.json (written last: t
 rollouts/step_N/         the batch that step N trains on, and the orchestrator's state after it
 rollouts/generations_N.log  finished generations of batch N while it is being made
 evaluations/step_N/      what policy version N did on held-out tasks
+evaluations/given_up     there while the attempt goes on without evaluations
 weights/step_N/          what inference serves (Hugging Face layout)
 metrics.jsonl            one JSON object per step
 judgements.log           every reply of a judge, by what it was asked
@@ -91,14 +92,23 @@ class RunDir:
         """Directory of the evaluation of policy `version`."""
         return self.evaluations / f"step_{version}"
 
-    @property
-    def given_up(self) -> Path:
-        """There while a trainer goes on without its evaluations: nobody waits for a checkpoint."""
-        return self.evaluations / "given_up"
-
     def is_evaluated(self, version: int) -> bool:
         """Whether the evaluation of policy `version` has come to its end."""
         return (self.evaluation(version) / SUMMARY_NAME).exists()
+
+    @property
+    def given_up(self) -> Path:
+        """There while the attempt goes on without evaluations: nobody waits for a checkpoint."""
+        return self.evaluations / "given_up"
+
+    def give_up_evaluations(self) -> None:
+        """Have nobody wait for evaluations, until the next attempt.
+
+        Raises:
+            OSError: the storage does not take it.
+        """
+        self.evaluations.mkdir(exist_ok=True)
+        self.given_up.touch()
 
     def configs(self, attempt: int) -> Path:
         """Directory of the resolved configuration of one attempt."""

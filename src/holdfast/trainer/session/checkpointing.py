@@ -81,8 +81,9 @@ def make_checkpointer(
 
 def _is_to_be_evaluated(config: TrainingCommand, run_dir: RunDir, step: int) -> bool:
     """Whether who evaluates the run still needs the checkpoint of `step`."""
-    is_due = isinstance(config, EvaluatedCommand) and config.awaits_evaluation(step) and not run_dir.is_evaluated(step)
-    return is_due and not run_dir.given_up.exists()
+    if not isinstance(config, EvaluatedCommand) or not config.awaits_evaluation(step):
+        return False
+    return not run_dir.is_evaluated(step) and not run_dir.given_up.exists()
 
 
 def identity_of(

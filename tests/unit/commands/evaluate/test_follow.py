@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast.commands.evaluate import follow
+from holdfast.commands.evaluate import follow, serving
 from holdfast.commands.evaluate.follow import FollowedRun
-from holdfast.commands.evaluate.policy import export_name
-from holdfast.commands.evaluate.serving import prepare_directory, write_settings
-from holdfast.commands.launcher.evaluation import check_evaluations, evaluation_gpus
+from holdfast.commands.evaluate.policy import name_of_export
+from holdfast.commands.evaluate.serving import prepare_directory, run_evaluation, write_settings
+from holdfast.commands.launcher.evaluation import check_evaluations, evaluation_gpus, with_evaluations
 from holdfast.commands.launcher.placement import place_training
+from holdfast.commands.launcher.plan import Plan
+from holdfast.commands.launcher.supervise import Supervisor
+from holdfast.commands.resume.attempt import Attempt
 from holdfast.shared.config import PROGRAMS, DpoConfig, OrchestratorConfig, SftConfig
+from holdfast.shared.config.base import ModelConfig
 from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.config.load import read_toml, to_toml
 from holdfast.shared.errors import ConfigError, DataError
-from holdfast.shared.files import durable
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.trainer.session.checkpointing import _is_to_be_evaluated
 from tests.builders.checkpoint_files import write_checkpoint
@@ -129,31 +134,6 @@ def test_a_step_whose_checkpoint_went_away_is_passed_by(tmp_path: Path, capsys: 
     assert not run_dir.evaluation(5).exists()
 
 
-def test_a_step_that_was_trained_anew_is_evaluated_again_elsewhere(tmp_path: Path) -> None:
-    run_dir = run_of(tmp_path / "run", 5)
-    config = EvaluateConfig(run=run_dir.path, follow=True, output_dir=tmp_path / "elsewhere")
-    run, directory = FollowedRun.read(run_dir.path), tmp_path / "elsewhere" / "step_5"
-    for name, missing in ((export_name(run_dir, 5), [0]), ("model_step_5_of_weights_before", [0, 5])):
-        one = config.model_copy(deep=True)
-        one.inference.model.name = str(directory / name)
-        write_settings(one, directory / "config")
-        (directory / "summary.json").write_text("{}")
-        assert follow._missing(config, run) == missing
-        assert follow._missing(config.model_copy(update={"output_dir": run_dir.evaluations}), run) == [0, 5]
-
-
-def test_what_a_killed_start_left_is_removed(tmp_path: Path) -> None:
-    done, begun = tmp_path / "step_5", tmp_path / "step_10"
-    for path in (done / "model_step_5_x", begun / "model_step_10_x", begun / ".tmp-model_step_10_y-1", tmp_path / "x"):
-        path.mkdir(parents=True)
-    (done / "summary.json").write_text("{}")
-    (tmp_path / f"{durable.TEMPORARY_PREFIX}step_15-1").mkdir()
-    follow._clear_leftovers(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_5", "x"]
-    assert [path.name for path in done.iterdir()] == ["summary.json"]
-    assert [path.name for path in begun.iterdir()] == ["model_step_10_x"]
-
-
 def test_what_was_begun_with_other_tasks_is_evaluated_anew(tmp_path: Path) -> None:
     directory = RunDir(tmp_path / "step_5")
     config = EvaluateConfig(run=tmp_path, output_dir=directory.path, num_tasks=4)
@@ -163,6 +143,68 @@ def test_what_was_begun_with_other_tasks_is_evaluated_anew(tmp_path: Path) -> No
     assert directory.path.exists()
     follow._clear_other_tasks(config.model_copy(update={"num_tasks": 5}), directory)
     assert not directory.path.exists()
+
+
+def test_elsewhere_a_step_that_was_trained_again_is_evaluated_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = run_of(tmp_path / "run", 5, 10)
+    config = EvaluateConfig(run=run_dir.path, follow=True, output_dir=tmp_path / "elsewhere")
+    run = FollowedRun.read(run_dir.path)
+    for step in (0, 5, 10):
+        served = str(tmp_path / (name_of_export(run_dir, step) if step else "base"))
+        settings = config.model_copy(deep=True)
+        settings.inference.model.name = served
+        write_settings(settings, config.output_dir / f"step_{step}" / "config")
+        (config.output_dir / f"step_{step}" / "summary.json").write_text("{}")
+    assert follow._missing(config, run) == []
+    shutil.rmtree(run_dir.checkpoint(10))
+    assert follow._is_done(config, run, 10), "nobody can evaluate it any more"
+    write_checkpoint(run_dir, 10, content="trained again")
+    assert follow._missing(config, run) == [10]
+    (config.output_dir / "step_5" / "config" / "evaluate.toml").unlink()
+    assert follow._missing(config, run) == [5, 10], "nobody knows of which weights it is"
+    # In the run's own directory a resume has set aside what is not of these weights.
+    run_dir.evaluations.mkdir()
+    for step in (0, 5, 10):
+        (config.output_dir / f"step_{step}").rename(run_dir.evaluation(step))
+    assert follow._missing(config.model_copy(update={"output_dir": run_dir.evaluations}), run) == []
+    run_dir.evaluation(10).rename(config.output_dir / "step_10")
+    shutil.rmtree(run_dir.checkpoint(10))
+    # Gone between the look and the evaluation: what was of other weights goes all the same.
+    assert follow._evaluate_step(config, run, 10, supervisor=None) == 0  # pyright: ignore[reportArgumentType] - nothing is started
+    said = capsys.readouterr().out
+    assert "step_10 is of other weights than step 10 has now: it is evaluated anew" in said
+    assert not (config.output_dir / "step_10").exists()
+
+
+def test_an_evaluation_leaves_its_supervisor_without_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_signals: None
+) -> None:
+    directory = RunDir(tmp_path / "step_5")
+    config = EvaluateConfig(url="http://127.0.0.1:9/v1", model=ModelConfig(name="m"), output_dir=directory.path)
+    prepare_directory(config, directory)
+    ends = [sys.executable, "-c", f"import pathlib; pathlib.Path({str(directory.path / 'summary.json')!r}).touch()"]
+    monkeypatch.setattr(serving, "module_command", lambda *_: ends)
+    with Supervisor() as supervisor:
+        assert run_evaluation(config, directory, supervisor) == 0
+        assert supervisor.children == []
+
+
+def test_what_a_kill_left_is_removed_by_the_next_start(run_command: RunCommand, tmp_path: Path) -> None:
+    run_dir = run_of(tmp_path / "run", 5, 10)
+    for step in (0, 5, 10):
+        for name in (f"model_step_{step}", f".tmp-model_step_{step}-1"):
+            (run_dir.evaluation(step) / name).mkdir(parents=True)
+            (run_dir.evaluation(step) / name / "model.safetensors").write_bytes(b"weights")
+        (run_dir.evaluation(step) / "summary.json").write_text("{}")
+    cut_off = run_dir.evaluation(7)  # its checkpoint is not due now
+    for name in ("model_step_7", ".tmp-model_step_7-1"):
+        (cut_off / name).mkdir(parents=True)
+    (run_dir.evaluations / ".tmp-step_4-1").mkdir()
+    assert run_command("evaluate", "--run", run_dir.path, "--follow", "--interval", "5")[0] == 0
+    left = {str(path.relative_to(run_dir.evaluations)) for path in run_dir.evaluations.rglob("*") if path.is_dir()}
+    assert left == {"step_0", "step_5", "step_10", "step_7", "step_7/model_step_7"}, "what was cut off goes on"
 
 
 @pytest.mark.parametrize(
@@ -189,8 +231,10 @@ def test_a_checkpoint_stays_until_it_is_evaluated(tmp_path: Path) -> None:
     run_dir.evaluation(4).mkdir(parents=True)
     (run_dir.evaluation(4) / "summary.json").write_text("{}")
     assert not _is_to_be_evaluated(config, run_dir, 4) and _is_to_be_evaluated(config, run_dir, 8)
-    run_dir.given_up.touch()
-    assert not _is_to_be_evaluated(config, run_dir, 8), "nobody evaluates any more"
+    run_dir.give_up_evaluations()
+    assert not _is_to_be_evaluated(config, run_dir, 8), "nobody waits for it"
+    run_dir.given_up.unlink()
+    assert _is_to_be_evaluated(config, run_dir, 8)
     assert not _is_to_be_evaluated(DpoConfig(), run_dir, 8)
     assert not _is_to_be_evaluated(PROGRAMS["reward-model"](), run_dir, 8)
 
@@ -237,3 +281,18 @@ def test_the_plan_of_a_run_shows_what_evaluates_it(run_command: RunCommand, tmp_
     assert (written.run, written.output_dir) == (tmp_path / "run", tmp_path / "run" / "evaluations")
     code, out, _ = run_command("sft", *flags)
     assert code == 0 and "evaluation" not in out
+
+
+def test_the_next_attempt_evaluates_where_one_gave_up(tmp_path: Path) -> None:
+    run_dir = run_of(tmp_path / "run")
+    run_dir.give_up_evaluations()
+    for config in (
+        evaluated_sft(output_dir=run_dir.path, dry_run=True),
+        evaluated_sft(output_dir=run_dir.path, eval=None),
+        evaluated_sft(output_dir=run_dir.path),
+    ):
+        assert run_dir.given_up.exists()
+        attempt = Attempt(run_dir, 2, None)
+        plan = Plan(attempt, {}, config, [])
+        with_evaluations(plan, attempt, config, place_training(config.parallel, machine(2)), ())
+    assert not run_dir.given_up.exists()

@@ -143,7 +143,17 @@ def test_evaluations_are_started_again_and_end_no_training(
     said = capfd.readouterr().out
     assert starts(stands, "evaluation") == 2 and "evaluation ended with exit code 1: starting it again" in said
     assert "WARNING: the run goes on without evaluation, which is not started again. evaluation ended with" in said
-    assert "finished step" in said and stands.run_dir.given_up.exists(), "no checkpoint waits for it"
+    assert "finished step" in said and stands.run_dir.given_up.exists()
+
+
+def test_that_nobody_can_be_told_of_given_up_evaluations_ends_no_training(
+    stands: Stands, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stands.run_dir.evaluations.write_text("a file")
+    assert stands.watch(heals=False, evaluation="sys.exit(2)", trainer="made('weights/step_1')") == 0
+    said = capfd.readouterr().out
+    assert "WARNING: checkpoints that were to be evaluated stay, whatever ckpt.keep says: " in said
+    assert "WARNING: the run goes on without evaluation" in said
 
 
 def test_evaluations_are_waited_for_when_the_trainer_has_ended(stands: Stands) -> None:
