@@ -1,4 +1,4 @@
-"""Learning curves of the algorithms on the quick start: `uv run python -m benchmarks.algorithms`.
+"""Learning curves of the algorithms on the quick start: `uv run --group dev python -m benchmarks.algorithms`.
 
 Runs `rl` with configs/reverse_text/rl.toml and the algorithm's own file in configs/reverse_text/algorithms, and
 `dpo` with configs/reverse_text/dpo.toml, each with several seeds, one after the other. Writes every step to

@@ -1,4 +1,4 @@
-"""Runs that learn: `uv run python -m benchmarks.learning`.
+"""Runs that learn: `uv run --group dev python -m benchmarks.learning`.
 
 For each task: `sft` on a few demonstrations makes the start, `rl` with the task's recipe trains from it, and `evaluate`
 judges both on the same held-out tasks. Writes every run to `estimates.csv` and `curves.csv`, draws `curves.png` and

@@ -1,4 +1,4 @@
-"""From SIGKILL to the next trained step, beside a cold start: `uv run python -m benchmarks.recovery`.
+"""From SIGKILL to the next trained step, beside a cold start: `uv run --group dev python -m benchmarks.recovery`.
 
 Each round is one run of the quick start with a smaller batch. Each process is killed once, and the clock runs
 from the signal until a step beyond the last one before it is trained: steps that are trained again after the

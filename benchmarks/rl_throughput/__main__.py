@@ -1,4 +1,6 @@
-"""Sampled and trained tokens/s of `rl` beside TRL's GRPOTrainer: `uv run python -m benchmarks.rl_throughput`.
+"""Sampled and trained tokens/s of `rl` beside TRL's GRPOTrainer.
+
+`uv run --group dev python -m benchmarks.rl_throughput`
 
 Runs the quick start's `rl` command, and beside it, in turn and in another order every round, TRL and a synchronous
 trainer that both generate with transformers on all cores (`trl_grpo.py`, `synchronous.py`), with the same model, tasks

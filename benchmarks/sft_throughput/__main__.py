@@ -1,4 +1,6 @@
-"""Trained tokens/s of `sft` beside TRL and a plain PyTorch loop: `uv run python -m benchmarks.sft_throughput`.
+"""Trained tokens/s of `sft` beside TRL and a plain PyTorch loop.
+
+`uv run --group dev python -m benchmarks.sft_throughput`
 
 Same model, samples, batch and threads, all in float32, one after the other and in another order every round, because a
 shared machine's speed changes within minutes; ratios are within rounds. Trained tokens are those of the samples,

@@ -82,5 +82,5 @@ def test_without_vllm_sft_trains_and_rl_says_what_to_install(
         refused = run(bin_dir, project, program, "--model.name", str(MODEL), "--output-dir", "refused")
         assert refused.returncode == 2, refused.stdout + refused.stderr
         assert refused.stderr.startswith("error: the inference server needs vLLM, which is not installed: `uv sync`")
-        assert "holdfast[cpu]" in refused.stderr and refused.stderr.count("\n") == 1 and not refused.stdout
+        assert "holdfast[rl-cpu]" in refused.stderr and refused.stderr.count("\n") == 1 and not refused.stdout
         assert not (project / "refused").exists()

@@ -95,8 +95,15 @@ class Block:
             elif line.strip():
                 words = shlex.split(line.removeprefix("$ "), comments=True)
                 where = f"{self.page.relative_to(ROOT)}:{number}"
-                found.append(Command(where, line, words[2:] if words[:2] == ["uv", "run"] else words))
+                found.append(Command(where, line, behind_uv(words)))
         return found
+
+
+def behind_uv(words: list[str]) -> list[str]:
+    """Return what `uv run` runs, here where the groups that it would install are: the words behind it."""
+    if words[:2] != ["uv", "run"]:
+        return words
+    return words[4:] if words[2] == "--group" else words[2:]
 
 
 def blocks(page: Path) -> list[Block]:

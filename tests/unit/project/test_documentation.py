@@ -24,7 +24,19 @@ from holdfast.shared.files import record_log
 from tests.conftest import BASE, ROOT
 from tests.integration.test_documented_commands import STARTED
 from tests.pages import guarantees
-from tests.pages.documentation import LANGUAGES, PAGES, Block, Command, anchors, blocks, commands, links, prose, shows
+from tests.pages.documentation import (
+    LANGUAGES,
+    PAGES,
+    Block,
+    Command,
+    anchors,
+    behind_uv,
+    blocks,
+    commands,
+    links,
+    prose,
+    shows,
+)
 from tests.pages.runs import Checkout, settings_file
 from tests.servers.judge import Body, FakeJudge, completion, judge_serving
 
@@ -63,7 +75,7 @@ def test_commands_hold_in_the_order_of_their_page(page: Path, checkout: Checkout
         if page.name not in STARTED:
             checkout.dry_run(command, run_command)
     for number, line in enumerate(re.findall(r"`uv run ([^`]+)`", prose(page))):
-        alone = Command(f"{page.name}, inline {number}", line, line.split())
+        alone = Command(f"{page.name}, inline {number}", line, behind_uv(["uv", "run", *line.split()]))
         checkout.made.clear()
         if alone.words[0] not in ("ckpt", "rollouts"):
             checkout.dry_run(alone, run_command)

@@ -189,8 +189,8 @@ def require_vllm() -> Literal["cpu", "cuda"]:
     if device is None:
         raise ConfigError(
             "the inference server needs vLLM, which is not installed: `uv sync` in a checkout, else "
-            "`uv pip install --overrides overrides.txt 'holdfast[cpu]'` (or holdfast[gpu]), see docs/installation.md. "
-            "sft, dpo and reward-model work without."
+            "`uv pip install --overrides overrides.txt 'holdfast[rl-cpu]'` (on GPUs holdfast[rl]), see "
+            "docs/installation.md. sft, dpo and reward-model work without."
         )
     return device
 
