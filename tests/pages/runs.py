@@ -25,7 +25,18 @@ from tests.pages.documentation import Block, Command, blocks, shows
 
 TRAINING = {"sft": SftConfig, "dpo": DpoConfig, "reward-model": RewardTrainingConfig, "trainer": TrainerConfig}
 # Not of holdfast: what they need is a network, another machine, or the suite that this is a part of.
-NOT_OURS = {"pip", "uv", "export", "sha256sum", "pytest", "pre-commit", "ruff", "basedpyright", "lint-imports"}
+NOT_OURS = {
+    "pip",
+    "uv",
+    "export",
+    "sha256sum",
+    "mkdocs",
+    "pytest",
+    "pre-commit",
+    "ruff",
+    "basedpyright",
+    "lint-imports",
+}
 _RESUMING = ("--ckpt.resume-step", "--ckpt.resume-dir", "--ckpt.weights-only")
 _MODEL = "examples/reverse_text/model"
 

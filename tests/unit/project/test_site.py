@@ -1,0 +1,127 @@
+"""The site is built without a warning, has what the code has, and asks nobody for anything."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic_settings import CliSettingsSource
+
+from docs_tools import links, options
+from holdfast.commands.cli import COMMANDS
+from holdfast.shared.config.fingerprint import FREE
+from tests.conftest import ROOT
+
+_FETCHED = re.compile(r"""<(?:script|img|link|iframe|source)[^>]*(?:src|href)="?(https?://[^\s">]+)""")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built as strictly as its settings say."""
+    directory = tmp_path_factory.mktemp("site")
+    words = ["-m", "mkdocs", "build", "--strict", "--site-dir", str(directory)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return directory
+
+
+def test_every_page_and_every_command_is_there(site: Path) -> None:
+    """That each of them is in the navigation is what the strict build sees to."""
+    pages = [page.relative_to(ROOT / "docs").with_suffix(".html") for page in (ROOT / "docs").rglob("*.md")]
+    commands = [Path("commands") / f"{name}.html" for name in COMMANDS]
+    assert not [page for page in [*pages, *commands, Path("index.html")] if not (site / page).is_file()]
+
+
+def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+    found = {url for page in site.rglob("*.html") for url in _FETCHED.findall(page.read_text())}
+    assert not found
+
+
+def test_blocks_and_links_out_of_the_pages_arrive(site: Path) -> None:
+    assert "class Addition" in re.sub("<[^>]+>", "", (site / "index.html").read_text())
+    assert "```" not in (site / "environments.html").read_text()
+    assert (site / "files/examples/sft_loop.py").read_bytes() == (ROOT / "examples/sft_loop.py").read_bytes()
+    assert 'href="files/examples/sft_loop.py"' in (site / "checkpoints_api.html").read_text()
+
+
+@pytest.mark.parametrize("command", options.SETTINGS)
+def test_a_page_has_every_setting_of_its_command(command: str) -> None:
+    source: CliSettingsSource[object] = CliSettingsSource(options.SETTINGS[command], cli_exit_on_error=False)
+    flags = {flag for flag in source.root_parser._option_string_actions if flag.startswith("--")}
+    keys = {flag.removeprefix("--no-").removeprefix("--").replace("-", "_") for flag in flags} - {"help"}
+    tables = options.tables(command)
+    shown = {row.key for table in tables for row in table.settings} | {table.key.removesuffix("[]") for table in tables}
+    elsewhere = tuple(f"{table.key}." for table in tables if table.elsewhere) or ("-",)
+    missing = [key for key in keys if key not in shown and not key.startswith(elsewhere)]
+    page = options.page(command)
+    assert not [key for key in missing if f"`{key}.NAME`" not in page] and len(keys) > 20
+    assert not [row.key for table in tables for row in table.settings if f"`{row.key}`" not in page or not row.text]
+
+
+@pytest.mark.parametrize("command", [name for name, (_, _, model) in COMMANDS.items() if model is None])
+def test_a_page_has_every_flag_of_its_command(command: str) -> None:
+    parsers = [options.parser_of(command, *form) for form in [[], *([word] for word in options.FORMS.get(command, []))]]
+    if command in options.SETTINGS:
+        del parsers[0]
+    for parser in parsers:  # which grows by their subcommands
+        subparsers = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+        parsers += [child for action in subparsers for child in action.choices.values()]
+    flags = {word for parser in parsers for action in parser._actions for word in action.option_strings}
+    page = options.page(command)
+    assert not [flag for flag in flags - {"-h", "--help"} if f"`{flag}" not in page and f", {flag}" not in page]
+    assert len(flags) > 4
+
+
+def test_settings_are_shown_with_type_default_and_what_a_resume_may_change() -> None:
+    (plain, *_) = options.tables("sft")
+    rows = {row.key: row for table in options.tables("trainer") for row in table.settings}
+    assert rows["max_steps"].kind == "int, ≥ 1" and rows["max_steps"].default == "100" and rows["max_steps"].is_free
+    assert rows["ckpt.resume_step"].kind == 'int or "latest" or "auto"' and rows["ckpt.resume_step"].default == "unset"
+    assert rows["optim.betas"].kind == "[float, float]" and not rows["optim.betas"].is_free
+    assert rows["keep_attempts"].kind == 'int, ≥ 1 or "all"'
+    assert "output_dir" in {row.key for row in plain.settings}
+    evaluated = {row.key: row for table in options.tables("evaluate") for row in table.settings}
+    assert evaluated["environments"].default == '[{"id": "reverse_text"}]' and evaluated["seed"].is_free is None
+    free = {
+        row.key
+        for command in options._RESUMES
+        for table in options.tables(command)
+        for row in table.settings
+        if row.is_free
+    }
+    sections = {table.key for command in options._RESUMES for table in options.tables(command)}
+    assert not [key for key in FREE if key not in free | sections]
+
+
+def test_links_lead_to_pages_to_copied_files_or_to_the_repository() -> None:
+    text = "[a](../README.md#limits) [b](../examples/sft_loop.py) [c](journal.md#format) [d](#x) [e](https://a.b/c.md)"
+    assert links.rewritten(text, "data.md", None) == (
+        "[a](index.md#limits) [b](files/examples/sft_loop.py) [c](journal.md#format) [d](#x) [e](https://a.b/c.md)"
+    )
+    online = links.rewritten(
+        "![p](../benchmarks/learning/curves.png) [s](../src/holdfast) [l](../LICENSE)", "data.md", "https://h/r/"
+    )
+    assert online == (
+        "![p](files/benchmarks/learning/curves.png) [s](https://h/r/tree/main/src/holdfast) [l](https://h/r/blob/main/LICENSE)"
+    )
+    assert links.rewritten("[d](docs/decisions)", "index.md", None) == "[d](decisions/index.md)"
+    assert links.rewritten("```text\n[a](nowhere.md)\n```", "index.md", None) == "```text\n[a](nowhere.md)\n```"
+
+
+@pytest.mark.parametrize(("link", "reason"), [("../nowhere.py", "there is no nowhere.py"), ("../src", "repo_url")])
+def test_links_that_cannot_be_on_the_site_are_refused(link: str, reason: str) -> None:
+    with pytest.raises(links.DeadLink, match=reason):
+        links.rewritten(f"[a]({link})", "data.md", None)
+
+
+def test_a_command_without_a_parser_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COMMANDS, "odd", ("It has no help.", "subcommands:add_json", None))
+    monkeypatch.setattr("holdfast.commands.subcommands.add_json", lambda argv: 0)
+    with pytest.raises(TypeError, match="odd --help shows no parser"):
+        options.parser_of("odd")
