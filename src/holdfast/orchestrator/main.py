@@ -44,6 +44,7 @@ from holdfast.shared.process.child import die_with_launcher, run_reporting_error
 from holdfast.shared.process.clock import FreezeTolerantLoop
 from holdfast.shared.process.descriptors import allow_connections
 from holdfast.shared.process.heartbeat import start_heartbeat
+from holdfast.shared.process.timeline import start_timeline
 
 # Of the garbage collector: after so many more objects, after so many times that, and that again; Python's are 700, 10
 # and 10.
@@ -65,6 +66,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
     first = start.state.step + 1
     adopt_mix(start.state, config)
     adopt_curricula(start.state, config)
+    start_timeline(run_dir.newest_logs(), "orchestrator", step=start.state.step)
     if start.trainer_step or first > 1:
         events.report("resumed", step=start.trainer_step, first_batch=first)
     if first > config.max_steps:

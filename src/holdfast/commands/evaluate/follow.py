@@ -29,6 +29,7 @@ from holdfast.shared.files import durable
 from holdfast.shared.files.run_dir import SUMMARY_NAME, RunDir, numbered_paths
 from holdfast.shared.process.child import die_with_launcher, run_reporting_errors, set_up_logging
 from holdfast.shared.process.events import report
+from holdfast.shared.process.timeline import span, start_timeline
 
 _LOOK_S = 1.0
 _ASKED = ("environments", "num_tasks", "samples_per_task", "sampling", "seq_len", "seed")
@@ -124,6 +125,8 @@ def follow(config: EvaluateConfig) -> int:
         return 0
     RunDir(config.output_dir).lock()
     _clear_leftovers(config.output_dir)
+    if config.output_dir.resolve() == run.run_dir.evaluations.resolve():
+        start_timeline(run.run_dir.newest_logs(), "evaluation")
     with Supervisor() as supervisor:
         while True:
             # In this order: a checkpoint that came in between is seen by the next look.
@@ -197,7 +200,8 @@ def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervis
         one.inference.model = one.inference.model.model_copy(update=served_model(one, run.base.name).model_dump())
     print(f"evaluating step {step} of {run.run_dir.path}", flush=True)
     report("evaluating", step=step)
-    code = run_evaluation(one, directory, supervisor)
+    with span("evaluate", version=step):
+        code = run_evaluation(one, directory, supervisor)
     if code:
         return code
     remove_exports(directory.path)

@@ -11,6 +11,7 @@ from holdfast.orchestrator.rollouts.generation_log import discard_generations
 from holdfast.shared.errors import RunDirError
 from holdfast.shared.files import journal
 from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.process.timeline import span
 from holdfast.shared.wire.rollouts import Batch
 
 
@@ -68,7 +69,8 @@ class BatchPublisher:
 
     def _publish(self, batch: Batch, state: bytes) -> None:
         try:
-            journal.publish_batch(self._run_dir, batch, state)
+            with span("write_batch", step=batch.step, version=batch.policy_version, lane="journal"):
+                journal.publish_batch(self._run_dir, batch, state)
         except OSError as error:
             raise RunDirError(f"batch {batch.step} cannot be written to {self._run_dir.rollouts}: {error}") from error
         # After the batch is durable: until then they are all that is left of it.

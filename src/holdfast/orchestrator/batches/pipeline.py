@@ -15,6 +15,7 @@ from holdfast.orchestrator.weight_push.push import WeightPusher
 from holdfast.orchestrator.weight_push.transport import PublishedWeights
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.process import events
+from holdfast.shared.process.timeline import span
 from holdfast.shared.wire.rollouts import Batch
 
 _log = logging.getLogger("orchestrator")
@@ -50,7 +51,10 @@ class BatchPipeline:
             InferenceError: the weights did not come, or an engine serves or computes something else.
         """
         events.report("waiting for weights", version=version)
-        weights = await self._serve(await self._wait_for(version))
+        with span("wait_for_weights", step=step, version=version):
+            weights = await self._wait_for(version)
+        with span("update_weights", step=step, version=version):
+            weights = await self._serve(weights)
         events.report("generating", step=step, version=weights.version)
         self._ended, self._busy_s = time.perf_counter(), self._client.busy_s
         self._counts = self._client.counts()
@@ -63,11 +67,16 @@ class BatchPipeline:
                 could not be written.
         """
         waiting = time.perf_counter()
-        weights = await self._wait_for(version)
+        with span("wait_for_weights", step=step, version=version):
+            weights = await self._wait_for(version)
         updating = time.perf_counter()
-        weights = await self._serve(weights)
+        with span("update_weights", step=step, version=version):
+            weights = await self._serve(weights)
         generating = time.perf_counter()
-        with phase(f"generating batch {step}", version=weights.version):
+        with (
+            phase(f"generating batch {step}", version=weights.version),
+            span("generate", step=step, version=weights.version),
+        ):
             selection = await self._maker.make(step, weights)
         made = time.perf_counter()
         evaluated = await self._evaluate(weights)
@@ -121,7 +130,7 @@ class BatchPipeline:
         state, begin = self._maker.state, time.perf_counter()
         if self._evaluation is None or not self._evaluation.is_due(weights.version, after=state.evaluated_version):
             return {}
-        with phase("evaluating", version=weights.version):
+        with phase("evaluating", version=weights.version), span("evaluate", version=weights.version):
             metrics = await self._evaluation.evaluate(weights)
         state.evaluated_version = weights.version
         return metrics | {"time/evaluate": time.perf_counter() - begin}

@@ -14,7 +14,7 @@ weights/step_N/          what inference serves (Hugging Face layout)
 metrics.jsonl            one JSON object per step
 judgements.log           every reply of a judge, by what it was asked
 reference_logprobs.npz   what the reference of a preference run says about each pair
-logs/attempt_K/          one log per process, and events.jsonl (phases)
+logs/attempt_K/          one log per process, events.jsonl (phases), timeline_PROCESS.jsonl (what it did when)
 discarded/attempt_K/     what a resume from an older step superseded, and damaged checkpoints
 """
 
@@ -117,6 +117,10 @@ class RunDir:
     def logs(self, attempt: int) -> Path:
         """Directory of the logs of one attempt."""
         return self.path / "logs" / f"attempt_{attempt}"
+
+    def newest_logs(self) -> Path:
+        """Directory of the logs of the attempt that is going on, or was last; where there was none, of the first."""
+        return self.logs(max(1, self.next_attempt() - 1))
 
     def discarded(self, attempt: int) -> Path:
         """Where attempt `attempt` put what it superseded."""

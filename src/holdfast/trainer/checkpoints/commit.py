@@ -29,6 +29,7 @@ from holdfast.shared.files.checkpoints import TRAINER_DIR, Retention, list_entri
 from holdfast.shared.files.lock import DirectoryLock
 from holdfast.shared.files.manifest import FileEntry, Fingerprints, Manifest
 from holdfast.shared.process.events import report
+from holdfast.shared.process.timeline import record
 from holdfast.trainer.checkpoints.dcp import ShardWriter
 from holdfast.trainer.checkpoints.plain_state import State
 from holdfast.trainer.checkpoints.random_state import capture_random_state
@@ -187,6 +188,8 @@ class Commit:
             ) from error
         if self._ranks.is_main:
             seconds = time.perf_counter() - started
+            ended = time.time()
+            record("save", ended - seconds, ended, step=snapshot.step, lane="checkpoints")
             report("saved checkpoint", step=snapshot.step, bytes=size, seconds=round(seconds, 3))
             self._after_commit(final)
 

@@ -74,6 +74,7 @@ def train_on_preferences(
 
     while progress.step < config.max_steps:
         step = progress.step + 1
+        stopwatch.begin_step(step)
         with stopwatch.phase("data"):
             batch = [training[i] for i in order.batch(progress.samples, config.data.batch_size)]
         if saver.is_asked_to_stop():

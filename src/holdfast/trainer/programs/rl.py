@@ -88,6 +88,7 @@ def _train(
 
     while progress.step < config.max_steps:
         step = progress.step + 1
+        stopwatch.begin_step(step)
         does(f"its wait for batch {step}")
         with stopwatch.phase("wait_for_batch"):
             _wait_for_batch(run_dir, step, config)

@@ -63,6 +63,7 @@ def _train(
 
     while progress.step < config.max_steps:
         step = progress.step + 1
+        stopwatch.begin_step(step)
         with stopwatch.phase("data"):
             batch = [samples[i] for i in order.batch(progress.samples, config.data.batch_size)]
         if saver.is_asked_to_stop():

@@ -11,31 +11,57 @@ import psutil
 import torch
 
 from holdfast.shared.process.heartbeat import moved
+from holdfast.shared.process.timeline import record
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.session.session import Session
 
+# Of one name in one step that the timeline tells one by one: with many updates of a step it would grow without bound.
+_SPANS_OF_A_NAME = 2
+
 
 class Stopwatch:
-    """Seconds spent in named phases since the last `take`."""
+    """Seconds spent in named phases since the last `take`; and when each was, for the timeline."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._started = time.perf_counter()
+        self._step = 0
+        self._counts: dict[str, int] = {}
+        self._rest: dict[str, tuple[float, float]] = {}
+
+    def begin_step(self, step: int) -> None:
+        """Count the phases that follow to `step`."""
+        self._tell_rest()
+        self._step, self._counts = step, {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of the block to `time/<name>`."""
         moved()
-        begin = time.perf_counter()
+        now, begin = time.time(), time.perf_counter()
         try:
             yield
         finally:
             moved()
-            key = f"time/{name}"
-            self._seconds[key] = self._seconds.get(key, 0.0) + time.perf_counter() - begin
+            key, seconds = f"time/{name}", time.perf_counter() - begin
+            self._seconds[key] = self._seconds.get(key, 0.0) + seconds
+            self._tell(name, now, now + seconds)
+
+    def _tell(self, name: str, begin: float, end: float) -> None:
+        count = self._counts[name] = self._counts.get(name, 0) + 1
+        if count <= _SPANS_OF_A_NAME:
+            record(name, begin, end, step=self._step)
+        else:
+            self._rest[name] = (self._rest.get(name, (begin, end))[0], end)
+
+    def _tell_rest(self) -> None:
+        for name, (begin, end) in self._rest.items():
+            record(name, begin, end, step=self._step, count=self._counts[name] - _SPANS_OF_A_NAME)
+        self._rest = {}
 
     def take(self) -> dict[str, float]:
         """Return the phases and `time/step`, the wall time since the last call; start again."""
+        self._tell_rest()
         now = time.perf_counter()
         taken = {**self._seconds, "time/step": now - self._started}
         self._seconds, self._started = {}, now

@@ -15,6 +15,7 @@ from holdfast.shared.config.trainer import TrainedModelConfig, TrainingCommand
 from holdfast.shared.files.metrics import MetricsWriter
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.events import report
+from holdfast.shared.process.timeline import start_timeline
 from holdfast.trainer.checkpoints.checkpointer import Checkpointer
 from holdfast.trainer.checkpoints.plain_state import State
 from holdfast.trainer.checkpoints.random_state import seed_everything
@@ -156,6 +157,8 @@ def start_session(
         checkpointer.reserve()
     if isinstance(resume_step, int):
         storage.publish(run_dir.checkpoint(resume_step))  # the attempt before may have ended in its upload
+    if mesh.is_main:
+        start_timeline(run_dir.newest_logs(), "trainer", step=progress.step)
     saver = Saver(checkpointer, ckpt, mesh, max_steps=config.max_steps, committed=progress.step, storage=storage)
     return Session(mesh, run_dir, policy, optimizer, progress, checkpointer, saver, publisher, metrics)
 

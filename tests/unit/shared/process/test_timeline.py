@@ -1,0 +1,138 @@
+"""What processes record of their time, and what is read back of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.files.timeline import read_timeline
+from holdfast.shared.process import timeline
+from holdfast.shared.process.timeline import record, span, start_timeline
+from holdfast.trainer.session.measurements import Stopwatch
+
+
+@pytest.fixture(autouse=True)
+def _own_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "_own", None)
+
+
+@contextmanager
+def _files_of_at_most(size: int) -> Iterator[None]:
+    """Have the kernel cut what is written behind `size` bytes of a file, as a quota does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_spans_of_several_processes_and_attempts_are_read_in_their_order(run_dir: RunDir) -> None:
+    before = time.time()
+    start_timeline(run_dir.logs(1), "trainer", step=0)
+    with span("forward_backward", step=1), pytest.raises(ZeroDivisionError), span("inner", step=1):
+        raise ZeroDivisionError
+    record("save", before - 5, before - 3, step=1, lane="checkpoints")
+    start_timeline(run_dir.logs(2), "orchestrator", step=3)
+    record("generate", before + 50, before + 51.5, step=4, version=3)
+    found = read_timeline(run_dir)
+    assert [(one.attempt, one.process, one.name, one.step) for one in found] == [
+        (1, "trainer", "save", 1),
+        (1, "trainer", "start", 0),
+        (1, "trainer", "forward_backward", 1),
+        (1, "trainer", "inner", 1),
+        (2, "orchestrator", "start", 3),
+        (2, "orchestrator", "generate", 4),
+    ]
+    assert (found[0].lane, found[0].end - found[0].begin) == ("checkpoints", pytest.approx(2, abs=1e-4))
+    assert found[2].begin <= found[3].begin and found[2].end >= found[3].end
+    assert found[-1].version == 3 and found[-1].end - found[-1].begin == pytest.approx(1.5, abs=1e-4)
+
+
+def test_a_line_is_plain_json(run_dir: RunDir) -> None:
+    start_timeline(run_dir.logs(1), "trainer")
+    record("save", 1700000000.123456, 1700000001.5, step=7, lane="checkpoints")
+    line = (run_dir.logs(1) / "timeline_trainer.jsonl").read_text().splitlines()[1]
+    assert json.loads(line) == {
+        "process": "trainer", "name": "save", "begin": 1700000000.12346, "end": 1700000001.5, "step": 7,
+        "lane": "checkpoints",
+    }  # fmt: skip
+
+
+def test_what_is_not_started_records_nothing(run_dir: RunDir) -> None:
+    with span("generate", step=1):
+        pass
+    assert read_timeline(run_dir) == [] and not (run_dir.path / "logs").exists()
+
+
+def test_lines_behind_one_that_was_cut_off_are_whole(run_dir: RunDir) -> None:
+    path = run_dir.logs(1) / "timeline_trainer.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text('{"process":"trainer","name":"generate","begin":1.0,"en')  # killed in its write
+    (run_dir.logs(1) / "timeline_later.jsonl").write_text('[1]\n{"process": 3}\nnonsense\n\n')  # none of ours
+    start_timeline(run_dir.logs(1), "trainer", step=4)
+    assert [(one.name, one.step) for one in read_timeline(run_dir)] == [("start", 4)]
+
+
+def test_a_storage_that_takes_no_lines_is_told_of_once(run_dir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    run_dir.logs(1).mkdir(parents=True)
+    (run_dir.logs(1) / "timeline_trainer.jsonl").symlink_to("/dev/full")
+    with caplog.at_level(logging.WARNING, logger="holdfast"):
+        start_timeline(run_dir.logs(1), "trainer")
+        record("generate", 1, 2)
+    (said,) = caplog.messages
+    assert "timeline_trainer.jsonl lacks lines" in said and "No space left on device" in said
+
+
+def test_a_part_of_a_line_spoils_no_other(run_dir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    start_timeline(run_dir.logs(1), "trainer")
+    path = run_dir.logs(1) / "timeline_trainer.jsonl"
+    with caplog.at_level(logging.WARNING, logger="holdfast"), _files_of_at_most(path.stat().st_size + 10):
+        record("lost", 1, 2)
+        record("lost too", 2, 3)
+    record("kept", 3, 4)
+    assert [one.name for one in read_timeline(run_dir)] == ["kept", "start"]
+    (said,) = caplog.messages
+    assert "the storage took a part of a line" in said
+
+
+def test_many_phases_of_one_step_are_a_bounded_number_of_lines(run_dir: RunDir) -> None:
+    start_timeline(run_dir.logs(1), "trainer", step=0)
+    stopwatch = Stopwatch()
+    for step in (1, 2):
+        stopwatch.begin_step(step)
+        for _ in range(100):
+            with stopwatch.phase("forward"):
+                pass
+            with stopwatch.phase("optimizer"):
+                pass
+        stopwatch.take()
+        with stopwatch.phase("checkpoint"):
+            pass
+    found = read_timeline(run_dir)[1:]
+    for step in (1, 2):
+        mine = [one for one in found if one.step == step]
+        for name in ("forward", "optimizer"):
+            assert [one.count for one in mine if one.name == name] == [1, 1, 98]
+        assert [one.name for one in mine][-1] == "checkpoint" and len(mine) == 7
+    assert all(one.begin <= one.end for one in found)
+    # 10,000 steps of a trainer with ten phases, three lines each, and of an orchestrator with five: under 20 MB.
+    size = (run_dir.logs(1) / "timeline_trainer.jsonl").stat().st_size
+    assert size / 15 < 130
+
+
+def test_recording_takes_microseconds(run_dir: RunDir) -> None:
+    start_timeline(run_dir.logs(1), "trainer")
+    fastest = 1.0
+    for _ in range(200):
+        begin = time.perf_counter()
+        record("generate", 1.0, 2.0, step=1)
+        fastest = min(fastest, time.perf_counter() - begin)
+    assert fastest < 1e-3  # some 10 us; a bound for any machine
