@@ -236,6 +236,7 @@ def test_a_step_takes_rollouts_with_branches_whatever_is_trained_and_measured(
     rollouts = make_rollouts()
     places = TokenIds([6, 14, 21])
     rollouts[0].step_rewards = StepRewards(places, Rewards([0.5, 0.25, -1.0])) if "gae" in str(settings) else None
+    rollouts[2].truncated = "truncated" in str(settings)
     batch = Batch(step=1, policy_version=0, weights_digest="d" * 32, rollouts=rollouts)
     _learned.clear()
     for number in (1, 2):
@@ -259,5 +260,6 @@ def test_a_step_takes_rollouts_with_branches_whatever_is_trained_and_measured(
             np.concatenate([one.per_token[VALUE] for one in samples]), joined, rtol=1e-5, atol=1e-6
         )
     if _learned:
+        assert [one.is_trained for one in _learned[0]] == [True, True, False]  # all branches of it or none
         assert [one.branch_starts for one in _learned[0]] == [(0, 7), (0,), (0, 5, 12)]
         assert [one.turns for one in _learned[0]] == [((0, 4), (4, 6), (6, 11)), ((0, 3),), ((0, 1), (1, 3), (3, 9))]
