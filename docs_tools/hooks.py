@@ -5,7 +5,8 @@ The site has the pages of docs/ and, besides:
 - README.md as its first page, and the project's other papers (`PAPERS`),
 - one page per command, and one of all settings, see `docs_tools.options`,
 - an index of docs/decisions,
-- the files of the repository that a page links to, where no `repo_url` is set to lead there instead.
+- the files of the repository that a page links to, where no `repo_url` is set to lead there instead,
+- llms.txt.
 
 `commands/*` and `decisions/*` in the navigation stand for all of these pages.
 """
@@ -74,6 +75,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     rows = [f"- {Path(path).name[:4]}: [{title}]({Path(path).name})" for path, title in _decisions().items()]
     text = "# Decisions\n\nWhy things are as they are: one short page for each choice that had alternatives.\n\n"
     files.append(File.generated(config, "decisions/index.md", content=text + "\n".join(rows) + "\n"))
+    llms = links.rewritten((ROOT / "llms.txt").read_text(), "llms.txt", config.repo_url)
+    files.append(File.generated(config, "llms.txt", content=llms.replace(".md)", ".html)")))
     for path in sorted(links.files_linked_to(config.repo_url)):
         files.append(File.generated(config, links.shipped(path), abs_src_path=str(ROOT / path)))
     return files

@@ -8,10 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAPERS = {"README.md": "index.md"}
+PAPERS = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+}
 """Files of the repository's root that are pages of the site -> where they lie there."""
 
-_OF_ROOT = {uri: path for path, uri in PAPERS.items()}
+_OF_ROOT = {uri: path for path, uri in PAPERS.items()} | {"llms.txt": "llms.txt"}
 _FENCE = re.compile(r"^( *)```[^\n]*\n.*?^\1```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)(\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^)\s]+)(\))")
 

@@ -42,9 +42,10 @@ def test_the_readme(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["journal.md", "environments.md", "evaluation.md"])
+@pytest.mark.parametrize("page", ["journal.md", "environments.md", "evaluation.md", "first_run.md", "kill_it.md"])
 def test_pages_whose_runs_are_looked_into(page: str, tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     checkout.save_files(ROOT / "docs" / page)
     for command in commands(ROOT / "docs" / page):
-        assert checkout.start(command).strip()
+        if command.words[0] not in NOT_OURS:
+            assert checkout.start(command).strip()

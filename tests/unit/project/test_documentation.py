@@ -294,8 +294,8 @@ def _run(program: str, *arguments: Path) -> list[str]:
 
 
 def test_the_table_of_exit_codes_is_whole() -> None:
-    page = (ROOT / "docs" / "checkpoints.md").read_text()
-    table = page[page.index("## Exit codes") :]
+    page = (ROOT / "docs" / "exit_codes.md").read_text()
+    table = page[: page.index("\n## ")]
     documented = re.findall(r"^\| (\d+|128 \+ signal) \|", table, re.MULTILINE)
     classes = [value for value in vars(errors).values() if isinstance(value, type) and hasattr(value, "exit_code")]
     codes = {value.exit_code for value in classes} | {0, 1, errors.NOT_SAVED, errors.STORAGE_FAILED}

@@ -1,0 +1,135 @@
+"""The project's papers: what forges, citers, containers and language models read."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from holdfast.commands.cli import COMMANDS
+from tests.conftest import ROOT
+from tests.pages.documentation import PAGES, anchors, links
+
+PAPERS = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "llms.txt")]
+DOCKERFILES = sorted((ROOT / "docker").glob("Dockerfile.*"))
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+_OF_OTHERS = re.compile(r"^(VLLM|CUDA|NVIDIA|TORCH|PYTORCH|TOKENIZERS|RAY_ENABLE|PYTHON(HASHSEED|SAFEPATH))")
+
+
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
+def test_links_of_the_papers_lead_somewhere(paper: Path) -> None:
+    found = list(links(paper))
+    assert found
+    for link in found:
+        target, _, anchor = link.partition("#")
+        path = (ROOT / target).resolve() if target else paper
+        assert path.exists() and (not anchor or anchor in anchors(path)), link
+
+
+def test_the_file_for_language_models_has_its_form_and_every_page() -> None:
+    """llmstxt.org: a title, a quote, text, and sections of links with a note behind each."""
+    lines = (ROOT / "llms.txt").read_text().splitlines()
+    assert lines[0] == f"# {project()['name']}" and lines[2].startswith("> ")
+    below = lines[next(number for number, line in enumerate(lines) if line.startswith("## ")) :]
+    assert not [line for line in below if line and not re.fullmatch(r"## .+|- \[[^\]]+\]\([^)]+\): .+", line)]
+
+
+def test_the_citation_says_what_the_package_says() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation.keys() >= {"cff-version", "message", "title", "authors"}, "what the format asks for"
+    assert citation["cff-version"] == "1.2.0" and citation["type"] in ("software", "dataset")
+    assert all(author.keys() & {"name", "family-names", "alias"} for author in citation["authors"])
+    stated = project()
+    assert (citation["title"], citation["version"]) == (stated["name"], stated["version"])
+    assert (citation["license"], citation["abstract"]) == (stated["license"], stated["description"])
+
+
+def test_the_changes_name_the_version_of_the_package() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert project()["version"] in text
+    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security", "Known limits"}
+    assert set(re.findall(r"^### (.+)$", text, re.MULTILINE)) <= kinds
+    for heading in re.findall(r"^## (.+)$", text, re.MULTILINE):
+        assert re.fullmatch(r"\[Unreleased\]|\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", heading)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form.name != "config.yml"], ids=lambda form: form.name)
+def test_forms_of_issues_are_forms(form: Path) -> None:
+    content = yaml.safe_load(form.read_text())
+    assert content.keys() >= {"name", "description", "body"}
+    asked = [part for part in content["body"] if part["type"] != "markdown"]
+    assert len({part["id"] for part in asked}) == len(asked) > 1
+    for part in content["body"]:
+        needed = {"markdown": "value", "dropdown": "options"}.get(part["type"], "label")
+        assert part["type"] in ("markdown", "textarea", "input", "dropdown", "checkboxes")
+        assert part["attributes"][needed]
+        assert all(isinstance(option, str) for option in part["attributes"].get("options", []))
+
+
+def test_the_choice_between_forms_is_valid() -> None:
+    assert yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/config.yml").read_text())["blank_issues_enabled"] is True
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_dockerfiles_are_clean_and_copy_what_is_there(dockerfile: Path) -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    linted = subprocess.run([hadolint, dockerfile], capture_output=True, text=True)
+    assert linted.returncode == 0, linted.stdout + linted.stderr
+    text = dockerfile.read_text()
+    allowed = set((ROOT / ".dockerignore").read_text().replace("!", "").split())
+    for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE):
+        for source in line.split()[:-1]:
+            assert (ROOT / source).exists() and source in allowed, source
+    users = re.findall(r"^USER (\d+)$", text, re.MULTILINE)
+    assert users and users[-1] != "0"
+    assert "--frozen --no-dev" in text and f"docker/{dockerfile.name}" in (ROOT / "docs/installation.md").read_text()
+
+
+def test_a_dockerfile_with_a_fault_is_noticed(tmp_path: Path) -> None:
+    broken = tmp_path / "Dockerfile"
+    broken.write_text("FROM python\nRUN cd /tmp && apt-get install gcc\n")
+    hadolint = shutil.which("hadolint", path=str(Path(sys.executable).parent))
+    assert hadolint is not None
+    assert subprocess.run([hadolint, broken], capture_output=True).returncode == 1
+
+
+def test_groups_that_the_dockerfiles_name_are_there() -> None:
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    named = {name for path in DOCKERFILES for name in re.findall(r"--(?:no-)?group (\w+)", path.read_text())}
+    assert named == {"cpu", "gpu"} and named <= groups.keys()
+
+
+def test_environment_variables_that_are_read_are_documented() -> None:
+    """Every name in capitals that the code asks the environment for, or sets for its own processes."""
+    page = (ROOT / "docs" / "environment_variables.md").read_text()
+    asked = re.compile(
+        r"""(?:environ(?:\.get|\.pop|\.setdefault)?[\[(]|environment\.get\(|_ENV(?:: str)? = )"([A-Z][A-Z_]+)\""""
+    )
+    code = "".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))
+    names = {name for name in asked.findall(code) if not _OF_OTHERS.match(name)}
+    assert len(names) > 8
+    missing = [name for name in sorted(names) if name not in page and not name.startswith("SLURM_")]
+    # Set by torchrun for ranks that it starts, and read by them alone.
+    assert set(missing) <= {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+
+
+def test_the_readme_is_short_and_names_every_command() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 160
+    assert not [name for name in COMMANDS if f"`{name}`" not in text]
+
+
+def test_every_page_is_linked_from_the_readme_or_another_page() -> None:
+    linked = {(page.parent / link.partition("#")[0]).resolve() for page in PAGES for link in links(page)}
+    assert not [page.name for page in PAGES if page.name != "README.md" and page not in linked]
