@@ -75,6 +75,9 @@ class Checkout:
             assert (ROOT / command.words[1]).is_file(), f"{command.where}: there is no {command.words[1]}"
         elif program in ("ckpt", "rollouts"):
             self._check_reader(command)
+        elif program == "monitor":
+            looked_at = [Path(word) for word in command.words[1:] if not word.startswith("--")]
+            assert looked_at and set(looked_at) <= self.made.keys(), f"{command.where}: {command.line}"
         elif program == "environments":
             self._check_environments(command)
         elif program == "evaluate":

@@ -50,6 +50,7 @@ COMMANDS = {
         "environments.main:main",
         None,
     ),
+    "monitor": ("What runs are doing, from their files alone: a live view for a terminal.", "monitor:main", None),
     "rollouts": ("Rollouts in the journal: show, statistics, export.", "rollouts.main:main", None),
 }
 
@@ -105,7 +106,15 @@ def run(name: str, argv: list[str]) -> int:
     from holdfast.shared import config
     from holdfast.shared.config.load import parse_command_line
 
-    return action(parse_command_line(getattr(config, configuration), argv, program=name))
+    parsed = parse_command_line(getattr(config, configuration), argv, program=name)
+    if getattr(parsed, "log_format", "text") == "text":
+        return action(parsed)
+    from holdfast.commands.live.output import as_json_lines
+
+    with as_json_lines() as lines:
+        code = action(parsed)
+        lines.close_with(code)
+    return code
 
 
 def _help() -> str:

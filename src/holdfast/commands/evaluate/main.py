@@ -25,7 +25,14 @@ def main(argv: list[str]) -> int:
     config = parse_command_line(EvaluateConfig, argv, program="evaluate")
     from holdfast.commands.evaluate.launch import launch
 
-    return launch(config)
+    if config.log_format == "text":
+        return launch(config)
+    from holdfast.commands.live.output import as_json_lines
+
+    with as_json_lines() as lines:
+        code = launch(config)
+        lines.close_with(code)
+    return code
 
 
 def _compare(argv: list[str]) -> int:

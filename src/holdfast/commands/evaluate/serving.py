@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from holdfast.commands.launcher.console import Tail
 from holdfast.commands.launcher.device_choices import choose_inference
 from holdfast.commands.launcher.endings import death_of
 from holdfast.commands.launcher.placement import Placement, inference_gpus, this_machine
@@ -13,6 +12,10 @@ from holdfast.commands.launcher.ports import release_all, reserve_first_free
 from holdfast.commands.launcher.preflight import check_in_child
 from holdfast.commands.launcher.restarts import Restarts
 from holdfast.commands.launcher.supervise import Child, Supervisor
+from holdfast.commands.live.output import json_lines
+from holdfast.commands.live.plain import event_line
+from holdfast.commands.live.state import RunState
+from holdfast.commands.live.tails import Tail
 from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME
 from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.config.load import to_toml
@@ -162,16 +165,19 @@ class _Progress:
 
     def __init__(self, events: Path) -> None:
         self._events = Tail(events, from_end=True)
+        self._state = RunState()
         self._begin = time.monotonic()
 
     def refresh(self) -> None:
         """Print what is new."""
         for event in self._events:
-            details = " ".join(
-                f"{key} {value}" for key, value in event.items() if key not in ("phase", "process", "time")
-            )
-            seconds = time.monotonic() - self._begin
-            print(f"{seconds:6.1f}s  {event['process']:<10}  {event['phase']}  {details}".rstrip(), flush=True)
+            told = self._state.take_event(event, attempt=1)
+            if told is None:
+                continue
+            if (lines := json_lines()) is not None:
+                lines.tell_news(told, max_steps=0)
+            else:
+                print(event_line(told, seconds=time.monotonic() - self._begin), flush=True)
 
 
 def write_settings(config: EvaluateConfig, directory: Path) -> Path:

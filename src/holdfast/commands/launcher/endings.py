@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import dataclass
+from typing import Any
 
 from holdfast.commands.launcher.engine_log import engine_failure
 from holdfast.commands.launcher.restarts import Restarts
@@ -92,3 +94,41 @@ def report_stop(number: int, trainer: Child | None, *, step: int, run_dir: RunDi
         return NOT_SAVED
     print(f"{stopped}, which is saved; {resume}" if step else f"{stopped}, before anything was trained")
     return 128 + number
+
+
+@dataclass(frozen=True)
+class End:
+    """What is left of a run that has ended.
+
+    Attributes:
+        lines: for people, behind what says how it ended.
+        fields: the same for programs.
+    """
+
+    lines: list[str]
+    fields: dict[str, Any]
+
+
+def end_of(run_dir: RunDir, config: TrainingCommand, *, step: int, exit_code: int) -> End:
+    """Return where the last checkpoint is, and how the run goes on from it."""
+    fields: dict[str, Any] = {"step": step, "max_steps": config.max_steps, "checkpoint": None, "resume": None}
+    lines = []
+    is_finished = exit_code == 0
+    weights = run_dir.weights_of(step)
+    fields["weights"] = str(weights) if is_finished or weights.is_dir() else None
+    if not is_finished and exit_code < 128 and exit_code != NOT_SAVED:
+        lines.append(f"ended at step {step} of {config.max_steps}, by an error")
+    try:
+        steps = run_dir.committed_steps()
+    except (OSError, ReadError) as error:
+        return End([*lines, f"which checkpoints there are cannot be told: {error}"], fields)
+    if not steps:
+        if config.ckpt is None:
+            lines.append("no checkpoint: a run that is to go on later needs --ckpt, or --ckpt.interval N")
+        return End(lines, fields)
+    last = run_dir.checkpoint(steps[-1])
+    resume = "--ckpt.resume-step latest"
+    fields |= {"checkpoint": {"step": steps[-1], "path": str(last)}, "resume": resume}
+    longer = " and a larger --max-steps" if is_finished and steps[-1] >= config.max_steps else ""
+    lines.append(f"last checkpoint: step {steps[-1]} in {last}; go on: the same command with {resume}{longer}")
+    return End(lines, fields)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from holdfast.commands.launcher.console import Console
-from holdfast.commands.launcher.endings import death_of, engine_failure_of, how_it_ended, report_stop
+from holdfast.commands.launcher.endings import death_of, end_of, engine_failure_of, how_it_ended, report_stop
 from holdfast.commands.launcher.hosts.cluster import is_trainer, wait_for_places
 from holdfast.commands.launcher.hosts.host import Process
 from holdfast.commands.launcher.hosts.local import THIS_MACHINE
@@ -29,6 +29,7 @@ from holdfast.commands.launcher.plan import EVALUATION, Healing, Plan
 from holdfast.commands.launcher.restarts import Restarts
 from holdfast.commands.launcher.storage_backoff import StorageBackoff, fullest
 from holdfast.commands.launcher.supervise import REFRESH_S, Child, Supervisor
+from holdfast.commands.live.output import json_lines
 from holdfast.commands.resume.superseded import clear_unpublished
 from holdfast.shared.config.inference import is_engine
 from holdfast.shared.errors import STORAGE_FAILED, STUCK, HoldfastError, ProcessDied, is_storage_failure
@@ -102,36 +103,55 @@ class _Watcher:
         self._killed: set[Process] = set()
         self._stuck: dict[Process, str] = {}
         self._console = Console(
-            metrics=self._run_dir.metrics,
-            events=self._events,
+            self._run_dir,
+            attempt=plan.attempt.number,
+            events_name=self._events.name,
             first_step=plan.attempt.resume_step or 0,
             max_steps=plan.trainer.max_steps,
         )
 
     def run(self) -> int | Plan:
         """Return the exit code of the run, or the plan of the attempt in which it goes on."""
-        with self._console:
-            outcome = self._until_storage_takes_it(self._start)
-            if outcome is None:
-                outcome = self._until_storage_takes_it(lambda: self._supervisor.run(self._refresh))
-            while isinstance(outcome, Child):
-                outcome = self._signal_taken_by(outcome) or self._bring_back(outcome)
-            if isinstance(outcome, Plan):
-                return outcome
-            if outcome is not None:
-                self._save_before_stop(outcome)
-            self._supervisor.stop()
+        try:
+            with self._console:
+                outcome = self._run()
+        except HoldfastError as error:
+            self._tell_end(error.exit_code, error=str(error))
+            raise
+        if isinstance(outcome, Plan):
+            return outcome
+        step, last = self._console.last_step, self._plan.trainer.max_steps
+        code = 0
         if outcome is not None:
-            return report_stop(
-                outcome,
-                self._trainer(),
-                step=self._console.last_step,
-                run_dir=self._run_dir,
-                config=self._plan.trainer,
-            )
+            code = report_stop(outcome, self._trainer(), step=step, run_dir=self._run_dir, config=self._plan.trainer)
+        else:
+            print(f"finished step {step} of {last}; weights: {self._run_dir.weights_of(step)}")
+        self._tell_end(code)
+        return code
+
+    def _run(self) -> int | Plan | None:
+        """Return the signal that the run was stopped by, the plan of its next attempt, or None where it is done."""
+        outcome = self._until_storage_takes_it(self._start)
+        if outcome is None:
+            outcome = self._until_storage_takes_it(lambda: self._supervisor.run(self._refresh))
+        while isinstance(outcome, Child):
+            outcome = self._signal_taken_by(outcome) or self._bring_back(outcome)
+        if isinstance(outcome, Plan):
+            return outcome
+        if outcome is not None:
+            self._save_before_stop(outcome)
+        self._supervisor.stop()
+        return outcome
+
+    def _tell_end(self, exit_code: int, *, error: str | None = None) -> None:
+        """Say how the run can go on, to people, to `--log-format json`, and to who looks from elsewhere."""
         step = self._console.last_step
-        print(f"finished step {step} of {self._plan.trainer.max_steps}; weights: {self._run_dir.weights_of(step)}")
-        return 0
+        end = end_of(self._run_dir, self._plan.trainer, step=step, exit_code=exit_code)
+        for line in end.lines:
+            print(line, flush=True)
+        if (lines := json_lines()) is not None:
+            lines.end = end.fields
+        self._console.note("ended", exit_code=exit_code, step=step, error=error)
 
     @property
     def _events(self) -> Path:
@@ -271,6 +291,7 @@ class _Watcher:
                 )
             return self._go_on_without(child)
         self._console.say(f"{child.name} {how_it_ended(child)}: starting it again")
+        self._console.note("starting again", restarted=child.name, reason=how_it_ended(child))
         if (number := self._pause(delay_s)) is not None:
             return number
         self._restart(child)
@@ -347,6 +368,7 @@ class _Watcher:
         reason = f" ({failure.splitlines()[0]})" if failure else ""
         how = "was ended for that" if self._ended_by_group else how_it_ended(child)
         self._console.say(f"{child.name} {how}{reason}: starting it again (restart {used} of {limit})")
+        self._console.note("starting again", restarted=child.name, reason=f"{how}{reason}")
         return self._pause(delay_s)
 
     def _can_spare(self, child: Child) -> bool:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 DType = Literal["float32", "bfloat16"]
+LogFormat = Literal["text", "json"]
 
 
 def _check_plain(cls: type[BaseModel], value: Any, info: ValidationInfo) -> Any:

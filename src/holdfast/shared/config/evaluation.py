@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from holdfast.shared.config.base import Command, ModelConfig, Section
+from holdfast.shared.config.base import Command, LogFormat, ModelConfig, Section
 from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.config.inference import InferenceConfig
 from holdfast.shared.config.orchestrator import (
@@ -89,6 +89,9 @@ class EvaluateConfig(Command):
 
     interval: int | None = Field(default=None, ge=1)
     """With `follow`: evaluate the checkpoints of steps that this divides, and of the last step; unset: all."""
+
+    log_format: LogFormat = "text"
+    """What goes to stdout: lines for people, or `json`: one JSON object a line, see docs/console.md."""
 
     clean: bool = False
     """Remove the evaluation that the output directory already holds, then start afresh."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from holdfast.shared.config.base import CkptConfig, Command, ModelConfig
+from holdfast.shared.config.base import CkptConfig, Command, LogFormat, ModelConfig
 from holdfast.shared.config.inference import InferenceConfig
 from holdfast.shared.config.orchestrator import EvalConfig, OrchestratorConfig
 from holdfast.shared.config.placement import PlacementConfig
@@ -81,6 +81,10 @@ class RlConfig(Command):
     slurm: SlurmConfig | None = None
     """Submit a SLURM job that makes the run, and end; `--dry-run` prints its script."""
 
+    log_format: LogFormat = "text"
+    """What goes to stdout: lines for people, with a live view on a terminal, or `json`: one JSON object a line, see
+    docs/console.md."""
+
     clean: bool = False
     """Remove a run that the output directory already holds, then start afresh."""
 
@@ -91,6 +95,13 @@ class RlConfig(Command):
         if value is None or value in ("ray", "slurm") or re.fullmatch(r"ray://[^/\s]+:\d+", value):
             return value
         raise ValueError("should be 'ray', 'ray://HOST:PORT' or 'slurm'")
+
+    @model_validator(mode="after")
+    def _says_it_as_its_trainer(self) -> RlConfig:
+        """Take the form of what is said from the trainer's file, which may be one of a trainer alone."""
+        if "log_format" in self.trainer.model_fields_set and "log_format" not in self.model_fields_set:
+            self.log_format = self.trainer.log_format
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -127,6 +138,7 @@ _SHARED = {
     "journal": ("trainer",),
     "eval": ("orchestrator",),
     "deterministic": ("trainer", "inference"),
+    "log_format": ("trainer",),
 }
 
 

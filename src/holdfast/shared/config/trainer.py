@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from holdfast.shared.config.base import CkptConfig, Command, DType, ModelConfig, Section
+from holdfast.shared.config.base import CkptConfig, Command, DType, LogFormat, ModelConfig, Section
 from holdfast.shared.config.by_device import BY_DEVICE
 from holdfast.shared.config.evaluation import CheckpointEvalConfig
 from holdfast.shared.config.lora import LoraConfig
@@ -249,6 +249,10 @@ class TrainingCommand(Command):
     deterministic: bool = False
     """On GPUs take algorithms that give the same bits every time, for more time a step, and fail where there is none.
     On CPU all do, and this changes nothing."""
+
+    log_format: LogFormat = "text"
+    """What goes to stdout: lines for people, with a live view on a terminal, or `json`: one JSON object a line, see
+    docs/console.md."""
 
     keep_attempts: Annotated[int, Field(ge=1)] | Literal["all"] = 20
     """Keep logs, settings, and what was set aside, of this many of the newest starts and restarts, or of `all`."""

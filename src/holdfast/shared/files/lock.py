@@ -19,6 +19,7 @@ from holdfast.shared.errors import RunDirError
 _DYING_S = 30.0
 _LOOK_AGAIN_S = 0.05  # no call waits for a lock of a file with a limit of time
 _MOST_BYTES = 512
+_CLOCK_SLACK_S = 60.0  # the start of a process is known by the time since the boot, files by the clock of their storage
 # Some network filesystems lock no directories; then nobody notices a second writer.
 _NO_LOCKS = {errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 # What this process has taken, or one that it was forked from.
@@ -63,6 +64,11 @@ class Holder:
             return psutil.Process(self.pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
         except psutil.NoSuchProcess:
             return True
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process sees it, if it lives: it is of the same boot of a kernel, and of the same container."""
+        return self.pid_space == _pid_space()
 
     def __str__(self) -> str:
         """Return `process 123`, with the host where it is another."""
@@ -146,6 +152,33 @@ def _without_locks(path: Path, error: OSError) -> RunDirError:
         "filesystem with flock: mount Lustre with -o flock and NFS with its lock service, or choose a directory "
         "elsewhere with --output-dir."
     )
+
+
+def living_holder(path: Path) -> Holder | None:
+    """Return who has written itself into the lock `path` and is not known to have ended; touches no lock.
+
+    Asking the kernel for the lock, as `is_held` does, would have somebody who takes it at the same moment refused.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        holder, taken = Holder.read(descriptor), os.fstat(descriptor).st_mtime
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    if holder is None or holder.is_dead:
+        return None
+    if not holder.is_here:
+        return holder
+    try:
+        begun = psutil.Process(holder.pid).create_time()
+    except psutil.Error:
+        return None
+    # Another process may have its number by now. It wrote itself in after its own start.
+    return holder if begun <= taken + _CLOCK_SLACK_S else None
 
 
 class DirectoryLock:

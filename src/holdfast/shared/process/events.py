@@ -22,9 +22,13 @@ def report(phase: str, **fields: object) -> None:
     details = " ".join(f"{key}={value}" for key, value in fields.items())
     _log.info("%s%s", phase, f" ({details})" if details else "")
     path = os.environ.get(EVENTS_ENV)
-    if not path:
-        return
-    event = {"time": time.time(), "process": os.environ.get(PROCESS_ENV, ""), "phase": phase, **fields}
+    if path:
+        append(path, os.environ.get(PROCESS_ENV, ""), phase, **fields)
+
+
+def append(path: str | os.PathLike[str], process: str, phase: str, /, **fields: object) -> None:
+    """Append an event of `process` to the file `path`; say in the log where that fails."""
+    event = {"time": time.time(), "process": process, "phase": phase, **fields}
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:

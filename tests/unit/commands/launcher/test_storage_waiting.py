@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from holdfast.commands.launcher.console import Tail
 from holdfast.commands.launcher.storage_backoff import StorageBackoff, fullest
+from holdfast.commands.live.tails import Tail
 from holdfast.shared.errors import (
     STORAGE_FAILED,
     DataError,

@@ -53,8 +53,9 @@ def test_the_console_outlives_who_reads_it() -> None:
     code = (
         "from pathlib import Path; from holdfast.commands.launcher.console import Console\n"
         "from holdfast.shared.process.child import make_output_lossy\n"
-        "make_output_lossy(); nowhere = Path('/nonexistent')\n"
-        "with Console(metrics=nowhere, events=nowhere, first_step=0, max_steps=1) as console:\n"
+        "from holdfast.shared.files.run_dir import RunDir\n"
+        "make_output_lossy(); nowhere = RunDir(Path('/nonexistent'))\n"
+        "with Console(nowhere, attempt=1, first_step=0, max_steps=1) as console:\n"
         "    for number in range(200): console.say(f'line {number}'); print('plain', flush=True)\n"
     )
     with _dead_reader() as pipe:

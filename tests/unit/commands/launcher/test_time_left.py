@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.launcher.console import Console, TimeLeft, duration, step_line
+from holdfast.commands.launcher.console import Console
+from holdfast.commands.live.plain import step_line
+from holdfast.commands.live.time_left import TimeLeft, duration
+from holdfast.shared.files.run_dir import RunDir
 
 
 def test_it_is_the_mean_of_the_last_steps_times_those_that_are_left() -> None:
@@ -37,7 +40,7 @@ def test_durations_and_the_line_of_a_step() -> None:
 
 def test_a_plain_console_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    with Console(metrics=metrics, events=tmp_path / "events.jsonl", first_step=0, max_steps=4) as console:
+    with Console(RunDir(tmp_path), attempt=1, first_step=0, max_steps=4) as console:
         metrics.write_text("".join(json.dumps({"step": step, "time/step": 60.0}) + "\n" for step in (1,)))
         console.refresh()
     assert capsys.readouterr().out.strip().endswith("60.00 s  left 3:00")

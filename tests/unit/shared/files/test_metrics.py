@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.launcher.console import Console, Tail, step_line
+from holdfast.commands.launcher.console import Console
+from holdfast.commands.live.plain import step_line
+from holdfast.commands.live.tails import Tail
 from holdfast.commands.resume.superseded import set_aside_after
 from holdfast.shared.errors import DataError
 from holdfast.shared.files import durable
@@ -83,9 +85,11 @@ def test_a_step_is_one_aligned_line() -> None:
 
 
 def test_the_console_shows_phases_and_only_the_new_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    metrics, events = tmp_path / "metrics.jsonl", tmp_path / "events.jsonl"
+    run_dir = RunDir(tmp_path)
+    metrics, events = run_dir.metrics, run_dir.logs(2) / "events.jsonl"
+    events.parent.mkdir(parents=True)
     metrics.write_text('{"step": 4, "loss": 9.0}\n')
-    with Console(metrics=metrics, events=events, first_step=4, max_steps=6) as console:
+    with Console(run_dir, attempt=2, first_step=4, max_steps=6) as console:
         events.write_text('{"time": 1, "process": "inference", "phase": "loading vllm"}\n')
         console.refresh()
         with open(metrics, "a") as file:

@@ -14,7 +14,7 @@ import pytest
 from holdfast.commands.ckpt.checkpoint_dirs import CheckpointDirs
 from holdfast.commands.ckpt.inspecting import verify as ckpt_verify
 from holdfast.commands.ckpt.listing import ls
-from holdfast.commands.launcher.console import Tail
+from holdfast.commands.live.tails import Tail
 from holdfast.commands.resume.remote import fetch
 from holdfast.commands.resume.resume_step import resolve_resume_step
 from holdfast.commands.resume.superseded import set_aside_damaged

@@ -1,0 +1,86 @@
+"""Which checkpoints a run has, looked at again and again while others write and remove them."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.shared.errors import CheckpointError, ReadError
+from holdfast.shared.files.durable import TEMPORARY_PREFIX
+from holdfast.shared.files.manifest import MANIFEST_NAME, read_manifest
+
+_NAME = re.compile(rf"({re.escape(TEMPORARY_PREFIX)})?step_(\d+)")
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """What was found at one look.
+
+    Attributes:
+        good: the newest step whose manifest is whole.
+        saved_unix_s: when that was committed.
+        damaged: steps after `good` whose manifest is missing or damaged.
+        saving: the step that is written now, or was when its writer was killed.
+        steps: all whole ones, ascending.
+    """
+
+    good: int | None = None
+    saved_unix_s: float | None = None
+    damaged: tuple[int, ...] = ()
+    saving: int | None = None
+    steps: tuple[int, ...] = ()
+
+
+class CheckpointWatch:
+    """Looks into a directory of checkpoints; reads each manifest once."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._known: dict[int, tuple[int, float | None]] = {}
+        self.last = Checkpoints()
+
+    def look(self) -> Checkpoints:
+        """Return what is there now; the same as before where the directory cannot be read."""
+        try:
+            with os.scandir(self._directory) as entries:
+                # fullmatch: removals and downloads put something behind the step.
+                names = [match for entry in entries if (match := _NAME.fullmatch(entry.name))]
+        except FileNotFoundError:
+            names = []
+        except OSError:
+            return self.last
+        there = sorted(int(match[2]) for match in names if not match[1])
+        saving = [int(match[2]) for match in names if match[1]]
+        saved = {step: time for step in there if (time := self._saved_unix_s(step)) is not None}
+        self._known = {step: known for step, known in self._known.items() if step in there}
+        good = max(saved, default=None)
+        self.last = Checkpoints(
+            good,
+            None if good is None else saved[good],
+            tuple(step for step in there if step not in saved and (good is None or step > good)),
+            max(saving, default=None),
+            tuple(saved),
+        )
+        return self.last
+
+    def _saved_unix_s(self, step: int) -> float | None:
+        """Return when `step` was committed; None where it is damaged."""
+        path = self._directory / f"step_{step}"
+        try:
+            changed = (path / MANIFEST_NAME).stat().st_mtime_ns
+        except OSError:
+            changed = 0
+        known = self._known.get(step)
+        if known is not None and known[0] == changed:
+            return known[1]
+        try:
+            manifest = read_manifest(path)
+            time = float(manifest.created_unix_s) if manifest.step == step else None
+        except ReadError:
+            return None  # it may be read at the next look
+        except CheckpointError:
+            time = None
+        self._known[step] = (changed, time)
+        return time

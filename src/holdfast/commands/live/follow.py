@@ -1,0 +1,155 @@
+"""Following a run from its files: every look takes in what its processes have written since the last one."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.commands.live.checkpoint_state import Checkpoints, CheckpointWatch
+from holdfast.commands.live.state import Alarm, Phase, RunState
+from holdfast.commands.live.tails import Tail
+from holdfast.commands.live.time_left import TimeLeft
+from holdfast.shared.files.run_dir import RunDir
+
+_ATTEMPT = re.compile(r"attempt_(\d+)")
+_LOOK_AT_FILES_S = 1.0
+# Those of earlier attempts are written no more, but for what an inference server says that outlived its attempt.
+_LIVE_ATTEMPTS = 2
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """A step has ended.
+
+    Attributes:
+        left_s: for the steps that are left, where that can be said.
+    """
+
+    metrics: dict[str, Any]
+    left_s: float | None
+
+
+News = Stepped | Phase | Alarm
+
+
+class Follower:
+    """Reads the files of a run, and writes none.
+
+    Args:
+        events: the file with all events, of what has no attempts; unset: one for each attempt.
+        events_name: of the file with the events, which every node of several has for itself.
+        attempt: that is about to begin; unset: whatever attempts there are, and come.
+        max_steps: that the run trains until, where that is known before its settings are read.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        *,
+        events: Path | None = None,
+        events_name: str = "events.jsonl",
+        attempt: int | None = None,
+        max_steps: int | None = None,
+    ) -> None:
+        self._run_dir = run_dir
+        self._events_name = events_name
+        self._metrics = Tail(run_dir.metrics, from_end=False)
+        self._events: dict[int, Tail] = {}
+        self._seen: set[int] = set()
+        if events is not None:
+            self._events[1] = Tail(events, from_end=False)
+        self._watch = CheckpointWatch(run_dir.checkpoints)
+        self._time_left = TimeLeft(max_steps or 0)
+        self._looked = -math.inf
+        self.state = RunState(max_steps=max_steps)
+        if attempt is not None:  # its first words are not waited for until the next look
+            self._add(attempt)
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """What was found at the last look."""
+        return self._watch.last
+
+    def set_max_steps(self, max_steps: int) -> None:
+        """Set the step that the newest attempt trains until."""
+        self.state.max_steps = self._time_left.max_steps = max_steps
+
+    def catch_up(self) -> None:
+        """Take in all that was written until now, as what has been."""
+        for _ in self._new_events():
+            pass
+        self._read_again()
+
+    def news(self) -> Iterator[News]:
+        """Take in what was written since the last look, and give it."""
+        yield from self._new_events()
+        replaced = self._metrics.replaced
+        lines = list(self._metrics)
+        if self._metrics.replaced != replaced:
+            self._read_again(lines)
+            return
+        for line in lines:
+            if not _is_step(line):
+                continue
+            self.state.take_step(line, now=time.time())
+            self.state.left_s = self._time_left.after(
+                self.state.step, now=time.monotonic(), step_s=line.get("time/step") or None
+            )
+            yield Stepped(line, self.state.left_s)
+
+    def _read_again(self, lines: list[dict[str, Any]] | None = None) -> None:
+        """Take in steps that nobody saw end."""
+        lines = [line for line in (list(self._metrics) if lines is None else lines) if _is_step(line)]
+        if lines or self._metrics.replaced:
+            self.state.forget_steps()
+        try:
+            ended = self._run_dir.metrics.stat().st_mtime
+        except OSError:
+            ended = time.time()
+        for line in lines:
+            self.state.take_step(line, now=ended)
+        steps = [(int(line["step"]), line.get("time/step")) for line in lines]
+        self.state.left_s = self._time_left.begin_with(steps, now=time.monotonic())
+
+    def _new_events(self) -> Iterator[Phase | Alarm]:
+        if time.monotonic() - self._looked >= _LOOK_AT_FILES_S:
+            self._look_at_files()
+        for number in sorted(self._events):
+            for event in self._events[number]:
+                told = self.state.take_event(event, attempt=number)
+                if told is not None:
+                    yield told
+
+    def _look_at_files(self) -> None:
+        """Find new attempts, leave those alone that nobody writes to any more, and look at the checkpoints."""
+        self._looked = time.monotonic()
+        self._watch.look()
+        new = set(_attempts(self._run_dir.path / "logs")) - self._seen
+        if not new:  # those that were there have been read once
+            live = sorted(self._events)[-_LIVE_ATTEMPTS:]
+            self._events = {number: self._events[number] for number in live}
+        for number in new:
+            self._add(number)
+
+    def _add(self, attempt: int) -> None:
+        self._seen.add(attempt)
+        self._events[attempt] = Tail(self._run_dir.logs(attempt) / self._events_name, from_end=False)
+
+
+def _attempts(logs: Path) -> Iterator[int]:
+    try:
+        names = [path.name for path in logs.iterdir()]
+    except OSError:
+        return
+    for name in names:
+        if match := _ATTEMPT.fullmatch(name):
+            yield int(match[1])
+
+
+def _is_step(line: dict[str, Any]) -> bool:
+    return isinstance(line.get("step"), int)

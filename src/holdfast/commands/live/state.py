@@ -1,0 +1,151 @@
+"""What is known of one run: its steps, what its processes do, what went wrong."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.commands.live.bottleneck import Bottleneck, find_bottleneck
+
+_RECENT_STEPS = 10
+CURVES = ("reward/mean", "val/loss", "loss")
+"""Metrics whose course is kept, the most telling first."""
+LAUNCHER = "launcher"
+"""Process of the events that the launcher itself writes: `starting again`, `ended`."""
+# What a trainer says when it is about to take its first step.
+_TRAINS = ("training", "waiting for batches")
+_ALARMS = ("ALERT: ", "WARNING: ")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a process said last that it does.
+
+    Attributes:
+        since_unix_s: when it said so.
+        details: what it said beside, such as the step.
+    """
+
+    process: str
+    name: str
+    since_unix_s: float
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """An alert or a warning.
+
+    Attributes:
+        kind: `alert`: of the metrics; `warning`: anything else.
+        process: that gave it.
+        step: at which it was given, where that is known.
+    """
+
+    kind: str
+    process: str
+    text: str
+    step: int | None
+    unix_s: float
+
+
+@dataclass
+class RunState:
+    """All that is known of a run; made of lines of `metrics.jsonl` and of events, in their order.
+
+    Attributes:
+        max_steps: that the run trains until; None while that is not known.
+        first_step: that the newest attempt began behind.
+        attempt: number of the newest attempt that has said anything.
+        restarts: how often a process was started again by the launcher, in all attempts whose logs are there.
+        begun_unix_s: when the newest attempt said its first word.
+        stepped_unix_s: when the last step was seen to end.
+        ended: the last word of the launcher of the newest attempt: exit code, step and error.
+    """
+
+    max_steps: int | None = None
+    first_step: int = 0
+    step: int = 0
+    attempt: int = 0
+    restarts: int = 0
+    begun_unix_s: float | None = None
+    stepped_unix_s: float | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    curves: dict[str, list[float]] = field(default_factory=dict)
+    phases: dict[str, Phase] = field(default_factory=dict)
+    alarms: list[Alarm] = field(default_factory=list)
+    ended: dict[str, Any] | None = None
+    left_s: float | None = None
+    recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
+    _places: dict[str, list[int]] = field(default_factory=dict)
+
+    def forget_steps(self) -> None:
+        """Know no steps: they are read anew."""
+        self.step, self.metrics, self.left_s, self.stepped_unix_s = 0, {}, None, None
+        self.curves.clear()
+        self._places.clear()
+        self.recent.clear()
+
+    def take_step(self, metrics: dict[str, Any], *, now: float) -> None:
+        """Take one line of `metrics.jsonl`; a step that comes again replaces itself and what came after it."""
+        step = int(metrics["step"])
+        if step <= self.step:
+            for name, places in self._places.items():
+                while places and places[-1] >= step:
+                    places.pop()
+                    self.curves[name].pop()
+            kept = [line for line in self.recent if line["step"] < step]
+            self.recent.clear()
+            self.recent.extend(kept)
+        self.step, self.metrics, self.stepped_unix_s = step, metrics, now
+        self.recent.append(metrics)
+        for name in CURVES:
+            value = metrics.get(name)
+            if isinstance(value, int | float):  # null: a NaN
+                self.curves.setdefault(name, []).append(float(value))
+                self._places.setdefault(name, []).append(step)
+
+    def take_event(self, event: dict[str, Any], *, attempt: int) -> Alarm | Phase | None:
+        """Take one event of an attempt; return what it says, None where it is the launcher's own."""
+        process, name = str(event.get("process", "")), str(event.get("phase", ""))
+        time = event.get("time")
+        unix_s = float(time) if isinstance(time, int | float) else 0.0
+        details = {key: value for key, value in event.items() if key not in ("phase", "process", "time")}
+        if attempt > self.attempt:
+            self.attempt, self.begun_unix_s, self.ended = attempt, unix_s, None
+            self.phases.clear()
+        if name in _TRAINS and attempt == self.attempt:
+            self.first_step = int(details.get("step", self.first_step))
+            self.max_steps = int(details.get("max_steps", self.max_steps or 0)) or None
+        if process == LAUNCHER:
+            if name == "starting again":
+                self.restarts += 1
+            elif name == "ended" and attempt == self.attempt:
+                self.ended = {"unix_s": unix_s, **details}
+            return None
+        for beginning in _ALARMS:
+            if name.startswith(beginning):
+                step = details.get("step")
+                text = name.removeprefix(beginning)
+                kind = beginning.removesuffix(": ").lower()
+                alarm = Alarm(kind, process, text, step if isinstance(step, int) else None, unix_s)
+                self.alarms.append(alarm)
+                return alarm
+        phase = Phase(process, name, unix_s, details)
+        if name != "saved checkpoint":  # it goes on with what it did
+            self.phases[process] = phase
+        return phase
+
+    @property
+    def bottleneck(self) -> Bottleneck | None:
+        """Who holds the run up, by its last steps."""
+        # The first step of an attempt waited for the start of the others.
+        recent = [line for line in self.recent if line["step"] > self.first_step + 1] or self.recent
+        return find_bottleneck(recent)
+
+    def starting(self) -> list[Phase]:
+        """Return what processes do that have not begun their work, or that began anew since the last step."""
+        seen = self.stepped_unix_s
+        is_new = [phase for phase in self.phases.values() if seen is None or phase.since_unix_s > seen]
+        return [phase for phase in is_new if phase.name not in ("finished", "ready") or seen is None]

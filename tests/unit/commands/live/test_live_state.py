@@ -1,0 +1,192 @@
+"""What is known of a run, from lines of metrics and events in any order that files can give."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from holdfast.commands.live.bottleneck import find_bottleneck
+from holdfast.commands.live.checkpoint_state import CheckpointWatch
+from holdfast.commands.live.follow import Follower, Stepped
+from holdfast.commands.live.state import Alarm, RunState
+from holdfast.commands.live.tails import Tail
+from holdfast.commands.live.time_left import TimeLeft
+from holdfast.shared.files.run_dir import RunDir
+from tests.builders.checkpoint_files import write_checkpoint
+
+
+def write_steps(path: Path, *steps: int, **metrics: float | None) -> None:
+    """Replace the file at `path`, as a resume does."""
+    lines = [json.dumps({"step": step, "loss": 1.0 / step, "time/step": 2.0, **metrics}) + "\n" for step in steps]
+    new = path.with_name("new")
+    new.write_text("".join(lines))
+    new.rename(path)
+
+
+def write_event(path: Path, process: str, phase: str, *, time: float = 100.0, **fields: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        file.write(json.dumps({"time": time, "process": process, "phase": phase, **fields}) + "\n")
+
+
+def test_a_replaced_file_is_read_from_its_begin(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 1, 2, 3)
+    tail = Tail(path, from_end=False)
+    assert [line["step"] for line in tail] == [1, 2, 3] and tail.replaced == 0
+    write_steps(path, 1, 2, 3, 4, 5)
+    assert [line["step"] for line in tail] == [1, 2, 3, 4, 5] and tail.replaced == 1, "another one, though longer"
+    os.truncate(path, 0)
+    assert list(tail) == [] and tail.replaced == 2
+    path.write_text("[1]\n5\n")
+    assert list(tail) == [], "JSON, but no objects"
+
+
+def test_a_tail_from_the_end_notices_a_replacement_before_its_first_look(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 1)
+    tail = Tail(path, from_end=True)
+    write_steps(path, 1, 2)
+    assert [line["step"] for line in tail] == [1, 2]
+
+
+def test_steps_that_a_resume_took_back_are_forgotten(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    write_steps(run_dir.metrics, 1, 2, 3, 4)
+    follower = Follower(run_dir, max_steps=10)
+    follower.catch_up()
+    assert (follower.state.step, follower.state.curves["loss"]) == (4, [1.0, 1 / 2, 1 / 3, 1 / 4])
+    assert follower.state.left_s == pytest.approx(2.0 * 6)
+    write_steps(run_dir.metrics, 1, 2)
+    assert list(follower.news()) == [], "they were told before"
+    assert (follower.state.step, follower.state.curves["loss"]) == (2, [1.0, 1 / 2])
+    with open(run_dir.metrics, "a") as file:
+        file.write('{"step": 3, "loss": null, "time/step": 2.0}\n')
+    (news,) = follower.news()
+    assert isinstance(news, Stepped) and news.metrics["step"] == 3
+    assert follower.state.curves["loss"] == [1.0, 1 / 2], "a NaN is no point of a curve"
+
+
+def test_a_step_that_comes_again_replaces_itself_and_what_came_after() -> None:
+    state = RunState()
+    for step, loss in ((1, 1.0), (2, 0.5), (3, 0.25), (2, 0.75)):
+        state.take_step({"step": step, "loss": loss}, now=0.0)
+    assert state.curves["loss"] == [1.0, 0.75] and [line["step"] for line in state.recent] == [1, 2]
+
+
+def test_events_of_all_attempts_are_known_and_told_once(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    first, second = (run_dir.logs(number) / "events.jsonl" for number in (1, 2))
+    write_event(first, "trainer", "waiting for batches", step=0, max_steps=8)
+    write_event(first, "trainer", "ALERT: entropy fell", step=3)
+    write_event(first, "launcher", "starting again", restarted="trainer")
+    follower = Follower(run_dir)
+    follower.catch_up()
+    state = follower.state
+    assert (state.attempt, state.restarts, state.max_steps, state.first_step) == (1, 1, 8, 0)
+    assert state.alarms == [Alarm("alert", "trainer", "entropy fell", 3, 100.0)]
+    write_event(second, "trainer", "training", time=200.0, step=5, max_steps=9)
+    write_event(second, "trainer", "WARNING: a thing", time=201.0)
+    write_event(second, "launcher", "ended", time=202.0, exit_code=0, step=9)
+    follower._looked = -1e9  # a second later
+    told = list(follower.news())
+    assert [type(one).__name__ for one in told] == ["Phase", "Alarm"]
+    assert (state.attempt, state.max_steps, state.first_step, state.begun_unix_s) == (2, 9, 5, 200.0)
+    assert state.ended == {"unix_s": 202.0, "exit_code": 0, "step": 9}
+    assert [alarm.kind for alarm in state.alarms] == ["alert", "warning"]
+    follower._looked = -1e9
+    assert list(follower.news()) == []
+
+
+def test_only_the_newest_attempts_are_looked_at_again(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    for number in range(1, 6):
+        write_event(run_dir.logs(number) / "events.jsonl", "launcher", "starting again")
+    follower = Follower(run_dir)
+    for _ in range(2):
+        follower._looked = -1e9
+        list(follower.news())
+    assert follower.state.restarts == 5 and sorted(follower._events) == [4, 5]
+
+
+def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.metrics.write_bytes(b'{"step": 1}\n{"st\xffep": 2}\n{"step": "two"}\n{"loss": 1}\n{"step": 3')
+    follower = Follower(run_dir)
+    follower.catch_up()
+    assert follower.state.step == 1
+
+
+def test_checkpoints_are_those_with_a_manifest(run_dir: RunDir) -> None:
+    watch = CheckpointWatch(run_dir.checkpoints)
+    assert watch.look().good is None
+    for step in (5, 10):
+        write_checkpoint(run_dir, step)
+    (run_dir.checkpoints / ".tmp-step_15").mkdir()
+    (run_dir.checkpoints / ".tmp-step_3-abcdef01").mkdir()  # a removal
+    found = watch.look()
+    assert (found.good, found.steps, found.saving, found.damaged) == (10, (5, 10), 15, ())
+    assert found.saved_unix_s is not None
+    manifest = run_dir.checkpoint(10) / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-20])
+    (run_dir.checkpoints / ".tmp-step_15").rmdir()
+    found = watch.look()
+    assert (found.good, found.damaged, found.saving) == (5, (10,), None)
+
+
+def test_a_directory_of_checkpoints_that_cannot_be_read_has_those_of_before(run_dir: RunDir) -> None:
+    write_checkpoint(run_dir, 5)
+    watch = CheckpointWatch(run_dir.checkpoints)
+    found = watch.look()
+    run_dir.checkpoints.rename(run_dir.path / "aside")
+    run_dir.checkpoints.write_text("a file")
+    assert watch.look() == found
+
+
+RL = {"time/step": 10.0, "time/batch": 10.0}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        (RL | {"time/wait_for_batch": 6.2, "time/generate": 9.0, "engine/idle_share": 0.1},
+         "bottleneck: generation (trainer waits 62 % of a step)"),
+        (RL | {"time/wait_for_batch": 5.0, "time/generate": 1.0, "time/update_weights": 4.0},
+         "bottleneck: weight update (trainer waits 50 % of a step)"),
+        (RL | {"time/wait_for_batch": 5.0, "time/generate": 1.0, "time/evaluate": 4.0},
+         "bottleneck: evaluation (trainer waits 50 % of a step)"),
+        (RL | {"time/wait_for_batch": 0.1, "engine/idle_share": 0.4},
+         "bottleneck: training (engines are idle 40 % of the time)"),
+        (RL | {"time/wait_for_batch": 0.5, "engine/idle_share": 0.08},
+         "no bottleneck (trainer waits 5 % of a step, engines 8 % idle)"),
+        ({"time/step": 1.0, "time/checkpoint": 0.3}, "bottleneck: checkpoints (training waits 30 % of the time for a "
+         "save)"),
+    ],
+)  # fmt: skip
+def test_the_bottleneck_is_said_in_words(metrics: dict[str, float], said: str) -> None:
+    assert str(find_bottleneck([metrics, metrics])) == said
+
+
+@pytest.mark.parametrize("metrics", [{}, {"time/step": None}, {"time/step": 1.0, "time/checkpoint": 0.01}])
+def test_no_bottleneck_is_said_where_nothing_tells(metrics: dict[str, float | None]) -> None:
+    assert find_bottleneck([metrics]) is None
+
+
+def test_the_wait_for_the_start_of_an_attempt_is_no_bottleneck() -> None:
+    state = RunState(first_step=4)
+    state.take_step(RL | {"step": 5, "time/step": 100.0, "time/wait_for_batch": 95.0}, now=0.0)
+    assert str(state.bottleneck).startswith("bottleneck: generation"), "it is all there is"
+    state.take_step(RL | {"step": 6, "time/wait_for_batch": 0.0, "engine/idle_share": 0.5}, now=1.0)
+    assert str(state.bottleneck).startswith("bottleneck: training")
+
+
+def test_steps_that_nobody_saw_end_say_how_long_they_took() -> None:
+    left = TimeLeft(20)
+    assert left.begin_with([], now=0.0) is None
+    steps = [(step, 60.0 if step == 1 else 2.0) for step in range(1, 11)]
+    assert left.begin_with(steps, now=100.0) == pytest.approx(10 * 2.0)
+    assert left.after(11, now=102.0) == pytest.approx(9 * 2.0)
+    assert left.begin_with([(1, None), (2, None)], now=0.0) is None
