@@ -35,6 +35,24 @@ SETTINGS: dict[str, type[Command]] = {
 FORMS = {"evaluate": ["--compare", "--plot"]}
 """Command -> flags that make another command line of it, with a parser of its own."""
 
+EXAMPLES = {
+    "sft": ("data.md", "sft @ configs/reverse_text/sft.toml --ckpt.interval 50"),
+    "dpo": ("preferences.md", "dpo @ configs/reverse_text/dpo.toml --ckpt.interval 20"),
+    "reward-model": ("preferences.md", "reward-model @ configs/reverse_text/reward_model.toml --ckpt.interval 20"),
+    "rl": ("rl_training.md", "rl @ configs/reverse_text/rl.toml --ckpt.interval 10 --ckpt.resume-step auto"),
+    "trainer": (
+        "guarantees.md",
+        "trainer @ configs/reverse_text/train.toml --output-dir outputs/by_hand --max-steps 20",
+    ),
+    "orchestrator": ("guarantees.md", "orchestrator @ configs/reverse_text/orch.toml --output-dir outputs/by_hand"),
+    "inference": ("guarantees.md", "inference @ configs/reverse_text/infer.toml"),
+    "evaluate": ("evaluation.md", "evaluate --run outputs/reverse_text_rl --num-tasks 64"),
+    "ckpt": ("checkpoints.md", "ckpt verify --output-dir outputs/reverse_text_sft"),
+    "environments": ("environments.md", "environments play reverse_text"),
+    "rollouts": ("journal.md", "rollouts stats --output-dir outputs/reverse_text_rl"),
+}
+"""Command -> the page that tells about it, and a command line to begin with; each finds what those before it left."""
+
 _RESUMES = {"sft", "dpo", "reward-model", "trainer", "orchestrator", "inference"}
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _CODE_OF_PAGE = re.compile(r"\bdocs/(\w+)\.md")
@@ -194,6 +212,9 @@ def parser_of(command: str, *words: str) -> argparse.ArgumentParser:
 def page(command: str) -> str:
     """Return the Markdown of a command's page."""
     lines = [f"# {command}", "", _linked(COMMANDS[command][0]), ""]
+    if command in EXAMPLES:
+        guide, line = EXAMPLES[command]
+        lines += ["```console", f"uv run {line}", "```", "", f"How it is used: [{guide}](../{guide}).", ""]
     if command in SETTINGS:
         lines += _settings_page(command)
     else:

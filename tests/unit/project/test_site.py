@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from docs_tools import links, options
 from holdfast.commands.cli import COMMANDS
 from holdfast.shared.config.fingerprint import FREE
 from tests.conftest import ROOT
+from tests.pages.documentation import Command
+from tests.pages.runs import Checkout
 
 _FETCHED = re.compile(r"""<(?:script|img|link|iframe|source)[^>]*(?:src|href)="?(https?://[^\s">]+)""")
 
@@ -76,6 +79,17 @@ def test_a_page_has_every_flag_of_its_command(command: str) -> None:
     page = options.page(command)
     assert not [flag for flag in flags - {"-h", "--help"} if f"`{flag}" not in page and f", {flag}" not in page]
     assert len(flags) > 4
+
+
+def test_the_examples_of_the_commands_can_be_given_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Callable[..., tuple[int, str, str]]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkout = Checkout(tmp_path)
+    assert options.EXAMPLES.keys() <= COMMANDS.keys()
+    for name, (guide, line) in options.EXAMPLES.items():
+        assert line.split()[0] == name and f"]({guide})" in options.page(name).replace("../", "")
+        checkout.dry_run(Command(f"the page of {name}", line, line.split()), run_command)
 
 
 def test_settings_are_shown_with_type_default_and_what_a_resume_may_change() -> None:
