@@ -113,6 +113,21 @@ def test_settings_are_shown_with_type_default_and_what_a_resume_may_change() -> 
     assert not [key for key in FREE if key not in free | sections]
 
 
+def test_options_that_newcomers_from_elsewhere_are_told_are_there() -> None:
+    """The column `here` of docs/coming_from.md; a key may have the name of its process before it."""
+    shown = [table for command in options.SETTINGS for table in options.tables(command)]
+    known = {row.key for table in shown for row in table.settings} | {table.key for table in shown}
+    told: list[str] = []
+    column = None
+    for line in (ROOT / "docs" / "coming_from.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.replace("\\|", " ").split("|")]
+        column = (cells.index("here") if "here" in cells else column) if line.startswith("|") else None
+        if column is not None:
+            told += re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?: = [^`]*)?`", cells[column])
+    assert len(told) > 40
+    assert not [key for key in told if not {key, re.sub(r"^(trainer|orchestrator|inference)\.", "", key)} & known]
+
+
 def test_links_lead_to_pages_to_copied_files_or_to_the_repository() -> None:
     text = "[a](../README.md#limits) [b](../examples/sft_loop.py) [c](journal.md#format) [d](#x) [e](https://a.b/c.md)"
     assert links.rewritten(text, "data.md", None) == (
