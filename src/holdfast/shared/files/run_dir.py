@@ -14,11 +14,8 @@ weights/step_N/          what inference serves (Hugging Face layout)
 metrics.jsonl            one JSON object per step
 judgements.log           every reply of a judge, by what it was asked
 reference_logprobs.npz   what the reference of a preference run says about each pair
-<<<<<<< HEAD
-logs/attempt_K/          one log per process, events.jsonl (phases), timeline_PROCESS.jsonl (what it did when)
-=======
-logs/attempt_K/          one log per process, and events.jsonl (phases, alerts, restarts, how the attempt ended)
->>>>>>> 9ae7ccf (Draw what is known of a run below its lines, say it as JSON, and show runs elsewhere with monitor)
+logs/attempt_K/          one log per process, events.jsonl (phases, alerts, restarts, how the attempt ended), and
+                         timeline_PROCESS.jsonl (what it did when)
 discarded/attempt_K/     what a resume from an older step superseded, and damaged checkpoints
 """
 
