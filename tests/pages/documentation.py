@@ -23,7 +23,8 @@ from pathlib import Path
 
 from tests.conftest import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAPERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")]
+PAGES = [*PAPERS, *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = {"console", "python", "toml", "bash", "diff", "text"}
 _FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
