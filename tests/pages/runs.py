@@ -78,6 +78,8 @@ class Checkout:
         elif program == "monitor":
             looked_at = [Path(word) for word in command.words[1:] if not word.startswith("--")]
             assert looked_at and set(looked_at) <= self.made.keys(), f"{command.where}: {command.line}"
+        elif program == "report":
+            self._check_report(command)
         elif program == "environments":
             self._check_environments(command)
         elif program == "evaluate":
@@ -143,6 +145,13 @@ class Checkout:
             maker = self.made.get(arguments.output_dir)
             assert maker, f"{command.where}: {command.line}\nnobody has made {arguments.output_dir}"
             assert command.words[0] == "ckpt" or maker == "rl"
+
+    def _check_report(self, command: Command) -> None:
+        """Check the arguments of `report`, and that the runs that it shows are there."""
+        from holdfast.commands.report.main import parse
+
+        for run in parse(command.words[1:]).runs:
+            assert run in self.made, f"{command.where}: {command.line}\nnobody has made {run}"
 
     def _check_environments(self, command: Command) -> None:
         """Check the arguments of `environments`, and that what it plays or checks is there."""

@@ -52,6 +52,7 @@ COMMANDS = {
     ),
     "monitor": ("What runs are doing, from their files alone: a live view for a terminal.", "monitor:main", None),
     "rollouts": ("Rollouts in the journal: show, statistics, export.", "rollouts.main:main", None),
+    "report": ("One page of what runs did: curves, timeline, evaluations, rollouts.", "report.main:main", None),
 }
 
 

@@ -56,7 +56,7 @@ class Drift:
 
 def compare_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> Drift:
     """Return what differs between two resolved configurations of one process."""
-    old, new = _flat(before), _flat(after)
+    old, new = flat_settings(before), flat_settings(after)
     changed = {
         key: f"{key}: {_shown(old, key)} -> {_shown(new, key)}"
         for key in sorted(old.keys() | new.keys())
@@ -68,15 +68,15 @@ def compare_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> Dri
     )
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_settings(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return dotted key -> value. Lists are values, but not those of tables; an empty table, too, is a setting."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
+            flat |= flat_settings(value, f"{prefix}{key}.")
         elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
             for number, item in enumerate(value):
-                flat |= _flat(item, f"{prefix}{key}[{number}].")
+                flat |= flat_settings(item, f"{prefix}{key}[{number}].")
         else:
             flat[f"{prefix}{key}"] = value
     return flat
@@ -140,7 +140,7 @@ def refuse_other_model(saved: Path, wanted: Path, *, model_name: str, step: int)
     if not (saved.is_file() and wanted.is_file()):
         return
     try:
-        old, new = (_flat(msgspec.json.decode(path.read_bytes(), type=dict)) for path in (saved, wanted))
+        old, new = (flat_settings(msgspec.json.decode(path.read_bytes(), type=dict)) for path in (saved, wanted))
     except msgspec.DecodeError as error:
         raise CheckpointError(f"{saved} or {wanted} is not JSON: {error}") from None
     changed = [

@@ -1,0 +1,83 @@
+"""What a report of a long run costs: `uv run python -m benchmarks.report [STEPS]`.
+
+Makes a run of 10,000 steps with 100 rollouts each: 60 metrics and nine spans a step, a journal in which all batches are
+listed and those are whole that a report shows. Then prints time, memory and size of `report` on it, as its own process.
+"""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from holdfast.shared.files.journal import publish_batch
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.wire.arrays import Logprobs, LossMask, TokenIds
+from holdfast.shared.wire.rollouts import Batch, Rollout
+
+_ROLLOUTS = 100
+_TOKENS = 500
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one report: seconds by the wall clock and of a core, the most memory, and bytes of the page."""
+
+    wall_s: float
+    cpu_s: float
+    memory_bytes: int
+    page_bytes: int
+
+
+def make_journal(run_dir: RunDir, steps: int, *, num_whole: int = 4) -> None:
+    """List a batch of every step; those that a report shows are whole."""
+    whole = {1 + round((steps - 1) * part / (num_whole - 1)) for part in range(num_whole)}
+    for step in range(1, steps + 1):
+        if step not in whole:
+            run_dir.batch(step).mkdir(parents=True)
+            continue
+        rollouts = [
+            Rollout(
+                environment="a", task_id=number // 8, sample_index=number % 8,
+                token_ids=TokenIds([1 + number % 50] * _TOKENS), loss_mask=LossMask([True] * _TOKENS),
+                logprobs=Logprobs([-0.5] * _TOKENS), versions=[], reward=number % 8 / 8,
+            )
+            for number in range(_ROLLOUTS)
+        ]  # fmt: skip
+        batch = Batch(step=step, policy_version=step - 1, weights_digest="d" * 32, rollouts=rollouts)
+        publish_batch(run_dir, batch, msgspec.json.encode({}))
+
+
+def measure(run: Path) -> Cost:
+    """Report on the run in `run`, in a process of its own."""
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    command = [sys.executable, "-m", "holdfast", "report", str(run), "--to", str(run / "page.html")]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    wall_s, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Cost(wall_s, cpu_s, after.ru_maxrss * 1024, (run / "page.html").stat().st_size)
+
+
+def main() -> None:
+    """Print one line."""
+    from tests.builders.shown_runs import make_run
+
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
+    with tempfile.TemporaryDirectory() as place:
+        run_dir = make_run(Path(place) / "run", steps=steps, metrics=42)
+        make_journal(run_dir, steps)
+        cost = measure(run_dir.path)
+    print(
+        f"{steps:,} steps, {steps * _ROLLOUTS:,} rollouts: {cost.wall_s:.1f} s, {cost.cpu_s:.1f} s of a core, "
+        f"{cost.memory_bytes / 2**20:.0f} MiB, page of {cost.page_bytes / 1e6:.1f} MB"
+    )
+
+
+if __name__ == "__main__":
+    main()

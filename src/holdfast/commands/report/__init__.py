@@ -1,0 +1,1 @@
+"""The command `report`: one page, and pictures, of what one or several runs did."""

@@ -1,0 +1,177 @@
+"""From what was read of runs to the page that shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from holdfast.commands.report.charts import Lanes
+from holdfast.commands.report.curves import (
+    LEARNING,
+    SPEED,
+    charts_of,
+    evaluation_charts,
+    others,
+    phase_charts,
+    shown_number,
+)
+from holdfast.commands.report.lanes import lanes_of
+from holdfast.commands.report.page import Page, Section, Table
+from holdfast.commands.report.run_data import RunData, shown_time
+from holdfast.commands.report.samples import SampleRollout, sample_rollouts
+from holdfast.commands.resume.config_diff import flat_settings
+
+_MAX_TOLD = 200
+_MAX_TEXT = 100_000
+_SHOWN_METRICS = ("reward/mean", "loss", "val/loss", "rewards/accuracies")
+
+
+def build_page(runs: Sequence[RunData], *, made: float, refresh_s: int | None = None) -> Page:
+    """Return the page of some runs.
+
+    Args:
+        made: Unix time of now.
+        refresh_s: as of `Page`.
+    """
+    samples: list[tuple[str, list[SampleRollout]]] = []
+    notes = [_named(run, note, runs) for run in runs for note in run.notes]
+    for run in runs:
+        found, unread = sample_rollouts(run)
+        notes += [_named(run, note, runs) for note in unread]
+        if found:
+            samples.append((run.name, found))
+    return Page(
+        title=" and ".join(run.name for run in runs),
+        made=made,
+        facts=_facts(runs),
+        sections=_sections(runs),
+        tables=[table for table in _tables(runs) if table.rows],
+        samples=samples,
+        settings={
+            f"{run.name}: {name}": text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}\n... cut"
+            for run in runs
+            for name, text in _own_settings(run).items()
+        },
+        notes=notes,
+        refresh_s=refresh_s,
+    )
+
+
+def _named(run: RunData, note: str, runs: Sequence[RunData]) -> str:
+    return note if len(runs) == 1 else f"{run.name}: {note}"
+
+
+def _own_settings(run: RunData) -> dict[str, str]:
+    """Return the files that say everything: those of the parts of `rl` are within its own."""
+    whole = {name: text for name, text in run.settings_text.items() if name == "rl.toml"}
+    return whole or run.settings_text
+
+
+def _facts(runs: Sequence[RunData]) -> Table:
+    rows = []
+    for run in runs:
+        ends = [one.end for one in run.spans] + [event.time for event in run.events]
+        begins = [one.begin for one in run.attempts if one.begin is not None]
+        hours = f"{(max(ends) - min(begins)) / 3600:.2f} h" if ends and begins else "-"
+        steps = str(run.last_step) if run.max_steps is None else f"{run.last_step} of {run.max_steps}"
+        last = [
+            f"{name} {shown_number(float(run.metrics.curve(name)[1][-1]))}"
+            for name in _SHOWN_METRICS
+            if name in run.metrics.values and len(run.metrics.curve(name)[1])
+        ]
+        rows.append(
+            (run.name, run.program, run.state, steps, str(len(run.restarts)), hours, ", ".join(last) or "-",
+             str(run.run_dir.path))
+        )  # fmt: skip
+    head = ("run", "program", "state", "steps", "restarts", "first to last sign", "last values", "directory")
+    return Table("Runs", head, rows)
+
+
+def _sections(runs: Sequence[RunData]) -> list[Section]:
+    alone = len(runs) == 1
+    lanes = [lanes_of(run, key=f"timeline_{number}", alone=alone) for number, run in enumerate(runs)]
+    marked = any(run.restarts for run in runs)
+    note = "Dotted lines: the run was started again and went on behind this step." if marked else ""
+    timeline: list[Lanes] = [one for one in lanes if one is not None]
+    sections = [
+        Section("learning", "Learning", charts_of(LEARNING, runs), note=note),
+        Section("evaluations", "Evaluations", evaluation_charts(runs)),
+        Section("timeline", "Timeline", timeline, is_wide=True),
+        Section("phases", "Phases", phase_charts(runs), is_wide=alone),
+        Section("speed", "Speed", charts_of(SPEED, runs)),
+        Section("others", "Other metrics", others(runs, (*LEARNING, *SPEED)), is_folded=True),
+    ]
+    return [section for section in sections if section.charts]
+
+
+def _tables(runs: Sequence[RunData]) -> list[Table]:
+    return [_settings_diff(runs), _told(runs), _checkpoints(runs), _starts(runs), _estimates(runs)]
+
+
+def _settings_diff(runs: Sequence[RunData]) -> Table:
+    """Return the settings that are not the same in all runs."""
+    flats = [_flat(run) for run in runs]
+    rows = []
+    for key in sorted({key for flat in flats for key in flat}):
+        values = [repr(flat[key]) if key in flat else "unset" for flat in flats]
+        if len(set(values)) > 1:
+            rows.append((key, *values))
+    return Table("Settings that differ", ("setting", *(run.name for run in runs)), rows)
+
+
+def _flat(run: RunData) -> dict[str, Any]:
+    whole = {name: table for name, table in run.settings.items() if name == "rl"} or run.settings
+    return {
+        key: value
+        for table in whole.values()
+        for key, value in flat_settings(table).items()
+        if not key.endswith(("output_dir", "resume_step", "clean"))
+    }
+
+
+def _told(runs: Sequence[RunData]) -> Table:
+    told = [(run, event) for run in runs for event in run.told]
+    rows = [
+        (run.name, shown_time(event.time), "-" if event.step is None else str(event.step), event.phase)
+        for run, event in told[-_MAX_TOLD:]
+    ]
+    note = f"the last {_MAX_TOLD} of {len(told)}" if len(told) > _MAX_TOLD else ""
+    return Table("Alerts", ("run", "time (UTC)", "step", "alert"), rows, note)
+
+
+def _checkpoints(runs: Sequence[RunData]) -> Table:
+    rows = [
+        (run.name, str(one.step), one.status, f"{one.size_bytes / 2**20:.1f} MiB", shown_time(one.saved))
+        for run in runs
+        for one in run.checkpoints
+    ]
+    left_out = sum(run.num_checkpoints - len(run.checkpoints) for run in runs)
+    note = f"{left_out} older ones are not shown; `ckpt ls` shows all" if left_out else ""
+    return Table("Checkpoints", ("run", "step", "status", "size", "saved (UTC)"), rows, note)
+
+
+def _starts(runs: Sequence[RunData]) -> Table:
+    rows = [
+        (run.name, str(one.number), shown_time(one.begin), str(one.resume_step)) for run in runs for one in run.attempts
+    ]
+    return Table("Starts", ("run", "start", "time (UTC)", "went on behind step"), rows if len(rows) > 1 else [])
+
+
+def _estimates(runs: Sequence[RunData]) -> Table:
+    rows = [
+        (
+            run.name,
+            "-" if version is None else str(version),
+            environment,
+            str(one.num_tasks),
+            name,
+            shown_number(estimate.value),
+            f"{shown_number(estimate.low)} to {shown_number(estimate.high)}",
+        )
+        for run in runs
+        for version, summary in run.summaries.items()
+        for environment, one in summary.environments.items()
+        for name, estimate in one.estimates.items()
+    ]
+    head = ("run", "version", "environment", "tasks", "estimate", "value", "interval")
+    return Table("Evaluated", head, rows[-_MAX_TOLD:], f"the last {_MAX_TOLD}" if len(rows) > _MAX_TOLD else "")

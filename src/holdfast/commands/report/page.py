@@ -1,0 +1,221 @@
+"""The page of a report: one HTML file that loads nothing, drawn by plotly.js, which is in it."""
+
+from __future__ import annotations
+
+import html
+import math
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from holdfast.commands.report.charts import Chart, Lanes, Mark, Series
+from holdfast.commands.report.columns import Numbers
+from holdfast.commands.report.run_data import shown_time
+from holdfast.commands.report.samples import SampleRollout
+
+_HERE = Path(__file__).parent
+_MS = 1000.0
+_LABEL_SHARE = 0.025
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page: charts under a heading."""
+
+    key: str
+    title: str
+    charts: Sequence[Chart | Lanes]
+    is_wide: bool = False
+    is_folded: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table under a heading; `note` says what is left out."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Page:
+    """Everything that a page shows.
+
+    Attributes:
+        settings: texts by the name of their run and file.
+        refresh_s: after how long a page that is looked at is loaded anew; None: never.
+    """
+
+    title: str
+    made: float
+    facts: Table
+    sections: Sequence[Section]
+    tables: Sequence[Table]
+    samples: Sequence[tuple[str, Sequence[SampleRollout]]] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    refresh_s: int | None = None
+
+
+def render(page: Page, plotly_js: str) -> str:
+    """Return the HTML of a page. All text of the run is escaped; a policy in the page forbids all network."""
+    environment = Environment(
+        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    figures = {chart.key: _figure(chart) for section in page.sections for chart in section.charts}
+    return environment.get_template("page.html").render(
+        page=page,
+        made=shown_time(page.made),
+        figures=Markup(_script_json(figures)),
+        # Never of a run: what the package and the library hold.
+        plotly_js=Markup(plotly_js),
+        page_js=Markup((_HERE / "page.js").read_text()),
+        page_css=Markup((_HERE / "page.css").read_text()),
+        nonce=secrets.token_urlsafe(16),
+    )
+
+
+def _script_json(value: object) -> str:
+    """Return JSON that can stand in a script element: nothing in it ends that, or begins a comment."""
+    text = msgspec.json.encode(value).decode()
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _figure(chart: Chart | Lanes) -> dict[str, Any]:
+    """Return what plotly.js draws, without the theme, which the page sets."""
+    return _lanes(chart) if isinstance(chart, Lanes) else _curves(chart)
+
+
+def _text(text: str) -> str:
+    return html.escape(text, quote=False)
+
+
+def _numbers(values: Numbers, *, digits: int = 6) -> list[float | None]:
+    """Return numbers as short as the eye needs them."""
+    return [float(f"{value:.{digits}g}") if np.isfinite(value) else None for value in values.tolist()]
+
+
+def _steps(values: Numbers) -> list[int]:
+    return values.astype(int).tolist()
+
+
+def _curves(chart: Chart) -> dict[str, Any]:
+    traces = [_bar(one) if chart.is_stack else _line(one) for one in chart.series]
+    layout: dict[str, Any] = {
+        "xaxis": {"title": {"text": "step"}},
+        "yaxis": {"title": {"text": _text(chart.unit)}},
+        "showlegend": len(chart.series) > 1,
+        "shapes": [_vertical(mark, mark.x) for mark in chart.marks],
+        "annotations": _labels(chart.marks, low=_end(chart, min), high=_end(chart, max)),
+    }
+    whole = np.concatenate([one.y for one in chart.series])
+    if chart.top is not None:
+        layout["yaxis"]["range"] = [0, chart.top]
+    elif whole.min() == whole.max():  # else the axis would be from one below to one above
+        layout["yaxis"]["range"] = sorted((0.0, 2 * float(whole[0]))) if whole[0] else [-1, 1]
+    if chart.is_stack:
+        layout |= {"barmode": "stack", "bargap": 0}
+    return {"data": traces, "layout": layout}
+
+
+def _line(one: Series) -> dict[str, Any]:
+    trace: dict[str, Any] = {
+        "type": "scatter",
+        "mode": "lines+markers" if one.shows_points else "lines",
+        "name": _text(one.name),
+        "x": _steps(one.x),
+        "y": _numbers(one.y),
+        "line": {"color": one.colour, "dash": one.dash, "width": one.width},
+        "marker": {"size": 5, "color": one.colour},
+    }
+    if one.low is not None and one.high is not None:
+        trace["error_y"] = {
+            "type": "data",
+            "symmetric": False,
+            "array": _numbers(one.high - one.y),
+            "arrayminus": _numbers(one.y - one.low),
+            "thickness": 1,
+            "width": 3,
+            "color": one.colour,
+        }
+    return trace
+
+
+def _bar(one: Series) -> dict[str, Any]:
+    return {
+        "type": "bar",
+        "name": _text(one.name),
+        "x": _steps(one.x),
+        "y": _numbers(one.y, digits=4),
+        "marker": {"color": one.colour, "line": {"width": 0}},
+    }
+
+
+def _lanes(chart: Lanes) -> dict[str, Any]:
+    traces = []
+    for kind, colour in chart.colours.items():
+        blocks = [block for block in chart.blocks if block.name == kind]
+        traces.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": _text(kind),
+                "y": [_text(block.lane) for block in blocks],
+                "base": [round(block.begin * _MS) for block in blocks],
+                "x": [round((block.end - block.begin) * _MS, 1) for block in blocks],
+                "hovertext": [_text(block.text) for block in blocks],
+                "hoverinfo": "text",
+                "marker": {"color": colour, "line": {"width": 0}},
+            }
+        )
+    return {
+        "data": traces,
+        "layout": {
+            "barmode": "overlay",
+            "bargap": 0.25,
+            "xaxis": {"type": "date", "title": {"text": "time (UTC)"}},
+            "yaxis": {"categoryorder": "array", "categoryarray": [_text(one) for one in reversed(chart.names)]},
+            "showlegend": True,
+            "shapes": [_vertical(mark, mark.x * _MS) for mark in chart.marks],
+            "annotations": _labels(
+                chart.marks,
+                low=min(block.begin for block in chart.blocks),
+                high=max(block.end for block in chart.blocks),
+                scale=_MS,
+            ),
+        },
+    }
+
+
+def _vertical(mark: Mark, x: float) -> dict[str, Any]:
+    line = {"color": mark.colour, "width": 1.2, "dash": "dot"}
+    return {"type": "line", "xref": "x", "yref": "paper", "x0": x, "x1": x, "y0": 0, "y1": 1, "line": line}
+
+
+def _end(chart: Chart, end: Callable[[Iterable[float]], float]) -> float:
+    return end(float(end(one.x.tolist())) for one in chart.series)
+
+
+def _labels(marks: Sequence[Mark], *, low: float, high: float, scale: float = 1.0) -> list[dict[str, Any]]:
+    """Return the texts over marks, but for those that would lie on the one before."""
+    place = {"y": 1, "xref": "x", "yref": "paper", "yanchor": "bottom", "showarrow": False, "font": {"size": 10}}
+    labels = []
+    end = -math.inf
+    for mark in sorted(marks, key=lambda mark: mark.x):
+        room = (high - low) * _LABEL_SHARE * (1 + len(mark.text)) / 2
+        if mark.text and mark.x >= end:
+            labels.append({**place, "x": mark.x * scale, "text": _text(mark.text)})
+            end = mark.x + room
+    return labels

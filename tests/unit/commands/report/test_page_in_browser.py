@@ -1,0 +1,95 @@
+"""The page of a report, opened in a browser without a network."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from tokenizers import Tokenizer
+
+from holdfast.shared.files import durable
+from holdfast.shared.files.journal import publish_batch
+from holdfast.shared.wire.arrays import Logprobs, LossMask, TokenIds
+from holdfast.shared.wire.rollouts import Batch, Rollout
+from tests.builders.shown_runs import make_run
+from tests.conftest import BASE
+from tests.unit.commands.evaluate.test_plot import evaluated
+from tests.unit.commands.report.test_report import figures_of
+from tests.unit.commands.rollouts.test_rollouts_cli import state_after
+
+RunCommand = Callable[..., tuple[int, str, str]]
+
+HOSTILE = '</script><img src=x onerror="document.documentElement.dataset.hit=1">'
+
+
+def browser() -> str:
+    """Return the browser of this machine."""
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        pytest.skip("there is no browser to open the page in: `apt-get install chromium`")
+    return found
+
+
+def opened(page: Path, place: Path) -> tuple[str, list[str]]:
+    """Return what a browser makes of a page, and what its console says. Nothing outside can be reached."""
+    done = subprocess.run(
+        [
+            browser(), "--headless=new", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=20000",
+            "--proxy-server=http://127.0.0.1:9", "--enable-logging=stderr", f"--user-data-dir={place}",
+            *(["--no-sandbox"] if os.geteuid() == 0 else []), "--window-size=1200,900", "--dump-dom", page.as_uri(),
+        ],
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def test_the_page_draws_every_chart_and_runs_nothing_of_the_run(run_command: RunCommand, tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "<img src=x onerror=alert()>", resumed_from=(4,))
+    evaluated(run_dir, 4)
+    settings = f"[model]\nname = \"{BASE}\"\nnote = '{HOSTILE}'\n"
+    durable.write_file(run_dir.configs(2) / "orchestrator.toml", settings.encode())
+    told = {"time": 1.8e9, "process": "trainer", "phase": f"ALERT: {HOSTILE}"}
+    with open(run_dir.logs(2) / "events.jsonl", "a") as file:
+        file.write(f"\n{json.dumps(told)}\n")
+    ids = Tokenizer.from_file(str(BASE / "tokenizer.json")).encode(HOSTILE, add_special_tokens=False).ids
+    rollout = Rollout(
+        environment=HOSTILE, task_id=0, sample_index=0, token_ids=TokenIds(ids), loss_mask=LossMask([True] * len(ids)),
+        logprobs=Logprobs([-0.5] * len(ids)), versions=[],
+    )  # fmt: skip
+    batch = Batch(step=2, policy_version=1, weights_digest="d" * 32, rollouts=[rollout])
+    publish_batch(run_dir, batch, msgspec.json.encode(state_after(2)))
+    page = tmp_path / "page.html"
+    assert run_command("report", run_dir.path, "--to", page)[0] == 0
+    shown, said = opened(page, tmp_path / "profile")
+    assert said == []
+    num_charts = len([key for key in figures_of(page) if not key.startswith("other")])
+    assert num_charts > 8 and f'data-charts="{num_charts}"' in shown
+    assert shown.count('class="main-svg"') >= num_charts
+    assert "data-hit" not in re.sub(r"<script.*?</script>", "", shown, flags=re.S)
+    assert "<img src" not in shown and "&lt;img src=x" in shown
+    assert "ALERT: &lt;/script&gt;" in shown and "note = '&lt;/script&gt;" in shown
+
+
+def test_a_page_that_did_not_escape_would_be_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(f"<!DOCTYPE html><html><body><script>console.error('heard')</script>{HOSTILE}</body></html>")
+    shown, said = opened(page, tmp_path / "profile")
+    assert 'data-hit="1"' in shown and "heard" in "".join(said)
+
+
+def test_the_page_names_no_place_to_load_from(run_command: RunCommand, tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    assert run_command("report", run_dir.path)[0] == 0
+    page = (run_dir.path / "report.html").read_text()
+    outside = re.sub(r"(<script[^>]*>).*?</script>", r"\1", page, flags=re.S)
+    assert "default-src 'none'" in outside and not re.search(r"(src|href)=(?!\"#)|url\(|@import", outside)
+    nonces = set(re.findall(r'nonce[=-]"?([\w-]+)', outside))
+    assert len(nonces) == 1

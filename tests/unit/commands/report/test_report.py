@@ -1,0 +1,206 @@
+"""The command `report`: what it says of runs of every kind and state, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import plotly.graph_objects as go
+import pytest
+
+from holdfast.shared.files import durable
+from holdfast.shared.files.journal import publish_batch
+from holdfast.shared.files.run_dir import RunDir
+from tests.builders.shown_runs import make_run
+from tests.conftest import BASE
+from tests.unit.commands.evaluate.test_plot import evaluated
+from tests.unit.commands.rollouts.test_rollouts_cli import make_batch, state_after
+
+RunCommand = Callable[..., tuple[int, str, str]]
+
+
+def figures_of(page: Path) -> dict[str, Any]:
+    """Return the charts of a page, as its script reads them."""
+    match = re.search(r'<script[^>]* id="figures"[^>]*>(.*?)</script>', page.read_text(), re.S)
+    assert match is not None
+    return json.loads(match[1])
+
+
+def text_of(page: Path) -> str:
+    """Return the page without its scripts."""
+    return re.sub(r"<script.*?</script>", "", page.read_text(), flags=re.S)
+
+
+def made(run_command: RunCommand, *argv: object) -> None:
+    code, out, err = run_command("report", *argv)
+    assert code == 0, err
+    assert ".html: " in out
+
+
+def test_a_run_killed_five_times_is_one_curve_with_five_marks(run_command: RunCommand, tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", steps=24, resumed_from=(4, 8, 12, 16, 20))
+    made(run_command, run_dir.path)
+    figures = figures_of(run_dir.path / "report.html")
+    reward = figures["reward"]
+    (curve,) = reward["data"]
+    assert curve["name"] == "reward/mean" and curve["x"] == list(range(1, 25)) and None not in curve["y"]
+    assert [shape["x0"] for shape in reward["layout"]["shapes"]] == [4, 8, 12, 16, 20]
+    assert [label["text"] for label in reward["layout"]["annotations"]] == ["2", "3", "4", "5", "6"]
+    lanes = figures["timeline_0"]
+    assert len(lanes["layout"]["shapes"]) == 5 and lanes["layout"]["xaxis"]["type"] == "date"
+    assert set(lanes["layout"]["yaxis"]["categoryarray"]) == {
+        "trainer", "trainer: checkpoints", "orchestrator", "inference"
+    }  # fmt: skip
+    assert {"generate", "forward_backward", "save", "wait_for_weights", "start-up"} <= {
+        one["name"] for one in lanes["data"]
+    }
+    shown = text_of(run_dir.path / "report.html")
+    assert "<td>24 of 24</td>" in shown and "<td>finished</td>" in shown
+    assert shown.count("ALERT: entropy fell") == 6
+
+
+def test_every_chart_is_one_that_the_library_knows(run_command: RunCommand, tmp_path: Path) -> None:
+    """Its own classes refuse a misspelt attribute, or a value of another kind, that the page would pass over."""
+    run_dir = make_run(tmp_path / "run", resumed_from=(5,))
+    for step in (0, 4, 8):
+        evaluated(run_dir, step)
+    made(run_command, run_dir.path)
+    figures = figures_of(run_dir.path / "report.html")
+    assert {"reward", "kl", "evaluation_0", "timeline_0", "phases_trainer", "phases_orchestrator"} <= set(figures)
+    for figure in figures.values():
+        go.Figure(**figure)
+    with pytest.raises(ValueError, match="colour"):
+        go.Figure(data=[{"type": "bar", "colour": "red"}])
+
+
+def test_numbers_that_are_none_and_phases_that_are_long_are_told(run_command: RunCommand, tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
+    lines[0]["time/step"] = lines[0]["time/wait_for_batch"] = 500.0
+    run_dir.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": "x"}\n{"loss": 1}\n{"st')
+    made(run_command, run_dir.path)
+    shown = text_of(run_dir.path / "report.html")
+    assert "1 values are no finite numbers and not drawn" in shown
+    assert "1 bars are higher than the chart, the highest 500 s" in shown
+    assert "2 lines of metrics.jsonl could not be read" in shown
+    figures = figures_of(run_dir.path / "report.html")
+    assert figures["kl"]["data"][0]["x"] == [1, 2, *range(4, 13)]
+    assert figures["lr"]["layout"]["yaxis"]["range"] == [0.0, 2e-4]
+    stack = {one["name"]: one["y"] for one in figures["phases_trainer"]["data"]}
+    assert stack["forward_backward"][1] == 1.0 and stack["wait_for_batch"][1] == 0.5 and stack["other"][1] == 0.5
+
+
+def test_two_runs_lie_over_each_other_with_what_differs_in_their_settings(
+    run_command: RunCommand, tmp_path: Path
+) -> None:
+    first = make_run(tmp_path / "x" / "run", lr=1e-3, resumed_from=(4,))
+    second = make_run(tmp_path / "y" / "run", lr=2e-3, steps=20)
+    made(run_command, first.path, second.path, first.path, "--to", tmp_path / "both.html")
+    shown, figures = text_of(tmp_path / "both.html"), figures_of(tmp_path / "both.html")
+    assert [curve["name"] for curve in figures["reward"]["data"]] == ["x/run", "y/run"]
+    assert [len(curve["x"]) for curve in figures["reward"]["data"]] == [12, 20]
+    colours = [curve["line"]["color"] for curve in figures["reward"]["data"]]
+    assert colours[0] != colours[1]
+    assert [shape["line"]["color"] for shape in figures["reward"]["layout"]["shapes"]] == colours[:1]
+    row = "<tr><td>optim.lr</td><td>0.001</td><td>0.002</td></tr>"
+    assert row in shown and "<td>max_steps</td><td>12</td><td>20</td>" in shown
+    assert "timeline_0" in figures and "timeline_1" in figures
+
+
+def test_rollouts_are_shown_token_by_token(run_command: RunCommand, tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", steps=5)
+    durable.write_file(run_dir.configs(1) / "orchestrator.toml", f'[model]\nname = "{BASE}"\n'.encode())
+    for step in (2, 3, 4):
+        publish_batch(run_dir, make_batch(step), msgspec.json.encode(state_after(step)))
+    (run_dir.batch(3) / "batch.msgpack").write_bytes(b"damaged")
+    made(run_command, run_dir.path)
+    shown = text_of(run_dir.path / "report.html")
+    assert "batch 3 is left out: " in shown and "step 2, a, task 1, sample 1: reward 1" in shown
+    assert shown.count('class="rollout better"') == shown.count('class="rollout worse"') == 4
+    assert "(+0.5)" in shown and "(-0.5)" in shown
+    # The prompt has no log-probability; that of the fifth token, the first that was sampled, is -0.4.
+    assert re.search(r'<span>&gt;</span><span class="s p0" title="log-probability -0\.\d{4}">c</span>', shown)
+    (run_dir.configs(1) / "orchestrator.toml").unlink()
+    made(run_command, run_dir.path)
+    assert "texts cannot be shown: there is no tokenizer.json" in text_of(run_dir.path / "report.html")
+
+
+@pytest.mark.parametrize("program", ["sft", "dpo", "reward-model"])
+def test_supervised_runs_have_their_own_curves(run_command: RunCommand, tmp_path: Path, program: str) -> None:
+    run_dir = make_run(tmp_path / "run")
+    (run_dir.configs(1) / "trainer.toml").rename(run_dir.configs(1) / f"{program}.toml")
+    for path in run_dir.logs(1).iterdir():
+        path.unlink()  # of a version without timeline
+    names = {"loss": 0.5, "val/loss": 0.6, "rewards/accuracies": 0.7, "time/step": 1.0, "time/data": 0.1}
+    run_dir.metrics.write_text("".join(f"{json.dumps({'step': step, **names})}\n" for step in (1, 2)))
+    made(run_command, run_dir.path)
+    figures, shown = figures_of(run_dir.path / "report.html"), text_of(run_dir.path / "report.html")
+    assert {"loss", "accuracy", "phases_trainer"} <= set(figures) and "timeline_0" not in figures
+    assert f"<td>{program}</td>" in shown and "<td>2 of 12</td>" in shown and "<td>not going on</td>" in shown
+
+
+def test_an_evaluation_alone_is_a_table(run_command: RunCommand, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "judged")
+    evaluated(run_dir, 3)
+    (run_dir.evaluation(3) / "summary.json").rename(run_dir.path / "summary.json")
+    evaluated(run_dir, 4)
+    (run_dir.evaluation(4) / "summary.json").write_text("{}")
+    made(run_command, run_dir.path, "--to", tmp_path / "page.html")
+    shown = text_of(tmp_path / "page.html")
+    assert "<td>evaluate</td><td>finished</td>" in shown and "an evaluation is left out" in shown
+    assert "<td>avg@2</td><td>0.3</td><td>0.2 to 0.4</td>" in shown and figures_of(tmp_path / "page.html") == {}
+
+
+def test_a_run_that_has_just_begun_has_a_page(run_command: RunCommand, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create()
+    run_dir.lock()
+    (run_dir.path / "configs" / "attempt_7").mkdir(parents=True)
+    (run_dir.path / "configs" / "attempt_7" / "trainer.toml").write_text("max_steps = ")
+    (run_dir.path / "logs" / "attempt_x").mkdir(parents=True)
+    (run_dir.path / "logs" / "attempt_x" / "events.jsonl").write_text("")
+    made(run_command, run_dir.path)
+    shown = text_of(run_dir.path / "report.html")
+    assert "<td>going on</td><td>0</td>" in shown and "settings are left out" in shown
+    assert "starts 1 to 6 are not shown" in shown
+
+
+def test_pictures_are_written_beside_the_page(run_command: RunCommand, tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run $x_1$", resumed_from=(4,))
+    evaluated(run_dir, 4)
+    code, out, err = run_command("report", run_dir.path, "--png", tmp_path / "png")
+    assert code == 0, err
+    found = {path.stem: path.read_bytes() for path in (tmp_path / "png").iterdir()}
+    assert {"reward", "timeline_0", "phases_trainer", "evaluation_0"} <= set(found) and f"{len(found)} pictures" in out
+    assert all(content.startswith(b"\x89PNG") and len(content) > 5000 for content in found.values())
+    assert not any(name.startswith("other") for name in found)
+
+
+def test_what_cannot_be_done_is_told(run_command: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = make_run(tmp_path / "run")
+
+    def refused(*flags: object) -> str:
+        code, out, err = run_command("report", *flags)
+        assert code == 2 and "Traceback" not in err and ".html: " not in out
+        return err
+
+    assert "holds no run (no run.json" in refused(tmp_path)
+    assert "the name of a page ends with .html" in refused(run_dir.path, "--to", tmp_path / "page.pdf")
+    assert "there is no directory" in refused(run_dir.path, "--to", tmp_path / "nowhere" / "page.html")
+    assert "there is no directory" in refused(run_dir.path, "--png", tmp_path / "nowhere" / "png")
+    assert "report --help shows what is allowed" in refused()
+    (tmp_path / "taken.html").mkdir()
+    assert "Choose another place with --to" in refused(run_dir.path, "--to", tmp_path / "taken.html")
+    (tmp_path / "png").mkdir()
+    (tmp_path / "png" / "reward.png").mkdir()
+    code, _, err = run_command("report", run_dir.path, "--png", tmp_path / "png")
+    assert code == 2 and "--png: " in err and "cannot be written" in err
+    for module in ("matplotlib", "plotly"):
+        with monkeypatch.context() as patched:
+            patched.setitem(sys.modules, module, None)
+            assert "`uv sync --extra report`" in refused(run_dir.path, "--png", tmp_path)
