@@ -130,15 +130,15 @@ def _chart(key: str, title: str, unit: str, names: Sequence[str], runs: Sequence
 def phase_charts(runs: Sequence[RunData]) -> list[Chart]:
     """Return the phases of a step as stacks, of the trainer and of the orchestrator of every run."""
     found = []
-    for run in runs:
+    for number, run in enumerate(runs):
         for process, whole in _WHOLES.items():
-            chart = _phases(run, process, whole, alone=len(runs) == 1)
+            chart = _phases(run, process, whole, number=None if len(runs) == 1 else number)
             if chart is not None:
                 found.append(chart)
     return found
 
 
-def _phases(run: RunData, process: str, whole: str, *, alone: bool) -> Chart | None:
+def _phases(run: RunData, process: str, whole: str, *, number: int | None) -> Chart | None:
     metrics = run.metrics
     if whole not in metrics.values:
         return None
@@ -155,8 +155,8 @@ def _phases(run: RunData, process: str, whole: str, *, alone: bool) -> Chart | N
     rest = np.maximum(0.0, means[-1] - sum(means[:-1], np.zeros_like(x)))
     parts = [(name.removeprefix("time/"), mean) for name, mean in zip(names, means, strict=False)]
     series = [
-        Series(name, x, mean, colour_of_phase(name, number))
-        for number, (name, mean) in enumerate([*parts, ("other", rest)])
+        Series(name, x, mean, colour_of_phase(name, place))
+        for place, (name, mean) in enumerate([*parts, ("other", rest)])
         if mean.any()
     ]
     head = f"Phases of a step: {process}" if process == "trainer" else "Phases of a batch: orchestrator"
@@ -167,8 +167,8 @@ def _phases(run: RunData, process: str, whole: str, *, alone: bool) -> Chart | N
             f"{int((means[-1] > top).sum())} bars are higher than the chart, the highest {means[-1].max():.3g} s"
         )
     return Chart(
-        f"phases_{process}" if alone else f"phases_{process}_{run.name}",
-        head if alone else f"{head}, {run.name}",
+        f"phases_{process}" if number is None else f"phases_{process}_{number}",
+        head if number is None else f"{head}, {run.name}",
         "seconds",
         series,
         restart_marks([run]),
@@ -232,16 +232,17 @@ def _estimates(run: RunData, environment: str, name: str, *, alone: bool, number
     ]
     if not found:
         return None
-    position = len({one.name.split(": ")[-1] for one in chart.series}) if alone else number
     estimates = [one for _, one in found]
     return Series(
         name if alone else f"{run.name}: {name}",
         points([float(version) for version, _ in found]),
         points([one.value for one in estimates]),
-        colour_of(position),
+        colour_of(len(chart.series) if alone else number),
         low=points([one.value if one.low is None else one.low for one in estimates]),
         high=points([one.value if one.high is None else one.high for one in estimates]),
-        dash="solid" if alone else _DASHES[sum(run.name in one.name for one in chart.series) % len(_DASHES)],
+        dash="solid"
+        if alone
+        else _DASHES[sum(one.name.startswith(f"{run.name}: ") for one in chart.series) % len(_DASHES)],
         shows_points=True,
     )
 

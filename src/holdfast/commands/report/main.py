@@ -69,16 +69,14 @@ def read_runs(paths: Sequence[Path]) -> list[RunData]:
         ConfigError: a path is no run.
     """
     runs = [read_run(path) for path in dict.fromkeys(path.absolute() for path in paths)]
-    names = [run.name for run in runs]
-    if len(set(names)) == len(names):
-        return runs
-    return [read_run_as(run) for run in runs]
-
-
-def read_run_as(run: RunData) -> RunData:
-    """Return a run under a longer name: that of its directory's parent before its own."""
-
-    return replace(run, name=f"{run.run_dir.path.parent.name}/{run.name}")
+    # Of its directory, with that of its parent, or the whole path: the first that tells them apart.
+    for parts in (1, 2, None):
+        names = [
+            str(Path(*(run.run_dir.path.parts if parts is None else run.run_dir.path.parts[-parts:]))) for run in runs
+        ]
+        if len(set(names)) == len(names):
+            break
+    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
 
 def write_page(page: Page, to: Path) -> int:

@@ -109,7 +109,17 @@ def test_two_runs_lie_over_each_other_with_what_differs_in_their_settings(
     assert [shape["line"]["color"] for shape in figures["reward"]["layout"]["shapes"]] == colours[:1]
     row = "<tr><td>optim.lr</td><td>0.001</td><td>0.002</td></tr>"
     assert row in shown and "<td>max_steps</td><td>12</td><td>20</td>" in shown
-    assert "timeline_0" in figures and "timeline_1" in figures
+    assert {"timeline_0", "timeline_1", "phases_trainer_0", "phases_trainer_1"} <= set(figures)
+    third = make_run(tmp_path / "z" / "x" / "run")
+    for run_dir in (first, third):
+        for step in (4, 8):
+            evaluated(run_dir, step)
+    made(run_command, first.path, third.path, "--to", tmp_path / "both.html")
+    figures = figures_of(tmp_path / "both.html")
+    assert [curve["name"] for curve in figures["reward"]["data"]] == [str(first.path), str(third.path)]
+    found = {one["name"]: one["line"] for one in figures["evaluation_0"]["data"]}
+    lines = [found[f"{run_dir.path}: {name}"] for run_dir in (first, third) for name in ("avg@2", "pass@2")]
+    assert lines[0]["color"] == lines[1]["color"] != lines[2]["color"] and lines[0]["dash"] != lines[1]["dash"]
 
 
 def test_rollouts_are_shown_token_by_token(run_command: RunCommand, tmp_path: Path) -> None:
@@ -190,6 +200,7 @@ def test_what_cannot_be_done_is_told(run_command: RunCommand, tmp_path: Path, mo
         return err
 
     assert "holds no run (no run.json" in refused(tmp_path)
+    assert "holds no run (no run.json" in refused(tmp_path / "nowhere")
     assert "the name of a page ends with .html" in refused(run_dir.path, "--to", tmp_path / "page.pdf")
     assert "there is no directory" in refused(run_dir.path, "--to", tmp_path / "nowhere" / "page.html")
     assert "there is no directory" in refused(run_dir.path, "--png", tmp_path / "nowhere" / "png")
