@@ -33,10 +33,10 @@ def main(argv: list[str]) -> int:
     to = arguments.to or arguments.runs[0] / "report.html"
     if to.suffix not in (".html", ".htm"):
         raise ConfigError(f"--to {to}: the name of a page ends with .html")
-    for key, directory in (("to", to.parent), ("png", arguments.png)):
-        if directory is not None and not (directory.is_dir() or (key == "png" and directory.parent.is_dir())):
-            raise ConfigError(f"--{key}: there is no directory {directory if key == 'to' else directory.parent}")
     runs = read_runs(arguments.runs)
+    for flag, place in (("--to", to), ("--png", arguments.png)):
+        if place is not None and not place.absolute().parent.is_dir():
+            raise ConfigError(f"{flag} {place}: there is no directory {place.parent}")
     page = build_page(runs, made=time.time())
     size = write_page(page, to)
     print(f"{to}: {size / 1e6:.1f} MB, of {', '.join(run.name for run in runs)}")
