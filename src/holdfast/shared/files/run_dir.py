@@ -54,6 +54,15 @@ def numbered_paths(parent: Path) -> list[Path]:
     return sorted((path for path in parent.iterdir() if _OF_STEP.match(path.name)), key=number_of)
 
 
+def _reason(error: OSError) -> str:
+    """Return why a directory cannot be made, or a file in it opened."""
+    if isinstance(error, FileExistsError):
+        return "it is a file"
+    if isinstance(error, NotADirectoryError):
+        return "it lies below a file"
+    return error.strerror or str(error)
+
+
 def _numbered(parent: Path, pattern: re.Pattern[str]) -> list[int]:
     if not parent.is_dir():
         return []
@@ -209,7 +218,7 @@ class RunDir:
             return lock.take(self.path / name, over_exec=over_exec)
         except OSError as error:
             raise RunDirError(
-                f"{self.path} cannot be a run directory: {error}. Choose another with --output-dir."
+                f"{self.path} cannot be a run directory: {_reason(error)}. Choose another with --output-dir."
             ) from None
 
     def has_orchestrator(self) -> bool:

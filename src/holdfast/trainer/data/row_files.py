@@ -71,6 +71,11 @@ class LineRows:
         for number, first, end in lines:
             try:
                 row = json.loads(self._content[first:end])
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"row {number} is not UTF-8: {error.reason} {hex(error.object[error.start])} at byte {error.start} "
+                    "of the line. Convert the file, as with `iconv -f LATIN1 -t UTF-8`."
+                ) from None
             except ValueError as error:
                 raise DataError(f"row {number} is not JSON: {error}") from None
             yield number, _checked(row, number)

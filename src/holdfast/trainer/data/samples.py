@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import tokenizers
@@ -71,7 +72,11 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise DataError(f"model.tokenizer = '{name}': no tokenizer could be loaded. {reason}") from None
+        where = "" if Path(name).exists() else f" There is no directory of that name (from {Path.cwd()}), and:"
+        raise DataError(
+            f"model.tokenizer = '{name}': no tokenizer could be loaded.{where} {reason} Name a directory with a "
+            "tokenizer, or a model of a hub that can be reached."
+        ) from None
 
 
 def chat_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:

@@ -154,6 +154,8 @@ def test_alpaca_without_a_chat_template_has_the_prompt_of_stanford_alpaca(tokeni
 def test_a_broken_line_is_named_by_its_number_in_the_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n{"text": \n')
     assert "row 3 is not JSON" in refused(tmp_path / "a.jsonl", tokenizer)
+    (tmp_path / "a.jsonl").write_bytes('{"text": "a"}\n{"text": "café"}\n'.encode("latin-1"))
+    assert "row 2 is not UTF-8: invalid continuation byte 0xe9 at byte 13" in refused(tmp_path / "a.jsonl", tokenizer)
 
 
 def test_pairs_of_text_with_an_implicit_prompt(tokenizer: Tokenizer, tmp_path: Path) -> None:
