@@ -123,8 +123,11 @@ def end_of(run_dir: RunDir, config: TrainingCommand, *, step: int, exit_code: in
     except (OSError, ReadError) as error:
         return End([*lines, f"which checkpoints there are cannot be told: {error}"], fields)
     if not steps:
-        if config.ckpt is None:
-            lines.append("no checkpoint: a run that is to go on later needs --ckpt, or --ckpt.interval N")
+        # Who made a mistake on the command line wants to read that, and nothing else.
+        if not step:
+            return End([], fields)
+        if exit_code < 128:  # a run that was stopped has said so
+            lines.append("no checkpoint was saved: a run that is to go on later needs --ckpt.interval N")
         return End(lines, fields)
     last = run_dir.checkpoint(steps[-1])
     resume = "--ckpt.resume-step latest"

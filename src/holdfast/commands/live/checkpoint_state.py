@@ -11,6 +11,8 @@ from holdfast.shared.errors import CheckpointError, ReadError
 from holdfast.shared.files.durable import TEMPORARY_PREFIX
 from holdfast.shared.files.manifest import MANIFEST_NAME, read_manifest
 
+# Every look at a manifest is a question to the storage.
+_LOOKED_AT_AGAIN = 3
 _NAME = re.compile(rf"({re.escape(TEMPORARY_PREFIX)})?step_(\d+)")
 
 
@@ -53,7 +55,8 @@ class CheckpointWatch:
             return self.last
         there = sorted(int(match[2]) for match in names if not match[1])
         saving = [int(match[2]) for match in names if match[1]]
-        saved = {step: time for step in there if (time := self._saved_unix_s(step)) is not None}
+        newest = there[-_LOOKED_AT_AGAIN:]
+        saved = {step: time for step in there if (time := self._saved_unix_s(step, again=step in newest)) is not None}
         self._known = {step: known for step, known in self._known.items() if step in there}
         good = max(saved, default=None)
         self.last = Checkpoints(
@@ -65,9 +68,15 @@ class CheckpointWatch:
         )
         return self.last
 
-    def _saved_unix_s(self, step: int) -> float | None:
-        """Return when `step` was committed; None where it is damaged."""
+    def _saved_unix_s(self, step: int, *, again: bool) -> float | None:
+        """Return when `step` was committed; None where it is damaged.
+
+        Args:
+            again: look whether its manifest is another one now.
+        """
         path = self._directory / f"step_{step}"
+        if not again and step in self._known:
+            return self._known[step][1]
         try:
             changed = (path / MANIFEST_NAME).stat().st_mtime_ns
         except OSError:

@@ -17,7 +17,7 @@ from holdfast.shared.files.lock import living_holder
 from holdfast.shared.files.run_dir import SUMMARY_NAME, RunDir
 
 # Whose processes are on another host, or in another container, is taken for living while its files change.
-_SILENT_S = 120.0
+_SILENT_S = 600.0
 _NO_CONFIGS = ("inference", "orchestrator", "evaluation", "rl")
 
 
@@ -110,7 +110,7 @@ class ObservedRun:
 
     def _files(self) -> list[Path]:
         logs = self._run_dir.logs(max(1, self._follower.state.attempt))
-        return [self._run_dir.metrics, logs / "events.jsonl", self._run_dir.path / "logs" / "events.jsonl"]
+        return [self._run_dir.metrics, self._run_dir.path / "logs" / "events.jsonl", *logs.glob("*")]
 
     def _since(self) -> str:
         state, now = self._follower.state, time.time()

@@ -190,3 +190,13 @@ def test_steps_that_nobody_saw_end_say_how_long_they_took() -> None:
     assert left.begin_with(steps, now=100.0) == pytest.approx(10 * 2.0)
     assert left.after(11, now=102.0) == pytest.approx(9 * 2.0)
     assert left.begin_with([(1, None), (2, None)], now=0.0) is None
+
+
+def test_old_checkpoints_are_asked_for_once(run_dir: RunDir) -> None:
+    for step in range(1, 6):
+        write_checkpoint(run_dir, step)
+    watch = CheckpointWatch(run_dir.checkpoints)
+    assert watch.look().steps == (1, 2, 3, 4, 5)
+    for step in (1, 5):
+        (run_dir.checkpoint(step) / "manifest.json").unlink()
+    assert watch.look().steps == (1, 2, 3, 4) and watch.last.damaged == (5,)

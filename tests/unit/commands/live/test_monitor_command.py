@@ -1,0 +1,179 @@
+"""`monitor` without a terminal: snapshots, documents, refusals; and what is said at the end of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.commands.launcher.endings import end_of
+from holdfast.commands.live.charts import ASCII, UNICODE, glyphs_for, sparkline
+from holdfast.shared.config import SftConfig
+from holdfast.shared.errors import RunDirError
+from holdfast.shared.files import lock
+from holdfast.shared.files.run_dir import RunDir
+from tests.builders.checkpoint_files import write_checkpoint
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def steps(run_dir: RunDir) -> RunDir:
+    """A run of three steps that nobody is at work on."""
+    run_dir.create()
+    run_dir.metrics.write_text("".join(f'{{"step": {step}, "loss": {step}.5}}\n' for step in (1, 2, 3)))
+    configs = run_dir.configs(1)
+    configs.mkdir(parents=True)
+    (configs / "inference.toml").write_text("max_steps = 99")
+    (configs / "broken.toml").write_text("max_steps = [")
+    (configs / "sft.toml").write_text("max_steps = 4")
+    return run_dir
+
+
+def document(run_command: Command, run_dir: RunDir) -> dict[str, object]:
+    code, out, _ = run_command("monitor", run_dir.path, "--json")
+    assert code == 0 and out.count("\n") == 1
+    return json.loads(out)
+
+
+def test_a_snapshot_says_what_is_known(run_command: Command, steps: RunDir) -> None:
+    write_checkpoint(steps, 2)
+    code, out, _ = run_command("monitor", steps.path, "--once")
+    assert code == 0 and "stopped" in out and "step 3/4" in out and "step 2 committed" in out and "\x1b" not in out
+    told = document(run_command, steps)
+    assert (told["status"], told["step"], told["max_steps"], told["holder"]) == ("stopped", 3, 4, None)
+    assert told["checkpoint"]["steps"] == [2] and told["metrics"] == {"step": 3, "loss": 3.5}  # pyright: ignore
+
+
+@pytest.mark.parametrize(("code", "status"), [(0, "finished"), (143, "stopped"), (4, "stopped"), (3, "failed")])
+def test_the_last_word_of_the_launcher_counts(run_command: Command, steps: RunDir, code: int, status: str) -> None:
+    events = steps.logs(1) / "events.jsonl"
+    events.parent.mkdir(parents=True)
+    events.write_text(json.dumps({"time": 1.0, "process": "launcher", "phase": "ended", "exit_code": code}) + "\n")
+    assert document(run_command, steps)["status"] == status
+
+
+def test_without_a_last_word_the_weights_of_the_last_step_say_it(run_command: Command, steps: RunDir) -> None:
+    with open(steps.metrics, "a") as file:
+        file.write('{"step": 4}\n')
+    steps.weights_of(4).mkdir(parents=True)
+    assert document(run_command, steps)["status"] == "finished"
+
+
+def test_a_holder_elsewhere_counts_while_files_change(run_command: Command, steps: RunDir) -> None:
+    (steps.path / "run.lock").write_text("1 another another/pid:[1]\n")
+    told = document(run_command, steps)
+    assert told["status"] == "running" and told["holder"] == "process 1 on another"
+    long_ago = (1e9, 1e9)
+    os.utime(steps.metrics, long_ago)
+    assert document(run_command, steps)["status"] == "stopped"
+
+
+def test_a_holder_is_known_without_touching_the_lock(tmp_path: Path) -> None:
+    path = tmp_path / "run.lock"
+    assert lock.living_holder(path) is None
+    path.write_text("")
+    assert lock.living_holder(path) is None
+    assert lock.take(path) is None
+    assert lock.living_holder(path) == lock.Holder.me()
+    os.utime(path, (1e9, 1e9))
+    assert lock.living_holder(path) is None, "written before this process began: another had its number"
+
+
+def test_an_evaluation_is_shown_as_well(run_command: Command, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.create()
+    for name in ("config", "logs"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "config" / "evaluate.toml").touch()
+    event = {"time": 1.0, "process": "evaluation", "phase": "evaluating", "tasks": 4}
+    (tmp_path / "logs" / "events.jsonl").write_text(json.dumps(event) + "\n")
+    told = document(run_command, run_dir)
+    assert told["phases"] == {"evaluation": "evaluating"} and told["status"] == "stopped"
+    (tmp_path / "summary.json").touch()
+    assert document(run_command, run_dir)["status"] == "finished"
+
+
+def test_several_runs_are_an_array_or_a_table(run_command: Command, steps: RunDir, tmp_path: Path) -> None:
+    code, out, _ = run_command("monitor", steps.path, steps.path, "--json")
+    assert code == 0 and [one["step"] for one in json.loads(out)] == [3, 3]
+    code, out, _ = run_command("monitor", steps.path, steps.path)
+    assert code == 0 and [line.split()[0] for line in out.splitlines()] == ["run", steps.path.name, steps.path.name]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "name at least one run directory"),
+        (["nowhere"], "there is no directory nowhere"),
+        (["file"], "file is a file, and not a run directory"),
+        (["."], "holds no run: it has no run.json. It has runs below it: a_run."),
+        (["a_run", "--interval", "0"], "--interval 0 is not allowed: give 0.05 to 3600 seconds"),
+        (["a_run", "--onc"], "unrecognized arguments: --onc"),
+    ],
+)
+def test_mistakes_are_one_message(
+    words: list[str], said: str, run_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "a_run").mkdir()
+    RunDir(tmp_path / "a_run").create()
+    code, out, err = run_command("monitor", *words)
+    assert code == 2 and out == "" and said in err and err.count("error: ") == 1 and "Traceback" not in err
+
+
+def test_a_run_directory_that_is_a_file_is_named_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path, said in ((tmp_path / "file", "it is a file"), (tmp_path / "file" / "below", "it lies below a file")):
+        with pytest.raises(RunDirError, match=f"cannot be a run directory: {said}. Choose another"):
+            RunDir(path).lock()
+
+
+def test_the_end_of_a_run_says_how_it_goes_on(run_dir: RunDir) -> None:
+    config = SftConfig.model_validate({"max_steps": 20, "ckpt": {}})
+
+    def lines(step: int, exit_code: int) -> list[str]:
+        return end_of(run_dir, config, step=step, exit_code=exit_code).lines
+
+    assert lines(0, 2) == [], "a mistake in what was given is one message"
+    assert lines(5, 143) == [] and len(lines(5, 0)) == 1 and "--ckpt.interval" in lines(5, 0)[0]
+    assert lines(5, 3)[0] == "ended at step 5 of 20, by an error"
+    write_checkpoint(run_dir, 5)
+    (line,) = lines(5, 143)
+    path = run_dir.checkpoint(5)
+    assert line == f"last checkpoint: step 5 in {path}; go on: the same command with --ckpt.resume-step latest"
+    write_checkpoint(run_dir, 20)
+    assert lines(20, 0)[0].endswith("--ckpt.resume-step latest and a larger --max-steps")
+    manifest = path / "manifest.json"
+    manifest.unlink()
+    manifest.symlink_to("/proc/self/mem")  # the kernel answers with an I/O error for address 0 of a process
+    assert lines(20, 0)[0].startswith(f"which checkpoints there are cannot be told: {manifest} cannot be read")
+
+
+def test_curves_are_drawn_between_their_least_and_greatest_mean() -> None:
+    assert sparkline([], 10, UNICODE) == "" and sparkline([1.0], 0, UNICODE) == ""
+    assert sparkline([2.0, 2.0], 10, ASCII) == "++"
+    assert sparkline([0.0, 1.0], 10, UNICODE) == "▁█"
+    assert sparkline([0.0, 2.0, 4.0, 6.0], 2, UNICODE) == "▁█", "the means 1 and 5"
+    assert len(sparkline([float(number) for number in range(1000)], 60, UNICODE)) == 60
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_ascii"),
+    [
+        ({"LANG": "C.UTF-8"}, False),
+        ({"LANG": "en_GB.utf8"}, False),
+        ({"LANG": "C", "LC_CTYPE": "C.UTF-8"}, True),  # as Python changes the locale C
+        ({"LC_CTYPE": "C.UTF-8"}, True),
+        ({"LANG": "C", "LC_CTYPE": "de_DE.UTF-8"}, False),
+        ({"LANG": "de_DE.UTF-8", "LC_ALL": "C"}, True),
+        ({}, True),
+    ],
+)
+def test_the_locale_says_what_is_drawn(environment: dict[str, str], is_ascii: bool) -> None:
+    assert glyphs_for("utf-8", environment).is_ascii == is_ascii
+    assert glyphs_for("ascii", environment).is_ascii and glyphs_for(None, environment).is_ascii
