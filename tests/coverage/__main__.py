@@ -1,7 +1,7 @@
 """Which statements and branches of `src` no test runs, in whatever process: served, forked and killed ones as well.
 
     uv run python -m tests.coverage begin
-    COVERAGE_MARKS=$PWD/.coverage_marks uv run pytest
+    COVERAGE_MARKS=$PWD/.coverage_marks uv run --group dev pytest
     uv run python -m tests.coverage report --floor 97
 
 A statement that cannot be run here says why in a comment, `# untested: needs a GPU`, behind it or behind the head of

@@ -39,6 +39,8 @@ def test_the_file_for_language_models_has_its_form_and_every_page() -> None:
     assert lines[0] == f"# {project()['name']}" and lines[2].startswith("> ")
     below = lines[next(number for number, line in enumerate(lines) if line.startswith("## ")) :]
     assert not [line for line in below if line and not re.fullmatch(r"## .+|- \[[^\]]+\]\([^)]+\): .+", line)]
+    named = {(ROOT / link).resolve() for link in links(ROOT / "llms.txt")}
+    assert not [page.name for page in PAGES if page not in named]
 
 
 def test_the_citation_says_what_the_package_says() -> None:

@@ -150,7 +150,7 @@ def create(name: str, directory: Path) -> Report:
         raise RunDirError(f"{error.filename} cannot be written: {error.strerror or error}") from error
     lines = [
         f"wrote {', '.join(path.name for path in paths)}. What comes next:",
-        f"  uv run pytest test_{name}.py",
+        f"  uv run --with pytest pytest test_{name}.py",
         f"  uv run environments check {name}:{cls}",
         f"  uv run environments play {name}:{cls}",
         f"  uv run rl @ {name}.toml",

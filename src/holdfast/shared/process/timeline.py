@@ -31,8 +31,9 @@ class Span(msgspec.Struct, omit_defaults=True, frozen=True):
         step: the optimizer step that it is for; None where it is for none.
         version: of the policy that is meant.
         lane: of what goes on beside the main work of the process, such as writing a checkpoint; empty: the main work.
-            Within one lane spans follow one another.
-        count: more than 1: how many spans of this name, the last ones of their step, are told as this one.
+            Within one lane spans follow one another, but for those with a `count`.
+        count: more than 1: how many spans of this name, the last ones of their step, are told as this one, from the
+            begin of the first to the end of the last; others may lie between them.
         attempt: set by who reads, from the directory that the line is in.
     """
 
