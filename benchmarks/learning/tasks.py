@@ -118,4 +118,5 @@ TASKS = {
     "guess_number": LearningTask(_guessed, sft_steps=25),
     "ledger": LearningTask(_looked_up, sft_steps=40, phrases_of=_accounts),
     "python_code": LearningTask(_answered, sft_steps=14, phrases_of=_lines_of_code),
+    "spell_backward": LearningTask(_answered, sft_steps=100),
 }

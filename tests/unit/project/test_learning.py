@@ -65,8 +65,14 @@ def test_panels_are_tasks_and_what_stands_beside_the_first(tmp_path: Path) -> No
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def _skip_without_its_extra(task: str) -> None:
+    if task == "spell_backward":
+        pytest.importorskip("reasoning_gym", reason="`uv sync --extra reasoning-gym` installs it")
+
+
 @pytest.mark.parametrize("task", list(TASKS))
 def test_demonstrations_are_made_again_and_fit_into_the_recipe(task: str, tmp_path: Path) -> None:
+    _skip_without_its_extra(task)
     rows = demonstrations(task, 20)
     assert rows == demonstrations(task, 20) and len({str(row) for row in rows}) > 10
     make_base(tmp_path, phrases(task))
@@ -116,6 +122,7 @@ def test_recipes_can_be_used(
     (tmp_path / "gsm8k_train.jsonl").write_text('{"prompt": "2+2", "answer": "4"}\n')
     (tmp_path / "gsm8k_test.jsonl").write_text('{"prompt": "2+3", "answer": "5"}\n')
     if path.stem in TASKS:
+        _skip_without_its_extra(path.stem)
         make_base(tmp_path / "base", phrases(path.stem))
         model = ["--model.name", tmp_path / "base"]
     else:
