@@ -100,7 +100,7 @@ def _print(runs: Sequence[ObservedRun], arguments: Namespace) -> int:
     """Print what is known now; with `--wait`, as soon as every run is there."""
     with _ended_by_signals() as ended:
         _look(runs)
-        while arguments.wait and any(run.status == "waiting" for run in runs) and not ended:
+        while arguments.wait and any(run.status in ("waiting", "unreadable") for run in runs) and not ended:
             time.sleep(arguments.interval)
             _look(runs)
     if arguments.json:

@@ -24,6 +24,7 @@ class Checkpoints:
         good: the newest step whose manifest is whole.
         saved_unix_s: when that was committed.
         damaged: steps after `good` whose manifest is missing or damaged.
+        unreadable: steps after `good` whose manifest the storage has not given yet.
         saving: the step that is written now, or was when its writer was killed.
         steps: all whole ones, ascending.
     """
@@ -31,6 +32,7 @@ class Checkpoints:
     good: int | None = None
     saved_unix_s: float | None = None
     damaged: tuple[int, ...] = ()
+    unreadable: tuple[int, ...] = ()
     saving: int | None = None
     steps: tuple[int, ...] = ()
 
@@ -55,41 +57,41 @@ class CheckpointWatch:
             return self.last
         there = sorted(int(match[2]) for match in names if not match[1])
         saving = [int(match[2]) for match in names if match[1]]
-        newest = there[-_LOOKED_AT_AGAIN:]
-        saved = {step: time for step in there if (time := self._saved_unix_s(step, again=step in newest)) is not None}
-        self._known = {step: known for step, known in self._known.items() if step in there}
+        newest = set(there[-_LOOKED_AT_AGAIN:])
+        for step in there:
+            if step in newest or step not in self._known:
+                self._read(step)
+        self._known = {step: self._known[step] for step in there if step in self._known}
+        saved = {step: time for step, (_, time) in self._known.items() if time is not None}
         good = max(saved, default=None)
+        others = [step for step in there if step not in saved and (good is None or step > good)]
         self.last = Checkpoints(
             good,
             None if good is None else saved[good],
-            tuple(step for step in there if step not in saved and (good is None or step > good)),
+            tuple(step for step in others if step in self._known),
+            tuple(step for step in others if step not in self._known),
             max(saving, default=None),
             tuple(saved),
         )
         return self.last
 
-    def _saved_unix_s(self, step: int, *, again: bool) -> float | None:
-        """Return when `step` was committed; None where it is damaged.
-
-        Args:
-            again: look whether its manifest is another one now.
-        """
+    def _read(self, step: int) -> None:
+        """Learn when `step` was committed, or that it is damaged; what is known stays where it cannot be read."""
         path = self._directory / f"step_{step}"
-        if not again and step in self._known:
-            return self._known[step][1]
         try:
             changed = (path / MANIFEST_NAME).stat().st_mtime_ns
-        except OSError:
+        except FileNotFoundError:
             changed = 0
+        except OSError:
+            return
         known = self._known.get(step)
         if known is not None and known[0] == changed:
-            return known[1]
+            return
         try:
             manifest = read_manifest(path)
             time = float(manifest.created_unix_s) if manifest.step == step else None
         except ReadError:
-            return None  # it may be read at the next look
+            return  # it may be read at the next look
         except CheckpointError:
             time = None
         self._known[step] = (changed, time)
-        return time

@@ -64,7 +64,7 @@ class Follower:
         if events is not None:
             self._events[1] = Tail(events, from_end=False)
         self._watch = CheckpointWatch(run_dir.checkpoints)
-        self._time_left = TimeLeft(max_steps or 0)
+        self._time_left = TimeLeft()
         self._looked = -math.inf
         self.state = RunState(max_steps=max_steps)
         if attempt is not None:  # its first words are not waited for until the next look
@@ -77,7 +77,7 @@ class Follower:
 
     def set_max_steps(self, max_steps: int) -> None:
         """Set the step that the newest attempt trains until."""
-        self.state.max_steps = self._time_left.max_steps = max_steps
+        self.state.max_steps = max_steps
 
     def catch_up(self) -> None:
         """Take in all that was written until now, as what has been."""
@@ -98,7 +98,10 @@ class Follower:
                 continue
             self.state.take_step(line, now=time.time())
             self.state.left_s = self._time_left.after(
-                self.state.step, now=time.monotonic(), step_s=line.get("time/step") or None
+                self.state.step,
+                max_steps=self.state.max_steps,
+                now=time.monotonic(),
+                step_s=line.get("time/step") or None,
             )
             yield Stepped(line, self.state.left_s)
 
@@ -114,7 +117,7 @@ class Follower:
         for line in lines:
             self.state.take_step(line, now=ended)
         steps = [(int(line["step"]), line.get("time/step")) for line in lines]
-        self.state.left_s = self._time_left.begin_with(steps, now=time.monotonic())
+        self.state.left_s = self._time_left.begin_with(steps, max_steps=self.state.max_steps, now=time.monotonic())
 
     def _new_events(self) -> Iterator[Phase | Alarm]:
         if time.monotonic() - self._looked >= _LOOK_AT_FILES_S:

@@ -16,7 +16,7 @@ from holdfast.shared.errors import NOT_SAVED
 from holdfast.shared.files.lock import living_holder
 from holdfast.shared.files.run_dir import SUMMARY_NAME, RunDir
 
-# Whose processes are on another host, or in another container, is taken for living while its files change.
+# Whether a process on another host, or in another container, lives, is told by the files of its run alone.
 _SILENT_S = 600.0
 _NO_CONFIGS = ("inference", "orchestrator", "evaluation", "rl")
 
@@ -28,15 +28,17 @@ class ObservedRun:
         name: that it is shown by.
 
     Attributes:
-        status: `waiting` for a run to begin here; `running`; `finished`; `stopped` by a signal or a kill; `failed`.
+        status: `waiting` for a run to begin here; `unreadable` so far; `running`; `silent`: held by a process elsewhere
+            that writes nothing any more; `finished`; `stopped` by a signal or a kill; `failed`.
     """
 
     def __init__(self, run_dir: RunDir, name: str) -> None:
         self._run_dir = run_dir
         self._name = name
-        self._identity = ""
-        self._follower = self._new_follower()
+        self._identity = b""
+        self._follower = Follower(run_dir)
         self._holder = ""
+        self._trouble = ""
         self._changed_unix_s: float | None = None
         self.status = "waiting"
 
@@ -46,41 +48,48 @@ class ObservedRun:
         return self.status in ("finished", "stopped", "failed")
 
     def look(self) -> None:
-        """Take in what is new."""
+        """Take in what is new; what was known stays while the storage does not give it."""
+        try:
+            self._look()
+        except OSError as error:  # it is away, or --clean removes at this moment what was there
+            self._trouble = error.strerror or str(error)
+            if not self._identity:
+                self.status = "unreadable"
+
+    def _look(self) -> None:
         identity = self._read_identity()
         if identity is None:
             self.status = "waiting"
             return
         if identity != self._identity:  # --clean, or the first look
-            self._identity = identity
-            self._follower = self._new_follower()
-            self._follower.catch_up()
+            follower = self._new_follower()
+            if (last := self._last_step()) is not None:
+                follower.set_max_steps(last)
+            follower.catch_up()
+            self._follower, self._identity = follower, identity
         for _ in self._follower.news():
             pass
-        if (last := self._last_step()) is not None:
+        if self._follower.state.max_steps is None and (last := self._last_step()) is not None:
             self._follower.set_max_steps(last)
-        self._changed_unix_s = max(
-            (time for path in self._files() if (time := _modified(path)) is not None), default=None
-        )
+        self._changed_unix_s = self._last_sign_of_life()
         self.status = self._status()
 
     def _new_follower(self) -> Follower:
         is_evaluation = (self._run_dir.path / "config" / "evaluate.toml").exists()
         return Follower(self._run_dir, events=self._run_dir.path / "logs" / "events.jsonl" if is_evaluation else None)
 
-    def _read_identity(self) -> str | None:
+    def _read_identity(self) -> bytes | None:
         try:
-            return (self._run_dir.path / "run.json").read_text()
-        except OSError:
+            return (self._run_dir.path / "run.json").read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
     def _status(self) -> str:
         holder = living_holder(self._run_dir.path / "run.lock")
         self._holder = str(holder) if holder is not None else ""
-        silent_s = time.time() - (self._changed_unix_s or 0.0)
-        if holder is not None and (holder.is_here or silent_s < _SILENT_S):
-            return "running"
         state = self._follower.state
+        if holder is not None and (holder.is_here or (state.ended is None and self._silent_s() < _SILENT_S)):
+            return "running"
         if (self._run_dir.path / SUMMARY_NAME).exists():
             return "finished"
         if state.ended is not None:
@@ -90,12 +99,15 @@ class ObservedRun:
             return "stopped" if not isinstance(code, int) or code >= 128 or code == NOT_SAVED else "failed"
         # No last word: its launcher was killed, or the trainer was started by hand.
         is_done = state.max_steps is not None and state.step >= state.max_steps
-        return "finished" if is_done and self._run_dir.weights_of(state.step).is_dir() else "stopped"
+        if is_done and self._run_dir.weights_of(state.step).is_dir():
+            return "finished"
+        return "stopped" if holder is None else "silent"
+
+    def _silent_s(self) -> float:
+        return time.time() - (self._changed_unix_s or 0.0)
 
     def _last_step(self) -> int | None:
-        """Return the step that the newest attempt trains until, by its settings."""
-        if self._follower.state.max_steps is not None:
-            return None  # the trainer has said so
+        """Return the step that the newest attempt trains until, by its settings: its trainer has yet to say so."""
         directory = self._run_dir.configs(self._run_dir.next_attempt() - 1)
         for path in sorted(directory.glob("*.toml")):
             if path.stem in _NO_CONFIGS or path.stem.startswith("inference_"):
@@ -108,12 +120,23 @@ class ObservedRun:
                 return last
         return None
 
-    def _files(self) -> list[Path]:
-        logs = self._run_dir.logs(max(1, self._follower.state.attempt))
-        return [self._run_dir.metrics, self._run_dir.path / "logs" / "events.jsonl", *logs.glob("*")]
+    def _last_sign_of_life(self) -> float | None:
+        """Return when any process of the run wrote last, in unix seconds; None where there is nothing of them.
+
+        A long step or start leaves metrics and events alone: logs, timelines and finished generations go on.
+        """
+        run_dir = self._run_dir
+        times = [_modified(path) for path in (run_dir.metrics, run_dir.path / "run.lock", run_dir.checkpoints)]
+        for directory in (run_dir.path / "logs", run_dir.newest_logs(), run_dir.rollouts):
+            times += _modified_in(directory)
+        return max((time for time in times if time is not None), default=None)
 
     def _since(self) -> str:
         state, now = self._follower.state, time.time()
+        if self.status == "unreadable":
+            return f"({self._trouble})"
+        if self.status == "silent":
+            return f"(no sign of life for {age(self._silent_s())})"
         if self.status == "running" and state.begun_unix_s is not None:
             return f"for {age(now - state.begun_unix_s)}"
         ended = state.ended.get("unix_s") if state.ended is not None else self._changed_unix_s
@@ -154,6 +177,7 @@ class ObservedRun:
                 "committed_unix_s": found.saved_unix_s,
                 "saving": found.saving if self.status == "running" else None,
                 "damaged": list(found.damaged),
+                "unreadable": list(found.unreadable),
                 "steps": list(found.steps),
             },
             "alerts": [
@@ -168,3 +192,11 @@ def _modified(path: Path) -> float | None:
         return os.stat(path).st_mtime  # noqa: PTH116
     except OSError:
         return None
+
+
+def _modified_in(directory: Path) -> list[float | None]:
+    try:
+        with os.scandir(directory) as entries:
+            return [_modified(Path(entry.path)) for entry in entries]
+    except OSError:
+        return []

@@ -14,11 +14,12 @@ _MOST_OF_MEDIAN = 5.0
 class TimeLeft:
     """How long the steps that are left will take, if they take as long as the last ones did by the wall clock."""
 
-    def __init__(self, max_steps: int) -> None:
-        self.max_steps = max_steps
+    def __init__(self) -> None:
         self._ends: deque[tuple[float, int]] = deque(maxlen=_RECENT_STEPS + 1)
 
-    def begin_with(self, steps: Iterable[tuple[int, float | None]], *, now: float) -> float | None:
+    def begin_with(
+        self, steps: Iterable[tuple[int, float | None]], *, max_steps: int | None, now: float
+    ) -> float | None:
         """Begin with steps whose ends nobody saw, each with the seconds that it says it took; return as `after`."""
         self._ends.clear()
         recent = [(step, seconds or 0.0) for step, seconds in steps][-_RECENT_STEPS:]
@@ -27,16 +28,17 @@ class TimeLeft:
         limit = _MOST_OF_MEDIAN * statistics.median(seconds for _, seconds in recent)
         ends = [(step, min(seconds, limit)) for step, seconds in recent]
         moment = now - sum(seconds for _, seconds in ends[1:])
-        left_s = self.after(ends[0][0], now=moment, step_s=ends[0][1] or None)
+        left_s = self.after(ends[0][0], max_steps=max_steps, now=moment, step_s=ends[0][1] or None)
         for step, seconds in ends[1:]:
             moment += seconds
-            left_s = self.after(step, now=moment, step_s=seconds or None)
+            left_s = self.after(step, max_steps=max_steps, now=moment, step_s=seconds or None)
         return left_s
 
-    def after(self, step: int, *, now: float, step_s: float | None = None) -> float | None:
+    def after(self, step: int, *, max_steps: int | None, now: float, step_s: float | None = None) -> float | None:
         """Return the seconds left after `step`, which was seen to end at `now`; None where nothing can be said.
 
         Args:
+            max_steps: that the run trains until; None where that is not known.
             step_s: how long the step says that it took itself; all there is to go by after the first.
         """
         if self._ends and step <= self._ends[-1][1]:  # the run went back to a checkpoint
@@ -44,7 +46,7 @@ class TimeLeft:
         self._ends.append((now, step))
         first, first_step = self._ends[0]
         mean = (now - first) / (step - first_step) if step > first_step and now > first else step_s
-        return None if mean is None else mean * max(0, self.max_steps - step)
+        return None if mean is None or max_steps is None else mean * max(0, max_steps - step)
 
 
 def duration(seconds: float) -> str:

@@ -19,7 +19,7 @@ _LABEL_WIDTH = 11
 _MOST_CURVE = 60
 _MOST_BAR = 60
 _MOST_ALARMS = 3
-_STATE_STYLES = {"running": "green", "finished": "green", "stopped": "yellow", "failed": "bold red"}
+_STATE_STYLES = {"running": "green", "finished": "green", "stopped": "yellow", "silent": "yellow", "failed": "bold red"}
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,8 @@ def _checkpoint_line(shown: Shown, width: int, glyphs: Glyphs, now: float) -> Te
     if found.damaged:
         good = "none" if found.good is None else f"step {found.good}"
         said.append(f"step {found.damaged[-1]} is damaged, last good: {good}")
+    if found.unreadable:
+        said.append(f"step {found.unreadable[-1]} cannot be read just now")
     behind = shown.state.step - (found.good or 0)
     if behind > 0 and found.saving is None:
         said.append(f"{behind} step{'' if behind == 1 else 's'} since")

@@ -14,21 +14,21 @@ from holdfast.shared.files.run_dir import RunDir
 
 
 def test_it_is_the_mean_of_the_last_steps_times_those_that_are_left() -> None:
-    left = TimeLeft(100)
-    assert left.after(10, now=5.0) is None
-    assert left.after(11, now=7.0) == 2.0 * 89
-    assert left.after(13, now=9.0) == pytest.approx((9 - 5) / 3 * 87), "two lines may be read at once"
+    left = TimeLeft()
+    assert left.after(10, max_steps=100, now=5.0) is None
+    assert left.after(11, max_steps=100, now=7.0) == 2.0 * 89
+    assert left.after(13, max_steps=100, now=9.0) == pytest.approx((9 - 5) / 3 * 87), "two lines may be read at once"
     for step in range(14, 65):
-        left.after(step, now=9.0 + (step - 13))
-    assert left.after(65, now=61.0) == pytest.approx(35), "only the last fifty count"
-    assert left.after(100, now=99.0) == 0
+        left.after(step, max_steps=100, now=9.0 + (step - 13))
+    assert left.after(65, max_steps=100, now=61.0) == pytest.approx(35), "only the last fifty count"
+    assert left.after(100, max_steps=100, now=99.0) == 0
 
 
 def test_the_first_step_says_itself_and_one_that_comes_again_begins_anew() -> None:
-    left = TimeLeft(10)
-    assert left.after(1, now=50.0, step_s=3.0) == 27.0
-    left.after(2, now=60.0)
-    assert left.after(2, now=100.0, step_s=1.0) == 8.0
+    left = TimeLeft()
+    assert left.after(1, max_steps=10, now=50.0, step_s=3.0) == 27.0
+    left.after(2, max_steps=10, now=60.0)
+    assert left.after(2, max_steps=10, now=100.0, step_s=1.0) == 8.0
 
 
 def test_durations_and_the_line_of_a_step() -> None:

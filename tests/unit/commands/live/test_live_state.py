@@ -137,6 +137,21 @@ def test_checkpoints_are_those_with_a_manifest(run_dir: RunDir) -> None:
     assert (found.good, found.damaged, found.saving) == (5, (10,), None)
 
 
+def test_a_manifest_that_cannot_be_read_now_is_not_damaged(run_dir: RunDir) -> None:
+    for step in (5, 10):
+        write_checkpoint(run_dir, step)
+    watch = CheckpointWatch(run_dir.checkpoints)
+    found = watch.look()
+    for step in (10, 15):
+        run_dir.checkpoint(step).mkdir(exist_ok=True)
+        manifest = run_dir.checkpoint(step) / "manifest.json"
+        manifest.unlink(missing_ok=True)
+        manifest.symlink_to("/proc/self/mem")  # the kernel answers with an I/O error for address 0 of a process
+    again = watch.look()
+    assert (again.good, again.saved_unix_s, again.steps) == (10, found.saved_unix_s, (5, 10)), "as it was known"
+    assert again.damaged == () and again.unreadable == (15,)
+
+
 def test_a_directory_of_checkpoints_that_cannot_be_read_has_those_of_before(run_dir: RunDir) -> None:
     write_checkpoint(run_dir, 5)
     watch = CheckpointWatch(run_dir.checkpoints)
@@ -184,12 +199,12 @@ def test_the_wait_for_the_start_of_an_attempt_is_no_bottleneck() -> None:
 
 
 def test_steps_that_nobody_saw_end_say_how_long_they_took() -> None:
-    left = TimeLeft(20)
-    assert left.begin_with([], now=0.0) is None
+    left = TimeLeft()
+    assert left.begin_with([], max_steps=20, now=0.0) is None
     steps = [(step, 60.0 if step == 1 else 2.0) for step in range(1, 11)]
-    assert left.begin_with(steps, now=100.0) == pytest.approx(10 * 2.0)
-    assert left.after(11, now=102.0) == pytest.approx(9 * 2.0)
-    assert left.begin_with([(1, None), (2, None)], now=0.0) is None
+    assert left.begin_with(steps, max_steps=20, now=100.0) == pytest.approx(10 * 2.0)
+    assert left.after(11, max_steps=20, now=102.0) == pytest.approx(9 * 2.0)
+    assert left.begin_with([(1, None), (2, None)], max_steps=20, now=0.0) is None
 
 
 def test_old_checkpoints_are_asked_for_once(run_dir: RunDir) -> None:

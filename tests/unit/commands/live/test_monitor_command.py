@@ -11,6 +11,7 @@ import pytest
 
 from holdfast.commands.launcher.endings import end_of
 from holdfast.commands.live.charts import ASCII, UNICODE, glyphs_for, sparkline
+from holdfast.commands.live.observe import ObservedRun
 from holdfast.shared.config import SftConfig
 from holdfast.shared.errors import RunDirError
 from holdfast.shared.files import lock
@@ -67,9 +68,52 @@ def test_a_holder_elsewhere_counts_while_files_change(run_command: Command, step
     (steps.path / "run.lock").write_text("1 another another/pid:[1]\n")
     told = document(run_command, steps)
     assert told["status"] == "running" and told["holder"] == "process 1 on another"
-    long_ago = (1e9, 1e9)
-    os.utime(steps.metrics, long_ago)
-    assert document(run_command, steps)["status"] == "stopped"
+    logs = steps.logs(1)
+    logs.mkdir(parents=True)
+    events, trainer = logs / "events.jsonl", logs / "trainer.log"
+    trainer.touch()
+    begun = {"process": "trainer", "phase": "loading checkpoint"}
+    events.write_text(json.dumps({"time": 1.0, **begun}) + "\n")
+    for path in (steps.metrics, steps.path / "run.lock", events, logs.parent, logs):
+        os.utime(path, (1e9, 1e9))
+    assert document(run_command, steps)["status"] == "running", "the log of a process grows"
+    os.utime(trainer, (1e9, 1e9))
+    assert document(run_command, steps)["status"] == "silent"
+    code, out, _ = run_command("monitor", steps.path, "--once")
+    assert code == 0 and "silent (no sign of life for " in out, "nobody here can tell whether it lives"
+    events.write_text(json.dumps({"time": 2.0, "process": "launcher", "phase": "ended", "exit_code": 3}) + "\n")
+    assert document(run_command, steps)["status"] == "failed", "its last word counts, though its name stays in the lock"
+
+
+def test_time_left_is_known_by_what_the_trainer_says(steps: RunDir) -> None:
+    observed = ObservedRun(steps, "run")
+    (steps.path / "run.lock").write_text("1 another another/pid:[1]\n")
+    steps.logs(1).mkdir(parents=True)
+    begun = {"time": 1.0, "process": "trainer", "phase": "training", "step": 0, "max_steps": 13}
+    (steps.logs(1) / "events.jsonl").write_text(json.dumps(begun) + "\n")
+    steps.metrics.write_text("".join(f'{{"step": {step}, "time/step": 2.0}}\n' for step in (1, 2, 3)))
+    observed.look()
+    assert observed.document()["left_s"] == pytest.approx(10 * 2.0)
+
+
+def test_what_is_known_stays_while_the_storage_is_away(run_dir: RunDir) -> None:
+    observed = ObservedRun(run_dir, "run")
+    identity, aside = run_dir.path / "run.json", run_dir.path / "aside"
+    identity.rename(aside)
+    identity.symlink_to("/proc/self/mem")  # the kernel answers with an I/O error for address 0 of a process
+    observed.look()
+    assert observed.status == "unreadable" and observed.shown().since == "(Input/output error)"
+    aside.replace(identity)
+    run_dir.metrics.write_text('{"step": 1}\n')
+    observed.look()
+    assert (observed.status, observed.document()["step"]) == ("stopped", 1)
+    identity.rename(aside)
+    identity.symlink_to("/proc/self/mem")
+    observed.look()
+    assert (observed.status, observed.document()["step"]) == ("stopped", 1)
+    identity.unlink()
+    observed.look()
+    assert observed.status == "waiting", "--clean has removed it"
 
 
 def test_a_holder_is_known_without_touching_the_lock(tmp_path: Path) -> None:
