@@ -13,6 +13,7 @@ shared        what these have in common: settings, files, what goes over the wir
 # A user's files may come before everything: nothing is imported here that Python has not imported at its start.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from holdfast.commands.track.trackers.interface import TrackedRun, Tracker
     from holdfast.orchestrator.environments.harness import Endpoint, HarnessEnvironment
     from holdfast.orchestrator.environments.interface import Environment, Score, Session, SessionFull, Task
     from holdfast.orchestrator.environments.judge import Judge, Judgement
@@ -74,6 +75,8 @@ __all__ = [
     "TaskSeed",
     "TokenIds",
     "Tokenizer",
+    "TrackedRun",
+    "Tracker",
     "build_policy_loss",
     "grpo",
     "judging",
@@ -86,6 +89,7 @@ __all__ = [
 ]
 
 _NAMES_OF = {
+    "commands.track.trackers.interface": ("TrackedRun", "Tracker"),
     "orchestrator.environments.harness": ("Endpoint", "HarnessEnvironment"),
     "orchestrator.environments.interface": ("Environment", "Score", "Session", "SessionFull", "Task"),
     "orchestrator.environments.judge": ("Judge", "Judgement"),

@@ -80,6 +80,8 @@ class Checkout:
             assert looked_at and set(looked_at) <= self.made.keys(), f"{command.where}: {command.line}"
         elif program == "report":
             self._check_report(command)
+        elif program == "track":
+            assert self.made.get(Path(command.words[1])), f"{command.where}: nobody has made {command.words[1]}"
         elif program == "environments":
             self._check_environments(command)
         elif program == "evaluate":

@@ -43,6 +43,7 @@ from holdfast.commands.launcher.restarts import Restarts
 from holdfast.commands.launcher.servers import Servers, chosen_servers, picks_its_port
 from holdfast.commands.launcher.slurm_job import submit_rl, submit_training
 from holdfast.commands.launcher.storage_backoff import StorageBackoff
+from holdfast.commands.launcher.tracking import check_tracking
 from holdfast.commands.launcher.watch import watch
 from holdfast.commands.resume.attempt import Attempt, with_resume, write_config
 from holdfast.commands.resume.plan import prepare
@@ -72,6 +73,7 @@ def launch_training(config: TrainingCommand) -> int:
         return submit_training(config)
     config, rank = with_outer_nodes(config, os.environ)
     check_training(config)
+    check_tracking(config)
     check_evaluations(config)
     machine = this_machine(find_gpus())
     placement = place_training(config.parallel, machine)
@@ -109,6 +111,7 @@ def launch_rl(config: RlConfig) -> int:
     with placed(config) as places, _servers(config, places, picks_port=picks_port) as servers:
         machine = places.machine if places else machine
         check_rl(config, starts_inference=servers.starts_own)
+        check_tracking(config.trainer)
         placement = place_rl(config, machine, starts_inference=servers.starts_own)
         chosen = choose_rl(config, placement, machine)
         plan = _plan_rl(config, placement, starts_inference=servers.starts_own, places=places)

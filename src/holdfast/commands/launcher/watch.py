@@ -7,6 +7,7 @@ What a death costs:
 - trainer (any rank): trainer and orchestrator are started again as a new attempt, from the newest
   checkpoint; batches in the journal and finished generations are used again.
 - the evaluations of `sft` and `dpo`: started again, and left out when that is in vain; training goes on.
+- a tracker: started again, and left out when that is in vain.
 - a storage that cannot be written: the process that says so is started again when there may be room.
 """
 
@@ -29,6 +30,7 @@ from holdfast.commands.launcher.plan import EVALUATION, Healing, Plan
 from holdfast.commands.launcher.restarts import Restarts
 from holdfast.commands.launcher.storage_backoff import StorageBackoff, fullest
 from holdfast.commands.launcher.supervise import REFRESH_S, Child, Supervisor
+from holdfast.commands.launcher.tracking import Senders
 from holdfast.commands.live.output import json_lines
 from holdfast.commands.resume.superseded import clear_unpublished
 from holdfast.shared.config.inference import is_engine
@@ -60,14 +62,18 @@ def watch(plan: Plan, healing: Healing | None = None, group: NodeGroup | None = 
     # The wait for the next question counts as silence: well below what is taken for death.
     period_s = min(PROBE_PERIOD_S, timeout_s / 4)
     is_shared = healing is not None and healing.cluster is not None
-    with place_of_beats(run_dir.path, is_shared=is_shared, node=plan.node) as beats, Supervisor() as supervisor:
+    with (
+        Senders(plan) as senders,
+        place_of_beats(run_dir.path, is_shared=is_shared, node=plan.node) as beats,
+        Supervisor() as supervisor,
+    ):
         monitors = {
             name: LivenessMonitor(_beat_of(beats, name), plan.health.get(name), probe_period_s=period_s)
             for name in plan.commands
         }
         try:
             while True:
-                outcome = _Watcher(plan, supervisor, healing, monitors, beats, group).run()
+                outcome = _Watcher(plan, supervisor, healing, monitors, beats, group, senders).run()
                 if isinstance(outcome, int):
                     return outcome
                 plan = outcome
@@ -87,7 +93,9 @@ class _Watcher:
         monitors: dict[str, LivenessMonitor],
         beats: Path,
         group: NodeGroup | None,
+        senders: Senders,
     ) -> None:
+        self._senders = senders
         self._plan = plan
         self._supervisor = supervisor
         self._healing = healing
@@ -139,6 +147,7 @@ class _Watcher:
         if isinstance(outcome, Plan):
             return outcome
         if outcome is not None:
+            self._senders.stop_waiting()
             self._save_before_stop(outcome)
         self._supervisor.stop()
         return outcome
@@ -193,6 +202,7 @@ class _Watcher:
 
     def _refresh(self) -> None:
         self._console.refresh()
+        self._senders.look(self._console.say)
         self._follow_group()
         if self._healing is None:
             return
@@ -233,6 +243,7 @@ class _Watcher:
     def _refresh_waiting(self) -> None:
         """Show what goes on while something is waited for, which nobody else shall mind."""
         self._console.refresh()
+        self._senders.look(self._console.say)
         self._tell_of_healing()
 
     def _tell_of_healing(self) -> None:

@@ -10,13 +10,19 @@ from pathlib import Path
 from typing import TypeVar
 
 from holdfast.commands.resume.attempt import CONFIG_NAME, Attempt, last_started
-from holdfast.commands.resume.config_diff import read_settings, refuse_other_model, refuse_other_tensors
+from holdfast.commands.resume.config_diff import (
+    compare_settings,
+    read_settings,
+    refuse_other_model,
+    refuse_other_tensors,
+    settings_of,
+)
 from holdfast.commands.resume.fork import copy_fork, find_fork
 from holdfast.commands.resume.kept_batches import last_kept_batch, refuse_to_leave_behind
 from holdfast.commands.resume.remote import fetch, set_aside_remote_after
 from holdfast.commands.resume.resume_step import resolve_resume_step
 from holdfast.commands.resume.superseded import set_aside_after, set_aside_damaged
-from holdfast.shared.config.base import CkptConfig
+from holdfast.shared.config.base import CkptConfig, Command
 from holdfast.shared.config.inference import InferenceConfig
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.config.rl_trainer import TrainerConfig
@@ -119,6 +125,8 @@ def _make_room(
         if again:
             # They will be published again, bit for bit: many deaths must not fill the disk with copies.
             run_dir.remove_weights_after(attempt.resume_step or 0)
+        elif attempt.number > 1 and run_dir.holds_run() and _takes_another_way(attempt, ckpt, trainer, orchestrator):
+            run_dir.note_rewind(attempt.resume_step or 0)
         _settle(attempt, how=ckpt.verify, last_batch=last_batch, of_batches=not lives)
         if trainer.keep_attempts != "all":
             _forget_attempts(attempt, trainer.keep_attempts, has_engine=inference is not None)
@@ -127,6 +135,23 @@ def _make_room(
             f"{run_dir.path} could not be prepared: {error}. No committed checkpoint is lost: mend the storage "
             "or the permissions, then start again."
         ) from error
+
+
+def _takes_another_way(
+    attempt: Attempt, ckpt: CkptConfig, trainer: TrainingCommand, orchestrator: OrchestratorConfig | None
+) -> bool:
+    """Whether the steps that are trained again are meant to become others: trackers must not mix the two."""
+    step, wanted = attempt.resume_step or 0, ckpt.resume_step
+    if wanted not in (None, "latest", "auto", -1) and any(later > step for later in attempt.run_dir.steps_there()):
+        return True
+    given: dict[str, Command] = {"trainer" if isinstance(trainer, TrainerConfig) else trainer.program: trainer}
+    if orchestrator is not None:
+        given["orchestrator"] = orchestrator
+    before = last_started(attempt.run_dir, attempt.number, tuple(given))
+    return before is not None and any(
+        compare_settings(read_settings(before / f"{name}.toml"), settings_of(config)).computing
+        for name, config in given.items()
+    )
 
 
 def _forget_attempts(attempt: Attempt, keep: int, *, has_engine: bool) -> None:

@@ -16,6 +16,7 @@ from holdfast.shared.config.placement import PlacementConfig
 from holdfast.shared.config.rl_rewards import check_rewards
 from holdfast.shared.config.rl_trainer import JournalConfig, TrainerConfig
 from holdfast.shared.config.slurm import SlurmConfig
+from holdfast.shared.config.tracking import TrackingConfig
 from holdfast.shared.errors import ConfigError
 
 
@@ -45,6 +46,9 @@ class RlConfig(Command):
 
     journal: JournalConfig | None = None
     """For the trainer: batches that stay after they are trained."""
+
+    tracking: TrackingConfig | None = None
+    """For the trainer: experiment trackers that get the metrics."""
 
     eval: EvalConfig | None = None
     """For the orchestrator: evaluations on held-out tasks during the run."""
@@ -136,6 +140,7 @@ _SHARED = {
     "ckpt": ("trainer", "orchestrator"),
     "model": ("trainer", "orchestrator", "inference"),
     "journal": ("trainer",),
+    "tracking": ("trainer",),
     "eval": ("orchestrator",),
     "deterministic": ("trainer", "inference"),
     "log_format": ("trainer",),

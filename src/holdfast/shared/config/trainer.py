@@ -13,6 +13,7 @@ from holdfast.shared.config.by_device import BY_DEVICE
 from holdfast.shared.config.evaluation import CheckpointEvalConfig
 from holdfast.shared.config.lora import LoraConfig
 from holdfast.shared.config.slurm import SlurmConfig
+from holdfast.shared.config.tracking import TrackingConfig
 
 _RDZV_PORT = 29400  # that of torchrun
 
@@ -268,6 +269,9 @@ class TrainingCommand(Command):
 
     ckpt: CkptConfig | None = None
     """Checkpoints: off unless given; a bare `--ckpt` writes the final step."""
+
+    tracking: TrackingConfig | None = None
+    """Experiment trackers that get the metrics: none unless given; a bare `--tracking` writes for TensorBoard."""
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> TrainingCommand:

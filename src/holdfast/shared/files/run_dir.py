@@ -1,6 +1,7 @@
 """The run directory: every path of a run, and which process may touch it.
 
-run.json                 run id, creation time, and the checkpoint of another run that it began with
+run.json                 run id, creation time, the checkpoint of another run that it began with, and the steps that it
+                         went back to in order to take another way
 run.lock                 held by the launcher while the run is going, or by a trainer started by hand
 nodes.mark               written by the node that leads, while several train: what the others must see
 orchestrator.lock        held by the launcher of `rl`, or by an orchestrator started by hand
@@ -12,6 +13,10 @@ evaluations/step_N/      what policy version N did on held-out tasks
 evaluations/given_up     there while the attempt goes on without evaluations
 weights/step_N/          what inference serves (Hugging Face layout)
 metrics.jsonl            one JSON object per step
+tensorboard/             what TensorBoard shows
+tracking/                how far each tracker has come, and what it keeps on this machine
+tensorboard/             what TensorBoard shows
+tracking/                how far each tracker has come, and what it keeps on this machine
 judgements.log           every reply of a judge, by what it was asked
 reference_logprobs.npz   what the reference of a preference run says about each pair
 logs/attempt_K/          one log per process, events.jsonl (phases, alerts, restarts, how the attempt ended), and
@@ -81,6 +86,8 @@ class RunDir:
         self.evaluations = self.path / "evaluations"
         self.metrics = self.path / "metrics.jsonl"
         self.judgements = self.path / JUDGEMENTS_NAME
+        self.tracking = self.path / "tracking"
+        self.tracking = self.path / "tracking"
 
     def checkpoint(self, step: int) -> Path:
         """Directory of the checkpoint after `step`."""
@@ -150,6 +157,22 @@ class RunDir:
             return json.loads((self.path / "run.json").read_text()).get("forked_from", {}).get("path")
         except FileNotFoundError:
             return None
+
+    def origin(self) -> str | None:
+        """The run and the step that this one was forked from, `<run id>:<step>`, or None."""
+        fork = json.loads((self.path / "run.json").read_text()).get("forked_from")
+        return f"{fork['run_id']}:{fork['step']}" if fork else None
+
+    def rewinds(self) -> list[int]:
+        """The steps that the run went back to on purpose: what it trained after them before is another way."""
+        return json.loads((self.path / "run.json").read_text()).get("rewinds", [])
+
+    def note_rewind(self, step: int) -> None:
+        """Note that the run goes back to `step`, and takes another way from there."""
+        path = self.path / "run.json"
+        identity = json.loads(path.read_text())
+        identity["rewinds"] = [*identity.get("rewinds", []), step]
+        durable.write_file(path, json.dumps(identity, indent=1).encode())
 
     def entries(self) -> list[Entry]:
         """Steps with a checkpoint, ascending, whole or not; unfinished saves are left out."""
@@ -275,6 +298,8 @@ class RunDir:
             "weights",
             "evaluations",
             "metrics.jsonl",
+            "tensorboard",
+            "tracking",
             REFERENCE_NAME,
             JUDGEMENTS_NAME,
             "configs",

@@ -1,0 +1,85 @@
+"""The process that sends a run to one tracker while it is trained.
+
+`python -m holdfast.commands.track.process RUN TRACKER SETTINGS`, SETTINGS being the section `tracking` as JSON.
+
+SIGTERM says that no further step comes: it sends the rest and ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.commands.track.sending import Sending, TrackerFailed
+from holdfast.shared.config.tracking import TrackingConfig
+from holdfast.shared.errors import ConfigError
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.process.child import die_with_launcher, run_reporting_errors, set_up_logging
+from holdfast.shared.process.events import report
+
+_log = logging.getLogger("holdfast")
+_FIRST_RETRY_S, _LAST_RETRY_S = 5.0, 300.0
+
+
+class _End:
+    """Whether SIGTERM has come; waits that it ends."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._receiver, self._sender = socket.socketpair()
+        signal.signal(signal.SIGTERM, self._note)
+        # Held back since the launcher has started this process: see `held_back` there.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        # The launcher alone says when it is over: a scheduler may signal every process.
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+
+    def _note(self, *_: object) -> None:
+        self.is_over = True
+        self._sender.send(b"\0")  # select is begun again after a handler
+
+    def wait(self, seconds: float) -> None:
+        """Wait, until SIGTERM at the longest."""
+        select.select([self._receiver], [], [], seconds)
+
+
+def send_until_told(run_dir: RunDir, name: str, config: TrackingConfig) -> int:
+    """Send until SIGTERM, and begin anew where a tracker fails; return 0 when it has everything, else 3."""
+    end = _End()
+    sending = Sending(run_dir, name, config)
+    delay_s, told = _FIRST_RETRY_S, False
+    while True:
+        was_over = end.is_over
+        try:
+            sending.send(lambda: end.is_over, end.wait)
+        except TrackerFailed as failure:
+            _log.warning("%s", failure, exc_info=failure.__cause__)
+            if not told:
+                report("WARNING", message=f"{failure}. It is tried again; training goes on")
+                told = True
+            if was_over or end.is_over:
+                return failure.exit_code
+        else:
+            return 0
+        end.wait(delay_s)
+        delay_s = min(_LAST_RETRY_S, delay_s * 2)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Send as `argv` says; never returns."""
+    die_with_launcher()
+    set_up_logging("tracking")
+    if len(argv) != 3:
+        raise ConfigError("usage: python -m holdfast.commands.track.process RUN TRACKER SETTINGS")
+    run, name, settings = argv
+    config = TrackingConfig.model_validate_json(settings)
+    run_reporting_errors(lambda: sys.exit(send_until_told(RunDir(Path(run)), name, config)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,39 @@
+"""Trackio: a database on this machine, or what TRACKIO_SPACE_ID or TRACKIO_SERVER_URL name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import trackio
+
+from holdfast.commands.track.trackers.interface import TrackedRun, Tracker
+
+
+class Trackio(Tracker):
+    """One run of Trackio, by its name, which has the id of the run behind it: names are what Trackio resumes by."""
+
+    def begin(self, run: TrackedRun, *, after: int) -> int:
+        """Begin or resume the run; its database says how far it has come."""
+        self._run = trackio.init(
+            project=run.project,
+            name=f"{run.name}-{run.id}",
+            group=run.origin,
+            config={**run.settings, "attempt": run.attempt, "tags": list(run.tags), "origin": run.origin},
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        # It writes behind our back, a batch of steps at a time: what was noted as sent may not be there.
+        return max(0, self._run._next_step - 1)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand over the step."""
+        self._run.log(dict(metrics), step=step)
+
+    def flush(self) -> None:
+        """Do nothing: what has arrived is asked for when a process begins."""
+
+    def close(self) -> None:
+        """Wait until everything is handed over."""
+        self._run.finish()

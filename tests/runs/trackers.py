@@ -1,0 +1,191 @@
+"""Runs that trackers are sent, made without training, and what each tracker then has, read by its own library."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from holdfast.commands.launcher.tracking import held_back
+from holdfast.shared.config.tracking import TrackingConfig
+from holdfast.shared.files.run_dir import RunDir
+from tests.runs.processes import HANG_S
+
+BUILT_IN = ("tensorboard", "wandb", "mlflow", "trackio")
+_BLOCK_BYTES = 32 * 1024
+Steps = dict[str, list[tuple[int, float]]]
+"""Id or directory of a run -> its steps, with the loss of each, as often as they are there."""
+
+
+class TrackedDirectory:
+    """A run directory whose lines are written by the test."""
+
+    def __init__(self, path: Path, home: Path) -> None:
+        self.run_dir = RunDir(path)
+        self.environment = {
+            "WANDB_MODE": "offline", "WANDB_SILENT": "true", "TRACKIO_DIR": str(home / "trackio"),
+            "MLFLOW_TRACKING_URI": f"sqlite:///{home / 'mlflow.db'}",
+        }  # fmt: skip
+        path.mkdir(parents=True, exist_ok=True)
+        self.run_dir.create()
+        self.settings(1, 'seed = 3\n[optim]\nlr = 0.5\n[data]\nname = "s3://me:hidden-word@store/rows"\n')
+
+    @classmethod
+    def of(cls, run_dir: RunDir) -> TrackedDirectory:
+        """Return the directory of a run that a command has made."""
+        found = cls.__new__(cls)
+        found.run_dir, found.environment = run_dir, {}
+        return found
+
+    def settings(self, attempt: int, text: str) -> None:
+        """Write the settings of an attempt of `sft`."""
+        self.run_dir.configs(attempt).mkdir(parents=True, exist_ok=True)
+        (self.run_dir.configs(attempt) / "sft.toml").write_text(text)
+
+    def train(self, *steps: int, offset: float = 0.0) -> None:
+        """Append the lines of steps: a loss that says which step and which way it is, and a value that is no number."""
+        with open(self.run_dir.metrics, "a") as file:
+            for step in steps:
+                file.write(
+                    json.dumps({"step": step, "loss": step + offset, "eval/sort/avg@4": 0.5, "bad": None}) + "\n"
+                )
+
+    def go_back(self, step: int) -> None:
+        """Replace the lines as a resume does."""
+        lines = self.run_dir.metrics.read_text().splitlines(keepends=True)
+        other = self.run_dir.metrics.with_name("other")
+        other.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+        other.rename(self.run_dir.metrics)
+
+    def start(self, tracker: str, **settings: object) -> subprocess.Popen[bytes]:
+        """Start the process that sends to one tracker."""
+        config = TrackingConfig.model_validate({"backends": [tracker], "project": "tested", **settings})
+        argv = [sys.executable, "-m", "holdfast.commands.track.process", str(self.run_dir.path), tracker]
+        with open(self.run_dir.path / f"{tracker}.log", "ab") as log, held_back(signal.SIGTERM):
+            return subprocess.Popen(
+                [*argv, config.model_dump_json()], env={**os.environ, **self.environment}, stdout=log, stderr=log
+            )
+
+    def sent(self, tracker: str) -> int:
+        """The step that the cursor of a tracker is at."""
+        path = self.run_dir.tracking / f"{tracker}.json"
+        return json.loads(path.read_bytes())["step"] if path.exists() else 0
+
+    def wait_for(self, process: subprocess.Popen[bytes], tracker: str, step: int) -> None:
+        """Wait until the process has noted `step`."""
+        wait_until(lambda: self.sent(tracker) >= step or process.poll() is not None)
+        assert process.poll() is None, (self.run_dir.path / f"{tracker}.log").read_text()
+
+    def end(self, process: subprocess.Popen[bytes], tracker: str) -> None:
+        """Say that no further step comes, and wait for the rest to be sent."""
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(HANG_S) == 0, (self.run_dir.path / f"{tracker}.log").read_text()
+
+    def steps(self, tracker: str) -> Steps:
+        """What a tracker has of the runs of this directory."""
+        return _READERS[tracker](self)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Wait for what must come."""
+    deadline = time.monotonic() + HANG_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _in_tensorboard(run: TrackedDirectory) -> Steps:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found: Steps = {}
+    for directory in sorted((run.run_dir.path / "tensorboard").iterdir()):
+        accumulator = EventAccumulator(str(directory), size_guidance={"scalars": 0})
+        accumulator.Reload()
+        found[directory.name] = [(event.step, event.value) for event in accumulator.Scalars("loss")]
+    return found
+
+
+def _in_wandb(run: TrackedDirectory) -> Steps:
+    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
+
+    found: Steps = {}
+    for path in sorted(run.run_dir.tracking.glob("wandb/offline-run-*/*.wandb")):
+        for data in wandb_records(path):
+            record = Record.FromString(data)
+            if record.run.run_id:
+                found.setdefault(record.run.run_id, [])
+            if record.history.item:
+                values = {
+                    item.nested_key[0] if item.nested_key else item.key: json.loads(item.value_json)
+                    for item in record.history.item
+                }
+                if "loss" in values:
+                    found[next(reversed(found))].append((values["_step"], values["loss"]))
+    return found
+
+
+def wandb_records(path: Path) -> list[bytes]:
+    """Return the records of a `.wandb` file: the log format of LevelDB behind a header of 7 bytes."""
+    data, offset = path.read_bytes(), 7
+    records, parts = [], b""
+    while offset + 7 <= len(data):
+        if (left := _BLOCK_BYTES - offset % _BLOCK_BYTES) < 7:
+            offset += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[offset : offset + 7])
+        parts += data[offset + 7 : offset + 7 + length]
+        offset += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            records.append(parts)
+            parts = b""
+    return records
+
+
+def _in_mlflow(run: TrackedDirectory) -> Steps:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=run.environment["MLFLOW_TRACKING_URI"])
+    experiment = client.get_experiment_by_name("tested")
+    assert experiment is not None
+    found: Steps = {}
+    for one in client.search_runs([experiment.experiment_id]):
+        history = client.get_metric_history(one.info.run_id, "loss")
+        found[one.data.tags["holdfast.run_id"]] = sorted((metric.step, metric.value) for metric in history)
+    own = run.run_dir.run_id()
+    return {run_id: steps for run_id, steps in sorted(found.items()) if run_id.startswith(own)}
+
+
+def _in_trackio(run: TrackedDirectory) -> Steps:
+    program = (
+        "import json; from trackio.sqlite_storage import SQLiteStorage as s; p = 'tested'; "
+        "print(json.dumps({n: [(l['step'], l['loss']) for l in s.get_logs(p, n)] for n in s.get_runs(p)}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **run.environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found: Mapping[str, list[tuple[int, float]]] = json.loads(done.stdout.splitlines()[-1])
+    own = run.run_dir.run_id()
+    return {
+        name: [(step, loss) for step, loss in steps]
+        for name, steps in sorted(found.items(), key=_by_length)
+        if own in name
+    }
+
+
+def _by_length(item: tuple[str, object]) -> int:
+    return len(item[0])  # that of another way has a number behind it
+
+
+_READERS: dict[str, Callable[[TrackedDirectory], Steps]] = {
+    "tensorboard": _in_tensorboard, "wandb": _in_wandb, "mlflow": _in_mlflow, "trackio": _in_trackio,
+}  # fmt: skip

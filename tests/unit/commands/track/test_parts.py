@@ -1,0 +1,84 @@
+"""What trackers are told and not told, where sending goes on, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from holdfast.commands.track.cursor import Cursor
+from holdfast.commands.track.lines import Lines
+from holdfast.commands.track.main import main as track
+from holdfast.commands.track.sending import Sending, TrackerFailed
+from holdfast.commands.track.settings import without_secrets
+from holdfast.commands.track.trackers import BUILT_IN, check_tracker
+from holdfast.shared.config.tracking import TrackingConfig
+from holdfast.shared.errors import ConfigError, RunDirError
+from tests.runs.trackers import TrackedDirectory
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> TrackedDirectory:
+    return TrackedDirectory(tmp_path / "run", tmp_path)
+
+
+def test_secrets_are_hidden_by_name_and_form() -> None:
+    told = {
+        "client.admin_token_env": "HOLDFAST_ADMIN_TOKEN", "max_tokens": 7, "model.tokenizer": "a/b",
+        "urls": ["http://me@host:1/x"], "a.args.api_key": "sk-1", "b.HF-TOKEN": "hf_1", "c.password": "",
+        "nested": {"secret": "s", "plain": 1.5},
+    }  # fmt: skip
+    assert without_secrets(told) == told | {
+        "urls": ["http://***@host:1/x"], "a.args.api_key": "***", "b.HF-TOKEN": "***", "c.password": "***",
+        "nested": {"secret": "***", "plain": 1.5},
+    }  # fmt: skip
+
+
+def test_lines_come_once_and_whole_and_anew_from_a_file_that_was_replaced(run: TrackedDirectory) -> None:
+    lines = Lines(run.run_dir.metrics)
+    assert lines.new() == []
+    run.train(1, 2)
+    with open(run.run_dir.metrics, "a") as file:
+        file.write('damaged\n[3]\n{"step": 3, "loss"')
+    assert [step for step, _ in lines.new()] == [1, 2]
+    assert lines.new() == []
+    with open(run.run_dir.metrics, "a") as file:
+        file.write(': 0.25, "flag": true, "text": "x", "none": null}\n')
+    assert lines.new() == [(3, {"loss": 0.25, "flag": True})]
+    kept = run.run_dir.metrics.with_name("kept")
+    kept.write_bytes(run.run_dir.metrics.read_bytes().splitlines(keepends=True)[0])
+    os.rename(kept, run.run_dir.metrics)
+    assert [step for step, _ in lines.new()] == [1]
+
+
+def test_a_cursor_is_of_one_process_and_one_run(run: TrackedDirectory) -> None:
+    Cursor.take(run.run_dir, "wandb").write(7)
+    assert Cursor.take(run.run_dir, "trackio").step == 0  # another tracker is not held up
+    with pytest.raises(RunDirError, match="is being sent to wandb already"):
+        Cursor.take(run.run_dir, "wandb")
+
+
+def test_what_cannot_be_sent_is_told(run: TrackedDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BUILT_IN, "wandb", ("wandb:WandB", ("no_such_package",)))
+    with pytest.raises(ConfigError, match=r"uv sync --extra wandb.*holdfast\[wandb\]"):
+        check_tracker("wandb", key="tracking.backends")
+    with pytest.raises(ConfigError, match="no run directory"):
+        track([str(run.run_dir.path / "configs")])
+    with pytest.raises(ConfigError, match="no tracking in its settings"):
+        track([str(run.run_dir.path)])
+    with pytest.raises(ConfigError, match="Did you mean 'trackio'"):
+        track([str(run.run_dir.path), "--to", "trackoi"])
+    with pytest.raises(ConfigError, match="--project is empty"):
+        track([str(run.run_dir.path), "--to", "tensorboard", "--project", ""])
+
+
+def test_a_damaged_cursor_and_a_tracker_that_raises(run: TrackedDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "tests.runs.own_tracker:OutOfOrder"
+    monkeypatch.setenv("TRACKER_FAILS", "raise")
+    sending = Sending(run.run_dir, name, TrackingConfig(backends=[name]))
+    with pytest.raises(TrackerFailed, match="ConnectionError: the service is away"):
+        sending.send(lambda: True)
+    (run.run_dir.tracking / "mlflow.json").write_text("{")
+    with pytest.raises(RunDirError, match="damaged"):
+        Cursor.take(run.run_dir, "mlflow")

@@ -1,0 +1,87 @@
+"""Every built-in tracker, by its own library: each step once under one id, whenever a process is killed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.shared.files.run_dir import RunDir
+from tests.runs.trackers import BUILT_IN, TrackedDirectory
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore"),  # of the trackers' own libraries, at their import
+]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One database for all runs, as on a user's machine."""
+    yield tmp_path_factory.mktemp("trackers")
+
+
+def _begin(path: Path, home: Path, tracker: str, steps: int) -> TrackedDirectory:
+    run = TrackedDirectory(path / "run", home)
+    run.train(*range(1, steps + 1))
+    process = run.start(tracker)
+    run.wait_for(process, tracker, steps)
+    process.kill()
+    process.wait()
+    return run
+
+
+# MLflow makes its database for half a minute.
+_EACH = [pytest.param(name, marks=[pytest.mark.slow] if name == "mlflow" else []) for name in BUILT_IN]
+
+
+@pytest.mark.parametrize("tracker", _EACH)
+def test_each_step_is_there_once_after_kills_and_a_step_back(tracker: str, home: Path, tmp_path: Path) -> None:
+    run = _begin(tmp_path, home, tracker, 12)
+    # Trained behind the checkpoint of step 10 again, with the same result, and on.
+    run.go_back(10)
+    run.settings(2, "seed = 4\n")
+    run.train(11, 12, 13)
+    process = run.start(tracker)
+    run.wait_for(process, tracker, 13)
+    run.go_back(10)  # while the process lives: the launcher has started the trainer again
+    run.train(11, 12, 13, 14, 15)
+    run.end(process, tracker)
+    ((identity, steps),) = run.steps(tracker).items()
+    assert steps == [(step, float(step)) for step in range(1, 16)]
+    assert tracker == "tensorboard" or run.run_dir.run_id() in identity
+    # Everything is there: a further process adds nothing.
+    run.end(run.start(tracker), tracker)
+    assert run.steps(tracker) == {identity: steps}
+    kept = [path for path in (*run.run_dir.path.rglob("*"), *home.rglob("*")) if path.is_file()]
+    assert kept
+    for path in kept:
+        if not path.is_relative_to(run.run_dir.path / "configs"):
+            assert b"hidden-word" not in path.read_bytes(), path
+
+
+@pytest.mark.parametrize("tracker", _EACH)
+def test_another_way_is_a_run_of_its_own_with_the_steps_before(tracker: str, home: Path, tmp_path: Path) -> None:
+    run = _begin(tmp_path, home, tracker, 8)
+    run.end(run.start(tracker), tracker)
+    run.go_back(5)
+    run.run_dir.note_rewind(5)
+    run.train(6, 7, offset=0.5)
+    run.end(run.start(tracker), tracker)
+    (first_id, first), (second_id, second) = run.steps(tracker).items()
+    assert first == [(step, float(step)) for step in range(1, 9)]
+    assert second == [*((step, float(step)) for step in range(1, 6)), (6, 6.5), (7, 7.5)]
+    assert first_id != second_id and second_id.endswith("2")
+
+
+def test_clean_forgets_what_was_sent(home: Path, tmp_path: Path) -> None:
+    run = _begin(tmp_path, home, "tensorboard", 3)
+    before = run.run_dir.run_id()
+    run.run_dir.remove_run()
+    assert not run.run_dir.tracking.exists() and not (run.run_dir.path / "tensorboard").exists()
+    again = TrackedDirectory(run.run_dir.path, home)
+    again.train(1, 2)
+    again.end(again.start("tensorboard"), "tensorboard")
+    assert RunDir(run.run_dir.path).run_id() != before
+    assert again.steps("tensorboard") == {"history_1": [(1, 1.0), (2, 2.0)]}
