@@ -15,8 +15,6 @@ weights/step_N/          what inference serves (Hugging Face layout)
 metrics.jsonl            one JSON object per step
 tensorboard/             what TensorBoard shows
 tracking/                how far each tracker has come, and what it keeps on this machine
-tensorboard/             what TensorBoard shows
-tracking/                how far each tracker has come, and what it keeps on this machine
 judgements.log           every reply of a judge, by what it was asked
 reference_logprobs.npz   what the reference of a preference run says about each pair
 logs/attempt_K/          one log per process, events.jsonl (phases, alerts, restarts, how the attempt ended), and
@@ -86,7 +84,6 @@ class RunDir:
         self.evaluations = self.path / "evaluations"
         self.metrics = self.path / "metrics.jsonl"
         self.judgements = self.path / JUDGEMENTS_NAME
-        self.tracking = self.path / "tracking"
         self.tracking = self.path / "tracking"
 
     def checkpoint(self, step: int) -> Path:
