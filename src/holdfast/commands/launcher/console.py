@@ -6,6 +6,8 @@ nor disagree with what is on disk.
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 import time
 from typing import Any
@@ -21,6 +23,7 @@ from holdfast.commands.live.view import Shown, run_view
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process import events
 
+_log = logging.getLogger("holdfast")
 _DRAW_S = 0.25
 # The rest of the terminal is for lines.
 _MOST_OF_TERMINAL = 2 / 3
@@ -51,8 +54,9 @@ class Console:
         self._follower = Follower(run_dir, events_name=events_name, attempt=attempt, max_steps=max_steps)
         self._follower.catch_up()
         state = self._follower.state
-        state.attempt, state.first_step = max(state.attempt, attempt), first_step
-        state.begun_unix_s = time.time()
+        if state.attempt < attempt:
+            state.begin_attempt(attempt, unix_s=time.time())
+        state.first_step = first_step
         self._started = time.monotonic()
         self._drawn = 0.0
         self._json = json_lines()
@@ -79,7 +83,7 @@ class Console:
 
     def note(self, what: str, **fields: Any) -> None:
         """Write what the launcher itself does into the events, for those who look at the run from elsewhere."""
-        if self._events.parent.is_dir():
+        if os.path.isdir(self._events.parent):  # noqa: PTH112 - `Path.is_dir` raises where the storage fails
             events.append(self._events, LAUNCHER, what, **fields)
 
     def refresh(self) -> None:
@@ -94,13 +98,17 @@ class Console:
                 self.say(step_line(news.metrics, self._max_steps, left_s=news.left_s, width=width))
             else:
                 self.say(event_line(news, seconds=time.monotonic() - self._started))
-        self._draw()
+        if self._region is not None and time.monotonic() - self._drawn >= _DRAW_S:
+            self._drawn = time.monotonic()
+            try:
+                self._draw(self._region)
+            except Exception:  # noqa: BLE001 - a bug in what is drawn; said once
+                region, self._region = self._region, None
+                region.__exit__()
+                _log.warning("nothing is drawn any more; the run goes on, and its steps are told", exc_info=True)
 
-    def _draw(self) -> None:
-        if self._region is None or time.monotonic() - self._drawn < _DRAW_S:
-            return
-        self._drawn = time.monotonic()
-        width, height = self._region.size
+    def _draw(self, region: Region) -> None:
+        width, height = region.size
         shown = Shown(
             str(self._run_dir.path.name),
             "running",
@@ -110,4 +118,4 @@ class Console:
         )
         # One line stays empty.
         room = max(1, int(height * _MOST_OF_TERMINAL) - 1)
-        self._region.draw(run_view(shown, width=width - 1, height=room, glyphs=self._glyphs, now=time.time()))
+        region.draw(run_view(shown, width=width - 1, height=room, glyphs=self._glyphs, now=time.time()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from dataclasses import dataclass
 from typing import Any
@@ -115,7 +116,9 @@ def end_of(run_dir: RunDir, config: TrainingCommand, *, step: int, exit_code: in
     lines = []
     is_finished = exit_code == 0
     weights = run_dir.weights_of(step)
-    fields["weights"] = str(weights) if is_finished or weights.is_dir() else None
+    # Not `Path.is_dir`, which raises where the storage fails.
+    is_there = is_finished or os.path.isdir(weights)  # noqa: PTH112
+    fields["weights"] = str(weights) if is_there else None
     if not is_finished and exit_code < 128 and exit_code != NOT_SAVED:
         lines.append(f"ended at step {step} of {config.max_steps}, by an error")
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import select
 import signal
 import sys
 import threading
@@ -25,12 +26,23 @@ _DEFAULT_SIZE = (80, 24)
 _NO_TERMINALS = ("", "dumb", "unknown")
 
 
-def is_terminal(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal that lines can be drawn on again."""
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether `stream` is a terminal that lines can be drawn on again; None, one that is closed (`>&-`), is none."""
     try:
-        return stream.isatty() and os.environ.get("TERM", "") not in _NO_TERMINALS
+        return stream is not None and stream.isatty() and os.environ.get("TERM", "") not in _NO_TERMINALS
     except ValueError:  # it is closed
         return False
+
+
+def _open_again(stream: TextIO) -> int | None:
+    """Open the terminal for writing that never waits; None where that is not allowed (it is another user's).
+
+    Its own opening: a mode that is set for `stream` is set for whoever shares it, such as the shell.
+    """
+    try:
+        return os.open(f"/proc/self/fd/{stream.fileno()}", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
 
 
 def terminal_size(stream: TextIO) -> tuple[int, int]:
@@ -59,9 +71,12 @@ class Region:
         self._replaced: dict[str, TextIO] = {}
         self._continued: Callable[[int, FrameType | None], object] | int | None = None
         self._is_open = False
+        self._terminal: int | None = None
+        self._owed = b""  # of a frame that the terminal had no room for
 
     def __enter__(self) -> Region:
         self._is_open = True
+        self._terminal = _open_again(self._stream)
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if is_terminal(stream):
@@ -81,6 +96,9 @@ class Region:
         with self._lock:
             self._write(self._erase())
             self._is_open = False
+            if self._terminal is not None:
+                os.close(self._terminal)
+                self._terminal = None
 
     @property
     def size(self) -> tuple[int, int]:
@@ -92,13 +110,16 @@ class Region:
         self._asked, self._drawn = [], []
 
     def draw(self, lines: Sequence[Text]) -> None:
-        """Draw `lines` in place of those that are there; each is cut where the terminal ends."""
+        """Draw `lines` in place of those that are there; each is cut where the terminal ends.
+
+        Nothing waits for a terminal that takes no output (Ctrl-S, text being selected, a connection that hangs).
+        """
         with self._lock:
-            if not self._is_open or not self._is_in_front():
+            if not self._is_open or not self._is_in_front() or not self._takes_output():
                 return
             lines = [*lines, Text("")]
             if lines != self._asked or self.size[0] != self._width:
-                self._write(self._erase() + self._frame(lines))
+                self._write_now(self._erase() + self._frame(lines))
 
     def print(self, text: str) -> None:
         """Print lines above."""
@@ -136,9 +157,33 @@ class Region:
             console.print(line, end="" if number == len(shown) - 1 else "\n", soft_wrap=True)
         return out.getvalue() + "\r"
 
+    def _takes_output(self) -> bool:
+        """Whether the terminal has taken all of the last frame, and has room for some of another."""
+        if self._terminal is None:
+            poll = select.poll()
+            poll.register(self._stream.fileno(), select.POLLOUT)
+            return bool(poll.poll(0))
+        if self._owed:
+            self._write_now("")
+        return not self._owed
+
+    def _write_now(self, text: str) -> None:
+        """Write what the terminal has room for now; the rest is owed."""
+        if self._terminal is None:
+            self._write(text)
+            return
+        data = self._owed + text.encode(self._stream.encoding, "backslashreplace")
+        try:
+            self._owed = data[os.write(self._terminal, data) :]
+        except BlockingIOError:
+            self._owed = data
+        except OSError:  # it is gone; the run goes on
+            self._owed = b""
+
     def _write(self, text: str) -> None:
-        if text:
-            self._stream.write(text)
+        owed, self._owed = self._owed.decode(self._stream.encoding, "ignore"), b""
+        if owed or text:
+            self._stream.write(owed + text)
             self._stream.flush()
 
 

@@ -106,6 +106,11 @@ class RunState:
                 self.curves.setdefault(name, []).append(float(value))
                 self._places.setdefault(name, []).append(step)
 
+    def begin_attempt(self, attempt: int, *, unix_s: float) -> None:
+        """Begin attempt number `attempt`: what the processes of the one before did is over."""
+        self.attempt, self.begun_unix_s, self.ended = attempt, unix_s, None
+        self.phases.clear()
+
     def take_event(self, event: dict[str, Any], *, attempt: int) -> Alarm | Phase | None:
         """Take one event of an attempt; return what it says, None where it is the launcher's own."""
         process, name = str(event.get("process", "")), str(event.get("phase", ""))
@@ -113,11 +118,11 @@ class RunState:
         unix_s = float(time) if isinstance(time, int | float) else 0.0
         details = {key: value for key, value in event.items() if key not in ("phase", "process", "time")}
         if attempt > self.attempt:
-            self.attempt, self.begun_unix_s, self.ended = attempt, unix_s, None
-            self.phases.clear()
+            self.begin_attempt(attempt, unix_s=unix_s)
         if name in _TRAINS and attempt == self.attempt:
-            self.first_step = int(details.get("step", self.first_step))
-            self.max_steps = int(details.get("max_steps", self.max_steps or 0)) or None
+            step, max_steps = details.get("step"), details.get("max_steps")
+            self.first_step = step if isinstance(step, int) else self.first_step
+            self.max_steps = max_steps if isinstance(max_steps, int) and max_steps else self.max_steps
         if process == LAUNCHER:
             if name == "starting again":
                 self.restarts += 1

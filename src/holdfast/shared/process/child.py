@@ -72,16 +72,18 @@ def is_ignored(number: signal.Signals) -> bool:
 
 
 class _LossyFile(io.FileIO):
-    """Drops what a full disk cannot take, and what nobody reads any more."""
+    """Drops what a full disk cannot take, what nobody reads any more, and what would have to wait where none may."""
 
     def write(self, data: Any, /) -> int:
         try:
-            return super().write(data)
+            written: int | None = super().write(data)
         except OSError as error:
             if not is_storage_failure(error) and not isinstance(error, BrokenPipeError):
                 raise
-            # As if written: a short count would have the buffer keep it and try again for ever.
-            return memoryview(data).nbytes
+            written = None
+        # None, too: another program left the terminal in a mode in which nothing waits for room.
+        # As if written: a short count would have the buffer keep it and try again for ever.
+        return memoryview(data).nbytes if written is None else written
 
 
 def make_output_lossy() -> None:

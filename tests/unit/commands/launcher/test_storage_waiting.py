@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from holdfast.commands.launcher.console import Console
 from holdfast.commands.launcher.storage_backoff import StorageBackoff, fullest
 from holdfast.commands.live.tails import Tail
 from holdfast.shared.errors import (
@@ -19,6 +20,7 @@ from holdfast.shared.errors import (
     DataError,
     EnvironmentFailure,
     InferenceError,
+    ProcessDied,
     RunDirError,
     SaveError,
     TrainingError,
@@ -27,8 +29,9 @@ from holdfast.shared.errors import (
 from holdfast.shared.files.metrics import MetricsWriter
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.child import _LossyFile
-from holdfast.shared.process.events import EVENTS_ENV, report
+from holdfast.shared.process.events import EVENTS_ENV, append, report
 from holdfast.shared.remote.object_store import _code
+from tests.runs.stand_ins import Stands
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/x")
 
@@ -208,3 +211,35 @@ def test_the_fullest_directory_is_named(tmp_path: Path) -> None:
     assert fullest(run_dir)[0] == run_dir.path
     run_dir.rollouts.symlink_to("/proc")  # a filesystem without room
     assert fullest(run_dir) == (run_dir.rollouts, 0)
+
+
+_FAILS = "x" * 300
+"""A link to it makes every look at it fail, by a name that is too long; as a storage does that is away."""
+
+
+@pytest.mark.usefixtures("restored_signals")
+def test_an_end_is_told_where_the_storage_fails(stands: Stands) -> None:
+    trainer = f"os.makedirs('weights'); os.symlink({_FAILS!r}, 'weights/step_0'); sys.exit(1)"
+    with pytest.raises(ProcessDied, match="trainer ended with exit code 1"):
+        stands.watch(heals=False, trainer=trainer)
+
+
+def test_what_the_launcher_notes_may_find_no_storage(run_dir: RunDir) -> None:
+    logs = run_dir.logs(1)
+    logs.parent.mkdir()
+    with Console(run_dir, attempt=1, first_step=0, max_steps=1) as console:
+        logs.symlink_to(_FAILS)
+        console.note("starting again", restarted="trainer")
+        logs.unlink()
+        logs.mkdir()
+        console.note("ended", exit_code=0)
+    assert [event["phase"] for event in Tail(logs / "events.jsonl", from_end=False)] == ["ended"]
+
+
+def test_an_attempt_begins_without_the_phases_of_the_one_before(run_dir: RunDir) -> None:
+    events = run_dir.logs(1) / "events.jsonl"
+    events.parent.mkdir(parents=True)
+    for process, phase in (("trainer", "loading model"), ("launcher", "ended")):
+        append(events, process, phase)
+    state = Console(run_dir, attempt=2, first_step=0, max_steps=1)._follower.state
+    assert (state.attempt, state.phases, state.ended) == (2, {}, None)

@@ -215,3 +215,10 @@ def test_old_checkpoints_are_asked_for_once(run_dir: RunDir) -> None:
     for step in (1, 5):
         (run_dir.checkpoint(step) / "manifest.json").unlink()
     assert watch.look().steps == (1, 2, 3, 4) and watch.last.damaged == (5,)
+
+
+def test_events_with_values_of_another_kind_are_taken() -> None:
+    state = RunState(max_steps=8)
+    for value in (None, "five", [5], 5.5):
+        state.take_event({"phase": "training", "process": "trainer", "step": value, "max_steps": value}, attempt=1)
+        assert (state.first_step, state.max_steps) == (0, 8)
