@@ -53,6 +53,7 @@ EXAMPLES = {
 }
 """Command -> the page that tells about it, and a command line to begin with; each finds what those before it left."""
 
+_DOCS = Path(__file__).parent.parent / "docs"
 _RESUMES = {"sft", "dpo", "reward-model", "trainer", "orchestrator", "inference"}
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _CODE_OF_PAGE = re.compile(r"\bdocs/(\w+)\.md")
@@ -209,12 +210,17 @@ def parser_of(command: str, *words: str) -> argparse.ArgumentParser:
     return asked[0]
 
 
+def _title(page: str) -> str:
+    """Return the heading of a page of docs/."""
+    return (_DOCS / page).read_text().splitlines()[0].removeprefix("# ")
+
+
 def page(command: str) -> str:
     """Return the Markdown of a command's page."""
     lines = [f"# {command}", "", _linked(COMMANDS[command][0]), ""]
     if command in EXAMPLES:
         guide, line = EXAMPLES[command]
-        lines += ["```console", f"uv run {line}", "```", "", f"How it is used: [{guide}](../{guide}).", ""]
+        lines += ["```console", f"uv run {line}", "```", "", f"How it is used: [{_title(guide)}](../{guide}).", ""]
     if command in SETTINGS:
         lines += _settings_page(command)
     else:
