@@ -89,8 +89,6 @@ class Console:
     def refresh(self) -> None:
         """Show what the processes have written since the last call."""
         for news in self._follower.news():
-            if isinstance(news, Stepped):
-                self.last_step = self._follower.state.step
             if self._json is not None:
                 self._json.tell_news(news, max_steps=self._max_steps)
             elif isinstance(news, Stepped):
@@ -98,6 +96,8 @@ class Console:
                 self.say(step_line(news.metrics, self._max_steps, left_s=news.left_s, width=width))
             else:
                 self.say(event_line(news, seconds=time.monotonic() - self._started))
+        # Also of steps that the storage gave too late for news; but those before the attempt are not its own.
+        self.last_step = max(self.last_step, self._follower.state.step)
         if self._region is not None and time.monotonic() - self._drawn >= _DRAW_S:
             self._drawn = time.monotonic()
             try:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from holdfast.commands.live.checkpoint_state import Checkpoints, CheckpointWatch
 from holdfast.commands.live.state import Alarm, Phase, RunState
 from holdfast.commands.live.tails import Tail
-from holdfast.commands.live.time_left import TimeLeft
+from holdfast.commands.live.time_left import RECENT_STEPS, TimeLeft
 from holdfast.shared.files.run_dir import RunDir
 
 _ATTEMPT = re.compile(r"attempt_(\d+)")
@@ -66,6 +68,8 @@ class Follower:
         self._watch = CheckpointWatch(run_dir.checkpoints)
         self._time_left = TimeLeft()
         self._looked = -math.inf
+        self._is_owed = False  # steps that have been, and are not known yet
+        self._unseen: deque[tuple[int, float | None]] = deque(maxlen=RECENT_STEPS)
         self.state = RunState(max_steps=max_steps)
         if attempt is not None:  # its first words are not waited for until the next look
             self._add(attempt)
@@ -81,21 +85,26 @@ class Follower:
 
     def catch_up(self) -> None:
         """Take in all that was written until now, as what has been."""
-        for _ in self._new_events():
+        self._is_owed = True
+        for _ in self.news():
             pass
-        self._read_again()
 
     def news(self) -> Iterator[News]:
         """Take in what was written since the last look, and give it."""
         yield from self._new_events()
         replaced = self._metrics.replaced
-        lines = list(self._metrics)
+        rest = iter(self._metrics)
+        # What is there is known with the first line only.
+        first = next(rest, None)
         if self._metrics.replaced != replaced:
-            self._read_again(lines)
+            self.state.forget_steps()
+            self._unseen.clear()
+            self._is_owed = True
+        lines = (line for line in chain(() if first is None else (first,), rest) if _is_step(line))
+        if self._is_owed:
+            self._take_in(lines)
             return
-        for line in lines:
-            if not _is_step(line):
-                continue
+        for line in list(lines):
             self.state.take_step(line, now=time.time())
             self.state.left_s = self._time_left.after(
                 self.state.step,
@@ -105,19 +114,21 @@ class Follower:
             )
             yield Stepped(line, self.state.left_s)
 
-    def _read_again(self, lines: list[dict[str, Any]] | None = None) -> None:
-        """Take in steps that nobody saw end."""
-        lines = [line for line in (list(self._metrics) if lines is None else lines) if _is_step(line)]
-        if lines or self._metrics.replaced:
-            self.state.forget_steps()
+    def _take_in(self, lines: Iterable[dict[str, Any]]) -> None:
+        """Take in steps that nobody saw end, one by one; those that the storage does not give are owed still."""
         try:
             ended = self._run_dir.metrics.stat().st_mtime
         except OSError:
             ended = time.time()
         for line in lines:
             self.state.take_step(line, now=ended)
-        steps = [(int(line["step"]), line.get("time/step")) for line in lines]
-        self.state.left_s = self._time_left.begin_with(steps, max_steps=self.state.max_steps, now=time.monotonic())
+            self._unseen.append((int(line["step"]), line.get("time/step")))
+        self.state.left_s = self._time_left.begin_with(
+            self._unseen, max_steps=self.state.max_steps, now=time.monotonic()
+        )
+        self._is_owed = self._metrics.failed
+        if not self._is_owed:
+            self._unseen.clear()
 
     def _new_events(self) -> Iterator[Phase | Alarm]:
         if time.monotonic() - self._looked >= _LOOK_AT_FILES_S:

@@ -16,6 +16,7 @@ class Tail:
 
     Attributes:
         replaced: how often another file, or a shorter one, was found in its place. It was read from its begin then.
+        failed: whether the storage did not give the last look all that is there.
     """
 
     def __init__(self, path: Path, *, from_end: bool) -> None:
@@ -26,11 +27,14 @@ class Tail:
             status = path.stat()
             self._offset, self._file = status.st_size, (status.st_dev, status.st_ino)
         self.replaced = 0
+        self.failed = False
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.failed = False
         try:
             yield from self._new_lines()
         except OSError as error:
+            self.failed = True
             if not is_storage_failure(error):
                 raise  # else they are read when the storage gives them again
 

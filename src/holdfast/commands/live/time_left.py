@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Iterable
 
-_RECENT_STEPS = 50
+RECENT_STEPS = 50
 # A step that waited for the start of an engine, or for a process to come back, says nothing of those to come.
 _MOST_OF_MEDIAN = 5.0
 
@@ -15,14 +16,17 @@ class TimeLeft:
     """How long the steps that are left will take, if they take as long as the last ones did by the wall clock."""
 
     def __init__(self) -> None:
-        self._ends: deque[tuple[float, int]] = deque(maxlen=_RECENT_STEPS + 1)
+        self._ends: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS + 1)
+        # What one that was not seen may have taken, until one was seen.
+        self._unseen_s: float | None = None
 
     def begin_with(
         self, steps: Iterable[tuple[int, float | None]], *, max_steps: int | None, now: float
     ) -> float | None:
         """Begin with steps whose ends nobody saw, each with the seconds that it says it took; return as `after`."""
         self._ends.clear()
-        recent = [(step, seconds or 0.0) for step, seconds in steps][-_RECENT_STEPS:]
+        self._unseen_s = None
+        recent = [(step, seconds or 0.0) for step, seconds in steps][-RECENT_STEPS:]
         if not recent:
             return None
         limit = _MOST_OF_MEDIAN * statistics.median(seconds for _, seconds in recent)
@@ -32,6 +36,7 @@ class TimeLeft:
         for step, seconds in ends[1:]:
             moment += seconds
             left_s = self.after(step, max_steps=max_steps, now=moment, step_s=seconds or None)
+        self._unseen_s = limit or math.inf
         return left_s
 
     def after(self, step: int, *, max_steps: int | None, now: float, step_s: float | None = None) -> float | None:
@@ -43,6 +48,12 @@ class TimeLeft:
         """
         if self._ends and step <= self._ends[-1][1]:  # the run went back to a checkpoint
             self._ends.clear()
+        if self._ends and self._unseen_s is not None:
+            # The processes may have been started since: only what the step itself took counts.
+            waited_s = now - self._ends[-1][0]
+            start_s = waited_s - min(waited_s, step_s or math.inf, self._unseen_s)
+            self._ends = deque(((end + start_s, number) for end, number in self._ends), maxlen=self._ends.maxlen)
+        self._unseen_s = None
         self._ends.append((now, step))
         first, first_step = self._ends[0]
         mean = (now - first) / (step - first_step) if step > first_step and now > first else step_s

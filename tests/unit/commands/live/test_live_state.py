@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
+from holdfast.commands.launcher.console import Console
 from holdfast.commands.live.bottleneck import find_bottleneck
 from holdfast.commands.live.checkpoint_state import CheckpointWatch
 from holdfast.commands.live.follow import Follower, Stepped
@@ -15,6 +17,7 @@ from holdfast.commands.live.state import Alarm, RunState
 from holdfast.commands.live.tails import Tail
 from holdfast.commands.live.time_left import TimeLeft
 from holdfast.shared.files.run_dir import RunDir
+from tests.builders.broken_storage import unreadable
 from tests.builders.checkpoint_files import write_checkpoint
 
 
@@ -222,3 +225,57 @@ def test_events_with_values_of_another_kind_are_taken() -> None:
     for value in (None, "five", [5], 5.5):
         state.take_event({"phase": "training", "process": "trainer", "step": value, "max_steps": value}, attempt=1)
         assert (state.first_step, state.max_steps) == (0, 8)
+
+
+def test_the_start_of_an_attempt_is_no_step() -> None:
+    left = TimeLeft()
+    left.begin_with([(step, 1.0) for step in range(1, 101)], max_steps=1000, now=0.0)
+    assert left.after(101, max_steps=1000, now=300.0, step_s=1.0) == pytest.approx(899.0)
+    assert left.after(102, max_steps=1000, now=301.0, step_s=1.0) == pytest.approx(898.0)
+    left.begin_with([(1, 1.0), (2, 1.0)], max_steps=10, now=0.0)
+    assert left.after(3, max_steps=10, now=300.0) == pytest.approx(7 * 3.0), "at most what one may take of those"
+
+
+def test_steps_that_could_not_be_read_at_first_are_no_news(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    write_steps(run_dir.metrics, 1, 2, 3)
+    with unreadable(run_dir.metrics):
+        follower = Follower(run_dir, max_steps=10)
+        follower.catch_up()
+        assert list(follower.news()) == [] and follower.state.step == 0
+    assert list(follower.news()) == [] and follower.state.step == 3
+    with open(run_dir.metrics, "a") as file:
+        file.write('{"step": 4}\n')
+    (news,) = follower.news()
+    assert isinstance(news, Stepped) and news.metrics["step"] == 4
+    write_steps(run_dir.metrics, 1, 2)
+    with unreadable(run_dir.metrics):
+        assert list(follower.news()) == []
+    assert list(follower.news()) == [] and follower.state.step == 2
+
+
+def test_a_launcher_never_takes_an_old_step_for_its_last(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    write_steps(run_dir.metrics, 1, 2, 3)
+    with unreadable(run_dir.metrics):
+        console = Console(run_dir, attempt=2, first_step=3, max_steps=10)
+    console.refresh()
+    assert console.last_step == 3
+    write_steps(run_dir.metrics, 1, 2)
+    console.refresh()
+    assert console.last_step == 3
+
+
+def test_many_steps_are_taken_in_without_being_held(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    with open(run_dir.metrics, "w") as file:
+        for step in range(1, 2001):
+            file.write(json.dumps({"step": step, "time/step": 1.0, "text": f"{step:04}" * 1000}) + "\n")
+    follower = Follower(run_dir, max_steps=3000)
+    tracemalloc.start()
+    try:
+        follower.catch_up()
+        assert tracemalloc.get_traced_memory()[1] < 2e6, "of 8 MB"
+    finally:
+        tracemalloc.stop()
+    assert (follower.state.step, follower.state.left_s) == (2000, pytest.approx(1000.0))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -29,20 +28,8 @@ from holdfast.shared.files.manifest import MANIFEST_NAME, is_committed, read_man
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.remote.checkpoints import RemoteCheckpoints
 from holdfast.shared.wire.rollouts import Batch
+from tests.builders.broken_storage import unreadable
 from tests.builders.checkpoint_files import contents, write_checkpoint, write_weights
-
-
-@contextmanager
-def unreadable(path: Path) -> Iterator[None]:
-    """Make every read of `path` fail: the kernel answers with an I/O error for address 0 of a process."""
-    kept = path.with_name(f"{path.name}.kept")
-    path.rename(kept)
-    path.symlink_to("/proc/self/mem")
-    try:
-        yield
-    finally:
-        path.unlink()
-        kept.rename(path)
 
 
 @pytest.fixture
