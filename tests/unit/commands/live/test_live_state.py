@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -236,10 +240,25 @@ def test_the_start_of_an_attempt_is_no_step() -> None:
     assert left.after(3, max_steps=10, now=300.0) == pytest.approx(7 * 3.0), "at most what one may take of those"
 
 
+@contextmanager
+def away(path: Path) -> Iterator[None]:
+    """Have the storage answer no question about `path`."""
+    stat = os.stat
+
+    def fail(asked: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        if asked == path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return stat(asked, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "stat", fail)
+        yield
+
+
 def test_steps_that_could_not_be_read_at_first_are_no_news(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     write_steps(run_dir.metrics, 1, 2, 3)
-    with unreadable(run_dir.metrics):
+    with away(run_dir.metrics):
         follower = Follower(run_dir, max_steps=10)
         follower.catch_up()
         assert list(follower.news()) == [] and follower.state.step == 0
@@ -257,13 +276,13 @@ def test_steps_that_could_not_be_read_at_first_are_no_news(tmp_path: Path) -> No
 def test_a_launcher_never_takes_an_old_step_for_its_last(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     write_steps(run_dir.metrics, 1, 2, 3)
-    with unreadable(run_dir.metrics):
-        console = Console(run_dir, attempt=2, first_step=3, max_steps=10)
+    with away(run_dir.metrics):
+        console = Console(run_dir, attempt=2, first_step=5, max_steps=10)
     console.refresh()
-    assert console.last_step == 3
+    assert console.last_step == 5
     write_steps(run_dir.metrics, 1, 2)
     console.refresh()
-    assert console.last_step == 3
+    assert console.last_step == 5
 
 
 def test_many_steps_are_taken_in_without_being_held(tmp_path: Path) -> None:
