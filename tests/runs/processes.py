@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 import psutil
@@ -43,3 +46,18 @@ def command_line(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return []
+
+
+def wait_until(is_so: Callable[[], bool], what: str) -> None:
+    """Wait for what a test has brought about; `what` names it where it does not come."""
+    deadline = time.monotonic() + HANG_S
+    while not is_so():
+        assert time.monotonic() < deadline, f"{what} did not come"
+        time.sleep(0.02)
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught, 16) >> (number - 1) & 1)

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from holdfast.commands.live.charts import glyphs_for
 from holdfast.commands.live.observe import ObservedRun
-from holdfast.commands.live.region import Region, is_terminal, terminal_size
+from holdfast.commands.live.region import Region, cut, is_terminal, terminal_size
 from holdfast.commands.live.view import run_view, table_view
 from holdfast.commands.subcommands import Parser, add_json
 from holdfast.shared.errors import ConfigError, DataError
@@ -30,6 +30,7 @@ from holdfast.shared.process.child import make_output_lossy
 
 _PLAIN_WIDTH, _MOST_LINES = 100, 1000
 _KEYS_S = 0.1
+_LOCAL_MODES = 3  # in what termios.tcgetattr returns
 
 
 def main(argv: list[str]) -> int:
@@ -101,7 +102,7 @@ def _print(runs: Sequence[ObservedRun], arguments: Namespace) -> int:
     with _ended_by_signals() as ended:
         _look(runs)
         while arguments.wait and any(run.status in ("waiting", "unreadable") for run in runs) and not ended:
-            time.sleep(arguments.interval)
+            _sleep(arguments.interval, ended)
             _look(runs)
     if arguments.json:
         documents = [run.document() for run in runs]
@@ -110,6 +111,13 @@ def _print(runs: Sequence[ObservedRun], arguments: Namespace) -> int:
     width = terminal_size(sys.stdout)[0] if sys.stdout.isatty() else _PLAIN_WIDTH
     _print_lines(_lines(runs, width=width, height=_MOST_LINES))
     return 0
+
+
+def _sleep(seconds: float, ended: Sequence[int]) -> None:
+    """Wait, until a signal at most: Python goes on sleeping after one that is only noted."""
+    until = time.monotonic() + seconds
+    while not ended and (left := until - time.monotonic()) > 0:
+        time.sleep(min(_KEYS_S, left))
 
 
 def _watch(runs: Sequence[ObservedRun], arguments: Namespace) -> int:
@@ -146,8 +154,10 @@ def _lines(runs: Sequence[ObservedRun], *, width: int, height: int) -> list[Text
 
 
 def _print_lines(lines: Sequence[Text]) -> None:
+    glyphs = glyphs_for(getattr(sys.stdout, "encoding", None))
     for line in lines:
-        print(line.plain.rstrip())
+        # Texts of files may hold what a terminal would act on.
+        print(cut(line, len(line.plain) * 2, glyphs).plain.rstrip())
 
 
 @contextmanager
@@ -169,18 +179,35 @@ def _ended_by_signals() -> Iterator[list[int]]:
 @contextmanager
 def _keys() -> Iterator[Any]:
     """Give a function that waits for a key for some seconds, and returns it; keys are not shown meanwhile."""
-    if not sys.stdin.isatty():
+    # Whoever closes stdin (`<&-`) leaves none at all.
+    if sys.stdin is None or not sys.stdin.isatty():  # pyright: ignore[reportUnnecessaryComparison]
         yield lambda seconds: time.sleep(seconds) or ""
         return
     descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
-    tty.setcbreak(descriptor)
+    before = termios.tcgetattr(descriptor) if _is_in_front(descriptor) else None
 
     def pressed(seconds: float) -> str:
+        nonlocal before
+        if not _is_in_front(descriptor):  # who sets a terminal, or reads it, from the background is stopped
+            time.sleep(seconds)
+            return ""
+        modes = termios.tcgetattr(descriptor)
+        if modes[_LOCAL_MODES] & (termios.ICANON | termios.ECHO):  # at the begin, and after Ctrl-Z and `fg`
+            before = before or modes
+            tty.setcbreak(descriptor)
         ready, _, _ = select.select([descriptor], [], [], seconds)
         return os.read(descriptor, 1).decode(errors="replace") if ready else ""
 
     try:
         yield pressed
     finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+        if before is not None and _is_in_front(descriptor):
+            termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _is_in_front(descriptor: int) -> bool:
+    """Whether the keys of a terminal are for this process."""
+    try:
+        return os.tcgetpgrp(descriptor) == os.getpgrp()
+    except OSError:  # it is not the terminal that controls this process
+        return False

@@ -14,7 +14,7 @@ from typing import Any
 
 from holdfast.commands.ckpt.tensor_work import TensorWorkFailed
 from holdfast.commands.evaluate.policy import name_of_export, served_model, weights_of_step, with_settings_of_run
-from holdfast.commands.evaluate.report import summary_report
+from holdfast.commands.evaluate.report import tell_result
 from holdfast.commands.evaluate.serving import check_servable, prepare_directory, remove_exports, run_evaluation
 from holdfast.commands.launcher.supervise import Supervisor
 from holdfast.commands.resume.config_diff import read_settings
@@ -206,7 +206,7 @@ def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervis
         return code
     remove_exports(directory.path)
     summary = summary_in(directory.path)
-    summary_report(summary, directory.path).print(as_json=False)
+    tell_result(summary, directory.path, step=step)
     shown = {name.removeprefix("eval/"): f"{value:.4g}" for name, value in summary.metrics().items() if "@" in name}
     report("evaluated", step=step, **shown)
     return 0

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from holdfast.commands.ckpt.tensor_work import TensorWorkFailed
 from holdfast.commands.evaluate.follow import follow
 from holdfast.commands.evaluate.policy import served_model, step_of_run, weights_of_step, with_settings_of_run
-from holdfast.commands.evaluate.report import summary_report
+from holdfast.commands.evaluate.report import tell_result
 from holdfast.commands.evaluate.serving import check_servable, prepare_directory, run_evaluation, write_settings
 from holdfast.commands.launcher.supervise import Supervisor
-from holdfast.commands.live.output import json_lines
 from holdfast.orchestrator.evaluation.summary import summary_in
 from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.files.run_dir import RunDir
@@ -47,11 +44,7 @@ def launch(config: EvaluateConfig) -> int:
     with Supervisor() as supervisor:
         code = run_evaluation(config, directory, supervisor)
     if code == 0:
-        summary = summary_in(directory.path)
-        if (lines := json_lines()) is not None:
-            lines.emit("result", summary=msgspec.to_builtins(summary))
-        else:
-            summary_report(summary, directory.path).print(as_json=False)
+        tell_result(summary_in(directory.path), directory.path, step=step)
     return code
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.commands.live.output import json_lines
 from holdfast.commands.tables import Grid, Report, number
 from holdfast.orchestrator.evaluation.comparison import Comparison
 from holdfast.orchestrator.evaluation.estimates import Estimate
@@ -32,6 +33,18 @@ def summary_report(summary: Summary, directory: Path) -> Report:
             more.append(f"{name}: tasks without rollouts, which count nowhere above: {reasons}")
     grid = Grid(("environment", ">tasks", "estimate", ">value", percent), rows)
     return Report(msgspec.to_builtins(summary), [grid, *more, f"every rollout: {directory}"])
+
+
+def tell_result(summary: Summary, directory: Path, *, step: int | None) -> None:
+    """Print the report of one evaluation, or the object of type `result` that says the same to programs.
+
+    Args:
+        step: of the run, whose weights they were; None: those of a model.
+    """
+    if (lines := json_lines()) is not None:
+        lines.emit("result", step=step, summary=msgspec.to_builtins(summary))
+    else:
+        summary_report(summary, directory).print(as_json=False)
 
 
 def comparison_report(comparison: Comparison, first: Path, second: Path) -> Report:

@@ -12,9 +12,9 @@ from holdfast.commands.launcher.ports import release_all, reserve_first_free
 from holdfast.commands.launcher.preflight import check_in_child
 from holdfast.commands.launcher.restarts import Restarts
 from holdfast.commands.launcher.supervise import Child, Supervisor
-from holdfast.commands.live.output import json_lines
+from holdfast.commands.live.output import code_of_error, json_lines
 from holdfast.commands.live.plain import event_line
-from holdfast.commands.live.state import RunState
+from holdfast.commands.live.state import LAUNCHER, RunState
 from holdfast.commands.live.tails import Tail
 from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME
 from holdfast.shared.config.evaluation import EvaluateConfig
@@ -23,7 +23,7 @@ from holdfast.shared.errors import ConfigError, RunDirError
 from holdfast.shared.files import durable
 from holdfast.shared.files.local_inputs import check_model_path, check_weights_path
 from holdfast.shared.files.run_dir import JUDGEMENTS_NAME, SUMMARY_NAME, RunDir
-from holdfast.shared.process.events import EVENTS_ENV, PROCESS_ENV
+from holdfast.shared.process.events import EVENTS_ENV, PROCESS_ENV, append
 from holdfast.shared.process.gpus import find_gpus, require_vllm
 from holdfast.shared.process.import_path import module_command
 
@@ -110,6 +110,7 @@ def run_evaluation(config: EvaluateConfig, directory: RunDir, supervisor: Superv
     logs.mkdir(exist_ok=True)
     events = logs / "events.jsonl"
     tail = _Progress(events)
+    append(events, LAUNCHER, "starting")
     try:
         if config.url is None:
             served = path / "config" / "inference.toml"
@@ -128,7 +129,13 @@ def run_evaluation(config: EvaluateConfig, directory: RunDir, supervisor: Superv
             environment={EVENTS_ENV: str(events), PROCESS_ENV: "evaluation"},
             has_done_its_work=(path / SUMMARY_NAME).exists,
         )
-        return _watch(supervisor, tail, path)
+        code = _watch(supervisor, tail, path)
+    except Exception as error:
+        append(events, LAUNCHER, "ended", exit_code=code_of_error(error), error=str(error))
+        raise
+    else:
+        append(events, LAUNCHER, "ended", exit_code=code)
+        return code
     finally:
         supervisor.stop()
         # Who evaluates one step after another has one supervisor: by a later one their process ids may be others'.

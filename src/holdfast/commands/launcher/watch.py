@@ -31,7 +31,7 @@ from holdfast.commands.launcher.restarts import Restarts
 from holdfast.commands.launcher.storage_backoff import StorageBackoff, fullest
 from holdfast.commands.launcher.supervise import REFRESH_S, Child, Supervisor
 from holdfast.commands.launcher.tracking import Senders
-from holdfast.commands.live.output import json_lines
+from holdfast.commands.live.output import code_of_error, json_lines
 from holdfast.commands.resume.superseded import clear_unpublished
 from holdfast.shared.config.inference import is_engine
 from holdfast.shared.errors import STORAGE_FAILED, STUCK, HoldfastError, ProcessDied, is_storage_failure
@@ -123,8 +123,8 @@ class _Watcher:
         try:
             with self._console:
                 outcome = self._run()
-        except HoldfastError as error:
-            self._tell_end(error.exit_code, error=str(error))
+        except Exception as error:
+            self._tell_end(code_of_error(error), error=str(error) or type(error).__name__)
             raise
         if isinstance(outcome, Plan):
             return outcome
@@ -264,6 +264,8 @@ class _Watcher:
             self._group.trainer_died(how_it_ended(child))
         if child.process.returncode == STORAGE_FAILED:
             number = self._wait_for_storage(self._death_of(child))
+            if number is None:
+                self._console.note("starting again", restarted=child.name, reason="its storage failed")
         elif (delay_s := self._restart_delay_s(child)) is not None:
             number = self._wait_to_restart(child, delay_s)
         elif self._can_spare(child):

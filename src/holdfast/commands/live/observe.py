@@ -10,6 +10,8 @@ from typing import Any
 import tomli
 
 from holdfast.commands.live.follow import Follower
+from holdfast.commands.live.state import LAUNCHER
+from holdfast.commands.live.tails import Tail
 from holdfast.commands.live.view import Shown
 from holdfast.commands.tables import age
 from holdfast.shared.errors import NOT_SAVED
@@ -36,6 +38,7 @@ class ObservedRun:
         self._run_dir = run_dir
         self._name = name
         self._identity = b""
+        self._of_nodes: dict[Path, Tail] = {}
         self._follower = Follower(run_dir)
         self._holder = ""
         self._trouble = ""
@@ -66,7 +69,8 @@ class ObservedRun:
             if (last := self._last_step()) is not None:
                 follower.set_max_steps(last)
             follower.catch_up()
-            self._follower, self._identity = follower, identity
+            self._follower, self._identity, self._of_nodes = follower, identity, {}
+        self._count_restarts_of_nodes()
         for _ in self._follower.news():
             pass
         if self._follower.state.max_steps is None and (last := self._last_step()) is not None:
@@ -77,6 +81,15 @@ class ObservedRun:
     def _new_follower(self) -> Follower:
         is_evaluation = (self._run_dir.path / "config" / "evaluate.toml").exists()
         return Follower(self._run_dir, events=self._run_dir.path / "logs" / "events.jsonl" if is_evaluation else None)
+
+    def _count_restarts_of_nodes(self) -> None:
+        """Take in what the launchers of other nodes have started again; what else they say, the first one does, too."""
+        for path in (self._run_dir.path / "logs").glob("attempt_*/events_node_*.jsonl"):
+            if path not in self._of_nodes:
+                self._of_nodes[path] = Tail(path, from_end=False)
+        for tail in self._of_nodes.values():
+            said = [event for event in tail if event.get("process") == LAUNCHER]
+            self._follower.state.restarts += sum(event.get("phase") == "starting again" for event in said)
 
     def _read_identity(self) -> bytes | None:
         try:

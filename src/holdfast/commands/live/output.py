@@ -95,13 +95,13 @@ def as_json_lines() -> Iterator[JsonLines]:
     try:
         yield lines
     except BaseException as error:
-        lines.close_with(_code_of(error), error=str(error) or type(error).__name__)
+        lines.close_with(code_of_error(error), error=str(error) or type(error).__name__)
         raise
     finally:
         sys.stdout = stdout
 
 
-def _code_of(error: BaseException) -> int:
+def code_of_error(error: BaseException) -> int:
     """Return the exit code of a command that ends by `error`."""
     if isinstance(error, HoldfastError):
         return error.exit_code

@@ -79,7 +79,7 @@ class Region:
         self._terminal = _open_again(self._stream)
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
-            if is_terminal(stream):
+            if is_terminal(stream) and self._is_on(stream):
                 self._replaced[name] = stream
                 setattr(sys, name, _Above(self, stream))
         if threading.current_thread() is threading.main_thread():
@@ -126,6 +126,10 @@ class Region:
         with self._lock:
             asked = self._asked
             self._write(self._erase() + text + "\n" + (self._frame(asked) if asked else ""))
+
+    def _is_on(self, stream: TextIO) -> bool:
+        """Whether `stream` is the terminal that is drawn on."""
+        return os.fstat(stream.fileno()).st_rdev == os.fstat(self._stream.fileno()).st_rdev
 
     def _is_in_front(self) -> bool:
         """Whether this process is not in the background, where the terminal is somebody else's."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +12,11 @@ _RECENT_STEPS = 10
 CURVES = ("reward/mean", "val/loss", "loss")
 """Metrics whose course is kept, the most telling first."""
 LAUNCHER = "launcher"
-"""Process of the events that the launcher itself writes: `starting again`, `ended`."""
+"""Process of the events that the launcher itself writes: `starting`, `starting again`, `ended`."""
 # What a trainer says when it is about to take its first step.
 _TRAINS = ("training", "waiting for batches")
 _ALARMS = ("ALERT: ", "WARNING: ")
+_MOST_ALARMS = 100
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class RunState:
         first_step: that the newest attempt began behind.
         attempt: number of the newest attempt that has said anything.
         restarts: how often a process was started again by the launcher, in all attempts whose logs are there.
+        alarms: the last ones; alerts stay longer than warnings.
+        num_alarms: how many of each kind there were.
         begun_unix_s: when the newest attempt said its first word.
         stepped_unix_s: when the last step was seen to end.
         ended: the last word of the launcher of the newest attempt: exit code, step and error.
@@ -75,6 +78,7 @@ class RunState:
     curves: dict[str, list[float]] = field(default_factory=dict)
     phases: dict[str, Phase] = field(default_factory=dict)
     alarms: list[Alarm] = field(default_factory=list)
+    num_alarms: Counter[str] = field(default_factory=Counter)
     ended: dict[str, Any] | None = None
     left_s: float | None = None
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
@@ -126,6 +130,9 @@ class RunState:
         if process == LAUNCHER:
             if name == "starting again":
                 self.restarts += 1
+            elif name == "starting":  # of what has no attempts, once more
+                self.begun_unix_s, self.ended = unix_s, None
+                self.phases.clear()
             elif name == "ended" and attempt == self.attempt:
                 self.ended = {"unix_s": unix_s, **details}
             return None
@@ -135,12 +142,19 @@ class RunState:
                 text = name.removeprefix(beginning)
                 kind = beginning.removesuffix(": ").lower()
                 alarm = Alarm(kind, process, text, step if isinstance(step, int) else None, unix_s)
-                self.alarms.append(alarm)
+                self._keep(alarm)
                 return alarm
         phase = Phase(process, name, unix_s, details)
         if name != "saved checkpoint":  # it goes on with what it did
             self.phases[process] = phase
         return phase
+
+    def _keep(self, alarm: Alarm) -> None:
+        self.num_alarms[alarm.kind] += 1
+        if len(self.alarms) >= _MOST_ALARMS:
+            kinds = [one.kind for one in self.alarms]
+            del self.alarms[kinds.index("warning") if "warning" in kinds else 0]
+        self.alarms.append(alarm)
 
     @property
     def bottleneck(self) -> Bottleneck | None:

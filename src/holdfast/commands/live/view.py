@@ -10,7 +10,7 @@ from rich.text import Text
 from holdfast.commands.live.charts import Glyphs, bar, sparkline
 from holdfast.commands.live.checkpoint_state import Checkpoints
 from holdfast.commands.live.plain import USUAL_TIMES
-from holdfast.commands.live.state import CURVES, Alarm, Phase, RunState
+from holdfast.commands.live.state import CURVES, Phase, RunState
 from holdfast.commands.live.time_left import duration
 from holdfast.commands.tables import age
 
@@ -61,7 +61,7 @@ def run_view(shown: Shown, *, width: int, height: int, glyphs: Glyphs, now: floa
     ranked.append((3, _checkpoint_line(shown, width, glyphs, now)))
     if shown.is_running:
         ranked += [(7, _phase_line(phase, now)) for phase in state.starting()]
-    ranked += [(1, line) for line in _alarm_lines(state.alarms, width, glyphs)]
+    ranked += [(1, line) for line in _alarm_lines(state, width, glyphs)]
     while len(ranked) > max(1, height):
         # The least important goes, of several the last.
         worst = max(range(len(ranked)), key=lambda number: (ranked[number][0], number))
@@ -186,17 +186,20 @@ def _phase_line(phase: Phase, now: float) -> Text:
     return line
 
 
-def _alarm_lines(alarms: Sequence[Alarm], width: int, glyphs: Glyphs) -> list[Text]:
-    """Return the last alarms, alerts before warnings."""
-    ranked = sorted(alarms, key=lambda alarm: (alarm.kind == "alert", alarm.unix_s))
-    kept = sorted(ranked[-_MOST_ALARMS:], key=lambda alarm: alarm.unix_s)
+def _alarm_lines(state: RunState, width: int, glyphs: Glyphs) -> list[Text]:
+    """Return the newest alarm, and the last others, alerts before warnings."""
+    if not state.alarms:
+        return []
+    *others, newest = sorted(state.alarms, key=lambda alarm: alarm.unix_s)
+    others.sort(key=lambda alarm: (alarm.kind == "alert", alarm.unix_s))
+    kept = [*sorted(others[-(_MOST_ALARMS - 1) :], key=lambda alarm: alarm.unix_s), newest]
     lines = []
     for alarm in kept:
         at = "" if alarm.step is None else f" step {alarm.step}"
         style = "bold red" if alarm.kind == "alert" else "yellow"
         lines.append(Text(f"{alarm.kind.upper()}{at}: {alarm.text}", style))
-    more = len(alarms) - len(kept)
-    if more and lines:
+    more = state.num_alarms.total() - len(kept)
+    if more:
         _shorten(lines[-1], width - 12, glyphs)
         lines[-1].append(f" (+{more} more)", "dim")
     return lines
@@ -268,7 +271,7 @@ def _row(shown: Shown, now: float) -> list[str]:
     saved = ""
     if found.good is not None and found.saved_unix_s is not None:
         saved = f"{found.good}, {age(now - found.saved_unix_s)} ago"
-    alerts = sum(alarm.kind == "alert" for alarm in state.alarms)
+    alerts = state.num_alarms["alert"]
     return [
         shown.name,
         shown.status,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -18,16 +19,19 @@ from holdfast.commands.launcher.evaluation import check_evaluations, evaluation_
 from holdfast.commands.launcher.placement import place_training
 from holdfast.commands.launcher.plan import Plan
 from holdfast.commands.launcher.supervise import Supervisor
+from holdfast.commands.live.observe import ObservedRun
+from holdfast.commands.live.output import as_json_lines
 from holdfast.commands.resume.attempt import Attempt
 from holdfast.shared.config import PROGRAMS, DpoConfig, OrchestratorConfig, SftConfig
 from holdfast.shared.config.base import ModelConfig
 from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.config.load import read_toml, to_toml
-from holdfast.shared.errors import ConfigError, DataError
+from holdfast.shared.errors import ConfigError, DataError, ProcessDied
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.trainer.session.checkpointing import _is_to_be_evaluated
 from tests.builders.checkpoint_files import write_checkpoint
 from tests.conftest import ROOT
+from tests.unit.commands.evaluate.test_plot import evaluated
 from tests.unit.commands.launcher.test_placement import machine
 
 RunCommand = Callable[..., tuple[int, str, str]]
@@ -296,3 +300,47 @@ def test_the_next_attempt_evaluates_where_one_gave_up(tmp_path: Path) -> None:
         plan = Plan(attempt, {}, config, [])
         with_evaluations(plan, attempt, config, place_training(config.parallel, machine(2)), ())
     assert not run_dir.given_up.exists()
+
+
+def test_how_an_evaluation_ended_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_signals: None
+) -> None:
+    directory = RunDir(tmp_path / "step_5")
+    config = EvaluateConfig(url="http://127.0.0.1:9/v1", model=ModelConfig(name="m"), output_dir=directory.path)
+    prepare_directory(config, directory)
+    observed = ObservedRun(directory, "step_5")
+    done = f"import pathlib; pathlib.Path({str(directory.path / 'summary.json')!r}).touch()"
+    for code, status in (("raise SystemExit(2)", "failed"), (done, "finished")):
+        monkeypatch.setattr(serving, "module_command", lambda *_, code=code: [sys.executable, "-c", code])
+        with Supervisor() as supervisor:
+            if status == "failed":
+                with pytest.raises(ProcessDied):
+                    run_evaluation(config, directory, supervisor)
+            else:
+                assert run_evaluation(config, directory, supervisor) == 0
+        observed.look()
+        assert observed.status == status
+    events = [json.loads(line) for line in (directory.path / "logs" / "events.jsonl").read_text().splitlines()]
+    assert [(one["phase"], one.get("exit_code")) for one in events if one["process"] == "launcher"] == [
+        ("starting", None), ("ended", 2), ("starting", None), ("ended", 0)
+    ]  # fmt: skip
+
+
+def test_every_followed_step_is_a_result_for_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = run_of(tmp_path / "run")
+    config = EvaluateConfig(run=run_dir.path, follow=True, output_dir=run_dir.evaluations)
+
+    def finishes(_: EvaluateConfig, directory: RunDir, __: object) -> int:
+        shutil.rmtree(directory.path)
+        evaluated(run_dir, 0)
+        return 0
+
+    monkeypatch.setattr(follow, "run_evaluation", finishes)
+    with as_json_lines() as lines:
+        code = follow._evaluate_step(config, FollowedRun.read(run_dir.path), 0, supervisor=None)  # pyright: ignore[reportArgumentType] - nothing is started
+        lines.close_with(code)
+    *_, result, end = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (result["type"], result["step"], end["exit_code"]) == ("result", 0, 0)
+    assert result["summary"]["policy"] == {"kind": "weights"}

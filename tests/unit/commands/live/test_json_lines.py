@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from holdfast.commands.launcher import watch
 from holdfast.commands.live.output import as_json_lines, json_lines
 from holdfast.shared.config.rl import RlConfig, hand_down_shared
-from holdfast.shared.errors import ConfigError, ProcessDied
+from holdfast.shared.errors import STORAGE_FAILED, ConfigError, ProcessDied
 from tests.builders.checkpoint_files import write_checkpoint
 from tests.runs.stand_ins import Stands
 
@@ -123,3 +124,27 @@ def test_rl_says_it_as_its_trainer_was_asked_to() -> None:
     config = RlConfig.model_validate({"trainer": {"log_format": "json"}})
     assert config.log_format == "json" and hand_down_shared(config).trainer.log_format == "json"
     assert RlConfig.model_validate({"log_format": "text", "trainer": {"log_format": "json"}}).log_format == "text"
+
+
+@pytest.mark.usefixtures("restored_signals")
+def test_an_error_that_nobody_expected_is_noted_as_the_end(stands: Stands, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(watch._Watcher, "_follow_group", fails)
+    with pytest.raises(RuntimeError):
+        stands.watch(heals=False, trainer="time.sleep(600)")
+    last = json.loads((stands.run_dir.logs(1) / "events.jsonl").read_text().splitlines()[-1])
+    assert (last["phase"], last["exit_code"], last["error"]) == ("ended", 1, "a bug")
+
+
+@pytest.mark.usefixtures("restored_signals")
+def test_a_restart_after_a_failed_storage_is_noted(stands: Stands, capfd: pytest.CaptureFixture[str]) -> None:
+    full = f"if not Path('full').exists(): Path('full').touch(); print('error: no space'); sys.exit({STORAGE_FAILED})"
+    orchestrator = "while not Path('full').exists(): time.sleep(0.02)\nif not Path('rollouts/step_1').exists(): "
+    orchestrator += "made('rollouts/step_1')"
+    code = stands.watch(trainer=f"{full}\nmade('weights/step_1')", orchestrator=orchestrator)
+    assert code == 0 and "waiting for storage" in capfd.readouterr().out
+    events = [json.loads(line) for line in (stands.run_dir.logs(1) / "events.jsonl").read_text().splitlines()]
+    (again,) = [event for event in events if event["phase"] == "starting again"]
+    assert (again["restarted"], again["reason"]) == ("trainer", "its storage failed")

@@ -15,11 +15,13 @@ import pytest
 
 from holdfast.commands.launcher.console import Console
 from holdfast.commands.live.bottleneck import find_bottleneck
-from holdfast.commands.live.checkpoint_state import CheckpointWatch
+from holdfast.commands.live.charts import ASCII
+from holdfast.commands.live.checkpoint_state import Checkpoints, CheckpointWatch
 from holdfast.commands.live.follow import Follower, Stepped
 from holdfast.commands.live.state import Alarm, RunState
 from holdfast.commands.live.tails import Tail
 from holdfast.commands.live.time_left import TimeLeft
+from holdfast.commands.live.view import Shown, run_view
 from holdfast.shared.files.run_dir import RunDir
 from tests.builders.broken_storage import unreadable
 from tests.builders.checkpoint_files import write_checkpoint
@@ -298,3 +300,24 @@ def test_many_steps_are_taken_in_without_being_held(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert (follower.state.step, follower.state.left_s) == (2000, pytest.approx(1000.0))
+
+
+def test_the_newest_alarm_is_in_sight_whatever_came_before() -> None:
+    state = RunState()
+
+    def take(phase: str, time: float) -> None:
+        state.take_event({"process": "trainer", "phase": phase, "time": time}, attempt=1)
+
+    for number in range(150):
+        take(f"ALERT: {number}" if number < 5 else f"WARNING: {number}", float(number))
+    shown = Shown("run", "running", state, Checkpoints())
+
+    def said() -> list[str]:
+        lines = run_view(shown, width=100, height=40, glyphs=ASCII, now=200.0)
+        return [line.plain for line in lines if line.plain.startswith(("ALERT", "WARNING"))]
+
+    assert said() == ["ALERT: 3", "ALERT: 4", "WARNING: 149 (+147 more)"]
+    assert len(state.alarms) == 100 and state.num_alarms == {"alert": 5, "warning": 145}
+    for number in range(150, 260):
+        take(f"ALERT: {number}", float(number))
+    assert said() == ["ALERT: 257", "ALERT: 258", "ALERT: 259 (+257 more)"] and len(state.alarms) == 100

@@ -6,14 +6,19 @@ import json
 import os
 import signal
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
+from holdfast.commands.live.charts import ASCII
+from holdfast.commands.live.region import Region
 from holdfast.shared.files.run_dir import RunDir
 from tests.builders.checkpoint_files import write_checkpoint
+from tests.runs.processes import catches, wait_until
 from tests.runs.terminal import Terminal
 
 # A launcher without processes: it shows what others write, and does what it reads from a file of words.
@@ -273,3 +278,52 @@ def test_a_monitor_waits_for_a_run_that_begins(tmp_path: Path) -> None:
         terminal.wait_for("step 1")
         terminal.process.send_signal(signal.SIGTERM)
         assert terminal.end() == 0
+
+
+def test_keys_are_left_alone_from_the_background(run: Run) -> None:
+    run.steps(1)
+    script = f"{sys.executable} -m holdfast monitor {run.dir.path} & wait"
+    with Terminal(["bash", "-mc", script]) as terminal:
+        bash = psutil.Process(terminal.process.pid)
+
+        def is_watching() -> bool:
+            return any(one.status() == psutil.STATUS_STOPPED or catches(one.pid, signal.SIGCONT)
+                       for one in bash.children())  # fmt: skip
+
+        wait_until(is_watching, "the begin of its view")
+        (process,) = bash.children()
+        process.send_signal(signal.SIGTERM)
+        assert terminal.end() == 0, "one that is stopped would never end"
+        assert terminal.modes_now == terminal.modes
+
+
+def test_keys_come_again_after_others_had_the_terminal(run: Run) -> None:
+    run.steps(1)
+    with monitor(run.dir.path) as terminal:
+        terminal.wait_for("step 1")
+        terminal.wait_for(lambda _: terminal.modes_now != terminal.modes)
+        termios.tcsetattr(terminal._slave, termios.TCSANOW, terminal.modes)  # as a shell does after Ctrl-Z
+        terminal.wait_for(lambda _: terminal.modes_now != terminal.modes)
+        terminal.type("q")
+        assert terminal.end() == 0 and terminal.modes_now == terminal.modes
+
+
+def test_a_monitor_needs_no_stdin(run: Run) -> None:
+    run.steps(1)
+    with Terminal(["bash", "-c", f"exec {sys.executable} -m holdfast monitor {run.dir.path} <&-"]) as terminal:
+        terminal.wait_for("step 1")
+        terminal.process.send_signal(signal.SIGTERM)
+        assert terminal.end() == 0
+
+
+def test_another_terminal_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    descriptors = [*os.openpty(), *os.openpty()]
+    with open(descriptors[1], "w") as out, open(descriptors[3], "w") as err:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        with Region(out, ASCII):
+            assert sys.stdout is not out and sys.stderr is err
+        assert sys.stdout is out
+    for descriptor in (descriptors[0], descriptors[2]):
+        os.close(descriptor)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from holdfast.shared.errors import RunDirError
 from holdfast.shared.files import lock
 from holdfast.shared.files.run_dir import RunDir
 from tests.builders.checkpoint_files import write_checkpoint
+from tests.runs.processes import HANG_S, catches, wait_until
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -221,3 +225,37 @@ def test_curves_are_drawn_between_their_least_and_greatest_mean() -> None:
 def test_the_locale_says_what_is_drawn(environment: dict[str, str], is_ascii: bool) -> None:
     assert glyphs_for("utf-8", environment).is_ascii == is_ascii
     assert glyphs_for("ascii", environment).is_ascii and glyphs_for(None, environment).is_ascii
+
+
+def test_restarts_on_other_nodes_count(steps: RunDir) -> None:
+    logs = steps.logs(1)
+    logs.mkdir(parents=True)
+    for name in ("events.jsonl", "events_node_1.jsonl", "events_node_2.jsonl"):
+        lines = [{"time": 1.0, "process": "launcher", "phase": "starting again"},
+                 {"time": 2.0, "process": "launcher", "phase": "ended", "exit_code": 3, "of": name}]  # fmt: skip
+        (logs / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    observed = ObservedRun(steps, "run")
+    for _ in range(2):
+        observed.look()
+    told = observed.document()
+    assert told["restarts"] == 3 and told["ended"]["of"] == "events.jsonl"
+
+
+def test_what_is_printed_holds_nothing_that_a_terminal_acts_on(run_command: Command, steps: RunDir) -> None:
+    steps.logs(1).mkdir(parents=True)
+    event = {"time": 1.0, "process": "trainer", "phase": "WARNING: \x1b[2J\x07 gone"}
+    (steps.logs(1) / "events.jsonl").write_text(json.dumps(event) + "\n")
+    _, out, _ = run_command("monitor", steps.path, "--once")
+    assert "gone" in out and all(line.isprintable() for line in out.splitlines())
+
+
+def test_a_signal_ends_a_long_wait(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "holdfast", "monitor", str(tmp_path / "coming"), "--wait", "--once"]
+    with subprocess.Popen([*words, "--interval", "3600"], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            wait_until(lambda: catches(process.pid, signal.SIGHUP), "its handlers")
+            process.send_signal(signal.SIGTERM)
+            out, _ = process.communicate(timeout=HANG_S)
+        finally:
+            process.kill()
+    assert process.returncode == 0 and "waiting" in out
