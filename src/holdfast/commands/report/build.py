@@ -26,12 +26,11 @@ _MAX_TEXT = 100_000
 _SHOWN_METRICS = ("reward/mean", "loss", "val/loss", "rewards/accuracies")
 
 
-def build_page(runs: Sequence[RunData], *, made: float, refresh_s: int | None = None) -> Page:
+def build_page(runs: Sequence[RunData], *, made: float) -> Page:
     """Return the page of some runs.
 
     Args:
         made: Unix time of now.
-        refresh_s: as of `Page`.
     """
     samples: list[tuple[str, list[SampleRollout]]] = []
     notes = [_named(run, note, runs) for run in runs for note in run.notes]
@@ -53,7 +52,6 @@ def build_page(runs: Sequence[RunData], *, made: float, refresh_s: int | None = 
             for name, text in _own_settings(run).items()
         },
         notes=notes,
-        refresh_s=refresh_s,
     )
 
 

@@ -53,7 +53,6 @@ class Page:
 
     Attributes:
         settings: texts by the name of their run and file.
-        refresh_s: after how long a page that is looked at is loaded anew; None: never.
     """
 
     title: str
@@ -64,7 +63,6 @@ class Page:
     samples: Sequence[tuple[str, Sequence[SampleRollout]]] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
-    refresh_s: int | None = None
 
 
 def render(page: Page, plotly_js: str) -> str:
