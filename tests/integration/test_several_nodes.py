@@ -106,7 +106,8 @@ def test_two_nodes_compute_what_two_ranks_of_one_do(nodes: Nodes, of_one_node: N
     assert nodes.wait() == [0, 0], nodes.runs[0].log
     assert nodes.weights == of_one_node.weights and nodes.losses == of_one_node.losses
     assert {path.name for path in nodes.run_dir.logs(1).iterdir()} == {
-        "trainer.log", "events.jsonl", "trainer_node_1.log", "events_node_1.jsonl"
+        "trainer.log", "events.jsonl", "trainer_node_1.log", "events_node_1.jsonl",
+        "timeline_trainer.jsonl",
     }  # fmt: skip
 
 

@@ -126,6 +126,9 @@ class Senders:
 
     def end(self) -> None:
         """Have every tracker take the rest; say which has not, in time."""
+        for sender in self._senders:
+            if sender.process is None and sender.starts_at:  # it was to be started again: now, or never
+                self._start(sender, print)
         running = [sender for sender in self._senders if sender.process is not None]
         for sender in running:
             assert sender.process is not None

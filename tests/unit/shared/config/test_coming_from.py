@@ -16,7 +16,7 @@ OPTION = re.compile(r"`([\w.]+)`(?: \(`?([\w.-]+)`?\))?")
 
 
 def rows() -> list[dict[str, str]]:
-    section = (ROOT / "docs" / "algorithms.md").read_text().split("## Coming from")[1].split("\n## ")[0]
+    section = (ROOT / "docs" / "coming_from.md").read_text().split("\n## RL\n")[1].split("\n## ")[0]
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
 
