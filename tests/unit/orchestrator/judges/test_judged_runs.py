@@ -96,7 +96,8 @@ def test_what_is_made_again_is_scored_as_before_though_the_judge_says_other_thin
     assert len(fake.asked) == num_asked
     run_dir.remove_run()
     assert [batch.rollouts for batch in run(tmp_path, fake)] != [batch.rollouts for batch in first]
-    assert len(fake.asked) == 2 * num_asked, "--clean removes what it said"
+    # How many: two that say the same at the same time ask once, and other rewards make other policies and answers.
+    assert set(fake.questions[:num_asked]) & set(fake.questions[num_asked:]), "--clean removes what it said"
 
 
 def test_a_judge_that_fails_costs_its_groups_by_reason_and_training_goes_on(tmp_path: Path, fake: FakeJudge) -> None:
