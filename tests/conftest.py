@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from holdfast.shared.process.scratch import drop, make_scratch
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -49,7 +51,7 @@ def pytest_configure() -> None:
     """Before torch or datasets are imported: threads, and a cache that is not the user's."""
     global _cache
     gc.disable()  # until all is collected: as `heavy_imports` of every process does it, for modules of tests as well
-    _cache = tempfile.mkdtemp(prefix="holdfast-tests-")
+    _cache = str(make_scratch(Path(tempfile.gettempdir())))  # also one that was killed leaves nothing for good
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["HOLDFAST_CACHE"] = f"{_cache}/holdfast"
@@ -75,7 +77,7 @@ def _keep_bytecode() -> None:
 
 def pytest_unconfigure() -> None:
     """Remove the cache."""
-    shutil.rmtree(_cache, ignore_errors=True)
+    drop(Path(_cache))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

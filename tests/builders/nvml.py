@@ -6,6 +6,7 @@ What asks it is the real thing, from `pynvml` down to `dlopen`.
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import tempfile
 from pathlib import Path
@@ -62,7 +63,8 @@ int nvmlSystemGetDriverVersion(char *version, unsigned length) { strncpy(version
 @functools.cache
 def library() -> Path:
     """Return the library, which is compiled once."""
-    directory = Path(tempfile.mkdtemp(prefix="made-up-nvml-"))
+    # Beside the caches of the tests, which are removed at their end.
+    directory = Path(tempfile.mkdtemp(prefix="made-up-nvml-", dir=Path(os.environ["HOLDFAST_CACHE"]).parent))
     path = directory / "libnvidia-ml.so.1"
     (directory / "nvml.c").write_text(_SOURCE)
     named = f"-Wl,-soname,{path.name}"  # by which `dlopen` finds what a process has loaded already

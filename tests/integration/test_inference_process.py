@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,7 @@ from holdfast.commands.launcher.engine_log import engine_failure
 from holdfast.commands.launcher.supervise import error_message
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.process.heartbeat import HEARTBEAT_ENV, Beat
+from holdfast.shared.process.scratch import remove_abandoned
 from tests.conftest import ModelFactory
 from tests.forking.engines import ServerHandle, shared_engines
 from tests.models.served import write_model
@@ -132,6 +134,34 @@ def test_engine_arguments_that_cannot_be_used_are_refused(
     server = shared_engines().start(config, tmp_path / "inference.log")
     assert server.wait() == 2
     assert message in server.log() and "Traceback" not in server.log()
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_sockets_do_not_outlive_a_server_however_it_ends(model: Path, tmp_path: Path, is_long: bool) -> None:
+    """Those of a killed one are removed by whoever comes next; a path that is too long for a socket is not used."""
+    with tempfile.TemporaryDirectory(prefix="t-") as made:
+        home = Path(made) / ("long" * 16 if is_long else "short")
+        home.mkdir()
+        options = {"env": {"TMPDIR": str(home)}, "sabotage": "import tempfile; tempfile.tempdir = None"}
+        servers = [_start(model, tmp_path / name, **options) for name in ("ended", "killed")]
+        scratch = [_scratch(server) for server in servers]
+        assert all(path.parent == (Path("/tmp") if is_long else home) for path in scratch)
+        assert servers[0].terminate() == 0
+        assert not scratch[0].exists() and scratch[1].is_dir()
+        engine = _engine(servers[1])
+        servers[1].kill()
+        _assert_ends(engine)
+        remove_abandoned(scratch[1].parent)
+        assert not scratch[1].exists()
+        assert is_long or not [path for path in home.iterdir() if not path.name.startswith("torchinductor_")]
+
+
+def _scratch(server: ServerHandle) -> Path:
+    """Return the directory of its sockets, of which it has several."""
+    server.wait_ready()
+    sockets = [Path(str(one.laddr)) for one in psutil.Process(server.pid).net_connections("unix")]
+    (directory,) = {path.parent for path in sockets if path.name.count("-") == 4}
+    return directory
 
 
 def test_damaged_weights_at_the_start_end_the_server_with_the_reason(tmp_path: Path) -> None:

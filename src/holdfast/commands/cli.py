@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 
 from holdfast.shared.process.run_module import put_users_last
+from holdfast.shared.process.streams import OutputFailed, drop_output, mark_output, open_closed_streams
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -109,6 +110,10 @@ def run(name: str, argv: list[str]) -> int:
     from holdfast.shared.config.load import parse_command_line
 
     parsed = parse_command_line(getattr(config, configuration), argv, program=name)
+    if not parsed.dry_run:
+        from holdfast.shared.process.child import make_output_lossy
+
+        make_output_lossy()  # a run goes on, whatever becomes of what it prints
     if getattr(parsed, "log_format", "text") == "text":
         return action(parsed)
     from holdfast.commands.live.output import as_json_lines
@@ -135,26 +140,30 @@ def _help() -> str:
 def _exit(run: Callable[[], int]) -> NoReturn:
     """Exit with the code that `run` returns, or that of its error."""
     put_users_last()
-    import io
-    import os
+    open_closed_streams()
+    mark_output()
     import signal
 
     from holdfast.commands.installation import correct_wheel_label
-    from holdfast.shared.errors import HoldfastError
+    from holdfast.shared.errors import STORAGE_FAILED, HoldfastError
+    from holdfast.shared.process.child import make_output_lossy
 
+    make_output_lossy("stderr")  # an error that nobody can read has the exit code that it has
     correct_wheel_label()
-    for stream in (sys.stdout, sys.stderr):  # names of files that the locale, or UTF-8, has no characters for
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
     try:
-        code = run()
+        try:
+            code = run()
+        except SystemExit as end:  # `--help`
+            code = end.code
         sys.stdout.flush()
     except HoldfastError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        code = error.exit_code
     except BrokenPipeError:  # `... | head`: whoever read has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(128 + signal.SIGPIPE)
+        code = 128 + signal.SIGPIPE
+    except OutputFailed as error:
+        print(f"error: what it prints cannot be written: {error.strerror}", file=sys.stderr)
+        code = STORAGE_FAILED
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         print(
@@ -162,7 +171,16 @@ def _exit(run: Callable[[], int]) -> NoReturn:
             "directory with --output-dir.",
             file=sys.stderr,
         )
-        sys.exit(2)
+        code = 2
     except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+        code = 128 + signal.SIGINT
+    _end_output()
     sys.exit(code)
+
+
+def _end_output() -> None:
+    """Write what was printed; where that fails, Python would say so again at its end, by an exit code of its own."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        drop_output()

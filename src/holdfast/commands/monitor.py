@@ -43,10 +43,10 @@ def main(argv: list[str]) -> int:
     if not arguments.wait:
         for path in arguments.runs:
             _require_run(path)
-    make_output_lossy()
     runs = [ObservedRun(RunDir(path), name) for path, name in zip(arguments.runs, _names(arguments.runs), strict=True)]
     if arguments.once or arguments.json or not is_terminal(sys.stdout):
         return _print(runs, arguments)
+    make_output_lossy()
     return _watch(runs, arguments)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 from holdfast.inference.preflight import Preflight, check
@@ -33,7 +34,11 @@ from holdfast.shared.process.events import report
 from holdfast.shared.process.gpus import require_vllm
 from holdfast.shared.process.heartbeat import start_heartbeat
 from holdfast.shared.process.import_path import leave_out_working_directory, protect_children
+from holdfast.shared.process.scratch import SHORT_HOME, scratch_directory, scratch_name
 from holdfast.shared.wire.inference_api import Owner
+
+# Of a Unix socket's path, with `/` and a UUID behind the directory, and eight random characters in its name.
+_MOST_BYTES_OF_HOME = 107 - 37 - 8
 
 _ANYWHERE = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -82,12 +87,23 @@ def run(config: InferenceConfig, owner: Owner | None = None) -> int:
     Raises:
         HoldfastError: something that the user can be told in one message.
     """
+    with scratch_directory(_home_of_sockets()) as scratch:
+        return _run(config, owner, scratch)
+
+
+def _home_of_sockets() -> Path:
+    home = Path(tempfile.gettempdir())
+    return home if len(os.fsencode(home / scratch_name())) <= _MOST_BYTES_OF_HOME else SHORT_HOME
+
+
+def _run(config: InferenceConfig, owner: Owner | None, scratch: Path) -> int:
     allow_many_connections()
     device = require_vllm()
     preflight: Preflight = check(config)
     # A configuration that no command has resolved.
     choose_for_engine(config, device)
     set_environment(config, device)
+    _keep_temporary_files_in(scratch)
     report("loading vllm")
     logging.getLogger("vllm").setLevel(logging.WARNING)
     # Imported here because it takes many seconds, and reads the environment that was just set.
@@ -95,6 +111,18 @@ def run(config: InferenceConfig, owner: Owner | None = None) -> int:
         from holdfast.inference.server import serve
 
     return serve(config, preflight, owner=owner)
+
+
+def _keep_temporary_files_in(scratch: Path) -> None:
+    """Have vLLM put there its sockets and the files by which its processes meet: it leaves those of a killed engine."""
+    os.environ.setdefault("VLLM_RPC_BASE_PATH", str(scratch))
+    home = tempfile.gettempdir()
+    if scratch.parent != Path(home):
+        return  # what is large belongs where the user wants it
+    # What torch has compiled is for the next server as well.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{home}/torchinductor_{os.getuid()}")
+    os.environ["TMPDIR"] = str(scratch)
+    tempfile.tempdir = None  # so that it looks again
 
 
 def set_environment(config: InferenceConfig, device: DeviceType) -> None:

@@ -22,12 +22,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from holdfast.shared.config import PROGRAMS, TrainerConfig
 from holdfast.shared.config.load import read_toml
-from holdfast.shared.config.trainer import ParallelConfig
+from holdfast.shared.config.trainer import ParallelConfig, TrainingCommand
 from holdfast.shared.errors import HoldfastError, RankLost, is_storage_failure
 from holdfast.shared.process.child import (
     available_cores,
@@ -43,6 +44,7 @@ from holdfast.shared.process.events import report
 from holdfast.shared.process.gpus import VISIBLE_DEVICES_ENV
 from holdfast.shared.process.heartbeat import does, start_heartbeat
 from holdfast.shared.process.import_path import protect_children
+from holdfast.shared.process.scratch import scratch_directory
 from holdfast.trainer.nodes import link_nodes, meeting_point, node_rank
 from holdfast.trainer.session.stop import SIGNALS, STOP_REQUEST
 
@@ -172,19 +174,29 @@ def main(argv: list[str] | None = None) -> int:
     report("importing torch")
     with heavy_imports():
         _module_of(arguments.program)
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+        importlib.import_module("torch.distributed.launcher.api")
 
     if config.ckpt is not None:
         STOP_REQUEST.listen()
     for noisy in ("torch.distributed.elastic", "torch.distributed.launcher"):
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
+    with scratch_directory() as logs:  # torchrun's own would stay for good
+        return _launch(arguments, config, node, logs)
+
+
+def _launch(arguments: argparse.Namespace, config: TrainingCommand, node: int, logs: Path) -> int:
+    """Start the ranks of this node and wait for them; `logs` is for what torchrun writes of them."""
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    parallel = config.parallel
     with _without_gpus():
         launch_config = LaunchConfig(
-            nproc_per_node=ranks,
+            nproc_per_node=parallel.ranks,
             **_rendezvous(parallel, node),
             run_id="holdfast",
+            logs_specs=DefaultLogsSpecs(log_dir=str(logs)),
             max_restarts=0,  # our launcher starts again, from a checkpoint and with its own count
             start_method="fork",
             monitor_interval=0.05,

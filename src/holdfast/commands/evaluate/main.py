@@ -7,6 +7,7 @@ from pathlib import Path
 from holdfast.commands.subcommands import Parser
 from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.config.load import parse_command_line
+from holdfast.shared.process.child import make_output_lossy
 
 _COMPARE = "--compare"
 _PLOT = "--plot"
@@ -25,6 +26,8 @@ def main(argv: list[str]) -> int:
     config = parse_command_line(EvaluateConfig, argv, program="evaluate")
     from holdfast.commands.evaluate.launch import launch
 
+    if not config.dry_run:
+        make_output_lossy()  # the results are in files
     if config.log_format == "text":
         return launch(config)
     from holdfast.commands.live.output import as_json_lines

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from holdfast.shared.process.clock import awake_s
 from holdfast.shared.process.heartbeat import PERIOD_S, Beat, read_beat
+from holdfast.shared.process.scratch import drop, hold, make_scratch, remove_abandoned, scratch_name
 
 # Proxies of the environment are for the internet, not for the server of a run.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -39,7 +40,8 @@ def place_of_beats(run_dir: Path, *, is_shared: bool = False, node: int = 0) -> 
         is_shared: processes of other hosts beat as well, so it lies in `run_dir`, which they see.
         node: of several with this run; some may be on one machine.
 
-    What a launcher that was killed left is taken over by the next one, which holds the lock of the run.
+    What a launcher that was killed left is taken over by the next one, which holds the lock of the run, or removed by
+    that of another run.
     """
     if is_shared:
         place = run_dir.absolute() / "beats"
@@ -54,18 +56,24 @@ def place_of_beats(run_dir: Path, *, is_shared: bool = False, node: int = 0) -> 
     digest = hashlib.sha256(
         f"{status.st_dev} {status.st_ino} {run_dir}{f' {node}' if node else ''}".encode()
     ).hexdigest()[:16]
-    place = home / f"holdfast-{os.getuid()}-{digest}"
-    try:
-        place.mkdir(mode=0o700, exist_ok=True)
-    except OSError:
-        place = Path(tempfile.mkdtemp(prefix="holdfast-"))
-    # Anyone may write to /dev/shm, and the name can be foretold.
-    if place.is_symlink() or place.stat().st_uid != os.getuid():
-        place = Path(tempfile.mkdtemp(prefix="holdfast-"))  # somebody else made it
+    remove_abandoned(home)
+    place = _held_place(home / f"{scratch_name()}{digest}")
     try:
         yield place
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        drop(place)
+
+
+def _held_place(place: Path) -> Path:
+    try:
+        place.mkdir(mode=0o700, exist_ok=True)
+    except OSError:
+        return make_scratch(Path(tempfile.gettempdir()))
+    # Anyone may write to /dev/shm, and the name can be foretold.
+    if place.is_symlink() or place.stat().st_uid != os.getuid():
+        return make_scratch(Path(tempfile.gettempdir()))  # somebody else made it
+    # Not held: another launcher took it for abandoned, and removed it this moment.
+    return place if hold(place) else _held_place(place)
 
 
 @dataclass

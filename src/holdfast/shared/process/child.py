@@ -86,20 +86,24 @@ class _LossyFile(io.FileIO):
         return memoryview(data).nbytes if written is None else written
 
 
-def make_output_lossy() -> None:
+def make_output_lossy(*names: str) -> None:
     """Let stdout and stderr drop what their disk cannot take, and what nobody reads any more (`| tee log` that died).
 
     No process ends, or changes its exit code, by that.
+
+    Args:
+        names: `stdout` or `stderr`; unset: both.
     """
-    for name in ("stdout", "stderr"):
+    for name in names or ("stdout", "stderr"):
         stream = getattr(sys, name)
         buffer = getattr(stream, "buffer", None)
         raw = getattr(buffer, "raw", buffer)  # PYTHONUNBUFFERED leaves the buffer out
         if not isinstance(raw, io.FileIO) or isinstance(raw, _LossyFile):
             continue
-        stream.flush()
         # closefd=False: the descriptor belongs to the stream that is replaced.
         lossy = io.BufferedWriter(_LossyFile(raw.fileno(), "w", closefd=False))
+        with contextlib.suppress(OSError):  # what waits there may be just what cannot be written
+            stream.flush()
         text = io.TextIOWrapper(lossy, stream.encoding, "backslashreplace", line_buffering=True)
         setattr(sys, name, text)
 

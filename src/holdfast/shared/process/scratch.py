@@ -1,0 +1,98 @@
+"""Directories of temporary files that are removed however their process ends.
+
+A process holds a lock on a file in its directory, and the kernel lets go of that when the process is over, be it by
+`kill -9`. So a directory whose lock nobody holds has been left behind, and whoever comes next removes it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+LOCK_NAME = ".lock"
+SHORT_HOME = Path("/tmp")
+"""For sockets, whose paths have 107 bytes at most, where the directory for temporary files has a long name."""
+_held: dict[Path, int] = {}  # of this process: looking at one of them would let go of its lock
+
+
+def scratch_name() -> str:
+    """Return what the names of all directories of this user begin with."""
+    return f"holdfast-{os.getuid()}-"
+
+
+@contextmanager
+def scratch_directory(home: Path | None = None) -> Iterator[Path]:
+    """Have a directory in `home` within the block; unset: where temporary files belong."""
+    path = make_scratch(home or Path(tempfile.gettempdir()))
+    try:
+        yield path
+    finally:
+        drop(path)
+
+
+def make_scratch(home: Path) -> Path:
+    """Make a directory in `home` for this process alone, and remove those that others have left there."""
+    remove_abandoned(home)
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=scratch_name(), dir=home))
+        if hold(path):
+            return path
+
+
+def hold(path: Path) -> bool:
+    """Mark the directory as one in use until `drop`, or the end of this process; False where it was just removed.
+
+    Where the filesystem has no locks nothing is marked, and nothing is removed by others.
+    """
+    try:
+        lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError:
+        return False
+    try:
+        # Not flock: a child that was forked would go on holding it.
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        is_there = os.path.samestat(os.fstat(lock), os.stat(path / LOCK_NAME))  # noqa: PTH116 - beside fstat
+    except FileNotFoundError:
+        is_there = False
+    except OSError:
+        os.close(lock)
+        (path / LOCK_NAME).unlink(missing_ok=True)
+        return True
+    if not is_there:
+        os.close(lock)
+        return False
+    _held[path] = lock
+    return True
+
+
+def drop(path: Path) -> None:
+    """Remove the directory, which this process holds."""
+    shutil.rmtree(path, ignore_errors=True)
+    lock = _held.pop(path, None)
+    if lock is not None:
+        os.close(lock)
+
+
+def remove_abandoned(home: Path) -> None:
+    """Remove what processes of this user that are over have left in `home`; what is in use stays."""
+    for path in home.glob(f"{scratch_name()}*"):
+        if path in _held:
+            continue
+        try:
+            if path.is_symlink() or path.stat().st_uid != os.getuid():
+                continue
+            lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:  # it has none, or is gone already
+            continue
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        except OSError:  # in use
+            continue
+        finally:
+            os.close(lock)
