@@ -296,13 +296,15 @@ class Session:
             )
         messages = as_messages(messages)
         self._require_room(num_characters(messages), self._seq_len)
-        more = self._tokenizer.continuation(messages, last_token_id=self.token_ids[-1], tools=self._schemas)
+        tools, last = self._schemas, self.token_ids[-1]
+        around = self._tokenizer.around_assistant(messages, tools=tools)
+        more = self._tokenizer.continuation(messages, last_token_id=last, tools=tools, around=around)
         if self._said is None:
             self._append(more)
         else:
             prompt = self._prompt_messages()
             before = [*(prompt or [Message("user", ".")]), *self._said]
-            if not self._tokenizer.rewrites(before, messages, tools=self._schemas):
+            if not self._tokenizer.rewrites(before, messages, tools=tools, around=around):
                 self._append(more)
             elif prompt is None:
                 raise HistoryRewritten(
@@ -312,7 +314,7 @@ class Session:
                     "what was sampled."
                 )
             else:
-                self._begin_branch(self._tokenizer.prompt([*before, *messages], tools=self._schemas))
+                self._begin_branch(self._tokenizer.prompt([*before, *messages], tools=tools))
             self._said += map(as_dict, messages)
         self._is_turn_open = True
 

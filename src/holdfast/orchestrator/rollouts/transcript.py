@@ -21,7 +21,7 @@ from holdfast.orchestrator.environments.tool_calls import ToolCall
 from holdfast.orchestrator.environments.tool_use import call_id
 from holdfast.shared.chat.messages import Message, as_dict
 from holdfast.shared.chat.template import ChatMessage
-from holdfast.shared.chat.tokenizer import Tokenizer
+from holdfast.shared.chat.tokenizer import Around, Tokenizer
 from holdfast.shared.errors import DataError
 from holdfast.shared.wire.chat_reply import ChatCall
 
@@ -76,15 +76,23 @@ class Transcript(Tokenizer):
         *,
         last_token_id: int,
         tools: Sequence[Any] | None = None,
+        around: Around | None = None,
     ) -> list[int]:
         """Return the ids of messages that follow a turn of the policy."""
         return [*json.dumps([as_dict(message) for message in messages], sort_keys=True).encode(), GIVEN]
+
+    def around_assistant(
+        self, messages: Sequence[Message | ChatMessage], *, open_turn: bool = True, tools: Sequence[Any] | None = None
+    ) -> Around:
+        """Return no text: there is no template."""
+        return Around("", "")
 
     def rewrites(
         self,
         chat: Sequence[Message | ChatMessage],
         messages: Sequence[Message | ChatMessage],
         *,
+        around: Around,
         tools: Sequence[Any] | None = None,
     ) -> bool:
         """Say that turns stay as they were said: what the server makes of them is its own affair."""

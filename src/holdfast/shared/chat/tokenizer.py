@@ -36,8 +36,8 @@ _NEAR_CHARACTERS = 256
 _SHRINKING = 8
 
 
-class _Around(NamedTuple):
-    """Text up to a place, and behind it."""
+class Around(NamedTuple):
+    """Text up to the end of an assistant's turn, and behind it."""
 
     before: str
     after: str
@@ -96,7 +96,7 @@ class Tokenizer:
         if self.eos_token_id is not None:
             ends.add(self.eos_token_id)
         if self._templates:
-            closing = self._after_assistant([], open_turn=False)[1]
+            closing = self._ids_after(self.around_assistant([], open_turn=False))
             written = (token for token in closing if self.decode([token], skip_special_tokens=False).strip(" \n\r\t▁"))
             first = next(written, None)
             if first is not None and first in self._backend.get_added_tokens_decoder():
@@ -218,6 +218,7 @@ class Tokenizer:
         chat: Sequence[Message | ChatMessage],
         messages: Sequence[Message | ChatMessage],
         *,
+        around: Around,
         tools: Sequence[Any] | None = None,
     ) -> bool:
         """Whether the template writes a chat otherwise once `messages` follow: such as without the thoughts of turns
@@ -228,15 +229,15 @@ class Tokenizer:
 
         Args:
             chat: all that was said so far, a turn of the assistant's last.
+            around: what `around_assistant` says of these messages and tools.
 
         Raises:
             DataError: the template refuses the messages.
         """
         seen = self.render(chat[:-1], open_turn=True, tools=tools)
         turn = "".join(texts_of(as_dict(chat[-1])))
-        after = self._text_after_assistant(messages, open_turn=True, tools=tools).after
         anew = self.render([*chat, *messages], open_turn=True, tools=tools)
-        return squeezed(anew) != squeezed(seen) + squeezed(turn) + squeezed(after)
+        return squeezed(anew) != squeezed(seen) + squeezed(turn) + squeezed(around.after)
 
     def continuation(
         self,
@@ -244,16 +245,21 @@ class Tokenizer:
         *,
         last_token_id: int,
         tools: Sequence[Any] | None = None,
+        around: Around | None = None,
     ) -> list[int]:
         """Return the ids to append to a session whose last turn was sampled, then `messages`.
 
         Closes the assistant's turn where sampling did not, adds `messages`, opens the next turn.
         Nothing before is rendered or tokenised again.
 
+        Args:
+            around: what `around_assistant` says of these messages and tools; unset: it is asked.
+
         Raises:
             DataError: the template cannot continue a chat, or leaves out what a message says.
         """
-        text, token_ids = self._after_assistant(messages, open_turn=True, tools=tools)
+        around = around or self.around_assistant(messages, tools=tools)
+        text, token_ids = around.after, self._ids_after(around)
         if not text:
             raise DataError(
                 f"the chat template of '{self.name}' adds nothing after an assistant's turn, so this environment "
@@ -279,11 +285,8 @@ class Tokenizer:
         place = token_ids.index(last_token_id)
         return 0 if self.decode(token_ids[:place], skip_special_tokens=False).strip() else place + 1
 
-    def _after_assistant(
-        self, messages: Sequence[Message | ChatMessage], *, open_turn: bool, tools: Sequence[Any] | None = None
-    ) -> tuple[str, list[int]]:
-        """Return text and ids of what follows an assistant's turn, tokenised behind that turn."""
-        around = self._text_after_assistant(messages, open_turn=open_turn, tools=tools)
+    def _ids_after(self, around: Around) -> list[int]:
+        """Return the ids of what follows an assistant's turn, tokenised behind that turn."""
         # What stands before a border of the text, such as all tools, has no part in the tokens behind it.
         start = self._last_border(around.before)
         border = len(around.before) - start
@@ -291,16 +294,20 @@ class Tokenizer:
         first = next((place for place, (start, _) in enumerate(encoding.offsets) if start >= border), None)
         if first is None or (first and encoding.offsets[first - 1][1] > border):
             # The tokenizer joins it with the marker, which it does not know.
-            return around.after, self.encode_after(around.after)
-        return around.after, encoding.ids[first:]
+            return self.encode_after(around.after)
+        return encoding.ids[first:]
 
-    def _text_after_assistant(
-        self, messages: Sequence[Message | ChatMessage], *, open_turn: bool, tools: Sequence[Any] | None
-    ) -> _Around:
-        """Return a chat up to the end of a turn of the assistant's, and what follows it."""
+    def around_assistant(
+        self, messages: Sequence[Message | ChatMessage], *, open_turn: bool = True, tools: Sequence[Any] | None = None
+    ) -> Around:
+        """Return a chat up to the end of a turn of the assistant's, and what follows it: `messages`, and the next turn.
+
+        Raises:
+            DataError: the template refuses the messages.
+        """
         chat = [Message("user", "."), Message("assistant", _MARKER), *messages]
         before, marker, after = self.render(chat, open_turn=open_turn, tools=tools).partition(_MARKER)
-        return _Around(before + marker, after)
+        return Around(before + marker, after)
 
     def _last_border(self, text: str) -> int:
         """Return where the last of the `border_tokens` near the end of `text` begins; 0 without one."""

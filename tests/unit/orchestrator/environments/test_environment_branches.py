@@ -20,6 +20,7 @@ from holdfast.orchestrator.environments.interface import (
 )
 from holdfast.orchestrator.environments.session import HistoryRewritten
 from holdfast.orchestrator.environments.tool_use import tool_use_of
+from holdfast.shared.chat.tokenizer import Tokenizer
 from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.wire.arrays import Logprobs, Rewards, TokenIds
 from holdfast.shared.wire.inference_api import Completion
@@ -166,6 +167,19 @@ def test_a_turn_that_was_cut_and_goes_on_is_one_turn_of_the_chat() -> None:
     assert played.asked[1] == [*played.asked[0], *played.sampled[0]], "the same branch, in the middle of a turn"
     assert played.asked[2] == played.rendered(said(f"{THOUGHT}No."), AGAIN)
     assert played.session.branch_starts == (0, len(played.asked[1]) + len(played.sampled[1]))
+
+
+def test_what_follows_a_turn_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered: list[int] = []
+    around = Tokenizer.around_assistant
+
+    def counted(self: Tokenizer, messages: Sequence[Any], **more: Any) -> Any:
+        rendered.append(len(messages))
+        return around(self, messages, **more)
+
+    monkeypatch.setattr(Tokenizer, "around_assistant", counted)
+    Played("qwen3", [f"{THOUGHT}No.", "Yes.", f"{THOUGHT}Yes."], Asks())
+    assert [number for number in rendered if number] == [1, 1], "once for each of two questions"
 
 
 def test_what_a_template_keeps_stays_one_branch() -> None:
