@@ -116,12 +116,9 @@ def run(name: str, argv: list[str]) -> int:
         make_output_lossy()  # a run goes on, whatever becomes of what it prints
     if getattr(parsed, "log_format", "text") == "text":
         return action(parsed)
-    from holdfast.commands.live.output import as_json_lines
+    from holdfast.commands.live.output import run_in_json_lines
 
-    with as_json_lines() as lines:
-        code = action(parsed)
-        lines.close_with(code)
-    return code
+    return run_in_json_lines(lambda: action(parsed))
 
 
 def _help() -> str:

@@ -30,12 +30,9 @@ def main(argv: list[str]) -> int:
         make_output_lossy()  # the results are in files
     if config.log_format == "text":
         return launch(config)
-    from holdfast.commands.live.output import as_json_lines
+    from holdfast.commands.live.output import run_in_json_lines
 
-    with as_json_lines() as lines:
-        code = launch(config)
-        lines.close_with(code)
-    return code
+    return run_in_json_lines(lambda: launch(config))
 
 
 def _compare(argv: list[str]) -> int:

@@ -8,7 +8,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -99,6 +99,14 @@ def as_json_lines() -> Iterator[JsonLines]:
         raise
     finally:
         sys.stdout = stdout
+
+
+def run_in_json_lines(action: Callable[[], int]) -> int:
+    """Return the exit code of `action`, which is done with stdout in JSON lines."""
+    with as_json_lines() as lines:
+        code = action()
+        lines.close_with(code)
+    return code
 
 
 def code_of_error(error: BaseException) -> int:
