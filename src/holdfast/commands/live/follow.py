@@ -126,7 +126,7 @@ class Follower:
         self.state.left_s = self._time_left.begin_with(
             self._unseen, max_steps=self.state.max_steps, now=time.monotonic()
         )
-        self._is_owed = self._metrics.failed
+        self._is_owed = self._metrics.failure is not None
         if not self._is_owed:
             self._unseen.clear()
 

@@ -1,12 +1,13 @@
-"""The lines of `metrics.jsonl` as they come, also while resumes replace the file."""
+"""The lines of `metrics.jsonl` as trackers get them, also while resumes replace the file."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
+
+from holdfast.commands.live.tails import Tail
 
 _MOST_LINES = 500
 
@@ -15,9 +16,7 @@ class Lines:
     """Reads the whole lines of a growing file; one that was replaced is read from its beginning."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-        self._file_number = -1
+        self._tail = Tail(path, from_end=False)
 
     def new(self) -> list[tuple[int, dict[str, float]]]:
         """Return the steps that have come since the last call, some hundreds at most, and their numbers.
@@ -25,35 +24,18 @@ class Lines:
         Raises:
             OSError: the file cannot be read.
         """
-        return list(self._new())
-
-    def _new(self) -> Iterator[tuple[int, dict[str, float]]]:
-        try:
-            file = open(self._path, "rb")
-        except FileNotFoundError:  # no step is trained yet
-            return
-        with file:
-            number = os.fstat(file.fileno()).st_ino
-            if number != self._file_number:
-                self._file_number, self._offset = number, 0
-            file.seek(self._offset)
-            for _ in range(_MOST_LINES):
-                line = file.readline()
-                if not line.endswith(b"\n"):  # half of it: it is read whole the next time
-                    return
-                self._offset += len(line)
-                if (step := _parse(line)) is not None:
-                    yield step
+        steps = [_step_of(line) for line in islice(self._tail, _MOST_LINES)]
+        if self._tail.failure is not None:
+            raise self._tail.failure
+        return [step for step in steps if step is not None]
 
 
-def _parse(line: bytes) -> tuple[int, dict[str, float]] | None:
-    """Return step and numbers of a line; None of one that is damaged, which the next resume sets aside."""
-    try:
-        values = json.loads(line)
-        step = int(values.pop("step"))
-    except (ValueError, KeyError, TypeError, AttributeError):
+def _step_of(line: dict[str, Any]) -> tuple[int, dict[str, float]] | None:
+    """Return step and numbers of a line; None of one without a step, which the next resume sets aside."""
+    step = line.pop("step", None)
+    if not isinstance(step, int):
         return None
-    return step, {name: value for name, value in values.items() if _is_number(value)}
+    return step, {name: value for name, value in line.items() if _is_number(value)}
 
 
 def _is_number(value: object) -> bool:

@@ -46,7 +46,7 @@ def test_a_replaced_file_is_read_from_its_begin(tmp_path: Path) -> None:
     write_steps(path, 1, 2, 3)
     tail = Tail(path, from_end=False)
     assert [line["step"] for line in tail] == [1, 2, 3] and tail.replaced == 0
-    write_steps(path, 1, 2, 3, 4, 5)
+    write_steps(path, 1, 2, 3, 4, 5, other=1.0)
     assert [line["step"] for line in tail] == [1, 2, 3, 4, 5] and tail.replaced == 1, "another one, though longer"
     os.truncate(path, 0)
     assert list(tail) == [] and tail.replaced == 2
@@ -54,11 +54,35 @@ def test_a_replaced_file_is_read_from_its_begin(tmp_path: Path) -> None:
     assert list(tail) == [], "JSON, but no objects"
 
 
+def test_a_file_is_known_by_what_it_says_and_not_by_its_number(tmp_path: Path) -> None:
+    """Where the file system gives it another number, nothing is told twice; where a new file has an old number, all."""
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 1, 2, 3)
+    tail, from_end = Tail(path, from_end=False), Tail(path, from_end=True)
+    assert [line["step"] for line in tail] == [1, 2, 3]
+    number = path.stat().st_ino
+    write_steps(path, 1, 2, 3, 4)
+    assert path.stat().st_ino != number
+    assert [line["step"] for line in tail] == [4] and tail.replaced == 0
+    assert [line["step"] for line in from_end] == [4] and from_end.replaced == 0
+    path.unlink()
+    assert list(tail) == [] and tail.failure is None
+    write_steps(path, 1, 2, 3, 4, 5)
+    assert [line["step"] for line in tail] == [5] and tail.replaced == 0
+    text = path.read_text().replace('"step": 5', '"step": 7') + '{"step": 8}\n'
+    number = path.stat().st_ino
+    path.write_text(text)
+    assert path.stat().st_ino == number
+    assert [line["step"] for line in tail] == [1, 2, 3, 4, 7, 8] and tail.replaced == 1
+
+
 def test_a_tail_from_the_end_notices_a_replacement_before_its_first_look(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    write_steps(path, 1)
     tail = Tail(path, from_end=True)
-    write_steps(path, 1, 2)
+    write_steps(path, 1)
+    assert [line["step"] for line in tail] == [1], "nothing was there"
+    tail = Tail(path, from_end=True)
+    write_steps(path, 1, 2, other=1.0)
     assert [line["step"] for line in tail] == [1, 2]
 
 

@@ -15,6 +15,7 @@ from holdfast.commands.track.settings import without_secrets
 from holdfast.commands.track.trackers import BUILT_IN, check_tracker
 from holdfast.shared.config.tracking import TrackingConfig
 from holdfast.shared.errors import ConfigError, RunDirError
+from tests.builders.broken_storage import unreadable
 from tests.runs.trackers import TrackedDirectory
 
 
@@ -50,6 +51,21 @@ def test_lines_come_once_and_whole_and_anew_from_a_file_that_was_replaced(run: T
     kept.write_bytes(run.run_dir.metrics.read_bytes().splitlines(keepends=True)[0])
     os.rename(kept, run.run_dir.metrics)
     assert [step for step, _ in lines.new()] == [1]
+    with open(run.run_dir.metrics, "a") as file:
+        file.write('{"step": "2"}\n{"loss": 1}\n')
+    assert lines.new() == [], "no steps"
+    run.train(2)
+    with unreadable(run.run_dir.metrics), pytest.raises(OSError, match="Input/output error"):
+        lines.new()  # or a run would count as sent, whose lines nobody has read
+    assert [step for step, _ in lines.new()] == [2]
+
+
+def test_many_lines_come_in_parts(run: TrackedDirectory) -> None:
+    run.train(*range(1, 1202))
+    lines = Lines(run.run_dir.metrics)
+    parts = [[step for step, _ in lines.new()] for _ in range(4)]
+    assert [len(part) for part in parts] == [500, 500, 201, 0]
+    assert [step for part in parts for step in part] == list(range(1, 1202))
 
 
 def test_a_cursor_is_of_one_process_and_one_run(run: TrackedDirectory) -> None:

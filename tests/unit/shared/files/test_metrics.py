@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,9 @@ def test_a_tail_gives_each_complete_line_once(tmp_path: Path) -> None:
     assert list(tail) == [{"a": 2}, {"a": 3}]
     assert list(tail) == []
     assert list(Tail(path, from_end=True)) == []
+    with open(path, "ab") as file:
+        file.write(b'{"a": "\xff"}\n{"a": Infinity}\n{"a": \n')
+    assert list(tail) == [{"a": math.inf}], "of our own lines none has it, of a user's events one may"
 
 
 def test_phases_are_reported_to_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
