@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_POINTS = 1000
+# Up to here every whole number is a float of its own.
+_MOST_STEPS = 2**53
 
 Numbers = NDArray[np.float64]
 
@@ -77,7 +79,7 @@ def read_columns(path: Path) -> Columns:
 
 
 def _finite(step: float | None) -> float:
-    if step is None:
+    if step is None or not 0 <= step < _MOST_STEPS:
         raise ValueError("a line without a step")
     return step
 

@@ -74,7 +74,7 @@ def _refuse_another_run(remote: RemoteCheckpoints, steps: list[int], run_dir: Ru
         raise RunDirError(f"{there} of an earlier run. {choose}, or go on from them with --ckpt.resume-step latest.")
     if not run_dir.holds_run():
         return
-    identity = json.loads((run_dir.path / "run.json").read_text())
+    identity = run_dir.identity()
     # Empty in manifests of a loop of one's own; a fork holds a step of the run that it began with.
     ours = {"", identity["run_id"], identity.get("forked_from", {}).get("run_id", "")}
     for step in reversed(steps):

@@ -10,6 +10,8 @@ from typing import Any
 from holdfast.commands.live.tails import Tail
 
 _MOST_LINES = 500
+# Trackers keep steps as integers of 64 bits.
+_MOST_STEPS = 2**53
 
 
 class Lines:
@@ -33,7 +35,7 @@ class Lines:
 def _step_of(line: dict[str, Any]) -> tuple[int, dict[str, float]] | None:
     """Return step and numbers of a line; None of one without a step, which the next resume sets aside."""
     step = line.pop("step", None)
-    if not isinstance(step, int):
+    if not isinstance(step, int) or not 0 < step < _MOST_STEPS:
         return None
     return step, {name: value for name, value in line.items() if _is_number(value)}
 

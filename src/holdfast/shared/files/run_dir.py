@@ -30,6 +30,7 @@ import shutil
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 from holdfast.shared.errors import RunDirError
 from holdfast.shared.files import durable, lock
@@ -146,28 +147,47 @@ class RunDir:
 
     def run_id(self) -> str:
         """The id of the run that this directory holds."""
-        return json.loads((self.path / "run.json").read_text())["run_id"]
+        return self.identity()["run_id"]
+
+    def identity(self) -> dict[str, Any]:
+        """Return what `run.json` says.
+
+        Raises:
+            RunDirError: it is damaged.
+            OSError: it cannot be read.
+        """
+        path = self.path / "run.json"
+        try:
+            identity = json.loads(path.read_bytes())
+            if not isinstance(identity["run_id"], str):
+                raise ValueError("its run_id is no text")
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunDirError(
+                f"{path} is damaged: {error!r}. Bring it back from a copy, or write "
+                '{"run_id": "ID"} into it: the manifest.json of its checkpoints names the same run_id.'
+            ) from None
+        return identity
 
     def forked_from(self) -> str | None:
         """The checkpoint of another run that this one began with, or None."""
         try:
-            return json.loads((self.path / "run.json").read_text()).get("forked_from", {}).get("path")
+            return self.identity().get("forked_from", {}).get("path")
         except FileNotFoundError:
             return None
 
     def origin(self) -> str | None:
         """The run and the step that this one was forked from, `<run id>:<step>`, or None."""
-        fork = json.loads((self.path / "run.json").read_text()).get("forked_from")
+        fork = self.identity().get("forked_from")
         return f"{fork['run_id']}:{fork['step']}" if fork else None
 
     def rewinds(self) -> list[int]:
         """The steps that the run went back to on purpose: what it trained after them before is another way."""
-        return json.loads((self.path / "run.json").read_text()).get("rewinds", [])
+        return self.identity().get("rewinds", [])
 
     def note_rewind(self, step: int) -> None:
         """Note that the run goes back to `step`, and takes another way from there."""
         path = self.path / "run.json"
-        identity = json.loads(path.read_text())
+        identity = self.identity()
         identity["rewinds"] = [*identity.get("rewinds", []), step]
         durable.write_file(path, json.dumps(identity, indent=1).encode())
 
@@ -279,7 +299,7 @@ class RunDir:
             forked_from: `run_id`, `step` and `path` of the checkpoint of another run that it begins with.
         """
         path = self.path / "run.json"
-        identity = json.loads(path.read_text()) if path.exists() else {}
+        identity = self.identity() if path.exists() else {}
         # What is there wins: checkpoints and servers know the run by its first id.
         identity = {"run_id": uuid.uuid4().hex, "created_unix_s": int(time.time())} | identity
         if forked_from is not None:

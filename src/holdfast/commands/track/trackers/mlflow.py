@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TypeVar
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read at the import
 
+import mlflow
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
+from sqlalchemy import make_url
 
 from holdfast.commands.track.trackers.interface import TrackedRun, Tracker
 
@@ -32,7 +37,8 @@ class MLflow(Tracker):
 
     def begin(self, run: TrackedRun, *, after: int) -> int:
         """Begin the run, or find it."""
-        self._client = MlflowClient()
+        with _alone(mlflow.get_tracking_uri()):
+            self._client = MlflowClient()
         self._metrics: list[Metric] = []
         found = self._find(run) or self._create(run)
         self._id = found.info.run_id
@@ -91,6 +97,22 @@ class MLflow(Tracker):
         """Say that the run is over."""
         self.flush()
         self._client.set_terminated(self._id)
+
+
+@contextmanager
+def _alone(uri: str) -> Iterator[None]:
+    """Let no other run make or change the tables of a database in a file meanwhile: MLflow itself takes no lock."""
+    url = make_url(uri) if uri.startswith("sqlite") else None
+    if url is None or not url.database or url.database == ":memory:":
+        yield
+        return
+    directory = os.open(Path(url.database).absolute().parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):  # some network filesystems lock no directories: a loser tries again
+            fcntl.flock(directory, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(directory)
 
 
 def _name(key: str) -> str:

@@ -85,3 +85,16 @@ def test_clean_forgets_what_was_sent(home: Path, tmp_path: Path) -> None:
     again.end(again.start("tensorboard"), "tensorboard")
     assert RunDir(run.run_dir.path).run_id() != before
     assert again.steps("tensorboard") == {"history_1": [(1, 1.0), (2, 2.0)]}
+
+
+@pytest.mark.parametrize("tracker", ["mlflow", "trackio"])
+def test_runs_that_begin_together_share_a_new_database(tracker: str, tmp_path: Path) -> None:
+    runs = [TrackedDirectory(tmp_path / name / "same", tmp_path) for name in ("a", "b", "c")]
+    for run in runs:
+        run.train(1, 2)
+    for run, process in [(run, run.start(tracker)) for run in runs]:
+        run.end(process, tracker)
+    for run in runs:
+        log = (run.run_dir.path / f"{tracker}.log").read_text()
+        assert "tried again" not in log and "Traceback" not in log, log
+        assert [(1, 1.0), (2, 2.0)] in run.steps(tracker).values()
