@@ -87,6 +87,7 @@ def test_clean_forgets_what_was_sent(home: Path, tmp_path: Path) -> None:
     assert again.steps("tensorboard") == {"history_1": [(1, 1.0), (2, 2.0)]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tracker", ["mlflow", "trackio"])
 def test_runs_that_begin_together_share_a_new_database(tracker: str, tmp_path: Path) -> None:
     runs = [TrackedDirectory(tmp_path / name / "same", tmp_path) for name in ("a", "b", "c")]
