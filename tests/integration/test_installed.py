@@ -78,6 +78,11 @@ def test_without_vllm_sft_trains_and_rl_says_what_to_install(
 ) -> None:
     trained = run(bin_dir, project, "sh", "train.sh", MODEL=str(tiny_model()), DATA=str(sft_data))
     assert trained.returncode == 0 and "finished step 1 of 1" in trained.stdout, trained.stdout + trained.stderr
+    (directory,) = {path.parent for path in project.glob("**/metrics.jsonl")}
+    for words in (["report", directory], ["monitor", directory, "--once"], ["track", directory, "--to", "tensorboard"]):
+        looked = run(bin_dir, project, *map(str, words))
+        assert looked.returncode == 0 and looked.stdout, looked.stderr
+    assert (directory / "report.html").stat().st_size > 1e6, "with the files of the package that make it"
     for program in ("rl", "inference"):
         refused = run(bin_dir, project, program, "--model.name", str(MODEL), "--output-dir", "refused")
         assert refused.returncode == 2, refused.stdout + refused.stderr

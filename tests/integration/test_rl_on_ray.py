@@ -86,6 +86,28 @@ def test_nothing_outlives_the_launcher(nodes: RayNodes, tmp_path: Path) -> None:
         assert not complete(run).survivors
 
 
+def test_of_two_runs_on_one_cluster_one_is_killed_and_the_other_goes_on(tmp_path: Path) -> None:
+    """Under one name, in two directories, with the same ports to begin with."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    with RayNodes(3, 3) as nodes:
+        flags = ("--cluster", f"ray://{nodes.address}")
+        with (
+            RlRun(tmp_path / "a" / "run", *FLAGS, *flags, environment=TOKEN) as one,
+            RlRun(tmp_path / "b" / "run", *FLAGS, *flags, environment=TOKEN) as other,
+        ):
+            one.wait_for_step(2)
+            other.wait_for_step(1)
+            one.interrupt(signal.SIGKILL)
+            done = complete(other, TIMEOUT_S)
+            assert not complete(one).survivors
+        assert done.exit_code == 0 and "attempt 2" not in done.output, done.output
+        with RlRun(tmp_path / "a" / "run", *FLAGS, *flags, "--ckpt.resume-step", "auto", environment=TOKEN) as again:
+            resumed = complete(again, TIMEOUT_S)
+    assert resumed.exit_code == 0, resumed.output
+    assert_same(outcome(done.run_dir, STEPS), outcome(resumed.run_dir, STEPS))
+
+
 def test_what_the_cluster_does_not_have_is_said_before_anything_starts(nodes: RayNodes, tmp_path: Path) -> None:
     with on_ray(nodes, tmp_path / "run", "--trainer.parallel.num-ranks", "3") as run:
         refused = complete(run)

@@ -135,7 +135,9 @@ def test_a_missing_extra_says_what_installs_it(
     monkeypatch.setitem(sys.modules, module, None)
     if name == "jsonl":
         args = {**args, "path": str(questions)}
-    with pytest.raises(ConfigError, match=f"needs {extra}, which is not installed: `uv sync --extra {extra}`"):
+    with pytest.raises(
+        ConfigError, match=f"needs the extra '{extra}', which is not installed: `uv sync --extra {extra}`"
+    ):
         load(name, **args)
 
 
