@@ -10,7 +10,6 @@ import math
 import select
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from pathlib import Path
 from holdfast.commands.launcher.hosts.host import Host, Process
 from holdfast.commands.launcher.hosts.local import THIS_MACHINE
 from holdfast.shared.process.child import is_ignored
-from holdfast.shared.process.scratch import SHORT_HOME, remove_abandoned
+from holdfast.shared.process.scratch import remove_abandoned
 
 REFRESH_S = 0.1
 STOP_TIMEOUT_S = 10.0
@@ -92,8 +91,7 @@ class Supervisor:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-        for home in {Path(tempfile.gettempdir()), SHORT_HOME}:
-            remove_abandoned(home)  # of those that were killed
+        remove_abandoned()  # what those have left that were killed
         signal.set_wakeup_fd(-1)
         self._receiver.close()
         self._sender.close()

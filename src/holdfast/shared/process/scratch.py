@@ -9,7 +9,9 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import socket
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +23,11 @@ _held: dict[Path, int] = {}  # of this process: looking at one of them would let
 
 
 def scratch_name() -> str:
-    """Return what the names of all directories of this user begin with."""
-    return f"holdfast-{os.getuid()}-"
+    """Return what the names of all directories of this user on this host begin with.
+
+    Of this host, as some filesystems that several have in common keep their locks to each.
+    """
+    return f"holdfast-{os.getuid()}-{zlib.crc32(socket.gethostname().encode()):08x}-"
 
 
 @contextmanager
@@ -66,22 +71,27 @@ def hold(path: Path) -> bool:
     if not is_there:
         os.close(lock)
         return False
-    _held[path] = lock
+    _held[path.resolve()] = lock
     return True
 
 
 def drop(path: Path) -> None:
     """Remove the directory, which this process holds."""
+    lock = _held.pop(path.resolve(), None)
     shutil.rmtree(path, ignore_errors=True)
-    lock = _held.pop(path, None)
     if lock is not None:
         os.close(lock)
 
 
-def remove_abandoned(home: Path) -> None:
-    """Remove what processes of this user that are over have left in `home`; what is in use stays."""
-    for path in home.glob(f"{scratch_name()}*"):
-        if path in _held:
+def remove_abandoned(home: Path | None = None) -> None:
+    """Remove what processes of this user that are over have left in `home`; what is in use stays.
+
+    Args:
+        home: unset: wherever temporary files lie.
+    """
+    homes = _homes() if home is None else {home}
+    for path in [path for one in homes for path in one.glob(f"{scratch_name()}*")]:
+        if path.resolve() in _held:
             continue
         try:
             if path.is_symlink() or path.stat().st_uid != os.getuid():
@@ -96,3 +106,10 @@ def remove_abandoned(home: Path) -> None:
             continue
         finally:
             os.close(lock)
+
+
+def _homes() -> set[Path]:
+    try:
+        return {Path(tempfile.gettempdir()), SHORT_HOME}
+    except OSError:  # none takes a file now
+        return {SHORT_HOME}

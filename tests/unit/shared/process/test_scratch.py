@@ -94,6 +94,26 @@ def test_a_directory_that_another_removes_this_moment_is_not_taken(tmp_path: Pat
     process.communicate()
 
 
+def test_those_of_another_host_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process, theirs = _holder(tmp_path, "pass")
+    process.communicate()
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    remove_abandoned(tmp_path)
+    assert theirs.is_dir()
+    monkeypatch.undo()
+    remove_abandoned(tmp_path)
+    assert not theirs.exists()
+
+
+def test_where_no_directory_takes_temporary_files_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.gettempdir", none)
+    monkeypatch.setattr(scratch, "SHORT_HOME", Path("/nowhere"))
+    remove_abandoned()
+
+
 def test_without_locks_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
