@@ -97,9 +97,15 @@ def _sections(runs: Sequence[RunData]) -> list[Section]:
         Section("timeline", "Timeline", timeline, is_wide=True),
         Section("phases", "Phases", phase_charts(runs), is_wide=alone),
         Section("speed", "Speed", charts_of(SPEED, runs)),
-        Section("others", "Other metrics", others(runs, (*LEARNING, *SPEED)), is_folded=True),
+        _others(runs),
     ]
     return [section for section in sections if section.charts]
+
+
+def _others(runs: Sequence[RunData]) -> Section:
+    charts, num_left_out = others(runs, (*LEARNING, *SPEED))
+    note = f"{num_left_out} more metrics are not shown: metrics.jsonl has them" if num_left_out else ""
+    return Section("others", "Other metrics", charts, is_folded=True, note=note)
 
 
 def _tables(runs: Sequence[RunData]) -> list[Table]:
@@ -128,12 +134,13 @@ def _flat(run: RunData) -> dict[str, Any]:
 
 
 def _told(runs: Sequence[RunData]) -> Table:
-    told = [(run, event) for run in runs for event in run.told]
     rows = [
         (run.name, shown_time(event.time), "-" if event.step is None else str(event.step), event.phase)
-        for run, event in told[-_MAX_TOLD:]
+        for run in runs
+        for event in run.told[-_MAX_TOLD:]
     ]
-    note = f"the last {_MAX_TOLD} of {len(told)}" if len(told) > _MAX_TOLD else ""
+    number = sum(len(run.told) for run in runs)
+    note = f"the last {_MAX_TOLD} of a run; there are {number}" if len(rows) < number else ""
     return Table("Alerts", ("run", "time (UTC)", "step", "alert"), rows, note)
 
 

@@ -79,12 +79,12 @@ def charts_of(groups: Sequence[Curves], runs: Sequence[RunData]) -> list[Chart]:
     return [chart for chart in charts if chart.series]
 
 
-def others(runs: Sequence[RunData], shown: Sequence[Curves]) -> list[Chart]:
-    """Return a chart for each metric that is in none of `shown`, of the first so many names."""
+def others(runs: Sequence[RunData], shown: Sequence[Curves]) -> tuple[list[Chart], int]:
+    """Return a chart for each metric that is in none of `shown`, of the first so many names, and how many are left."""
     taken = {name for one in shown for name in _names(one.patterns, runs)} | {"samples", "tokens"}
     names = sorted({name for run in runs for name in run.metrics.values} - taken)
     charts = [_chart(f"other_{number}", name, "", [name], runs) for number, name in enumerate(names[:_MAX_OTHERS])]
-    return [chart for chart in charts if chart.series]
+    return [chart for chart in charts if chart.series], max(0, len(names) - _MAX_OTHERS)
 
 
 def _names(patterns: Sequence[str], runs: Sequence[RunData]) -> list[str]:
@@ -123,7 +123,7 @@ def _chart(key: str, title: str, unit: str, names: Sequence[str], runs: Sequence
             )
     notes = [f"{nulls} values are no finite numbers and not drawn"] if nulls else []
     if thinned:
-        notes.append(f"long curves show the least and the greatest of each of {MAX_POINTS // 2} stretches")
+        notes.append(f"long curves show the least and the greatest of each of {MAX_POINTS // 2 - 1} stretches")
     return Chart(key, title, unit, series, restart_marks(runs), note="; ".join(notes))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from holdfast.commands.live.state import LAUNCHER
 from holdfast.commands.report.charts import Block, Lanes, Mark, colour_of
 from holdfast.commands.report.curves import colour_of_phase
 from holdfast.commands.report.run_data import Event, RunData
@@ -70,8 +71,8 @@ def _starts(run: RunData) -> Iterable[Block]:
     begun = {(one.attempt, one.process): one.begin for one in reversed(run.spans)}
     by_process = lambda event: (event.attempt, event.process)  # noqa: E731 - a key, twice
     for (attempt, process), events in itertools.groupby(sorted(run.events, key=by_process), by_process):
-        told = list(events)
-        if not process:
+        told = [event for event in events if not event.is_alarm]
+        if process in ("", LAUNCHER) or not told:  # the launcher tells of others, and how the attempt ended
             continue
         end = begun.get((attempt, process), _ready(told))
         if end > told[0].time:

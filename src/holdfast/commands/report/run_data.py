@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import tomli_w
 
 from holdfast.commands.report.columns import Columns, read_columns
 from holdfast.commands.resume.config_diff import read_settings
+from holdfast.commands.track.settings import without_secrets
 from holdfast.orchestrator.evaluation.summary import Summary, summary_in
 from holdfast.shared.config import PROGRAMS
 from holdfast.shared.errors import CheckpointError, ConfigError, DataError
@@ -52,6 +54,11 @@ class Event:
     process: str
     phase: str
     step: int | None
+
+    @property
+    def is_alarm(self) -> bool:
+        """Whether it is an alert or a warning."""
+        return self.phase.startswith(_TOLD)
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,7 @@ class RunData:
     @property
     def told(self) -> list[Event]:
         """Alerts and warnings, in their order."""
-        return [event for event in self.events if event.phase.startswith(_TOLD)]
+        return [event for event in self.events if event.is_alarm]
 
     @property
     def restarts(self) -> list[Attempt]:
@@ -177,8 +184,8 @@ def _read_settings(directory: Path, notes: list[str]) -> tuple[dict[str, dict[st
     texts: dict[str, str] = {}
     for path in sorted(directory.glob("*.toml")):
         try:
-            settings[path.stem] = read_settings(path)
-            texts[path.name] = path.read_text(errors="replace")
+            settings[path.stem] = without_secrets(read_settings(path))
+            texts[path.name] = tomli_w.dumps(settings[path.stem])
         except (CheckpointError, ConfigError, OSError, ValueError) as error:
             notes.append(f"settings are left out: {error}")
     return settings, texts
@@ -190,7 +197,11 @@ def _read_events(run_dir: RunDir) -> list[Event]:
         match = _ATTEMPT.match(path.parent.name)
         if match is None:
             continue
-        for line in path.read_bytes().splitlines():
+        try:
+            lines = path.read_bytes().splitlines()
+        except FileNotFoundError:  # a resume has just removed an old attempt
+            continue
+        for line in lines:
             try:
                 one = msgspec.json.decode(line, type=_EventLine)
             except msgspec.DecodeError:
@@ -252,4 +263,7 @@ def _evaluated(run_dir: RunDir) -> Iterator[tuple[int | None, Path]]:
 
 def shown_time(seconds: float | None) -> str:
     """Return a Unix time for people, in UTC."""
-    return "-" if seconds is None else f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"
+    try:
+        return "-" if seconds is None else f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"
+    except (ValueError, OverflowError, OSError):  # of a damaged line: there is no such year
+        return "-"

@@ -60,7 +60,7 @@ def send_until_told(run_dir: RunDir, name: str, config: TrackingConfig) -> int:
         except TrackerFailed as failure:
             _log.warning("%s", failure, exc_info=failure.__cause__)
             if not told:
-                report("WARNING", message=f"{failure}. It is tried again; training goes on")
+                report(f"WARNING: {failure}. It is tried again; training goes on")
                 told = True
             if was_over or end.is_over:
                 return failure.exit_code

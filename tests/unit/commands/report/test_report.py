@@ -16,7 +16,7 @@ import pytest
 from holdfast.shared.files import durable
 from holdfast.shared.files.journal import publish_batch
 from holdfast.shared.files.run_dir import RunDir
-from tests.builders.shown_runs import make_run
+from tests.builders.shown_runs import BEGIN, make_run
 from tests.conftest import BASE
 from tests.unit.commands.evaluate.test_plot import evaluated
 from tests.unit.commands.rollouts.test_rollouts_cli import make_batch, state_after
@@ -178,6 +178,51 @@ def test_a_run_that_has_just_begun_has_a_page(run_command: RunCommand, tmp_path:
     shown = text_of(run_dir.path / "report.html")
     assert "<td>going on</td><td>0</td>" in shown and "settings are left out" in shown
     assert "starts 1 to 6 are not shown" in shown
+
+
+def test_only_processes_that_start_have_a_start_up(run_command: RunCommand, tmp_path: Path) -> None:
+    """Before, the launcher had a lane: from the restart of a process to the end of the run it seemed to start."""
+    run_dir = make_run(tmp_path / "run")
+    for process, phase, time in (
+        ("launcher", "starting again", 20.0), ("launcher", "ended", 90.0), ("wandb", "WARNING: no network", 30.0),
+        ("wandb", "WARNING: no network", 80.0),
+    ):  # fmt: skip
+        append_event(run_dir, process, phase, BEGIN + time)
+    append_event(run_dir, "trainer", "ALERT: in no year", 1e18)
+    made(run_command, run_dir.path)
+    lanes = figures_of(run_dir.path / "report.html")["timeline_0"]["layout"]["yaxis"]["categoryarray"]
+    assert set(lanes) == {"trainer", "trainer: checkpoints", "orchestrator", "inference"}
+    shown = text_of(run_dir.path / "report.html")
+    assert shown.count("WARNING: no network") == 2 and "<td>-</td><td>-</td><td>ALERT: in no year</td>" in shown
+
+
+def append_event(run_dir: RunDir, process: str, phase: str, time: float) -> None:
+    with open(run_dir.logs(1) / "events.jsonl", "a") as file:
+        file.write("\n" + json.dumps({"time": time, "process": process, "phase": phase}))
+
+
+def test_secrets_of_settings_are_not_shown(run_command: RunCommand, tmp_path: Path) -> None:
+    first, second = (make_run(tmp_path / name) for name in "ab")
+    for number, run_dir in enumerate((first, second)):
+        with open(run_dir.configs(1) / "trainer.toml", "a") as file:
+            file.write(f'[ckpt]\ndir = "s3://me:hidden-{number}@store/x"\n[judge]\napi_key = "hidden-{number}"\n')
+            file.write('url = "http://host/<b>"\n')
+    made(run_command, first.path, second.path)
+    page = (first.path / "report.html").read_text()
+    assert "hidden-" not in page and "s3://***@store/x" in page and "http://host/&lt;b&gt;" in page
+
+
+def test_what_is_left_out_of_long_lists_is_told_of_every_run(run_command: RunCommand, tmp_path: Path) -> None:
+    first, second = (make_run(tmp_path / name, metrics=130) for name in "ab")
+    for run_dir in (first, second):
+        for number in range(201):
+            append_event(run_dir, "trainer", f"WARNING: {run_dir.path.name} {number}!", BEGIN + number)
+    made(run_command, first.path, second.path)
+    shown = text_of(first.path / "report.html")
+    assert "WARNING: a 200!" in shown and "WARNING: b 200!" in shown and "WARNING: a 0!" not in shown
+    assert "the last 200 of a run; there are 404" in shown
+    assert "<summary>120 charts</summary>" in shown
+    assert re.search(r"\b(\d+) more metrics are not shown", shown)
 
 
 def test_pictures_are_written_beside_the_page(run_command: RunCommand, tmp_path: Path) -> None:
