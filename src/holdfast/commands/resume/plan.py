@@ -93,7 +93,7 @@ def prepare(
         _make_room(attempt, ckpt, sections, clean=clean, again=again)
         # Last: a start that is refused or fails here must not have touched the store.
         if store is not None and attempt.fork is None:
-            _with_store(lambda: set_aside_remote_after(store, attempt.resume_step or 0), again=again)
+            _with_store(lambda: set_aside_remote_after(store, attempt.resume_step or 0, run_dir), again=again)
     return attempt
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
+
+import msgspec
 
 from holdfast.commands.resume.superseded import set_aside
 from holdfast.shared.errors import CheckpointError, RunDirError
@@ -56,14 +58,17 @@ def fetch(
     else:
         step = _fetch_one(remote, steps, run_dir, int(wanted), how, say)
     if step is not None:
-        _adopt(run_dir, manifest.read_manifest(run_dir.checkpoint(step)).run_id)
+        _adopt(remote, run_dir, manifest.read_manifest(run_dir.checkpoint(step)).run_id, say)
         _fetch_weights(remote, run_dir, range(max(0, step - older_weights), step), say)
     return step
 
 
-def set_aside_remote_after(url: str, step: int) -> None:
+def set_aside_remote_after(url: str, step: int, run_dir: RunDir) -> None:
     """Make the remote steps after `step` not exist, out loud: the run goes on from `step` and makes them anew."""
-    if later := RemoteCheckpoints(url).set_aside_after(step):
+    remote = RemoteCheckpoints(url)
+    if later := remote.set_aside_after(step):
+        if run_dir.holds_run():
+            remote.write_identity(run_dir)  # another machine must know that the run went back
         print(f"set aside at {url}, as it lies after step {step}: {', '.join(f'step_{number}' for number in later)}")
 
 
@@ -161,11 +166,25 @@ def _bring(remote: RemoteCheckpoints, run_dir: RunDir, step: int, say: Callable[
     say(f"copied the checkpoint of step {step} from {remote.url} in {time.monotonic() - started:.1f} s")
 
 
-def _adopt(run_dir: RunDir, run_id: str) -> None:
+def _adopt(remote: RemoteCheckpoints, run_dir: RunDir, run_id: str, say: Callable[[str], None]) -> None:
     """Make an empty directory that of the run whose checkpoint was brought."""
-    if not run_dir.holds_run() and run_id:
+    if run_dir.holds_run() or not run_id:
+        return
+    files = remote.read_identity()
+    try:
+        theirs = msgspec.json.decode(files["run.json"], type=dict[str, Any]).get("run_id") if files else None
+    except msgspec.DecodeError:
+        theirs = "a damaged file"
+    if theirs != run_id:
+        if theirs is not None:
+            say(f"WARNING: {remote.url}/run is left out: it is of {theirs}, the checkpoint is of run {run_id}")
         identity = {"run_id": run_id, "created_unix_s": int(time.time())}
-        durable.write_file(run_dir.path / "run.json", json.dumps(identity, indent=1).encode())
+        files = {"run.json": json.dumps(identity, indent=1).encode()}
+    # Last what makes it the directory of a run.
+    for name in sorted(files, reverse=True):
+        path = run_dir.path / name
+        durable.make_directory(path.parent)
+        durable.write_file(path, files[name])
 
 
 def _fetch_weights(remote: RemoteCheckpoints, run_dir: RunDir, versions: range, say: Callable[[str], None]) -> None:

@@ -3,6 +3,7 @@
 <url>/step_N/...            the files of a checkpoint, as in the run directory
 <url>/step_N/manifest.json  put last, removed first: the commit
 <url>/weights/step_V/...    weights of versions that resuming an RL run needs, with a manifest of their own
+<url>/run/...               who the run is: `run.json`, and how far each tracker has come, `tracking/<tracker>.json`
 
 Objects have no rename, so the manifest is the commit: a step without one does not exist. Steps are
 committed on this machine first and copied from there, so a store that fails costs no checkpoint.
@@ -21,9 +22,11 @@ from holdfast.shared.errors import CheckpointError, ReadError, RunDirError
 from holdfast.shared.files import durable, manifest
 from holdfast.shared.files.checkpoints import Retention
 from holdfast.shared.files.manifest import MANIFEST_NAME, FileEntry, Manifest
+from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.remote.object_store import ObjectStore, StorageError
 
 WEIGHTS_DIR = "weights"
+RUN_DIR = "run"
 DISCARDED_NAME = "discarded.json"
 _STEP = re.compile(r"step_(\d+)$")
 Kind = Literal["checkpoint", "weights"]
@@ -73,6 +76,21 @@ class RemoteCheckpoints:
         for path in weights:
             self._upload(path, f"{WEIGHTS_DIR}/{path.name}", same_files_suffice=True)
         return self._upload(directory, f"step_{step}")
+
+    def write_identity(self, run_dir: RunDir) -> None:
+        """Keep what says who the run is, as it is now: small files, which another machine needs to be the same run."""
+        for path in (run_dir.path / "run.json", *sorted(run_dir.tracking.glob("*.json"))):
+            name = f"{RUN_DIR}/{path.relative_to(run_dir.path).as_posix()}"
+            data = _read(path)
+            if self._store.read(name) != data:
+                self._store.write(name, data)
+
+    def read_identity(self) -> dict[str, bytes]:
+        """Return these files, by where they lie in a run directory; without `run.json` none."""
+        found = {"run.json": self._store.read(f"{RUN_DIR}/run.json")}
+        for name in self._store.names(f"{RUN_DIR}/tracking"):
+            found[f"tracking/{name}"] = self._store.read(f"{RUN_DIR}/tracking/{name}")
+        return {name: data for name, data in found.items() if data is not None} if found["run.json"] else {}
 
     def _upload(self, directory: Path, name: str, *, same_files_suffice: bool = False) -> bool:
         data = _read(directory / MANIFEST_NAME)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from holdfast.shared.errors import CheckpointError, is_storage_failure
 from holdfast.shared.files.checkpoints import Retention
+from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.global_random import UPLOAD_THREAD
 from holdfast.shared.remote.checkpoints import RemoteCheckpoints
 from holdfast.shared.remote.object_store import StorageError
@@ -46,6 +47,7 @@ class Uploader:
         retention: which steps are removed there; the newest never is.
         protected: steps to keep there, such as the one that the run was resumed from.
         older_weights: how many versions of weights before its own a step needs; others are removed.
+        run_dir: of the run whose identity is kept beside its steps; unset: nobody's.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class Uploader:
         retention: Retention | None = None,
         protected: Collection[int] = (),
         older_weights: int = 0,
+        run_dir: RunDir | None = None,
     ) -> None:
         self._remote = remote
+        self._run_dir = run_dir
         self._retention = retention or Retention()
         self._protected = frozenset(protected)
         self._older_weights = older_weights
@@ -206,6 +210,8 @@ class Uploader:
                 return None
             if self._remote.upload(job.directory, job.step, weights=job.weights):
                 _log.info("uploaded step %d to %s in %.1f s", job.step, self._remote.url, time.monotonic() - started)
+            if self._run_dir is not None:
+                self._remote.write_identity(self._run_dir)
             self._has_uploaded = True
             protected = self._protected | {job.step}
             removed = self._remote.apply_retention(

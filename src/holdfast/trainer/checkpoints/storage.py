@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from holdfast.shared.files.checkpoints import Retention
+from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.remote.checkpoints import RemoteCheckpoints
 from holdfast.shared.remote.uploader import CLOSE_S, Uploader
 
@@ -84,6 +85,7 @@ class ObjectStorage:
         protected: steps to keep there, such as the one that the run was resumed from.
         older_weights: how many versions of published weights before its own a resume from a step needs.
         weights_of: where those of a version are; they are copied first.
+        run_dir: of the run whose identity is kept beside its steps; unset: nobody's.
 
     Raises:
         ConfigError: the URL cannot be used, or its driver is not installed.
@@ -99,11 +101,16 @@ class ObjectStorage:
         protected: Collection[int] = (),
         older_weights: int = 0,
         weights_of: Callable[[int], Path] | None = None,
+        run_dir: RunDir | None = None,
     ) -> None:
         self._older_weights = older_weights
         self._weights_of = weights_of
         self._uploader = Uploader(
-            RemoteCheckpoints(url), retention=retention, protected=protected, older_weights=older_weights
+            RemoteCheckpoints(url),
+            retention=retention,
+            protected=protected,
+            older_weights=older_weights,
+            run_dir=run_dir,
         )
 
     def publish(self, directory: Path) -> None:

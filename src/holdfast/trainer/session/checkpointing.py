@@ -41,6 +41,7 @@ def open_storage(config: TrainingCommand, run_dir: RunDir, mesh: Mesh, *, older_
         protected={ckpt.resume_step} if isinstance(ckpt.resume_step, int) else (),
         older_weights=older_weights,
         weights_of=run_dir.weights_of,
+        run_dir=run_dir,
     )
 
 

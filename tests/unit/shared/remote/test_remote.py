@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import logging
 import random
 import shutil
@@ -22,6 +23,7 @@ from fsspec.exceptions import FSTimeoutError
 
 from holdfast.commands.resume.plan import prepare
 from holdfast.commands.resume.remote import fetch, set_aside_remote_after
+from holdfast.commands.track.cursor import Cursor
 from holdfast.shared.config import SftConfig
 from holdfast.shared.errors import CheckpointError, ConfigError, ReadError, RunDirError
 from holdfast.shared.files import manifest
@@ -409,9 +411,44 @@ class TestFetch:
     def test_going_on_from_an_older_step_sets_later_ones_aside_out_loud(
         self, url: str, empty: RunDir, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        set_aside_remote_after(url, 1)
+        set_aside_remote_after(url, 1, empty)
         assert "as it lies after step 1: step_2, step_3" in capsys.readouterr().out
         assert fetch(url, empty, "latest") == 1
+
+    def test_another_machine_is_the_same_run_for_trackers(self, url: str, empty: RunDir, tmp_path: Path) -> None:
+        """Before, it forgot that the run had gone back, and went on with what trackers have of the first way."""
+        there = RunDir(tmp_path / "there")
+        there.create(forked_from={"run_id": "other", "step": 7, "path": "/elsewhere"})
+        identity = json.loads((there.path / "run.json").read_text()) | {"run_id": "run"}
+        (there.path / "run.json").write_text(json.dumps(identity))
+        Cursor.take(there, "wandb").write(3)
+        there.note_rewind(2)
+        second = Cursor.take(there, "trackio")
+        second.write(1)
+        write_checkpoint(there, 4, run_id="run")
+        uploader = Uploader(RemoteCheckpoints(url), run_dir=there)
+        uploader.submit(there.checkpoint(4), 4)
+        uploader.close()
+        assert fetch(url, empty, "latest") == 4
+        assert (empty.run_id(), empty.origin(), empty.rewinds()) == ("run", "other:7", [2])
+        cursor = Cursor.take(empty, "wandb")
+        assert (cursor.run_id, cursor.step) == ("run-2", 0), "what was sent of steps behind 2 is another way"
+        assert Cursor.take(empty, "trackio").step == 1
+        empty.note_rewind(1)
+        set_aside_remote_after(url, 1, empty)
+        third = RunDir(tmp_path / "third")
+        assert fetch(url, third, "latest") == 1 and third.rewinds() == [2, 1]
+
+    @pytest.mark.parametrize("damage", [b"{", b'{"run_id": "another"}'])
+    def test_an_identity_of_somebody_else_is_left_out_loud(
+        self, url: str, empty: RunDir, tmp_path: Path, damage: bytes, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        there = RunDir(tmp_path / "there")
+        there.create()
+        (there.path / "run.json").write_bytes(damage)
+        RemoteCheckpoints(url).write_identity(there)
+        assert fetch(url, empty, "latest") == 3 and empty.run_id() == "run"
+        assert f"WARNING: {RemoteCheckpoints(url).url}/run is left out" in capsys.readouterr().out
 
     def test_the_launcher_asks_the_store(self, url: str, empty: RunDir) -> None:
         settings = {"output_dir": empty.path, "max_steps": 5, "ckpt": {"dir": url, "resume_step": 2}}
