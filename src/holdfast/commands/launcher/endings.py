@@ -97,6 +97,16 @@ def report_stop(number: int, trainer: Child | None, *, step: int, run_dir: RunDi
     return 128 + number
 
 
+def profile_lines(run_dir: RunDir, config: TrainingCommand) -> list[str]:
+    """Return where the profile lies, for people, where one was asked for and came about."""
+    if config.profile is None:
+        return []
+    try:
+        return [f"profile: {path} (open it in https://ui.perfetto.dev)" for path in run_dir.profiles()]
+    except OSError as error:
+        return [f"which profiles there are cannot be told: {error}"]
+
+
 @dataclass(frozen=True)
 class End:
     """What is left of a run that has ended.

@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from holdfast.commands.launcher.console import Console
-from holdfast.commands.launcher.endings import death_of, end_of, engine_failure_of, how_it_ended, report_stop
+from holdfast.commands.launcher.endings import (
+    death_of,
+    end_of,
+    engine_failure_of,
+    how_it_ended,
+    profile_lines,
+    report_stop,
+)
 from holdfast.commands.launcher.hosts.cluster import is_trainer, wait_for_places
 from holdfast.commands.launcher.hosts.host import Process
 from holdfast.commands.launcher.hosts.local import THIS_MACHINE
@@ -156,7 +163,7 @@ class _Watcher:
         """Say how the run can go on, to people, to `--log-format json`, and to who looks from elsewhere."""
         step = self._console.last_step
         end = end_of(self._run_dir, self._plan.trainer, step=step, exit_code=exit_code)
-        for line in end.lines:
+        for line in [*end.lines, *profile_lines(self._run_dir, self._plan.trainer)]:
             print(line, flush=True)
         if (lines := json_lines()) is not None:
             lines.end = end.fields

@@ -25,6 +25,7 @@ from holdfast.commands.resume.superseded import set_aside_after, set_aside_damag
 from holdfast.shared.config.base import CkptConfig, Command
 from holdfast.shared.config.inference import InferenceConfig
 from holdfast.shared.config.orchestrator import OrchestratorConfig
+from holdfast.shared.config.profile import MANY_STEPS
 from holdfast.shared.config.rl_trainer import TrainerConfig
 from holdfast.shared.config.trainer import TrainingCommand
 from holdfast.shared.errors import CheckpointError, ConfigError, RunDirError
@@ -88,6 +89,8 @@ def prepare(
             _require_reference(trainer)
             check_warm_start(ckpt.weights_only, trainer.model, how=ckpt.verify)
     _check_fits(attempt, trainer)
+    for line in profile_notes(trainer, done=attempt.resume_step or 0):
+        print(line)
     if not dry_run:
         sections = (trainer, orchestrator, inference)
         _make_room(attempt, ckpt, sections, clean=clean, again=again)
@@ -162,6 +165,24 @@ def _forget_attempts(attempt: Attempt, keep: int, *, has_engine: bool) -> None:
     if started is not None:
         last = min(last, int(started.name.removeprefix("attempt_")) - 1)
     attempt.run_dir.remove_old_attempts(last)
+
+
+def profile_notes(trainer: TrainingCommand, *, done: int) -> list[str]:
+    """Return what is to be said of the steps to profile in an attempt that goes on behind step `done`."""
+    window = trainer.profiled_steps
+    if window is None:
+        return []
+    if done >= window.last:
+        return [f"WARNING: profile = {window}: nothing is profiled, the run goes on from step {done}"]
+    notes = []
+    if done >= window.first:
+        notes.append(f"profile = {window}: the run goes on from step {done}, and is profiled from there")
+    if len(window) > MANY_STEPS:
+        notes.append(
+            f"WARNING: profile = {window} records {len(window)} steps: a step of a large model takes hundreds of MB of "
+            "memory and disk, and a few steps show as much"
+        )
+    return notes
 
 
 def _with_store(action: Callable[[], S], *, again: bool) -> S | None:

@@ -13,6 +13,7 @@ from holdfast.shared.config.base import CkptConfig, Command, LogFormat, ModelCon
 from holdfast.shared.config.inference import InferenceConfig
 from holdfast.shared.config.orchestrator import EvalConfig, OrchestratorConfig
 from holdfast.shared.config.placement import PlacementConfig
+from holdfast.shared.config.profile import ProfiledSteps, StepWindow
 from holdfast.shared.config.rl_rewards import check_rewards
 from holdfast.shared.config.rl_trainer import JournalConfig, TrainerConfig
 from holdfast.shared.config.slurm import SlurmConfig
@@ -49,6 +50,10 @@ class RlConfig(Command):
 
     tracking: TrackingConfig | None = None
     """For the trainer: experiment trackers that get the metrics."""
+
+    profile: StepWindow | None = None
+    """For the trainer: its steps to record, `FIRST:LAST`, both included, such as 3:5; with what all processes do
+    meanwhile, as one file for ui.perfetto.dev (docs/profiling.md)."""
 
     eval: EvalConfig | None = None
     """For the orchestrator: evaluations on held-out tasks during the run."""
@@ -101,6 +106,12 @@ class RlConfig(Command):
         raise ValueError("should be 'ray', 'ray://HOST:PORT' or 'slurm'")
 
     @model_validator(mode="after")
+    def _comes_to_profiled_steps(self) -> RlConfig:
+        if self.profile is not None:
+            ProfiledSteps.parse(self.profile).check(self.trainer.max_steps)
+        return self
+
+    @model_validator(mode="after")
     def _says_it_as_its_trainer(self) -> RlConfig:
         """Take the form of what is said from the trainer's file, which may be one of a trainer alone."""
         if "log_format" in self.trainer.model_fields_set and "log_format" not in self.model_fields_set:
@@ -141,6 +152,7 @@ _SHARED = {
     "model": ("trainer", "orchestrator", "inference"),
     "journal": ("trainer",),
     "tracking": ("trainer",),
+    "profile": ("trainer",),
     "eval": ("orchestrator",),
     "deterministic": ("trainer", "inference"),
     "log_format": ("trainer",),

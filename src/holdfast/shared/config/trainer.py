@@ -12,6 +12,7 @@ from holdfast.shared.config.base import CkptConfig, Command, DType, LogFormat, M
 from holdfast.shared.config.by_device import BY_DEVICE
 from holdfast.shared.config.evaluation import CheckpointEvalConfig
 from holdfast.shared.config.lora import LoraConfig
+from holdfast.shared.config.profile import ProfiledSteps, StepWindow
 from holdfast.shared.config.slurm import SlurmConfig
 from holdfast.shared.config.tracking import TrackingConfig
 
@@ -258,6 +259,10 @@ class TrainingCommand(Command):
     keep_attempts: Annotated[int, Field(ge=1)] | Literal["all"] = 20
     """Keep logs, settings, and what was set aside, of this many of the newest starts and restarts, or of `all`."""
 
+    profile: StepWindow | None = None
+    """Steps of the trainer to record, `FIRST:LAST`, both included, such as 3:5: what every rank computes, and what the
+    processes of the run do meanwhile, as one file for ui.perfetto.dev (docs/profiling.md)."""
+
     model: TrainedModelConfig = TrainedModelConfig()
     """The model to train."""
 
@@ -272,6 +277,17 @@ class TrainingCommand(Command):
 
     tracking: TrackingConfig | None = None
     """Experiment trackers that get the metrics: none unless given; a bare `--tracking` writes for TensorBoard."""
+
+    @property
+    def profiled_steps(self) -> ProfiledSteps | None:
+        """The steps that `profile` names."""
+        return ProfiledSteps.parse(self.profile) if self.profile is not None else None
+
+    @model_validator(mode="after")
+    def _comes_to_profiled_steps(self) -> TrainingCommand:
+        if self.profiled_steps is not None:
+            self.profiled_steps.check(self.max_steps)
+        return self
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> TrainingCommand:

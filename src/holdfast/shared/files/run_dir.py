@@ -18,7 +18,7 @@ tracking/                how far each tracker has come, and what it keeps on thi
 judgements.log           every reply of a judge, by what it was asked
 reference_logprobs.npz   what the reference of a preference run says about each pair
 logs/attempt_K/          one log per process, events.jsonl (phases, alerts, restarts, how the attempt ended), and
-                         timeline_PROCESS.jsonl (what it did when)
+                         timeline_PROCESS.jsonl (what it did when), and profile_steps_A_to_B.json.gz of profiled steps
 discarded/attempt_K/     what a resume from an older step superseded, and damaged checkpoints
 """
 
@@ -56,6 +56,11 @@ def numbered_paths(parent: Path) -> list[Path]:
     if not parent.is_dir():
         return []
     return sorted((path for path in parent.iterdir() if _OF_STEP.match(path.name)), key=number_of)
+
+
+def profile_name(first: int, last: int) -> str:
+    """Return the name, among the logs of an attempt, of what was recorded of the steps `first` to `last`."""
+    return f"profile_steps_{first}_to_{last}.json.gz"
 
 
 def _reason(error: OSError) -> str:
@@ -136,6 +141,17 @@ class RunDir:
     def newest_logs(self) -> Path:
         """Directory of the logs of the attempt that is going on, or was last; where there was none, of the first."""
         return self.logs(max(1, self.next_attempt() - 1))
+
+    def profiles(self) -> list[Path]:
+        """The profiles of the newest attempt that has any.
+
+        Raises:
+            OSError: a directory cannot be read.
+        """
+        for attempt in reversed(_numbered(self.path / "logs", _ATTEMPT)):
+            if found := sorted(self.logs(attempt).glob("profile_steps_*.json.gz")):
+                return found
+        return []
 
     def discarded(self, attempt: int) -> Path:
         """Where attempt `attempt` put what it superseded."""
@@ -357,4 +373,5 @@ class RunDir:
             of_batches: also where batches are made; False: their writer lives.
         """
         parents = [self.path, self.checkpoints, self.weights, *([self.rollouts] if of_batches else [])]
+        parents += [self.logs(attempt) for attempt in _numbered(self.path / "logs", _ATTEMPT)]
         return [path for parent in parents for path in durable.clear_leftovers(parent)]

@@ -13,6 +13,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -123,6 +125,17 @@ def does(doing: str, *, bound_s: float | None = None, answers: bool = True) -> N
     before = _own.beat
     # A new object, never changed in place: the beating thread encodes it without a lock.
     _own.beat = Beat(before.moves + 1, before.work + 1, doing, bound_s, answers)
+
+
+@contextmanager
+def meanwhile(doing: str, *, bound_s: float) -> Iterator[None]:
+    """Say that this process does something else within the block, then what it said before."""
+    before = _own.beat
+    does(doing, bound_s=bound_s)
+    try:
+        yield
+    finally:
+        does(before.doing, bound_s=before.bound_s, answers=before.answers)
 
 
 def moved(*, works: bool = True, doing: str = "") -> None:

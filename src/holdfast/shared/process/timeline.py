@@ -116,7 +116,7 @@ def record(
     Never raises for the storage.
     """
     if _own is not None:
-        begin, end = round(begin, 5), round(end, 5)
+        begin, end = round(begin, 6), round(end, 6)
         _own.write(Span(_own.process, name, begin, end, step=step, version=version, lane=lane, count=count))
 
 

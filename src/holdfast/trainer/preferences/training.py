@@ -69,7 +69,7 @@ def train_on_preferences(
     model, progress, saver = session.policy, session.progress, session.saver
     order = SampleOrder(len(training), seed=config.seed, shuffle=config.data.shuffle)
     report("training", step=progress.step, max_steps=config.max_steps)
-    stopwatch = Stopwatch()
+    stopwatch = Stopwatch(session.profiler)
     metrics: dict[str, float] = {}
 
     while progress.step < config.max_steps:
@@ -99,6 +99,7 @@ def train_on_preferences(
         session.log(step, metrics)
         with stopwatch.phase("checkpoint"):
             saver.after_step(step, metrics, attachments)
+    stopwatch.end()
 
 
 class Plan(Protocol):

@@ -82,7 +82,7 @@ def _train(
     report("waiting for batches", step=progress.step, max_steps=config.max_steps)
     kept = run_dir.committed_steps()  # read again only after a commit: listing them costs a read each
     alerts = Alerts(config.alerts, history=read_metrics(run_dir.metrics) if mesh.is_main else ())
-    stopwatch = Stopwatch()
+    stopwatch = Stopwatch(session.profiler)
     metrics: dict[str, float] = {}
     first = progress.step + 1
 
@@ -116,6 +116,7 @@ def _train(
         kept = _prune_batches(session, config.journal) if committed else kept
         session.publisher.prune(_needed_weights([*kept, *saver.in_flight(), step], config.async_level))
 
+    stopwatch.end()
     does("finishing", bound_s=config.save_timeout_s)
     saver.wait()
     kept = _prune_batches(session, config.journal)

@@ -58,7 +58,7 @@ def _train(
     mesh = session.mesh
     policy, progress, saver = session.policy, session.progress, session.saver
     report("training", step=progress.step, max_steps=config.max_steps)
-    stopwatch = Stopwatch()
+    stopwatch = Stopwatch(session.profiler)
     metrics: dict[str, float] = {}
 
     while progress.step < config.max_steps:
@@ -87,6 +87,7 @@ def _train(
         session.log(step, metrics)
         with stopwatch.phase("checkpoint"):
             saver.after_step(step, metrics)
+    stopwatch.end()
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import psutil
@@ -13,6 +13,7 @@ import torch
 from holdfast.shared.process.heartbeat import moved
 from holdfast.shared.process.timeline import record
 from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.session.profiling import Profiler
 from holdfast.trainer.session.session import Session
 
 # Of one name in one step that the timeline tells one by one: with many updates of a step it would grow without bound.
@@ -20,9 +21,14 @@ _SPANS_OF_A_NAME = 2
 
 
 class Stopwatch:
-    """Seconds spent in named phases since the last `take`; and when each was, for the timeline."""
+    """Seconds spent in named phases since the last `take`; and when each was, for the timeline.
 
-    def __init__(self) -> None:
+    Args:
+        profiler: told where steps begin, and the names of phases; what it takes itself counts to no step.
+    """
+
+    def __init__(self, profiler: Profiler | None = None) -> None:
+        self._profiler = profiler
         self._seconds: dict[str, float] = {}
         self._started = time.perf_counter()
         self._step = 0
@@ -30,9 +36,19 @@ class Stopwatch:
         self._rest: dict[str, tuple[float, float]] = {}
 
     def begin_step(self, step: int) -> None:
-        """Count the phases that follow to `step`."""
+        """Count the phases that follow to `step`. Collective."""
         self._tell_rest()
         self._step, self._counts = step, {}
+        if self._profiler is not None:
+            begin = time.perf_counter()
+            self._profiler.begin_step(step)
+            self._started += time.perf_counter() - begin
+
+    def end(self) -> None:
+        """Say that the last step is done. Collective."""
+        self._tell_rest()
+        if self._profiler is not None:
+            self._profiler.end()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -40,7 +56,8 @@ class Stopwatch:
         moved()
         now, begin = time.time(), time.perf_counter()
         try:
-            yield
+            with nullcontext() if self._profiler is None else self._profiler.phase(name):
+                yield
         finally:
             moved()
             key, seconds = f"time/{name}", time.perf_counter() - begin

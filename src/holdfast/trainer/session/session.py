@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from holdfast.shared.config.trainer import TrainedModelConfig, TrainingCommand
+from holdfast.shared.errors import Stopped
 from holdfast.shared.files.metrics import MetricsWriter
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.events import report
@@ -31,6 +32,7 @@ from holdfast.trainer.models.tensor_layout import TensorLayout, names_in_files
 from holdfast.trainer.models.weight_publisher import WeightPublisher
 from holdfast.trainer.optim.optimizers import build_optimizer
 from holdfast.trainer.session.checkpointing import identity_of, make_checkpointer, open_storage, resume
+from holdfast.trainer.session.profiling import Profiler
 from holdfast.trainer.session.saving import GraceOver, Saver
 from holdfast.trainer.session.train_state import Progress, TrainState
 
@@ -61,6 +63,7 @@ class Session(Generic[M]):
     saver: Saver
     publisher: WeightPublisher
     metrics: MetricsWriter | None
+    profiler: Profiler | None = None
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of `step`, on rank 0. Do so before saving: a step to resume from has its line."""
@@ -84,8 +87,12 @@ class Session(Generic[M]):
             if not issubclass(kind, GraceOver):
                 # Bounded: where another rank has ended, its collectives may not.
                 self.checkpointer.wait(_LAST_SAVE_S)
+                if self.profiler is not None:
+                    self.profiler.stop(self.progress.step, is_agreed=issubclass(kind, Stopped))
             return
         self.saver.close()
+        if self.profiler is not None:
+            self.profiler.close()
         if self.metrics is not None:
             self.metrics.close()
         # The early end of one rank would be taken for the end of all.
@@ -160,7 +167,10 @@ def start_session(
     if mesh.is_main:
         start_timeline(run_dir.newest_logs(), "trainer", step=progress.step)
     saver = Saver(checkpointer, ckpt, mesh, max_steps=config.max_steps, committed=progress.step, storage=storage)
-    return Session(mesh, run_dir, policy, optimizer, progress, checkpointer, saver, publisher, metrics)
+    window, profiler = config.profiled_steps, None
+    if window is not None and progress.step < window.last:
+        profiler = Profiler(window, run_dir, mesh, done=progress.step)
+    return Session(mesh, run_dir, policy, optimizer, progress, checkpointer, saver, publisher, metrics, profiler)
 
 
 def _build_model(config: TrainingCommand, mesh: Mesh, build: Build[M]) -> tuple[M, TensorLayout]:

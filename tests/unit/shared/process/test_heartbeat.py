@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.commands.launcher.liveness import Health, LivenessMonitor, place_of_beats
-from holdfast.shared.process.heartbeat import HEARTBEAT_ENV, PERIOD_S, does, start_heartbeat
+from holdfast.shared.process.heartbeat import HEARTBEAT_ENV, PERIOD_S, does, meanwhile, start_heartbeat
 from tests.runs.processes import HANG_S
 
 _BEAT = (
@@ -268,3 +268,19 @@ def test_a_beat_is_written_over_the_one_before(tmp_path: Path, monkeypatch: pyte
         json.loads(beat.path.read_bytes())
     assert beat.path.stat().st_ino == inode and beat.path.stat().st_size == 1024
     beat.end()
+
+
+def test_what_is_done_meanwhile_is_said_and_then_what_was_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(HEARTBEAT_ENV, str(tmp_path / "trainer."))
+    heartbeat = start_heartbeat()
+    try:
+        does("step 3", bound_s=5.0)
+        moves = heartbeat.beat.moves
+        with meanwhile("writing the profile", bound_s=70.0):
+            assert (heartbeat.beat.doing, heartbeat.beat.bound_s) == ("writing the profile", 70.0)
+        assert (heartbeat.beat.doing, heartbeat.beat.bound_s) == ("step 3", 5.0)
+        assert heartbeat.beat.moves == moves + 2
+    finally:
+        heartbeat.end()

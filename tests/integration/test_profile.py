@@ -1,0 +1,135 @@
+"""`--profile`, in real runs: the file that Perfetto opens, on one clock, and not one other bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.shared.files.run_dir import RunDir
+from tests.forking.commands import Run, shared_commands
+from tests.integration.conftest import UsedServer
+from tests.runs.processes import HANG_S
+from tests.runs.profiles import Profile, check_clocks
+from tests.runs.rl import exact_metrics, last_step, outcome, succeeded
+from tests.runs.training import run_pairs
+
+_POLL_S = 0.05
+
+
+def _until_step(run: Run, step: int) -> None:
+    deadline = time.monotonic() + HANG_S
+    while last_step(RunDir(run.output)) < step:
+        assert not run.has_ended and time.monotonic() < deadline, run.log
+        time.sleep(_POLL_S)
+
+
+def test_two_ranks_are_profiled_into_one_file_and_their_bits_stay(
+    tmp_path: Path, tiny_model: Callable[..., Path], sft_data: Path
+) -> None:
+    model = tiny_model(weights=False)
+
+    def train(name: str, *flags: str) -> Run:
+        run = shared_commands().sft(tmp_path / name, model, sft_data, *flags, ranks=2).wait()
+        assert run.code == 0, run.log
+        return run
+
+    train("plain", "--max-steps", "4")
+    run = train("profiled", "--max-steps", "4", "--profile", "2:3", "--ckpt.interval", "2")
+    plain, profiled = RunDir(tmp_path / "plain"), RunDir(tmp_path / "profiled")
+    weights = [(one.weights_of(4) / "model.safetensors").read_bytes() for one in (plain, profiled)]
+    assert weights[0] == weights[1]
+    assert exact_metrics(plain, range(1, 5)) == exact_metrics(profiled, range(1, 5))
+    (path,) = profiled.profiles()
+    assert path == profiled.logs(1) / "profile_steps_2_to_3.json.gz"
+    assert run.log.count(f"profile: {path} (open it in https://ui.perfetto.dev)") == 1
+    assert not list(profiled.path.rglob(".tmp-*")) and profiled.clear_leftovers() == []
+
+    profile = Profile.read(path)
+    assert list(profile.processes()) == ["trainer rank 0", "trainer rank 1", "trainer: timeline"]
+    for rank in (0, 1):
+        assert profile.marked_steps(rank) == ["ProfilerStep#2", "ProfilerStep#3"]
+    assert set(profile.threads("trainer: timeline")) == {"main work", "checkpoints"}
+    for phase in ("forward_backward", "optimizer"):
+        check_clocks(profile, phase, ranks=2)
+    assert [one["args"]["step"] for one in profile.slices("trainer: timeline", name="save")] == [2]
+
+    resumed = train("profiled", "--max-steps", "6", "--profile", "3:5", "--ckpt.resume-step", "latest")
+    assert "profile = 3:5: the run goes on from step 4, and is profiled from there" in resumed.log
+    (path,) = profiled.profiles()
+    assert path == profiled.logs(2) / "profile_steps_5_to_5.json.gz"
+    assert Profile.read(path).marked_steps(1) == ["ProfilerStep#5"]
+    past = train("profiled", "--max-steps", "7", "--profile", "3:5", "--ckpt.resume-step", "latest", "--dry-run")
+    assert "WARNING: profile = 3:5: nothing is profiled, the run goes on from step 6" in past.log
+
+
+def test_a_kill_leaves_nothing_torn_and_a_stop_what_was_recorded(
+    tmp_path: Path, tiny_model: Callable[..., Path], sft_data: Path
+) -> None:
+    model, output = tiny_model(weights=False), tmp_path / "run"
+    flags = ("--max-steps", "100000", "--profile", "2:100000", "--ckpt.interval", "1", "--ckpt.keep", "2")
+    flags = (*flags, "--ckpt.resume-step", "auto")
+    killed = shared_commands().sft(output, model, sft_data, *flags)
+    _until_step(killed, 4)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait()
+    run_dir = RunDir(output)
+    assert run_dir.profiles() == []
+    before = last_step(run_dir)
+    stopped = shared_commands().sft(output, model, sft_data, *flags, log=tmp_path / "stopped.out")
+    _until_step(stopped, before + 3)
+    os.kill(stopped.pid, signal.SIGTERM)
+    stopped.wait()
+    assert stopped.code == 128 + signal.SIGTERM, stopped.log
+    (path,) = run_dir.profiles()
+    first, last = (int(word) for word in path.name.removesuffix(".json.gz").split("_")[2::2])
+    assert path.parent == run_dir.logs(2) and 2 <= first <= last == run_dir.committed_steps()[-1]
+    assert Profile.read(path).marked_steps(0)[: last - first + 1] == [
+        f"ProfilerStep#{step}" for step in range(first, last + 1)
+    ]
+    assert stopped.log.count(f"profile: {path}") == 1
+
+
+def test_a_window_that_the_run_never_comes_to_is_refused(
+    tmp_path: Path, tiny_model: Callable[..., Path], sft_data: Path
+) -> None:
+    model = tiny_model(weights=False)
+    run = shared_commands().sft(tmp_path / "run", model, sft_data, "--max-steps", "4", "--profile", "3:5").wait()
+    assert run.code == 2 and not (tmp_path / "run").exists()
+    assert "error: profile = '3:5' goes on to step 5, and the run ends with step 4" in run.log
+    assert "Traceback" not in run.log
+
+
+def test_pairs_are_profiled_up_to_the_last_step(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    flags = ("--max-steps", "2", "--profile", "2:2")
+    for program, model in (("dpo", tiny_model()), ("reward-model", tiny_model())):
+        run = run_pairs(tmp_path / program, model, *flags, program=program)
+        assert run.code == 0, run.output
+        profile = Profile.read(*run.run_dir.profiles())
+        assert profile.marked_steps(0) == ["ProfilerStep#2"]
+        check_clocks(profile, "forward_backward")
+
+
+@pytest.mark.timeout(600)
+def test_rl_has_its_orchestrator_beside_the_trace_on_the_same_clock(rl_server: UsedServer, tmp_path: Path) -> None:
+    flags = (*rl_server.flags, "--max-steps", "4", "--ckpt.interval", "2")
+    plain = succeeded(tmp_path / "plain", *flags)
+    profiled = succeeded(tmp_path / "profiled", *flags, "--profile", "2:3")
+    assert outcome(plain.run_dir, 4) == outcome(profiled.run_dir, 4)
+    assert exact_metrics(plain.run_dir, range(1, 5)) == exact_metrics(profiled.run_dir, range(1, 5))
+    (path,) = profiled.run_dir.profiles()
+    assert profiled.output.count(f"profile: {path}") == 1
+
+    profile = Profile.read(path)
+    assert list(profile.processes()) == ["trainer rank 0", "trainer: timeline", "orchestrator: timeline"]
+    assert profile.marked_steps(0) == ["ProfilerStep#2", "ProfilerStep#3"]
+    check_clocks(profile, "forward_backward")
+    assert set(profile.threads("orchestrator: timeline")) == {"main work", "journal"}
+    pushed = {one["args"]["version"]: one for one in profile.slices("orchestrator: timeline", name="update_weights")}
+    published = {one["args"]["step"]: one for one in profile.slices("trainer: timeline", name="publish_weights")}
+    # The orchestrator pushes what the trainer has published: not before that has begun.
+    assert 2 in pushed and pushed[2]["ts"] >= published[2]["ts"]

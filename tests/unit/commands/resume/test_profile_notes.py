@@ -1,0 +1,81 @@
+"""What a start says of the steps that are to be profiled, and a run of where they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.commands.launcher.endings import profile_lines
+from holdfast.commands.resume.plan import prepare, profile_notes
+from holdfast.shared.config import CkptConfig, SftConfig
+from holdfast.shared.files.run_dir import RunDir
+
+
+def _notes(profile: str, *, done: int) -> list[str]:
+    return profile_notes(SftConfig(profile=profile), done=done)
+
+
+def test_a_run_that_is_past_the_steps_says_that_nothing_is_profiled() -> None:
+    for done in (5, 7):
+        assert _notes("3:5", done=done) == [
+            f"WARNING: profile = 3:5: nothing is profiled, the run goes on from step {done}"
+        ]
+
+
+def test_a_run_that_goes_on_among_the_steps_says_so() -> None:
+    assert _notes("3:5", done=3) == ["profile = 3:5: the run goes on from step 3, and is profiled from there"]
+    assert _notes("3:5", done=2) == _notes("3:5", done=0) == profile_notes(SftConfig(), done=3) == []
+
+
+def test_many_steps_are_warned_of() -> None:
+    assert _notes("1:20", done=0) == []
+    (said,) = _notes("1:21", done=0)
+    assert said.startswith("WARNING: profile = 1:21 records 21 steps: ") and "memory and disk" in said
+
+
+def test_a_start_says_it_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = SftConfig(output_dir=tmp_path / "run", profile="1:30", ckpt=CkptConfig())
+    prepare(config, clean=False, dry_run=True)
+    assert "WARNING: profile = 1:30 records 30 steps" in capsys.readouterr().out
+
+
+def test_the_end_names_the_profiles_of_the_newest_attempt_that_has_any(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    config = SftConfig(output_dir=tmp_path, profile="3:5")
+    assert profile_lines(run_dir, config) == []
+    for attempt, name in (
+        (2, "profile_steps_3_to_3.json.gz"),
+        (10, "profile_steps_4_to_5.json.gz"),
+        (11, "trainer.log"),
+    ):
+        run_dir.logs(attempt).mkdir(parents=True)
+        (run_dir.logs(attempt) / name).touch()
+    path = run_dir.logs(10) / "profile_steps_4_to_5.json.gz"
+    assert profile_lines(run_dir, config) == [f"profile: {path} (open it in https://ui.perfetto.dev)"]
+    assert profile_lines(run_dir, SftConfig(output_dir=tmp_path)) == []
+
+
+def test_logs_that_cannot_be_listed_do_not_hide_how_a_run_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: RunDir) -> list[Path]:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(RunDir, "profiles", fail)
+    (said,) = profile_lines(RunDir(tmp_path), SftConfig(output_dir=tmp_path, profile="3:5"))
+    assert said == "which profiles there are cannot be told: [Errno 5] Input/output error"
+
+
+def test_what_a_killed_writer_left_among_the_logs_is_cleared(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.create()
+    (run_dir.logs(1) / ".tmp-.tmp-profile_steps_3_to_5.json.gz-rank_0-1234").mkdir(parents=True)
+    part = run_dir.logs(1) / ".tmp-profile_steps_3_to_5.json.gz-rank_1"
+    part.touch()
+    kept = run_dir.logs(1) / "profile_steps_3_to_5.json.gz"
+    kept.touch()
+    assert len(run_dir.clear_leftovers()) == 2
+    assert list(run_dir.logs(1).iterdir()) == [kept]
+    run_dir.remove_run()
+    assert not (run_dir.path / "logs").exists()
