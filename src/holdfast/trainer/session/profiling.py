@@ -97,7 +97,7 @@ class Profiler:
         activities = [ProfilerActivity.CPU]
         if self._mesh.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)  # untested: needs a GPU
-        profiler = profile(activities=activities, schedule=self._action, acc_events=True)
+        profiler = profile(activities=activities, schedule=self._action)
         # It counts steps from 0, by itself: its marks shall have the numbers of ours.
         profiler.step_num, profiler.current_action = self._step, self._action(self._step)
         self._torch = profiler
@@ -128,11 +128,11 @@ class Profiler:
         """Write the trace of this rank, if there is one."""
         if self._torch is None:
             return
+        self._torch.stop()  # first: it must not record on where the rest fails
         work = durable.temporary_sibling(part)  # a directory: torch has a temporary name of its own beside the file
         raw, whole = work / "torch.json", work / "part"
         try:
             work.mkdir()
-            self._torch.stop()
             self._torch.export_chrome_trace(str(raw))
             if not raw.is_file():  # it says so on stderr alone
                 raise OSError(f"torch could not write its trace to {self._logs}: is that full, or read-only?")

@@ -169,6 +169,7 @@ def test_a_profile_that_cannot_be_written_is_told_of_once_and_the_run_goes_on(
     said = [text for text in caplog.messages if "profile" in text]
     assert len(said) == 1 and said[0].startswith("WARNING: the profile is left out, or incomplete: ")
     assert not list(run_dir.path.rglob(".tmp-*"))
+    assert not torch.autograd._profiler_enabled(), "it records on, for the rest of the run"
 
 
 def test_a_disk_that_takes_a_part_of_a_trace_leaves_none(
