@@ -43,6 +43,7 @@ class ObservedRun:
         self._holder = ""
         self._trouble = ""
         self._changed_unix_s: float | None = None
+        self._is_evaluation = False
         self.status = "waiting"
 
     @property
@@ -79,8 +80,9 @@ class ObservedRun:
         self.status = self._status()
 
     def _new_follower(self) -> Follower:
-        is_evaluation = (self._run_dir.path / "config" / "evaluate.toml").exists()
-        return Follower(self._run_dir, events=self._run_dir.path / "logs" / "events.jsonl" if is_evaluation else None)
+        self._is_evaluation = (self._run_dir.path / "config" / "evaluate.toml").exists()
+        events = self._run_dir.path / "logs" / "events.jsonl" if self._is_evaluation else None
+        return Follower(self._run_dir, events=events)
 
     def _count_restarts_of_nodes(self) -> None:
         """Take in what the launchers of other nodes have started again; what else they say, the first one does, too."""
@@ -157,7 +159,8 @@ class ObservedRun:
 
     def shown(self) -> Shown:
         """Return what a view is made of."""
-        return Shown(self._name, self.status, self._follower.state, self._follower.checkpoints, self._since())
+        follower = self._follower
+        return Shown(self._name, self.status, follower.state, follower.checkpoints, self._since(), self._is_evaluation)
 
     def document(self) -> dict[str, Any]:
         """Return what `--json` prints."""

@@ -30,6 +30,7 @@ class Shown:
         name: of the run: its directory.
         status: `running`, `finished`, `stopped`, `failed`, or what else there is to say.
         since: what follows the status, such as for how long.
+        is_evaluation: of `evaluate`, which has tasks in place of steps and checkpoints.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Shown:
     state: RunState
     checkpoints: Checkpoints
     since: str = ""
+    is_evaluation: bool = False
 
     @property
     def is_running(self) -> bool:
@@ -51,14 +53,16 @@ def run_view(shown: Shown, *, width: int, height: int, glyphs: Glyphs, now: floa
         now: in unix seconds.
     """
     state = shown.state
-    ranked: list[tuple[int, Text]] = [(2, _head(shown, width, glyphs)), (0, _progress(shown, width, glyphs))]
+    progress = _evaluation_line(state) if shown.is_evaluation else _progress(shown, width, glyphs)
+    ranked: list[tuple[int, Text]] = [(2, _head(shown, width, glyphs)), (0, progress)]
     ranked += [(5, line) for line in _curves(state, width, glyphs)]
     if state.metrics:
         ranked.append((6, _fitting(_figures(state), width, glyphs)))
     if (bottleneck := state.bottleneck) is not None and shown.is_running:
         style = "" if bottleneck.who == "none" else "yellow"
         ranked.append((4, Text(str(bottleneck), style)))
-    ranked.append((3, _checkpoint_line(shown, width, glyphs, now)))
+    if not shown.is_evaluation:
+        ranked.append((3, _checkpoint_line(shown, width, glyphs, now)))
     if shown.is_running:
         ranked += [(7, _phase_line(phase, now)) for phase in state.starting()]
     ranked += [(1, line) for line in _alarm_lines(state, width, glyphs)]
@@ -90,6 +94,14 @@ def _head(shown: Shown, width: int, glyphs: Glyphs) -> Text:
     line.append(said, _STATE_STYLES.get(shown.status, "cyan"))
     line.append(" " + glyphs.rule * max(0, width - line.cell_len - 1), "dim")
     return line
+
+
+def _evaluation_line(state: RunState) -> Text:
+    said = [phase for phase in state.phases.values() if phase.process == "evaluation"]
+    if not said:
+        return Text("evaluation starting")
+    tasks = said[-1].details.get("tasks")
+    return Text(f"evaluation {said[-1].name}" + (f", tasks {tasks}" if tasks else ""))
 
 
 def _progress(shown: Shown, width: int, glyphs: Glyphs) -> Text:

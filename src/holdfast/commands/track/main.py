@@ -35,6 +35,8 @@ def main(argv: list[str]) -> int:
     run_dir = RunDir(arguments.run)
     if not run_dir.holds_run():
         raise ConfigError(f"{arguments.run} is no run directory: it has no run.json (from {Path.cwd()})")
+    if (run_dir.path / "config" / "evaluate.toml").exists():
+        raise ConfigError(f"{arguments.run} is of `evaluate`: it has no steps to send. `report` makes a page of it")
     config = _settings(run_dir, arguments.to)
     for name in ("project", "name"):
         if (value := getattr(arguments, name)) == "":

@@ -137,10 +137,12 @@ def test_an_evaluation_is_shown_as_well(run_command: Command, tmp_path: Path) ->
     for name in ("config", "logs"):
         (tmp_path / name).mkdir()
     (tmp_path / "config" / "evaluate.toml").touch()
+    assert run_command("monitor", tmp_path, "--once")[1].splitlines()[1:] == ["evaluation starting"]
     event = {"time": 1.0, "process": "evaluation", "phase": "evaluating", "tasks": 4}
     (tmp_path / "logs" / "events.jsonl").write_text(json.dumps(event) + "\n")
     told = document(run_command, run_dir)
     assert told["phases"] == {"evaluation": "evaluating"} and told["status"] == "stopped"
+    assert run_command("monitor", tmp_path, "--once")[1].splitlines()[1:] == ["evaluation evaluating, tasks 4"]
     (tmp_path / "summary.json").touch()
     assert document(run_command, run_dir)["status"] == "finished"
 

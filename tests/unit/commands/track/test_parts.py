@@ -87,6 +87,12 @@ def test_what_cannot_be_sent_is_told(run: TrackedDirectory, monkeypatch: pytest.
         track([str(run.run_dir.path), "--to", "trackoi"])
     with pytest.raises(ConfigError, match="--project is empty"):
         track([str(run.run_dir.path), "--to", "tensorboard", "--project", ""])
+    settings = run.run_dir.path / "config" / "evaluate.toml"
+    settings.parent.mkdir()
+    settings.touch()
+    with pytest.raises(ConfigError, match="is of `evaluate`: it has no steps to send"):
+        track([str(run.run_dir.path), "--to", "tensorboard"])
+    assert not run.run_dir.tracking.exists()
 
 
 def test_a_damaged_cursor_and_a_tracker_that_raises(run: TrackedDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
