@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
-from holdfast.orchestrator.evaluation.results import ROLLOUTS_NAME
+from holdfast.orchestrator.evaluation.results import ROLLOUTS_NAME, EvaluatedRollout
 from holdfast.orchestrator.evaluation.summary import summary_in
 from holdfast.shared.files.metrics import read_metrics
 from holdfast.shared.files.run_dir import RunDir
@@ -56,6 +57,24 @@ def test_our_own_server_is_evaluated_as_any_endpoint(rl_server: UsedServer, comm
     again = evaluate(command, tmp_path, "--url", url, "--model.name", str(MODEL), *SMALL)
     assert rl_server.generated_tokens() == before, "nothing is asked twice"
     assert again.splitlines()[-2:] == out.splitlines()[-2:]
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_what_a_harness_plays_is_evaluated_as_any_environment(
+    rl_server: UsedServer, command: Command, tmp_path: Path, workers: int
+) -> None:
+    """Which asks an endpoint of ours, which asks that of the server: the answers and rewards are those of sessions."""
+    flags = ("--url", f"{rl_server.handle.url}/v1", "--model.name", str(MODEL), *SMALL)
+    evaluate(command, tmp_path / "session", *flags)
+    harness = {"id": "tests.runs.harness_environments:ReversedOverHttp", "name": "reverse_text", "workers": workers}
+    evaluate(command, tmp_path / "harness", *flags, "--environments", json.dumps([harness]))
+
+    def played(directory: Path) -> list[tuple[int, int, float, str]]:
+        lines = [msgspec.json.decode(line, type=EvaluatedRollout) for line in lines_of(directory)]
+        return sorted((line.task, line.sample, line.reward, line.turns[-1].text) for line in lines)
+
+    assert len(played(tmp_path / "harness")) == 48
+    assert played(tmp_path / "harness") == played(tmp_path / "session")
 
 
 @pytest.mark.slow
