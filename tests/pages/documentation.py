@@ -9,6 +9,7 @@ Every fence names its language:
                           `add=PATH`: a file to add to the repository, see tests/pages/additions.py
     ```diff of=PATH       lines to add to a file of the repository
     ```toml COMMAND       settings of COMMAND
+    ```yaml               must be read by a parser
     ```bash  ```text      a script, which must be one for bash; anything else
 """
 
@@ -25,7 +26,7 @@ from tests.conftest import ROOT
 
 PAPERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")]
 PAGES = [*PAPERS, *sorted((ROOT / "docs").glob("*.md"))]
-LANGUAGES = {"console", "python", "toml", "bash", "diff", "text"}
+LANGUAGES = {"console", "python", "toml", "yaml", "bash", "diff", "text"}
 _FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 

@@ -10,11 +10,15 @@ from tests.conftest import ROOT
 _PLACEHOLDER = re.compile(r"<[a-z]+>")
 
 
-def undocumented(names: Iterable[str]) -> list[str]:
-    """Return the metrics that no row of the page is about."""
+def documented_names() -> list[str]:
+    """Return the names that the page has a row for, with `<>`."""
     page = (ROOT / "docs" / "metrics.md").read_text()
     first_cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
-    documented = [name for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)]
-    parts = [map(re.escape, _PLACEHOLDER.split(name)) for name in documented]
+    return [name for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)]
+
+
+def undocumented(names: Iterable[str]) -> list[str]:
+    """Return the metrics that no row of the page is about."""
+    parts = [map(re.escape, _PLACEHOLDER.split(name)) for name in documented_names()]
     patterns = [re.compile(r"[\w@/-]+".join(part)) for part in parts]
     return [name for name in names if name != "step" and not any(pattern.fullmatch(name) for pattern in patterns)]

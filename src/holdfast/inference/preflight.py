@@ -7,10 +7,10 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.inference.http.access import is_loopback
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.config.base import ModelConfig
 from holdfast.shared.config.inference import ServerConfig
+from holdfast.shared.config.urls import is_loopback
 from holdfast.shared.errors import ConfigError, DataError
 from holdfast.shared.files.weights_digest import weights_files
 from holdfast.shared.wire.admin_token import read_admin_token

@@ -30,7 +30,6 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from holdfast.inference.http.access import is_loopback
 from holdfast.inference.http.routes import Routes, build_application
 from holdfast.inference.metrics import ServerMetrics
 from holdfast.inference.ownership import Ownership
@@ -44,6 +43,7 @@ from holdfast.inference.vllm_engine import (
 )
 from holdfast.inference.weights.engine_weights import EngineWeights
 from holdfast.shared.config import InferenceConfig
+from holdfast.shared.config.urls import is_loopback
 from holdfast.shared.errors import ConfigError, InferenceError, ReadError, is_storage_failure
 from holdfast.shared.files.manifest import file_digest
 from holdfast.shared.process.child import is_ignored

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.inference.http.access import is_loopback
 from holdfast.inference.main import _read_arguments as read_arguments
 from holdfast.inference.preflight import bind, required_token, resolve_model
 from holdfast.orchestrator.engines.http import HttpTransport
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.config.inference import ServerConfig
 from holdfast.shared.config.orchestrator import ClientConfig
+from holdfast.shared.config.urls import is_loopback
 from holdfast.shared.errors import ConfigError, DataError
 
 

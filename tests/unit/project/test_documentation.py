@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import yaml
 from fastapi import Response
 
 from holdfast.commands.launcher import liveness, servers
@@ -88,6 +89,11 @@ def test_settings_can_be_used(block: Block, checkout: Checkout, run_command: Run
     flags = ("@", base, "@", settings_file(block, checkout.path), "--output-dir", checkout.path / "run", "--dry-run")
     code, _, err = run_command(block.info[1], *flags)
     assert code == 0, f"{block.where}: {err}"
+
+
+@pytest.mark.parametrize("block", [b for b in EVERYWHERE if b.language == "yaml"], ids=lambda block: block.where)
+def test_yaml_on_the_pages_is_read(block: Block) -> None:
+    assert isinstance(yaml.safe_load(block.text), dict)
 
 
 @pytest.mark.parametrize("block", [b for b in EVERYWHERE if b.language == "bash"], ids=lambda block: block.where)

@@ -45,6 +45,7 @@ from holdfast.commands.launcher.slurm_job import submit_rl, submit_training
 from holdfast.commands.launcher.storage_backoff import StorageBackoff
 from holdfast.commands.launcher.tracking import check_tracking
 from holdfast.commands.launcher.watch import watch
+from holdfast.commands.prometheus.endpoint import Listener, listening
 from holdfast.commands.resume.attempt import Attempt, with_resume, write_config
 from holdfast.commands.resume.plan import prepare
 from holdfast.commands.resume.resume_step import resolve_resume_step
@@ -75,6 +76,13 @@ def launch_training(config: TrainingCommand) -> int:
     check_training(config)
     check_tracking(config)
     check_evaluations(config)
+    if config.parallel.nodes > 1 and not config.dry_run:
+        return _launch_training(config, None, rank=rank)
+    with listening(config.prometheus) as listener:
+        return _launch_training(config, listener, rank=rank)
+
+
+def _launch_training(config: TrainingCommand, listener: Listener | None, *, rank: int | None) -> int:
     machine = this_machine(find_gpus())
     placement = place_training(config.parallel, machine)
     gpus = evaluation_gpus(config, placement, machine)
@@ -96,7 +104,7 @@ def launch_training(config: TrainingCommand) -> int:
         processes=planned_trainer(config, placement),
     )
     plan = with_evaluations(plan, attempt, config, placement, gpus)
-    return _print_plan(plan) if config.dry_run else watch(plan)
+    return _print_plan(plan) if config.dry_run else watch(plan, listener=listener)
 
 
 def launch_rl(config: RlConfig) -> int:
@@ -108,7 +116,11 @@ def launch_rl(config: RlConfig) -> int:
     if config.slurm is not None:
         check_rl(config, starts_inference="urls" not in given.orchestrator.client.model_fields_set)
         return submit_rl(config, given)
-    with placed(config) as places, _servers(config, places, picks_port=picks_port) as servers:
+    with (
+        listening(config.trainer.prometheus) as listener,
+        placed(config) as places,
+        _servers(config, places, picks_port=picks_port) as servers,
+    ):
         machine = places.machine if places else machine
         check_rl(config, starts_inference=servers.starts_own)
         check_tracking(config.trainer)
@@ -128,7 +140,7 @@ def launch_rl(config: RlConfig) -> int:
             cluster=places.cluster if places else None,
             cluster_timeout_s=config.cluster_timeout_s,
         )
-        return watch(plan, healing)
+        return watch(plan, healing, listener=listener)
 
 
 def _servers(config: RlConfig, places: Placed | None, *, picks_port: bool) -> AbstractContextManager[Servers]:

@@ -39,6 +39,7 @@ from holdfast.commands.launcher.storage_backoff import StorageBackoff, fullest
 from holdfast.commands.launcher.supervise import REFRESH_S, Child, Supervisor
 from holdfast.commands.launcher.tracking import Senders
 from holdfast.commands.live.output import code_of_error, json_lines
+from holdfast.commands.prometheus.endpoint import Endpoint, Listener
 from holdfast.commands.resume.superseded import clear_unpublished
 from holdfast.shared.config.inference import is_engine
 from holdfast.shared.errors import STORAGE_FAILED, STUCK, HoldfastError, ProcessDied, is_storage_failure
@@ -52,12 +53,15 @@ _MAX_EVALUATION_RESTARTS, _EVALUATION_WINDOW_S = 3, 600.0
 T = TypeVar("T")
 
 
-def watch(plan: Plan, healing: Healing | None = None, group: NodeGroup | None = None) -> int:
+def watch(
+    plan: Plan, healing: Healing | None = None, group: NodeGroup | None = None, listener: Listener | None = None
+) -> int:
     """Run the processes of `plan` to their end; return the exit code.
 
     Args:
         healing: unset: the first death ends the run.
         group: of the nodes, where the run has several.
+        listener: where the run is served to Prometheus; unset: it is not.
 
     Raises:
         ProcessDied: one of them ended before its time and was not to be started again.
@@ -71,6 +75,7 @@ def watch(plan: Plan, healing: Healing | None = None, group: NodeGroup | None = 
     is_shared = healing is not None and healing.cluster is not None
     with (
         Senders(plan) as senders,
+        Endpoint(listener, run_dir, plan.trainer.program, leads=plan.node == 0) as endpoint,
         place_of_beats(run_dir.path, is_shared=is_shared, node=plan.node) as beats,
         Supervisor() as supervisor,
     ):
@@ -80,7 +85,7 @@ def watch(plan: Plan, healing: Healing | None = None, group: NodeGroup | None = 
         }
         try:
             while True:
-                outcome = _Watcher(plan, supervisor, healing, monitors, beats, group, senders).run()
+                outcome = _Watcher(plan, supervisor, healing, monitors, beats, group, senders, endpoint).run()
                 if isinstance(outcome, int):
                     return outcome
                 plan = outcome
@@ -101,8 +106,10 @@ class _Watcher:
         beats: Path,
         group: NodeGroup | None,
         senders: Senders,
+        endpoint: Endpoint,
     ) -> None:
         self._senders = senders
+        self._endpoint = endpoint
         self._plan = plan
         self._supervisor = supervisor
         self._healing = healing
@@ -176,6 +183,11 @@ class _Watcher:
     def _start(self) -> None:
         """Start what does not run yet; an inference server outlives an attempt."""
         self._logs.mkdir(parents=True, exist_ok=True)
+        self._endpoint.begin(
+            self._plan.attempt.number,
+            max_steps=self._plan.trainer.max_steps,
+            engines={name: health.url.removesuffix("/health") for name, health in self._plan.health.items()},
+        )
         self._tell_of_healing()
         for name, argv in self._plan.commands.items():
             if any(child.name == name and child.process.poll() is None for child in self._supervisor.children):
@@ -208,8 +220,7 @@ class _Watcher:
         self._supervisor.restart(child)
 
     def _refresh(self) -> None:
-        self._console.refresh()
-        self._senders.look(self._console.say)
+        self._look()
         self._follow_group()
         if self._healing is None:
             return
@@ -232,6 +243,13 @@ class _Watcher:
             self._killed.add(child.process)  # once: where its storage hangs, it takes its time to end
             self._supervisor.kill(child)
 
+    def _look(self) -> None:
+        """Show what is new, and see to those who are told of it."""
+        self._console.refresh()
+        self._senders.look(self._console.say)
+        lives = {child.name: child.process.poll() is None for child in self._supervisor.children}
+        self._endpoint.look(lives, self._console.say)
+
     def _pause(self, seconds: float = REFRESH_S) -> int | None:
         """Wait; return the number of a signal that came meanwhile."""
         return self._supervisor.pause(seconds, self._refresh_waiting)
@@ -249,8 +267,7 @@ class _Watcher:
 
     def _refresh_waiting(self) -> None:
         """Show what goes on while something is waited for, which nobody else shall mind."""
-        self._console.refresh()
-        self._senders.look(self._console.say)
+        self._look()
         self._tell_of_healing()
 
     def _tell_of_healing(self) -> None:

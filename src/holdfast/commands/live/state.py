@@ -17,6 +17,7 @@ LAUNCHER = "launcher"
 _TRAINS = ("training", "waiting for batches")
 _ALARMS = ("ALERT: ", "WARNING: ")
 _MOST_ALARMS = 100
+_NOW_AND_THEN = ("val/", "eval/")
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class RunState:
         num_alarms: how many of each kind there were.
         begun_unix_s: when the newest attempt said its first word.
         stepped_unix_s: when the last step was seen to end.
+        evaluated: what only some steps have, as it was last.
         ended: the last word of the launcher of the newest attempt: exit code, step and error.
     """
 
@@ -75,6 +77,7 @@ class RunState:
     begun_unix_s: float | None = None
     stepped_unix_s: float | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
+    evaluated: dict[str, Any] = field(default_factory=dict)
     curves: dict[str, list[float]] = field(default_factory=dict)
     phases: dict[str, Phase] = field(default_factory=dict)
     alarms: list[Alarm] = field(default_factory=list)
@@ -87,6 +90,7 @@ class RunState:
     def forget_steps(self) -> None:
         """Know no steps: they are read anew."""
         self.step, self.metrics, self.left_s, self.stepped_unix_s = 0, {}, None, None
+        self.evaluated.clear()
         self.curves.clear()
         self._places.clear()
         self.recent.clear()
@@ -104,6 +108,7 @@ class RunState:
             self.recent.extend(kept)
         self.step, self.metrics, self.stepped_unix_s = step, metrics, now
         self.recent.append(metrics)
+        self.evaluated |= {name: value for name, value in metrics.items() if name.startswith(_NOW_AND_THEN)}
         for name in CURVES:
             value = metrics.get(name)
             if isinstance(value, int | float):  # null: a NaN

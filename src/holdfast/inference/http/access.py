@@ -12,15 +12,14 @@ by its own names, and admin routes refuse what a page of another origin sent.
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import re
 from collections.abc import Iterable
-from urllib.parse import urlsplit
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from holdfast.shared.config.urls import names_this_machine
 from holdfast.shared.wire.inference_api import (
     CLAIM_ROUTE,
     GENERATE_ROUTE,
@@ -45,16 +44,6 @@ def asks_the_model(method: str, path: str) -> bool:
     return method == "POST" and _ASKING_THE_MODEL.fullmatch(path) is not None
 
 
-def is_loopback(host: str) -> bool:
-    """Whether `host` is this machine, for this machine alone."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 class Gate:
     """Refuses requests by their first line, headers and length; what passes goes to `app`.
 
@@ -73,7 +62,9 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
-        if scope["type"] == "websocket" and (self._local and not _is_local(_headers(scope["headers"]).get("host", ""))):
+        if scope["type"] == "websocket" and (
+            self._local and not names_this_machine(_headers(scope["headers"]).get("host", ""))
+        ):
             await send({"type": "websocket.close", "code": 1008})
             return
         if scope["type"] != "http":
@@ -87,7 +78,7 @@ class Gate:
 
     def _refusal(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, str] | None:
         """Return status and reason of the answer to a request that is not let through."""
-        if self._local and not _is_local(headers.get("host", "")):
+        if self._local and not names_this_machine(headers.get("host", "")):
             return 403, "this server is for this machine alone: address it as 127.0.0.1, ::1 or localhost"
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > self._most_body_bytes:
@@ -122,17 +113,6 @@ class Gate:
 
 def _headers(pairs: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
     return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in pairs}
-
-
-def _is_local(host: str) -> bool:
-    """Whether a Host header names this machine. One without it is no browser's."""
-    if not host:
-        return True
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return False
-    return is_loopback(name.removesuffix("."))
 
 
 def _is_from_a_page(headers: dict[str, str]) -> bool:

@@ -14,6 +14,7 @@ from holdfast.shared.config.inference import InferenceConfig
 from holdfast.shared.config.orchestrator import EvalConfig, OrchestratorConfig
 from holdfast.shared.config.placement import PlacementConfig
 from holdfast.shared.config.profile import ProfiledSteps, StepWindow
+from holdfast.shared.config.prometheus import PrometheusConfig
 from holdfast.shared.config.rl_rewards import check_rewards
 from holdfast.shared.config.rl_trainer import JournalConfig, TrainerConfig
 from holdfast.shared.config.slurm import SlurmConfig
@@ -54,6 +55,9 @@ class RlConfig(Command):
     profile: StepWindow | None = None
     """For the trainer: its steps to record, `FIRST:LAST`, both included, such as 3:5; with what all processes do
     meanwhile, as one file for ui.perfetto.dev (docs/profiling.md)."""
+
+    prometheus: PrometheusConfig | None = None
+    """For the trainer: the metrics of the run for Prometheus, at 127.0.0.1:9464 unless it says otherwise."""
 
     eval: EvalConfig | None = None
     """For the orchestrator: evaluations on held-out tasks during the run."""
@@ -153,6 +157,7 @@ _SHARED = {
     "journal": ("trainer",),
     "tracking": ("trainer",),
     "profile": ("trainer",),
+    "prometheus": ("trainer",),
     "eval": ("orchestrator",),
     "deterministic": ("trainer", "inference"),
     "log_format": ("trainer",),

@@ -13,6 +13,7 @@ from holdfast.shared.config.by_device import BY_DEVICE
 from holdfast.shared.config.evaluation import CheckpointEvalConfig
 from holdfast.shared.config.lora import LoraConfig
 from holdfast.shared.config.profile import ProfiledSteps, StepWindow
+from holdfast.shared.config.prometheus import PrometheusConfig
 from holdfast.shared.config.slurm import SlurmConfig
 from holdfast.shared.config.tracking import TrackingConfig
 
@@ -277,6 +278,9 @@ class TrainingCommand(Command):
 
     tracking: TrackingConfig | None = None
     """Experiment trackers that get the metrics: none unless given; a bare `--tracking` writes for TensorBoard."""
+
+    prometheus: PrometheusConfig | None = None
+    """Serve the metrics to Prometheus: not unless given; a bare `--prometheus` at 127.0.0.1:9464."""
 
     @property
     def profiled_steps(self) -> ProfiledSteps | None:

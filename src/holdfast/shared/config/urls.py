@@ -1,7 +1,8 @@
-"""What the URL of a server may be."""
+"""What the URL of a server may be, and which names are this machine's."""
 
 from __future__ import annotations
 
+import ipaddress
 from urllib.parse import urlsplit
 
 
@@ -25,3 +26,24 @@ def check_url(url: str) -> None:
         )
     if parts.query or parts.fragment:
         raise ValueError("must end with the path that comes before /health, without '?' and '#'")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is this machine, for this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def names_this_machine(header: str) -> bool:
+    """Whether a Host header names this machine, for this machine alone. One without it is no browser's."""
+    if not header:
+        return True
+    try:
+        name = urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return False
+    return is_loopback(name.removesuffix("."))

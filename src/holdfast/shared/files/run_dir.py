@@ -15,6 +15,7 @@ weights/step_N/          what inference serves (Hugging Face layout)
 metrics.jsonl            one JSON object per step
 tensorboard/             what TensorBoard shows
 tracking/                how far each tracker has come, and what it keeps on this machine
+prometheus.json          where Prometheus finds the run and its engines, while the launcher lives
 judgements.log           every reply of a judge, by what it was asked
 reference_logprobs.npz   what the reference of a preference run says about each pair
 logs/attempt_K/          one log per process, events.jsonl (phases, alerts, restarts, how the attempt ended), and
@@ -91,6 +92,7 @@ class RunDir:
         self.metrics = self.path / "metrics.jsonl"
         self.judgements = self.path / JUDGEMENTS_NAME
         self.tracking = self.path / "tracking"
+        self.prometheus = self.path / "prometheus.json"
 
     def checkpoint(self, step: int) -> Path:
         """Directory of the checkpoint after `step`."""
@@ -333,6 +335,7 @@ class RunDir:
             "metrics.jsonl",
             "tensorboard",
             "tracking",
+            "prometheus.json",
             REFERENCE_NAME,
             JUDGEMENTS_NAME,
             "configs",

@@ -1,0 +1,115 @@
+"""`sft` that Prometheus reads: while it goes on, through a kill and a resume, beside another run."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from holdfast.commands.prometheus.series import series_of
+from holdfast.shared.files.metrics import read_metrics
+from tests.conftest import ModelFactory
+from tests.forking.commands import Run, shared_commands
+from tests.pages.series import documented_series, names_of_rows
+from tests.runs.ports import free_port
+from tests.runs.processes import HANG_S
+from tests.runs.prometheus import scrape, scraped_when
+from tests.runs.training import pairs_command, refused, run_sft
+
+Start = Callable[..., Run]
+_ENDLESS = ("--max-steps", "100000", "--optim.schedule-steps", "100", "--ckpt.interval", "20")
+
+
+@contextmanager
+def _ended(run: Run) -> Iterator[Run]:
+    """Kill the launcher, and what dies with it, however the test ends."""
+    try:
+        yield run
+    finally:
+        if not run.has_ended:
+            os.kill(run.pid, signal.SIGKILL)
+            run.wait()
+
+
+@pytest.fixture
+def start(tmp_path: Path, tiny_model: ModelFactory, sft_data: Path) -> Iterator[Start]:
+    """Return a function that starts an endless run, in a directory by that name."""
+    with ExitStack() as stack:
+
+        def begin(name: str, *flags: str) -> Run:
+            run = shared_commands().sft(tmp_path / name, tiny_model(weights=False), sft_data, *_ENDLESS, *flags)
+            return stack.enter_context(_ended(run))
+
+        yield begin
+
+
+def test_a_run_is_read_while_it_goes_on_and_again_after_a_kill(start: Start) -> None:
+    port = free_port()
+    held_out = ("--data.validation-fraction", "0.2", "--val-interval", "5")
+    run = start("run", "--prometheus.port", str(port), *held_out)
+    early = scraped_when(port, lambda found: found.value("holdfast_trainer_step") >= 1)
+    wanted = documented_series() - {"holdfast_orchestrator_step"} | names_of_rows("Run", "Training")
+    later = scraped_when(port, lambda found: wanted <= found.samples.keys())
+    assert later.value("holdfast_trainer_step") > early.value("holdfast_trainer_step")
+    assert later.value("holdfast_trainer_steps_total") == later.value("holdfast_trainer_step")
+    assert later.value("holdfast_process_up", process="trainer") == 1
+    assert later.value("holdfast_run_info", attempt="1", program="sft") == 1
+    os.kill(run.pid, signal.SIGKILL)
+    run.wait()
+    with pytest.raises(OSError):
+        scrape(port)
+    steps = [int(line["step"]) for line in read_metrics(run.output / "metrics.jsonl")]
+
+    again = start("run", "--prometheus.port", str(port), *held_out, "--ckpt.resume-step", "latest")
+    resumed = scraped_when(port, lambda found: found.value("holdfast_trainer_steps_total") >= 1)
+    assert resumed.value("holdfast_run_attempt") == 2
+    # A counter that begins anew: not the steps of the attempt before.
+    assert resumed.value("holdfast_trainer_steps_total") < resumed.value("holdfast_trainer_step")
+    assert resumed.value("holdfast_trainer_step") > resumed.value("holdfast_trainer_steps_total") + 19
+    assert max(steps) >= 20
+    os.kill(again.pid, signal.SIGTERM)
+    assert again.wait().code == 128 + signal.SIGTERM
+    last = read_metrics(again.output / "metrics.jsonl")[-1]
+    assert {series_of(name).name for name in last if name != "step"} <= resumed.samples.keys()
+    assert not (again.output / "prometheus.json").exists()
+
+
+@pytest.mark.parametrize("program", ["dpo", "reward-model"])
+def test_what_the_dashboard_shows_of_preferences(program: str, tmp_path: Path, tiny_model: ModelFactory) -> None:
+    port, output = free_port(), tmp_path / "run"
+    argv = pairs_command(program, output, tiny_model(), *_ENDLESS, "--prometheus.port", str(port))[1:]
+    with _ended(shared_commands().start(program, output, argv)):
+        wanted = names_of_rows("Preferences and reward models")
+        if program == "reward-model":
+            wanted = {"holdfast_rewards_accuracies", "holdfast_rewards_margins", "holdfast_rewards_mean"}
+        found = scraped_when(port, lambda found: wanted <= found.samples.keys())
+        assert found.value("holdfast_run_info", program=program) == 1
+
+
+def test_two_runs_beside_each_other_and_a_third_that_asks_for_a_port_of_theirs(
+    start: Start, tmp_path: Path, tiny_model: ModelFactory, sft_data: Path
+) -> None:
+    first, second = start("first", "--prometheus.port", "0"), start("second", "--prometheus.port", "0")
+    ports = {run.output.name: _port_of(run) for run in (first, second)}
+    for name, port in ports.items():
+        found = scraped_when(port, lambda found: found.value("holdfast_trainer_step") >= 1)
+        assert {labels["run"] for samples in found.samples.values() for labels, _ in samples} == {name}
+    taken = run_sft(tmp_path / "third", tiny_model(weights=False), sft_data, "--prometheus.port", str(ports["first"]))
+    refused(taken, f"127.0.0.1:{ports['first']} is in use", "--prometheus.port")
+    assert not (tmp_path / "third").exists()
+    assert scrape(ports["first"]).value("holdfast_process_up", process="trainer") == 1
+
+
+def _port_of(run: Run) -> int:
+    """Return the port that a run was given, as its console says it."""
+    deadline = time.monotonic() + HANG_S
+    while (found := re.search(r"^Prometheus: http://127\.0\.0\.1:(\d+)/metrics$", run.log, re.M)) is None:
+        assert not run.has_ended and time.monotonic() < deadline, run.log
+        time.sleep(0.05)
+    return int(found[1])

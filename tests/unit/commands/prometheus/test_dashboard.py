@@ -1,0 +1,89 @@
+"""The dashboard and the examples of docs/prometheus.md ask for what exists. Real runs: tests/integration."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from itertools import combinations
+from pathlib import Path
+
+import yaml
+
+from holdfast.commands.prometheus.series import series_of
+from holdfast.inference.metrics import ServerMetrics
+from tests.conftest import ROOT
+from tests.pages.documentation import blocks
+from tests.pages.metrics import documented_names
+from tests.pages.series import dashboard, documented_series, expressions_by_row, names_in, names_of_rows
+
+_PAGE = ROOT / "docs" / "prometheus.md"
+_VLLM = re.compile(r'"(vllm:\w+)"')
+_ADDED = re.compile("_(total|bucket|sum|count)$")
+
+
+def _known() -> set[str]:
+    """Return the series of runs and of our inference servers."""
+    names = (name.replace("val/<metric>", "val/loss").replace("<environment>", "sort") for name in documented_names())
+    series = {series_of(re.sub("<(age|number|k)>", "1", name), {"sort"}).name for name in names}
+    of_servers = {sample.name for family in ServerMetrics().collect() for sample in family.samples}
+    return series | documented_series() | of_servers
+
+
+def _of_vllm() -> set[str]:
+    """Return the names in vLLM's source, as they are without what Prometheus adds."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    sources = (Path(spec.origin).parent / "v1").rglob("*.py")
+    return {name for source in sources for name in _VLLM.findall(source.read_text())}
+
+
+def test_every_expression_asks_for_something_that_is_there() -> None:
+    known, of_vllm, seen = _known(), _of_vllm(), 0
+    for row, expressions in expressions_by_row().items():
+        for expression in expressions:
+            names = names_in(expression)
+            seen += len(names)
+            assert names, expression
+            unknown = {name for name in names if name not in known and _ADDED.sub("", name) not in of_vllm}
+            assert not unknown, (row, expression)
+    assert seen > 50 and sum(name.startswith("vllm:") for name in names_of_rows("Inference")) > 5
+
+
+def test_the_dashboard_is_whole() -> None:
+    board = dashboard()
+    panels = board["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    for one, other in combinations([panel["gridPos"] for panel in panels], 2):
+        beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
+        assert beside or one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"], (one, other)
+    variables = {variable["name"] for variable in board["templating"]["list"]}
+    used = set(re.findall(r"\$\{?(\w+)", json.dumps([panels, board["annotations"]]))) - {"__all"}
+    assert used == variables == {"datasource", "run"}
+    queries = [board["templating"]["list"][1]["query"]["query"], board["annotations"]["list"][0]["expr"]]
+    assert all(names_in(query) <= _known() and names_in(query) for query in queries)
+
+
+def test_the_examples_for_prometheus_are_read_and_ask_for_what_is_there() -> None:
+    examples = [yaml.safe_load(block.text) for block in blocks(_PAGE) if block.language == "yaml"]
+    discovered, by_address, rules = examples
+    (job,) = discovered["scrape_configs"]
+    assert job.keys() == {"job_name", "scrape_interval", "file_sd_configs"}
+    assert job["file_sd_configs"][0]["files"] == ["outputs/*/prometheus.json"]
+    (job,) = by_address["scrape_configs"]
+    assert [entry["targets"] for entry in job["static_configs"]] == [["127.0.0.1:9464"], ["127.0.0.1:8000"]]
+    alerts = [rule for group in rules["groups"] for rule in group["rules"]]
+    assert len(alerts) == 4
+    for rule in alerts:
+        assert names_in(rule["expr"]) <= _known() and (names_in(rule["expr"]) or 'up{job="holdfast"}' in rule["expr"])
+
+
+def test_the_examples_of_names_are_what_they_say() -> None:
+    rows = re.findall(r"^\| `([^`]+)` \| `(\w+)(?:\{([^`]*)\})?` \|$", _PAGE.read_text(), re.MULTILINE)
+    assert len(rows) == 9
+    for pattern, name, labels in rows:
+        given = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        stands = {"number": given.get("engine", ""), **given}
+        metric = re.sub("<([a-z]+)>", lambda found, stands=stands: stands[found[1]], pattern)
+        series = series_of(metric, {"sort"})
+        assert (series.pattern, series.name, dict(series.labels)) == (pattern, name, given)
