@@ -29,6 +29,7 @@ _WITH_TRAINERS = [
     "test_documented_commands", "test_full_disk", "test_power_cut", "test_preemption", "test_plain_loop", "test_dpo",
     "test_reward_model_command", "test_resume_every_step", "test_sft_exact", "test_trainer_ranks", "test_remote_s3",
     "test_remote_run", "test_resume_from_elsewhere", "test_ckpt_export", "test_family_ranks", "test_sft_stop",
+    "test_misuse",
     "test_keep_best", "test_scale_benchmark", "test_storage", "test_damage", "test_refusals", "test_kill_padded",
     "test_moe_files", "test_installed", "test_journal_benchmark", "test_checkpoint_ranks", "test_scalar_ranks",
     "test_policy_metrics", "test_gpu_checks",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from holdfast.orchestrator.environments import find_class, find_environment, is_built_in, load_levels
+from holdfast.orchestrator.environments import find_class, find_environment, is_built_in, load_levels, require_methods
 from holdfast.orchestrator.environments.interface import Environment
 from holdfast.orchestrator.environments.tool_use import check_tools
 from holdfast.orchestrator.evaluation.online import check_evaluation
@@ -32,9 +32,10 @@ def check_environments(config: OrchestratorConfig) -> None:
         if is_built_in(section.id):
             built_in[section.label] = load_levels(section, key=key)[0]
         else:
-            find_class(section.id, key=key)
+            cls = find_class(section.id, key=key)
             for own_key, level in section.at_levels(key).items():
                 find_environment(level, key=own_key)
+            require_methods(cls, section.id, key=key)
     check_tools(built_in, config.environments, tokenizer_name=config.model.tokenizer_name)
     if config.eval is not None:
         check_evaluation(config)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.commands.environments.loading import load
 from holdfast.commands.environments.probe import Findings, Request, probe
 from holdfast.commands.tables import Grid, Report, working
-from holdfast.orchestrator.environments import load_environment
 from holdfast.shared.chat.files import load_tokenizer
 from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.process.child import LAUNCHER_ENV
@@ -77,10 +77,10 @@ def check(settings: EnvironmentConfig, *, num_tasks: int, seed: int, model: str 
 
 async def _ask_here(settings: EnvironmentConfig, request: Request) -> tuple[Findings, list[Way]]:
     """Ask in this process: one object twice, then a new one, the last task first."""
-    environment = load_environment(settings, key="environments[0]")
+    environment = load(settings)
     first = await probe(environment, request)
     again = Way("made again", await probe(environment, request))
-    new = load_environment(settings, key="environments[0]")
+    new = load(settings)
     backwards = await probe(new, msgspec.structs.replace(request, is_reversed=True))
     return first, [again, Way("made by a new object in another order", backwards)]
 

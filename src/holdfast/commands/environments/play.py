@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from holdfast.commands.environments.loading import load
 from holdfast.commands.environments.plain_chat import plain_tokenizer
 from holdfast.commands.tables import Grid, Report, number
 from holdfast.orchestrator.engines.routing import Affinity
-from holdfast.orchestrator.environments import load_environment
 from holdfast.orchestrator.environments.calls import result_of
 from holdfast.orchestrator.environments.interface import Score, Session, Task
 from holdfast.orchestrator.environments.tool_use import tool_metrics, tool_use_of
@@ -67,7 +67,7 @@ def play(
         EnvironmentFailure: the environment failed.
         InferenceError: the endpoint failed.
     """
-    environment = load_environment(settings, key="environments[0]")
+    environment = load(settings)
     problem = Problem(environment, settings, TaskSeed(seed, settings.label, index))
     if url is None:
         tokenizer = load_tokenizer(model) if model is not None else plain_tokenizer()

@@ -47,7 +47,10 @@ def step_of_run(run: Path, wanted: int | str) -> int:
     """
     run_dir = RunDir(run)
     if not run_dir.holds_run():
-        raise DataError(f"run = {run} is no run directory: it has no run.json (from {Path.cwd()})")
+        raise DataError(
+            f"run = {run} is no run directory: it has no run.json (from {Path.cwd()}). "
+            "Name the output directory of one."
+        )
     if wanted == "latest":
         if steps := run_dir.committed_steps():
             return steps[-1]

@@ -42,7 +42,7 @@ def check_servable(config: EvaluateConfig) -> None:
         require_vllm()
         if config.model is not None:
             check_model_path(config.model.name, key="model.name")
-            check_weights_path(config.model.name)
+            check_weights_path(config.model.name, needs_index=False)
         served = config.inference.model
         if config.seq_len > served.max_len:
             raise ConfigError(

@@ -2,8 +2,8 @@
 
 Models and data by their paths, what `rl`'s processes must agree on, and the code of the user: environments,
 losses and advantages are imported in a child process, so that the launcher stays light and free of their side
-effects. Not checked here: weights and tokenizers of hubs, rows behind the first one, and what a constructor of a
-user's environment does.
+effects. Not checked here: models and data of hubs, the rows of data, and what a constructor of a user's environment
+does.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from holdfast.shared.files.local_inputs import (
     check_cache_directory,
     check_data_path,
     check_model_path,
+    check_tokenizer_path,
     check_weights_path,
 )
 from holdfast.shared.process.child import LAUNCHER_ENV
@@ -37,7 +38,8 @@ def check_training(config: TrainingCommand) -> None:
     """Check models, data and functions of the user of one training program.
 
     Raises:
-        DataError: a local path is not there.
+        DataError: a local path is not there, or its files are not what they are taken for.
+        ReadError: one cannot be read.
         ConfigError: a function of the user cannot be loaded, or a setting is missing that `rl` would hand down.
     """
     check_model_path(config.model.name, key="model.name")
@@ -45,6 +47,8 @@ def check_training(config: TrainingCommand) -> None:
     if config.model.init == "pretrained" and not (ckpt and (ckpt.resume_step or ckpt.resume_dir or ckpt.weights_only)):
         check_weights_path(config.model.name)
     if isinstance(config, SupervisedCommand):
+        key = "model.tokenizer" if config.model.tokenizer else "model.name"
+        check_tokenizer_path(config.model.tokenizer_name, key=key)
         check_data_path(config.data.name, key="data.name")
         check_cache_directory(config.data.cache_dir, key="data.cache_dir")
     if isinstance(config, DpoConfig) and config.loss.reference_model:
@@ -105,6 +109,8 @@ def check_rl(config: RlConfig, *, starts_inference: bool) -> None:
     """
     if starts_inference:
         require_vllm()
+    model = config.orchestrator.model
+    check_tokenizer_path(model.tokenizer_name, key="model.tokenizer" if model.tokenizer else "model.name")
     check_training(config.trainer)
     check_orchestrator(config.orchestrator)
     seq_len, max_len = config.orchestrator.seq_len, config.inference.model.max_len

@@ -72,6 +72,8 @@ def prepare(
     if again:
         ckpt = ckpt.model_copy(update={"resume_step": "auto"})
     _refuse_contradictions(ckpt, clean=clean)
+    if ckpt.dir is None and not run_dir.path.exists() and ckpt.resume_step != "auto":
+        resolve_resume_step(run_dir, ckpt.resume_step, how=ckpt.verify)  # before the directory is made for its lock
     if not (dry_run or again or is_locked):  # then this process holds the lock
         # Before anything is looked at: another launcher could change it behind the look.
         run_dir.lock()

@@ -66,7 +66,9 @@ def resolve_resume_step(
 def _checked(run_dir: RunDir, wanted: int, steps: list[int], *, is_there: bool, how: Verification) -> int:
     """Return a step that was asked for by number, when it is there and intact."""
     if not is_there:
-        raise CheckpointError(f"ckpt.resume_step = {wanted} is not in {run_dir.checkpoints}: {_listing(steps)}.")
+        raise CheckpointError(
+            f"ckpt.resume_step = {wanted} is not in {run_dir.checkpoints}: {_listing(steps)}.{_nothing_there(steps)}"
+        )
     try:
         verify_checkpoint(run_dir.checkpoint(wanted), how=how, step=wanted)
     except CheckpointError as error:
@@ -81,3 +83,7 @@ def _checked(run_dir: RunDir, wanted: int, steps: list[int], *, is_there: bool, 
 
 def _listing(steps: list[int]) -> str:
     return f"committed steps: {', '.join(map(str, steps))}" if steps else "it has no committed checkpoint"
+
+
+def _nothing_there(steps: list[int]) -> str:
+    return "" if steps else " Leave --ckpt.resume-step out to start afresh, or correct --output-dir."

@@ -34,7 +34,10 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     run_dir = RunDir(arguments.run)
     if not run_dir.holds_run():
-        raise ConfigError(f"{arguments.run} is no run directory: it has no run.json (from {Path.cwd()})")
+        raise ConfigError(
+            f"{arguments.run} is no run directory: it has no run.json (from {Path.cwd()}). "
+            "Name the output directory of one."
+        )
     if (run_dir.path / "config" / "evaluate.toml").exists():
         raise ConfigError(f"{arguments.run} is of `evaluate`: it has no steps to send. `report` makes a page of it")
     config = _settings(run_dir, arguments.to)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, get_type_hints
 
@@ -135,8 +136,9 @@ def find_plugin(name: str, *, key: str) -> Plugin | None:
         )
     if not owners:
         allowed = [*BUILT_IN, *plugins]
+        hint = nearest(name, allowed) or (f" {_as_file(name)}" if _as_file(name) else "")
         raise ConfigError(
-            f"{key}.id: there is no environment '{name}'.{nearest(name, allowed)} "
+            f"{key}.id: there is no environment '{name}'.{hint} "
             f"Allowed: {', '.join(allowed)}, '{PREFIX}NAME', '{VERIFIERS}ID', or 'module:Class' for one of your own."
         )
     return plugins[name][0] if name in plugins else None
@@ -151,8 +153,18 @@ def _class_of(name: str, target: str, *, key: str, load: Callable[[str], ModuleT
         raise ConfigError(f"{key}.id: {error}") from None
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise EnvironmentFailure(f"environment '{name}': importing {module_name} failed: {error}") from error
-        raise ConfigError(f"{key}.id: '{name}': there is no module '{error.name}'. {absent}") from None
+            raise EnvironmentFailure(
+                f"environment '{name}': importing {module_name} failed: {error} ({place_of(error)}). Install what it "
+                "imports where the run is started, or correct the import."
+            ) from error
+        raise ConfigError(
+            f"{key}.id: '{name}': there is no module '{error.name}'. {_as_file(name) or absent}"
+        ) from None
+    except SyntaxError as error:
+        raise EnvironmentFailure(
+            f"environment '{name}': importing {module_name} failed: SyntaxError: {error.msg} "
+            f"({error.filename}:{error.lineno})"
+        ) from error
     except BaseException as error:
         raise EnvironmentFailure(
             f"environment '{name}': importing {module_name} failed: {type(error).__name__}: {printable(error)} "
@@ -165,11 +177,40 @@ def _class_of(name: str, target: str, *, key: str, load: Callable[[str], ModuleT
     }
     if class_name not in classes:
         there = f"Environments there: {', '.join(sorted(classes))}." if classes else "It defines no environment."
-        raise ConfigError(
-            f"{key}.id: '{name}': {module_name} has no environment '{class_name}'."
-            f"{nearest(class_name, classes)} {there}"
-        )
+        hint = nearest(class_name, classes)
+        if class_name in vars(module) and not hint:
+            hint = (
+                f" What it calls '{class_name}' is not derived from holdfast.Environment, with make_task and "
+                "score: `environments init NAME` begins one."
+            )
+        raise ConfigError(f"{key}.id: '{name}': {module_name} has no environment '{class_name}'.{hint} {there}")
     return classes[class_name]
+
+
+def require_methods(cls: type[Environment], name: str, *, key: str) -> None:
+    """Refuse a class without a method for what every environment is asked for, before anything is started.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    for method in ("make_task", "score"):
+        if getattr(cls, method) is getattr(Environment, method):
+            like = nearest(method, [one for one in vars(cls) if not one.startswith("_")])
+            raise ConfigError(
+                f"{key}.id: '{name}': {cls.__name__} has no method {method}, which every environment needs.{like} "
+                "`environments init NAME` begins one with both."
+            )
+
+
+def _as_file(name: str) -> str:
+    """Say how a file is named by its module; nothing for a name that is none of a file."""
+    path, _, class_name = name.partition(":")
+    if not path.endswith(".py"):
+        return ""
+    return (
+        "A file is named by its module, without .py, and its directory by PYTHONPATH: "
+        f"'{Path(path).stem}:{class_name or 'Class'}'."
+    )
 
 
 def _checked_args(cls: type[Environment], args: dict[str, Any], key: str) -> dict[str, Any]:

@@ -196,7 +196,10 @@ def _read_task(line: str, columns: _Columns, *, where: str) -> Task:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where} is not JSON: {error}") from None
+        raise DataError(
+            f"{where} is not JSON: {error.msg} at character {error.pos + 1}. Each line must be one whole object: mend "
+            "the line, or write the file anew."
+        ) from None
     if not isinstance(row, dict):
         raise DataError(
             f"{where} is {type(row).__name__}, expected an object with '{columns.prompt}' and '{columns.answer}'"

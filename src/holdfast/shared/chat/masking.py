@@ -129,7 +129,10 @@ def encode_chat(chat: Chat, tokenizer: Tokenizer, *, train_on: TrainOn = "all") 
         if message["role"] == "assistant" and number >= chat.first_trained
     ]
     if not turns:
-        raise DataError("there is no assistant message to train on")
+        roles = ", ".join(dict.fromkeys(f"`{message['role']}`" for message in messages)) or "none"
+        raise DataError(
+            f"there is no assistant message to train on: the roles are {roles}. Name that of the answers `assistant`."
+        )
     messages = tokenizer.forms(chat.tools).adapt(messages[: turns[-1] + 1])
     rendering = _Rendering(chat, messages, tokenizer, template)
     if train_on == "template":

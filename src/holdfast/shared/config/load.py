@@ -24,11 +24,13 @@ from pydantic import BaseModel, ValidationError
 from pydantic_settings import CliApp, CliSettingsSource, SettingsError
 
 from holdfast.shared.config.base import Command
+from holdfast.shared.config.flags import meant
 from holdfast.shared.errors import ConfigError, nearest
 
 C = TypeVar("C", bound=Command)
 
-_STRAY_WORDS = "unrecognized arguments:"  # argparse's own words
+_STRAY_WORDS, _NO_VALUE = "unrecognized arguments:", "expected one argument"  # argparse's own words
+_NO_JSON = re.compile(r'error parsing value for field "([\w.]+)"')  # pydantic's
 # No configuration is as long as this, and no message should be.
 _MOST_BYTES = 16 << 20
 _MOST_LINES = 20
@@ -107,7 +109,16 @@ def parse_command_line(command: type[C], argv: list[str], *, program: str) -> C:
             raise ConfigError(
                 f"unexpected '{_cut(words)}'. Settings are '--name value', files '@ file.toml'."
             ) from None
-        raise ConfigError(_cut(reason)) from None
+        if match := _NO_JSON.match(reason):
+            name = match[1]
+            there = [flag for key, flag in given.items() if key == name or key.startswith(f"{name}.")]
+            raise ConfigError(
+                f"a value of {' or '.join(there)} is no JSON. Sections and lists are given as JSON, by single settings "
+                f"(--{name.replace('_', '-')}.NAME VALUE), or by a file (--{name.replace('_', '-')} @ FILE.toml)."
+            ) from None
+        if reason.endswith(_NO_VALUE):
+            reason += ". A value that begins with '-' is written with '=', as in --output-dir=-name"
+        raise ConfigError(f"{_cut(reason)}.") from None
     except RecursionError:
         raise ConfigError(f"a value cannot be used: {_TOO_DEEP}") from None
 
@@ -155,7 +166,7 @@ def _check_flags(flags: list[str], source: CliSettingsSource[Any]) -> dict[str, 
             continue
         name = flag.split("=")[0]
         if name not in known:
-            raise ConfigError(f"unknown flag '{name}'.{nearest(name, known)} --help lists all flags.")
+            raise ConfigError(f"unknown flag '{name}'.{meant(name, known)} --help lists all flags.")
         given[name.removeprefix("--no-").removeprefix("--").replace("-", "_")] = name
     return given
 
@@ -175,6 +186,10 @@ def _describe(error: ValidationError, command: type[BaseModel], files: _Files, g
             value = finding["input"]
             shown = "" if isinstance(value, dict | BaseModel) else f", got {_shown(value)}"
             reason = finding["msg"].removeprefix("Value error, ").removeprefix("Input ")
+            if finding["type"] == "model_type":  # pydantic names classes here
+                reason = f"is a section: give its settings, as in --{key.replace('_', '-')}.NAME VALUE or [{key}]"
+                if any(isinstance(part, int) for part in location):
+                    reason = 'is an object of settings, {"NAME": VALUE, ...}'
             text = f"'{key}' {reason}{shown}" if key else reason
         lines.setdefault(key, []).append(text)
     shown = [f"{_origin(key, files, given)}{_joined(key, texts)}" for key, texts in lines.items()][:_MOST_LINES]

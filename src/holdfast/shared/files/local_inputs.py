@@ -1,17 +1,29 @@
 """Whether the models and data that a configuration names by a local path are there, before anything reads them.
 
-The launcher checks them before it starts a process, and whoever loads them checks again; hub ids pass.
+The launcher checks them before it starts a process, and whoever loads them checks again; hub ids pass. Of files it
+looks at what tells whether they are what they are taken for: first and last bytes, and the headers of weights.
 """
 
 from __future__ import annotations
 
+import json
 import os
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
-from holdfast.shared.errors import ConfigError, DataError
+from holdfast.shared.errors import ConfigError, DataError, ReadError
 
 _DATA_FILES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 _OTHER_FILES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst", ".xz", ".bz2")
+_TABLES = {".csv": "read_csv('{}')", ".tsv": "read_csv('{}', sep='\\t')"}
+_KINDS = {".jsonl": "JSON", ".json": "JSON", ".parquet": "Parquet", ".csv": "CSV", ".tsv": "CSV", ".txt": "text"}
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_NO_ROWS = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}  # nor are they to `datasets`
+_PARQUET, _GZIP, _UTF_16 = b"PAR1", b"\x1f\x8b", (b"\xff\xfe", b"\xfe\xff")
+_TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab*", "*.tiktoken", "tekken.json", "encoder.json", "spiece*")
+_COPY = "Copy it anew from where the model comes from."
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def check_model_path(name: str, *, key: str) -> None:
@@ -20,42 +32,217 @@ def check_model_path(name: str, *, key: str) -> None:
     Raises:
         DataError: there is no such directory, or it holds no model.
     """
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).is_dir()
-    if looks_local and not (Path(name) / "config.json").is_file():
-        what = "has no config.json" if Path(name).is_dir() else "is not a directory"
+    path = Path(name)
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or path.is_dir()
+    if not looks_local:
+        return
+    if not (path / "config.json").is_file():
+        what = "has no config.json" if path.is_dir() else "is not a directory"
+        raise DataError(f"{key} = '{name}' {what} (from {Path.cwd()}). {_what_to_give(path)}")
+    config = _read_object(path / "config.json", key=key)
+    if not isinstance(config.get("model_type"), str):
         raise DataError(
-            f"{key} = '{name}' {what} (from {Path.cwd()}). Give a directory with config.json, safetensors and "
-            "tokenizer, or a hub id such as Qwen/Qwen3-0.6B."
+            f"{key} = '{name}': its config.json names no model_type, such as \"qwen3\", so nothing says what kind of "
+            "model it is. Copy config.json anew from where the model comes from."
         )
 
 
-def check_weights_path(name: str) -> None:
-    """Refuse a local directory without weights, as `model.name`.
+def _what_to_give(path: Path) -> str:
+    """Say what to give instead of a path that is no model."""
+    if path.suffix == ".gguf" or (path.is_dir() and any(path.glob("*.gguf"))):
+        return "GGUF files cannot be trained or served here: give the directory with safetensors that they come from."
+    adapter = path / "adapter_config.json"
+    if adapter.is_file():
+        try:
+            base = _read_object(adapter, key="adapter").get("base_model_name_or_path")
+        except (DataError, ReadError):
+            base = None
+        return (
+            f"It holds an adapter{f' for {base}' if base else ''} and no model: give the model that the adapter is "
+            f"for, with `--model.lora --ckpt.weights-only {path}`; or merge the two (peft's merge_and_unload)."
+        )
+    home = "`~` is not replaced here: write the whole path. " if path.parts[:1] and path.parts[0][:1] == "~" else ""
+    return f"{home}Give a directory with config.json, safetensors and tokenizer, or a hub id such as Qwen/Qwen3-0.6B."
+
+
+def check_weights_path(name: str, *, needs_index: bool = True) -> None:
+    """Refuse a local directory without weights, or whose weights are not all there, as `model.name`.
+
+    Args:
+        needs_index: for transformers, which reads several files by their index; vLLM reads all that are there.
 
     Raises:
-        DataError: it has none that can be read.
+        DataError: it has none that can be read, or a file is missing, cut or something else.
+        ReadError: a file could not be read.
     """
-    if Path(name).is_dir() and not any(Path(name).glob("*.safetensors")):
+    path = Path(name)
+    if not path.is_dir():
+        return
+    if (path / _WEIGHTS).is_file():
+        files = [_WEIGHTS]
+    elif (path / _INDEX).is_file():
+        places = _read_object(path / _INDEX, key="model.name").get("weight_map")
+        files = sorted({str(file) for file in places.values()}) if isinstance(places, dict) else []
+        if lacking := [file for file in files if not (path / file).is_file()]:
+            raise DataError(
+                f"model.name = '{name}' lacks {len(lacking)} of the {len(files)} files that its {_INDEX} names: "
+                f"{_some(lacking)}. Copy what is missing from where the model comes from."
+            )
+    elif needs_index or not any(path.glob("*.safetensors")):
+        raise DataError(f"model.name = '{name}' {_no_weights(path)}")
+    else:
+        files = sorted(file.name for file in path.glob("*.safetensors"))
+    for file in files:
+        if wrong := _wrong_with_weights(path / file):
+            raise DataError(f"model.name = '{name}': {file} {wrong}")
+
+
+def _no_weights(path: Path) -> str:
+    """Say what a directory without weights that are read has in their place, and what to do."""
+    if there := sorted(file.name for file in path.glob("*.safetensors")):
+        return (
+            f"has neither {_WEIGHTS} nor {_INDEX}, which says what is in {_some(there)}. Copy what is missing from "
+            "where the model comes from."
+        )
+    if any(path.glob("*.gguf")):
+        return f"has no *.safetensors. {_what_to_give(path)}"
+    return (
+        "has no *.safetensors. Set model.init = random to train from scratch; weights in other files are converted by "
+        "`ckpt import`."
+    )
+
+
+def _wrong_with_weights(path: Path) -> str | None:
+    """Return what a file of safetensors is instead, by its header; None for one that is whole."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            beginning = file.read(8)
+            if beginning == b"version ":
+                return "is a pointer of Git LFS in the place of the weights: run `git lfs pull` there."
+            length = int.from_bytes(beginning, "little")
+            if size < 8 or size < 8 + length:
+                return f"is no safetensors file, or was cut: it has {size} bytes. {_COPY}"
+            header = json.loads(file.read(length))
+            wanted = 8 + length + max(one["data_offsets"][1] for one in header.values() if "data_offsets" in one)
+    except OSError as error:
+        raise ReadError.of(path, error) from error
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+        return f"is no safetensors file: its header cannot be read. {_COPY}"
+    return None if size >= wanted else f"was cut: it has {size} bytes, and its header says {wanted}. {_COPY}"
+
+
+def check_tokenizer_path(name: str, *, key: str) -> None:
+    """Refuse a local directory without any file of a tokenizer; hub ids pass.
+
+    Raises:
+        DataError: it has none.
+    """
+    path = Path(name)
+    if path.is_dir() and not any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES):
         raise DataError(
-            f"model.name = '{name}' has no *.safetensors. Set model.init = random to train from scratch; weights in "
-            "other files are converted by `ckpt import`."
+            f"{key} = '{name}' has no tokenizer (no tokenizer.json). Copy it from where the model comes from into that "
+            "directory, or name a directory that has one with --model.tokenizer."
         )
 
 
 def check_data_path(name: str, *, key: str) -> None:
-    """Refuse a local file or directory that is not there, or a file of another kind; names of a hub pass.
+    """Refuse a local file or directory that is not there, or whose files are of another kind; names of a hub pass.
 
     Raises:
         DataError: there is no such file or directory, or it cannot hold rows.
+        ReadError: it could not be read.
     """
     path = Path(name)
-    looks_local = name.startswith((".", "/", "~")) or name.endswith((*_DATA_FILES, *_OTHER_FILES))
+    lower = name.lower()
+    looks_local = name.startswith((".", "/", "~")) or lower.endswith((*_DATA_FILES, *_OTHER_FILES))
     if not path.exists() and (looks_local or name.count("/") != 1):
         raise DataError(f"{key} = '{name}': there is no such file or directory (from {Path.cwd()})")
-    if path.is_file() and not name.endswith(_DATA_FILES):
-        raise DataError(
-            f"{key} = '{name}': use a .jsonl, .json or .parquet file (JSON also as .gz), a directory or a hub id"
+    try:
+        if path.is_file() and not lower.endswith(_DATA_FILES):
+            raise DataError(
+                f"{key} = '{name}': use a .jsonl, .json or .parquet file (JSON also as .gz), a directory or a hub id."
+                f"{_conversion(path)}"
+            )
+        wrong = _wrong_with_file(path) if path.is_file() else _wrong_with_directory(path) if path.is_dir() else None
+    except OSError as error:
+        raise ReadError.of(path, error) from error
+    if wrong:
+        raise DataError(f"{key} = '{name}' {wrong}")
+
+
+def _conversion(path: Path) -> str:
+    """Say how a table of text becomes one that is read."""
+    reading = _TABLES.get(path.suffix.lower())
+    if reading is None:
+        return ""
+    target = path.with_suffix(".parquet")
+    return f" Convert it: python -c \"import pandas; pandas.{reading.format(path)}.to_parquet('{target}')\""
+
+
+def _wrong_with_file(path: Path) -> str | None:
+    """Return why a file cannot hold rows, by its first and last bytes; None where it may."""
+    suffix, size = path.suffix.lower(), path.stat().st_size
+    with path.open("rb") as file:
+        beginning = file.read(4)
+        file.seek(max(0, size - 4))
+        end = file.read()
+    if not size:
+        return "holds no rows: the file is empty. Write it anew, or name another."
+    if suffix == ".parquet" and not beginning == end == _PARQUET:
+        return "is no Parquet file, or was cut: those begin and end with PAR1. Write it anew, or mend its suffix."
+    if suffix == ".gz" and not beginning.startswith(_GZIP):
+        return "is not compressed by gzip, and its name ends in .gz: rename it, or compress it."
+    if beginning.startswith(_UTF_16):
+        return f"is in UTF-16, and UTF-8 is read. Convert it: iconv -f UTF-16 -t UTF-8 '{path}' > new.jsonl"
+    return None
+
+
+def _wrong_with_directory(path: Path) -> str | None:
+    """Return why the files of a directory cannot be read as rows; None where they may.
+
+    `datasets` reads those of one kind and leaves out the others without a word.
+    """
+    if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):  # by `save_to_disk`
+        return None
+    card = path / "README.md"
+    if card.is_file() and b"data_files:" in card.read_bytes():  # it says itself which files hold the rows
+        return None
+    kinds: Counter[str] = Counter()
+    for _, directories, files in os.walk(path):
+        directories[:] = [name for name in directories if not name.startswith((".", "__"))]
+        for name in files:
+            bare = Path(name.lower())
+            suffix = Path(bare.stem).suffix if bare.suffix in _COMPRESSED else bare.suffix
+            if suffix in _KINDS and name not in _NO_ROWS and not name.startswith("."):
+                kinds[_KINDS[suffix]] += 1
+    if len(kinds) > 1:
+        there = ", ".join(f"{number} of {kind}" for kind, number in sorted(kinds.items()))
+        return (
+            f"holds files of several kinds ({there}), of which only one would be read. Move those away that are no "
+            "rows, or give all rows one format."
         )
+    if not kinds.keys() <= {"JSON", "Parquet"} or not kinds:
+        there = f", but {kinds.total()} of {next(iter(kinds))}" if kinds else ""
+        return f"holds no .jsonl, .json or .parquet file{there}. Name a directory or a file with rows of these formats."
+    return None
+
+
+def _read_object(path: Path, *, key: str) -> dict[str, Any]:
+    """Return the JSON object that a file holds."""
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ReadError.of(path, error) from error
+    except ValueError as error:
+        raise DataError(f"{key}: {path} is not JSON: {error}. Copy it anew from where it comes from.") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{key}: {path} holds no JSON object. Copy it anew from where it comes from.")
+    return value
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
 
 
 def check_cache_directory(name: str | None, *, key: str) -> None:

@@ -77,7 +77,13 @@ class LineRows:
                     "of the line. Convert the file, as with `iconv -f LATIN1 -t UTF-8`."
                 ) from None
             except ValueError as error:
-                raise DataError(f"row {number} is not JSON: {error}") from None
+                what: object = error
+                if isinstance(error, json.JSONDecodeError):
+                    what = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
+                raise DataError(
+                    f"row {number} is not JSON: {what}. Each line must be one whole object, or the whole file a list "
+                    "of them, [{...}, ...]: mend the line, or remove it."
+                ) from None
             yield number, _checked(row, number)
 
 
@@ -136,7 +142,7 @@ def read_rows(name: str, *, split: str) -> Rows:
     """
     path = Path(name)
     check_data_path(name, key="data.name")
-    if path.is_file() and path.suffix != ".parquet":
+    if path.is_file() and path.suffix.lower() != ".parquet":
         rows = _read_json(path, name)
     else:
         rows = TableRows(_read_table(path, name, split))
@@ -156,7 +162,7 @@ def hub_fingerprint(name: str, *, split: str) -> str:
 
 def _read_json(path: Path, name: str) -> Rows:
     try:
-        if path.suffix == ".gz":
+        if path.suffix.lower() == ".gz":
             content = gzip.decompress(path.read_bytes())
         elif path.stat().st_size:
             with path.open("rb") as file:
@@ -181,6 +187,10 @@ def _read_table(path: Path, name: str, split: str) -> datasets.Dataset:
     datasets.disable_progress_bars()
     try:
         if path.is_file():
+            import pyarrow.parquet
+
+            if not pyarrow.parquet.read_metadata(path).num_rows:
+                raise DataError(f"data.name = '{name}' holds no rows")  # datasets: `BatchSize must be greater than 0`
             table: Any = datasets.load_dataset("parquet", data_files=str(path), split="train")
             return table
         if (path / "dataset_dict.json").is_file():

@@ -144,8 +144,14 @@ def _answered(row: Row, prompt: object, answer: object, *, columns: str) -> Exam
         if prompt and answer[: len(prompt)] == prompt:
             raise DataError("the answer begins with the messages of `prompt`, which would come twice: drop that column")
         return _chat(row, prompt + answer, first_trained=len(prompt))
-    kinds = " and ".join(type(value).__name__ for value in (prompt, answer))
+    kinds = " and ".join(_kind(value) for value in (prompt, answer))
     raise DataError(f"rows need {columns} (both text or both lists of messages), got {kinds}")
+
+
+def _kind(value: object) -> str:
+    """Return what a value is, in the words of JSON."""
+    kinds = {str: "text", list: "a list", dict: "an object", bool: "true or false", int: "a number", float: "a number"}
+    return "nothing" if value is None else kinds.get(type(value), type(value).__name__)
 
 
 def _from_completion(row: Row, _: Tokenizer) -> list[Example]:

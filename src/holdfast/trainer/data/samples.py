@@ -69,9 +69,9 @@ def fingerprint_samples(samples: Sequence[Sample]) -> str:
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a local directory or hub model."""
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # unset, it would ask at a terminal
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = str(error).strip().splitlines()[0].rstrip(" .:") + "."
         where = "" if Path(name).exists() else f" There is no directory of that name (from {Path.cwd()}), and:"
         raise DataError(
             f"model.tokenizer = '{name}': no tokenizer could be loaded.{where} {reason} Name a directory with a "

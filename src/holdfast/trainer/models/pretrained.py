@@ -9,6 +9,7 @@ import logging
 from typing import Any, Protocol, cast
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -53,9 +54,15 @@ def load_model_config(name: str) -> PreTrainedConfig:
         DataError: there is none, it contradicts itself, or its weights are quantised.
     """
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)  # unset, it would ask at a terminal
     except Exception as error:
         _log.debug("the model config was not loaded", exc_info=True)
+        if any(words in str(error) for words in ("trust_remote_code", "does not recognize this architecture")):
+            raise DataError(
+                f"model.name = '{name}': transformers {transformers.__version__} has no such kind of model (model_type "
+                "in its config.json), and code that a model brings along is not run. docs/models.md lists the kinds "
+                "that can be trained."
+            ) from error
         raise DataError(f"model.name = '{name}': no model config could be loaded. {one_line(error)}") from error
     if quantization := getattr(config, "quantization_config", None):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import pytest
 
 from holdfast.orchestrator.check_environments import check_environments
 from holdfast.orchestrator.environments import load_environment
-from holdfast.orchestrator.environments.interface import Environment, Message, TaskSeed
+from holdfast.orchestrator.environments.interface import Environment, Message, Score, Session, Task, TaskSeed
 from holdfast.orchestrator.environments.jsonl import Jsonl
 from holdfast.orchestrator.environments.reverse_text import ReverseText
 from holdfast.shared.config.environments import EnvironmentConfig
@@ -30,6 +31,12 @@ class NeedsWord(Environment):
         if word == "bad":
             raise RuntimeError("no such word")
         self.word = word * times
+
+    def make_task(self, seed: TaskSeed) -> Task:
+        return Task(prompt=self.word)
+
+    async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
+        return [Score(0.0) for _ in sessions]
 
 
 class Opaque:

@@ -175,7 +175,7 @@ def test_an_unknown_flag_names_the_nearest(flag: str, meant: str) -> None:
         ("max_steps = 'many'", "max_steps", '"many"', "integer"),
         ("max_steps = 0", "max_steps", "0", "greater than or equal to 1"),
         ("max_steps = 2.5", "max_steps", "2.5", "integer"),
-        ("optim = 3", "optim", "3", "OptimConfig"),
+        ("optim = 3", "optim", "3", "is a section: give its settings"),
         ("[optim]\nlr = -1.0", "optim.lr", "-1.0", "greater than 0"),
         ("[optim]\nbetas = [1, 2, 3]", "optim.betas", "[1, 2, 3]", "2"),
         ("[optim]\nschedule = 'cosin'", "optim.schedule", '"cosin"', "'cosine'"),

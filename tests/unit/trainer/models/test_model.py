@@ -324,9 +324,9 @@ def with_config(**fields: Any) -> Callable[[Path], object]:
     [
         (lambda path: (path / "config.json").unlink(), "no model config"),
         (lambda path: (path / "config.json").write_text("{"), "no model config"),
-        (lambda path: (path / "config.json").write_text('{"model_type": "no_such_kind"}'), "no model config"),
+        (lambda path: (path / "config.json").write_text('{"model_type": "no_such_kind"}'), "no such kind of model"),
         (lambda path: (path / "model.safetensors").unlink(), "model.init = random"),
-        (lambda path: (path / "model.safetensors").write_bytes(b"\0" * 64), "could not be loaded"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"\0" * 64), "its header cannot be read"),
         (without_a_tensor, "lack 1 tensors, such as model.layers.1.mlp.up_proj.weight"),
         (with_another_shape, "'model.norm.weight' has shape [7] in its files and [32] by its config.json"),
         (with_config(num_attention_heads=5), "has shape [32, 32] in its files and [32, 40] by its config.json"),

@@ -1,0 +1,300 @@
+"""Mistakes of somebody who sees the commands for the first time: each is one message that says what to do about it.
+
+Every case runs the real command in a process of its own. It must end with exit code 2, leave nothing behind, and say
+so before a model is loaded. What is a mistake in the words of a command alone is in the unit tests of that command.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from holdfast.shared.files.run_dir import RunDir
+from tests.conftest import ROOT, ModelFactory
+from tests.forking.commands import Run, shared_commands
+
+ROWS = [{"prompt": f"ab{number}=", "completion": f"{number}ba"} for number in range(12)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+QUICK_START = ("@", str(ROOT / "configs/reverse_text/rl.toml"))
+LOADING = ("importing torch", "loading vllm", "loading model")
+"""What processes say when they begin with what takes long."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One mistake.
+
+    Attributes:
+        name: what it is.
+        program: the command.
+        words: behind the command; `{here}` is the directory of the test, `{model}` a whole model, `{rows}` good data.
+        said: what the message must hold.
+        makes: prepares the directory of the test.
+        has_model: a copy of a good model lies in `{here}/mine`, before `makes` changes it.
+        in_trainer: only the trainer finds it, which is started, and trains nothing: what rows or configs hold.
+    """
+
+    name: str
+    program: str
+    words: tuple[str, ...]
+    said: tuple[str, ...]
+    makes: Callable[[Path], object] = lambda here: None
+    has_model: bool = False
+    in_trainer: bool = False
+
+
+def _sft(name: str, *words: str, said: tuple[str, ...], makes: Callable[[Path], object] = lambda here: None) -> Case:
+    return Case(name, "sft", ("--model.name", "{model}", "--data.name", "{rows}", *words), said, makes)
+
+
+def _data(name: str, file: str, content: str | bytes, *said: str, in_trainer: bool = False) -> Case:
+    """A file or directory of rows that cannot be trained on."""
+
+    def makes(here: Path) -> None:
+        (here / file).parent.mkdir(exist_ok=True)
+        (here / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    named = file.partition("/")[0]
+    words = ("--model.name", "{model}", "--data.name", f"{{here}}/{named}")
+    return Case(name, "sft", words, (named, *said), makes, in_trainer=in_trainer)
+
+
+def _model(
+    name: str, change: Callable[[Path], object], *said: str, program: str = "sft", in_trainer: bool = False
+) -> Case:
+    """A copy of a good model in which something is changed."""
+    data = ("--data.name", "{rows}") if program == "sft" else ()
+    return Case(
+        name,
+        program,
+        ("--model.name", "{here}/mine", *data),
+        ("/mine", *said),
+        change,
+        has_model=True,
+        in_trainer=in_trainer,
+    )
+
+
+def _environment(name: str, source: str, *said: str, identity: str = "mine:Mine") -> Case:
+    """A module of the user's with an environment that cannot be one."""
+    words = (*QUICK_START, "--model.name", "{model}", "--orchestrator.environments", json.dumps([{"id": identity}]))
+    return Case(name, "rl", words, said, lambda here: (here / "mine.py").write_text(source))
+
+
+def _changed(**fields: object) -> Callable[[Path], object]:
+    """Set fields of config.json; None removes one."""
+
+    def change(here: Path) -> None:
+        path = here / "mine/config.json"
+        config = json.loads(path.read_text()) | fields
+        path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+    return change
+
+
+def _without(*names: str, then: Callable[[Path], object] = lambda mine: None) -> Callable[[Path], object]:
+    """Remove files of the model, then do something else with its directory."""
+
+    def change(here: Path) -> None:
+        for name in names:
+            (here / "mine" / name).unlink()
+        then(here / "mine")
+
+    return change
+
+
+def _sharded(mine: Path) -> None:
+    """Leave the first of two files of weights."""
+    (mine / "model.safetensors").rename(mine / "model-00001-of-00002.safetensors")
+    places = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (mine / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def _cut(here: Path) -> None:
+    weights = here / "mine/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def _with_code(here: Path) -> None:
+    """A model that brings its own code along, which would leave a file."""
+    _changed(model_type="mine_own", auto_map={"AutoConfig": "configuration_mine.MineConfig"})(here)
+    (here / "mine/configuration_mine.py").write_text(f"open({str(here / 'ran')!r}, 'w')\n")
+
+
+def _adapter(mine: Path) -> None:
+    (mine / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen3-0.6B"}))
+
+
+def _empty_table(here: Path) -> None:
+    import pandas
+
+    pandas.DataFrame(ROWS[:0], columns=["prompt", "completion"]).to_parquet(here / "none.parquet")
+
+
+BASE = "from holdfast import Environment, Score, Task\n\n\nclass Mine(Environment):\n"
+CHAT = {"messages": [{"role": "user", "content": "ab"}, {"role": "bot", "content": "ba"}]}
+BAD_LINE = LINES.replace('"completion": "5ba"', '"completion": ')
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"
+
+FLAGS = [
+    _sft("a flag of TRL", "--learning_rate", "1e-5", said=("'--learning_rate'", "Did you mean '--optim.lr'?")),
+    _sft("a batch size of TRL", "--per_device_train_batch_size", "2", said=("'--data.micro-batch-size'",)),
+    _sft("epochs", "--num_train_epochs", "3", said=("'--num_train_epochs'", "'--max-steps'", "--help")),
+    Case("the end of a flag", "rl", ("--lr", "1"), ("'--lr'", "'--trainer.optim.lr'")),
+    _sft("a section that is switched on", "--ckpt", "true", said=("--ckpt", "section", "--ckpt.NAME VALUE")),
+    _sft("a file for a section", "--data", "x.jsonl", said=("--data", "no JSON", "--data.NAME VALUE", "@ FILE.toml")),
+    _sft("a name with a dash", "--output-dir", "-out", said=("--output-dir", "--output-dir=-name")),
+    Case("a word for a list", "rl", (*QUICK_START, "--orchestrator.environments", '["addition"]'),
+         ("orchestrator.environments.0", "an object of settings", "addition")),
+    Case("a list that is no JSON", "rl", (*QUICK_START, "--orchestrator.environments", "[{'id': 'addition'}]"),
+         ("--orchestrator.environments", "no JSON")),
+    _sft("a step that never was", "--ckpt.resume-step", "999", said=("999", "/run/checkpoints", "Leave --ckpt")),
+]  # fmt: skip
+DATA = [
+    _data("a table of text", "mine.csv", "prompt,completion\na,b\n", ".jsonl", "pandas.read_csv(", "mine.parquet"),
+    _data("a directory of texts", "texts/a.txt", "hello\n", "no .jsonl, .json or .parquet file", "1 of text"),
+    _data("an empty directory", "none/.hidden", "", "no .jsonl, .json or .parquet file", "Name a directory"),
+    _data("an empty file", "mine.jsonl", "", "holds no rows", "empty", "name another"),
+    _data("UTF-16", "mine.jsonl", LINES.encode("utf-16"), "UTF-16", "iconv -f UTF-16 -t UTF-8"),
+    _data("a table that was cut", "mine.parquet", b"PAR1" + bytes(90), "was cut", "PAR1", "Write it anew"),
+    _data("a suffix that is not true", "mine.jsonl.gz", LINES, "not compressed by gzip", "rename it"),
+    _data("a bad line in the middle", "mine.jsonl", BAD_LINE, "row 6 is not JSON", "at character", "mend the line",
+          in_trainer=True),
+    _data("a file over several lines", "mine.json", json.dumps({"rows": ROWS}, indent=1), "row 1 is not JSON",
+          "a list of them", in_trainer=True),
+    _data("other names of columns", "mine.jsonl", '{"question": "a", "answer": "b"}\n', "['answer', 'question']",
+          "`prompt` and `completion`", "Rename the columns", in_trainer=True),
+    _data("other names of roles", "mine.jsonl", json.dumps(CHAT), "row 1", "`user`, `bot`", "`assistant`",
+          in_trainer=True),
+    _data("a row that lacks a column", "mine.jsonl", LINES + '{"prompt": "a"}\n', "row 13", "got text and nothing",
+          in_trainer=True),
+    Case("files of two kinds", "sft", ("--model.name", "{model}", "--data.name", "{here}/both"),
+         ("both", "1 of CSV, 1 of JSON", "only one would be read", "one format"),
+         lambda here: [(here / "both").mkdir(), (here / "both/a.jsonl").write_text(LINES),
+                       (here / "both/b.csv").write_text("prompt,completion\n")]),
+    Case("a table without rows", "sft", ("--model.name", "{model}", "--data.name", "{here}/none.parquet"),
+         ("none.parquet", "holds no rows"), _empty_table, in_trainer=True),
+    Case("rows of sft for dpo", "dpo", ("--model.name", "{model}", "--data.name", "{rows}"),
+         ("rows.jsonl", "`chosen` and `rejected`", "Rename the columns"), in_trainer=True),
+]  # fmt: skip
+MODELS = [
+    _model("an adapter", _without("config.json", then=_adapter), "an adapter for Qwen/Qwen3-0.6B",
+           "--ckpt.weights-only"),
+    _model("GGUF beside a config", _without("model.safetensors", then=lambda mine: (mine / "m.gguf").touch()), "GGUF",
+           "safetensors"),
+    _model("a file that is missing", _without(then=_sharded), "lacks 1 of the 2", "model-00002-of-00002.safetensors",
+           "Copy what is missing"),
+    _model("a pointer of Git LFS", lambda here: (here / "mine/model.safetensors").write_text(LFS), "`git lfs pull`"),
+    _model("weights that were cut", _cut, "model.safetensors was cut", "bytes", "Copy it anew"),
+    _model("no tokenizer", _without("tokenizer.json", "tokenizer_config.json"), "no tokenizer.json",
+           "--model.tokenizer"),
+    _model("a config that is no JSON", lambda here: (here / "mine/config.json").write_text("{"), "config.json is not",
+           "Copy it anew"),
+    _model("a config that is a list", lambda here: (here / "mine/config.json").write_text("[]"), "no JSON object"),
+    _model("a config without a type", _changed(model_type=None), "model_type", "Copy config.json anew"),
+    _model("a kind that nobody knows", _changed(model_type="frobnicator"), "no such kind", "docs/models.md",
+           in_trainer=True),
+    _model("code of its own", _with_code, "not run", "docs/models.md", in_trainer=True),
+    _model("an adapter to serve", _without("config.json", then=_adapter), "an adapter", "merge", program="inference"),
+    Case("a file of llama.cpp", "sft", ("--model.name", "{here}/m.gguf", "--data.name", "{rows}"), ("m.gguf", "GGUF"),
+         lambda here: (here / "m.gguf").touch()),
+    Case("a home that nobody expanded", "sft", ("--model.name", "~/mine", "--data.name", "{rows}"),
+         ("'~/mine'", "`~` is not replaced", "whole path")),
+]  # fmt: skip
+ENVIRONMENTS = [
+    _environment("a function that scores", "def Mine(prompts, completions):\n    return [1.0]\n", "'Mine'",
+                 "holdfast.Environment", "`environments init"),
+    _environment("no score", f"{BASE}    def make_task(self, seed):\n        return Task('a')\n", "no method score"),
+    _environment("a method that is spelt otherwise", f"{BASE}    def make_tasks(self, seed):\n        return []\n",
+                 "no method make_task", "Did you mean 'make_tasks'?"),
+    _environment("an error of syntax", "class Mine(Environment)\n", "SyntaxError", "mine.py:1)"),
+    _environment("a library that is missing", "import no_such_library\n", "no_such_library", "mine.py:1)", "Install"),
+    _environment("the name of a file", BASE + "    pass\n", "without .py", "'mine:Mine'", identity="mine.py:Mine"),
+    _environment("the path of a file", BASE + "    pass\n", "without .py", "'mine:Class'", identity="/x/mine.py"),
+    Case("check of an error of syntax", "environments", ("check", "mine:Mine"), ("SyntaxError", "mine.py:1)"),
+         lambda here: (here / "mine.py").write_text("class Mine(Environment)\n")),
+]  # fmt: skip
+COMMANDS = [
+    Case("no tokenizer for rl", "rl", (*QUICK_START, "--model.name", "{here}/mine"), ("no tokenizer.json", "/mine"),
+         _without("tokenizer.json", "tokenizer_config.json"), has_model=True),
+    Case("questions in a table", "rl",
+         (*QUICK_START, "--model.name", "{model}", "--orchestrator.environments",
+          json.dumps([{"id": "jsonl", "args": {"path": "{here}/mine.csv"}}])),
+         ("mine.csv:1 is not JSON", "at character 1", "one whole object"),
+         lambda here: (here / "mine.csv").write_text("prompt,answer\na,b\n")),
+    _model("a pointer of Git LFS to evaluate", lambda here: (here / "mine/model.safetensors").write_text(LFS),
+           "`git lfs pull`", program="evaluate"),
+    Case("a word for an environment", "evaluate", ("--model.name", "{model}", "--environments", '["addition"]'),
+         ("environments.0", "an object of settings", "addition")),
+    Case("a run that is none to evaluate", "evaluate", ("--run", "{here}"), ("run.json", "Name the output directory")),
+    Case("data in the place of a run", "report", ("{rows}",), ("rows.jsonl", "no run.json", "output directory")),
+    Case("a flag of other commands", "monitor", ("--output-dir", "{here}"), ("--output-dir", "monitor --help")),
+    Case("nowhere to send to", "track", ("{here}",), ("has no run.json", "Name the output directory")),
+    Case("a tracker that is spelt otherwise", "track", ("{here}", "--to", "tensorbord"),
+         ("'tensorbord'", "Did you mean 'tensorboard'?"), lambda here: RunDir(here).create()),
+    Case("a run without trackers", "track", ("{here}",), ("no tracking in its settings", "--to tensorboard"),
+         lambda here: RunDir(here).create()),
+    Case("a flag of evaluate", "rollouts", ("show", "1", "--run", "{here}"), ("'--run'", "rollouts show --help")),
+    Case("a flag of report", "ckpt", ("ls", "--png", "{here}"), ("'--png'", "ckpt ls --help")),
+]  # fmt: skip
+CASES = [*FLAGS, *DATA, *MODELS, *ENVIRONMENTS, *COMMANDS]
+TRAINS = ("sft", "dpo", "rl", "inference", "evaluate")
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: ModelFactory) -> Path:
+    return tiny_model()
+
+
+def tree(directory: Path) -> dict[str, bytes]:
+    """Return what is below a directory: files with what they hold, and directories; not Python's own."""
+    paths = [path for path in sorted(directory.rglob("*")) if "__pycache__" not in path.parts]
+    return {str(path.relative_to(directory)): path.read_bytes() if path.is_file() else b"" for path in paths}
+
+
+def run_case(case: Case, here: Path, model: Path) -> Run:
+    """Make the mistake in that directory, and look at what is left behind."""
+    here.mkdir()
+    rows = here / "rows.jsonl"
+    rows.write_text(LINES)
+    if case.has_model:
+        shutil.copytree(model, here / "mine")
+    case.makes(here)
+    words = []
+    for word in case.words:
+        for name, path in (("{here}", here), ("{model}", model), ("{rows}", rows)):
+            word = word.replace(name, str(path))
+        words.append(word)
+    if case.program in TRAINS and "--output-dir" not in words:
+        words += ["--output-dir", str(here / "run")]
+    before = tree(here)
+    log, there = here.with_name("said"), f"import os; os.chdir({str(here)!r})"
+    run = shared_commands().start(case.program, here / "run", words, log=log, fault=there).wait()
+    after = tree(here)
+    if case.in_trainer:  # settings and log of the attempt: what the trainer made, or was about to make, is elsewhere
+        after = {name: what for name, what in after.items() if not re.match(r"run($|/(configs|logs|run\.))", name)}
+    assert after == before, after.keys() ^ before.keys()
+    return run
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name.replace(" ", "_") for case in CASES])
+def test_a_mistake_is_one_message_that_says_what_to_do(case: Case, tmp_path: Path, model: Path) -> None:
+    run = run_case(case, tmp_path / "with a blank, ä", model)
+    assert run.code == 2 and "Traceback" not in run.log, run.log
+    (message,) = re.findall(r"^error: .*", run.log, re.MULTILINE)
+    for part in case.said:
+        assert part in message, f"{part!r} is not in {message}"
+    is_of_rows = case.in_trainer and not case.has_model
+    too_early = LOADING if not case.in_trainer else LOADING[1:] if is_of_rows else LOADING[1:2]
+    assert not [line for line in run.log.splitlines() if any(words in line for words in too_early)], run.log
+
+
+def test_there_are_more_than_thirty_and_each_is_another() -> None:
+    assert len({(case.program, case.name) for case in CASES}) == len(CASES) > 30
+    assert len({(case.program, case.said) for case in CASES}) == len(CASES)

@@ -1,0 +1,160 @@
+"""What files of models and data are taken for, told by their names, their first and last bytes and their headers."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.shared.errors import DataError, ReadError
+from holdfast.shared.files.local_inputs import (
+    check_data_path,
+    check_model_path,
+    check_tokenizer_path,
+    check_weights_path,
+)
+from tests.runs.processes import in_a_child
+
+
+def weights_of(header: object, *, num_bytes: int = 0) -> bytes:
+    """Return a file of safetensors with that header and so many bytes behind it."""
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(num_bytes)
+
+
+ONE = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "__metadata__": {"format": "pt"}}
+
+
+def refusal(check: Callable[[], None]) -> str:
+    with pytest.raises(DataError) as caught:
+        check()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "it has 0 bytes"),
+        (struct.pack("<Q", 1 << 40), "or was cut: it has 8 bytes"),
+        (weights_of(ONE, num_bytes=7), "was cut: it has"),
+        (weights_of([1]), "its header cannot be read"),
+        (weights_of({}), "its header cannot be read"),
+        (weights_of({"a": 3}), "its header cannot be read"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "run `git lfs pull` there"),
+    ],
+)
+def test_weights_that_are_none_are_told_by_their_header(content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    message = refusal(lambda: check_weights_path(str(tmp_path)))
+    assert said in message and "model.safetensors" in message and str(tmp_path) in message
+
+
+def test_whole_weights_pass_in_one_file_or_in_several(tmp_path: Path) -> None:
+    check_weights_path("someone/model")
+    (tmp_path / "model.safetensors").write_bytes(weights_of(ONE, num_bytes=8))
+    check_weights_path(str(tmp_path))
+    (tmp_path / "model.safetensors").rename(tmp_path / "one.safetensors")
+    assert "which says what is in one.safetensors" in refusal(lambda: check_weights_path(str(tmp_path)))
+    check_weights_path(str(tmp_path), needs_index=False)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors"}}))
+    check_weights_path(str(tmp_path))
+    names = {str(number): f"{number}.safetensors" for number in range(5)}
+    index.write_text(json.dumps({"weight_map": names}))
+    said = refusal(lambda: check_weights_path(str(tmp_path)))
+    assert "lacks 5 of the 5 files" in said and "0.safetensors, 1.safetensors, 2.safetensors ..." in said
+    index.write_text("[]")
+    assert "holds no JSON object" in refusal(lambda: check_weights_path(str(tmp_path)))
+
+
+def test_an_adapter_is_named_with_its_base_where_it_says_one(tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter_config.json"
+    for content, said in (
+        ('{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}', "It holds an adapter for Qwen/Qwen3-0.6B and no model"),
+        ("{}", "It holds an adapter and no model"),
+        ("{", "It holds an adapter and no model"),
+    ):
+        adapter.write_text(content)
+        assert said in refusal(lambda: check_model_path(str(tmp_path), key="model.name"))
+
+
+def test_any_file_of_a_tokenizer_is_one(tmp_path: Path) -> None:
+    check_tokenizer_path("someone/model", key="model.name")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert "model.name = " in refusal(lambda: check_tokenizer_path(str(tmp_path), key="model.name"))
+    for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "qwen.tiktoken"):
+        (tmp_path / name).touch()
+        check_tokenizer_path(str(tmp_path), key="model.name")
+        (tmp_path / name).unlink()
+
+
+def test_kinds_of_files_of_data(tmp_path: Path) -> None:
+    def said(name: str, content: bytes = b"") -> str:
+        (tmp_path / name).write_bytes(content)
+        return refusal(lambda: check_data_path(str(tmp_path / name), key="data.name"))
+
+    assert "sep='\\t').to_parquet(" in said("rows.TSV")
+    assert said("rows.txt").endswith("a directory or a hub id.")
+    assert "UTF-16" in said("rows.jsonl", "{}".encode("utf-16-be").join([b"\xfe\xff", b""]))
+    assert "was cut" in said("rows.parquet", b"PAR1....PAR")
+    for name, content in (
+        ("ROWS.JSONL", b"{}"),
+        ("a.parquet", b"PAR1....PAR1"),
+        ("a.json.gz", b"\x1f\x8b"),
+        ("b.json", b"["),
+    ):
+        (tmp_path / name).write_bytes(content)
+        check_data_path(str(tmp_path / name), key="data.name")
+    check_data_path("someone/rows", key="data.name")
+
+
+def test_a_directory_of_data_has_files_of_one_kind(tmp_path: Path) -> None:
+    def check() -> None:
+        check_data_path(str(tmp_path), key="data.name")
+
+    (tmp_path / "deep").mkdir()
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache/b.csv").touch()
+    (tmp_path / "dataset_info.json").touch()
+    (tmp_path / "notes.md").touch()
+    assert "holds no .jsonl, .json or .parquet file. Name" in refusal(check)
+    (tmp_path / "deep/a.jsonl.zst").touch()
+    (tmp_path / "b.json").touch()
+    check()
+    (tmp_path / "c.parquet").touch()
+    assert "(2 of JSON, 1 of Parquet), of which only one would be read" in refusal(check)
+    (tmp_path / "README.md").write_text("---\nconfigs:\n- data_files: c.parquet\n---\n")
+    check()
+    (tmp_path / "README.md").write_text("Rows.")
+    (tmp_path / "state.json").touch()
+    check()
+
+
+def test_what_cannot_be_read_is_no_damage(tmp_path: Path) -> None:
+    """Permissions count for whoever is not root: this is seen by a process that is nobody."""
+    tmp_path.chmod(0o755)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "model.safetensors").write_bytes(weights_of(ONE, num_bytes=8))
+    (tmp_path / "rows.jsonl").write_text("{}")
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    for name in ("config.json", "model.safetensors", "rows.jsonl"):
+        (tmp_path / name).chmod(0)
+
+    def check() -> None:
+        os.fchdir(descriptor)  # its parents may not be entered
+        if os.getuid() == 0:
+            os.setuid(65534)
+        for call in (
+            lambda: check_model_path(".", key="model.name"),
+            lambda: check_weights_path("."),
+            lambda: check_data_path("./rows.jsonl", key="data.name"),
+        ):
+            with pytest.raises(ReadError, match="cannot be read: Permission denied"):
+                call()
+
+    assert os.waitstatus_to_exitcode(os.waitpid(in_a_child(check), 0)[1]) == 0
+    os.close(descriptor)
