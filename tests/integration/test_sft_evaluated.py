@@ -16,6 +16,7 @@ from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.forking.commands import Run, shared_commands
 from tests.runs.processes import HANG_S
+from tests.runs.trackers import TrackedDirectory
 
 MODEL = ROOT / "examples" / "reverse_text" / "model"
 DATA = ROOT / "examples" / "reverse_text" / "sft.jsonl"
@@ -38,7 +39,7 @@ def started(directory: Path, *flags: str, log: str = "first") -> Run:
 @pytest.mark.slow
 def test_every_due_step_is_evaluated_once_and_training_is_as_without(tmp_path: Path, ends: Callable[..., bool]) -> None:
     run_dir = RunDir(tmp_path / "run")
-    run = started(run_dir.path, *ASKS)
+    run = started(run_dir.path, *ASKS, "--tracking")
     # The command dies while the first step is evaluated, and takes everything along.
     deadline = time.monotonic() + HANG_S
     while not run_dir.evaluation(0).exists() and not run.has_ended:
@@ -47,8 +48,10 @@ def test_every_due_step_is_evaluated_once_and_training_is_as_without(tmp_path: P
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
     assert ends(run.pid), run.log
-    again = started(run_dir.path, *ASKS, "--ckpt.resume-step", "auto", log="second").wait(2 * HANG_S)
+    again = started(run_dir.path, *ASKS, "--tracking", "--ckpt.resume-step", "auto", log="second").wait(2 * HANG_S)
     assert again.code == 0, again.log
+    ((_, sent),) = TrackedDirectory.of(run_dir).steps("tensorboard", "eval/version").items()
+    assert sent == [(0, 0.0), (4, 4.0), (8, 8.0)]
     assert [step for step in range(9) if run_dir.is_evaluated(step)] == [0, 4, 8]
     for step in (0, 4, 8):
         assert again.log.count(f"evaluated  step {step} ") == 1, again.log

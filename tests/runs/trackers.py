@@ -9,8 +9,9 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from holdfast.commands.launcher.tracking import held_back
 from holdfast.shared.config.tracking import TrackingConfig
@@ -87,9 +88,32 @@ class TrackedDirectory:
         process.send_signal(signal.SIGTERM)
         assert process.wait(HANG_S) == 0, (self.run_dir.path / f"{tracker}.log").read_text()
 
-    def steps(self, tracker: str) -> Steps:
+    def steps(self, tracker: str, metric: str = "loss") -> Steps:
         """What a tracker has of the runs of this directory."""
-        return _READERS[tracker](self)
+        return _READERS[tracker](self, metric)
+
+    def tell(self, attempt: int, phase: str, *, step: int, process: str = "trainer") -> None:
+        """Append an event of a process."""
+        path = self.run_dir.logs(attempt) / "events.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a") as file:
+            file.write(json.dumps({"time": 100.0, "process": process, "phase": phase, "step": step}) + "\n")
+
+    def alerts(self, tracker: str) -> list[tuple[str, str]]:
+        """Title and text of the alerts that a tracker has, sorted."""
+        if tracker == "wandb":
+            records = [record.alert for _, record in _records(self) if record.HasField("alert")]
+            return sorted((one.title, one.text) for one in records)
+        program = (
+            "import json, sys; from trackio.sqlite_storage import SQLiteStorage as s; "
+            "print(json.dumps([[o['title'], o['text']] for o in s.get_alerts('tested') if sys.argv[1] in o['run']]))"
+        )
+        found = _of_trackio(self, program, self.run_dir.run_id())
+        return sorted((title, text) for title, text in found)
+
+    def summary(self) -> dict[str, float]:
+        """What W&B has that is of no step."""
+        return {item.key: json.loads(item.value_json) for _, record in _records(self) for item in record.summary.update}
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
@@ -100,33 +124,37 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def _in_tensorboard(run: TrackedDirectory) -> Steps:
+def _in_tensorboard(run: TrackedDirectory, metric: str) -> Steps:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found: Steps = {}
     for directory in sorted((run.run_dir.path / "tensorboard").iterdir()):
         accumulator = EventAccumulator(str(directory), size_guidance={"scalars": 0})
         accumulator.Reload()
-        found[directory.name] = [(event.step, event.value) for event in accumulator.Scalars("loss")]
+        found[directory.name] = [(event.step, event.value) for event in accumulator.Scalars(metric)]
     return found
 
 
-def _in_wandb(run: TrackedDirectory) -> Steps:
+def _records(run: TrackedDirectory) -> Iterator[tuple[Path, Any]]:
     from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
-    found: Steps = {}
     for path in sorted(run.run_dir.tracking.glob("wandb/offline-run-*/*.wandb")):
         for data in wandb_records(path):
-            record = Record.FromString(data)
-            if record.run.run_id:
-                found.setdefault(record.run.run_id, [])
-            if record.history.item:
-                values = {
-                    item.nested_key[0] if item.nested_key else item.key: json.loads(item.value_json)
-                    for item in record.history.item
-                }
-                if "loss" in values:
-                    found[next(reversed(found))].append((values["_step"], values["loss"]))
+            yield path, Record.FromString(data)
+
+
+def _in_wandb(run: TrackedDirectory, metric: str) -> Steps:
+    found: Steps = {}
+    for _, record in _records(run):
+        if record.run.run_id:
+            found.setdefault(record.run.run_id, [])
+        if record.history.item:
+            values = {
+                item.nested_key[0] if item.nested_key else item.key: json.loads(item.value_json)
+                for item in record.history.item
+            }
+            if metric in values:
+                found[next(reversed(found))].append((values["_step"], values[metric]))
     return found
 
 
@@ -147,7 +175,7 @@ def wandb_records(path: Path) -> list[bytes]:
     return records
 
 
-def _in_mlflow(run: TrackedDirectory) -> Steps:
+def _in_mlflow(run: TrackedDirectory, metric: str) -> Steps:
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri=run.environment["MLFLOW_TRACKING_URI"])
@@ -155,25 +183,29 @@ def _in_mlflow(run: TrackedDirectory) -> Steps:
     assert experiment is not None
     found: Steps = {}
     for one in client.search_runs([experiment.experiment_id]):
-        history = client.get_metric_history(one.info.run_id, "loss")
+        history = client.get_metric_history(one.info.run_id, metric)
         found[one.data.tags["holdfast.run_id"]] = sorted((metric.step, metric.value) for metric in history)
     own = run.run_dir.run_id()
     return {run_id: steps for run_id, steps in sorted(found.items()) if run_id.startswith(own)}
 
 
-def _in_trackio(run: TrackedDirectory) -> Steps:
-    program = (
-        "import json; from trackio.sqlite_storage import SQLiteStorage as s; p = 'tested'; "
-        "print(json.dumps({n: [(l['step'], l['loss']) for l in s.get_logs(p, n)] for n in s.get_runs(p)}))"
-    )
+def _of_trackio(run: TrackedDirectory, program: str, *argv: str) -> Any:
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program, *argv],
         env={**os.environ, **run.environment},
         capture_output=True,
         text=True,
         check=True,
     )
-    found: Mapping[str, list[tuple[int, float]]] = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _in_trackio(run: TrackedDirectory, metric: str) -> Steps:
+    program = (
+        "import json, sys; from trackio.sqlite_storage import SQLiteStorage as s; p, m = 'tested', sys.argv[1]; "
+        "print(json.dumps({n: [(l['step'], l[m]) for l in s.get_logs(p, n) if m in l] for n in s.get_runs(p)}))"
+    )
+    found: Mapping[str, list[tuple[int, float]]] = _of_trackio(run, program, metric)
     own = run.run_dir.run_id()
     return {
         name: [(step, loss) for step, loss in steps]
@@ -186,6 +218,6 @@ def _by_length(item: tuple[str, object]) -> int:
     return len(item[0])  # that of another way has a number behind it
 
 
-_READERS: dict[str, Callable[[TrackedDirectory], Steps]] = {
+_READERS: dict[str, Callable[[TrackedDirectory, str], Steps]] = {
     "tensorboard": _in_tensorboard, "wandb": _in_wandb, "mlflow": _in_mlflow, "trackio": _in_trackio,
 }  # fmt: skip

@@ -143,7 +143,7 @@ class Follower:
         """Find new attempts, leave those alone that nobody writes to any more, and look at the checkpoints."""
         self._looked = time.monotonic()
         self._watch.look()
-        new = set(_attempts(self._run_dir.path / "logs")) - self._seen
+        new = set(attempts_with_logs(self._run_dir)) - self._seen
         if not new:  # those that were there have been read once
             live = sorted(self._events)[-_LIVE_ATTEMPTS:]
             self._events = {number: self._events[number] for number in live}
@@ -155,9 +155,10 @@ class Follower:
         self._events[attempt] = Tail(self._run_dir.logs(attempt) / self._events_name, from_end=False)
 
 
-def _attempts(logs: Path) -> Iterator[int]:
+def attempts_with_logs(run_dir: RunDir) -> Iterator[int]:
+    """Yield the numbers of the attempts whose logs are there, in no order."""
     try:
-        names = [path.name for path in logs.iterdir()]
+        names = [path.name for path in (run_dir.path / "logs").iterdir()]
     except OSError:
         return
     for name in names:

@@ -18,6 +18,8 @@ class _State(msgspec.Struct):
     history: int = 1
     rewinds: int = 0
     step: int = 0
+    evaluated: list[int] = []
+    alarms: dict[str, int] = {}
 
 
 @dataclass
@@ -28,6 +30,8 @@ class Cursor:
         run_id: of the run that this is about.
         history: which of the ways that the run took is sent: 1, until it goes back behind what was sent.
         step: the last one that was sent and flushed.
+        evaluated: steps whose evaluations beside training were sent.
+        alarms: by attempt, how many of its alerts and warnings were sent.
     """
 
     path: Path
@@ -57,7 +61,7 @@ class Cursor:
             state = _State(run_id, rewinds=len(rewinds))
         if any(step < state.step for step in rewinds[state.rewinds :]):
             # No tracker takes back what it has: the new way begins a run of its own there, with the steps before.
-            state.history, state.step = len(rewinds) + 1, 0
+            state.history, state.step, state.evaluated = len(rewinds) + 1, 0, []
         state.rewinds = len(rewinds)
         return cls(path, state)
 
@@ -76,8 +80,22 @@ class Cursor:
         """See above."""
         return self._state.step
 
+    @property
+    def evaluated(self) -> list[int]:
+        """See above."""
+        return self._state.evaluated
+
+    @property
+    def alarms(self) -> dict[str, int]:
+        """See above."""
+        return self._state.alarms
+
+    def begin_anew(self) -> None:
+        """Know nothing as sent that is no step."""
+        self._state.evaluated, self._state.alarms = [], {}
+
     def write(self, step: int) -> None:
-        """Note that everything up to `step` is sent."""
+        """Note that everything up to `step` is sent, and what else was added to the attributes."""
         self._state.step = step
         durable.write_file(self.path, msgspec.json.encode(self._state))
 

@@ -20,7 +20,7 @@ from holdfast.shared.config.tracking import TrackingConfig
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.child import die_with_launcher, run_reporting_errors, set_up_logging
-from holdfast.shared.process.events import report
+from holdfast.shared.process.events import append
 
 _log = logging.getLogger("holdfast")
 _FIRST_RETRY_S, _LAST_RETRY_S = 5.0, 300.0
@@ -60,7 +60,9 @@ def send_until_told(run_dir: RunDir, name: str, config: TrackingConfig) -> int:
         except TrackerFailed as failure:
             _log.warning("%s", failure, exc_info=failure.__cause__)
             if not told:
-                report(f"WARNING: {failure}. It is tried again; training goes on")
+                # Of the attempt that goes on now: this process outlives that in which it began.
+                events = run_dir.newest_logs() / "events.jsonl"
+                append(events, name, f"WARNING: {failure}. It is tried again; training goes on")
                 told = True
             if was_over or end.is_over:
                 return failure.exit_code

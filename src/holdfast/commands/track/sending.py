@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from holdfast.commands.track.alarms import Alarms
 from holdfast.commands.track.cursor import Cursor
+from holdfast.commands.track.evaluations import Evaluations
 from holdfast.commands.track.lines import Lines
 from holdfast.commands.track.settings import settings_of_attempt
 from holdfast.commands.track.trackers import TrackedRun, Tracker, load_tracker
@@ -55,6 +57,10 @@ class Sending:
             # In this order: an attempt that begins in between is told by the next process.
             attempt = self._run_dir.next_attempt() - 1
             self.step = tracker.begin(self._tracked_run(attempt), after=self._cursor.step)
+            if tracker.begins_anew:
+                self._cursor.begin_anew()
+            self._evaluations = Evaluations(self._run_dir, attempt)
+            self._alarms = Alarms(self._run_dir, self._cursor.alarms, without=self._name)
             try:
                 self._follow(tracker, is_over, wait)
             finally:
@@ -68,22 +74,48 @@ class Sending:
         while True:
             over = is_over()  # before the look: what comes in between is seen by the next one
             steps = lines.new()
+            ended = self._evaluations.but(self._cursor.evaluated)
             before = self.step
+            more = self._send_alarms(tracker)
             for step, metrics in steps:
                 if step > self.step:  # else it is trained again after a restart: with the same result
                     tracker.log(step, metrics)
                     self.step = step
-            if self.step > before:
+                    more += self._send_evaluations(tracker, ended)
+            is_last = over and not steps
+            more += self._send_evaluations(tracker, ended, is_last=is_last)
+            if self.step > before or more:
                 tracker.flush()
-                self._note()
-            if over and not steps:
+                self._note(more)
+            if is_last:
                 return
             if not steps:
                 wait(LOOK_S)
 
-    def _note(self) -> None:
+    def _send_evaluations(
+        self, tracker: Tracker, ended: list[tuple[int, dict[str, float]]], *, is_last: bool = False
+    ) -> int:
+        """Send those that have ended, of steps that are sent, and take them off the list; return how many."""
+        taken = [
+            one for one in ended if one[0] <= self.step and tracker.log_evaluation(one[0], one[1], is_last=is_last)
+        ]
+        for one in taken:
+            ended.remove(one)
+            self._cursor.evaluated.append(one[0])
+        return len(taken)
+
+    def _send_alarms(self, tracker: Tracker) -> int:
+        """Send new alerts and warnings; return how many."""
+        number = 0
+        for attempt, alarm in self._alarms.new():
+            tracker.alert(alarm.kind, alarm.text, step=alarm.step)
+            self._cursor.alarms[attempt] = self._cursor.alarms.get(attempt, 0) + 1
+            number += 1
+        return number
+
+    def _note(self, more: int = 0) -> None:
         """Note how far the tracker has come."""
-        if self.step != self._cursor.step:
+        if self.step != self._cursor.step or more:
             self._cursor.write(self.step)
 
     def _tracked_run(self, attempt: int) -> TrackedRun:

@@ -79,9 +79,14 @@ class RemoteCheckpoints:
 
     def write_identity(self, run_dir: RunDir) -> None:
         """Keep what says who the run is, as it is now: small files, which another machine needs to be the same run."""
-        for path in (run_dir.path / "run.json", *sorted(run_dir.tracking.glob("*.json"))):
-            name = f"{RUN_DIR}/{path.relative_to(run_dir.path).as_posix()}"
-            data = _read(path)
+        files = {"run.json": _read(run_dir.path / "run.json")}
+        for path in sorted(run_dir.tracking.glob("*.json")):
+            try:
+                files[f"tracking/{path.name}"] = _read(path)
+            except ReadError as error:  # no step is less whole for that
+                _log.warning("not kept at %s: %s", self.url, error)
+        for place, data in files.items():
+            name = f"{RUN_DIR}/{place}"
             if self._store.read(name) != data:
                 self._store.write(name, data)
 

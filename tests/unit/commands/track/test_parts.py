@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
+from holdfast.commands.live.follow import Follower
+from holdfast.commands.track.alarms import Alarms
 from holdfast.commands.track.cursor import Cursor
+from holdfast.commands.track.evaluations import Evaluations
 from holdfast.commands.track.lines import Lines
 from holdfast.commands.track.main import main as track
 from holdfast.commands.track.sending import Sending, TrackerFailed
@@ -15,8 +20,10 @@ from holdfast.commands.track.settings import without_secrets
 from holdfast.commands.track.trackers import BUILT_IN, check_tracker
 from holdfast.shared.config.tracking import TrackingConfig
 from holdfast.shared.errors import ConfigError, RunDirError
+from holdfast.shared.process.events import EVENTS_ENV, PROCESS_ENV
 from tests.builders.broken_storage import unreadable
-from tests.runs.trackers import TrackedDirectory
+from tests.runs.trackers import HANG_S, TrackedDirectory, wait_until
+from tests.unit.commands.evaluate.test_plot import evaluated
 
 
 @pytest.fixture
@@ -104,3 +111,47 @@ def test_a_damaged_cursor_and_a_tracker_that_raises(run: TrackedDirectory, monke
     (run.run_dir.tracking / "mlflow.json").write_text("{")
     with pytest.raises(RunDirError, match="damaged"):
         Cursor.take(run.run_dir, "mlflow")
+
+
+def test_a_tracker_without_evaluations_and_alerts_is_not_asked_twice(run: TrackedDirectory) -> None:
+    name = "tests.runs.own_tracker:InFile"
+    run.train(1, 2)
+    evaluated(run.run_dir, 2)
+    evaluated(run.run_dir, 1)
+    (run.run_dir.evaluation(1) / "summary.json").write_text("{}")
+    run.tell(1, "ALERT: entropy fell", step=1)
+    Sending(run.run_dir, name, TrackingConfig(backends=[name])).send(lambda: True)
+    lines = (run.run_dir.path / "own.txt").read_text().splitlines()
+    assert lines[1:] == ["step 1 1.0", "step 2 2.0"]
+    noted = json.loads((run.run_dir.tracking / "tests_runs_own_tracker_InFile.json").read_bytes())
+    assert (noted["step"], noted["evaluated"], noted["alarms"]) == (2, [2], {"1 at 100.0": 1})
+    # On another machine, with this note from a store, attempts are counted anew.
+    sent = list(Alarms(run.run_dir, {"1 at 7.0": 5}, without=name).new())
+    assert [alarm.text for _, alarm in sent] == ["entropy fell"]
+    assert list(Alarms(run.run_dir, noted["alarms"], without=name).new()) == []
+
+
+def test_evaluations_of_rl_come_in_its_lines_alone(run: TrackedDirectory) -> None:
+    evaluated(run.run_dir, 2)
+    assert [step for step, _ in Evaluations(run.run_dir, 1).but([])] == [2]
+    (run.run_dir.configs(1) / "sft.toml").rename(run.run_dir.configs(1) / "trainer.toml")
+    assert Evaluations(run.run_dir, 1).but([]) == []
+
+
+def test_a_failure_is_a_warning_of_the_live_view(run: TrackedDirectory) -> None:
+    """Before, it was told as what the process does: not among the warnings, and gone with the next step."""
+    name = "tests.runs.own_tracker:OutOfOrder"
+    run.settings(2, "seed = 3\n")
+    events = run.run_dir.logs(2) / "events.jsonl"  # of the attempt that goes on, whichever it began in
+    events.parent.mkdir(parents=True)
+    began_in = run.run_dir.logs(1) / "events.jsonl"
+    run.environment |= {"TRACKER_FAILS": "raise", EVENTS_ENV: str(began_in), PROCESS_ENV: name}
+    process = run.start(name)
+    wait_until(lambda: events.exists() or process.poll() is not None)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(HANG_S) == 3
+    follower = Follower(run.run_dir)
+    follower.catch_up()
+    (alarm,) = follower.state.alarms
+    assert (alarm.kind, alarm.process) == ("warning", name) and "the service is away" in alarm.text
+    assert follower.state.phases == {}

@@ -425,6 +425,7 @@ class TestFetch:
         there.note_rewind(2)
         second = Cursor.take(there, "trackio")
         second.write(1)
+        (there.tracking / "unreadable.json").mkdir()
         write_checkpoint(there, 4, run_id="run")
         uploader = Uploader(RemoteCheckpoints(url), run_dir=there)
         uploader.submit(there.checkpoint(4), 4)

@@ -36,7 +36,13 @@ class TrackedRun:
 
 
 class Tracker(ABC):
-    """Takes the metrics of one run, of one step after the other. Everything is called by one thread of one process."""
+    """Takes the metrics of one run, of one step after the other. Everything is called by one thread of one process.
+
+    Attributes:
+        begins_anew: set by `begin`: nothing that was sent before is there, so evaluations and alerts come again, too.
+    """
+
+    begins_anew = False
 
     @abstractmethod
     def begin(self, run: TrackedRun, *, after: int) -> int:
@@ -53,6 +59,28 @@ class Tracker(ABC):
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of a step; those that are no numbers are left out."""
+
+    def log_evaluation(self, step: int, metrics: Mapping[str, float], *, is_last: bool) -> bool:
+        """Take what an evaluation beside training (`sft`, `dpo`) found of `step`; later steps may have been logged.
+
+        A tracker that does not define this gets none.
+
+        Args:
+            is_last: no further step comes: it will not be asked again.
+
+        Returns:
+            Whether it has it; else it is asked again, behind the next step.
+        """
+        return True
+
+    def alert(self, kind: str, text: str, *, step: int | None) -> None:
+        """Take an alert or a warning of the run. A tracker that does not define this gets none.
+
+        Args:
+            kind: `alert`: of the metrics; `warning`: anything else.
+            step: at which it was given, where that is known.
+        """
+        return
 
     @abstractmethod
     def flush(self) -> None:

@@ -87,6 +87,11 @@ class MLflow(Tracker):
         if len(self._metrics) >= _MOST_METRICS:
             self.flush()
 
+    def log_evaluation(self, step: int, metrics: Mapping[str, float], *, is_last: bool) -> bool:
+        """Log it at its step, whatever came since."""
+        self.log(step, metrics)
+        return True
+
     def flush(self) -> None:
         """Send what was kept."""
         for part in _parts(self._metrics, _MOST_METRICS):

@@ -28,8 +28,10 @@ class TensorBoard(Tracker):
     """
 
     def begin(self, run: TrackedRun, *, after: int) -> int:
-        """Begin a new file behind `after`."""
+        """Begin a new file behind `after`; the first one, where there is none: they stay on their machine."""
         directory = run.directory / "tensorboard" / f"history_{run.history}"
+        if not directory.exists():
+            after, self.begins_anew = 0, True
         durable.make_directory(directory)
         self._file = _new_file(directory)
         self._writer = RecordWriter(self._file)
@@ -52,6 +54,11 @@ class TensorBoard(Tracker):
     def _write(self, event: Event) -> None:
         event.wall_time = time.time()
         self._writer.write(event.SerializeToString())
+
+    def log_evaluation(self, step: int, metrics: Mapping[str, float], *, is_last: bool) -> bool:
+        """Log it at its step, whatever came since."""
+        self.log(step, metrics)
+        return True
 
     def flush(self) -> None:
         """Have it on the disk."""

@@ -14,6 +14,13 @@ class Trackio(Tracker):
 
     def begin(self, run: TrackedRun, *, after: int) -> int:
         """Begin or resume the run; its database says how far it has come."""
+        self._about = run
+        self._open()
+        # It writes behind our back, a batch of steps at a time: what was noted as sent may not be there.
+        return max(0, self._run._next_step - 1)
+
+    def _open(self) -> None:
+        run = self._about
         self._run = trackio.init(
             project=run.project,
             name=f"{run.name}-{run.id}",
@@ -24,15 +31,29 @@ class Trackio(Tracker):
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
-        # It writes behind our back, a batch of steps at a time: what was noted as sent may not be there.
-        return max(0, self._run._next_step - 1)
+        self._owes = False  # what is not asked for when a process begins
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Hand over the step."""
         self._run.log(dict(metrics), step=step)
 
+    def log_evaluation(self, step: int, metrics: Mapping[str, float], *, is_last: bool) -> bool:
+        """Hand it over at its step, whatever came since."""
+        self.log(step, metrics)
+        self._owes = True
+        return True
+
+    def alert(self, kind: str, text: str, *, step: int | None) -> None:
+        """Hand over an alert."""
+        level = trackio.AlertLevel.WARN if kind == "alert" else trackio.AlertLevel.INFO
+        self._run.alert(title=kind, text=text, level=level, step=step)
+        self._owes = True
+
     def flush(self) -> None:
-        """Do nothing: what has arrived is asked for when a process begins."""
+        """Have evaluations and alerts written, which only its end waits for. Steps are asked for when one begins."""
+        if self._owes:
+            self._run.finish()
+            self._open()
 
     def close(self) -> None:
         """Wait until everything is handed over."""

@@ -12,6 +12,9 @@ import wandb
 from holdfast.commands.track.trackers.interface import TrackedRun, Tracker
 from holdfast.shared.files import durable
 
+_MOST_CHARACTERS = 63
+"""Of a title: W&B wants less than 64."""
+
 
 class WandB(Tracker):
     """One run of W&B. Its own id is that of the run, so that it is resumed.
@@ -40,9 +43,12 @@ class WandB(Tracker):
                 x_disable_meta=True, x_disable_stats=True,
             ),
         )  # fmt: skip
+        self._row: int | None = None  # the step that was logged last
+        self._has_evaluation = False
         self._run.config.update({**run.settings, "attempt": run.attempt, "origin": run.origin}, allow_val_change=True)
         if not self._run.offline:
             return max(after if self._run.disabled else 0, self._run.step - 1)
+        self.begins_anew = True
         for old in directory.glob(f"wandb/offline-run-*-{run.id}"):
             if not Path(self._run.dir).is_relative_to(old):
                 shutil.rmtree(old)
@@ -51,6 +57,28 @@ class WandB(Tracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Hand over the step."""
         self._run.log(dict(metrics), step=step)
+        self._row, self._has_evaluation = step, False
+
+    def log_evaluation(self, step: int, metrics: Mapping[str, float], *, is_last: bool) -> bool:
+        """Add it to the row of the last step, with its own as `eval/version`: W&B takes nothing at an older step.
+
+        A row holds one. What is left when the run is over is in the summary.
+        """
+        if self._row is not None and not self._has_evaluation:
+            self._run.log(dict(metrics), step=self._row)
+            self._has_evaluation = True
+            return True
+        if is_last:
+            self._run.summary.update({f"{name}/step_{step}": value for name, value in metrics.items()})
+        return is_last
+
+    def alert(self, kind: str, text: str, *, step: int | None) -> None:
+        """Hand over an alert, which W&B passes on by mail or to Slack."""
+        where = self._run.name or self._run.id
+        title = f"{kind} in {where}" if step is None else f"{kind} in {where}, step {step}"
+        level = "WARN" if kind == "alert" else "INFO"
+        # Not 0, which it takes for a minute, in which alerts of the same title are dropped.
+        self._run.alert(title[:_MOST_CHARACTERS], text, level=level, wait_duration=0.001)
 
     def flush(self) -> None:
         """Do nothing: what has arrived is asked of the service when a process begins."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast.shared.files.run_dir import RunDir
-from tests.runs.trackers import BUILT_IN, TrackedDirectory
+from tests.runs.trackers import BUILT_IN, TrackedDirectory, wait_until
+from tests.unit.commands.evaluate.test_plot import evaluated
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -73,6 +77,66 @@ def test_another_way_is_a_run_of_its_own_with_the_steps_before(tracker: str, hom
     assert first == [(step, float(step)) for step in range(1, 9)]
     assert second == [*((step, float(step)) for step in range(1, 6)), (6, 6.5), (7, 7.5)]
     assert first_id != second_id and second_id.endswith("2")
+
+
+@pytest.mark.parametrize("tracker", _EACH)
+def test_evaluations_and_alerts_are_there_once_after_kills(tracker: str, home: Path, tmp_path: Path) -> None:
+    """Those of `sft`, which are made beside the training, and end when later steps are sent."""
+    run = TrackedDirectory(tmp_path / "run", home)
+    run.train(*range(1, 7))
+    evaluated(run.run_dir, 0)
+    evaluated(run.run_dir, 4)
+    evaluated(run.run_dir, 90)  # of a way that the run has left, or ahead of what is sent
+    (run.run_dir.evaluations / "step_5").mkdir()  # which goes on
+    run.tell(1, "ALERT: entropy fell", step=3)
+    run.tell(1, "training", step=3)
+    process = run.start(tracker)
+    wait_until(lambda: len(_cursor(run, tracker).get("evaluated", [])) == 2 or process.poll() is not None)
+    process.kill()
+    process.wait()
+    evaluated(run.run_dir, 6)
+    run.train(7, 8)
+    run.tell(1, "WARNING: a thing", step=6)
+    run.tell(1, f"WARNING: {tracker}: no network", step=6, process=tracker)
+    run.tell(2, "ALERT: entropy fell", step=7)
+    run.end(run.start(tracker), tracker)
+    process = run.start(tracker)
+    run.train(9)
+    run.wait_for(process, tracker, 9)
+    evaluated(run.run_dir, 8)
+    evaluated(run.run_dir, 9)
+    run.end(process, tracker)
+    ((_, steps),) = run.steps(tracker, "eval/version").items()
+    if tracker == "wandb":
+        assert steps == [(1, 0.0), (4, 4.0), (6, 6.0), (9, 8.0)], "at most one in a row"
+        assert run.summary()["eval/alone/avg@2/step_9"] == 0.5
+    else:
+        assert steps == [(step, float(step)) for step in (0, 4, 6, 8, 9)]
+    ((_, steps),) = run.steps(tracker).items()
+    assert steps == [(step, float(step)) for step in range(1, 10)]
+    assert _cursor(run, tracker)["alarms"] == {"1 at 100.0": 2, "2 at 100.0": 1}
+    if tracker == "trackio":
+        assert run.alerts(tracker) == [("alert", "entropy fell"), ("alert", "entropy fell"), ("warning", "a thing")]
+    if tracker == "wandb":
+        assert run.alerts(tracker) == [
+            ("alert in run, step 3", "entropy fell"), ("alert in run, step 7", "entropy fell"),
+            ("warning in run, step 6", "a thing"),
+        ]  # fmt: skip
+
+
+def _cursor(run: TrackedDirectory, tracker: str) -> dict[str, Any]:
+    path = run.run_dir.tracking / f"{tracker}.json"
+    return json.loads(path.read_bytes()) if path.exists() else {}
+
+
+def test_files_of_another_machine_are_begun_anew(home: Path, tmp_path: Path) -> None:
+    """With the note of what was sent from a store of checkpoints, and the lines behind the checkpoint."""
+    run = _begin(tmp_path, home, "tensorboard", 6)
+    shutil.rmtree(run.run_dir.path / "tensorboard")
+    run.run_dir.metrics.unlink()
+    run.train(5, 6, 7)
+    run.end(run.start("tensorboard"), "tensorboard")
+    assert run.steps("tensorboard") == {"history_1": [(5, 5.0), (6, 6.0), (7, 7.0)]}
 
 
 def test_clean_forgets_what_was_sent(home: Path, tmp_path: Path) -> None:
