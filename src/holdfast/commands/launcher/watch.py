@@ -20,16 +20,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from holdfast.commands.launcher.console import Console
-from holdfast.commands.launcher.endings import (
-    death_of,
-    end_of,
-    engine_failure_of,
-    how_it_ended,
-    profile_lines,
-    report_stop,
-)
+from holdfast.commands.launcher.deaths import Deaths
+from holdfast.commands.launcher.endings import end_of, how_it_ended, profile_lines, report_stop
 from holdfast.commands.launcher.hosts.cluster import is_trainer, wait_for_places
-from holdfast.commands.launcher.hosts.host import Process
 from holdfast.commands.launcher.hosts.local import THIS_MACHINE
 from holdfast.commands.launcher.liveness import PROBE_PERIOD_S, LivenessMonitor, place_of_beats
 from holdfast.commands.launcher.nodes import NodeGroup
@@ -42,7 +35,7 @@ from holdfast.commands.live.output import code_of_error, json_lines
 from holdfast.commands.prometheus.endpoint import Endpoint, Listener
 from holdfast.commands.resume.superseded import clear_unpublished
 from holdfast.shared.config.inference import is_engine
-from holdfast.shared.errors import STORAGE_FAILED, STUCK, HoldfastError, ProcessDied, is_storage_failure
+from holdfast.shared.errors import STORAGE_FAILED, HoldfastError, ProcessDied, is_storage_failure
 from holdfast.shared.process.child import make_output_lossy
 from holdfast.shared.process.events import EVENTS_ENV, PROCESS_ENV
 from holdfast.shared.process.heartbeat import HEALING_NAME, HEARTBEAT_ENV
@@ -113,7 +106,7 @@ class _Watcher:
         self._plan = plan
         self._supervisor = supervisor
         self._healing = healing
-        self._restarts = healing.restarts if healing else Restarts(0, 0.0)
+        self._deaths = Deaths(healing, supervisor, monitors)
         self._of_evaluation = Restarts(_MAX_EVALUATION_RESTARTS, _EVALUATION_WINDOW_S)
         self._storage_backoff = healing.storage_backoff if healing else StorageBackoff(0.0)
         self._run_dir = plan.attempt.run_dir
@@ -121,9 +114,6 @@ class _Watcher:
         self._monitors = monitors
         self._beats = beats
         self._group = group
-        self._ended_by_group = ""
-        self._killed: set[Process] = set()
-        self._stuck: dict[Process, str] = {}
         self._console = Console(
             self._run_dir,
             attempt=plan.attempt.number,
@@ -222,26 +212,8 @@ class _Watcher:
     def _refresh(self) -> None:
         self._look()
         self._follow_group()
-        if self._healing is None:
-            return
-        for child in self._supervisor.children:
-            monitor = self._monitors[child.name]
-            # First: asking is what listens, and `stuck` goes by what was heard.
-            silent_s = monitor.silent_s()
-            if child.process.poll() is not None or child.process in self._killed:
-                continue
-            if silent_s > self._healing.heartbeat_timeout_s:
-                self._console.say(f"{child.name} has shown no sign of life for {silent_s:.0f} s: killing it")
-            elif (stuck := monitor.stuck()) is not None:
-                who = f"{child.name} ({stuck.part})" if stuck.part else child.name
-                self._stuck[child.process] = f"{who} came no further in {stuck.doing}"
-                self._console.say(f"{who} has come no further for {stuck.seconds:.0f} s in {stuck.doing}: killing it")
-            else:
-                continue
-            # Before the kill: afterwards nobody can say where it hung.
-            child.process.show_stacks(monitor.pids(), child.log)
-            self._killed.add(child.process)  # once: where its storage hangs, it takes its time to end
-            self._supervisor.kill(child)
+        if self._healing is not None:
+            self._deaths.end_the_silent(self._console.say)
 
     def _look(self) -> None:
         """Show what is new, and see to those who are told of it."""
@@ -256,9 +228,9 @@ class _Watcher:
 
     def _follow_group(self) -> None:
         """Stop, or end the trainer, where another node makes us."""
-        if self._group is None or self._ended_by_group or (verdict := self._group.verdict()) is None:
+        if self._group is None or self._deaths.ended_by_group or (verdict := self._group.verdict()) is None:
             return
-        self._ended_by_group = verdict.reason
+        self._deaths.ended_by_group = verdict.reason
         if verdict.signal:
             self._supervisor.take_for_signaled(verdict.signal)
         elif (trainer := self._trainer()) is not None and trainer.process.poll() is None:
@@ -287,16 +259,16 @@ class _Watcher:
             self._supervisor.end(child)
             self._group.trainer_died(how_it_ended(child))
         if child.process.returncode == STORAGE_FAILED:
-            number = self._wait_for_storage(self._death_of(child))
+            number = self._wait_for_storage(self._deaths.error_of(child))
             if number is None:
                 self._console.note("starting again", restarted=child.name, reason="its storage failed")
-        elif (delay_s := self._restart_delay_s(child)) is not None:
+        elif (delay_s := self._deaths.restart_delay_s(child, step=self._console.last_step)) is not None:
             number = self._wait_to_restart(child, delay_s)
-        elif self._can_spare(child):
+        elif self._deaths.can_spare(child):
             return self._go_on_without(child)
         else:
             self._supervisor.stop()
-            raise self._death_of(child)
+            raise self._deaths.error_of(child)
         if number is not None:
             return number
         if (is_trainer(child.name) or child.process.loss is not None) and self._healing is not None:
@@ -389,56 +361,19 @@ class _Watcher:
         )
         return self._pause(delay_s)
 
-    def _restart_delay_s(self, child: Child) -> float | None:
-        """Return the seconds to wait before `child` is started again; None: it is not."""
-        step = self._console.last_step
-        comes_again = self._restarts.comes_again(child.name, engine_failure_of(child), step=step)
-        is_stuck = child.process in self._stuck or child.process.returncode == STUCK
-        if comes_again:
-            return None
-        return self._restarts.delay_s(child.name, self._code_of(child), stuck_at=step if is_stuck else None)
-
     def _wait_to_restart(self, child: Child, delay_s: float) -> int | None:
         """Wait out the delay before `child` is started again; return the number of a signal that came meanwhile."""
-        used, limit = self._restarts.used(child.name), self._restarts.limit
-        failure = engine_failure_of(child)
-        reason = f" ({failure.splitlines()[0]})" if failure else ""
-        how = "was ended for that" if self._ended_by_group else how_it_ended(child)
-        self._console.say(f"{child.name} {how}{reason}: starting it again (restart {used} of {limit})")
-        self._console.note("starting again", restarted=child.name, reason=f"{how}{reason}")
+        how, which = self._deaths.restart_of(child)
+        self._console.say(f"{child.name} {how}: starting it again (restart {which})")
+        self._console.note("starting again", restarted=child.name, reason=how)
         return self._pause(delay_s)
-
-    def _can_spare(self, child: Child) -> bool:
-        """Whether the run may go on without a dead child: an inference server, while another one lives or comes back.
-
-        What it told would end the others as well.
-        """
-        # Those that have died, too, and whose turn comes next: those that do not come back are no children any more.
-        others = [one for one in self._supervisor.children if is_engine(one.name) and one is not child]
-        return is_engine(child.name) and bool(others) and self._code_of(child) not in (2, 3)
 
     def _go_on_without(self, child: Child) -> Child | int | None:
         """Leave a dead process out until the next attempt; return what became of the run then."""
-        reason = str(self._death_of(child)).replace("\n", "\n  ")
+        reason = str(self._deaths.error_of(child)).replace("\n", "\n  ")
         self._console.say(f"WARNING: the run goes on without {child.name}, which is not started again. {reason}")
         self._supervisor.give_up(child)
         return self._until_storage_takes_it(lambda: self._supervisor.run(self._refresh))
-
-    def _code_of(self, child: Child) -> int:
-        """Return its exit code, and that of a crash for what is worth another try whatever it told."""
-        return 1 if self._died_starting_again(child) else child.process.returncode
-
-    def _died_starting_again(self, child: Child) -> bool:
-        """Whether it is a server that once was well and could not start again: of the memory or the port of the dead.
-
-        That it tells an error, which an earlier one would have told as well, does not mean that it comes again.
-        """
-        monitor = self._monitors[child.name]
-        return child.is_service and monitor.was_well and not monitor.is_well
-
-    def _death_of(self, child: Child) -> ProcessDied:
-        stuck = self._stuck.get(child.process) or self._ended_by_group or None
-        return death_of(child, stuck=stuck, restarts=self._restarts)
 
     def _signal_taken_by(self, child: Child) -> int | None:
         """Return the signal that a trainer saved for and ended by: a scheduler may signal ranks as well as us."""
