@@ -48,6 +48,9 @@ _RESERVED = (
     "worker-extension-cls", "logprobs-mode", "enable-chunked-prefill", "uds", "api-key", "generation-config",
 )  # fmt: skip
 
+_SWITCHES = ("disable-log-stats",)
+"""What vLLM has no `--no-` form of: false leaves them out."""
+
 
 def vllm_arguments(config: InferenceConfig, model_dir: Path, tokenizer_dir: Path, device: DeviceType) -> list[str]:
     """Return the command line of vLLM's server for `config`, in which nothing is left to the device any more.
@@ -96,7 +99,8 @@ def vllm_arguments(config: InferenceConfig, model_dir: Path, tokenizer_dir: Path
     if taken := sorted(given.keys() & set(_RESERVED)):
         raise ConfigError(f"engine.args.{taken[0]} cannot be set: the server sets it itself from its other settings.")
     # `given` last: what the user sets wins.
-    return [_flag(name, value) for name, value in (arguments | given).items() if value is not None]
+    wanted = {name: value for name, value in (arguments | given).items() if value is not None}
+    return [_flag(name, value) for name, value in wanted.items() if value is not False or name not in _SWITCHES]
 
 
 def _flag(name: str, value: object) -> str:
