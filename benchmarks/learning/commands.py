@@ -37,6 +37,12 @@ def environment_of(task: str) -> dict[str, Any]:
     return section
 
 
+def held_out_environment_of(task: str) -> dict[str, Any]:
+    """Return what evaluations play: the environment of the task, or one of its own where tasks are rows of a list."""
+    sections = recipe(task).get("eval", {}).get("environments")
+    return environment_of(task) if sections is None else sections[0]
+
+
 def free_port() -> int:
     """Return a port that nobody listens at now."""
     with socket.socket() as listener:

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.learning.commands import RECIPES, environment_of, free_port, recipe, run
+from benchmarks.learning.commands import RECIPES, free_port, held_out_environment_of, recipe, run
 from benchmarks.learning.results import Curve, Estimate, Run
 from holdfast import read_metrics
 
@@ -81,7 +81,7 @@ def _evaluate(task: str, weights: Path, folder: Path, num_tasks: int, *flags: ob
     summary = folder / "summary.json"
     if not summary.exists():
         orchestrator = recipe(task)["orchestrator"]
-        section = {name: value for name, value in environment_of(task).items() if name != "weight"}
+        section = {name: value for name, value in held_out_environment_of(task).items() if name != "weight"}
         run(
             "evaluate", "--model.name", weights, "--environments", json.dumps([section]), "--num-tasks", num_tasks,
             "--seq-len", orchestrator["seq_len"], "--sampling.max-tokens", orchestrator["sampling"]["max_tokens"],

@@ -1,7 +1,7 @@
 """The tasks, and demonstrations of them, made from the environments' own tasks.
 
 Demonstrations have a seed that no run has. They show what is asked for; how few of them are seen, and what they leave
-out (in `guess_number` everything but the form), is what reinforcement learning has to make good.
+out (in `guess_number` how to guess well), is what reinforcement learning has to make good.
 """
 
 from __future__ import annotations
@@ -37,21 +37,24 @@ class LearningTask:
         show: makes a demonstration of a task, the index-th: a row of `sft`.
         sft_steps: steps of `sft`, of 64 demonstrations each, before reinforcement learning begins.
         phrases_of: what of a task is one token each.
+        shown_by: the task whose demonstrations it is begun with; empty: its own.
     """
 
     show: Callable[[Task, int], Row]
     sft_steps: int
     phrases_of: Callable[[Task], Iterator[str]] = lambda _: iter(())
+    shown_by: str = ""
 
 
 def demonstrations(name: str, num: int) -> list[Row]:
     """Return `num` rows of `sft` for the task of this name."""
-    return [TASKS[name].show(task, index) for index, task in enumerate(itertools.islice(_tasks(name), num))]
+    tasks = _tasks(TASKS[name].shown_by or name)
+    return [TASKS[name].show(task, index) for index, task in enumerate(itertools.islice(tasks, num))]
 
 
 def phrases(name: str) -> list[str]:
     """Return what is one token each in the task of this name, in alphabetical order."""
-    tasks = itertools.islice(_tasks(name), _MANY)
+    tasks = itertools.islice(_tasks(TASKS[name].shown_by or name), _MANY)
     return sorted({phrase for task in tasks for phrase in TASKS[name].phrases_of(task)})
 
 
@@ -71,16 +74,21 @@ def _answered(task: Task, _: int) -> Row:
 
 
 def _guessed(task: Task, index: int) -> Row:
-    """Return a game of blind guesses: the form is right, and nothing is made of the hints."""
+    """Return a game of random guesses among those that the hints leave: nothing is bisected."""
     assert isinstance(task, Secret)
     args = environment_of("guess_number")["args"]
     draw = random.Random(index)
     messages = msgspec.to_builtins(task.prompt)
+    low, high = args["low"], args["high"]
     for turn in range(args["turns"]):
-        guess = draw.randint(args["low"], args["high"])
+        guess = draw.randint(low, high)
         messages.append({"role": "assistant", "content": str(guess)})
         if guess == task.number or turn == args["turns"] - 1:
             break
+        if guess < task.number:
+            low = guess + 1
+        else:
+            high = guess - 1
         messages.append({"role": "user", "content": "higher" if guess < task.number else "lower"})
     return {"messages": messages}
 
@@ -119,4 +127,5 @@ TASKS = {
     "ledger": LearningTask(_looked_up, sft_steps=40, phrases_of=_accounts),
     "python_code": LearningTask(_answered, sft_steps=14, phrases_of=_lines_of_code),
     "spell_backward": LearningTask(_answered, sft_steps=100),
+    "verifiers_sort": LearningTask(_answered, sft_steps=22, shown_by="sort_letters"),
 }

@@ -11,8 +11,6 @@ import pytest
 from tests.conftest import ROOT
 
 VERIFIERS_PYTHON = os.environ.get("HOLDFAST_VERIFIERS_PYTHON") or (sys.executable if find_spec("verifiers") else "")
-needs_verifiers = pytest.mark.skipif(
-    not VERIFIERS_PYTHON,
-    reason="needs an interpreter with verifiers 0.4, here or in HOLDFAST_VERIFIERS_PYTHON",
-)
+NO_VERIFIERS = "needs an interpreter with verifiers 0.4, here or in HOLDFAST_VERIFIERS_PYTHON"
+needs_verifiers = pytest.mark.skipif(not VERIFIERS_PYTHON, reason=NO_VERIFIERS)
 VERIFIERS_TASKS = ROOT / "tests" / "runs" / "verifiers_tasks"

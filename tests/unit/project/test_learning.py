@@ -21,6 +21,7 @@ from holdfast.shared.config.load import parse_command_line
 from tests.builders.policy_inputs import policy_input
 from tests.builders.scored_rollouts import scored_groups
 from tests.conftest import ROOT
+from tests.runs.interpreters import NO_VERIFIERS, VERIFIERS_PYTHON
 
 BENCHMARK = ROOT / "benchmarks" / "learning"
 
@@ -121,6 +122,11 @@ def test_recipes_can_be_used(
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     (tmp_path / "gsm8k_train.jsonl").write_text('{"prompt": "2+2", "answer": "4"}\n')
     (tmp_path / "gsm8k_test.jsonl").write_text('{"prompt": "2+3", "answer": "5"}\n')
+    if path.stem == "verifiers_sort":
+        if not VERIFIERS_PYTHON:
+            pytest.skip(NO_VERIFIERS)
+        (tmp_path / "verifiers-env").symlink_to(Path(VERIFIERS_PYTHON).parents[1])
+        monkeypatch.setenv("PYTHONPATH", str(BENCHMARK / "verifiers_tasks"))
     if path.stem in TASKS:
         _skip_without_its_extra(path.stem)
         make_base(tmp_path / "base", phrases(path.stem))

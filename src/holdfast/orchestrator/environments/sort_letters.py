@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import string
 from collections.abc import Sequence
 
@@ -10,17 +11,22 @@ from holdfast.orchestrator.environments.prompts import filled, require_placehold
 from holdfast.orchestrator.environments.scorers import lcs
 from holdfast.shared.errors import ConfigError
 
+_LETTERS = string.ascii_lowercase
+
 
 class SortLetters(Environment):
     """Reward: longest common subsequence with the sorted letters, as a share of the longer of the two."""
 
-    def __init__(self, min_length: int = 4, max_length: int = 10, prompt: str = "{letters}") -> None:
+    def __init__(
+        self, min_length: int = 4, max_length: int = 10, prompt: str = "{letters}", distinct: bool = False
+    ) -> None:
         """Check the arguments.
 
         Args:
             min_length: fewest letters of a word.
             max_length: most letters of a word.
             prompt: the user's message, with {letters} in it.
+            distinct: no letter stands twice in a word.
 
         Raises:
             ConfigError: they do not fit together.
@@ -30,15 +36,20 @@ class SortLetters(Environment):
                 f"sort_letters: min_length = {min_length}, max_length = {max_length}; "
                 "allowed is 1 <= min_length <= max_length"
             )
+        if distinct and max_length > len(_LETTERS):
+            raise ConfigError(
+                f"sort_letters: max_length = {max_length} with distinct = true; there are {len(_LETTERS)} letters"
+            )
         require_placeholders(prompt, ("letters",), environment="sort_letters")
         self._min_length = min_length
         self._max_length = max_length
         self._prompt = prompt
+        self._draw = random.Random.sample if distinct else random.Random.choices
 
     def make_task(self, seed: TaskSeed) -> Task:
-        """Return random letters, some of them twice, with their sorted sequence as the answer."""
-        random = seed.random()
-        letters = "".join(random.choices(string.ascii_lowercase, k=random.randint(self._min_length, self._max_length)))
+        """Return random letters with their sorted sequence as the answer."""
+        draw = seed.random()
+        letters = "".join(self._draw(draw, _LETTERS, k=draw.randint(self._min_length, self._max_length)))
         return Task(prompt=[Message("user", filled(self._prompt, letters=letters))], answer="".join(sorted(letters)))
 
     async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:

@@ -90,6 +90,7 @@ def test_no_answer_but_the_right_one_earns_all(name: str) -> None:
     ("name", "args", "said"),
     [
         ("sort_letters", {"min_length": 9, "max_length": 8}, "1 <= min_length <= max_length"),
+        ("sort_letters", {"max_length": 27, "distinct": True}, "max_length = 27 with distinct = true; there are 26"),
         ("sort_letters", {"prompt": "Sort!"}, r"leaves out {letters}"),
         ("addition", {"min_digits": 0}, "1 <= min_digits <= max_digits <= 4000"),
         ("addition", {"max_digits": 4001}, "1 <= min_digits <= max_digits <= 4000"),
@@ -122,6 +123,12 @@ def test_letters_are_asked_for_in_the_users_words_and_lengths_are_kept() -> None
 def test_letters_earn_by_their_order() -> None:
     task = Task(prompt="", answer="abcd")
     assert rewards(load("sort_letters"), task, "abcd", "abdc", "dcba", "abcde") == [1.0, 0.75, 0.25, 0.8]
+
+
+def test_letters_differ_where_that_is_asked_for() -> None:
+    plain, distinct = (tasks_of(load("sort_letters", max_length=26, distinct=one)) for one in (False, True))
+    assert any(len(set(task.answer)) < len(task.answer) for task in plain)
+    assert all(list(task.answer) == sorted(set(task.answer)) for task in distinct)
 
 
 def _terms(task: Task) -> tuple[int, int]:
