@@ -9,6 +9,7 @@ from pathlib import Path
 
 from holdfast.orchestrator.environments import load_environment
 from holdfast.orchestrator.environments.interface import Environment
+from holdfast.orchestrator.environments.verifiers_environments import PREFIX as VERIFIERS
 from holdfast.orchestrator.rollouts.workers import Workers
 from holdfast.orchestrator.seeds import TaskSeed
 from holdfast.shared.config.environments import EnvironmentConfig, EnvironmentSamplingConfig, SamplingConfig
@@ -198,8 +199,9 @@ def _are_the_same(one: EnvironmentConfig, other: EnvironmentConfig) -> bool:
 
 
 def _files(section: EnvironmentConfig) -> set[str]:
-    """Return the files that its arguments name, each in one spelling."""
-    texts = [value for value in section.args.values() if isinstance(value, str)]
+    """Return the files with tasks that its arguments name, each in one spelling."""
+    interpreter = "python" if section.id.startswith(VERIFIERS) else None
+    texts = [value for name, value in section.args.items() if isinstance(value, str) and name != interpreter]
     return {os.path.realpath(text) for text in texts if os.path.isfile(text)}  # noqa: PTH113 - whatever the text is
 
 

@@ -330,6 +330,18 @@ def test_an_environment_with_an_end_is_asked_once_and_not_where_training_asks(tm
         main.load_tasks(config, {})
 
 
+def test_rows_of_verifiers_may_be_divided_and_be_played_by_the_same_interpreter(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.touch()
+    held_out, trained = (
+        EnvironmentConfig(id="verifiers:words", args={"python": str(python), "select": {key: {"idx": ["0:2"]}}})
+        for key in ("include", "exclude")
+    )
+    refuse_training_tasks({"verifiers:words": 2}, [held_out], [trained], key="environments")
+    with pytest.raises(ConfigError, match="nothing of it is held out"):
+        refuse_training_tasks({"verifiers:words": 2}, [held_out], [held_out], key="environments")
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
