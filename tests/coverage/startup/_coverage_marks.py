@@ -24,8 +24,14 @@ def _open(folder: Path) -> dict[str, tuple[int, int, str]]:
     import mmap
 
     global marks
+    # The map keeps a descriptor; that of a stream which is closed is not for it.
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    while taken[-1] < 3:
+        taken.append(os.open(os.devnull, os.O_RDONLY))
     with (folder / "marks").open("r+b") as file:
         marks = mmap.mmap(file.fileno(), 0)
+    for descriptor in taken:
+        os.close(descriptor)
     return json.loads((folder / "index.json").read_bytes())["loaded"]
 
 

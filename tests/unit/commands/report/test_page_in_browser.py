@@ -75,7 +75,7 @@ def test_the_page_draws_every_chart_and_runs_nothing_of_the_run(run_command: Run
     assert shown.count('class="main-svg"') >= num_charts
     assert "data-hit" not in re.sub(r"<script.*?</script>", "", shown, flags=re.S)
     assert "<img src" not in shown and "&lt;img src=x" in shown
-    assert "ALERT: &lt;/script&gt;" in shown and "note = '&lt;/script&gt;" in shown
+    assert "ALERT: &lt;/script&gt;" in shown and 'note = "&lt;/script&gt;' in shown
 
 
 def test_a_page_that_did_not_escape_would_be_noticed(tmp_path: Path) -> None:

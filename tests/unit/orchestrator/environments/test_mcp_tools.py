@@ -277,7 +277,7 @@ def test_settings_of_servers_come_back_from_a_file(tmp_path: Path) -> None:
 def test_the_extra_is_named_where_it_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
     _, tokenizer = tokenizer_of("hermes")
-    with pytest.raises(ConfigError, match=r"mcp_servers.s0 needs mcp, .* `uv sync --extra mcp`"):
+    with pytest.raises(ConfigError, match=r"mcp_servers.s0 needs the extra .mcp., .* `uv sync --extra mcp`"):
         tool_use_of(Asks(), settings_of(STDIO), tokenizer)
 
 
