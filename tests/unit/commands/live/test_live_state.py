@@ -86,6 +86,13 @@ def test_a_tail_from_the_end_notices_a_replacement_before_its_first_look(tmp_pat
     assert [line["step"] for line in tail] == [1, 2]
 
 
+def test_lines_of_a_follower_may_have_nan_and_are_passed_over_where_they_are_no_json(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    deep = "[" * 100_000
+    path.write_text(f'{{"step": 1, "loss": NaN}}\n{deep}\n[NaN, {deep}\n{{"step": \n{{"step": 2}}\n')
+    assert [line["step"] for line in Tail(path, from_end=False)] == [1, 2]
+
+
 def test_steps_that_a_resume_took_back_are_forgotten(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     write_steps(run_dir.metrics, 1, 2, 3, 4)
