@@ -197,8 +197,11 @@ def _typed_turn() -> str:
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     lines: list[str] = []
     try:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise KeyboardInterrupt  # it came a moment before
         while True:
-            line = input("> ")
+            line = _typed_line()
             if not line.endswith("\\"):
                 return "\n".join([*lines, line]).encode(errors="replace").decode()
             lines.append(line[:-1])
@@ -208,6 +211,16 @@ def _typed_turn() -> str:
         raise ConfigError(f"the input is not {sys.stdin.encoding}: {error.reason}") from None
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+def _typed_line() -> str:
+    if sys.stdin.isatty():
+        return input("> ")
+    # input() would drop a Ctrl-C that comes while it flushes the prompt, and wait.
+    print("> ", end="", flush=True)
+    if not (line := sys.stdin.readline()):
+        raise EOFError
+    return line.removesuffix("\n")
 
 
 async def _play_endpoint(problem: Problem, table: _Table, *, url: str, model: str, seed: int, max_tokens: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import os
 import signal
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import Message, Task
+from holdfast.commands.environments import play
 from holdfast.commands.environments.fingerprint import canonical, parts_of
 from holdfast.orchestrator.environments import BUILT_IN
 from holdfast.shared.config import RlConfig
@@ -375,6 +378,29 @@ def test_ctrl_c_ends_the_play_at_once(environments: Command, tmp_path: Path) -> 
     child.send_signal(signal.SIGINT)
     _, err = child.communicate()
     assert child.returncode == 128 + signal.SIGINT and err == b""
+
+
+def test_ctrl_c_beside_the_prompt_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(io.StringIO):
+        def flush(self) -> None:
+            raise KeyboardInterrupt
+
+    async def at_the_prompt() -> None:
+        with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+            context.setattr("sys.stdout", Interrupted())
+            play._typed_turn()
+
+    async def a_moment_before() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()  # as asyncio's own handler does
+        play._typed_turn()
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("a line\n"))
+    asyncio.run(at_the_prompt())
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(a_moment_before())
+    assert sys.stdin.read() == "a line\n" and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_an_endpoint_plays(environments: Command) -> None:
