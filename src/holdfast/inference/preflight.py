@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from holdfast.shared.config.base import ModelConfig
 from holdfast.shared.config.inference import ServerConfig
 from holdfast.shared.config.urls import is_loopback
 from holdfast.shared.errors import ConfigError, DataError
+from holdfast.shared.files.model_length import check_max_len
 from holdfast.shared.files.weights_digest import weights_files
 from holdfast.shared.wire.admin_token import read_admin_token
 
@@ -40,12 +42,15 @@ def check(config: InferenceConfig) -> Preflight:
     """Check everything that can be checked without vLLM.
 
     Raises:
-        ConfigError: the address or the admin token is at fault.
+        ConfigError: the address or the admin token is at fault, or the model takes no sessions as long as asked for.
         DataError: the model directory is at fault.
     """
     admin_token = required_token(config.server)
-    sock = bind(config.server)
-    model_dir, tokenizer_dir = resolve_model(config)
+    with contextlib.ExitStack() as unless_all_is_well:
+        sock = unless_all_is_well.enter_context(bind(config.server))
+        model_dir, tokenizer_dir = resolve_model(config)
+        check_max_len(config, model_dir, key="inference.model")
+        unless_all_is_well.pop_all()
     return Preflight(sock=sock, admin_token=admin_token, model_dir=model_dir, tokenizer_dir=tokenizer_dir)
 
 

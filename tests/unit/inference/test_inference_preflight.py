@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from holdfast.inference.main import _read_arguments as read_arguments
-from holdfast.inference.preflight import bind, required_token, resolve_model
+from holdfast.inference.preflight import bind, check, required_token, resolve_model
 from holdfast.orchestrator.engines.http import HttpTransport
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.config.inference import ServerConfig
 from holdfast.shared.config.orchestrator import ClientConfig
 from holdfast.shared.config.urls import is_loopback
 from holdfast.shared.errors import ConfigError, DataError
+from tests.runs.ports import free_port
 
 
 def _server(**fields: str | int) -> ServerConfig:
@@ -133,3 +134,13 @@ def test_configurations_that_are_none_of_the_inference_server(tmp_path: Path) ->
     ):
         with pytest.raises(ConfigError, match=re.compile(said, re.DOTALL)):
             read_arguments(arguments)
+
+
+def test_sessions_that_the_model_has_no_positions_for_are_refused_before_vllm_is_imported() -> None:
+    def config(max_len: int) -> InferenceConfig:
+        model = {"name": "examples/reverse_text/model", "max_len": max_len}
+        return InferenceConfig.model_validate({"model": model, "server": {"port": free_port()}})
+
+    check(config(2048)).sock.close()
+    with pytest.raises(ConfigError, match=r"inference\.model\.max_len = 2049 is more than the 2048 positions"):
+        check(config(2049))

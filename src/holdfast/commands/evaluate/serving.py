@@ -22,6 +22,7 @@ from holdfast.shared.config.load import to_toml
 from holdfast.shared.errors import ConfigError, RunDirError
 from holdfast.shared.files import durable
 from holdfast.shared.files.local_inputs import check_model_path, check_weights_path
+from holdfast.shared.files.model_length import check_max_len
 from holdfast.shared.files.run_dir import JUDGEMENTS_NAME, SUMMARY_NAME, RunDir
 from holdfast.shared.process.events import EVENTS_ENV, PROCESS_ENV, append
 from holdfast.shared.process.gpus import find_gpus, require_vllm
@@ -53,6 +54,8 @@ def check_servable(config: EvaluateConfig) -> None:
             raise ConfigError(
                 f"inference.engines = {config.inference.engines}: an evaluation has one server; leave it out"
             )
+        if config.model is not None:
+            check_max_len(config.inference, config.model.name, key="inference.model")
     check_in_child("holdfast.orchestrator.evaluation.check", config)
 
 

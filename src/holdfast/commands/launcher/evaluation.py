@@ -14,6 +14,7 @@ from holdfast.commands.resume.attempt import Attempt, write_config
 from holdfast.shared.config.base import ModelConfig
 from holdfast.shared.config.trainer import NOT_ON_NODES, EvaluatedCommand, TrainingCommand
 from holdfast.shared.errors import ConfigError
+from holdfast.shared.files.model_length import check_max_len
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.gpus import Gpu, require_vllm
 from holdfast.shared.process.import_path import module_command
@@ -30,6 +31,7 @@ def check_evaluations(config: TrainingCommand) -> None:
     if config.parallel.nodes > 1:  # by an outer launcher
         raise ConfigError(NOT_ON_NODES)
     require_vllm()
+    check_max_len(config.eval.inference, config.model.name, key="eval.inference.model")
     for section in config.eval.environments:
         for value in section.args.values():
             if isinstance(value, str) and _is_part(value, of=config.data.name):

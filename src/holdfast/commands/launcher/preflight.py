@@ -28,6 +28,7 @@ from holdfast.shared.files.local_inputs import (
     check_tokenizer_path,
     check_weights_path,
 )
+from holdfast.shared.files.model_length import check_max_len
 from holdfast.shared.process.child import LAUNCHER_ENV
 from holdfast.shared.process.gpus import require_vllm
 from holdfast.shared.process.import_path import module_command
@@ -89,7 +90,8 @@ def check_inference(config: InferenceConfig) -> None:
 
     Raises:
         DataError: it is not.
-        ConfigError: vLLM is not installed, the admin token is none, or several servers are asked for.
+        ConfigError: vLLM is not installed, the admin token is none, several servers are asked for, or sessions longer
+            than the model takes.
     """
     if config.engines > 1:
         raise ConfigError(
@@ -98,6 +100,7 @@ def check_inference(config: InferenceConfig) -> None:
         )
     read_admin_token(config.server.admin_token_env)
     check_model_path(config.model.name, key="model.name")
+    check_max_len(config, config.model.name, key="model")
     require_vllm()
 
 
@@ -119,6 +122,8 @@ def check_rl(config: RlConfig, *, starts_inference: bool) -> None:
             f"orchestrator.seq_len = {seq_len} is more than inference.model.max_len = {max_len}, the longest session "
             "that the inference server takes. Lower seq_len or raise max_len."
         )
+    if starts_inference:
+        check_max_len(config.inference, config.inference.model.name, key="inference.model")
 
 
 def check_in_child(module: str, config: BaseModel) -> None:

@@ -53,6 +53,11 @@ def test_a_dry_run_says_what_would_be_evaluated(run_command: RunCommand, tmp_pat
         ((), "evaluate takes one policy"),
         (("--model.name", "./nowhere"), "model.name = './nowhere' is not a directory"),
         (("--model.name", MODEL, "--seq-len", "64", "--inference.model.max-len", "32"), "max_len = 32"),
+        (
+            ("--model.name", MODEL, "--inference.model.max-len", "4096"),
+            "more than the 2048 positions that the model has",
+        ),
+        (("--model.name", MODEL, "--seq-len", "4096"), "inference.model.max_len = 4096 is more than the 2048"),
         (("--model.name", MODEL, "--inference.engines", "2"), "inference.engines = 2: an evaluation has one server"),
         (("--model.name", MODEL, "--environments", '[{"id": "revers_text"}]'), "Did you mean 'reverse_text'"),
         (("--run", "nowhere"), "run = nowhere is no run directory"),
