@@ -25,6 +25,7 @@ from pydantic_settings import CliApp, CliSettingsSource, SettingsError
 
 from holdfast.shared.config.base import Command
 from holdfast.shared.config.flags import meant
+from holdfast.shared.config.misplaced import Part, misplaced
 from holdfast.shared.errors import ConfigError, nearest
 
 C = TypeVar("C", bound=Command)
@@ -42,13 +43,15 @@ _CREDENTIALS = re.compile(r"//[^/\s\"']*@")
 
 @dataclass
 class _Files:
-    """The merged content of the TOML files, and which file each dotted key came from."""
+    """The merged content of the TOML files, which file each dotted key came from, and what each was given to."""
 
     data: dict[str, Any] = field(default_factory=dict)
     origin: dict[str, str] = field(default_factory=dict)
+    parts: list[Part] = field(default_factory=list)
 
     def add(self, path: str, section: tuple[str, ...] = (), *, shown: str) -> None:
         content: Any = _read(path, shown)
+        self.parts.append(Part(path, ".".join(section), tuple(content)))
         for name in reversed(section):
             content = {name: content}
         try:
@@ -172,7 +175,9 @@ def _check_flags(flags: list[str], source: CliSettingsSource[Any]) -> dict[str, 
 
 
 def _describe(error: ValidationError, command: type[BaseModel], files: _Files, given: dict[str, str]) -> str:
-    """Turn pydantic's findings into one line per key."""
+    """Turn pydantic's findings into one line per key, or into one for each file of another section."""
+    if elsewhere := misplaced(files.parts, command.model_fields, _keys_of_sections(command)):
+        return "\n       ".join(elsewhere)
     lines: dict[str, list[str]] = {}
     for finding in error.errors():
         location, model = _resolve(finding["loc"], command)
@@ -196,6 +201,11 @@ def _describe(error: ValidationError, command: type[BaseModel], files: _Files, g
     if len(lines) > len(shown):
         shown.append(f"and {len(lines) - len(shown)} more like these")
     return "\n       ".join(shown)
+
+
+def _keys_of_sections(command: type[BaseModel]) -> dict[str, set[str]]:
+    models = {name: _model_in(info.annotation) for name, info in command.model_fields.items()}
+    return {name: set(model.model_fields) for name, model in models.items() if model is not None}
 
 
 def _joined(key: str, texts: list[str]) -> str:

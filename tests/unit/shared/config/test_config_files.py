@@ -309,3 +309,34 @@ def test_many_mistakes_are_not_all_listed(write: Write) -> None:
     path = write("many.toml", "".join(f"unknown_{number} = 1\n" for number in range(10_000)))
     message = refused("@", path)
     assert "and 9980 more like these" in message and len(message) < 10_000
+
+
+TRAINER = "advantage = 'grpo'\nmax_steps = 4\n[loss]\ntype = 'grpo'\n[optim]\nlr = 1e-4\n"
+ORCHESTRATOR = (
+    "problems_per_step = 4\nmax_steps = 4\n[sampling]\nmax_tokens = 8\n[[environments]]\nid = 'reverse_text'\n"
+)
+
+
+def test_files_of_trainer_and_orchestrator_that_were_swapped_are_told_as_such(write: Write) -> None:
+    trainer, orchestrator = write("trainer.toml", TRAINER), write("orchestrator.toml", ORCHESTRATOR)
+    assert rl("--trainer", "@", trainer, "--orchestrator", "@", orchestrator).orchestrator.problems_per_step == 4
+    said = refused("--trainer", "@", orchestrator, "--orchestrator", "@", trainer, command=RlConfig)
+    assert said.splitlines() == [
+        f"{orchestrator} looks like a file for the section orchestrator: problems_per_step, sampling "
+        f"belong there. It was given as '--trainer @ {orchestrator}': give it as '--orchestrator @ {orchestrator}'.",
+        f"       {trainer} looks like a file for the section trainer: advantage, loss, optim belong there. It was "
+        f"given as '--orchestrator @ {trainer}': give it as '--trainer @ {trainer}'.",
+    ]
+    said = refused("@", orchestrator, "--trainer", "@", trainer, command=RlConfig)
+    assert said.splitlines() == [
+        f"{orchestrator} looks like a file for the section orchestrator: problems_per_step, sampling, environments "
+        f"belong there. It was given as '@ {orchestrator}': give it as '--orchestrator @ {orchestrator}'."
+    ]
+
+
+def test_one_key_of_another_section_makes_no_file_of_it(write: Write) -> None:
+    trainer = write("trainer.toml", f"seq_len = 64\n{TRAINER}")
+    assert "unknown key 'trainer.seq_len'" in refused("--trainer", "@", trainer, command=RlConfig)
+    orchestrator = write("one.toml", "group_size = 4\n")
+    said = refused("--trainer", "@", orchestrator, command=RlConfig)
+    assert "the section orchestrator: group_size belongs there" in said
