@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from rich.console import Console, RenderableType
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -93,10 +94,10 @@ class Report:
 
 
 @contextmanager
-def working(what: str) -> Iterator[None]:
-    """Show on a terminal's stderr that something takes its time."""
-    with Console(stderr=True, highlight=False).status(what):
-        yield
+def working(what: str) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal's stderr that something takes its time; yield what tells how far it has come."""
+    with Console(stderr=True, highlight=False).status(what) as status:
+        yield lambda where: status.update(f"{what}: {escape(where)}")
 
 
 def size(num_bytes: float) -> str:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ _MOST_LINES = 4
 _HASH_SEEDS = ("1", "2", "3", "4")
 """Of the processes that are asked. Two elements of a set stand in one order or the other: a single process would see
 in half of all cases that a task depends on it."""
+_WAYS_HERE = 3
 CHECKS = ("tasks", "prompts", "template", "sessions", "scores")
 
 
@@ -55,9 +56,10 @@ def check(settings: EnvironmentConfig, *, num_tasks: int, seed: int, model: str 
     request = Request(
         settings.model_dump_json(), num_tasks, min(num_tasks, _MOST_PLAYED), seed=seed, seq_len=seq_len, model=model
     )
-    with working("asking the environment"), contextlib.redirect_stdout(sys.stderr):
-        first, others = asyncio.run(_ask_here(settings, request))
-        others += _ask_elsewhere(request)
+    with working("asking the environment") as tell, contextlib.redirect_stdout(sys.stderr):
+        progress = _Progress(tell, _WAYS_HERE + len(_hash_seeds()))
+        first, others = asyncio.run(_ask_here(settings, request, progress))
+        others += _ask_elsewhere(request, progress)
     problems: dict[str, list[str]] = {name: [] for name in CHECKS}
     for way in [Way("", first), *others]:
         for name, failures in way.found.failures.items():
@@ -75,21 +77,53 @@ def check(settings: EnvironmentConfig, *, num_tasks: int, seed: int, model: str 
     return _report(settings, request, first, problems)
 
 
-async def _ask_here(settings: EnvironmentConfig, request: Request) -> tuple[Findings, list[Way]]:
+@dataclass
+class _Progress:
+    """Tells a person which way of asking is on, and at which task it is.
+
+    Attributes:
+        tell: shows a line.
+        num_ways: there are.
+    """
+
+    tell: Callable[[str], None]
+    num_ways: int
+    _way: str = ""
+    _number: int = 0
+
+    def begin(self, way: str) -> None:
+        """The next way is on."""
+        self._number += 1
+        self._way = f"{self._number} of {self.num_ways}, {way}"
+        self.tell(self._way)
+
+    def at(self, task: str) -> None:
+        """It is at a task."""
+        self.tell(f"{self._way}, {task}")
+
+
+async def _ask_here(settings: EnvironmentConfig, request: Request, progress: _Progress) -> tuple[Findings, list[Way]]:
     """Ask in this process: one object twice, then a new one, the last task first."""
     environment = load(settings)
-    first = await probe(environment, request)
-    again = Way("made again", await probe(environment, request))
+    progress.begin("for the first time")
+    first = await probe(environment, request, progress.at)
+    progress.begin("again")
+    again = Way("made again", await probe(environment, request, progress.at))
     new = load(settings)
-    backwards = await probe(new, msgspec.structs.replace(request, is_reversed=True))
+    progress.begin("a new object, in another order")
+    backwards = await probe(new, msgspec.structs.replace(request, is_reversed=True), progress.at)
     return first, [again, Way("made by a new object in another order", backwards)]
 
 
-def _ask_elsewhere(request: Request) -> list[Way]:
+def _hash_seeds() -> list[str]:
+    return [seed for seed in _HASH_SEEDS if seed != os.environ.get("PYTHONHASHSEED")][:3]
+
+
+def _ask_elsewhere(request: Request, progress: _Progress) -> list[Way]:
     """Ask in other processes, with other orders of sets; the first of them plays, too."""
-    hash_seeds = [seed for seed in _HASH_SEEDS if seed != os.environ.get("PYTHONHASHSEED")][:3]
     ways = []
-    for number, hash_seed in enumerate(hash_seeds):
+    for number, hash_seed in enumerate(_hash_seeds()):
+        progress.begin("in another process")
         one = request if number == 0 else msgspec.structs.replace(request, num_played=0)
         name = f"made in another process (PYTHONHASHSEED={hash_seed})"
         ways.append(Way(name, _probe_in_process(one, hash_seed)))

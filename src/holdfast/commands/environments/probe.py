@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +140,12 @@ def tokenizer_of(request: Request) -> tuple[Tokenizer, int]:
     return load_tokenizer(request.model), request.seq_len
 
 
-async def probe(environment: Environment, request: Request) -> Findings:
-    """Make the tasks, play and score the first of them, and return what came out."""
+async def probe(environment: Environment, request: Request, tell: Callable[[str], None] | None = None) -> Findings:
+    """Make the tasks, play and score the first of them, and return what came out.
+
+    Args:
+        tell: is told which task is on.
+    """
     found = Findings(is_plain=request.model is None)
     config, (tokenizer, seq_len) = request.config, tokenizer_of(request)
     try:
@@ -152,7 +157,9 @@ async def probe(environment: Environment, request: Request) -> Findings:
         tool_use = tool_use_of(environment, config, tokenizer)
     order = range(request.num_tasks)
     async with judging():
-        for index in reversed(order) if request.is_reversed else order:
+        for number, index in enumerate(reversed(order) if request.is_reversed else order, start=1):
+            if tell is not None:
+                tell(f"task {number} of {request.num_tasks}")
             problem = Problem(environment, config, TaskSeed(request.seed, config.label, index))
             await _Asked(problem, tokenizer, seq_len, tool_use, found).ask(is_played=index < request.num_played)
     return found

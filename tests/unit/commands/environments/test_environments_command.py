@@ -23,6 +23,7 @@ from holdfast.shared.config import RlConfig
 from holdfast.shared.config.load import parse_command_line
 from tests.conftest import BASE
 from tests.models.chat_templates import QWEN_3, make_tokenizer
+from tests.runs.terminal import Terminal
 from tests.unit.orchestrator.evaluation.test_endpoint import Calling, Endpoint, answering
 
 Command = Callable[..., tuple[int, str, str]]
@@ -31,7 +32,9 @@ FAULTS = '''
 
 import itertools
 import math
+import pathlib
 import random
+import time
 
 from holdfast import Environment, Message, Score, Task
 
@@ -139,6 +142,13 @@ class Tooled(Sound):
 class ByTurn(Sound):
     def score(self, task, sessions):
         return [Score(1.0, {"exact": 1.0}, turn_rewards=[0.5] * len(session.texts)) for session in sessions]
+
+
+class Slow(Sound):
+    def make_task(self, seed):
+        while seed.index == 2 and not pathlib.Path("go_on").exists():
+            time.sleep(0.01)
+        return super().make_task(seed)
 
 
 class OnlyHere(Sound):
@@ -253,10 +263,22 @@ def test_init_says_where_it_cannot_write(environments: Command) -> None:
 
 
 def test_an_environment_without_a_fault_is_passed(environments: Command) -> None:
-    code, out, _ = environments("check", "faults:Sound", "--model.name", BASE, "--num-tasks", "4")
-    assert code == 0
+    code, out, err = environments("check", "faults:Sound", "--model.name", BASE, "--num-tasks", "4")
+    assert (code, err) == (0, "")
     assert [line.split()[1] for line in out.splitlines()[1:6]] == ["OK"] * 5
     assert " of 1024 tokens" in out and "20 with scripted answers" in out
+
+
+def test_a_terminal_shows_where_a_slow_check_is(environments: Command, tmp_path: Path) -> None:
+    del environments  # it has made the module
+    words = ["-m", "holdfast", "environments", "check", "faults:Slow", "--num-tasks", "4"]
+    with Terminal([sys.executable, *words], columns=100, cwd=tmp_path) as terminal:
+        terminal.wait_for("asking the environment: 1 of 6, for the first time, task 3 of 4")
+        (tmp_path / "go_on").touch()
+        assert terminal.end() == 0
+        assert b"4 of 6, in another process" in terminal.raw
+        screen = terminal.screen
+    assert screen[0].startswith("check") and not any("asking" in line for line in screen), screen
 
 
 @pytest.mark.parametrize(
