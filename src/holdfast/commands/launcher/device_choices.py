@@ -17,11 +17,15 @@ from holdfast.shared.config.by_device import BY_DEVICE
 from holdfast.shared.config.device_defaults import choose_for_engine, choose_for_training
 from holdfast.shared.config.inference import InferenceConfig
 from holdfast.shared.config.rl import RlConfig
-from holdfast.shared.config.trainer import TrainingCommand
+from holdfast.shared.config.trainer import ParallelConfig, TrainingCommand
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.files.checkpoints import TRAINER_DIR
 from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.process.child import available_cores
 from holdfast.shared.process.gpus import Gpu
+
+# A few more than cores may be meant, to try out what many ranks do.
+_RANKS_PER_CORE = 4
 
 
 def choose_training(config: TrainingCommand, placement: Placement, *, clean: bool) -> dict[str, Any]:
@@ -104,6 +108,25 @@ def describe_rl(placement: Placement, chosen: Mapping[str, Any], machine: Machin
             "`uv sync --no-group cpu --group gpu` it takes GPUs (docs/installation.md)"
         )
     return line
+
+
+def tell_of_turns(parallel: ParallelConfig, placement: Placement, *, key: str = "parallel") -> None:
+    """Print a warning where a trainer on the CPU has many more ranks than cores: they are slow, and nothing else.
+
+    Args:
+        key: of `parallel`, for the message.
+    """
+    cores = available_cores()
+    if not placement.trainer and parallel.ranks > _RANKS_PER_CORE * cores:
+        print(
+            f"WARNING: {key}.num_ranks = {parallel.ranks} on the CPU, and this command may use {_cores(cores)}: the "
+            f"ranks take turns and wait for one another, so a step takes longer than with --{key.replace('_', '-')}"
+            f".num-ranks {cores}, and each has the memory of a process with PyTorch"
+        )
+
+
+def _cores(count: int) -> str:
+    return "1 core" if count == 1 else f"{count} cores"
 
 
 def _gpus(gpus: Sequence[Gpu]) -> str:

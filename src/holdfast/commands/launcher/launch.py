@@ -16,6 +16,7 @@ from holdfast.commands.launcher.device_choices import (
     choose_training,
     describe,
     describe_rl,
+    tell_of_turns,
 )
 from holdfast.commands.launcher.evaluation import check_evaluations, evaluation_gpus, with_evaluations
 from holdfast.commands.launcher.launch_nodes import launch_on_nodes, process_name, trainer_command
@@ -90,11 +91,13 @@ def _launch_training(config: TrainingCommand, listener: Listener | None, *, rank
     environment = placement.environment(placement.trainer)
     if config.parallel.nodes > 1 and not config.dry_run:
         print(describe(placement, chosen))
+        tell_of_turns(config.parallel, placement)
         return launch_on_nodes(config, rank=rank, environment=environment)
     attempt = prepare(config, clean=config.clean, dry_run=config.dry_run)
     config = with_resume(config, attempt.resume_step)
     path = write_config(attempt, process_name(config), config, dry_run=config.dry_run)
     print(describe(placement, chosen))
+    tell_of_turns(config.parallel, placement)
     plan = Plan(
         attempt,
         {"trainer": trainer_command(config, path)},
@@ -130,6 +133,8 @@ def launch_rl(config: RlConfig) -> int:
         if servers.line:
             print(servers.line)
         print(describe_rl(placement, chosen, machine, starts_inference=servers.starts_own))
+        if places is None:  # else the cores are those of other machines
+            tell_of_turns(config.trainer.parallel, placement, key="trainer.parallel")
         if config.dry_run:
             return _print_plan(plan)
         healing = Healing(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast.commands.launcher.device_choices import tell_of_turns
 from holdfast.commands.launcher.placement import (
     Machine,
     Placement,
@@ -19,7 +22,9 @@ from holdfast.shared.config import InferenceConfig, RlConfig
 from holdfast.shared.config.load import parse_command_line
 from holdfast.shared.config.trainer import ParallelConfig
 from holdfast.shared.errors import ConfigError
+from holdfast.shared.process.child import available_cores
 from holdfast.shared.process.gpus import Gpu, Inventory, TorchBuild
+from tests.conftest import ROOT
 
 TORCH = TorchBuild("2.13.0+cu130", "13.0")
 
@@ -58,6 +63,28 @@ def test_more_ranks_than_the_memory_of_the_cpu_holds_are_refused() -> None:
     assert "trainer.parallel.num_ranks = 100000: on the CPU" in refusal(settings, machine(0, engine="cpu"))
     assert place_training(ParallelConfig(num_ranks=8), machine(0)) == Placement()
     assert not placed({**settings, "cluster": "ray"}, machine(0, engine="cpu")).trainer, "the memory is that of others"
+
+
+def test_many_more_ranks_than_cores_are_told(run_command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    cores, model = available_cores(), ROOT / "examples" / "reverse_text"
+    few, many = 4 * cores, 4 * cores + 1
+    flags = ("--output-dir", tmp_path, "--dry-run", "--model.name", model / "model", "--data.name", model / "sft.jsonl")
+    code, out, _ = run_command("sft", *flags, "--parallel.num-ranks", str(few), "--data.batch-size", str(few))
+    assert code == 0 and "WARNING" not in out
+    code, out, _ = run_command("sft", *flags, "--parallel.num-ranks", str(many), "--data.batch-size", str(many))
+    assert (
+        code == 0 and f"WARNING: parallel.num_ranks = {many} on the CPU, and this command may use {cores} core" in out
+    )
+    assert f"longer than with --parallel.num-ranks {cores}," in out
+
+
+def test_more_ranks_than_cores_are_no_matter_on_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    gpus = machine(4).inventory.gpus
+    parallel = ParallelConfig(num_ranks=99_999)
+    tell_of_turns(parallel, Placement(trainer=gpus))
+    assert not capsys.readouterr().out
+    tell_of_turns(parallel, Placement(), key="trainer.parallel")
+    assert "--trainer.parallel.num-ranks" in capsys.readouterr().out
 
 
 def test_without_gpus_all_is_on_the_cpu() -> None:
