@@ -78,18 +78,18 @@ def _facts(runs: Sequence[RunData]) -> Table:
             if name in run.metrics.values and len(run.metrics.curve(name)[1])
         ]
         rows.append(
-            (run.name, run.program, run.state, steps, str(len(run.restarts)), hours, ", ".join(last) or "-",
+            (run.name, run.program, run.state, steps, _attempts(run), hours, ", ".join(last) or "-",
              str(run.run_dir.path))
         )  # fmt: skip
-    head = ("run", "program", "state", "steps", "restarts", "first to last sign", "last values", "directory")
+    head = ("run", "program", "state", "steps", "attempts", "first to last sign", "last values", "directory")
     return Table("Runs", head, rows)
 
 
 def _sections(runs: Sequence[RunData]) -> list[Section]:
     alone = len(runs) == 1
     lanes = [lanes_of(run, key=f"timeline_{number}", alone=alone) for number, run in enumerate(runs)]
-    marked = any(run.restarts for run in runs)
-    note = "Dotted lines: the run was started again and went on behind this step." if marked else ""
+    marked = any(run.later_attempts for run in runs)
+    note = "Dotted lines: a later attempt of the run went on behind this step." if marked else ""
     timeline: list[Lanes] = [one for one in lanes if one is not None]
     sections = [
         Section("learning", "Learning", charts_of(LEARNING, runs), note=note),
@@ -109,7 +109,7 @@ def _others(runs: Sequence[RunData]) -> Section:
 
 
 def _tables(runs: Sequence[RunData]) -> list[Table]:
-    return [_settings_diff(runs), _told(runs), _checkpoints(runs), _starts(runs), _estimates(runs)]
+    return [_settings_diff(runs), _told(runs), _checkpoints(runs), _begun(runs), _estimates(runs)]
 
 
 def _settings_diff(runs: Sequence[RunData]) -> Table:
@@ -155,11 +155,19 @@ def _checkpoints(runs: Sequence[RunData]) -> Table:
     return Table("Checkpoints", ("run", "step", "status", "size", "saved (UTC)"), rows, note)
 
 
-def _starts(runs: Sequence[RunData]) -> Table:
+def _attempts(run: RunData) -> str:
+    """Return how many there were, of which the first is no restart."""
+    return str(run.attempts[-1].number) if run.attempts else "-"
+
+
+def _begun(runs: Sequence[RunData]) -> Table:
     rows = [
-        (run.name, str(one.number), shown_time(one.begin), str(one.resume_step)) for run in runs for one in run.attempts
+        (run.name, str(one.number), shown_time(one.begin), str(one.resume_step) if one.resume_step else "began afresh")
+        for run in runs
+        for one in run.attempts
     ]
-    return Table("Starts", ("run", "start", "time (UTC)", "went on behind step"), rows if len(rows) > 1 else [])
+    head = ("run", "attempt", "time (UTC)", "went on behind step")
+    return Table("Attempts", head, rows if len(rows) > 1 else [])
 
 
 def _estimates(runs: Sequence[RunData]) -> Table:

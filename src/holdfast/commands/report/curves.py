@@ -62,13 +62,13 @@ _OF_ORCHESTRATOR = ("wait_for_weights", "update_weights", "generate", "evaluate"
 _WHOLES = {"trainer": "time/step", "orchestrator": "time/batch"}
 
 
-def restart_marks(runs: Sequence[RunData]) -> list[Mark]:
-    """Return where each start of a run but the first went on, by step."""
+def attempt_marks(runs: Sequence[RunData]) -> list[Mark]:
+    """Return where each attempt of a run but the first went on, by step."""
     alone = len(runs) == 1
     return [
         Mark(one.resume_step, str(one.number) if alone else "", colour_of(7 if alone else number))
         for number, run in enumerate(runs)
-        for one in run.restarts
+        for one in run.later_attempts
     ]
 
 
@@ -124,7 +124,7 @@ def _chart(key: str, title: str, unit: str, names: Sequence[str], runs: Sequence
     notes = [f"{nulls} values are no finite numbers and not drawn"] if nulls else []
     if thinned:
         notes.append(f"long curves show the least and the greatest of each of {MAX_POINTS // 2 - 1} stretches")
-    return Chart(key, title, unit, series, restart_marks(runs), note="; ".join(notes))
+    return Chart(key, title, unit, series, attempt_marks(runs), note="; ".join(notes))
 
 
 def phase_charts(runs: Sequence[RunData]) -> list[Chart]:
@@ -171,7 +171,7 @@ def _phases(run: RunData, process: str, whole: str, *, number: int | None) -> Ch
         head if number is None else f"{head}, {run.name}",
         "seconds",
         series,
-        restart_marks([run]),
+        attempt_marks([run]),
         is_stack=True,
         note="; ".join(notes),
         top=top,
@@ -215,7 +215,7 @@ def evaluation_charts(runs: Sequence[RunData]) -> list[Chart]:
         chart = charts.setdefault(
             environment,
             Chart(f"evaluation_{len(charts)}", f"Held-out tasks: {environment}", "mean over tasks", [],
-                  restart_marks(runs), note="bars are confidence intervals"),
+                  attempt_marks(runs), note="bars are confidence intervals"),
         )  # fmt: skip
         for number, run in enumerate(runs):
             series = _estimates(run, environment, name, alone=len(runs) == 1, number=number, chart=chart)

@@ -31,8 +31,8 @@ def lanes_of(run: RunData, *, key: str, alone: bool) -> Lanes | None:
         return None
     whole = sum(map(len, lanes.values()))
     note = "what is not coloured is idle"
-    if run.restarts:
-        note += "; dotted lines with a number: starts of the run"
+    if run.later_attempts:
+        note += "; dotted lines with a number: where that attempt of the run began"
     if whole > MAX_BLOCKS:
         begin = min(block.begin for blocks in lanes.values() for block in blocks)
         end = max(block.end for blocks in lanes.values() for block in blocks)
@@ -86,7 +86,7 @@ def _ready(events: Sequence[Event]) -> float:
 
 def _marks(run: RunData) -> list[Mark]:
     """Return the starts of attempts, and of processes that were started again within one."""
-    marks = [Mark(one.begin, str(one.number)) for one in run.restarts if one.begin is not None]
+    marks = [Mark(one.begin, str(one.number)) for one in run.later_attempts if one.begin is not None]
     seen: set[tuple[int, str]] = set()
     for one in run.spans:
         if one.name != "start":

@@ -32,7 +32,7 @@ _MAX_CHECKPOINTS = 100
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a run.
+    """One start or restart of a run.
 
     Attributes:
         number: from 1.
@@ -111,8 +111,8 @@ class RunData:
         return [event for event in self.events if event.is_alarm]
 
     @property
-    def restarts(self) -> list[Attempt]:
-        """Every start but the first."""
+    def later_attempts(self) -> list[Attempt]:
+        """Every attempt but the first."""
         return [attempt for attempt in self.attempts if attempt.number > 1]
 
     @property
@@ -218,7 +218,7 @@ class _EventLine(msgspec.Struct):
 
 
 def _read_attempts(run_dir: RunDir, events: list[Event], spans: list[Span], notes: list[str]) -> list[Attempt]:
-    """Return the starts whose settings are still there."""
+    """Return the attempts whose settings are still there."""
     begins: dict[int, float] = {}
     for number, time in [*((one.attempt, one.time) for one in events), *((one.attempt, one.begin) for one in spans)]:
         begins[number] = min(time, begins.get(number, time))
@@ -228,8 +228,12 @@ def _read_attempts(run_dir: RunDir, events: list[Event], spans: list[Span], note
         if run_dir.configs(number).is_dir()
     ]
     if attempts and attempts[0].number > 1:
-        notes.append(f"starts 1 to {attempts[0].number - 1} are not shown: their settings were removed (keep_attempts)")
+        notes.append(f"{_earlier(attempts[0].number - 1)}: settings were removed (keep_attempts)")
     return attempts
+
+
+def _earlier(last: int) -> str:
+    return "attempt 1 is not shown" if last == 1 else f"attempts 1 to {last} are not shown"
 
 
 def _resume_step(configs: Path) -> int:

@@ -110,6 +110,9 @@ def test_two_runs_lie_over_each_other_with_what_differs_in_their_settings(
     row = "<tr><td>optim.lr</td><td>0.001</td><td>0.002</td></tr>"
     assert row in shown and "<td>max_steps</td><td>12</td><td>20</td>" in shown
     assert {"timeline_0", "timeline_1", "phases_trainer_0", "phases_trainer_1"} <= set(figures)
+    assert ">attempts</th>" in shown and "<td>12 of 12</td><td>2</td>" in shown, "the first attempt counts"
+    assert "<td>20 of 20</td><td>1</td>" in shown and shown.count("<td>began afresh</td>") == 2
+    assert "restart" not in shown
     third = make_run(tmp_path / "z" / "x" / "run")
     for run_dir in (first, third):
         for step in (4, 8):
@@ -177,7 +180,10 @@ def test_a_run_that_has_just_begun_has_a_page(run_command: RunCommand, tmp_path:
     made(run_command, run_dir.path)
     shown = text_of(run_dir.path / "report.html")
     assert "<td>going on</td><td>0</td>" in shown and "settings are left out" in shown
-    assert "starts 1 to 6 are not shown" in shown
+    assert "attempts 1 to 6 are not shown: settings were removed" in shown and "<td>7</td>" in shown
+    (run_dir.path / "configs" / "attempt_7").rename(run_dir.path / "configs" / "attempt_2")
+    made(run_command, run_dir.path)
+    assert "attempt 1 is not shown: settings were removed" in text_of(run_dir.path / "report.html")
 
 
 def test_only_processes_that_start_have_a_start_up(run_command: RunCommand, tmp_path: Path) -> None:
