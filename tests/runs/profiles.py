@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ class Profile:
 
     @classmethod
     def read(cls, path: Path) -> Profile:
-        """Return the events of a file."""
+        """Return the events of a file, which must have the form that readers of trace events expect."""
         content = json.loads(gzip.decompress(path.read_bytes()))
         assert content["displayTimeUnit"] == "ms" and content["baseTimeNanoseconds"] == 1767225600 * 10**9
+        _check_form(content["traceEvents"])
         return cls(content["traceEvents"])
 
     def processes(self) -> dict[str, int]:
@@ -50,6 +52,17 @@ class Profile:
         """The steps that torch's trace of a rank marks."""
         marks = self.slices(f"trainer rank {rank}", cat="user_annotation")
         return [one["name"] for one in marks if one["name"].startswith("ProfilerStep#")]
+
+
+def _check_form(events: list[dict[str, Any]]) -> None:
+    """Check that every event has its place and time, every arrow two ends, and every process that is used a name."""
+    for one in events:
+        assert one["ph"] in "XMsfi" and type(one["pid"]) is int and type(one["tid"]) is int, one
+        assert math.isfinite(one["ts"]) and (one["ph"] != "X" or one["dur"] >= 0), one
+    begun, ended = ([(one["cat"], one["id"]) for one in events if one["ph"] == end] for end in "sf")
+    assert len(begun) == len(set(begun)) and sorted(begun) == sorted(ended)
+    named = {one["pid"] for one in events if one["name"] == "process_name"}
+    assert {one["pid"] for one in events if one["ph"] != "M"} <= named
 
 
 def encloses(outer: dict[str, Any], inner: dict[str, Any]) -> bool:

@@ -36,6 +36,7 @@ class Event(msgspec.Struct, omit_defaults=True):
 
     Attributes:
         ph: its kind: `X` a slice, `M` metadata, `s` and `f` the ends of an arrow, `i` an instant.
+        pid, tid, ts: written also where they are 0, unlike the others: readers expect them of every event.
         ts, dur: microseconds.
         id: of an arrow.
     """
@@ -43,9 +44,9 @@ class Event(msgspec.Struct, omit_defaults=True):
     ph: str
     name: str = ""
     cat: str = ""
-    pid: int | str = 0
-    tid: int | str = 0
-    ts: float = 0.0
+    pid: int | str = msgspec.field(default_factory=int)
+    tid: int | str = msgspec.field(default_factory=int)
+    ts: float = msgspec.field(default_factory=float)
     dur: float | None = None
     id: int | None = None
     bp: str = ""

@@ -240,6 +240,7 @@ def test_ranks_of_several_machines_do_not_mix(tmp_path: Path) -> None:
             _event(pid=50, name="aten::mm", args={"External id": 1}),
             _event(pid=0, name="gemm"),
             {"ph": "s", "name": "ac2g", "cat": "ac2g", "id": 9, "pid": 50, "tid": 7, "ts": 1.0},
+            {"ph": "f", "name": "ac2g", "cat": "ac2g", "id": 9, "pid": 0, "tid": 0, "ts": 1.0, "bp": "e"},
             {"ph": "M", "name": "process_name", "pid": 3, "tid": 0, "ts": 0, "args": {"name": "python"}},
             {"ph": "X", "name": "PyTorch Profiler (0)", "pid": "Spans", "tid": "PyTorch Profiler", "ts": 1, "dur": 2},
         ]
