@@ -83,6 +83,9 @@ def test_without_vllm_sft_trains_and_rl_says_what_to_install(
         looked = run(bin_dir, project, *map(str, words))
         assert looked.returncode == 0 and looked.stdout, looked.stderr
     assert (directory / "report.html").stat().st_size > 1e6, "with the files of the package that make it"
+    begun = run(bin_dir, project, "environments", "init", "sums")
+    assert begun.returncode == 0 and "\n  environments check sums:Sums\n" in begun.stdout, begun.stderr
+    assert "uv run" not in begun.stdout + (project / "sums.toml").read_text(), "there is no checkout to run it in"
     for program in ("rl", "inference"):
         refused = run(bin_dir, project, program, "--model.name", str(MODEL), "--output-dir", "refused")
         assert refused.returncode == 2, refused.stdout + refused.stderr

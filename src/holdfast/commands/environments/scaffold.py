@@ -6,6 +6,7 @@ import importlib.util
 import keyword
 from pathlib import Path
 
+from holdfast.commands.installation import is_checkout
 from holdfast.commands.tables import Report
 from holdfast.shared.errors import ConfigError, RunDirError
 
@@ -78,8 +79,8 @@ def test_the_right_answer_earns_most() -> None:
     assert rewards(task, task.answer, f" {{task.answer}}\\n") == [1.0, 1.0]
     assert rewards(task, "", "no number", "9" * 10_000, "\\u0663") == [0.0] * 4
 '''
-_SETTINGS = """# uv run environments check {name}:{cls}
-# uv run rl @ {name}.toml
+_SETTINGS = """# {run}environments check {name}:{cls}
+# {run}rl @ {name}.toml
 output_dir = "outputs/{name}"
 max_steps = 100
 
@@ -131,7 +132,8 @@ def create(name: str, directory: Path) -> Report:
         )
     cls = "".join(word[0].upper() + word[1:] for word in name.split("_") if word)
     texts = {f"{name}.py": _MODULE, f"test_{name}.py": _TEST, f"{name}.toml": _SETTINGS}
-    paths = {directory / file: text.format(name=name, cls=cls) for file, text in texts.items()}
+    run = "uv run " if is_checkout() else ""
+    paths = {directory / file: text.format(name=name, cls=cls, run=run) for file, text in texts.items()}
     if there := [path.name for path in paths if path.exists() or path.is_symlink()]:
         raise ConfigError(
             f"{', '.join(there)}: there already, so nothing was written. Choose another name, or move them away."
@@ -150,9 +152,9 @@ def create(name: str, directory: Path) -> Report:
         raise RunDirError(f"{error.filename} cannot be written: {error.strerror or error}") from error
     lines = [
         f"wrote {', '.join(path.name for path in paths)}. What comes next:",
-        f"  uv run --with pytest pytest test_{name}.py",
-        f"  uv run environments check {name}:{cls}",
-        f"  uv run environments play {name}:{cls}",
-        f"  uv run rl @ {name}.toml",
+        f"  {'uv run --with pytest pytest' if run else 'python -m pytest'} test_{name}.py",
+        f"  {run}environments check {name}:{cls}",
+        f"  {run}environments play {name}:{cls}",
+        f"  {run}rl @ {name}.toml",
     ]
     return Report({}, lines)

@@ -116,7 +116,9 @@ class ObjectStore:
         try:
             self._fs, root = url_to_fs(url, **options)
         except ImportError as error:
-            install = "uv sync --extra s3" if protocol in ("s3", "s3a") else f"uv pip install the driver of {protocol}"
+            install = f"`pip install` the driver of {protocol}"
+            if protocol in ("s3", "s3a"):
+                install = "`uv sync --extra s3` in a checkout, or `pip install 'holdfast[s3]'`"
             raise ConfigError(f"ckpt.dir = '{url}': {error}. Install it: {install}") from None
         except ValueError as error:
             raise ConfigError(f"ckpt.dir = '{url}': {error}. Write it as s3://bucket/prefix or file:///path") from None

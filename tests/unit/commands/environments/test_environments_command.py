@@ -215,7 +215,7 @@ def test_the_list_has_everything_with_a_name(environments: Command, tmp_path: Pa
 
 def test_what_init_writes_passes_its_test_and_its_check(environments: Command, tmp_path: Path) -> None:
     code, out, _ = environments("init", "word_game")
-    assert code == 0 and "environments check word_game:WordGame" in out
+    assert code == 0 and "\n  uv run environments check word_game:WordGame\n" in out
     assert {path.name for path in tmp_path.glob("*word_game*")} == {
         "word_game.py",
         "test_word_game.py",
