@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.learning.draw import draw, panels_of
 from benchmarks.learning.results import read_runs, summary, table, write_runs
-from benchmarks.learning.runs import OVERLAYS, TRL, Settings, measure
+from benchmarks.learning.runs import DPO, OVERLAYS, TRL, Settings, measure
 from benchmarks.learning.start import make_start
 from benchmarks.learning.tasks import TASKS
 
@@ -24,8 +24,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=["sort_letters"], metavar="TASK",
                         help=f"of {', '.join(TASKS)} (sort_letters)")  # fmt: skip
-    parser.add_argument("--variants", nargs="+", choices=[*OVERLAYS, TRL], default=["grpo"], metavar="VARIANT",
-                        help=f"algorithms and controls, of {', '.join([*OVERLAYS, TRL])} (grpo)")  # fmt: skip
+    parser.add_argument("--variants", nargs="+", choices=[*OVERLAYS, DPO, TRL], default=["grpo"], metavar="VARIANT",
+                        help=f"algorithms and controls, of {', '.join([*OVERLAYS, DPO, TRL])} (grpo)")  # fmt: skip
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="SEED", help="(0 1 2)")
     parser.add_argument("--steps", type=int, help="optimizer steps of every run; unset: those of the recipe")
     parser.add_argument("--num-tasks", type=int, default=512, help="held-out tasks before and after (512)")

@@ -11,7 +11,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.learning.commands import RECIPES, free_port, held_out_environment_of, recipe, run
+from benchmarks.learning.commands import RECIPES, environment_of, free_port, held_out_environment_of, recipe, run
+from benchmarks.learning.preferences import write_pairs
 from benchmarks.learning.results import Curve, Estimate, Run
 from holdfast import read_metrics
 
@@ -33,8 +34,13 @@ OVERLAYS = {
 """What is laid over the recipe of a task, by the variant's name; None: nothing, it is GRPO."""
 TRL = "trl"
 """TRL's GRPOTrainer, on `sort_letters`."""
+DPO = "dpo"
+"""`dpo` on the start's own answers."""
 
 _SAMPLES = 8
+# Words of which `dpo` has answers; the seeds of their evaluation are none that judges a run.
+_PAIRED_TASKS = 2000
+_PAIRED_SEED = 1000
 
 
 @dataclass(frozen=True)
@@ -59,10 +65,10 @@ def measure(task: str, variant: str, seed: int, start: Path, settings: Settings)
     # What is kept there is of this number of steps.
     folder = settings.folder / task / (f"{variant}_{seed}" + (f"_{settings.steps}" if settings.steps else ""))
     folder.mkdir(parents=True, exist_ok=True)
-    steps = settings.steps or recipe(task)["max_steps"]
+    steps = settings.steps or recipe("algorithms/dpo" if variant == DPO else task)["max_steps"]
     # The start is the same for all runs of a task.
     before = estimates(task, start, settings.folder / task / "before", settings)
-    train = _train_trl if variant == TRL else _train
+    train = {TRL: _train_trl, DPO: _train_dpo}.get(variant, _train)
     curve, weights = train(task, variant, seed, start, folder, steps, settings)
     after = estimates(task, weights, folder / "after", settings)
     curve = {0: before["pass@1"].value, **curve, steps: after["pass@1"].value}
@@ -105,6 +111,25 @@ def _train(
         )  # fmt: skip
     lines = read_metrics(run_dir / "metrics.jsonl")
     return {int(line["eval/version"]): line[f"eval/{task}/pass@1"] for line in lines if "eval/version" in line}, weights
+
+
+def _train_dpo(task: str, _: str, seed: int, start: Path, folder: Path, steps: int, __: Settings) -> tuple[Curve, Path]:
+    """Have the start answer, and run `dpo` on what was right and wrong; return as `_train`."""
+    answers, pairs, run_dir = folder / "answers", folder / "pairs.jsonl", folder / "run"
+    _evaluate(task, start, answers, _PAIRED_TASKS, "--samples-per-task", _SAMPLES, "--seed", _PAIRED_SEED + seed)
+    weights = run_dir / "weights" / f"step_{steps}"
+    if not weights.exists():
+        write_pairs(answers / "rollouts.jsonl", pairs)
+        run(
+            "dpo", "@", RECIPES / "algorithms" / "dpo.toml", "--model.name", start, "--data.name", pairs,
+            "--eval.environments", json.dumps([environment_of(task)]), "--seed", seed, "--max-steps", steps,
+            "--output-dir", run_dir,
+        )  # fmt: skip
+    curve = {}
+    for evaluated in (run_dir / "evaluations").glob("step_*"):
+        found = json.loads((evaluated / "summary.json").read_text())["environments"][task]["estimates"]
+        curve[int(evaluated.name.removeprefix("step_"))] = found["pass@1"]["value"]
+    return curve, weights
 
 
 def _train_trl(

@@ -122,6 +122,8 @@ def _lines_of_code(task: Task) -> Iterator[str]:
 
 TASKS = {
     "sort_letters": LearningTask(_answered, sft_steps=22),
+    "reverse_text": LearningTask(_answered, sft_steps=36),
+    "next_letters": LearningTask(_answered, sft_steps=36),
     "addition": LearningTask(_answered, sft_steps=100),
     "guess_number": LearningTask(_guessed, sft_steps=25),
     "ledger": LearningTask(_looked_up, sft_steps=40, phrases_of=_accounts),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.learning import controls, gsm8k
+from benchmarks.learning import controls, gsm8k, preferences
+from benchmarks.learning.commands import environment_of
 from benchmarks.learning.draw import draw, panels_of
 from benchmarks.learning.results import Estimate, Run, read_runs, summary, table, write_runs
 from benchmarks.learning.runs import CONTROLS, OVERLAYS, TRL
@@ -91,6 +93,21 @@ def test_programs_and_calls_of_tools_are_few_tokens(tmp_path: Path) -> None:
         assert len(load_tokenizer(str(tmp_path / task)).encode(call)) <= 2
 
 
+def test_pairs_are_what_is_right_and_what_is_wrong_of_the_same_task() -> None:
+    def sample(task: int, solved: bool, answer: str) -> str:
+        texts = [f"<|user|>q{task}<|end|><|assistant|>", answer]
+        return json.dumps({"task": task, "solved": solved, "turns": [{"text": text} for text in texts]})
+
+    found = list(
+        preferences.pairs_of([
+            sample(0, False, "ba<|end|>"), sample(0, True, "ab<|end|>"), sample(0, False, "bb"),
+            sample(1, True, "cd<|end|>"), sample(2, False, "ff<|end|>"),
+        ])
+    )  # fmt: skip
+    sides = {side: [{"role": "assistant", "content": text}] for side, text in (("chosen", "ab"), ("rejected", "ba"))}
+    assert found == [{"prompt": [{"role": "user", "content": "q0"}], **sides}]
+
+
 def test_controls_have_the_faults_that_they_are_named_for() -> None:
     groups = scored_groups([[1, 0, 0, 0]])
     right = [[1.5, -0.5, -0.5, -0.5]]  # mean 0.25, std 0.5
@@ -144,6 +161,19 @@ def test_variants_fit_over_the_recipe_and_change_it(variant: str) -> None:
     changed = parse_command_line(RlConfig, [*recipe, "@", str(ROOT / str(OVERLAYS[variant]))], program="rl")
     assert changed.trainer != plain.trainer
     assert changed.orchestrator == plain.orchestrator and changed.trainer.optim == plain.trainer.optim
+
+
+def test_the_settings_of_dpo_can_be_used(tmp_path: Path, run_command: Callable[..., tuple[int, str, str]]) -> None:
+    make_base(tmp_path / "base", ())
+    row = {"prompt": "ba", "chosen": "ab", "rejected": "ba"}
+    (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(row)}\n" * 32)
+    sorting = json.dumps([environment_of("sort_letters")])
+    code, _, err = run_command(
+        "dpo", "@", BENCHMARK / "recipes" / "algorithms" / "dpo.toml", "--model.name", tmp_path / "base",
+        "--data.name", tmp_path / "pairs.jsonl", "--eval.environments", sorting,
+        "--output-dir", tmp_path / "run", "--dry-run",
+    )  # fmt: skip
+    assert code == 0, err
 
 
 def test_gsm8k_is_scored_by_what_stands_behind_the_last_mark() -> None:
