@@ -10,7 +10,13 @@ from __future__ import annotations
 import sys
 
 from holdfast.shared.process.run_module import put_users_last
-from holdfast.shared.process.streams import OutputFailed, drop_output, mark_output, open_closed_streams
+from holdfast.shared.process.streams import (
+    OutputFailed,
+    drop_output,
+    mark_output,
+    open_closed_streams,
+    raise_swallowed_failure,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -152,6 +158,7 @@ def _exit(run: Callable[[], int]) -> NoReturn:
             code = run()
         except SystemExit as end:  # `--help`
             code = end.code
+            raise_swallowed_failure()
         sys.stdout.flush()
     except HoldfastError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -34,7 +34,7 @@ def started(in_root: Path) -> Started:
     return start
 
 
-@pytest.mark.parametrize("words", ["--version", "monitor {run} --json", "ckpt ls"])
+@pytest.mark.parametrize("words", ["--version", "monitor {run} --json", "ckpt ls", "sft --help"])
 def test_what_was_to_be_printed_and_was_not_is_told(words: str, started: Started, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.create()

@@ -16,6 +16,9 @@ class OutputFailed(OSError):
     """What a command prints cannot be written: not a failure of its files."""
 
 
+_failures: "list[OutputFailed]" = []
+
+
 class _Output(io.FileIO):
     """Says of what it cannot write that it was output; a reader that has gone stays a `BrokenPipeError`."""
 
@@ -25,7 +28,8 @@ class _Output(io.FileIO):
         except (BrokenPipeError, BlockingIOError):
             raise
         except OSError as error:
-            raise OutputFailed(error.errno, error.strerror) from None
+            _failures.append(OutputFailed(error.errno, error.strerror))
+            raise _failures[-1] from None
 
 
 def open_closed_streams() -> None:
@@ -61,6 +65,16 @@ def mark_output() -> None:
             line_buffering=stream.line_buffering,
             write_through=stream.write_through,
         )
+
+
+def raise_swallowed_failure() -> None:
+    """Raise the first failure of stdout that there was: argparse passes over those of a long `--help`.
+
+    Raises:
+        OutputFailed: there was one.
+    """
+    if _failures:
+        raise _failures[0]
 
 
 def drop_output() -> None:
