@@ -86,10 +86,11 @@ def check_orchestrator(config: OrchestratorConfig) -> None:
 
 
 def check_inference(config: InferenceConfig) -> None:
-    """Check that the model is there.
+    """Check that model, weights and tokenizer are there, and whole as far as headers tell.
 
     Raises:
-        DataError: it is not.
+        DataError: they are not.
+        ReadError: one cannot be read.
         ConfigError: vLLM is not installed, the admin token is none, several servers are asked for, or sessions longer
             than the model takes.
     """
@@ -100,6 +101,10 @@ def check_inference(config: InferenceConfig) -> None:
         )
     read_admin_token(config.server.admin_token_env)
     check_model_path(config.model.name, key="model.name")
+    if config.model.load == "auto":
+        check_weights_path(config.model.name, needs_index=False)
+    key = "model.tokenizer" if config.model.tokenizer else "model.name"
+    check_tokenizer_path(config.model.tokenizer_name, key=key)
     check_max_len(config, config.model.name, key="model")
     require_vllm()
 

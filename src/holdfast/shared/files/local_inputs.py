@@ -89,7 +89,7 @@ def check_weights_path(name: str, *, needs_index: bool = True) -> None:
                 f"{_some(lacking)}. Copy what is missing from where the model comes from."
             )
     elif needs_index or not any(path.glob("*.safetensors")):
-        raise DataError(f"model.name = '{name}' {_no_weights(path)}")
+        raise DataError(f"model.name = '{name}' {_no_weights(path, is_trained=needs_index)}")
     else:
         files = sorted(file.name for file in path.glob("*.safetensors"))
     for file in files:
@@ -97,7 +97,7 @@ def check_weights_path(name: str, *, needs_index: bool = True) -> None:
             raise DataError(f"model.name = '{name}': {file} {wrong}")
 
 
-def _no_weights(path: Path) -> str:
+def _no_weights(path: Path, *, is_trained: bool) -> str:
     """Say what a directory without weights that are read has in their place, and what to do."""
     if there := sorted(file.name for file in path.glob("*.safetensors")):
         return (
@@ -106,10 +106,8 @@ def _no_weights(path: Path) -> str:
         )
     if any(path.glob("*.gguf")):
         return f"has no *.safetensors. {_what_to_give(path)}"
-    return (
-        "has no *.safetensors. Set model.init = random to train from scratch; weights in other files are converted by "
-        "`ckpt import`."
-    )
+    from_scratch = "Set model.init = random to train from scratch; w" if is_trained else "W"
+    return f"has no *.safetensors. {from_scratch}eights in other files are converted by `ckpt import`."
 
 
 def _wrong_with_weights(path: Path) -> str | None:

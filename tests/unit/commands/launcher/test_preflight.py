@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -215,6 +216,18 @@ def test_models_data_and_lengths(refused: Launch) -> None:
     assert "low has no effect with correction.type = 'none'" in refused(
         *QUICK_START, "--trainer.loss.correction.low", "0.1"
     )
+
+
+def test_weights_and_tokenizer_of_a_server_by_itself(refused: Launch, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(MODEL, tmp_path / "model"))
+    flags = ("inference", "--model.name", str(model))
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "model.safetensors was cut: it has" in refused(*flags)
+    weights.unlink()
+    assert "has no *.safetensors. Weights in other files are converted by `ckpt import`" in refused(*flags)
+    (model / "tokenizer.json").unlink()
+    assert "has no tokenizer (no tokenizer.json)" in refused(*flags, "--model.load", "dummy")
 
 
 def test_a_trainer_by_itself_must_be_told_what_rl_would_hand_down(refused: Launch) -> None:
