@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -18,6 +19,11 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from holdfast.commands.track.trackers.interface import TrackedRun, Tracker
 from holdfast.shared.files import durable
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.process.events import EVENTS_ENV, append
+
+_log = logging.getLogger("holdfast")
+_LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which TensorBoard has every number
 
 
 class TensorBoard(Tracker):
@@ -29,6 +35,7 @@ class TensorBoard(Tracker):
 
     def begin(self, run: TrackedRun, *, after: int) -> int:
         """Begin a new file behind `after`; the first one, where there is none: they stay on their machine."""
+        self._run_dir, self._has_told = RunDir(run.directory), False
         directory = run.directory / "tensorboard" / f"history_{run.history}"
         if not directory.exists():
             after, self.begins_anew = 0, True
@@ -47,9 +54,24 @@ class TensorBoard(Tracker):
         return after
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one event with all values."""
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        """Write one event with all values, but for those that would be infinite there."""
+        values = [
+            Summary.Value(tag=name, simple_value=value) for name, value in metrics.items() if abs(value) <= _LARGEST
+        ]
         self._write(Event(step=step, summary=Summary(value=values)))
+        if len(values) < len(metrics) and not self._has_told:
+            self._has_told = True
+            self._tell(step, *next((name, value) for name, value in metrics.items() if abs(value) > _LARGEST))
+
+    def _tell(self, step: int, name: str, value: float) -> None:
+        """Say what is left out, once for each process."""
+        said = (
+            f"{name} of step {step} is {value:.3g}, more than a float32 holds, and TensorBoard has no other numbers. "
+            "Its files do without such values; metrics.jsonl has them"
+        )
+        _log.warning("tensorboard: %s", said)
+        if EVENTS_ENV in os.environ:  # beside a run; of the attempt that goes on now
+            append(self._run_dir.newest_logs() / "events.jsonl", "tensorboard", f"WARNING: {said}")
 
     def _write(self, event: Event) -> None:
         event.wall_time = time.time()
