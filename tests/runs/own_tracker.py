@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 
 from holdfast import TrackedRun, Tracker
@@ -41,6 +42,35 @@ class OutOfOrder(InFile):
         if os.environ.get("TRACKER_FAILS") == "raise":
             raise ConnectionError("the service is away")
         return super().begin(run, after=after)
+
+
+class FailsOnce(InFile):
+    """Fails in its first `begin`, as soon as the file `fail` is there; `began` says that it waits for that."""
+
+    def begin(self, run: TrackedRun, *, after: int) -> int:
+        """Wait and fail, but not twice."""
+        if not (run.directory / "began").exists():
+            (run.directory / "began").touch()
+            while not (run.directory / "fail").exists():
+                time.sleep(0.01)
+            raise ConnectionError("the service was away for a moment")
+        return super().begin(run, after=after)
+
+
+class DiesOnce(InFile):
+    """Dies when it is closed for the first time."""
+
+    def begin(self, run: TrackedRun, *, after: int) -> int:
+        """Note where."""
+        self._died = run.directory / "died"
+        return super().begin(run, after=after)
+
+    def close(self) -> None:
+        """Die, but not twice."""
+        super().close()
+        if not self._died.exists():
+            self._died.touch()
+            os._exit(1)
 
 
 class Unfinished(Tracker):  # pyright: ignore[reportImplicitAbstractClass] - what a test is about

@@ -53,11 +53,12 @@ def held_back(number: signal.Signals) -> Iterator[None]:
 
 @dataclass
 class _Sender:
-    """One tracker's process; None where it is not started again."""
+    """One tracker's process; None where it is not started again. `is_last`: no other follows it."""
 
     tracker: str
     process: Process | None
     starts_at: float = 0.0
+    is_last: bool = False
 
 
 class Senders:
@@ -125,20 +126,40 @@ class Senders:
         self._waits_s = min(self._waits_s, _DYING_S)
 
     def end(self) -> None:
-        """Have every tracker take the rest; say which has not, in time."""
+        """Have every tracker take the rest; say which has not, in time. What has crashed is tried once more."""
         for sender in self._senders:
             if sender.process is None and sender.starts_at:  # it was to be started again: now, or never
                 self._start(sender, print)
+                sender.is_last = True
         running = [sender for sender in self._senders if sender.process is not None]
         for sender in running:
             assert sender.process is not None
             sender.process.signal(signal.SIGTERM)
         deadline = time.monotonic() + self._waits_s
         for sender in running:
-            assert sender.process is not None
-            code = sender.process.wait(max(0.0, deadline - time.monotonic()))
-            sender.process.kill()
+            code = self._ended(sender, deadline)
+            if code and self._is_worth_a_try(sender, code) and time.monotonic() < deadline:
+                code = self._once_more(sender, code, deadline)
             if code != 0:
                 why = f"ended with {code}" if code is not None else "has not taken everything in time"
                 print(f"WARNING: {sender.tracker} {why}. {self._later(sender)}", flush=True)
         self._senders = []
+
+    def _is_worth_a_try(self, sender: _Sender, code: int) -> bool:
+        return not sender.is_last and self._restarts.delay_s(sender.tracker, code) is not None
+
+    def _once_more(self, sender: _Sender, code: int, deadline: float) -> int | None:
+        """Start a tracker again that died in its last seconds; return how it ended, None: it has not in time."""
+        sender.process = None
+        self._start(sender, print)
+        if sender.process is None:
+            return code
+        sender.process.signal(signal.SIGTERM)
+        return self._ended(sender, deadline)
+
+    @staticmethod
+    def _ended(sender: _Sender, deadline: float) -> int | None:
+        assert sender.process is not None
+        code = sender.process.wait(max(0.0, deadline - time.monotonic()))
+        sender.process.kill()
+        return code

@@ -12,6 +12,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from holdfast.shared.process.events import append
 
 _log = logging.getLogger("holdfast")
 _FIRST_RETRY_S, _LAST_RETRY_S = 5.0, 300.0
+_LAST_RETRY_AFTER_S = 1.0
 
 
 class _End:
@@ -49,7 +51,10 @@ class _End:
 
 
 def send_until_told(run_dir: RunDir, name: str, config: TrackingConfig) -> int:
-    """Send until SIGTERM, and begin anew where a tracker fails; return 0 when it has everything, else 3."""
+    """Send until SIGTERM, and begin anew where a tracker fails; return 0 when it has everything, else 3.
+
+    The last try begins behind SIGTERM: what failed before, or while that came, has one more.
+    """
     end = _End()
     sending = Sending(run_dir, name, config)
     delay_s, told = _FIRST_RETRY_S, False
@@ -64,10 +69,12 @@ def send_until_told(run_dir: RunDir, name: str, config: TrackingConfig) -> int:
                 events = run_dir.newest_logs() / "events.jsonl"
                 append(events, name, f"WARNING: {failure}. It is tried again; training goes on")
                 told = True
-            if was_over or end.is_over:
+            if was_over:
                 return failure.exit_code
         else:
             return 0
+        if end.is_over:  # it came while the tracker failed
+            time.sleep(_LAST_RETRY_AFTER_S)
         end.wait(delay_s)
         delay_s = min(_LAST_RETRY_S, delay_s * 2)
 

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.commands.launcher.plan import Plan
+from holdfast.commands.launcher.tracking import Senders
 from holdfast.commands.live.follow import Follower
+from holdfast.commands.resume.attempt import Attempt
 from holdfast.commands.track.alarms import Alarms
 from holdfast.commands.track.cursor import Cursor
 from holdfast.commands.track.evaluations import Evaluations
@@ -18,6 +21,7 @@ from holdfast.commands.track.main import main as track
 from holdfast.commands.track.sending import Sending, TrackerFailed
 from holdfast.commands.track.settings import without_secrets
 from holdfast.commands.track.trackers import BUILT_IN, check_tracker
+from holdfast.shared.config import SftConfig
 from holdfast.shared.config.tracking import TrackingConfig
 from holdfast.shared.errors import ConfigError, RunDirError
 from holdfast.shared.process.events import EVENTS_ENV, PROCESS_ENV
@@ -155,3 +159,42 @@ def test_a_failure_is_a_warning_of_the_live_view(run: TrackedDirectory) -> None:
     (alarm,) = follower.state.alarms
     assert (alarm.kind, alarm.process) == ("warning", name) and "the service is away" in alarm.text
     assert follower.state.phases == {}
+
+
+def test_a_tracker_that_fails_while_the_run_ends_has_one_more_try(run: TrackedDirectory) -> None:
+    name = "tests.runs.own_tracker:FailsOnce"
+    run.train(1, 2)
+    process = run.start(name)
+    wait_until(lambda: (run.run_dir.path / "began").exists() or process.poll() is not None)
+    process.send_signal(signal.SIGTERM)
+    (run.run_dir.path / "fail").touch()
+    assert process.wait(HANG_S) == 0
+    lines = (run.run_dir.path / "own.txt").read_text().splitlines()
+    assert lines[1:] == ["step 1 1.0", "step 2 2.0"]
+
+
+def _senders(run: TrackedDirectory, tracker: str) -> Senders:
+    settings = {"output_dir": str(run.run_dir.path), "tracking": {"backends": [tracker]}}
+    return Senders(Plan(Attempt(run.run_dir, 1, None), {}, SftConfig.model_validate(settings), []))
+
+
+def test_a_tracker_that_dies_in_the_last_seconds_of_a_run_is_started_once_more(
+    run: TrackedDirectory, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run.train(1, 2)
+    with _senders(run, "tests.runs.own_tracker:DiesOnce") as senders:
+        senders.look(print)
+    lines = (run.run_dir.path / "own.txt").read_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["begin", "step", "step", "begin"]
+    assert capfd.readouterr().out == "", "it has everything"
+
+
+def test_a_tracker_that_dies_again_is_left_alone(
+    run: TrackedDirectory, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "tests.runs.own_tracker:OutOfOrder"
+    monkeypatch.setenv("TRACKER_FAILS", "die")
+    with _senders(run, name) as senders:
+        senders.look(print)
+    command = f"`track {run.run_dir.path} --to {name}`"
+    assert capfd.readouterr().out == f"WARNING: {name} ended with 1. {command} sends what is missing.\n"
