@@ -8,8 +8,10 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,13 @@ class TrackedDirectory:
     def summary(self) -> dict[str, float]:
         """What W&B has that is of no step."""
         return {item.key: json.loads(item.value_json) for _, record in _records(self) for item in record.summary.update}
+
+
+@contextmanager
+def short_directory() -> Iterator[Path]:
+    """Make a directory whose name leaves room for that of a socket, as those of tests do not."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        yield Path(name)
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

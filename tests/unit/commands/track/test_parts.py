@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,8 +27,9 @@ from holdfast.shared.config import SftConfig
 from holdfast.shared.config.tracking import TrackingConfig
 from holdfast.shared.errors import ConfigError, RunDirError
 from holdfast.shared.process.events import EVENTS_ENV, PROCESS_ENV
+from holdfast.shared.process.scratch import scratch_name
 from tests.builders.broken_storage import unreadable
-from tests.runs.trackers import HANG_S, TrackedDirectory, wait_until
+from tests.runs.trackers import HANG_S, TrackedDirectory, short_directory, wait_until
 from tests.unit.commands.evaluate.test_plot import evaluated
 
 
@@ -198,3 +201,32 @@ def test_a_tracker_that_dies_again_is_left_alone(
         senders.look(print)
     command = f"`track {run.run_dir.path} --to {name}`"
     assert capfd.readouterr().out == f"WARNING: {name} ended with 1. {command} sends what is missing.\n"
+
+
+def test_temporary_files_of_a_tracker_that_is_killed_go_with_the_next(run: TrackedDirectory) -> None:
+    run.train(1, 2)
+    with short_directory() as temporary:
+        run.environment["TMPDIR"] = str(temporary)
+        process = run.start("tensorboard")
+        run.wait_for(process, "tensorboard", 2)
+        process.kill()
+        process.wait()
+        (left,) = temporary.iterdir()
+        assert left.name.startswith(scratch_name())
+        run.end(run.start("tensorboard"), "tensorboard")
+        assert list(temporary.iterdir()) == []
+
+
+def test_a_tracker_without_room_for_temporary_files_goes_on() -> None:
+    """In a process of its own, whose directory for temporary files it changes."""
+    program = (
+        "import sys, tempfile; from pathlib import Path; from holdfast.commands.track.process import *\n"
+        "before = tempfile.gettempdir(); keep_temporary_files(Path(sys.argv[1]))\n"
+        "assert tempfile.gettempdir() == before\n"
+        "keep_temporary_files(Path(sys.argv[1] + 'long' * 20)); print(tempfile.gettempdir())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "/no/such/place"], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.startswith(f"/tmp/{scratch_name()}"), done.stderr
+    assert not Path(done.stdout.strip()).exists()
