@@ -18,6 +18,7 @@ from holdfast.commands.launcher.device_choices import (
     describe_rl,
     tell_of_turns,
 )
+from holdfast.commands.launcher.endpoints import Listeners, listening_for
 from holdfast.commands.launcher.evaluation import check_evaluations, evaluation_gpus, with_evaluations
 from holdfast.commands.launcher.launch_nodes import launch_on_nodes, process_name, trainer_command
 from holdfast.commands.launcher.liveness import Health
@@ -46,7 +47,6 @@ from holdfast.commands.launcher.slurm_job import submit_rl, submit_training
 from holdfast.commands.launcher.storage_backoff import StorageBackoff
 from holdfast.commands.launcher.tracking import check_tracking
 from holdfast.commands.launcher.watch import watch
-from holdfast.commands.prometheus.endpoint import Listener, listening
 from holdfast.commands.resume.attempt import Attempt, with_resume, write_config
 from holdfast.commands.resume.plan import prepare
 from holdfast.commands.resume.resume_step import resolve_resume_step
@@ -78,12 +78,12 @@ def launch_training(config: TrainingCommand) -> int:
     check_tracking(config)
     check_evaluations(config)
     if config.parallel.nodes > 1 and not config.dry_run:
-        return _launch_training(config, None, rank=rank)
-    with listening(config.prometheus) as listener:
-        return _launch_training(config, listener, rank=rank)
+        return _launch_training(config, Listeners(), rank=rank)
+    with listening_for(config) as listeners:
+        return _launch_training(config, listeners, rank=rank)
 
 
-def _launch_training(config: TrainingCommand, listener: Listener | None, *, rank: int | None) -> int:
+def _launch_training(config: TrainingCommand, listeners: Listeners, *, rank: int | None) -> int:
     machine = this_machine(find_gpus())
     placement = place_training(config.parallel, machine)
     gpus = evaluation_gpus(config, placement, machine)
@@ -107,7 +107,7 @@ def _launch_training(config: TrainingCommand, listener: Listener | None, *, rank
         processes=planned_trainer(config, placement),
     )
     plan = with_evaluations(plan, attempt, config, placement, gpus)
-    return _print_plan(plan) if config.dry_run else watch(plan, listener=listener)
+    return _print_plan(plan) if config.dry_run else watch(plan, listeners=listeners)
 
 
 def launch_rl(config: RlConfig) -> int:
@@ -120,7 +120,7 @@ def launch_rl(config: RlConfig) -> int:
         check_rl(config, starts_inference="urls" not in given.orchestrator.client.model_fields_set)
         return submit_rl(config, given)
     with (
-        listening(config.trainer.prometheus) as listener,
+        listening_for(config.trainer) as listeners,
         placed(config) as places,
         _servers(config, places, picks_port=picks_port) as servers,
     ):
@@ -145,7 +145,7 @@ def launch_rl(config: RlConfig) -> int:
             cluster=places.cluster if places else None,
             cluster_timeout_s=config.cluster_timeout_s,
         )
-        return watch(plan, healing, listener=listener)
+        return watch(plan, healing, listeners=listeners)
 
 
 def _servers(config: RlConfig, places: Placed | None, *, picks_port: bool) -> AbstractContextManager[Servers]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
+from holdfast.commands.launcher.endpoints import Listeners, listening_for
 from holdfast.commands.launcher.nodes import NodeGroup
 from holdfast.commands.launcher.plan import Healing, Plan
 from holdfast.commands.launcher.restarts import Restarts
 from holdfast.commands.launcher.storage_backoff import StorageBackoff
 from holdfast.commands.launcher.watch import watch
-from holdfast.commands.prometheus.endpoint import Listener, listening
 from holdfast.commands.resume.attempt import Attempt, with_resume, write_config
 from holdfast.commands.resume.plan import prepare
 from holdfast.shared.config.rl_trainer import TrainerConfig
@@ -38,8 +39,8 @@ def launch_on_nodes(config: TrainingCommand, *, rank: int | None, environment: d
         if group.leads:
             # Before the others come: another run in this directory is told at once.
             RunDir(config.output_dir).lock()
-        with listening(config.prometheus if group.leads else None) as listener:
-            code = _run(config, group, environment, listener)
+        with listening_for(config) if group.leads else nullcontext(Listeners()) as listeners:
+            code = _run(config, group, environment, listeners)
     except HoldfastError as error:
         code, said = error.exit_code, str(error)
         raise
@@ -51,7 +52,7 @@ def launch_on_nodes(config: TrainingCommand, *, rank: int | None, environment: d
     return code
 
 
-def _run(config: TrainingCommand, group: NodeGroup, environment: dict[str, str], listener: Listener | None) -> int:
+def _run(config: TrainingCommand, group: NodeGroup, environment: dict[str, str], listeners: Listeners) -> int:
     number = group.gather(lambda: time.sleep(_MOMENT_S), lambda text: print(text, flush=True))
     if number is not None:
         return 128 + number
@@ -63,7 +64,7 @@ def _run(config: TrainingCommand, group: NodeGroup, environment: dict[str, str],
             storage_backoff=StorageBackoff(0.0),
             heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
         )
-    return watch(plan_on_node(config, group, environment), healing, group, listener)
+    return watch(plan_on_node(config, group, environment), healing, group, listeners)
 
 
 def plan_on_node(

@@ -22,6 +22,7 @@ from typing import TypeVar
 from holdfast.commands.launcher.console import Console
 from holdfast.commands.launcher.deaths import Deaths
 from holdfast.commands.launcher.endings import end_of, how_it_ended, profile_lines, report_stop
+from holdfast.commands.launcher.endpoints import Endpoints, Listeners
 from holdfast.commands.launcher.hosts.cluster import is_trainer, wait_for_places
 from holdfast.commands.launcher.hosts.local import THIS_MACHINE
 from holdfast.commands.launcher.liveness import PROBE_PERIOD_S, LivenessMonitor, place_of_beats
@@ -32,7 +33,6 @@ from holdfast.commands.launcher.storage_backoff import StorageBackoff, fullest
 from holdfast.commands.launcher.supervise import REFRESH_S, Child, Supervisor
 from holdfast.commands.launcher.tracking import Senders
 from holdfast.commands.live.output import code_of_error, json_lines
-from holdfast.commands.prometheus.endpoint import Endpoint, Listener
 from holdfast.commands.resume.superseded import clear_unpublished
 from holdfast.shared.config.inference import is_engine
 from holdfast.shared.errors import STORAGE_FAILED, HoldfastError, ProcessDied, is_storage_failure
@@ -47,14 +47,17 @@ T = TypeVar("T")
 
 
 def watch(
-    plan: Plan, healing: Healing | None = None, group: NodeGroup | None = None, listener: Listener | None = None
+    plan: Plan,
+    healing: Healing | None = None,
+    group: NodeGroup | None = None,
+    listeners: Listeners | None = None,
 ) -> int:
     """Run the processes of `plan` to their end; return the exit code.
 
     Args:
         healing: unset: the first death ends the run.
         group: of the nodes, where the run has several.
-        listener: where the run is served to Prometheus; unset: it is not.
+        listeners: where the run is served; unset: nowhere.
 
     Raises:
         ProcessDied: one of them ended before its time and was not to be started again.
@@ -68,7 +71,7 @@ def watch(
     is_shared = healing is not None and healing.cluster is not None
     with (
         Senders(plan) as senders,
-        Endpoint(listener, run_dir, plan.trainer.program, leads=plan.node == 0) as endpoint,
+        Endpoints(listeners or Listeners(), plan) as endpoints,
         place_of_beats(run_dir.path, is_shared=is_shared, node=plan.node) as beats,
         Supervisor() as supervisor,
     ):
@@ -78,7 +81,7 @@ def watch(
         }
         try:
             while True:
-                outcome = _Watcher(plan, supervisor, healing, monitors, beats, group, senders, endpoint).run()
+                outcome = _Watcher(plan, supervisor, healing, monitors, beats, group, senders, endpoints).run()
                 if isinstance(outcome, int):
                     return outcome
                 plan = outcome
@@ -99,10 +102,10 @@ class _Watcher:
         beats: Path,
         group: NodeGroup | None,
         senders: Senders,
-        endpoint: Endpoint,
+        endpoints: Endpoints,
     ) -> None:
         self._senders = senders
-        self._endpoint = endpoint
+        self._endpoints = endpoints
         self._plan = plan
         self._supervisor = supervisor
         self._healing = healing
@@ -173,11 +176,7 @@ class _Watcher:
     def _start(self) -> None:
         """Start what does not run yet; an inference server outlives an attempt."""
         self._logs.mkdir(parents=True, exist_ok=True)
-        self._endpoint.begin(
-            self._plan.attempt.number,
-            max_steps=self._plan.trainer.max_steps,
-            engines={name: health.url.removesuffix("/health") for name, health in self._plan.health.items()},
-        )
+        self._endpoints.begin(self._plan)
         self._tell_of_healing()
         for name, argv in self._plan.commands.items():
             if any(child.name == name and child.process.poll() is None for child in self._supervisor.children):
@@ -220,7 +219,7 @@ class _Watcher:
         self._console.refresh()
         self._senders.look(self._console.say)
         lives = {child.name: child.process.poll() is None for child in self._supervisor.children}
-        self._endpoint.look(lives, self._console.say)
+        self._endpoints.look(lives, self._console.say)
 
     def _pause(self, seconds: float = REFRESH_S) -> int | None:
         """Wait; return the number of a signal that came meanwhile."""

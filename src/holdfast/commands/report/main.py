@@ -79,15 +79,20 @@ def read_runs(paths: Sequence[Path]) -> list[RunData]:
     return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
 
+def library() -> str:
+    """Return the source of what draws."""
+    from plotly.offline import get_plotlyjs
+
+    return get_plotlyjs()
+
+
 def write_page(page: Page, to: Path) -> int:
     """Write a page to its place by one rename; return its size in bytes.
 
     Raises:
         DataError: it cannot be written.
     """
-    from plotly.offline import get_plotlyjs
-
-    content = render(page, get_plotlyjs()).encode()
+    content = render(page, library()).encode()
     try:
         durable.write_file(to, content)
     except OSError as error:

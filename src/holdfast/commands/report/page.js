@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const figures = JSON.parse(document.getElementById("figures").textContent);
+  let figures = JSON.parse(document.getElementById("figures").textContent);
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const drawn = new Map();
 
@@ -23,24 +23,39 @@
       hoverlabel: { namelength: -1 },
       hovermode: place.classList.contains("lanes") ? "closest" : "x",
       dragmode: "zoom",
+      uirevision: place.getAttribute("aria-label"),
     };
   }
 
   function draw(place) {
-    if (drawn.has(place)) return;
     const figure = figures[place.dataset.figure];
     drawn.set(place, figure);
+    place.style.height = "";
     if (figure.layout.showlegend) {
       const length = figure.data.reduce((sum, trace) => sum + 50 + 7 * trace.name.length, 0);
       place.style.height = `${place.clientHeight + 18 * Math.ceil(length / place.clientWidth)}px`;
     }
-    Plotly.newPlot(place, figure.data, layoutOf(figure, place), { responsive: true, displaylogo: false, displayModeBar: false });
+    Plotly.react(place, figure.data, layoutOf(figure, place), { responsive: true, displaylogo: false, displayModeBar: false });
   }
 
-  const places = [...document.querySelectorAll(".chart")];
+  const places = () => [...document.querySelectorAll(".chart")];
   const folded = (place) => { const details = place.closest("details"); return details !== null && !details.open; };
-  const drawSeen = () => places.forEach((place) => { if (!folded(place)) draw(place); });
-  document.querySelectorAll("details").forEach((one) => one.addEventListener("toggle", drawSeen));
+  const drawSeen = () => places().forEach((place) => { if (!drawn.has(place) && !folded(place)) draw(place); });
+  document.addEventListener("toggle", drawSeen, true);
+
+  // For a page that is live: its charts are in their places, and those that differ are drawn as they are now.
+  window.drawAnew = (fresh) => {
+    const before = figures;
+    figures = fresh;
+    for (const place of [...drawn.keys()]) {
+      const key = place.dataset.figure;
+      if (!place.isConnected) {
+        Plotly.purge(place);
+        drawn.delete(place);
+      } else if (JSON.stringify(fresh[key]) !== JSON.stringify(before[key])) draw(place);
+    }
+    drawSeen();
+  };
   dark.addEventListener("change", () => drawn.forEach((figure, place) => Plotly.relayout(place, layoutOf(figure, place))));
   drawSeen();
   document.documentElement.dataset.charts = String(drawn.size);

@@ -46,6 +46,11 @@ class Table:
     rows: Sequence[Sequence[str]]
     note: str = ""
 
+    @property
+    def key(self) -> str:
+        """What it is called in the page: the same whichever tables are there."""
+        return f"table-{self.title.lower().replace(' ', '-')}"
+
 
 @dataclass(frozen=True)
 class Page:
@@ -65,8 +70,26 @@ class Page:
     notes: Sequence[str] = ()
 
 
-def render(page: Page, plotly_js: str) -> str:
-    """Return the HTML of a page. All text of the run is escaped; a policy in the page forbids all network."""
+@dataclass(frozen=True)
+class Live:
+    """What a page knows that is served while its run goes on.
+
+    Attributes:
+        tag: no other page has it.
+        run_id: another run may be served in the same place later.
+        command: that makes the file.
+    """
+
+    tag: str
+    run_id: str
+    command: str
+
+
+def render(page: Page, plotly_js: str, *, live: Live | None = None) -> str:
+    """Return the HTML of a page.
+
+    All text of the run is escaped. A policy in the page forbids all network; one that is live may ask who serves it.
+    """
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -77,6 +100,8 @@ def render(page: Page, plotly_js: str) -> str:
         figures=Markup(_script_json(figures)),
         # Never of a run: what the package and the library hold.
         plotly_js=Markup(plotly_js),
+        live=live,
+        live_js=Markup((_HERE / "live.js").read_text()),
         page_js=Markup((_HERE / "page.js").read_text()),
         page_css=Markup((_HERE / "page.css").read_text()),
         nonce=secrets.token_urlsafe(16),

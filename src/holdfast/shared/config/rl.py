@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from holdfast.shared.config.base import CkptConfig, Command, LogFormat, ModelConfig
+from holdfast.shared.config.dashboard import DashboardConfig
 from holdfast.shared.config.inference import InferenceConfig
 from holdfast.shared.config.orchestrator import EvalConfig, OrchestratorConfig
 from holdfast.shared.config.placement import PlacementConfig
@@ -58,6 +59,9 @@ class RlConfig(Command):
 
     prometheus: PrometheusConfig | None = None
     """For the trainer: the metrics of the run for Prometheus, at 127.0.0.1:9464 unless it says otherwise."""
+
+    dashboard: DashboardConfig | None = None
+    """For the trainer: the report of the run while it goes on, at 127.0.0.1:9466 unless it says otherwise."""
 
     eval: EvalConfig | None = None
     """For the orchestrator: evaluations on held-out tasks during the run."""
@@ -158,6 +162,7 @@ _SHARED = {
     "tracking": ("trainer",),
     "profile": ("trainer",),
     "prometheus": ("trainer",),
+    "dashboard": ("trainer",),
     "eval": ("orchestrator",),
     "deterministic": ("trainer", "inference"),
     "log_format": ("trainer",),

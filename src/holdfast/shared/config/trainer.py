@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from holdfast.shared.config.base import CkptConfig, Command, DType, LogFormat, ModelConfig, Section
 from holdfast.shared.config.by_device import BY_DEVICE
+from holdfast.shared.config.dashboard import DashboardConfig
 from holdfast.shared.config.evaluation import CheckpointEvalConfig
 from holdfast.shared.config.lora import LoraConfig
 from holdfast.shared.config.profile import ProfiledSteps, StepWindow
@@ -281,6 +282,9 @@ class TrainingCommand(Command):
 
     prometheus: PrometheusConfig | None = None
     """Serve the metrics to Prometheus: not unless given; a bare `--prometheus` at 127.0.0.1:9464."""
+
+    dashboard: DashboardConfig | None = None
+    """Serve the report of the run while it goes on: not unless given; a bare `--dashboard` at 127.0.0.1:9466."""
 
     @property
     def profiled_steps(self) -> ProfiledSteps | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.commands.prometheus.collector import RunCollector
-from holdfast.commands.prometheus.endpoint import Endpoint, listening
+from holdfast.commands.prometheus.endpoint import Endpoint, listening_for_prometheus
 from holdfast.shared.config.prometheus import PrometheusConfig
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.files.run_dir import RunDir
@@ -42,7 +42,7 @@ def serve(run_dir: RunDir) -> Iterator[Serve]:
     with ExitStack() as stack:
 
         def start(host: str = "127.0.0.1", **engines: str) -> tuple[Endpoint, int]:
-            listener = stack.enter_context(listening(PrometheusConfig(port=0, host=host)))
+            listener = stack.enter_context(listening_for_prometheus(PrometheusConfig(port=0, host=host)))
             assert listener is not None
             endpoint = stack.enter_context(Endpoint(listener, run_dir, "sft"))
             endpoint.begin(1, max_steps=9, engines=engines)
@@ -298,7 +298,7 @@ def test_a_client_that_goes_away_is_its_own_affair(
     def gone(*_: object) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr("holdfast.commands.prometheus.endpoint._Handler._answer", gone)
+    monkeypatch.setattr("holdfast.commands.web._Handler.send", gone)
     with pytest.raises(OSError):
         scrape(port)
     monkeypatch.undo()
@@ -318,23 +318,23 @@ def test_scrapes_at_once(run_dir: RunDir, serve: Serve) -> None:
 def test_a_port_that_is_taken_and_what_is_no_address(serve: Serve) -> None:
     _, port = serve()
     with pytest.raises(ConfigError, match=f"127.0.0.1:{port} is in use.*--prometheus.port, or 0"):
-        listening(PrometheusConfig(port=port)).__enter__()
+        listening_for_prometheus(PrometheusConfig(port=port)).__enter__()
     for host in ("192.0.2.1", "no.such.host.invalid", "a" * 70 + ".example"):
         with pytest.raises(ConfigError, match=f"{host}:0 cannot be listened at.*--prometheus.host"):
-            listening(PrometheusConfig(port=0, host=host)).__enter__()
+            listening_for_prometheus(PrometheusConfig(port=0, host=host)).__enter__()
 
 
 def test_a_port_is_free_for_the_next_launcher(run_dir: RunDir) -> None:
     port = free_port()
     for _ in range(2):  # the server closes first, so the port keeps a connection that has ended
-        with listening(PrometheusConfig(port=port)) as listener, Endpoint(listener, run_dir, "sft"):
+        with listening_for_prometheus(PrometheusConfig(port=port)) as listener, Endpoint(listener, run_dir, "sft"):
             assert scrape(port).value("holdfast_trainer_step") == 0
 
 
 def test_ipv6_and_all_addresses(run_dir: RunDir) -> None:
-    with listening(PrometheusConfig(port=0, host="::1")) as listener:
+    with listening_for_prometheus(PrometheusConfig(port=0, host="::1")) as listener:
         assert listener is not None and listener.address == f"[::1]:{listener.port}"
-    with listening(PrometheusConfig(port=0, host="0.0.0.0")) as listener:
+    with listening_for_prometheus(PrometheusConfig(port=0, host="0.0.0.0")) as listener:
         assert listener is not None and listener.address == f"{socket.gethostname()}:{listener.port}"
 
 
@@ -342,7 +342,7 @@ def test_the_file_that_leads_prometheus_there(
     run_dir: RunDir, serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with ExitStack() as stack:
-        listener = stack.enter_context(listening(PrometheusConfig(port=0)))
+        listener = stack.enter_context(listening_for_prometheus(PrometheusConfig(port=0)))
         assert listener is not None
         endpoint = stack.enter_context(Endpoint(listener, run_dir, "rl"))
         assert f"http://{listener.address}/metrics" in capsys.readouterr().out

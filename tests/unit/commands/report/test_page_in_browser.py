@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import pytest
 from tokenizers import Tokenizer
 
 from holdfast.shared.files import durable
@@ -20,6 +17,7 @@ from holdfast.shared.wire.arrays import Logprobs, LossMask, TokenIds
 from holdfast.shared.wire.rollouts import Batch, Rollout
 from tests.builders.shown_runs import make_run
 from tests.conftest import BASE
+from tests.runs.browser import browser_command
 from tests.unit.commands.evaluate.test_plot import evaluated
 from tests.unit.commands.report.test_report import figures_of
 from tests.unit.commands.rollouts.test_rollouts_cli import state_after
@@ -29,21 +27,12 @@ RunCommand = Callable[..., tuple[int, str, str]]
 HOSTILE = '</script><img src=x onerror="document.documentElement.dataset.hit=1">'
 
 
-def browser() -> str:
-    """Return the browser of this machine."""
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if found is None:
-        pytest.skip("there is no browser to open the page in: `apt-get install chromium`")
-    return found
-
-
 def opened(page: Path, place: Path) -> tuple[str, list[str]]:
     """Return what a browser makes of a page, and what its console says. Nothing outside can be reached."""
     done = subprocess.run(
         [
-            browser(), "--headless=new", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=20000",
-            "--proxy-server=http://127.0.0.1:9", "--enable-logging=stderr", f"--user-data-dir={place}",
-            *(["--no-sandbox"] if os.geteuid() == 0 else []), "--window-size=1200,900", "--dump-dom", page.as_uri(),
+            *browser_command(place), "--virtual-time-budget=20000", "--enable-logging=stderr", "--dump-dom",
+            page.as_uri(),
         ],
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip

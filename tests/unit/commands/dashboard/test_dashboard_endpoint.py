@@ -1,0 +1,292 @@
+"""The page of a run that goes on: what is answered, when it is made, and what it stands."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import re
+import socket
+import socketserver
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from holdfast.commands.dashboard import builds
+from holdfast.commands.dashboard.builds import Builds
+from holdfast.commands.dashboard.endpoint import Dashboard, listening_for_browsers
+from holdfast.shared.config.dashboard import DashboardConfig
+from holdfast.shared.errors import ConfigError
+from holdfast.shared.files.metrics import MetricsWriter
+from holdfast.shared.files.run_dir import RunDir
+from tests.builders.shown_runs import make_run
+from tests.runs.dashboards import charts_in, curve_in, page_when, request, state_when
+from tests.runs.processes import command_line, wait_until
+
+Serve = Callable[[RunDir], tuple[Dashboard, int]]
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+    """Return a function that serves a run at a free port, and gives the endpoint and the port."""
+    monkeypatch.setattr(builds, "_SHARE", 1.0)  # a test waits for nobody
+    with ExitStack() as stack:
+
+        def start(run_dir: RunDir) -> tuple[Dashboard, int]:
+            listener = stack.enter_context(listening_for_browsers(DashboardConfig(port=0)))
+            assert listener is not None
+            return stack.enter_context(Dashboard(listener, run_dir)), listener.port
+
+        yield start
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have pages follow each other at once."""
+    init = Builds.__init__
+    monkeypatch.setattr(Builds, "__init__", lambda self, *args: init(self, *args, pause_s=0.0))
+
+
+def builders(run_dir: RunDir) -> list[psutil.Process]:
+    """Return the processes that make a page of the run now."""
+    found = psutil.Process().children(recursive=True)
+    return [one for one in found if {builds.PROCESS, str(run_dir.path)} <= set(command_line(one))]
+
+
+def train(run_dir: RunDir, *steps: int) -> None:
+    writer = MetricsWriter(run_dir.metrics)
+    for step in steps:
+        writer.write(step, {"loss": 1 / step, "reward/mean": step / 100})
+    writer.close()
+
+
+def said(dashboard: Dashboard) -> list[str]:
+    found: list[str] = []
+    dashboard.look(found.append)
+    return found
+
+
+def test_a_page_is_made_when_somebody_asks_and_grows_with_the_run(
+    tmp_path: Path, serve: Serve, soon: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path / "run", resumed_from=(4,))
+    there = sorted(run_dir.path.rglob("*"))
+    dashboard, port = serve(run_dir)
+    assert capsys.readouterr().out == f"Dashboard: http://127.0.0.1:{port}/\n"
+    early = request(port)
+    assert early.status == 503 and "is being made" in early.text and 'http-equiv="refresh"' in early.text
+    first = state_when(port, lambda state: state["tag"] is not None)
+    assert first["run"] == run_dir.run_id() and first["trouble"] is None
+    page, update = request(port), request(port, "/update?x=1")
+    assert page.status == 200 and page.headers["Content-Type"] == "text/html; charset=utf-8"
+    assert "live: as of 2" in page.text and f'data-tag="{first["tag"]}"' in page.text
+    assert f'data-command="uv run report {run_dir.path}"' in page.text
+    assert "connect-src 'self';" in page.text
+    assert len(page.text) > 4e6 > len(update.text) and charts_in(page.text) == charts_in(update.text)
+    assert curve_in(update.text) == list(range(1, 13))
+    assert [shape["x0"] for shape in charts_in(update.text)["loss"]["layout"]["shapes"]] == [4]
+    train(run_dir, 13)
+    later = page_when(port, lambda page: curve_in(page) == list(range(1, 14)))
+    assert f'data-run="{first["run"]}"' in later and f'data-tag="{first["tag"]}"' not in later
+    assert said(dashboard) == []
+    assert sorted(run_dir.path.rglob("*")) == there, "nothing was written"
+
+
+def test_nothing_is_made_where_nobody_asks_or_nothing_is_new(tmp_path: Path, serve: Serve, soon: None) -> None:
+    run_dir = make_run(tmp_path / "run")
+    dashboard, port = serve(run_dir)
+    asked = dashboard._builds._asked
+    train(run_dir, 13)
+    assert not asked.is_set() and builders(run_dir) == [] and dashboard._builds.built is None
+    tag = state_when(port, lambda state: state["tag"] is not None)["tag"]
+    for _ in range(20):
+        assert state_when(port, lambda _: True)["tag"] == tag
+        wait_until(lambda: not asked.is_set(), "a look at the files")
+    assert builders(run_dir) == []
+
+
+def test_one_process_at_a_time_that_gives_way(tmp_path: Path, serve: Serve) -> None:
+    run_dir = make_run(tmp_path / "run")
+    _, port = serve(run_dir)
+    request(port)
+    wait_until(lambda: len(builders(run_dir)) == 1, "the process that makes the page")
+    (process,) = builders(run_dir)
+    wait_until(lambda: process.nice() == 19 and _oom_score(process) == "1000", "its priority")
+    process.suspend()
+    for _ in range(5):
+        assert request(port).status == 503
+    assert builders(run_dir) == [process]
+    process.resume()
+    state_when(port, lambda state: state["tag"] is not None)
+
+
+def _oom_score(process: psutil.Process) -> str:
+    return Path(f"/proc/{process.pid}/oom_score_adj").read_text().strip()
+
+
+def test_a_process_that_is_killed_is_told_where_one_looks_and_made_up_for(tmp_path: Path, serve: Serve) -> None:
+    run_dir = make_run(tmp_path / "run")
+    dashboard, port = serve(run_dir)
+    dashboard._builds._pause_s = 1.0
+    request(port)
+    wait_until(lambda: len(builders(run_dir)) == 1, "the process that makes the page")
+    builders(run_dir)[0].kill()
+    state_when(port, lambda state: state["trouble"] == "its process was killed by SIGKILL")
+    failed = request(port)
+    assert failed.status == 500 and "could not be made: its process was killed by SIGKILL" in failed.text
+    assert said(dashboard) == [
+        "WARNING: dashboard: the page is not made: its process was killed by SIGKILL. Training goes on"
+    ]
+    state_when(port, lambda state: state["trouble"] is None and state["tag"] is not None)
+    assert request(port).status == 200 and said(dashboard) == []
+
+
+def test_files_that_cannot_be_read_leave_the_page_that_was_there(tmp_path: Path, serve: Serve, soon: None) -> None:
+    run_dir = make_run(tmp_path / "run")
+    dashboard, port = serve(run_dir)
+    tag = state_when(port, lambda state: state["tag"] is not None)["tag"]
+    run_dir.metrics.rename(tmp_path / "kept")
+    run_dir.metrics.mkdir()
+    broken = state_when(port, lambda state: state["trouble"] is not None)
+    assert "Is a directory" in broken["trouble"] and broken["tag"] == tag
+    assert request(port).status == 200
+    run_dir.metrics.rmdir()
+    (tmp_path / "kept").rename(run_dir.metrics)
+    state_when(port, lambda state: state["trouble"] is None)
+    assert len(said(dashboard)) == 1
+
+
+def test_a_process_that_hangs_is_ended(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builds, "_LIMIT_S", 1.0)
+    run_dir = make_run(tmp_path / "run")
+    dashboard, port = serve(run_dir)
+    os.mkfifo(run_dir.logs(1) / "events_of_nobody.jsonl")  # reading it waits for who writes
+    state_when(port, lambda state: state["trouble"] is not None)
+    assert "has not come to an end for 1 s" in request(port).text and builders(run_dir) == []
+    assert len(said(dashboard)) == 1
+
+
+def test_a_process_that_cannot_be_started_harms_nobody(
+    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("holdfast.commands.dashboard.builds.subprocess.Popen", refuse)
+    _, port = serve(make_run(tmp_path / "run"))
+    found = state_when(port, lambda state: state["trouble"] is not None)
+    assert "Resource temporarily unavailable" in found["trouble"]
+
+
+def test_the_end_ends_the_process_that_makes_a_page(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    with listening_for_browsers(DashboardConfig(port=0)) as listener, Dashboard(listener, run_dir) as dashboard:
+        assert listener is not None
+        request(listener.port)
+        wait_until(lambda: len(builders(run_dir)) == 1, "the process that makes the page")
+        (process,) = builders(run_dir)
+        process.suspend()
+    assert not process.is_running() and said(dashboard) == []
+    assert not dashboard._builds._thread.is_alive()
+    with pytest.raises(OSError):
+        request(listener.port)
+
+
+def test_other_paths_names_and_methods_are_refused(tmp_path: Path, serve: Serve) -> None:
+    run_dir = make_run(tmp_path / "run")
+    _, port = serve(run_dir)
+    state_when(port, lambda state: state["tag"] is not None)
+    for path in ("/run.json", "/../run.json", "/%2e%2e/run.json", f"/{run_dir.path}/run.json", "//[", "/logs/", ""):
+        found = raw(port, f"GET {path or '?'} HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b" 404 " in found and run_dir.run_id().encode() not in found
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "192.168.0.7"):
+        for path in ("/", "/state", "/update"):
+            found = request(port, path, host=host)
+            assert found.status == 403 and run_dir.run_id() not in found.text
+    for host in (f"127.0.0.1:{port}", f"localhost:{port}", "[::1]"):
+        assert request(port, host=host).status == 200
+    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+        assert request(port, "/state", method=method).status == 501
+    whole, head = request(port), request(port, method="HEAD")
+    assert head.status == 200 and head.text == ""
+    assert head.headers["Content-Length"] == whole.headers["Content-Length"] == str(len(whole.text.encode()))
+    assert whole.headers["X-Frame-Options"] == "DENY" and whole.headers["Cache-Control"] == "no-store"
+    assert whole.headers["Cross-Origin-Resource-Policy"] == "same-origin"
+    assert not {"access-control-allow-origin"} & {name.lower() for name in whole.headers}
+
+
+def raw(port: int, text: str) -> bytes:
+    """Return all that comes back for some bytes."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(text.encode())
+        return b"".join(iter(lambda: connection.recv(2**16), b""))
+
+
+def test_a_page_goes_out_in_pieces(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client has some seconds for each: the way to its reader may be slow, and the page is long."""
+    written: list[int] = []
+    write = socketserver._SocketWriter.write
+
+    def noted(writer: Any, data: Any) -> int:
+        written.append(len(data))
+        return write(writer, data)
+
+    _, port = serve(make_run(tmp_path / "run"))
+    state_when(port, lambda state: state["tag"] is not None)
+    monkeypatch.setattr("socketserver._SocketWriter.write", noted)
+    page = request(port).text
+    assert page.endswith("</html>") and sum(written) > len(page) > 4e6 and max(written) <= 2**16
+
+
+def test_a_port_that_is_taken_and_one_that_may_not_be_had(tmp_path: Path, serve: Serve) -> None:
+    _, port = serve(make_run(tmp_path / "run"))
+    with pytest.raises(ConfigError, match=f"dashboard: 127.0.0.1:{port} is in use.*--dashboard.port, or 0"):
+        listening_for_browsers(DashboardConfig(port=port)).__enter__()
+
+
+def test_what_draws_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "plotly":
+            raise ModuleNotFoundError("No module named 'plotly'", name="plotly")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr("holdfast.orchestrator.environments.extras.import_module", without)
+    with pytest.raises(ConfigError, match="--dashboard needs the extra 'report'.*uv sync --extra report"):
+        listening_for_browsers(DashboardConfig()).__enter__()
+
+
+def test_nothing_is_served_unless_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with listening_for_browsers(None) as listener, Dashboard(listener, RunDir(tmp_path)) as dashboard:
+        assert listener is None and said(dashboard) == []
+    assert capsys.readouterr().out == ""
+
+
+def test_a_run_that_is_none_is_refused_by_the_process(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "no run")
+    told: list[str] = []
+    with Builds(run_dir, told.append) as found:
+        found.ask()
+        wait_until(lambda: found.trouble is not None, "what it says")
+    assert found.trouble is not None and re.match(r".*no run holds no run \(no run\.json", found.trouble)
+    assert len(told) == 1
+
+
+def test_the_page_of_a_file_has_nothing_of_one_that_is_live(tmp_path: Path, run_command: Any) -> None:
+    run_dir = make_run(tmp_path / "run")
+    assert run_command("report", run_dir.path)[0] == 0
+    page = (run_dir.path / "report.html").read_text()
+    assert 'id="live"' not in page and "connect-src" not in page and "fetch(" not in page.rpartition("Plotly")[2]
+    assert "made 2" in page
+
+
+def test_sizes_and_times_of_files_that_go_away_are_passed_over(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    names = [name for name, _, _ in builds._states(run_dir)]
+    assert str(run_dir.metrics) in names and any("timeline_trainer" in name for name in names)
+    (run_dir.logs(1) / "events_gone.jsonl").symlink_to(tmp_path / "nowhere")
+    assert [name for name, _, _ in builds._states(run_dir)] == names
