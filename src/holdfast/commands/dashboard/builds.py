@@ -5,6 +5,7 @@ The process dies with the launcher, has the lowest priority, and hands the page 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -117,7 +118,8 @@ class Builds:
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """Kill it, if it is not over; never another one that has got its number since."""
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # the other thread has just seen its end
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _reason(errors: str, code: int) -> str:
