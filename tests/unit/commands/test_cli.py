@@ -134,7 +134,9 @@ def test_a_server_at_a_port_that_is_taken_is_refused_before_anything_is_loaded(
     port = free_port()
     held = reserve("127.0.0.1", port)
     assert held is not None
-    code, _, err = run("inference", "--model.name", MODEL, "--server.port", port, "--output-dir", tmp_path)
+    code, _, err = run(
+        "inference", "--model.name", "examples/reverse_text/model", "--server.port", port, "--output-dir", tmp_path
+    )
     held.release()
     assert code == 2 and f"http://127.0.0.1:{port} is in use, by another server or a run. Stop it, or choose" in err
 

@@ -86,17 +86,16 @@ def send_until_told(run_dir: RunDir, name: str, config: TrackingConfig) -> int:
         delay_s = min(_LAST_RETRY_S, delay_s * 2)
 
 
-def keep_temporary_files(home: Path) -> None:
-    """Have a tracker's library put its temporary files into a directory in `home` that goes with this process.
+def keep_temporary_files() -> None:
+    """Have a tracker's library put its temporary files into a directory that goes with this process.
 
-    W&B leaves two in `home` itself when it is killed. Not for trackers of users, who may keep something there.
+    W&B leaves two behind when it is killed. Not for trackers of users, who may keep something there.
     """
-    if len(os.fsencode(home / scratch_name())) > _MOST_BYTES_OF_HOME:
-        home = SHORT_HOME
     try:
-        scratch = make_scratch(home)
-    except OSError as error:
-        _log.info("temporary files lie in %s: %s", home, error)
+        home = Path(tempfile.gettempdir())
+        scratch = make_scratch(home if len(os.fsencode(home / scratch_name())) <= _MOST_BYTES_OF_HOME else SHORT_HOME)
+    except OSError as error:  # the library may need none
+        _log.warning("there is no directory for temporary files: %s", error)
         return
     atexit.register(drop, scratch)  # behind what the libraries do at the end: they are imported later
     os.environ["TMPDIR"] = str(scratch)
@@ -112,7 +111,7 @@ def main(argv: Sequence[str]) -> None:
     run, name, settings = argv
     config = TrackingConfig.model_validate_json(settings)
     if name in BUILT_IN:
-        keep_temporary_files(Path(tempfile.gettempdir()))
+        keep_temporary_files()
     run_reporting_errors(lambda: sys.exit(send_until_told(RunDir(Path(run)), name, config)))
 
 

@@ -220,13 +220,11 @@ def test_temporary_files_of_a_tracker_that_is_killed_go_with_the_next(run: Track
 def test_a_tracker_without_room_for_temporary_files_goes_on() -> None:
     """In a process of its own, whose directory for temporary files it changes."""
     program = (
-        "import sys, tempfile; from pathlib import Path; from holdfast.commands.track.process import *\n"
-        "before = tempfile.gettempdir(); keep_temporary_files(Path(sys.argv[1]))\n"
-        "assert tempfile.gettempdir() == before\n"
-        "keep_temporary_files(Path(sys.argv[1] + 'long' * 20)); print(tempfile.gettempdir())"
+        "import tempfile; from holdfast.commands.track.process import keep_temporary_files\n"
+        "tempfile.tempdir = '/no/such'; keep_temporary_files(); assert tempfile.gettempdir() == '/no/such'\n"
+        "tempfile.tempdir = '/' + 'long' * 20; keep_temporary_files(); print(tempfile.gettempdir())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, "/no/such/place"], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout.startswith(f"/tmp/{scratch_name()}"), done.stderr
+    assert "there is no directory for temporary files: " in done.stderr
     assert not Path(done.stdout.strip()).exists()
