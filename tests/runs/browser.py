@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
@@ -41,16 +42,15 @@ class OpenPage:
 
     def __init__(self, profile: Path) -> None:
         words = [*browser_command(profile), "--proxy-bypass-list=127.0.0.1", "--remote-debugging-pipe"]
-        commands, self._to = os.pipe()
-        self._from, events = os.pipe()
-        # It reads from descriptor 3 and writes to 4.
+        (read, self._to), (self._from, write) = os.pipe(), os.pipe()
+        # It reads from descriptor 3 and writes to 4: these may be just that, in another order.
+        commands, events = (fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 10) for one in (read, write))
         line = f"exec {shlex.join(words)} 3<&{commands} 4>&{events} {commands}<&- {events}>&-"
-        assert not {commands, events} & {3, 4}, "there are others behind the standard ones in every test"
         self._process = subprocess.Popen(
             ["bash", "-c", line], pass_fds=(commands, events), stderr=subprocess.DEVNULL, start_new_session=True
         )
-        os.close(commands)
-        os.close(events)
+        for one in (read, write, commands, events):
+            os.close(one)
         self._numbers = itertools.count(1)
         self._buffer = b""
         self._session: str | None = None

@@ -5,11 +5,10 @@ The process dies with the launcher, has the lowest priority, and hands the page 
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -24,6 +23,8 @@ _SHARE = 0.1
 _PAUSE_S = 5.0
 _LIMIT_S = 600.0
 _DYING_S = 5.0
+_MOST_COUNTED_S = 10.0
+"""Of a try that failed: what was wrong may be over soon."""
 _LONGEST_REASON = 500
 
 
@@ -60,7 +61,7 @@ class Builds:
         with self._lock:
             self._ended.set()
             if self._process is not None:
-                _kill(self._process)
+                self._process.kill()
         self._asked.set()
         self._thread.join(_DYING_S)
 
@@ -72,21 +73,26 @@ class Builds:
         while not self._ended.is_set():
             self._asked.wait()
             self._asked.clear()
-            files = tuple(_states(self._run_dir))
-            if self._ended.is_set() or (self.trouble is None and self.built is not None and files == self._files):
-                continue
+            begin = time.monotonic()
             try:
-                self.built, trouble = self._build(), None
-                self._files = files
+                cost_s = self._make_if_new()
             except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on; said where one looks
-                trouble = str(error) or type(error).__name__
-            if self._ended.is_set():
-                return
-            if trouble is not None:
-                self._tell(f"the page is not made: {trouble}. Training goes on")
-            self.trouble = trouble
-            cost_s = self.built.cpu_s if self.built is not None else 0.0
-            self._ended.wait(max(self._pause_s, cost_s * (1 / _SHARE - 1)))
+                cost_s = min(time.monotonic() - begin, _MOST_COUNTED_S)  # nobody knows how much of a core it was
+                if not self._ended.is_set():
+                    trouble = str(error) or type(error).__name__
+                    self._tell(f"the page is not made: {trouble}. Training goes on")
+                    self.trouble = trouble
+            if cost_s:
+                self._ended.wait(max(self._pause_s, cost_s * (1 / _SHARE - 1)))
+
+    def _make_if_new(self) -> float:
+        """Make the page, unless the newest shows all that is there; return what it took of a core, in seconds."""
+        files = tuple(_states(self._run_dir))
+        if self.trouble is None and self.built is not None and files == self._files:
+            return 0.0
+        self.built = self._build()
+        self.trouble, self._files = None, files
+        return self.built.cpu_s
 
     def _build(self) -> Built:
         argv = module_command(PROCESS, str(self._run_dir.path))
@@ -104,9 +110,10 @@ class Builds:
         try:
             output, errors = process.communicate(timeout=_LIMIT_S)
         except subprocess.TimeoutExpired:
-            _kill(process)
-            process.communicate(timeout=_DYING_S)
-            raise TimeoutError(f"its process has not come to an end for {_LIMIT_S:g} s") from None
+            self.trouble = f"its process has not come to an end for {_LIMIT_S:g} s"
+            process.kill()
+            process.communicate()  # where a storage holds it, no other one waits there as well
+            raise TimeoutError(self.trouble) from None
         finally:
             with self._lock:
                 self._process = None
@@ -115,18 +122,12 @@ class Builds:
         return msgspec.msgpack.decode(output, type=Built)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill it, if it is not over; never another one that has got its number since."""
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):  # the other thread has just seen its end
-            os.killpg(process.pid, signal.SIGKILL)
-
-
 def _reason(errors: str, code: int) -> str:
-    """Return what a process said at its end."""
-    told = errors.rpartition("error: ")[2] if "error: " in errors else errors.strip().rpartition("\n")[2]
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return told.strip()[:_LONGEST_REASON] or f"its process {how}"
+    """Return what a process said at its end: its `error:`, or the last line of what else it wrote."""
+    _, mark, told = f"\n{errors.strip()}".rpartition("\nerror: ")
+    told = told if mark else told.rpartition("\n")[2]
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    return told[:_LONGEST_REASON] or f"its process {how}"
 
 
 def _states(run_dir: RunDir) -> Iterator[tuple[str, int, int]]:

@@ -51,7 +51,7 @@ class Dashboard:
 
     def __init__(self, listener: Listener | None, run_dir: RunDir) -> None:
         self._listener = listener
-        self._run_dir = run_dir
+        self._run_id = run_dir.run_id() if listener is not None else ""
         self._trouble: list[str] = []
         self._told: set[str] = set()
         self._builds = Builds(run_dir, self._tell)
@@ -59,7 +59,6 @@ class Dashboard:
 
     def __enter__(self) -> Dashboard:
         if self._listener is not None:
-            self._run_id = self._run_dir.run_id()
             self._builds.__enter__()
             self._server = WebServer(
                 self._listener, name="dashboard", answer=self._answer, tell=self._tell, headers=_HEADERS

@@ -80,7 +80,8 @@
     let state;
     try {
       state = await (await ask("state")).json();
-      if (state.run === line.dataset.run && state.tag !== null && state.tag !== tag) {
+      const newest = waiting === null ? tag : waiting.getElementById("live").dataset.tag;
+      if (state.run === line.dataset.run && state.tag !== null && state.tag !== newest) {
         waiting = new DOMParser().parseFromString(await (await ask("update")).text(), "text/html");
       }
     } catch {
@@ -102,8 +103,11 @@
   }
 
   async function follow() {
-    if (!document.hidden) await poll();
-    setTimeout(follow, POLL_MS);
+    try {
+      if (!document.hidden) await poll();
+    } finally {
+      setTimeout(follow, POLL_MS);
+    }
   }
   setTimeout(follow, POLL_MS);
 })();

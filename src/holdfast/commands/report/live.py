@@ -9,6 +9,7 @@ import contextlib
 import os
 import secrets
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -60,5 +61,8 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     die_with_launcher()
+    # The launcher alone says when it is over: a scheduler may signal every process.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     give_way()
     run_reporting_errors(lambda: main(sys.argv[1:]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import os
 import re
+import signal
 import socket
 import socketserver
 from collections.abc import Callable, Iterator
@@ -134,11 +135,11 @@ def test_a_process_that_is_killed_is_told_where_one_looks_and_made_up_for(tmp_pa
     request(port)
     wait_until(lambda: len(builders(run_dir)) == 1, "the process that makes the page")
     builders(run_dir)[0].kill()
-    state_when(port, lambda state: state["trouble"] == "its process was killed by SIGKILL")
+    state_when(port, lambda state: state["trouble"] == "its process was killed by signal 9")
     failed = request(port)
-    assert failed.status == 500 and "could not be made: its process was killed by SIGKILL" in failed.text
+    assert failed.status == 500 and "could not be made: its process was killed by signal 9" in failed.text
     assert said(dashboard) == [
-        "WARNING: dashboard: the page is not made: its process was killed by SIGKILL. Training goes on"
+        "WARNING: dashboard: the page is not made: its process was killed by signal 9. Training goes on"
     ]
     state_when(port, lambda state: state["trouble"] is None and state["tag"] is not None)
     assert request(port).status == 200 and said(dashboard) == []
@@ -165,8 +166,51 @@ def test_a_process_that_hangs_is_ended(tmp_path: Path, serve: Serve, monkeypatch
     dashboard, port = serve(run_dir)
     os.mkfifo(run_dir.logs(1) / "events_of_nobody.jsonl")  # reading it waits for who writes
     state_when(port, lambda state: state["trouble"] is not None)
-    assert "has not come to an end for 1 s" in request(port).text and builders(run_dir) == []
+    assert "has not come to an end for 1 s" in request(port).text
+    told: list[str] = []
+
+    def hears() -> bool:
+        dashboard.look(told.append)
+        return told != []
+
+    wait_until(hears, "what the console says")
+    assert len(told) == 1 and builders(run_dir) == []
+
+
+def test_files_that_cannot_be_looked_at_are_told_and_looked_at_again(
+    tmp_path: Path, serve: Serve, soon: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: RunDir) -> None:
+        raise OSError(5, "Input/output error")
+
+    dashboard, port = serve(make_run(tmp_path / "run"))
+    with monkeypatch.context() as patched:
+        patched.setattr(builds, "_states", fail)
+        assert "Input/output error" in state_when(port, lambda state: state["trouble"] is not None)["trouble"]
+    state_when(port, lambda state: state["trouble"] is None and state["tag"] is not None)
     assert len(said(dashboard)) == 1
+
+
+def test_no_process_is_started_behind_the_end(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    with Builds(run_dir, print) as found:
+        pass
+    with pytest.raises(InterruptedError):
+        found._build()
+    assert builders(run_dir) == []
+
+
+def test_a_scheduler_that_signals_every_process_changes_nothing(tmp_path: Path, serve: Serve) -> None:
+    run_dir = make_run(tmp_path / "run")
+    dashboard, port = serve(run_dir)
+    request(port)
+    wait_until(lambda: len(builders(run_dir)) == 1, "the process that makes the page")
+    (process,) = builders(run_dir)
+    wait_until(lambda: _oom_score(process) == "1000", "its beginning")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        process.send_signal(number)
+    state_when(port, lambda state: state["tag"] is not None)
+    assert said(dashboard) == []
 
 
 def test_a_process_that_cannot_be_started_harms_nobody(
