@@ -203,6 +203,21 @@ def test_a_tracker_that_dies_again_is_left_alone(
     assert capfd.readouterr().out == f"WARNING: {name} ended with 1. {command} sends what is missing.\n"
 
 
+def test_a_tracker_that_cannot_be_started_once_more_is_told(
+    run: TrackedDirectory, capfd: pytest.CaptureFixture[str]
+) -> None:
+    name, logs = "tests.runs.own_tracker:DiesOnce", run.run_dir.path / "logs"
+    run.train(1, 2)
+    with _senders(run, name) as senders:
+        senders.look(print)
+        wait_until(lambda: run.sent("tests_runs_own_tracker_DiesOnce") == 2)
+        logs.rename(logs.with_name("elsewhere"))
+        logs.touch()
+    told = capfd.readouterr().out.splitlines()
+    assert told[0].startswith(f"WARNING: {name} gets nothing of this run: ") and len(told) == 2
+    assert told[1].startswith(f"WARNING: {name} ended with 1. `track ")
+
+
 def test_temporary_files_of_a_tracker_that_is_killed_go_with_the_next(run: TrackedDirectory) -> None:
     run.train(1, 2)
     with short_directory() as temporary:
