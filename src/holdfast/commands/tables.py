@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 _PIPED_WIDTH = 10_000
+_READABLE = 12
+"""A cell that is longer may be folded into lines of so many characters, and into no narrower ones."""
+_GAP = 2
 _STYLES = {"committed": "green", "OK": "green", "damaged": "bold red", "torn": "yellow"}
 
 
@@ -41,8 +44,17 @@ class Grid:
                 return table
         return self._table(self.expendable)
 
+    def least_width(self) -> int:
+        """Return how wide a terminal must be for the columns that are never left out, with long cells folded."""
+        widths = [
+            min(_READABLE, max(len(cell) for cell in (name.lstrip(">"), *(row[number] for row in self.rows))))
+            for number, name in enumerate(self.columns)
+            if name.lstrip(">") not in self.expendable
+        ]
+        return sum(widths) + _GAP * (len(widths) - 1)
+
     def _table(self, left_out: Sequence[str]) -> Table:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
         shown = [number for number, column in enumerate(self.columns) if column.lstrip(">") not in left_out]
         for number in shown:
             name = self.columns[number]
@@ -53,14 +65,20 @@ class Grid:
 
 
 def print_parts(parts: Sequence[Grid | str]) -> None:
-    """Write tables and lines of text to stdout: as wide as the terminal, and without one as wide as they are."""
+    """Write tables and lines of text to stdout: as wide as the terminal, and without one as wide as they are.
+
+    A table that a terminal is far too narrow for is as wide as it is there, too: the terminal breaks its lines.
+    """
     is_piped = not sys.stdout.isatty()
-    console = Console(highlight=False, width=_PIPED_WIDTH if is_piped else None)
-    with console.capture() as capture:
-        for part in parts:
-            shown: RenderableType = part.fitted(console) if isinstance(part, Grid) else Text(part)
-            console.print(shown, soft_wrap=isinstance(part, str))
-    text = capture.get()
+    unlimited = Console(highlight=False, width=_PIPED_WIDTH)
+    terminal = unlimited if is_piped else Console(highlight=False)
+    text = ""
+    for part in parts:
+        is_table = isinstance(part, Grid)
+        console = unlimited if is_table and part.least_width() > terminal.width else terminal
+        with console.capture() as capture:
+            console.print(part.fitted(terminal) if is_table else Text(part), soft_wrap=not is_table)
+        text += capture.get()
     if is_piped:  # nothing is wrapped, nor filled up with spaces
         text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
     sys.stdout.write(text)

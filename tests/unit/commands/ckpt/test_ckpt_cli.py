@@ -19,6 +19,7 @@ from holdfast.commands.tables import Grid, Report, age, size
 from holdfast.shared.files import manifest
 from holdfast.shared.files.metrics import read_metrics
 from holdfast.shared.files.run_dir import RunDir
+from tests.runs.terminal import Terminal
 from tests.runs.training import run_sft
 
 Ckpt = Callable[..., tuple[int, str, str]]
@@ -287,8 +288,24 @@ def test_a_narrow_table_gives_up_columns_and_no_line_is_cut(capsys: pytest.Captu
         headings[width] = capture.get().splitlines()[0].split()
         assert "committed" in capture.get()
     assert headings == {60: ["step", "status", "kind", "age"], 25: ["step", "status", "age"], 17: ["step", "status"]}
+    assert (grid.least_width(), Grid(("a", "b"), [("x" * 50, "y")]).least_width()) == (15, 15)
     Report({}, ["x" * 500]).print(as_json=False)
     assert capsys.readouterr().out == "x" * 500 + "\n"
+
+
+def test_a_terminal_that_is_far_too_narrow_breaks_lines_in_place_of_words() -> None:
+    program = (
+        "from holdfast.commands.tables import Grid, print_parts\n"
+        "print_parts([Grid([f'heading_{number}' for number in range(5)], [['reverse_text'] * 5])])\n"
+        "print_parts([Grid(['id', 'about'], [['a', 'some words ' * 5]])])"
+    )
+    with Terminal([sys.executable, "-c", program], columns=40) as terminal:
+        assert terminal.end() == 0
+        screen = terminal.screen
+    assert "".join(line.ljust(40) for line in screen[:4]).split() == [
+        *(f"heading_{number}" for number in range(5)), *["reverse_text"] * 5,
+    ], screen  # fmt: skip
+    assert screen[4:] == ["id  about", "a   some words some words some words", "    some words some words"], screen
 
 
 def test_sizes_and_ages_are_short() -> None:
