@@ -200,7 +200,23 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
         )
     if "urls" not in config.orchestrator.client.model_fields_set:
         config.orchestrator.client.urls = config.inference.urls
+    _check_ports(config)
     return config
+
+
+def _check_ports(config: RlConfig) -> None:
+    """Refuse one port for the launcher and for a server that was given its own; one that picks takes another."""
+    server = config.inference.server
+    is_here = config.cluster is None and config.slurm is None
+    if not is_here or "port" not in server.model_fields_set:
+        return
+    ports = {one.server.port: name for name, one in config.inference.of_each().items()}
+    for setting, served in (("prometheus", config.trainer.prometheus), ("dashboard", config.trainer.dashboard)):
+        if served is not None and served.port in ports:
+            raise ConfigError(
+                f"{setting}.port = {served.port} is the port of {ports[served.port]} as well (inference.server.port = "
+                f"{server.port}): give the run another one with --{setting}.port, or 0 for any free one."
+            )
 
 
 def _check_teacher(config: RlConfig) -> None:

@@ -428,3 +428,24 @@ def test_a_length_that_branches_or_tools_can_reach_is_taken() -> None:
         config = rl(*penalty, "--trainer.rewards.length-max-tokens", most, "--orchestrator.environments",
                     json.dumps([section]))  # fmt: skip
         assert config.trainer.rewards.length_max_tokens == int(most)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--prometheus.port", "8100", "--inference.server.port", "8100"), "prometheus.port = 8100 is the port of inf"),
+        (
+            ("--trainer.dashboard.port", "8101", "--inference.server.port", "8100", "--inference.engines", "2"),
+            "dashboard.port = 8101 is the port of inference_1 as well",
+        ),
+        (("--prometheus.port", "8000", "--dashboard"), ""),  # the server takes the next one
+        (("--prometheus.port", "0", "--inference.server.port", "8100"), ""),
+        (("--prometheus.port", "8100", "--inference.server.port", "8100", "--cluster", "ray"), ""),
+    ],
+)
+def test_the_launcher_and_a_server_may_not_be_given_the_same_port(flags: tuple[str, ...], named: str) -> None:
+    if not named:
+        assert rl(*flags).trainer.prometheus is not None
+        return
+    said = disagreement(*flags)
+    assert said.startswith(named) and said.endswith(".port, or 0 for any free one."), said
