@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ _LABEL_WIDTH = 11
 _MOST_CURVE = 60
 _MOST_BAR = 60
 _MOST_ALARMS = 3
+_MOST_ERROR = 3
 _STATE_STYLES = {"running": "green", "finished": "green", "stopped": "yellow", "silent": "yellow", "failed": "bold red"}
 
 
@@ -66,6 +68,8 @@ def run_view(shown: Shown, *, width: int, height: int, glyphs: Glyphs, now: floa
     if shown.is_running:
         ranked += [(7, _phase_line(phase, now)) for phase in state.starting()]
     ranked += [(1, line) for line in _alarm_lines(state, width, glyphs)]
+    if shown.status == "failed":
+        ranked += [(1, line) for line in _error_lines(state, width, glyphs)]
     while len(ranked) > max(1, height):
         # The least important goes, of several the last.
         worst = max(range(len(ranked)), key=lambda number: (ranked[number][0], number))
@@ -215,6 +219,16 @@ def _alarm_lines(state: RunState, width: int, glyphs: Glyphs) -> list[Text]:
         _shorten(lines[-1], width - 12, glyphs)
         lines[-1].append(f" (+{more} more)", "dim")
     return lines
+
+
+def _error_lines(state: RunState, width: int, glyphs: Glyphs) -> list[Text]:
+    """Return what the run failed with: the first line of its message, which is the message without its log."""
+    error = (state.ended or {}).get("error")
+    if not isinstance(error, str) or not error.strip():
+        return []
+    first = f"error: {error.strip().splitlines()[0]}"
+    lines = textwrap.wrap(first, max(width, 20), max_lines=_MOST_ERROR, placeholder=f" {glyphs.cut}")
+    return [Text(line, "bold red") for line in lines]
 
 
 def _fitting(parts: Sequence[str], width: int, glyphs: Glyphs, *, style: str = "") -> Text:

@@ -20,6 +20,7 @@ from holdfast.commands.report.page import Page, Section, Table
 from holdfast.commands.report.run_data import RunData, shown_time
 from holdfast.commands.report.samples import SampleRollout, sample_rollouts
 from holdfast.commands.resume.config_diff import flat_settings
+from holdfast.shared.printable import printable
 
 _MAX_TOLD = 200
 _MAX_TEXT = 100_000
@@ -79,7 +80,7 @@ def _facts(runs: Sequence[RunData]) -> Table:
         ]
         rows.append(
             (run.name, run.program, run.state, steps, _attempts(run), hours, ", ".join(last) or "-",
-             str(run.run_dir.path))
+             printable(run.run_dir.path))
         )  # fmt: skip
     head = ("run", "program", "state", "steps", "attempts", "first to last sign", "last values", "directory")
     return Table("Runs", head, rows)

@@ -15,6 +15,7 @@ from holdfast.commands.subcommands import Parser
 from holdfast.orchestrator.environments.extras import import_extra
 from holdfast.shared.errors import ConfigError, DataError
 from holdfast.shared.files import durable
+from holdfast.shared.printable import printable
 
 _EPILOG = "Nothing of a run is changed, and one that is going on is not disturbed. See docs/report.md."
 
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"{flag} {place}: there is no directory {place.parent}")
     page = build_page(runs, made=time.time())
     size = write_page(page, to)
-    print(f"{to}: {size / 1e6:.1f} MB, of {', '.join(run.name for run in runs)}")
+    print(f"{printable(to)}: {size / 1e6:.1f} MB, of {', '.join(run.name for run in runs)}")
     if arguments.png is not None:
         from holdfast.commands.report.pictures import draw_pictures
 
@@ -76,7 +77,8 @@ def read_runs(paths: Sequence[Path]) -> list[RunData]:
         ]
         if len(set(names)) == len(names):
             break
-    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+    # Names of directories are bytes: not all of them are text that a page can hold.
+    return [replace(run, name=printable(name)) for run, name in zip(runs, names, strict=True)]
 
 
 def library() -> str:

@@ -15,12 +15,13 @@ from typing import Any
 import msgspec
 import tomli_w
 
+from holdfast.commands.live.state import LAUNCHER
 from holdfast.commands.report.columns import Columns, read_columns
 from holdfast.commands.resume.config_diff import read_settings
 from holdfast.commands.track.settings import without_secrets
 from holdfast.orchestrator.evaluation.summary import Summary, summary_in
 from holdfast.shared.config import PROGRAMS
-from holdfast.shared.errors import CheckpointError, ConfigError, DataError
+from holdfast.shared.errors import NOT_SAVED, CheckpointError, ConfigError, DataError
 from holdfast.shared.files.run_dir import SUMMARY_NAME, RunDir, numbered_paths
 from holdfast.shared.files.timeline import read_timeline
 from holdfast.shared.process.timeline import Span
@@ -54,6 +55,8 @@ class Event:
     process: str
     phase: str
     step: int | None
+    exit_code: int | None = None
+    error: str | None = None
 
     @property
     def is_alarm(self) -> bool:
@@ -81,7 +84,8 @@ class RunData:
         max_steps: that its newest attempt goes to; None where that is not known.
         settings: of the newest attempt, by file.
         summaries: of evaluated versions; those of a run of `evaluate` alone are of version None.
-        notes: what could not be read.
+        failure: how the newest attempt failed, in a line; empty where it did not.
+        notes: what could not be read, and what else is to be said.
     """
 
     run_dir: RunDir
@@ -98,6 +102,7 @@ class RunData:
     summaries: dict[int | None, Summary] = field(default_factory=dict)
     checkpoints: list[CheckpointLine] = field(default_factory=list)
     num_checkpoints: int = 0
+    failure: str = ""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -122,6 +127,8 @@ class RunData:
             return "finished" if self.summaries else "not finished"
         if self.is_under_way:
             return "going on"
+        if self.failure:
+            return "failed"
         return "finished" if self.max_steps is not None and self.last_step >= self.max_steps else "not going on"
 
 
@@ -144,6 +151,12 @@ def read_run(path: Path) -> RunData:
         notes.append(f"{metrics.damaged} lines of metrics.jsonl could not be read and are left out")
     program = _program_of(settings, is_evaluation=has_summary and not run_dir.metrics.is_file())
     events, spans = _read_events(run_dir), read_timeline(run_dir)
+    is_under_way = run_dir.is_under_way()
+    failure = "" if is_under_way else _failure_in(events, run_dir.next_attempt() - 1)
+    if failure:
+        notes.append(failure)
+    if program != "evaluate" and not len(metrics.steps):
+        notes.append("no step is done, so there are no curves")
     entries = run_dir.entries()
     shown = entries[-_MAX_CHECKPOINTS:]
     trainer = settings.get("trainer") or settings.get(program) or {}
@@ -151,7 +164,7 @@ def read_run(path: Path) -> RunData:
         run_dir,
         name=run_dir.path.name,
         program=program,
-        is_under_way=run_dir.is_under_way(),
+        is_under_way=is_under_way,
         max_steps=trainer.get("max_steps"),
         metrics=metrics,
         attempts=_read_attempts(run_dir, events, spans, notes),
@@ -167,6 +180,7 @@ def read_run(path: Path) -> RunData:
             for one in shown
         ],
         num_checkpoints=len(entries),
+        failure=failure,
         notes=notes,
     )
 
@@ -206,7 +220,7 @@ def _read_events(run_dir: RunDir) -> list[Event]:
                 one = msgspec.json.decode(line, type=_EventLine)
             except msgspec.DecodeError:
                 continue
-            events.append(Event(int(match[1]), one.time, one.process, one.phase, one.step))
+            events.append(Event(int(match[1]), one.time, one.process, one.phase, one.step, one.exit_code, one.error))
     return sorted(events, key=lambda event: event.time)
 
 
@@ -215,6 +229,18 @@ class _EventLine(msgspec.Struct):
     process: str
     phase: str
     step: int | None = None
+    exit_code: int | None = None
+    error: str | None = None
+
+
+def _failure_in(events: list[Event], attempt: int) -> str:
+    """Return how `attempt` failed, by the last word of its launcher, of several nodes the first one's; else nothing."""
+    ended = (one for one in events if (one.attempt, one.process, one.phase) == (attempt, LAUNCHER, "ended"))
+    last = next(ended, None)
+    if last is None or last.exit_code in (None, 0, NOT_SAVED) or last.exit_code >= 128:
+        return ""
+    said = f": {last.error.splitlines()[0]}" if last.error else ""
+    return f"attempt {attempt} failed with exit code {last.exit_code}{said}"
 
 
 def _read_attempts(run_dir: RunDir, events: list[Event], spans: list[Span], notes: list[str]) -> list[Attempt]:

@@ -61,6 +61,24 @@ def test_the_last_word_of_the_launcher_counts(run_command: Command, steps: RunDi
     assert document(run_command, steps)["status"] == status
 
 
+def test_a_failed_run_says_by_what_in_as_many_lines_as_that_takes(run_command: Command, steps: RunDir) -> None:
+    ended = {"time": 1.0, "process": "launcher", "phase": "ended", "exit_code": 3}
+    events = steps.logs(1) / "events.jsonl"
+    events.parent.mkdir(parents=True)
+    for error, lines in (
+        ("trainer: step 2: loss is nan\n       log: trainer.log", ["error: trainer: step 2: loss is nan"]),
+        ("word " * 30, [f"error: {'word ' * 18}".strip(), ("word " * 12).strip()]),
+        ("word " * 1000, None),
+        (None, []),
+    ):
+        events.write_text(json.dumps({**ended, "error": error}) + "\n")
+        code, out, err = run_command("monitor", steps.path, "--once")
+        told = out[out.index("checkpoint") :].splitlines()[1:]
+        assert code == 0 and (told == lines if lines is not None else len(told) == 3 and told[-1].endswith(" …")), err
+    events.write_text(json.dumps({**ended, "error": "stopped", "exit_code": 143}) + "\n")
+    assert "error" not in run_command("monitor", steps.path, "--once")[1]
+
+
 def test_without_a_last_word_the_weights_of_the_last_step_say_it(run_command: Command, steps: RunDir) -> None:
     with open(steps.metrics, "a") as file:
         file.write('{"step": 4}\n')

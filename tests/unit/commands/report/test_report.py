@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -155,6 +156,45 @@ def test_supervised_runs_have_their_own_curves(run_command: RunCommand, tmp_path
     figures, shown = figures_of(run_dir.path / "report.html"), text_of(run_dir.path / "report.html")
     assert {"loss", "accuracy", "phases_trainer"} <= set(figures) and "timeline_0" not in figures
     assert f"<td>{program}</td>" in shown and "<td>2 of 12</td>" in shown and "<td>not going on</td>" in shown
+
+
+def test_a_failed_run_says_by_what_and_one_without_steps_that_it_has_none(
+    run_command: RunCommand, tmp_path: Path
+) -> None:
+    run_dir = make_run(tmp_path / "run", resumed_from=(2,))
+
+    def end(attempt: int, **fields: object) -> None:
+        with open(run_dir.logs(attempt) / "events.jsonl", "a") as file:
+            # Behind a line that was torn.
+            file.write("\n" + json.dumps({"time": BEGIN, "process": "launcher", "phase": "ended", **fields}) + "\n")
+
+    end(1, exit_code=3, error="of an earlier attempt")
+    made(run_command, run_dir.path)
+    assert "failed with" not in text_of(run_dir.path / "report.html")
+    end(2, exit_code=3, error="trainer: step 2: <loss>\n       log: trainer.log")
+    run_dir.metrics.write_text("")
+    made(run_command, run_dir.path)
+    shown = text_of(run_dir.path / "report.html")
+    assert "<td>failed</td>" in shown and "no step is done, so there are no curves" in shown
+    assert "<li>attempt 2 failed with exit code 3: trainer: step 2: &lt;loss&gt;</li>" in shown
+    (run_dir.logs(2) / "events.jsonl").write_text("")
+    end(2, exit_code=143)
+    made(run_command, run_dir.path)
+    assert "<td>not going on</td>" in text_of(run_dir.path / "report.html")
+    (run_dir.logs(2) / "events.jsonl").write_text("")
+    end(2, exit_code=5)
+    made(run_command, run_dir.path)
+    assert "<li>attempt 2 failed with exit code 5</li>" in text_of(run_dir.path / "report.html")
+
+
+def test_names_that_are_no_text_are_shown_escaped(run_command: RunCommand, tmp_path: Path) -> None:
+    names = [os.fsdecode(name) for name in (b"l\xffufe", b"l\xfeufe")]
+    runs = [make_run(tmp_path / name).path for name in names]
+    made(run_command, runs[0], "--png", tmp_path / "png")
+    assert "l\\udcffufe" in text_of(runs[0] / "report.html")
+    made(run_command, *runs, "--to", tmp_path / "both.html", "--png", tmp_path / "png")
+    figures = figures_of(tmp_path / "both.html")
+    assert [curve["name"] for curve in figures["reward"]["data"]] == ["l\\udcffufe", "l\\udcfeufe"]
 
 
 def test_an_evaluation_alone_is_a_table(run_command: RunCommand, tmp_path: Path) -> None:
