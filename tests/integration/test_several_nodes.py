@@ -18,6 +18,7 @@ from tests.forking.commands import Run, shared_commands
 from tests.integration.test_preemption import make_batch, publish_batch, state_after
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
+from tests.runs.profiles import Profile
 from tests.runs.training import sft_command
 
 Models = Callable[..., Path]
@@ -102,13 +103,19 @@ def nodes(tmp_path: Path, tiny_model: Models, sft_data: Path) -> Iterator[Nodes]
 
 
 def test_two_nodes_compute_what_two_ranks_of_one_do(nodes: Nodes, of_one_node: Nodes) -> None:
-    nodes.start_all()
+    nodes.start_all("--profile", "3:4", "--prometheus.port", "0")
     assert nodes.wait() == [0, 0], nodes.runs[0].log
     assert nodes.weights == of_one_node.weights and nodes.losses == of_one_node.losses
     assert {path.name for path in nodes.run_dir.logs(1).iterdir()} == {
         "trainer.log", "events.jsonl", "trainer_node_1.log", "events_node_1.jsonl",
-        "timeline_trainer.jsonl",
+        "timeline_trainer.jsonl", "profile_steps_3_to_4.json.gz",
     }  # fmt: skip
+    assert [run.log.count("Prometheus: http://127.0.0.1:") for run in nodes.runs] == [1, 0], (
+        "the node that leads serves"
+    )
+    profile = Profile.read(*nodes.run_dir.profiles())
+    assert list(profile.processes()) == ["trainer rank 0", "trainer rank 1", "trainer: timeline"]
+    assert profile.marked_steps(0) == profile.marked_steps(1) == ["ProfilerStep#3", "ProfilerStep#4"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

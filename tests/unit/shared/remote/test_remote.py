@@ -289,6 +289,7 @@ def test_weights_go_when_no_kept_step_needs_them(here: RunDir, remote: RemoteChe
     ("url", "message"),
     [
         ("nowhere://bucket/prefix", "Protocol not known"),
+        ("abfs://container/prefix", "Install it: `pip install` the driver of abfs"),
         ("s3://", "names no place"),
         ("", "names no place"),
     ],
