@@ -34,6 +34,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if TRL in arguments.variants and arguments.tasks != ["sort_letters"]:
         parser.error(f"--variants {TRL} is for --tasks sort_letters alone")
+    if DPO in arguments.variants and (others := [name for name in arguments.tasks if not TASKS[name].has_answers]):
+        parser.error(f"--variants {DPO} is for tasks of one turn, which {', '.join(others)} is not")
     arguments.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         settings = Settings((arguments.runs or Path(temporary)).absolute(), arguments.steps, arguments.num_tasks)

@@ -83,11 +83,14 @@ def estimates(task: str, weights: Path, folder: Path, settings: Settings) -> dic
     return {"greedy": greedy["pass@1"], **{name: sampled[name] for name in ("pass@1", f"pass@{_SAMPLES}")}}
 
 
-def _evaluate(task: str, weights: Path, folder: Path, num_tasks: int, *flags: object) -> dict[str, Estimate]:
+def _evaluate(
+    task: str, weights: Path, folder: Path, num_tasks: int, *flags: object, is_held_out: bool = True
+) -> dict[str, Estimate]:
     summary = folder / "summary.json"
     if not summary.exists():
         orchestrator = recipe(task)["orchestrator"]
-        section = {name: value for name, value in held_out_environment_of(task).items() if name != "weight"}
+        played = held_out_environment_of(task) if is_held_out else environment_of(task)
+        section = {**{name: value for name, value in played.items() if name != "weight"}, "name": task}
         run(
             "evaluate", "--model.name", weights, "--environments", json.dumps([section]), "--num-tasks", num_tasks,
             "--seq-len", orchestrator["seq_len"], "--sampling.max-tokens", orchestrator["sampling"]["max_tokens"],
@@ -116,13 +119,15 @@ def _train(
 def _train_dpo(task: str, _: str, seed: int, start: Path, folder: Path, steps: int, __: Settings) -> tuple[Curve, Path]:
     """Have the start answer, and run `dpo` on what was right and wrong; return as `_train`."""
     answers, pairs, run_dir = folder / "answers", folder / "pairs.jsonl", folder / "run"
-    _evaluate(task, start, answers, _PAIRED_TASKS, "--samples-per-task", _SAMPLES, "--seed", _PAIRED_SEED + seed)
+    # Where tasks are rows of lists, of the list that is trained on.
+    flags = ("--samples-per-task", _SAMPLES, "--seed", _PAIRED_SEED + seed)
+    _evaluate(task, start, answers, _PAIRED_TASKS, *flags, is_held_out=False)
     weights = run_dir / "weights" / f"step_{steps}"
     if not weights.exists():
         write_pairs(answers / "rollouts.jsonl", pairs)
         run(
             "dpo", "@", RECIPES / "algorithms" / "dpo.toml", "--model.name", start, "--data.name", pairs,
-            "--eval.environments", json.dumps([environment_of(task)]), "--seed", seed, "--max-steps", steps,
+            "--eval.environments", json.dumps([held_out_environment_of(task)]), "--seed", seed, "--max-steps", steps,
             "--output-dir", run_dir,
         )  # fmt: skip
     curve = {}

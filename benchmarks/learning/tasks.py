@@ -45,6 +45,11 @@ class LearningTask:
     phrases_of: Callable[[Task], Iterator[str]] = lambda _: iter(())
     shown_by: str = ""
 
+    @property
+    def has_answers(self) -> bool:
+        """A rollout is one prompt and one answer, without a harness between."""
+        return self.show is _answered and not self.shown_by
+
 
 def demonstrations(name: str, num: int) -> list[Row]:
     """Return `num` rows of `sft` for the task of this name."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.learning import controls, gsm8k, preferences
+from benchmarks.learning import controls, gsm8k, preferences, runs
 from benchmarks.learning.commands import environment_of
 from benchmarks.learning.draw import draw, panels_of
 from benchmarks.learning.results import Estimate, Run, read_runs, summary, table, write_runs
@@ -106,6 +106,29 @@ def test_pairs_are_what_is_right_and_what_is_wrong_of_the_same_task() -> None:
     )  # fmt: skip
     sides = {side: [{"role": "assistant", "content": text}] for side, text in (("chosen", "ab"), ("rejected", "ba"))}
     assert found == [{"prompt": [{"role": "user", "content": "q0"}], **sides}]
+
+
+def test_dpo_is_trained_and_judged_on_different_rows_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    played = {}
+
+    def run(program: str, *words: object) -> str:
+        flags = dict(zip(map(str, words[1:]), words[2:], strict=False))
+        of = "--environments" if program == "evaluate" else "--eval.environments"
+        (section,) = json.loads(str(flags[of]))
+        played[program] = Path(section["args"]["path"]).name
+        if program == "evaluate":
+            folder = Path(str(flags["--output-dir"]))
+            folder.mkdir(parents=True)
+            estimate = {"value": 0.5, "low": 0.25, "high": 0.75}
+            summary = {"environments": {section["name"]: {"estimates": {"pass@1": estimate}}}}
+            (folder / "summary.json").write_text(json.dumps(summary))
+            (folder / "rollouts.jsonl").touch()
+        return ""
+
+    monkeypatch.setattr(runs, "run", run)
+    runs._train_dpo("next_letters", runs.DPO, 0, tmp_path / "start", tmp_path, 10, runs.Settings(tmp_path))
+    assert played == {"evaluate": "next_letters_train.jsonl", "dpo": "next_letters_test.jsonl"}
+    assert [name for name, task in TASKS.items() if not task.has_answers] == ["guess_number", "ledger", "verifiers_sort"]
 
 
 def test_controls_have_the_faults_that_they_are_named_for() -> None:
