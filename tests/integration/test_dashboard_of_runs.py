@@ -17,7 +17,7 @@ from tests.forking.commands import Run, shared_commands
 from tests.integration.conftest import UsedServer
 from tests.runs.dashboards import charts_in, curve_in, page_when, request, state_when
 from tests.runs.ports import free_port
-from tests.runs.processes import wait_until
+from tests.runs.processes import command_line, wait_until
 from tests.runs.rl import RlRun, complete
 from tests.runs.training import refused, run_sft
 
@@ -37,7 +37,7 @@ def started(tmp_path: Path, tiny_model: ModelFactory, sft_data: Path) -> Iterato
 
 
 def _builders(launcher: int) -> list[psutil.Process]:
-    return [one for one in psutil.Process(launcher).children() if PROCESS in one.cmdline()]
+    return [one for one in psutil.Process(launcher).children() if PROCESS in command_line(one)]
 
 
 def test_sft_is_shown_while_it_goes_on_and_another_run_gets_no_port_of_it(

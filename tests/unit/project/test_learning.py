@@ -128,11 +128,8 @@ def test_dpo_is_trained_and_judged_on_different_rows_of_a_file(tmp_path: Path, m
     monkeypatch.setattr(runs, "run", run)
     runs._train_dpo("next_letters", runs.DPO, 0, tmp_path / "start", tmp_path, 10, runs.Settings(tmp_path))
     assert played == {"evaluate": "next_letters_train.jsonl", "dpo": "next_letters_test.jsonl"}
-    assert [name for name, task in TASKS.items() if not task.has_answers] == [
-        "guess_number",
-        "ledger",
-        "verifiers_sort",
-    ]
+    others = [name for name, task in TASKS.items() if not task.has_answers]
+    assert others == ["guess_number", "ledger", "verifiers_sort"]
 
 
 def test_controls_have_the_faults_that_they_are_named_for() -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.commands.dashboard.built import Built
+from holdfast.commands.installation import is_checkout
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.process.child import die_with_launcher, run_reporting_errors, set_thread_environment
 
@@ -43,7 +44,8 @@ def build(run: Path) -> Built:
 
     (data,) = read_runs([run])
     page = build_page([data], made=time.time())
-    live = Live(secrets.token_hex(8), data.run_dir.run_id(), f"uv run report {shlex.quote(str(data.run_dir.path))}")
+    command = f"{'uv run ' if is_checkout() else ''}report {shlex.quote(str(data.run_dir.path))}"
+    live = Live(secrets.token_hex(8), data.run_dir.run_id(), command)
     whole, update = (render(page, script, live=live).encode() for script in (library(), ""))
     return Built(live.tag, time.process_time(), whole, update)
 

@@ -19,13 +19,14 @@ import pytest
 from holdfast.commands.dashboard import builds
 from holdfast.commands.dashboard.builds import Builds
 from holdfast.commands.dashboard.endpoint import Dashboard, listening_for_browsers
+from holdfast.commands.report import live
 from holdfast.shared.config.dashboard import DashboardConfig
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.files.metrics import MetricsWriter
 from holdfast.shared.files.run_dir import RunDir
 from tests.builders.shown_runs import make_run
 from tests.runs.dashboards import charts_in, curve_in, page_when, request, state_when
-from tests.runs.processes import command_line, wait_until
+from tests.runs.processes import HANG_S, command_line, wait_until
 
 Serve = Callable[[RunDir], tuple[Dashboard, int]]
 
@@ -164,6 +165,7 @@ def test_a_process_that_hangs_is_ended(tmp_path: Path, serve: Serve, monkeypatch
     monkeypatch.setattr(builds, "_LIMIT_S", 1.0)
     run_dir = make_run(tmp_path / "run")
     dashboard, port = serve(run_dir)
+    dashboard._builds._pause_s = HANG_S  # no other one begins
     os.mkfifo(run_dir.logs(1) / "events_of_nobody.jsonl")  # reading it waits for who writes
     state_when(port, lambda state: state["trouble"] is not None)
     assert "has not come to an end for 1 s" in request(port).text
@@ -326,6 +328,14 @@ def test_the_page_of_a_file_has_nothing_of_one_that_is_live(tmp_path: Path, run_
     page = (run_dir.path / "report.html").read_text()
     assert 'id="live"' not in page and "connect-src" not in page and "fetch(" not in page.rpartition("Plotly")[2]
     assert "made 2" in page
+
+
+def test_the_command_that_a_page_names_is_there_without_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = make_run(tmp_path / "run")
+    monkeypatch.setattr(live, "is_checkout", lambda: False)
+    assert f'data-command="report {run_dir.path}"' in live.build(run_dir.path).update.decode()
 
 
 def test_sizes_and_times_of_files_that_go_away_are_passed_over(tmp_path: Path) -> None:
