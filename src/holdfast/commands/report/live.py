@@ -44,7 +44,9 @@ def build(run: Path) -> Built:
 
     (data,) = read_runs([run])
     page = build_page([data], made=time.time())
-    command = f"{'uv run ' if is_checkout() else ''}report {shlex.quote(str(data.run_dir.path))}"
+    # Names of directories are bytes, a page is text.
+    place = shlex.quote(str(data.run_dir.path)).encode(errors="backslashreplace").decode()
+    command = f"{'uv run ' if is_checkout() else ''}report {place}"
     live = Live(secrets.token_hex(8), data.run_dir.run_id(), command)
     whole, update = (render(page, script, live=live).encode() for script in (library(), ""))
     return Built(live.tag, time.process_time(), whole, update)

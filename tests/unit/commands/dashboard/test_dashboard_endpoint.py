@@ -338,6 +338,11 @@ def test_the_command_that_a_page_names_is_there_without_a_checkout(
     assert f'data-command="report {run_dir.path}"' in live.build(run_dir.path).update.decode()
 
 
+def test_a_run_whose_name_is_no_text_has_a_page(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / os.fsdecode(b"l\xffufe"))
+    assert "l\\udcffufe" in live.build(run_dir.path).update.decode()
+
+
 def test_sizes_and_times_of_files_that_go_away_are_passed_over(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     names = [name for name, _, _ in builds._states(run_dir)]
