@@ -58,6 +58,27 @@ def builders(run_dir: RunDir) -> list[psutil.Process]:
     return [one for one in found if {builds.PROCESS, str(run_dir.path)} <= set(command_line(one))]
 
 
+class Held:
+    """Has every process that makes a page of the run wait in the middle of reading, until `let_go`."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._pipe = run_dir.logs(1) / "events_of_nobody.jsonl"
+        os.mkfifo(self._pipe)  # reading it waits for who writes
+
+    def let_go(self) -> None:
+        """Have the process that waits, or comes there next, go on."""
+        wait_until(self._is_let_go, "a process that reads")
+
+    def _is_let_go(self) -> bool:
+        try:
+            writer = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:  # nobody reads yet
+            return False
+        self._pipe.unlink()
+        os.close(writer)
+        return True
+
+
 def train(run_dir: RunDir, *steps: int) -> None:
     writer = MetricsWriter(run_dir.metrics)
     for step in steps:
@@ -113,15 +134,15 @@ def test_nothing_is_made_where_nobody_asks_or_nothing_is_new(tmp_path: Path, ser
 def test_one_process_at_a_time_that_gives_way(tmp_path: Path, serve: Serve) -> None:
     run_dir = make_run(tmp_path / "run")
     _, port = serve(run_dir)
+    held = Held(run_dir)
     request(port)
     wait_until(lambda: len(builders(run_dir)) == 1, "the process that makes the page")
     (process,) = builders(run_dir)
     wait_until(lambda: process.nice() == 19 and _oom_score(process) == "1000", "its priority")
-    process.suspend()
     for _ in range(5):
         assert request(port).status == 503
     assert builders(run_dir) == [process]
-    process.resume()
+    held.let_go()
     state_when(port, lambda state: state["tag"] is not None)
 
 
@@ -133,6 +154,7 @@ def test_a_process_that_is_killed_is_told_where_one_looks_and_made_up_for(tmp_pa
     run_dir = make_run(tmp_path / "run")
     dashboard, port = serve(run_dir)
     dashboard._builds._pause_s = 1.0
+    held = Held(run_dir)
     request(port)
     wait_until(lambda: len(builders(run_dir)) == 1, "the process that makes the page")
     builders(run_dir)[0].kill()
@@ -142,6 +164,7 @@ def test_a_process_that_is_killed_is_told_where_one_looks_and_made_up_for(tmp_pa
     assert said(dashboard) == [
         "WARNING: dashboard: the page is not made: its process was killed by signal 9. Training goes on"
     ]
+    held.let_go()
     state_when(port, lambda state: state["trouble"] is None and state["tag"] is not None)
     assert request(port).status == 200 and said(dashboard) == []
 
@@ -166,7 +189,7 @@ def test_a_process_that_hangs_is_ended(tmp_path: Path, serve: Serve, monkeypatch
     run_dir = make_run(tmp_path / "run")
     dashboard, port = serve(run_dir)
     dashboard._builds._pause_s = HANG_S  # no other one begins
-    os.mkfifo(run_dir.logs(1) / "events_of_nobody.jsonl")  # reading it waits for who writes
+    Held(run_dir)
     state_when(port, lambda state: state["trouble"] is not None)
     assert "has not come to an end for 1 s" in request(port).text
     told: list[str] = []
@@ -205,12 +228,14 @@ def test_no_process_is_started_behind_the_end(tmp_path: Path) -> None:
 def test_a_scheduler_that_signals_every_process_changes_nothing(tmp_path: Path, serve: Serve) -> None:
     run_dir = make_run(tmp_path / "run")
     dashboard, port = serve(run_dir)
+    held = Held(run_dir)
     request(port)
     wait_until(lambda: len(builders(run_dir)) == 1, "the process that makes the page")
     (process,) = builders(run_dir)
     wait_until(lambda: _oom_score(process) == "1000", "its beginning")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         process.send_signal(number)
+    held.let_go()
     state_when(port, lambda state: state["tag"] is not None)
     assert said(dashboard) == []
 
@@ -231,10 +256,10 @@ def test_the_end_ends_the_process_that_makes_a_page(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     with listening_for_browsers(DashboardConfig(port=0)) as listener, Dashboard(listener, run_dir) as dashboard:
         assert listener is not None
+        Held(run_dir)
         request(listener.port)
         wait_until(lambda: len(builders(run_dir)) == 1, "the process that makes the page")
         (process,) = builders(run_dir)
-        process.suspend()
     assert not process.is_running() and said(dashboard) == []
     assert not dashboard._builds._thread.is_alive()
     with pytest.raises(OSError):
