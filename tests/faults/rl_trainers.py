@@ -101,7 +101,7 @@ def be_recorded(config: str, recording: str) -> None:
     from holdfast.commands import cli
     from tests.forking.popen import run_module
 
-    def run_here(plan: holdfast.commands.launcher.launch.Plan) -> int:
+    def run_here(plan: holdfast.commands.launcher.launch.Plan, **_: object) -> int:
         run_module(plan.commands["trainer"][3:])
         raise AssertionError("a trainer ends by sys.exit")
 

@@ -200,7 +200,7 @@ def be_command(program: str, argv: list[str], fault: str, trainer_fault: str, un
     exec(fault, {})
     fork_children(trainer_fault)
     if until == "prepared":
-        holdfast.commands.launcher.launch.watch = lambda plan, healing=None, group=None, listener=None: 0
+        holdfast.commands.launcher.launch.watch = lambda *_, **__: 0  # it is prepared, and no more
     sys.argv = [program, *argv]
     getattr(cli, program.replace("-", "_"))()
     raise AssertionError("a command ends by sys.exit")
