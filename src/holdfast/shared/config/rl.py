@@ -199,8 +199,8 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
             config.orchestrator.rollouts_of(section).max_tokens for section in config.orchestrator.environments
         )
     if "urls" not in config.orchestrator.client.model_fields_set:
+        _check_ports(config)
         config.orchestrator.client.urls = config.inference.urls
-    _check_ports(config)
     return config
 
 

@@ -441,6 +441,17 @@ def test_a_length_that_branches_or_tools_can_reach_is_taken() -> None:
         (("--prometheus.port", "8000", "--dashboard"), ""),  # the server takes the next one
         (("--prometheus.port", "0", "--inference.server.port", "8100"), ""),
         (("--prometheus.port", "8100", "--inference.server.port", "8100", "--cluster", "ray"), ""),
+        (  # no server is started
+            (
+                "--prometheus.port",
+                "8100",
+                "--inference.server.port",
+                "8100",
+                "--orchestrator.client.urls",
+                '["http://127.0.0.1:8000"]',
+            ),
+            "",
+        ),
     ],
 )
 def test_the_launcher_and_a_server_may_not_be_given_the_same_port(flags: tuple[str, ...], named: str) -> None:
