@@ -41,8 +41,8 @@ def draw(panels: Mapping[str, Sequence[Run]], path: Path) -> None:
 
 
 def panels_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Return what belongs side by side: every task with GRPO, TRL beside it, the controls, the other algorithms."""
-    from benchmarks.learning.runs import CONTROLS, TRL
+    """Return what belongs side by side: every task with GRPO, TRL beside it, controls, pairs, other algorithms."""
+    from benchmarks.learning.runs import CONTROLS, DPO, TRL
 
     first = "sort_letters"
     panels: dict[str, list[Run]] = {}
@@ -52,8 +52,10 @@ def panels_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
     on_first = [run for run in runs if run.task == first]
     beside = [run for run in on_first if run.variant in ("grpo", TRL)]
     faulty = [run for run in on_first if run.variant in CONTROLS]
-    others = [run for run in on_first if run.variant not in (*CONTROLS, "grpo", TRL)]
+    pairs = [run for run in on_first if run.variant == DPO]
+    others = [run for run in on_first if run.variant not in (*CONTROLS, "grpo", DPO, TRL)]
     panels |= {"beside TRL": beside} if any(run.variant == TRL for run in beside) else {}
     panels |= {"controls": faulty} if faulty else {}
+    panels |= {"dpo": pairs} if pairs else {}
     panels |= {"other algorithms": others} if others else {}
     return panels

@@ -14,7 +14,7 @@ from benchmarks.learning import controls, gsm8k, preferences, runs
 from benchmarks.learning.commands import environment_of
 from benchmarks.learning.draw import draw, panels_of
 from benchmarks.learning.results import Estimate, Run, read_runs, summary, table, write_runs
-from benchmarks.learning.runs import CONTROLS, OVERLAYS, TRL
+from benchmarks.learning.runs import CONTROLS, DPO, OVERLAYS, TRL
 from benchmarks.learning.start import make_base
 from benchmarks.learning.tasks import TASKS, demonstrations, phrases
 from holdfast.shared.chat.files import load_tokenizer
@@ -56,13 +56,13 @@ def test_tables_have_every_run_and_the_range_of_the_seeds() -> None:
 
 
 def test_panels_are_tasks_and_what_stands_beside_the_first(tmp_path: Path) -> None:
-    variants = ["grpo", TRL, "dapo", *CONTROLS]
+    variants = ["grpo", TRL, "dapo", DPO, *CONTROLS]
     runs = [of_run("sort_letters", name, 0, 0.125, 0.5) for name in variants]
     runs.append(of_run("ledger", "grpo", 0, 0.125, 0.9))
     panels = panels_of(runs)
     assert {title: [run.variant for run in of] for title, of in panels.items()} == {
         "sort_letters": ["grpo"], "ledger": ["grpo"], "beside TRL": ["grpo", TRL], "controls": list(CONTROLS),
-        "other algorithms": ["dapo"],
+        "dpo": [DPO], "other algorithms": ["dapo"],
     }  # fmt: skip
     draw(panels, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
