@@ -15,7 +15,6 @@ import msgspec
 
 from holdfast.commands.dashboard.builds import Builds
 from holdfast.commands.web import Answer, Listener, WebServer, listening
-from holdfast.orchestrator.environments.extras import import_extra
 from holdfast.shared.config.dashboard import DashboardConfig
 from holdfast.shared.files.run_dir import RunDir
 
@@ -40,6 +39,8 @@ def listening_for_browsers(config: DashboardConfig | None) -> Iterator[Listener 
     if config is None:
         yield None
         return
+    from holdfast.orchestrator.environments.extras import import_extra
+
     import_extra("plotly", extra="report", needed_by="--dashboard")
     remedy = "Choose with --dashboard.port a port from 1024 on, or 0 for any free one."
     with listening(_HOST, config.port, section="dashboard", remedy=remedy) as listener:

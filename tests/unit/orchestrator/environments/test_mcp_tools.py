@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from holdfast.orchestrator.environments import find_environment
+from holdfast.orchestrator.environments import find_environment, mcp_tools
 from holdfast.orchestrator.environments.contract import prompt_ids_of
 from holdfast.orchestrator.environments.harness import HarnessEnvironment
 from holdfast.orchestrator.environments.interface import Environment, Message, Session, Task, TaskSeed
@@ -83,7 +83,11 @@ async def play(
 
     sessions = [session_saying(texts) for texts in rollouts]
     before()
-    await asyncio.gather(*(play_session(session, task, problem) for session in sessions))
+    try:
+        await asyncio.gather(*(play_session(session, task, problem) for session in sessions))
+    finally:
+        # Without their loop, processes that are about to end would be said to be left, in whichever test comes next.
+        await asyncio.gather(*mcp_tools._LIVING, return_exceptions=True)
     return sessions
 
 
