@@ -91,11 +91,12 @@ def _mistakes(model: Path, directory: Path) -> dict[str, tuple[dict[str, Any], s
         "no tokenizer": ({"model": {"name": str(mute)}, "server": port}, "--model.tokenizer"),
         "public": ({"model": {"name": str(model)}, "server": port | {"host": "0.0.0.0"}}, "HOLDFAST_ADMIN_TOKEN"),
         "unknown key": ({"model": {"nane": "x"}}, "model.nane"),
+        "too long": ({"model": {"name": str(model), "max_len": 10**6}, "server": port}, "Set --model.max-len "),
     }
 
 
 @pytest.mark.parametrize(
-    "mistake", ["no directory", "no config", "no weights", "no tokenizer", "public", "unknown key"]
+    "mistake", ["no directory", "no config", "no weights", "no tokenizer", "public", "unknown key", "too long"]
 )
 def test_mistakes_are_one_message_before_vllm_loads(model: Path, tmp_path: Path, mistake: str) -> None:
     config, message = _mistakes(model, tmp_path)[mistake]

@@ -99,7 +99,7 @@ def _home_of_sockets() -> Path:
 def _run(config: InferenceConfig, owner: Owner | None, scratch: Path) -> int:
     allow_many_connections()
     device = require_vllm()
-    preflight: Preflight = check(config)
+    preflight: Preflight = check(config, is_alone=owner is None)
     # A configuration that no command has resolved.
     choose_for_engine(config, device)
     set_environment(config, device)

@@ -38,8 +38,11 @@ class Preflight:
     tokenizer_dir: Path
 
 
-def check(config: InferenceConfig) -> Preflight:
+def check(config: InferenceConfig, *, is_alone: bool) -> Preflight:
     """Check everything that can be checked without vLLM.
+
+    Args:
+        is_alone: started by `inference`, whose flags are those of other commands without `inference.` before them.
 
     Raises:
         ConfigError: the address or the admin token is at fault, or the model takes no sessions as long as asked for.
@@ -49,7 +52,7 @@ def check(config: InferenceConfig) -> Preflight:
     with contextlib.ExitStack() as unless_all_is_well:
         sock = unless_all_is_well.enter_context(bind(config.server))
         model_dir, tokenizer_dir = resolve_model(config)
-        check_max_len(config, model_dir, key="inference.model")
+        check_max_len(config, model_dir, key="model" if is_alone else "inference.model")
         unless_all_is_well.pop_all()
     return Preflight(sock=sock, admin_token=admin_token, model_dir=model_dir, tokenizer_dir=tokenizer_dir)
 

@@ -141,6 +141,8 @@ def test_sessions_that_the_model_has_no_positions_for_are_refused_before_vllm_is
         model = {"name": "examples/reverse_text/model", "max_len": max_len}
         return InferenceConfig.model_validate({"model": model, "server": {"port": free_port()}})
 
-    check(config(2048)).sock.close()
-    with pytest.raises(ConfigError, match=r"inference\.model\.max_len = 2049 is more than the 2048 positions"):
-        check(config(2049))
+    check(config(2048), is_alone=True).sock.close()
+    with pytest.raises(ConfigError, match=r"^inference\.model\.max_len = 2049 .* --inference\.model\.max-len 2048"):
+        check(config(2049), is_alone=False)
+    with pytest.raises(ConfigError, match=r"^model\.max_len = 2049 is more than .* --model\.max-len 2048"):
+        check(config(2049), is_alone=True)
