@@ -51,6 +51,10 @@ from holdfast.shared.printable import text_of
 NOT_SAVED = 4
 STORAGE_FAILED = 5
 STUCK = 6
+GO_ON_OR_BEGIN_AGAIN = (
+    "go on with --ckpt.resume-step latest, or, where there is no checkpoint, begin again with --clean"
+)
+"""What a run is advised whose process does not know what was saved."""
 _STORAGE_ERRNOS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS),
     *(errno.ESTALE, errno.EREMOTEIO),  # of network filesystems

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from holdfast.shared.errors import STORAGE_FAILED, HoldfastError, is_storage_failure
+from holdfast.shared.errors import GO_ON_OR_BEGIN_AGAIN, STORAGE_FAILED, HoldfastError, is_storage_failure
 
 LAUNCHER_ENV = "HOLDFAST_LAUNCHER_PID"
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -157,7 +157,7 @@ def report_error(error: Exception) -> int:
         reason = error.strerror if isinstance(error, OSError) else error
         message = (
             f"the storage failed{where}: {reason}. What was committed is whole. "
-            "Make room or mend it, then go on with --ckpt.resume-step latest."
+            f"Make room or mend it, then {GO_ON_OR_BEGIN_AGAIN}."
         )
         code = STORAGE_FAILED
     print(f"error: {message}", file=sys.stderr, flush=True)

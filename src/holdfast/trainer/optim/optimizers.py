@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from holdfast.shared.config.trainer import OptimConfig
-from holdfast.shared.errors import TrainingError
+from holdfast.shared.errors import GO_ON_OR_BEGIN_AGAIN, TrainingError
 from holdfast.trainer.models.structure import decoder_layers
 from holdfast.trainer.optim.muon import MuonWithAdamW
 
@@ -89,7 +89,7 @@ def check_finite(step: int, *, loss: float, grad_norm: float) -> None:
     raise TrainingError(
         f"step {step}: loss is {loss}, gradient norm is {grad_norm}. Nothing of this step was saved or "
         "published. Lower optim.lr, add optim.warmup_steps, lower optim.max_grad_norm, or look at this step's data; "
-        "then go on with --ckpt.resume-step latest."
+        f"then {GO_ON_OR_BEGIN_AGAIN}."
     )
 
 

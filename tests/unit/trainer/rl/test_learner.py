@@ -615,6 +615,7 @@ def test_a_critic_whose_loss_breaks_ends_the_step(start: Start) -> None:
     ) as caught:
         run.learn(1)
     assert "critic.optim.lr" in str(caught.value) and caught.value.exit_code == 3
+    assert str(caught.value).endswith("or, where there is no checkpoint, begin again with --clean.")
 
 
 def tensors_of(run: Run) -> dict[str, Tensor]:

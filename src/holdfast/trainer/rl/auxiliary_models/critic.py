@@ -9,7 +9,7 @@ import torch
 
 from holdfast.shared.config.algorithm import CriticConfig
 from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.shared.errors import TrainingError
+from holdfast.shared.errors import GO_ON_OR_BEGIN_AGAIN, TrainingError
 from holdfast.trainer.data.packing import build_micro_batch
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.scalar_model import build_scalar_model, predict_values
@@ -82,8 +82,8 @@ class Critic:
         if not (math.isfinite(summed["value_loss"]) and math.isfinite(norm)):
             raise TrainingError(
                 f"the critic's loss is {summed['value_loss']}, its gradient norm is {norm}. Nothing of this step was "
-                "saved or published. Lower critic.optim.lr, or look at this step's rewards; then go on with "
-                "--ckpt.resume-step latest."
+                "saved or published. Lower critic.optim.lr, or look at this step's rewards; then "
+                f"{GO_ON_OR_BEGIN_AGAIN}."
             )
         update_parameters(self.optimizer, lr=lr)
         self._sums.add(summed | {"updates": 1.0, "value_grad_norm": norm})
