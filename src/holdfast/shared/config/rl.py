@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from holdfast.shared.config.base import CkptConfig, Command, LogFormat, ModelConfig
-from holdfast.shared.config.dashboard import DashboardConfig
+from holdfast.shared.config.dashboard import DashboardConfig, check_served_ports
 from holdfast.shared.config.inference import InferenceConfig
 from holdfast.shared.config.orchestrator import EvalConfig, OrchestratorConfig
 from holdfast.shared.config.placement import PlacementConfig
@@ -193,6 +193,10 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
         setattr(config, setting, value)
         for name in names:
             setattr(getattr(config, name), setting, value)
+    try:
+        check_served_ports(config.trainer.prometheus, config.trainer.dashboard)
+    except ValueError as error:  # one of them was given to `rl`, the other one to its trainer
+        raise ConfigError(str(error)) from None
     config.trainer.clean = config.clean = config.clean or config.trainer.clean
     if config.trainer.loss.aggregation == "constant" and config.trainer.loss.constant_tokens is None:
         config.trainer.loss.constant_tokens = max(

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from holdfast.shared.config.base import CkptConfig, Command, DType, LogFormat, ModelConfig, Section
 from holdfast.shared.config.by_device import BY_DEVICE
-from holdfast.shared.config.dashboard import DashboardConfig
+from holdfast.shared.config.dashboard import DashboardConfig, check_served_ports
 from holdfast.shared.config.evaluation import CheckpointEvalConfig
 from holdfast.shared.config.lora import LoraConfig
 from holdfast.shared.config.profile import ProfiledSteps, StepWindow
@@ -295,6 +295,11 @@ class TrainingCommand(Command):
     def _comes_to_profiled_steps(self) -> TrainingCommand:
         if self.profiled_steps is not None:
             self.profiled_steps.check(self.max_steps)
+        return self
+
+    @model_validator(mode="after")
+    def _serves_at_two_ports(self) -> TrainingCommand:
+        check_served_ports(self.prometheus, self.dashboard)
         return self
 
     @model_validator(mode="after")

@@ -283,6 +283,10 @@ def test_validating_needs_something_to_validate_on() -> None:
             r"length_buffer_tokens \(9\) is more than length_max_tokens \(8\)",
         ),
         (TrainerConfig, {"rewards": {"length_buffer_tokens": 9}}, "go together: set both or neither"),
+        *(
+            (kind, {"prometheus": {"port": 9466}, "dashboard": {}}, "prometheus.port and dashboard.port are both 9466")
+            for kind in (SftConfig, DpoConfig, RewardTrainingConfig)
+        ),
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused(

@@ -460,3 +460,15 @@ def test_the_launcher_and_a_server_may_not_be_given_the_same_port(flags: tuple[s
         return
     said = disagreement(*flags)
     assert said.startswith(named) and said.endswith(".port, or 0 for any free one."), said
+
+
+@pytest.mark.parametrize("owners", [("", ""), ("trainer.", "trainer."), ("", "trainer."), ("trainer.", "")])
+def test_numbers_and_page_of_a_run_may_not_be_given_the_same_port(owners: tuple[str, str]) -> None:
+    def flags(port: str) -> list[str]:
+        return [f"--{owners[0]}prometheus.port", port, f"--{owners[1]}dashboard.port", port]
+
+    said = disagreement(*flags("8100"))
+    assert "prometheus.port and dashboard.port are both 8100: give each a port of its own, or 0" in said
+    trainer = rl(*flags("0")).trainer
+    assert trainer.prometheus is not None and trainer.dashboard is not None
+    assert trainer.prometheus.port == trainer.dashboard.port == 0
