@@ -29,6 +29,8 @@ class Part:
 def misplaced(parts: Iterable[Part], whole: Collection[str], sections: Mapping[str, Collection[str]]) -> list[str]:
     """Return a line for each file whose keys belong to another section, by most of them.
 
+    Sections that know the same keys of a file are all named; where each knows others of them, there is no line.
+
     Args:
         whole: keys of the whole configuration.
         sections: keys of its sections.
@@ -40,15 +42,18 @@ def misplaced(parts: Iterable[Part], whole: Collection[str], sections: Mapping[s
         own = sections[part.section] if part.section else whole
         foreign = [key for key in part.keys if key not in own]
         known = {name: sum(key in keys for key in part.keys) for name, keys in sections.items() if name != part.section}
-        other = max(known, key=known.__getitem__, default="")
-        belongs = [key for key in foreign if key in sections.get(other, ())]
-        if not belongs or known[other] <= len(part.keys) - len(foreign):
+        most = max(known.values(), default=0)
+        others = [name for name, number in known.items() if number == most]
+        alike = {tuple(key for key in foreign if key in sections[name]) for name in others}
+        belongs = alike.pop() if len(alike) == 1 else ()
+        if not belongs or most <= len(part.keys) - len(foreign):
             continue
         shown = ", ".join(belongs[:_MOST_KEYS]) + (", ..." if len(belongs) > _MOST_KEYS else "")
         given = f"--{part.section.replace('_', '-')} @ {part.path}" if part.section else f"@ {part.path}"
         lines.append(
-            f"{part.path} looks like a file for the section {other}: {shown} "
+            f"{part.path} looks like a file for the section {' or '.join(others)}: {shown} "
             f"{'belongs' if len(belongs) == 1 else 'belong'} there. It was given as '{given}': give it as "
-            f"'--{other.replace('_', '-')} @ {part.path}'."
+            + " or ".join(f"'--{name.replace('_', '-')} @ {part.path}'" for name in others)
+            + "."
         )
     return lines

@@ -340,3 +340,18 @@ def test_one_key_of_another_section_makes_no_file_of_it(write: Write) -> None:
     orchestrator = write("one.toml", "group_size = 4\n")
     said = refused("--trainer", "@", orchestrator, command=RlConfig)
     assert "the section orchestrator: group_size belongs there" in said
+
+
+def test_sections_that_know_the_keys_of_a_file_equally_are_all_named_or_none(write: Write) -> None:
+    served = write("served.toml", "port = 9500\n")
+    assert refused("--model", "@", served, command=RlConfig) == (
+        f"{served} looks like a file for the section prometheus or dashboard: port belongs there. It was given as "
+        f"'--model @ {served}': give it as '--prometheus @ {served}' or '--dashboard @ {served}'."
+    )
+    tasks = write("tasks.toml", "[sampling]\nmax_tokens = 8\n[[environments]]\nid = 'reverse_text'\n")
+    said = refused("--inference", "@", tasks, command=RlConfig)
+    assert f"give it as '--orchestrator @ {tasks}' or '--eval @ {tasks}'." in said
+    # One key of `ckpt` and `journal`, another one of `orchestrator`: none knows the file.
+    each = write("each.toml", "keep = 4\nseq_len = 64\n")
+    said = refused("--placement", "@", each, command=RlConfig)
+    assert "looks like" not in said and "unknown key 'placement.keep'" in said
