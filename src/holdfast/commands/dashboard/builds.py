@@ -23,8 +23,8 @@ _SHARE = 0.1
 _PAUSE_S = 5.0
 _LIMIT_S = 600.0
 _DYING_S = 5.0
-_MOST_COUNTED_S = 10.0
-"""Of a try that failed: what was wrong may be over soon."""
+_FIRST_COUNTED_S = 10.0
+"""Of a try that failed, at most: what was wrong may be over soon. Of each that fails behind it, twice as much."""
 _LONGEST_REASON = 500
 
 
@@ -38,14 +38,24 @@ class Builds:
     Args:
         tell: takes what is to be said in the console.
         pause_s: between two pages, at least.
+        clock: gives seconds, of no matter which time.
     """
 
-    def __init__(self, run_dir: RunDir, tell: Callable[[str], None], *, pause_s: float = _PAUSE_S) -> None:
+    def __init__(
+        self,
+        run_dir: RunDir,
+        tell: Callable[[str], None],
+        *,
+        pause_s: float = _PAUSE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.built: Built | None = None
         self.trouble: str | None = None
         self._run_dir = run_dir
         self._tell = tell
         self._pause_s = pause_s
+        self._clock = clock
+        self._most_counted_s = _FIRST_COUNTED_S
         self._asked, self._ended = threading.Event(), threading.Event()
         self._lock = threading.Lock()  # of what is started and what is ended
         self._process: subprocess.Popen[bytes] | None = None
@@ -73,11 +83,14 @@ class Builds:
         while not self._ended.is_set():
             self._asked.wait()
             self._asked.clear()
-            begin = time.monotonic()
+            begin = self._clock()
             try:
                 cost_s = self._make_if_new()
+                self._most_counted_s = _FIRST_COUNTED_S
             except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on; said where one looks
-                cost_s = min(time.monotonic() - begin, _MOST_COUNTED_S)  # nobody knows how much of a core it was
+                # Nobody knows how much of a core it was.
+                cost_s = min(self._clock() - begin, self._most_counted_s)
+                self._most_counted_s *= 2
                 if not self._ended.is_set():
                     trouble = str(error) or type(error).__name__
                     self._tell(f"the page is not made: {trouble}. Training goes on")

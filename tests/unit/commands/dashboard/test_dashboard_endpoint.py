@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import socketserver
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 
 from holdfast.commands.dashboard import builds
 from holdfast.commands.dashboard.builds import Builds
+from holdfast.commands.dashboard.built import Built
 from holdfast.commands.dashboard.endpoint import Dashboard, listening_for_browsers
 from holdfast.commands.report import live
 from holdfast.shared.config.dashboard import DashboardConfig
@@ -167,6 +169,39 @@ def test_a_process_that_is_killed_is_told_where_one_looks_and_made_up_for(tmp_pa
     held.let_go()
     state_when(port, lambda state: state["trouble"] is None and state["tag"] is not None)
     assert request(port).status == 200 and said(dashboard) == []
+
+
+def test_what_fails_late_every_time_is_tried_less_and_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each try takes 100 s by the clock of this test, and every wait is over at once."""
+    run_dir = make_run(tmp_path / "run")
+    tries = ["fails"] * 6 + ["is made", "fails", "fails"]
+    seconds, waited = 0.0, list[float | None]()
+    found = Builds(run_dir, print, clock=lambda: seconds)
+
+    def build() -> Built:
+        nonlocal seconds
+        seconds += 100.0
+        train(run_dir, 12 + len(tries))  # something new to show
+        if tries.pop(0) == "fails":
+            raise RuntimeError("out of memory")
+        return Built("tag", 2.0, b"", b"")
+
+    class Waits(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waited.append(timeout)
+            found.ask()
+            if not tries:
+                self.set()
+            return True
+
+    monkeypatch.setattr(found, "_build", build)
+    monkeypatch.setattr(found, "_ended", Waits())
+    found.ask()
+    found._work()
+    assert waited == pytest.approx([90, 180, 360, 720, 900, 900, 18, 90, 180])
+    assert found.trouble == "out of memory"
 
 
 def test_files_that_cannot_be_read_leave_the_page_that_was_there(tmp_path: Path, serve: Serve, soon: None) -> None:
