@@ -89,7 +89,8 @@ class Checkout:
         elif program in (*TRAINING, "rl", "orchestrator", "inference"):
             output_dir = self._note(command)
             fresh = self.path / "dry" / f"{len(self.made)}_{output_dir.name}"
-            code, out, err = run(program, *_without_start(flags), "--output-dir", fresh, "--dry-run")
+            words = [*_without_start(flags), *_at_any_port(flags)]
+            code, out, err = run(program, *words, "--output-dir", fresh, "--dry-run")
             assert code == 0, f"{command.where}: {command.line}\n{out}{err}"
             assert "resolved configuration: " in out
         else:
@@ -212,3 +213,11 @@ def _without_start(flags: list[str]) -> list[str]:
             kept.append(word)
         skip = word in _RESUMING
     return kept
+
+
+def _at_any_port(flags: list[str]) -> list[str]:
+    """Return what has a run serve at free ports whatever port it is given: that may be one of somebody else's here."""
+    served = [
+        name for name in ("prometheus", "dashboard") if any(f"--{name}" in (w, w.partition(".")[0]) for w in flags)
+    ]
+    return [word for name in served for word in (f"--{name}.port", "0")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -80,6 +81,13 @@ def test_commands_hold_in_the_order_of_their_page(page: Path, checkout: Checkout
         checkout.made.clear()
         if alone.words[0] not in ("ckpt", "rollouts", "report"):
             checkout.dry_run(alone, run_command)
+
+
+@pytest.mark.parametrize("flag", ["--dashboard.port {}", "--prometheus --prometheus.port {}", "--dashboard.port={}"])
+def test_a_page_may_name_a_port_that_somebody_has_here(flag: str, checkout: Checkout, run_command: RunCommand) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        line = f"sft @ configs/reverse_text/sft.toml {flag.format(other.getsockname()[1])}"
+        checkout.dry_run(Command("a page", line, line.split()), run_command)
 
 
 @pytest.mark.parametrize("block", [b for b in EVERYWHERE if b.language == "toml"], ids=lambda block: block.where)
