@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tests.runs.processes import HANG_S
+from tests.runs.processes import HANG_S, answer_when
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,7 @@ def request(port: int, path: str = "/", *, method: str = "GET", host: str | None
 
 def state_when(port: int, is_so: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """Return the first state for which `is_so` holds; who does not answer yet is asked again."""
-    deadline = time.monotonic() + HANG_S
-    found: object = None
-    while time.monotonic() < deadline:
-        try:
-            found = json.loads(request(port, "/state").text)
-            if is_so(found):
-                return found
-        except OSError as error:
-            found = error
-        time.sleep(0.05)
-    raise AssertionError(f"never so: {found}")
+    return answer_when(lambda: json.loads(request(port, "/state").text), is_so)
 
 
 def page_when(port: int, is_so: Callable[[str], bool]) -> str:

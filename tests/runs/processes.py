@@ -9,10 +9,11 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import psutil
 
+Answer = TypeVar("Answer")
 HANG_S = 150.0
 """How long a test waits for what must come: longer than any busy machine takes, and a test that hangs still ends."""
 
@@ -54,6 +55,21 @@ def wait_until(is_so: Callable[[], bool], what: str) -> None:
     while not is_so():
         assert time.monotonic() < deadline, f"{what} did not come"
         time.sleep(0.02)
+
+
+def answer_when(ask: Callable[[], Answer], is_so: Callable[[Answer], bool]) -> Answer:
+    """Return the first answer for which `is_so` holds; who does not answer yet (OSError) is asked again."""
+    deadline = time.monotonic() + HANG_S
+    found: object = None
+    while time.monotonic() < deadline:
+        try:
+            found = answer = ask()
+            if is_so(answer):
+                return answer
+        except OSError as error:
+            found = error
+        time.sleep(0.05)
+    raise AssertionError(f"never so: {found}")
 
 
 def catches(pid: int, number: signal.Signals) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from tests.runs.processes import HANG_S
+from tests.runs.processes import HANG_S, answer_when
 
 _OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -57,14 +56,4 @@ def scrape(port: int, *, openmetrics: bool = False) -> Scrape:
 
 def scraped_when(port: int, is_so: Callable[[Scrape], bool]) -> Scrape:
     """Return the first answer for which `is_so` holds; who does not answer yet is asked again."""
-    deadline = time.monotonic() + HANG_S
-    found: object = None
-    while time.monotonic() < deadline:
-        try:
-            found = scrape(port)
-            if is_so(found):
-                return found
-        except OSError as error:
-            found = error
-        time.sleep(0.05)
-    raise AssertionError(f"never so: {found}")
+    return answer_when(lambda: scrape(port), is_so)
