@@ -8,6 +8,7 @@ from pathlib import Path
 from holdfast.commands.resume.config_diff import read_settings
 from holdfast.commands.subcommands import Parser
 from holdfast.commands.track.sending import Sending
+from holdfast.commands.track.temporary_files import temporary_files_of
 from holdfast.commands.track.trackers import check_tracker
 from holdfast.shared.config import PROGRAMS
 from holdfast.shared.config.tracking import TRACKERS, TrackingConfig
@@ -50,7 +51,8 @@ def main(argv: list[str]) -> int:
         check_tracker(name, key="--to")
     for name in config.backends:
         sending = Sending(run_dir, name, config)
-        sending.send(lambda: not run_dir.is_under_way(), time.sleep)
+        with temporary_files_of(name):
+            sending.send(lambda: not run_dir.is_under_way(), time.sleep)
         print(f"{name} has everything up to step {sending.step} of {run_dir.path}", flush=True)
     return 0
 

@@ -7,32 +7,26 @@ SIGTERM says that no further step comes: it sends the rest and ends.
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
 import select
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.commands.track.sending import Sending, TrackerFailed
-from holdfast.commands.track.trackers import BUILT_IN
+from holdfast.commands.track.temporary_files import temporary_files_of
 from holdfast.shared.config.tracking import TrackingConfig
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.child import die_with_launcher, run_reporting_errors, set_up_logging
 from holdfast.shared.process.events import append
-from holdfast.shared.process.scratch import SHORT_HOME, drop, make_scratch, scratch_name
 
 _log = logging.getLogger("holdfast")
 _FIRST_RETRY_S, _LAST_RETRY_S = 5.0, 300.0
 _LAST_RETRY_AFTER_S = 1.0
-# Of a Unix socket's path, with what W&B puts behind the directory, and eight random characters in its name.
-_MOST_BYTES_OF_HOME = 107 - 48 - 8
 
 
 class _End:
@@ -86,22 +80,6 @@ def send_until_told(run_dir: RunDir, name: str, config: TrackingConfig) -> int:
         delay_s = min(_LAST_RETRY_S, delay_s * 2)
 
 
-def keep_temporary_files() -> None:
-    """Have a tracker's library put its temporary files into a directory that goes with this process.
-
-    W&B leaves two behind when it is killed. Not for trackers of users, who may keep something there.
-    """
-    try:
-        home = Path(tempfile.gettempdir())
-        scratch = make_scratch(home if len(os.fsencode(home / scratch_name())) <= _MOST_BYTES_OF_HOME else SHORT_HOME)
-    except OSError as error:  # the library may need none
-        _log.warning("there is no directory for temporary files: %s", error)
-        return
-    atexit.register(drop, scratch)  # behind what the libraries do at the end: they are imported later
-    os.environ["TMPDIR"] = str(scratch)
-    tempfile.tempdir = None  # so that it looks again
-
-
 def main(argv: Sequence[str]) -> None:
     """Send as `argv` says; never returns."""
     die_with_launcher()
@@ -110,9 +88,8 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError("usage: python -m holdfast.commands.track.process RUN TRACKER SETTINGS")
     run, name, settings = argv
     config = TrackingConfig.model_validate_json(settings)
-    if name in BUILT_IN:
-        keep_temporary_files()
-    run_reporting_errors(lambda: sys.exit(send_until_told(RunDir(Path(run)), name, config)))
+    with temporary_files_of(name):
+        run_reporting_errors(lambda: sys.exit(send_until_told(RunDir(Path(run)), name, config)))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from holdfast.commands.track.lines import Lines
 from holdfast.commands.track.main import main as track
 from holdfast.commands.track.sending import Sending, TrackerFailed
 from holdfast.commands.track.settings import without_secrets
+from holdfast.commands.track.temporary_files import temporary_files_of
 from holdfast.commands.track.trackers import BUILT_IN, check_tracker
 from holdfast.shared.config import SftConfig
 from holdfast.shared.config.tracking import TrackingConfig
@@ -232,12 +235,46 @@ def test_temporary_files_of_a_tracker_that_is_killed_go_with_the_next(run: Track
         assert list(temporary.iterdir()) == []
 
 
+def test_temporary_files_of_a_track_that_is_killed_go_with_the_next(run: TrackedDirectory) -> None:
+    run.train(1, 2)
+    argv = [sys.executable, "-m", "holdfast", "track", str(run.run_dir.path), "--to"]
+    with short_directory() as temporary:
+        environment = {**os.environ, **run.environment, "TMPDIR": str(temporary)}
+        with open(run.run_dir.path / "run.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # as of a run that goes on, and is followed
+            process = subprocess.Popen([*argv, "tensorboard"], env=environment)
+            run.wait_for(process, "tensorboard", 2)
+            process.kill()
+            process.wait()
+        (left,) = temporary.iterdir()
+        assert left.name.startswith(scratch_name())
+        done = subprocess.run([*argv, "tensorboard", "trackio"], env=environment, timeout=HANG_S, check=False)
+        assert done.returncode == 0 and list(temporary.iterdir()) == []
+
+
+def test_temporary_files_of_a_users_tracker_stay_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    with short_directory() as temporary:
+        for before in (str(temporary), None):
+            monkeypatch.setattr(tempfile, "tempdir", None)
+            monkeypatch.delenv("TMPDIR", raising=False)
+            if before is not None:
+                monkeypatch.setenv("TMPDIR", before)
+            home = tempfile.gettempdir()
+            with temporary_files_of("my:Tracker"):
+                assert tempfile.gettempdir() == home
+            with temporary_files_of("wandb"):
+                assert Path(tempfile.gettempdir()).name.startswith(scratch_name())
+            assert tempfile.gettempdir() == home and os.environ.get("TMPDIR") == before
+
+
 def test_a_tracker_without_room_for_temporary_files_goes_on() -> None:
     """In a process of its own, whose directory for temporary files it changes."""
     program = (
-        "import tempfile; from holdfast.commands.track.process import keep_temporary_files\n"
-        "tempfile.tempdir = '/no/such'; keep_temporary_files(); assert tempfile.gettempdir() == '/no/such'\n"
-        "tempfile.tempdir = '/' + 'long' * 20; keep_temporary_files(); print(tempfile.gettempdir())"
+        "import tempfile; from holdfast.commands.track.temporary_files import temporary_files_of\n"
+        "tempfile.tempdir = '/no/such'\n"
+        "with temporary_files_of('wandb'): assert tempfile.gettempdir() == '/no/such'\n"
+        "tempfile.tempdir = '/' + 'long' * 20\n"
+        "with temporary_files_of('wandb'): print(tempfile.gettempdir())"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout.startswith(f"/tmp/{scratch_name()}"), done.stderr
