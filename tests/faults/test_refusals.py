@@ -14,6 +14,7 @@ import pytest
 from holdfast.shared.files.metrics import read_metrics
 from tests.conftest import ModelFactory
 from tests.faults.disks import Disk
+from tests.faults.held_steps import exists, held_after
 from tests.faults.run_states import FLAGS, LAST, differing, end_state, whole_steps
 from tests.forking.commands import Run, shared_commands
 from tests.runs.processes import HANG_S
@@ -144,12 +145,13 @@ def wait_for_step(run: Run, step: int) -> None:
 
 def test_a_second_run_is_refused_and_the_first_not_disturbed(start: Start, output: Path, tmp_path: Path) -> None:
     long = ("--max-steps", "100", "--ckpt.interval", "10")
-    first = start(output, *long)
+    first = start(output, *long, trainer_fault=held_after(50, until=exists(tmp_path / "refused")))
     wait_for_step(first, 12)
     for number, common in enumerate((FLAGS, ("--clean",))):
         second = start(output, common=common, log=tmp_path / f"second_{number}.log").wait()
         check_refused(second, f"{output} is in use by another run (process {first.pid})", "--output-dir")
     assert not first.has_ended, "the first was over before the second was refused"
+    (tmp_path / "refused").touch()
     assert first.wait().code == 0, first.log
     straight = start(tmp_path / "straight", *long).wait()
     assert straight.code == 0, straight.log

@@ -18,6 +18,7 @@ from holdfast.shared.files.metrics import read_metrics
 from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ModelFactory
 from tests.faults.disks import Disk
+from tests.faults.held_steps import exists, held_after
 from tests.faults.run_states import FLAGS, LAST, differing, end_state, whole_steps
 from tests.forking.commands import Run, shared_commands
 
@@ -150,10 +151,12 @@ def test_told_to_warn_it_trains_on_says_every_failure_and_saves_again_when_there
     start: Start, small: SmallDisk, output: Path
 ) -> None:
     flags = ("--max-steps", str(LONG), "--ckpt.interval", "2", "--ckpt.keep", "1", "--ckpt.on-failure", "warn")
-    run = start(output, *flags, fault=small.disk.fault)
+    has_room = output.with_name("has_room")
+    run = start(output, *flags, fault=small.disk.fault, trainer_fault=held_after(30, until=exists(has_room)))
     while not failed_steps(run.trainer_log):
         assert not run.has_ended, f"it ended before a save failed:\n{run.log}"
     small.ballast.unlink()
+    has_room.touch()
     run.wait()
     log = run.log + run.trainer_log
     assert run.code == 0 and "Traceback" not in log and "error: " not in log, log

@@ -16,8 +16,10 @@ import pytest
 from holdfast.shared.files import manifest
 from holdfast.shared.files.run_dir import REFERENCE_NAME, RunDir
 from tests.conftest import ROOT
-from tests.runs.processes import HANG_S
-from tests.runs.training import PAIRS, LiveRun, SftRun, pairs_command, refused, run_pairs, run_sft, succeeded
+from tests.faults.held_steps import ASKED_TO_STOP, held_after, held_commit
+from tests.forking.commands import shared_commands
+from tests.runs.processes import wait_until
+from tests.runs.training import PAIRS, SftRun, pairs_command, refused, run_pairs, run_sft, succeeded
 
 COLUMNS = ("step", "loss", "grad_norm", "lr", "rewards/chosen", "rewards/accuracies", "logps/rejected", "samples")
 TWO = ("--parallel.num-ranks", "2")
@@ -69,10 +71,11 @@ def test_a_killed_run_ends_in_the_same_bits(
 ) -> None:
     """With dropout, shuffling, packing, accumulation and validation on."""
     output, (flags, straight) = tmp_path / "killed", ranks
-    with LiveRun(pairs_command("dpo", output, dropout, *EXACT, *flags), output) as killed:
-        killed.wait_for("saved checkpoint  step 4")
-        os.killpg(killed.process.pid, signal.SIGKILL)
-        assert killed.wait(within_s=HANG_S) == -signal.SIGKILL and killed.run_dir.published_weights() == []
+    argv = pairs_command("dpo", output, dropout, *EXACT, *flags)[1:]
+    killed = shared_commands().start("dpo", output, argv, trainer_fault=held_commit(6))
+    wait_until(lambda: "saved checkpoint  step 4" in killed.log or killed.has_ended, "the checkpoint of step 4")
+    os.killpg(killed.pid, signal.SIGKILL)
+    assert killed.wait().code == -signal.SIGKILL and RunDir(output).published_weights() == [], killed.log
     (output / REFERENCE_NAME).unlink()  # the checkpoint has it: that counts
     resumed = succeeded(run(output, dropout, *EXACT, *flags, "--ckpt.resume-step", "4"))
     assert "resuming from step 4" in resumed.output and "computing reference" not in resumed.output
@@ -89,12 +92,13 @@ def test_a_signal_saves_the_current_step_and_a_resume_goes_on_bit_for_bit(
     """SIGTERM, as from a scheduler that wants the machine back; without it only the last step would be saved."""
     output, (flags, straight) = tmp_path / "stopped", ranks
     only_last = (*LENGTH, "--ckpt", *flags)
-    with LiveRun(pairs_command("dpo", output, dropout, *only_last), output) as stopped:
-        stopped.wait_for("step 1/8")
-        stopped.process.send_signal(signal.SIGTERM)
-        assert stopped.wait(within_s=HANG_S) == 128 + signal.SIGTERM, stopped.output
-        (step,) = stopped.run_dir.committed_steps()
-    assert 1 <= step < 8 and f"stopped at step {step} of 8, which is saved" in stopped.output
+    argv = pairs_command("dpo", output, dropout, *only_last)[1:]
+    stopped = shared_commands().start("dpo", output, argv, trainer_fault=held_after(6, until=ASKED_TO_STOP))
+    wait_until(lambda: "step 1/8" in stopped.log or stopped.has_ended, "the first step")
+    os.kill(stopped.pid, signal.SIGTERM)
+    assert stopped.wait().code == 128 + signal.SIGTERM, stopped.log
+    (step,) = RunDir(output).committed_steps()
+    assert 1 <= step < 8 and f"stopped at step {step} of 8, which is saved" in stopped.log
     resumed = succeeded(run(output, dropout, *only_last, "--ckpt.resume-step", "latest"))
     assert f"resuming from step {step}" in resumed.output
     assert same_run(resumed, straight)

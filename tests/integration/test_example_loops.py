@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import builtins
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast.shared.files import manifest
 from holdfast.shared.files.checkpoints import list_entries
 from tests.conftest import ROOT
-from tests.runs.processes import HANG_S
+from tests.runs.processes import HANG_S, wait_until
 
 MAX_STEPS = 9
 EXAMPLES = ROOT / "examples"
@@ -30,10 +33,22 @@ def server() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def run_script(script: str, directory: str, pipe: str) -> None:
-    """What a process of the server does: `python SCRIPT DIRECTORY MAX_STEPS > PIPE`."""
+def run_script(script: str, directory: str, pipe: str, is_killed: bool) -> None:
+    """What a process of the server does: `python SCRIPT DIRECTORY MAX_STEPS > PIPE`.
+
+    One that is to be killed waits for that at its last step but one, if it comes so far.
+    """
     os.dup2(os.open(pipe, os.O_WRONLY), 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    say = print
+
+    def hold(*words: object, **options: Any) -> None:
+        say(*words, **options)
+        if str(words[0]).startswith(f"step {MAX_STEPS - 1}/"):
+            signal.pause()
+
+    if is_killed:
+        builtins.print = hold
     sys.argv = [script, directory, str(MAX_STEPS)]
     runpy.run_path(script, run_name="__main__")
 
@@ -43,13 +58,14 @@ def run(server: multiprocessing.context.ForkServerContext, script: Path, directo
     pipe = directory.with_suffix(".pipe")
     pipe.unlink(missing_ok=True)
     os.mkfifo(pipe)
-    process: BaseProcess = server.Process(target=run_script, args=(str(script), str(directory), str(pipe)))
+    process: BaseProcess = server.Process(target=run_script, args=(str(script), str(directory), str(pipe), kill))
     process.start()
     lines: list[str] = []
     with pipe.open() as printed:
         for line in printed:
             lines += [line] if line.startswith("step ") else []
-            if kill and len(lines) > 5 and committed(directory):
+            if kill and len(lines) > 5:
+                wait_until(lambda: bool(committed(directory)), "its first checkpoint")
                 process.kill()
                 break
     process.join(HANG_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import psutil
 import pytest
 import tomli_w
@@ -24,13 +24,13 @@ import tomli_w
 from holdfast.commands.launcher.engine_log import engine_failure
 from holdfast.commands.launcher.supervise import error_message
 from holdfast.shared.config import InferenceConfig
-from holdfast.shared.process.heartbeat import HEARTBEAT_ENV, Beat
+from holdfast.shared.process.heartbeat import HEARTBEAT_ENV, read_beat
 from holdfast.shared.process.scratch import remove_abandoned
 from tests.conftest import ModelFactory
 from tests.forking.engines import ServerHandle, shared_engines
 from tests.models.served import write_model
 from tests.runs.ports import free_port
-from tests.runs.processes import HANG_S, command_line
+from tests.runs.processes import HANG_S, command_line, wait_until
 
 REQUEST = {"token_ids": [5, 6, 7], "seeds": [1], "max_tokens": 4}
 
@@ -272,22 +272,31 @@ def test_the_death_of_the_engine_ends_the_server_with_its_own_code(model: Path, 
     assert "the engine died (EngineCore ended with signal SIGKILL)" in server.log()
 
 
-def _starting_engine(server: ServerHandle, cpu_s: float) -> psutil.Process:
-    """Return the engine's process once its start has taken `cpu_s` seconds of a core; all of it takes about 0.6."""
+def _held_loading(mark: Path) -> str:
+    """Return source that keeps an engine from coming further than to its weights; it makes a file when it is there."""
+    return (
+        "import pathlib, signal, holdfast.inference.weights.worker as w\n"
+        f"w.read_weights = lambda *_, **__: (pathlib.Path({str(mark)!r}).touch(), signal.pause())\n"
+    )
+
+
+def _starting_engine(server: ServerHandle) -> psutil.Process:
+    """Return the engine's process as soon as it is there."""
     process, deadline = psutil.Process(server.pid), time.monotonic() + HANG_S
     while not (engines := [one for one in process.children() if "EngineCore" in "".join(command_line(one))]):
-        assert time.monotonic() < deadline
-    while sum(engines[0].cpu_times()[:2]) < cpu_s:
         assert time.monotonic() < deadline
     return engines[0]
 
 
-@pytest.mark.parametrize("cpu_s", [0.0, 0.3], ids=["as it appears", "while it loads"])
+@pytest.mark.parametrize("loads", [False, True], ids=["as it appears", "while it loads"])
 def test_an_engine_that_is_killed_while_it_starts_is_worth_another_start(
-    model: Path, tmp_path: Path, cpu_s: float
+    model: Path, tmp_path: Path, loads: bool
 ) -> None:
-    server = _start(model, tmp_path)
-    _starting_engine(server, cpu_s).kill()
+    server = _start(model, tmp_path, sabotage=_held_loading(tmp_path / "loads"))
+    engine = _starting_engine(server)
+    if loads:
+        wait_until((tmp_path / "loads").exists, "its weights")
+    engine.kill()
     assert server.wait() == 75
     assert "the engine died while it started" in server.log() and "'EngineCore': -9" in server.log()
     assert "error: " not in server.log()
@@ -295,9 +304,11 @@ def test_an_engine_that_is_killed_while_it_starts_is_worth_another_start(
 
 def test_a_killed_engine_is_known_even_if_its_exit_code_comes_late(model: Path, tmp_path: Path) -> None:
     # As between the end of its files and that of the process: who asks without waiting gets no answer.
-    late = "import os; ask = os.waitpid; os.waitpid = lambda pid, how: (0, 0) if how & os.WNOHANG else ask(pid, how)"
-    server = _start(model, tmp_path, sabotage=late)
-    _starting_engine(server, 0.1).kill()
+    late = "import os; ask = os.waitpid; os.waitpid = lambda pid, how: (0, 0) if how & os.WNOHANG else ask(pid, how)\n"
+    server = _start(model, tmp_path, sabotage=late + _held_loading(tmp_path / "loads"))
+    engine = _starting_engine(server)
+    wait_until((tmp_path / "loads").exists, "its weights")
+    engine.kill()
     assert server.wait() == 75
     assert "'EngineCore': -9" in server.log()
 
@@ -379,14 +390,14 @@ def test_an_engine_that_takes_weights_says_for_how_long_it_may_not_answer(model:
     server.wait_ready()
     update = {"path": str(model), "version": 1}
     with ThreadPoolExecutor() as pool:
-        pushed = pool.submit(httpx.post, f"{server.url}/update_weights", json=update, timeout=60)
-        while (beat := msgspec.json.decode(beats.read_bytes(), type=Beat)).answers:
+        pushed = pool.submit(httpx.post, f"{server.url}/update_weights", json=update, timeout=HANG_S)
+        while (beat := read_beat(beats)).answers:
             assert not pushed.done()
             time.sleep(0.01)
         assert (beat.doing, beat.bound_s) == ("taking policy version 1", 77.0)
         held.write_text("go on")
         assert pushed.result().status_code == 200
-    while not msgspec.json.decode(beats.read_bytes(), type=Beat).answers:
+    while not read_beat(beats).answers:
         time.sleep(0.01)
     assert server.terminate() == 0
 
@@ -417,23 +428,24 @@ def test_admin_routes_of_a_public_server_need_the_token(model: Path, tmp_path: P
     server = _start(model, tmp_path, server={"host": "0.0.0.0"}, env={"HOLDFAST_ADMIN_TOKEN": "s3cret"})
     server.wait_ready()
     update = {"path": str(model), "version": 1}
+    get, post = (functools.partial(one, timeout=HANG_S) for one in (httpx.get, httpx.post))
     for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret"}):
         for path in ("/update_weights", "/pause", "/resume"):
-            response = httpx.post(server.url + path, json=update, headers=headers)
+            response = post(server.url + path, json=update, headers=headers)
             assert response.status_code == 401
             assert "s3cret" not in response.text
-    assert httpx.get(f"{server.url}/weights").json()["version"] == 0
-    assert httpx.post(f"{server.url}/inference/v1/generate", json=REQUEST).status_code == 200
+    assert get(f"{server.url}/weights").json()["version"] == 0
+    assert post(f"{server.url}/inference/v1/generate", json=REQUEST).status_code == 200
     page = {"authorization": "Bearer s3cret", "origin": "http://evil.example"}
-    assert httpx.post(f"{server.url}/update_weights", json=update, headers=page).status_code == 403
-    assert httpx.post(f"{server.url}/update_weights", content=json.dumps(update)).status_code == 415
-    scale = httpx.post(f"{server.url}/scale_elastic_ep", json={"new_data_parallel_size": 1})
+    assert post(f"{server.url}/update_weights", json=update, headers=page).status_code == 403
+    assert post(f"{server.url}/update_weights", content=json.dumps(update)).status_code == 415
+    scale = post(f"{server.url}/scale_elastic_ep", json={"new_data_parallel_size": 1})
     assert scale.status_code == 404, "vLLM's own administration is not part of the server"
-    endless = httpx.post(f"{server.url}/v1/completions", content=(b" " * 65536 for _ in range(1000)))
+    endless = post(f"{server.url}/v1/completions", content=(b" " * 65536 for _ in range(1000)))
     assert endless.status_code == 413
-    allowed = httpx.post(f"{server.url}/update_weights", json=update, headers={"authorization": "Bearer s3cret"})
+    allowed = post(f"{server.url}/update_weights", json=update, headers={"authorization": "Bearer s3cret"})
     assert allowed.status_code == 200, allowed.text
-    assert httpx.get(f"{server.url}/weights").json()["version"] == 1
+    assert get(f"{server.url}/weights").json()["version"] == 1
     assert server.terminate() == 0
 
 

@@ -21,6 +21,7 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.files.weights_digest import weights_digest
 from holdfast.trainer.conversion.reading import TensorReader
 from tests.conftest import ROOT
+from tests.faults.held_steps import NEVER, at_start, held_after
 from tests.integration.conftest import UsedServer
 from tests.runs.rl import MODEL, RlRun, assert_same, complete, exact_metrics, outcome, succeeded
 from tests.runs.training import Runs, SftRun, run_sft
@@ -170,7 +171,8 @@ def test_rl_sends_adapters_to_the_engine_and_is_exact_after_a_kill(rl_server: Us
     flags = (*rl_server.flags, *lora, "--trainer.optim.lr", "5e-3", "--async-level", "0", "--ckpt.interval", "2")
     flags = (*flags, "--max-steps", str(STEPS), "--ckpt.resume-step", "auto")
     straight = succeeded(tmp_path / "straight", *flags).run_dir
-    with RlRun(tmp_path / "killed", *flags) as run:
+    held = at_start(held_after(STEPS - 1, until=NEVER))
+    with RlRun(tmp_path / "killed", *flags, environment=held) as run:
         run.wait_for_step(HALF)
         run.interrupt(signal.SIGKILL)
         assert complete(run).exit_code == -signal.SIGKILL

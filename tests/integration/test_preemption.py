@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from holdfast.commands.launcher.supervise import ECHO_S
@@ -20,6 +19,7 @@ from holdfast.shared.files.journal import publish_batch
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan
 from tests.conftest import ROOT
+from tests.faults.held_steps import ASKED_TO_STOP, held_after
 from tests.runs.processes import HANG_S
 from tests.runs.training import LiveSft, SftRun, run_sft
 
@@ -43,18 +43,18 @@ class Runs:
         return done
 
     def live(self, name: str, *flags: str, model: Path | None = None) -> LiveSft:
-        """Start."""
-        flags = ("--max-steps", MAX_STEPS, "--ckpt", *flags)
-        return LiveSft(self._home / name, model or self._model, self._data, *flags)
+        """Start; it is not over before it has been asked to stop."""
+        flags, held = ("--max-steps", MAX_STEPS, "--ckpt", *flags), held_after(60, until=ASKED_TO_STOP)
+        return LiveSft(self._home / name, model or self._model, self._data, *flags, fault=held)
 
-    def interrupted(self, name: str, number: int, *flags: str) -> tuple[int, str, int]:
+    def interrupted(self, name: str, number: int, ends: Callable[..., bool], *flags: str) -> tuple[int, str, int]:
         """Run until step 5, send a signal to the launcher; return exit code, output and the step that was saved."""
         with self.live(name, *flags) as run:
             run.wait_for("step   5/")
             run.process.send_signal(number)
             code = run.wait(within_s=HANG_S)
             (step,) = run.run_dir.committed_steps()
-            assert not any(psutil.pid_exists(pid) for pid in run.descendants), run.output
+            assert all(ends(pid, within_s=0) for pid in run.descendants), run.output
             return code, run.output, step
 
 
@@ -81,10 +81,10 @@ def straight(runs: Runs) -> Callable[[int], SftRun]:
     ],
 )
 def test_a_signal_saves_the_current_step_and_a_resume_goes_on_bit_for_bit(
-    ranks: int, number: int, runs: Runs, straight: Callable[[int], SftRun]
+    ranks: int, number: int, runs: Runs, straight: Callable[[int], SftRun], ends: Callable[..., bool]
 ) -> None:
     name, flags = f"{number}_on_{ranks}", TWO if ranks == 2 else ()
-    code, output, step = runs.interrupted(name, number, *flags)
+    code, output, step = runs.interrupted(name, number, ends, *flags)
     assert code == 128 + number
     assert f"{signal.Signals(number).name}: saving the current step" in output
     assert f"stopped at step {step} of {MAX_STEPS}, which is saved" in output and "NOT saved" not in output

@@ -17,6 +17,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ROOT
+from tests.faults.held_steps import held_commit
+from tests.forking.commands import shared_commands
+from tests.runs.processes import wait_until
 from tests.runs.training import PAIRS, SftRun, pairs_command, refused, run_pairs, run_sft, succeeded
 
 EXAMPLE = ROOT / "examples" / "reverse_text"
@@ -47,14 +50,11 @@ def test_a_killed_run_ends_in_the_same_bits(
 ) -> None:
     """With dropout, shuffling, packing, accumulation and validation on."""
     output = tmp_path / "killed"
-    arguments = pairs_command("reward-model", output, dropout, *EXACT)
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "saved checkpoint  step 4" in line:
-                os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    assert process.returncode == -signal.SIGKILL and RunDir(output).published_weights() == []
+    argv = pairs_command("reward-model", output, dropout, *EXACT)[1:]
+    killed = shared_commands().start("reward-model", output, argv, trainer_fault=held_commit(6))
+    wait_until(lambda: "saved checkpoint  step 4" in killed.log or killed.has_ended, "the checkpoint of step 4")
+    os.killpg(killed.pid, signal.SIGKILL)
+    assert killed.wait().code == -signal.SIGKILL and RunDir(output).published_weights() == [], killed.log
     resumed = succeeded(run(output, dropout, *EXACT, "--ckpt.resume-step", "4"))
     assert "resuming from step 4" in resumed.output
     assert resumed.weights(8) == straight.weights(8)

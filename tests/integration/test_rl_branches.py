@@ -11,6 +11,7 @@ import tomli_w
 
 from holdfast.shared.files.journal import read_batch
 from holdfast.shared.files.metrics import read_metrics
+from tests.faults.held_steps import at_start, exists, held_after
 from tests.integration.conftest import UsedServer
 from tests.models.chat_templates import FORGETFUL
 from tests.runs.rl import EVERYTHING, MODEL, RlRun, assert_same, complete, exact_metrics, outcome, succeeded
@@ -35,18 +36,18 @@ def test_a_run_whose_sessions_split_dies_and_ends_in_the_same_bits(rl_server: Us
         "--orchestrator.sampling.max-tokens", "8", "--max-steps", str(_STEPS), "--ckpt.interval", "2",
         "--trainer.parallel.threads", "1",
     )  # fmt: skip
-    straight = succeeded(
-        tmp_path / "straight", *flags, "--orchestrator.environments", json.dumps([section]), timeout_s=240
-    ).run_dir
+    straight = succeeded(tmp_path / "straight", *flags, "--orchestrator.environments", json.dumps([section])).run_dir
     played = json.dumps([section | {"workers": 2}])
-    with RlRun(tmp_path / "killed", *flags, "--orchestrator.environments", played) as run:
+    held = at_start(held_after(4, until=exists(tmp_path / "rank_killed")))
+    with RlRun(tmp_path / "killed", *flags, "--orchestrator.environments", played, environment=held) as run:
         run.wait_for_step(1)
         (orchestrator,) = run.find("holdfast.orchestrator.main")
         orchestrator.kill()
         run.wait_for_step(3)
         _, rank = run.find("holdfast.trainer.launch")
         rank.kill()
-        assert complete(run, timeout_s=240).exit_code == 0, run.output
+        (tmp_path / "rank_killed").touch()
+        assert complete(run).exit_code == 0, run.output
     killed, steps = run.run_dir, range(1, _STEPS + 1)
     assert_same(outcome(killed, _STEPS), outcome(straight, _STEPS))
     assert exact_metrics(killed, steps) == exact_metrics(straight, steps)

@@ -13,12 +13,13 @@ from transformers import AutoModelForCausalLM
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.files.journal import read_batch
 from holdfast.shared.wire.rollouts import Rollout
+from tests.faults.held_steps import at_start, exists, held_after
 from tests.forking.engines import shared_engines
 from tests.integration.conftest import UsedServer
 from tests.runs.ports import free_port
 from tests.runs.rl import MODEL, RlRun, assert_same, complete, exact_metrics, outcome, succeeded
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 _STEPS = 6
 _ROLLOUTS = 8 * 4  # of a step: `SMALL_BATCH`
@@ -64,7 +65,8 @@ def test_an_on_policy_distillation_survives_kills_bit_for_bit_and_asks_nothing_t
     flags = (*rl_server.flags, *_flags(teacher, "logprobs"), *_STUDENT, *distil)
     straight = succeeded(tmp_path / "straight", *flags)
     asked = teacher.generated_tokens()
-    with RlRun(tmp_path / "killed", *flags) as run:
+    held = at_start(held_after(4, until=exists(tmp_path / "rank_killed")))
+    with RlRun(tmp_path / "killed", *flags, environment=held) as run:
         run.wait_for_step(1)
         (orchestrator,) = run.find("holdfast.orchestrator.main")
         orchestrator.send_signal(signal.SIGKILL)
@@ -72,6 +74,7 @@ def test_an_on_policy_distillation_survives_kills_bit_for_bit_and_asks_nothing_t
         run.wait_for_step(3)
         _, rank = run.find("holdfast.trainer.launch")
         rank.send_signal(signal.SIGKILL)
+        (tmp_path / "rank_killed").touch()
         killed = complete(run)
     assert killed.exit_code == 0, killed.output
     assert_same(outcome(killed.run_dir, _STEPS), outcome(straight.run_dir, _STEPS))

@@ -10,6 +10,7 @@ import pytest
 from holdfast.shared.files.journal import STATE_NAME, Accepted, Counts, read_accepted, read_batch
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Dropped
+from tests.faults.held_steps import at_start, exists, held_after
 from tests.integration.conftest import UsedServer
 from tests.runs.rl import RlRun, assert_same, complete, exact_metrics, outcome, succeeded
 
@@ -39,7 +40,8 @@ def test_orchestrator_and_trainer_die_under_dynamic_sampling(rl_server: UsedServ
     settings.write_text(_SETTINGS)
     flags = ("--orchestrator", "@", str(settings), *rl_server.flags, "--max-steps", str(_STEPS), "--ckpt.interval", "1")
     straight = succeeded(tmp_path / "straight", *flags)
-    with RlRun(tmp_path / "killed", *flags) as run:
+    held = at_start(held_after(6, until=exists(tmp_path / "rank_killed")))
+    with RlRun(tmp_path / "killed", *flags, environment=held) as run:
         run.wait_for_step(2)
         (orchestrator,) = run.find("holdfast.orchestrator.main")
         orchestrator.send_signal(signal.SIGKILL)
@@ -47,6 +49,7 @@ def test_orchestrator_and_trainer_die_under_dynamic_sampling(rl_server: UsedServ
         run.wait_for_step(5)
         _, rank = run.find("holdfast.trainer.launch")
         rank.send_signal(signal.SIGKILL)
+        (tmp_path / "rank_killed").touch()
         killed = complete(run)
     assert killed.exit_code == 0, killed.output
     assert "starting it again" in killed.output and not killed.survivors

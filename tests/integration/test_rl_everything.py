@@ -11,6 +11,7 @@ import tomli_w
 
 from holdfast.shared.files.metrics import read_metrics
 from holdfast.shared.remote.checkpoints import RemoteCheckpoints
+from tests.faults.held_steps import NEVER, at_start, held_after
 from tests.integration.conftest import UsedServer
 from tests.runs.rl import EVERYTHING, RlRun, assert_same, complete, exact_metrics, outcome, succeeded
 from tests.runs.training import write_data
@@ -31,7 +32,8 @@ def test_with_every_part_a_run_that_dies_and_is_started_again_ends_in_the_same_b
     flags = ("--trainer", "@", str(settings), *rl_server.flags, *_RUN)
     straight = succeeded(tmp_path / "straight", *flags).run_dir
     flags = (*flags, "--ckpt.keep", "1", "--ckpt.dir", f"file://{tmp_path}/store")
-    with RlRun(tmp_path / "killed", *flags) as run:
+    held = at_start(held_after(_STEPS - 1, until=NEVER))
+    with RlRun(tmp_path / "killed", *flags, environment=held) as run:
         run.wait_for_step(2)
         (orchestrator,) = run.find("holdfast.orchestrator.main")
         orchestrator.kill()

@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.shared.files.journal import read_batch
 from holdfast.shared.wire.sampling import Sampling
+from tests.faults.held_steps import at_start, exists, held_after
 from tests.integration.conftest import UsedServer
 from tests.integration.test_rl_exact import LOG_RATIO_TOLERANCE
 from tests.runs.rl import RlRun, assert_same, complete, exact_metrics, outcome
@@ -62,13 +63,15 @@ def test_environments_with_settings_of_their_own_are_trained_as_they_were_sample
     }  # fmt: skip
     assert [line["curriculum/cold/level"] for line in metrics] == [0.0, 0.0, 1.0, 1.0, 2.0]
     assert all(0 <= line["curriculum/sort_letters/level"] <= 1 for line in metrics)
-    with RlRun(tmp_path / "killed", *flags) as run:
+    held = at_start(held_after(4, until=exists(tmp_path / "rank_killed")))
+    with RlRun(tmp_path / "killed", *flags, environment=held) as run:
         run.wait_for_step(2)
         (orchestrator,) = run.find("holdfast.orchestrator.main")
         orchestrator.kill()
         run.wait_for_step(3)
         _, rank = run.find("holdfast.trainer.launch")
         rank.kill()
+        (tmp_path / "rank_killed").touch()
         killed = complete(run)
     assert killed.exit_code == 0, killed.output
     assert_same(outcome(killed.run_dir, 5), outcome(straight.run_dir, 5))

@@ -14,6 +14,7 @@ import pytest
 
 from holdfast.shared.files.metrics import read_metrics
 from holdfast.shared.files.run_dir import RunDir
+from tests.faults.held_steps import ASKED_TO_STOP, exists, held_after
 from tests.forking.commands import Run, shared_commands
 from tests.integration.test_preemption import make_batch, publish_batch, state_after
 from tests.runs.ports import free_port
@@ -35,12 +36,14 @@ class Nodes:
         self._argv = [*argv, "--parallel.nodes", "2", "--parallel.rdzv-endpoint", f"localhost:{free_port()}"]
         self._started = 0
         self.runs: list[Run] = []
+        self.trainer_fault = ""
 
     def start(self, node: int, *flags: str) -> Run:
         """Start the command of one node; node 0 first, which leads."""
         self._started += 1
         log = self.output.with_name(f"{self.output.name}_{node}_{self._started}.out")
-        run = shared_commands().start(self._program, self.output, [*self._argv, *flags], log=log)
+        argv = [*self._argv, *flags]
+        run = shared_commands().start(self._program, self.output, argv, log=log, trainer_fault=self.trainer_fault)
         if not node:
             _until(lambda: "waiting for the others" in run.log, run)
         self.runs[node : node + 1] = [run]
@@ -122,12 +125,14 @@ def test_two_nodes_compute_what_two_ranks_of_one_do(nodes: Nodes, of_one_node: N
 def test_a_signal_to_one_node_saves_on_all_and_a_resume_goes_on_bit_for_bit(
     nodes: Nodes, of_one_node: Nodes, number: signal.Signals
 ) -> None:
+    nodes.trainer_fault = held_after(20, until=ASKED_TO_STOP)
     nodes.start_all()
     nodes.wait_for_step(5)
     os.kill(nodes.runs[1].pid, number)
     assert nodes.wait() == [128 + number] * 2
     stopped = nodes.run_dir.committed_steps()[-1]
     assert 5 <= stopped < STEPS and all(f"stopped at step {stopped}" in run.log for run in nodes.runs)
+    nodes.trainer_fault = ""
     nodes.start_all("--ckpt.resume-step", "auto")
     assert nodes.wait() == [0, 0]
     assert nodes.weights == of_one_node.weights and nodes.losses == of_one_node.losses
@@ -138,8 +143,9 @@ def test_a_signal_to_one_node_saves_on_all_and_a_resume_goes_on_bit_for_bit(
     "what", ["trainer", *(pytest.param(one, marks=pytest.mark.slow) for one in ("rank", "command"))]
 )
 def test_what_is_killed_on_one_node_heals_on_all(
-    nodes: Nodes, of_one_node: Nodes, node: int, what: Literal["trainer", "rank", "command"]
+    nodes: Nodes, of_one_node: Nodes, node: int, what: Literal["trainer", "rank", "command"], tmp_path: Path
 ) -> None:
+    nodes.trainer_fault = held_after(20, until=exists(tmp_path / "killed"))
     nodes.start_all()
     nodes.wait_for_step(5)
     if what == "command":
@@ -148,18 +154,20 @@ def test_what_is_killed_on_one_node_heals_on_all(
         nodes.start(node)  # by the same command
     else:
         (nodes.trainer(node) if what == "trainer" else nodes.trainer(node).children()[0]).kill()
+    (tmp_path / "killed").touch()
     assert nodes.wait() == [0, 0], "\n".join(run.log for run in nodes.runs)
     assert nodes.weights == of_one_node.weights and nodes.losses == of_one_node.losses
     assert nodes.run_dir.next_attempt() == 3
 
 
 def test_a_node_that_does_not_come_back_ends_the_others(nodes: Nodes) -> None:
-    nodes.start_all("--parallel.rdzv-timeout-s", "2")
+    nodes.trainer_fault = held_after(20, until=exists(nodes.output / "never"))
+    nodes.start_all("--parallel.rdzv-timeout-s", "10")
     nodes.wait_for_step(5)
     gone, left = nodes.runs
     os.kill(left.pid, signal.SIGKILL)
     assert gone.wait(HANG_S).code == 3
-    assert "waited in vain for 2 s" in gone.log and "1 of 2 nodes are here" in gone.log
+    assert "waited in vain for 10 s" in gone.log and "1 of 2 nodes are here" in gone.log
 
 
 def test_what_is_wrong_on_the_node_that_leads_ends_all(nodes: Nodes) -> None:

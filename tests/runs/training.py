@@ -17,6 +17,7 @@ import psutil
 
 from holdfast.shared.files.metrics import read_metrics
 from holdfast.shared.files.run_dir import RunDir
+from tests.faults.held_steps import at_start
 from tests.runs.processes import command_line
 
 SFT = str(Path(sys.executable).with_name("sft"))
@@ -134,9 +135,13 @@ class Runs:
 
 
 class LiveRun:
-    """A run that goes on; used as a context manager, which leaves nothing of it behind."""
+    """A run that goes on; used as a context manager, which leaves nothing of it behind.
 
-    def __init__(self, command: list[str], output: Path) -> None:
+    Args:
+        fault: Python source that runs in each of its processes before anything else.
+    """
+
+    def __init__(self, command: list[str], output: Path, *, fault: str = "") -> None:
         self.run_dir = RunDir(output)
         self.process = subprocess.Popen(
             command,
@@ -144,6 +149,7 @@ class LiveRun:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            env=os.environ | at_start(fault),
         )
         self.output = ""
         self.descendants: list[int] = []
@@ -195,5 +201,5 @@ class LiveRun:
 class LiveSft(LiveRun):
     """A run of `sft` that goes on."""
 
-    def __init__(self, output: Path, model: Path, data: Path, *flags: str) -> None:
-        super().__init__(sft_command(output, model, data, "--max-steps", "1000000", *flags), output)
+    def __init__(self, output: Path, model: Path, data: Path, *flags: str, fault: str = "") -> None:
+        super().__init__(sft_command(output, model, data, "--max-steps", "1000000", *flags), output, fault=fault)
