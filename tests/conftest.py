@@ -239,9 +239,10 @@ def sft_runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: ModelFactory,
 
 @pytest.fixture(scope="session")
 def ends() -> Callable[..., bool]:
-    """Return a wait for the end of any process, child or not: `ends(pid, within_s=60)`."""
+    """Return a wait for the end of any process, child or not: `ends(pid, within_s=0)`."""
+    from tests.runs.processes import HANG_S
 
-    def wait(pid: int, *, within_s: float = 60.0) -> bool:
+    def wait(pid: int, *, within_s: float = HANG_S) -> bool:
         try:
             descriptor = os.pidfd_open(pid)
         except ProcessLookupError:

@@ -155,7 +155,7 @@ def check_trial(trial: Trial, start: Start, output: Path, wanted: dict[str, Any]
     return f"{trial.name}: {differs} differ" if differs else ""
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_killed_at_any_instant_of_a_save_it_goes_on_bit_for_bit(
     start: Start, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
@@ -194,10 +194,10 @@ def wait_for_saving(checkpoints: Path, process: psutil.Process) -> None:
         assert process.is_running() and process.status() != psutil.STATUS_ZOMBIE, "the run ended before it saved"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.slow
 def test_a_rank_that_is_killed_during_saves_ends_the_run_which_goes_on_bit_for_bit(
-    start: Start, tiny_model: ModelFactory, sft_data: Path, tmp_path: Path
+    start: Start, tiny_model: ModelFactory, sft_data: Path, tmp_path: Path, ends: Callable[..., bool]
 ) -> None:
     """Two ranks of the real command; rank 1 dies in three attempts, one after the other, of the same run."""
     straight = start(tmp_path / "straight", "--ckpt.interval", "1", "--max-steps", str(LONG), ranks=2)
@@ -216,7 +216,7 @@ def test_a_rank_that_is_killed_during_saves_ends_the_run_which_goes_on_bit_for_b
             os.kill(rank_1.pid, signal.SIGKILL)
             assert run.wait(within_s=HANG_S) == 1
             assert "killed by signal 9" in run.output and "log: " in run.output, run.output
-            assert not psutil.pid_exists(rank_0.pid) or psutil.Process(rank_0.pid).status() == psutil.STATUS_ZOMBIE
+            assert ends(rank_0.pid, within_s=0)
         assert max(whole_steps(run_dir.checkpoints), default=0) >= before
     resumed = start(output, "--ckpt.interval", "1", "--max-steps", str(LONG), ranks=2)
     assert resumed.code == 0, resumed.log

@@ -21,7 +21,7 @@ from holdfast.shared.files.metrics import read_metrics
 from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
-from tests.runs.processes import HANG_S
+from tests.runs.processes import HANG_S, command_line
 from tests.runs.rl import MODEL, CompletedRun, RlRun, complete
 
 Command = Callable[[str], str]
@@ -37,7 +37,7 @@ def start(command: Command, directory: Path, *flags: str) -> subprocess.Popen[st
 
 def evaluate(command: Command, directory: Path, *flags: str) -> str:
     process = start(command, directory, *flags)
-    out, _ = process.communicate(timeout=HANG_S)
+    out, _ = process.communicate(timeout=4 * HANG_S)
     assert process.returncode == 0, out
     return out
 
@@ -137,17 +137,17 @@ def test_a_killed_evaluation_goes_on_where_it_was(command: Command, tmp_path: Pa
         process = start(command, directory, *flags)
         _wait_for_lines(directory, before + 16, process)
         os.kill(process.pid, number)
-        out, _ = process.communicate(timeout=HANG_S)
+        out, _ = process.communicate(timeout=4 * HANG_S)
         assert process.returncode == code, out
         assert len(lines_of(directory)) < 96 * 8
     kept = lines_of(directory)
     process = start(command, directory, *flags)
     _wait_for_lines(directory, len(kept) + 16, process)
     for child in psutil.Process(process.pid).children(recursive=True):
-        if "holdfast.inference.main" in child.cmdline():
+        if "holdfast.inference.main" in command_line(child):
             child.kill()
             break
-    out, _ = process.communicate(timeout=HANG_S)
+    out, _ = process.communicate(timeout=4 * HANG_S)
     assert process.returncode == 0 and "inference died; starting it again" in out, out
     assert "tasks 96 done " in out and lines_of(directory)[: len(kept)] == kept
     assert sorted(lines_of(directory)) == sorted(lines_of(tmp_path / "straight"))

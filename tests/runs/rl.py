@@ -38,7 +38,8 @@ EVERYTHING: dict[str, Any] = {
     "ema": {"decay": 0.9},
     "replay": {"groups": 2, "capacity": 5, "max_age": 2},
 }
-END_TIMEOUT_S = 120.0
+END_TIMEOUT_S = 600.0
+"""How long a test waits for the end of a whole run: the quick start takes a minute, on a busy machine several."""
 
 
 class RlRun:
@@ -100,8 +101,14 @@ class RlRun:
 
     def find(self, module: str) -> list[psutil.Process]:
         """Processes of the run that run `module`, such as `holdfast.trainer.launch`: parents before their children."""
-        found = [process for process in self.processes() if module in command_line(process)]
-        return sorted(found, key=lambda process: len(process.parents()))
+        found: list[tuple[int, psutil.Process]] = []
+        for process in self.processes():
+            try:
+                if module in command_line(process):
+                    found.append((len(process.parents()), process))
+            except psutil.NoSuchProcess:  # it has just ended
+                continue
+        return [process for _, process in sorted(found, key=lambda one: one[0])]
 
     def wait_for_step(self, step: int) -> None:
         """Return as soon as `metrics.jsonl` has a line of `step`."""
