@@ -20,7 +20,7 @@ from tests.chaos.witness import Progress, Witness
 from tests.runs.processes import command_line
 from tests.runs.rl import POLL_S, RlRun
 
-_RECOVERY_TIMEOUT_S = 240.0
+_RECOVERY_TIMEOUT_S = 600.0
 _RESUME = ("--ckpt.resume-step", "auto")
 # So often that the limit is no subject, and forgotten so soon that the delays stay short.
 _RESTARTS = ("--max-restarts", "1000", "--restart-window-s", "3")

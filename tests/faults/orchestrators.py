@@ -12,6 +12,9 @@ from holdfast.shared.files import journal
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Batch
 from tests.forking.commands import RUN_TIMEOUT_S, shared_commands
+from tests.runs.processes import HANG_S
+
+_PATIENT = {"ready_timeout_s": HANG_S, "timeout_s": HANG_S}
 
 
 def run_orchestrator(config: OrchestratorConfig, **fault: Any) -> int:
@@ -38,7 +41,10 @@ def record_orchestrator(config: OrchestratorConfig, recording: Path) -> int:
 
 def _run(config: OrchestratorConfig, **sources: str) -> int:
     toml = config.output_dir.with_suffix(".toml")
-    toml.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
+    values = config.model_dump(mode="json", exclude_none=True)
+    # The stand-ins answer at once, but on a busy machine.
+    values |= {"weights_timeout_s": HANG_S, "client": values["client"] | _PATIENT}
+    toml.write_text(tomli_w.dumps(values))
     log = config.output_dir.with_suffix(".log")
     return shared_commands().module(log, "holdfast.orchestrator.main", toml, **sources).wait(RUN_TIMEOUT_S)
 

@@ -149,7 +149,7 @@ def deaths(calls: list[Call]) -> list[tuple[int, str]]:
     ]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_killed_at_any_call_of_its_start_the_next_start_goes_on_bit_for_bit(
     case: Case, start: Start, finished: Path, tmp_path: Path
 ) -> None:

@@ -22,8 +22,9 @@ from holdfast.shared.config import InferenceConfig
 from holdfast.shared.process.child import heavy_imports
 from tests.forking.popen import run_module
 from tests.forking.server import Fork, ForkServer
+from tests.runs.processes import HANG_S
 
-READY_TIMEOUT_S = 90.0
+READY_TIMEOUT_S = HANG_S
 _POLL_S = 0.02
 
 _IMPORTED = (
@@ -69,7 +70,7 @@ class ServerHandle:
             raise RuntimeError(f"the server ended with exit code {code}:\n{self.log()}")
         raise RuntimeError(f"the server was not ready after {timeout_s} s:\n{self.log()}")
 
-    def wait(self, timeout_s: float = 30.0) -> int:
+    def wait(self, timeout_s: float = HANG_S) -> int:
         """Return the exit code once the server ended; a signal's number is negative, as in subprocess.
 
         Raises:

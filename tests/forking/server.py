@@ -30,7 +30,7 @@ from holdfast.shared.process.child import die_with_parent
 from tests.runs.processes import end_with
 
 ROOT = Path(__file__).resolve().parents[2]
-IMPORT_TIMEOUT_S = 180.0
+IMPORT_TIMEOUT_S = 600.0
 
 
 class Fork:

@@ -33,7 +33,7 @@ class UsedServer:
 
     def weights(self) -> dict[str, Any]:
         """What the server says that it serves."""
-        return httpx.get(f"{self.handle.url}/weights").raise_for_status().json()
+        return httpx.get(f"{self.handle.url}/weights", timeout=HANG_S).raise_for_status().json()
 
     def push(self, path: Path, *, version: int) -> None:
         """Give the server weights, as an earlier run would have left them."""
@@ -42,7 +42,7 @@ class UsedServer:
 
     def generated_tokens(self) -> int:
         """How many tokens it has sampled since its start."""
-        metrics = httpx.get(f"{self.handle.url}/metrics").raise_for_status().text
+        metrics = httpx.get(f"{self.handle.url}/metrics", timeout=HANG_S).raise_for_status().text
         match = re.search(r"^holdfast_generated_tokens_total (\S+)$", metrics, re.MULTILINE)
         assert match, metrics
         return int(float(match[1]))

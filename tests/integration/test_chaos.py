@@ -21,7 +21,7 @@ _SEED = 7
 _DISK_MIB = 128
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_run_that_is_hit_again_and_again_ends_as_the_undisturbed_one(
     rl_server: UsedServer, reference: CompletedRun, tmp_path: Path
 ) -> None:
@@ -32,7 +32,7 @@ def test_a_run_that_is_hit_again_and_again_ends_as_the_undisturbed_one(
         disk = small if small.problem is None else None
         hits = draw(_KILLS, _SEED, victims, stops=_STOPS, full_disks=int(disk is not None), steps_per_hit=2)
         before = rl_server.generated_tokens()
-        chaos = Chaos(tmp_path / "run", hits, *flags, disk=disk).run(timeout_s=300)
+        chaos = Chaos(tmp_path / "run", hits, *flags, disk=disk).run(timeout_s=1500)
         generated = rl_server.generated_tokens() - before
         check(chaos, reference, max_steps=REFERENCE_STEPS)
         assert {blow.hit.victim for blow in chaos.blows} == {*victims, *([DISK] if disk else [])}
@@ -45,7 +45,7 @@ def test_a_run_that_is_hit_again_and_again_ends_as_the_undisturbed_one(
         assert 0 <= in_flight < (len(chaos.blows) + chaos.storage_waits() + 1) * largest
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.slow
 def test_two_engines_and_two_ranks_are_hit_one_after_the_other(rl_server: UsedServer, tmp_path: Path) -> None:
     """The undisturbed run has one engine, somebody else's: which engines sample changes nothing."""
@@ -57,7 +57,7 @@ def test_two_engines_and_two_ranks_are_hit_one_after_the_other(rl_server: UsedSe
     named = ("orchestrator", "rank_1", "launcher", "inference_0", "engine_1")
     victims = {name: share for name, share in shares(ranks=2, engines=2).items() if name in named}
     hits = draw(len(victims), _SEED, victims, steps_per_hit=2)
-    chaos = Chaos(tmp_path / "run", hits, *SMALL_BATCH, *flags, *own).run(timeout_s=600)
+    chaos = Chaos(tmp_path / "run", hits, *SMALL_BATCH, *flags, *own).run(timeout_s=1500)
     check(chaos, reference, max_steps=REFERENCE_STEPS)
     assert {blow.hit.victim for blow in chaos.blows} == set(named)
 

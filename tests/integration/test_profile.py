@@ -114,7 +114,7 @@ def test_pairs_are_profiled_up_to_the_last_step(tmp_path: Path, tiny_model: Call
         check_clocks(profile, "forward_backward")
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_rl_has_its_orchestrator_beside_the_trace_on_the_same_clock(rl_server: UsedServer, tmp_path: Path) -> None:
     flags = (*rl_server.flags, "--max-steps", "4", "--ckpt.interval", "2")
     plain = succeeded(tmp_path / "plain", *flags)

@@ -65,7 +65,7 @@ def _engines(run: RlRun, number: int) -> list[psutil.Process]:
     return [child for child in _server(run, number).children() if "EngineCore" in "".join(command_line(child))]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.slow
 def test_two_engines_of_a_run_die_at_random_and_come_back(reference: CompletedRun, tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(1000)
@@ -80,7 +80,7 @@ def test_two_engines_of_a_run_die_at_random_and_come_back(reference: CompletedRu
         run.wait_for_step(rng.randrange(6, 12))
         _engines(run, 1)[0].send_signal(signal.SIGKILL)
         run.wait_for_match(r"inference_1 ended with exit code 75: starting it again \(restart 1 of 3\)")
-        done = complete(run, timeout_s=300)
+        done = complete(run)
     metrics = _check_same_end(done, reference)
     assert any(step["engine/0/requests"] for step in metrics) and any(step["engine/1/requests"] for step in metrics)
     # Trainer and orchestrator went on as they were.

@@ -115,7 +115,7 @@ def test_an_environment_of_verifiers_is_trained_on_through_deaths(
                 run.find(str(_VERIFIERS_PLAYER))[0].kill()
                 run.wait_for_step(2)
                 run.find("holdfast.orchestrator.main")[0].kill()
-            done = complete(run, 400)
+            done = complete(run)
         assert done.exit_code == 0, done.output
         lines = read_metrics(run.run_dir.metrics)
         assert [line["verifiers:reversing/requests/answered"] for line in lines] == [2.0] * 6
@@ -134,7 +134,7 @@ def test_every_fault_of_an_environment_costs_its_group_and_training_goes_on(
         "args": {"faults": faults, "marks": str(tmp_path)},
         "workers": 2,
         "on_error": "drop",
-        "timeout_s": 10.0,
+        "timeout_s": 30.0,  # of a group that is well, on a busy machine: seconds
         "worker_memory_gb": 0.7,
     }
     flags = ("--orchestrator.environments", json.dumps([section]), *rl_server.flags, "--max-steps", str(_STEPS + 1))

@@ -20,6 +20,7 @@ from holdfast.shared.wire.sampling import Sampling
 from tests.forking.engines import shared_engines
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.runs.ports import free_port
+from tests.runs.processes import HANG_S
 from tests.runs.rl import (
     MODEL,
     CompletedRun,
@@ -117,7 +118,7 @@ def test_a_running_server_is_used_told_the_version_and_left_running(
     first = read_metrics(reference.run_dir.metrics)[0]
     assert first["staleness/mean"] == 0
     assert first["mismatch/max_log_ratio"] <= LOG_RATIO_TOLERANCE
-    assert httpx.get(f"{rl_server.handle.url}/health").status_code == 200
+    assert httpx.get(f"{rl_server.handle.url}/health", timeout=HANG_S).status_code == 200
     # The engine computed what the trainer computes before any rollout was asked for; it was asked once.
     assert (reference.run_dir.logs(1) / "orchestrator.log").read_text().count("canary differs by") == 1
     assert not _with_canary(reference.run_dir), "that of version 0 went with it"

@@ -103,7 +103,7 @@ def test_orchestrator_and_trainer_die_and_hang(rl_server: UsedServer, reference:
     ]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.slow
 def test_inference_and_its_engine_die_and_hang(reference: CompletedRun, tmp_path: Path) -> None:
     # An engine that is stopped while it takes new weights has this long.
@@ -114,7 +114,7 @@ def test_inference_and_its_engine_die_and_hang(reference: CompletedRun, tmp_path
     assert [path.name for path in (healed.run_dir.path / "configs").iterdir()] == ["attempt_1"]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.slow
 def test_an_engine_that_is_killed_while_it_starts_is_started_again(tmp_path: Path) -> None:
     port = ("--inference.server.port", str(free_port()))

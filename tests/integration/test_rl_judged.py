@@ -20,7 +20,7 @@ from holdfast.shared.files.record_log import read_records
 from tests.conftest import ROOT
 from tests.integration.conftest import UsedServer
 from tests.runs.ports import free_port
-from tests.runs.processes import command_line
+from tests.runs.processes import HANG_S, command_line
 from tests.runs.rl import SMALL_BATCH, RlRun, assert_same, complete, exact_metrics, outcome, succeeded
 
 _STEPS = 14
@@ -32,7 +32,8 @@ def _judge(port: int, asked: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A judge in a process of its own, which answers by the time that this yields."""
     judge = subprocess.Popen([sys.executable, "-m", "tests.servers.judge", str(port), str(asked)], cwd=ROOT)
     try:
-        with httpx.Client(transport=httpx.HTTPTransport(retries=20)) as client:  # 0.5 s, then twice as long each time
+        # Connecting is tried again after 0.5 s, then after twice as long each time.
+        with httpx.Client(transport=httpx.HTTPTransport(retries=20), timeout=HANG_S) as client:
             client.get(f"http://127.0.0.1:{port}/")
         yield judge
     finally:
@@ -63,7 +64,7 @@ def _questions(asked: Path, what: str) -> Counter[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_tools_workers_and_a_judge_are_killed_and_the_end_is_the_same(rl_server: UsedServer, tmp_path: Path) -> None:
     """And no question is asked again whose answer was kept."""
     port = free_port()

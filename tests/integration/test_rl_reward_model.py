@@ -47,9 +47,7 @@ def test_a_policy_learns_from_the_scores_of_a_reward_model_that_pairs_taught(
     (version,) = RunDir(tmp_path / "judge").published_weights()
     judge = str(RunDir(tmp_path / "judge").weights_of(version))
     parts = ("--trainer.reward-model.name", judge, "--trainer.critic.name", judge)
-    run = succeeded(
-        tmp_path / "run", "@", _PPO, *rl_server.flags, "--max-steps", str(_STEPS), "--ckpt", *parts, timeout_s=300
-    )
+    run = succeeded(tmp_path / "run", "@", _PPO, *rl_server.flags, "--max-steps", str(_STEPS), "--ckpt", *parts)
     lines = read_metrics(run.run_dir.metrics)
     assert len(lines) == _STEPS
     scores = [line["reward_model/mean"] for line in lines]

@@ -82,7 +82,7 @@ def test_two_quick_starts_of_the_same_moment_end_with_the_bits_of_each_alone(tmp
     flags = ("--max-steps", str(_STEPS), "--ckpt", *SMALL_BATCH)
     other = (*flags, "--seed", "7")
     with RlRun(tmp_path / "one", *flags) as one, RlRun(tmp_path / "two", *other) as two:
-        ended = [complete(run, 300) for run in (one, two)]
+        ended = [complete(run) for run in (one, two)]
     assert [run.exit_code for run in ended] == [0, 0], ended[0].output + ended[1].output
     assert not any(run.survivors for run in ended)
     assert sum("is not free" in run.output for run in ended) >= 1
@@ -98,7 +98,7 @@ def test_an_engine_that_is_killed_between_two_turns_changes_nothing(
     flags, environment = slow_tool
     flags = (*flags, "--ckpt.weights-only", str(foreign_model))
     with RlRun(tmp_path / "straight", *flags, environment=environment) as run:
-        straight = complete(run, 200)
+        straight = complete(run)
     assert straight.exit_code == 0, straight.output
     gates = Gates(tmp_path / "gates")
     with RlRun(tmp_path / "killed", *flags, environment=environment | {"GATES": str(gates.directory)}) as run:
@@ -109,7 +109,7 @@ def test_an_engine_that_is_killed_between_two_turns_changes_nothing(
                 run.wait_for_match(f"inference was killed by signal 9: starting it again .restart {1 + (batch == 4)} ")
                 run.wait_for(lambda: _answers(run), "the server that came back")
             gates.open(batch)
-        killed = complete(run, 200)
+        killed = complete(run)
     assert killed.exit_code == 0, killed.output
     assert not killed.survivors
     assert "was restarted" in (killed.run_dir.logs(1) / "orchestrator.log").read_text()
