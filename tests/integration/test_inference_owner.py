@@ -109,9 +109,11 @@ def test_the_weights_of_others_are_refused_until_the_owner_gives_the_server_back
 def test_a_run_that_is_silent_for_the_lease_owns_the_server_no_more(http: httpx.Client, models: Path) -> None:
     assert http.post("/claim", json=MINE).status_code == 200
     eventually(lambda: owner(http) is None)
+    http.headers["x-holdfast-run"] = "other"  # the next owner is heard with every request
     assert push(http, models / "a", 6, OTHER).status_code == 200
     assert push(http, models / "a", 7, MINE).status_code == 409
     assert http.post("/release", json=OTHER).status_code == 200
+    del http.headers["x-holdfast-run"]
 
 
 def test_a_server_of_one_run_is_refused_to_others_also_after_a_restart(models: Path, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.files.manifest import Manifest, describe_files, write_manifest
 from holdfast.shared.files.weights_digest import weights_digest
-from holdfast.shared.process.heartbeat import HEARTBEAT_ENV, Beat
+from holdfast.shared.process.heartbeat import HEARTBEAT_ENV, Beat, read_beat
 from tests.forking.engines import ServerHandle, shared_engines
 from tests.models.served import reference_logprobs, write_model
 from tests.runs.ports import free_port
@@ -73,7 +72,7 @@ def _start(models: Path, directory: Path, **model: Any) -> ServerHandle:
 
 def _wait_for_beat(path: Path, doing: str) -> Beat:
     """Return the first beat that says so."""
-    while (beat := msgspec.json.decode(path.read_bytes(), type=Beat)).doing != doing:
+    while (beat := read_beat(path)).doing != doing:
         time.sleep(0.01)
     return beat
 
@@ -232,9 +231,9 @@ def test_good_manifest_and_repeated_output_layer_are_accepted(client: Client, tm
 
 
 def _wait_for_tokens(client: Client, count: float) -> None:
+    """Wait until the server has sampled so many tokens since its start."""
     deadline = time.monotonic() + HANG_S
-    start = client.metric("holdfast_generated_tokens_total")
-    while client.metric("holdfast_generated_tokens_total") < start + count:
+    while client.metric("holdfast_generated_tokens_total") < count:
         assert time.monotonic() < deadline, "the engine makes no progress"
 
 
@@ -245,10 +244,10 @@ def _updated_in_flight(
     deadline = time.monotonic() + HANG_S
     while True:
         client.push(before)
-        old = client.version
+        old, sampled = client.version, client.metric("holdfast_generated_tokens_total")
         with concurrent.futures.ThreadPoolExecutor() as pool:
             future = pool.submit(client.generate, seeds=seeds, max_tokens=max_tokens)
-            _wait_for_tokens(client, 20)
+            _wait_for_tokens(client, sampled + 20)
             assert client.push(after).status_code == 200
             choices = future.result()
         if all(len(choice["versions"]) == 2 for choice in choices):

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,10 @@ def test_a_run_is_followed_from_elsewhere(command: Callable[[str], str], tmp_pat
     sft = [command("sft"), "@", "configs/reverse_text/sft.toml", "--output-dir", str(run), "--ckpt.interval", "5"]
     begun = [*sft, "--max-steps", "100000", "--optim.schedule-steps", "100"]
     watching = [command("monitor"), str(run), "--wait", "--interval", "0.1"]
-    with Terminal(begun, cwd=ROOT, columns=100, lines=30) as launcher, Terminal(watching) as monitor:
+    with ExitStack() as stack:
+        monitor = stack.enter_context(Terminal(watching))
         monitor.wait_for("waiting")
+        launcher = stack.enter_context(Terminal(begun, cwd=ROOT, columns=100, lines=30))
         launcher.wait_for("importing torch (0:")
         monitor.wait_for(lambda screen: "running" in screen[0])
         launcher.wait_for(lambda screen: any(re.match(r"checkpoint step \d+ committed", line) for line in screen))

@@ -59,6 +59,7 @@ def test_a_run_waits_for_room_and_ends_as_the_undisturbed_one(
 def test_a_disk_that_stays_full_ends_the_run_with_what_was_committed(rl_server: UsedServer, disk: SmallDisk) -> None:
     with RlRun(disk.path, *rl_server.flags, *_STEPS, "--storage-timeout-s", "2") as run:
         run.wait_for_step(5)
+        run.wait_for(lambda: run.run_dir.committed_steps()[-1:] >= [4], "the checkpoint of step 4")
         while not run.ended():
             disk.fill()
         ended = complete(run)

@@ -162,16 +162,17 @@ def test_the_metrics_are_those_of_the_undisturbed_run(disturbed: DisturbedRun, r
 def test_no_journaled_batch_is_made_again(disturbed: DisturbedRun) -> None:
     final = journal_files(disturbed.run_dir)
     replayed = 0
-    for attempt in disturbed.attempts.values():
+    attempts = list(disturbed.attempts.values())
+    for attempt, after in zip(attempts, [*(one.run for one in attempts[1:]), disturbed.last], strict=True):
         waiting = [step for step in attempt.journal if step > max(attempt.committed, default=0)]
         replayed += len(waiting)
+        assert ("are in the journal: they are trained again, not made again" in after.output) == bool(waiting)
         # Those of the steps up to the oldest checkpoint are pruned in between.
         kept = {step: file for step, file in attempt.journal.items() if step in final}
         oldest = disturbed.run_dir.committed_steps()[0]
         assert {step for step in waiting if step > oldest} <= kept.keys()
         assert kept == {step: final[step] for step in kept}
     assert replayed > 0, "no interruption came while a batch was waiting"
-    assert "are in the journal: they are trained again, not made again" in disturbed.last.output
 
 
 def test_rollouts_are_sampled_once(disturbed: DisturbedRun) -> None:
