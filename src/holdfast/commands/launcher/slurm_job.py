@@ -32,10 +32,18 @@ _SCRIPT = """\
 {options}
 cd {directory} || exit 2
 {setup}
-{before}{command} &
+{before}asked=
+trap 'asked=USR1' USR1
+trap 'asked=TERM' TERM
+{command} &
 launcher=$!
+# As long as it is a copy of this shell it forgets signals.
+while cmp -s "/proc/$launcher/cmdline" "/proc/$$/cmdline"; do sleep 0.1; done
 trap '{send_usr1}' USR1
 trap '{send_term}' TERM
+# Asked to end a moment ago, when there was nobody to tell.
+if [ "$asked" = USR1 ]; then {send_usr1}; fi
+if [ "$asked" = TERM ]; then {send_term}; fi
 while true; do
     wait "$launcher"
     code=$?

@@ -186,6 +186,9 @@ def test_the_script_passes_signals_on_and_queues_itself_again_when_its_time_is_o
             subprocess.run(["kill", f"-{number}", str(shell.pid)], check=True)
             assert shell.wait() == code
         assert ((tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else None) == asked
+        # One that comes just when the launcher has been started is passed on too.
+        early = script.replace(rl, str(tmp_path / "rl")).replace("launcher=$!\n", f"launcher=$!\nkill -{number} $$\n")
+        assert subprocess.run(["bash", "-c", early], env=environment, stdout=subprocess.PIPE).returncode == code
 
 
 def test_a_job_is_submitted_with_what_the_user_has_set(
