@@ -55,6 +55,15 @@ def stands(tmp_path: Path) -> Stands:
 
 
 @pytest.fixture
+def told(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
+    """Return a function that says what the test has printed so far, also while another thread prints.
+
+    `readouterr` empties what it has read: of what is printed in that moment it loses some.
+    """
+    return lambda: getattr(sys.stdout, "getvalue", str)()  # once the test is over, it may be another stream
+
+
+@pytest.fixture
 def make_state(tiny_model: ModelFactory, mesh: Mesh) -> MakeState:
     """Return a maker of the states of a trainer."""
     from tests.builders.train_states import state_maker

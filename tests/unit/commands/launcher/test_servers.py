@@ -27,27 +27,17 @@ from holdfast.shared.errors import ConfigError, InferenceError
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.files.run_owner import directory_name
 from holdfast.shared.wire.inference_api import ServedWeights
+from tests.runs.ports import free_port
+from tests.runs.processes import HANG_S
 from tests.servers.orchestrator_fakes import MODEL, FakeEngine, serving
 
 HOST = "127.0.0.1"
 
 
-def free_run_of_ports() -> int:
-    """Return the first of several ports that nothing uses, outside the range that the kernel hands out."""
-    for first in range(20000, 30000, 10):
-        held = [reserve(HOST, port) for port in range(first, first + 5)]
-        for reservation in held:
-            if reservation is not None:
-                reservation.release()
-        if all(held):
-            return first
-    raise AssertionError("no ports are free")
-
-
 @pytest.fixture
-def first_port(monkeypatch: pytest.MonkeyPatch) -> int:
-    """The default port of this test's runs."""
-    return free_run_of_ports()
+def first_port() -> int:
+    """The default port of this test's runs, with as many behind it as any of them takes."""
+    return free_port(10)
 
 
 class Launcher:
@@ -240,14 +230,22 @@ def test_a_free_server_of_another_user_is_used_only_where_it_is_named(tmp_path: 
         assert engine.owner is not None
 
 
+@pytest.fixture
+def ending_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for what a run has left at a port for longer than a busy machine takes to end it."""
+    monkeypatch.setattr("holdfast.commands.launcher.servers._ENDING_S", HANG_S)
+
+
+WAITING = f"Waiting for up to {HANG_S:g} s: the last start of this run may have left it"
+
+
 def started_again(directory: Path, port: int, stack: ExitStack, left: ExitStack, told: Callable[[], str]) -> Servers:
     """Choose for a run whose last start has `left` something at `port`, which ends once the user was told of it."""
     found: list[Servers] = []
+    before = told().count(WAITING)
     thread = threading.Thread(target=lambda: found.append(explicit(directory, port).choose(stack)))
     thread.start()
-    said = ""
-    while "Waiting for up to 30 s: the last start of this run may have left it" not in said and thread.is_alive():
-        said += told()
+    while told().count(WAITING) == before and thread.is_alive():
         time.sleep(0.01)
     left.close()
     thread.join()
@@ -255,11 +253,8 @@ def started_again(directory: Path, port: int, stack: ExitStack, left: ExitStack,
 
 
 def test_a_run_that_was_killed_and_is_started_again_waits_for_what_it_has_left_at_its_port(
-    tmp_path: Path, first_port: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, first_port: int, told: Callable[[], str], ending_s: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def told() -> str:
-        return capsys.readouterr().out
-
     RunDir(tmp_path).create()
     engine = FakeEngine(owner="mine", directory=directory_name(RunDir(tmp_path)), lease_s=None)
     with ExitStack() as left, ExitStack() as stack:
@@ -279,12 +274,13 @@ def test_a_run_that_was_killed_and_is_started_again_waits_for_what_it_has_left_a
         with pytest.raises(InferenceError, match=f":{first_port} is in use"):
             explicit(tmp_path, first_port).choose(stack)
     assert "Waiting for up to 0.2 s" in told()
+    waits = told().count("Waiting")
     RunDir(tmp_path).lock()  # from here on it is under way
     with socket.socket() as loading, ExitStack() as stack:
         loading.bind((HOST, first_port))
         with pytest.raises(InferenceError, match=f":{first_port} is in use"):
             explicit(tmp_path, first_port).choose(stack)
-    assert "Waiting" not in told()
+    assert told().count("Waiting") == waits
 
 
 def test_what_a_stranger_at_the_port_says_is_one_harmless_line(tmp_path: Path) -> None:
@@ -455,7 +451,7 @@ def test_a_server_that_refuses_the_claim_or_does_not_answer_it_is_not_taken(tmp_
 
 
 def test_a_server_that_was_claimed_before_the_wait_for_another_is_given_back_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, told: Callable[[], str], ending_s: None
 ) -> None:
     RunDir(tmp_path).create()
     free, ending = FakeEngine(), FakeEngine(owner="mine", directory=directory_name(RunDir(tmp_path)), lease_s=None)
@@ -463,9 +459,8 @@ def test_a_server_that_was_claimed_before_the_wait_for_another_is_given_back_onc
         launcher = Launcher(tmp_path, 1, "--orchestrator.client.urls", f'["{free.url}", "{ending.url}"]')
         thread = threading.Thread(target=lambda: launcher.choose(stack))
         thread.start()
-        said = ""
-        while "Waiting for up to 30 s" not in said:
-            said += capsys.readouterr().out
+        while WAITING not in told():
+            assert thread.is_alive()
             time.sleep(0.01)
         ending.owner = None
         thread.join()

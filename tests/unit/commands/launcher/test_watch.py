@@ -77,15 +77,13 @@ def test_the_launcher_waits_where_it_cannot_write_itself(stands: Stands, capfd: 
 
 
 @pytest.fixture
-def terminated_when(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[[str], None]]:
+def terminated_when(told: Callable[[], str]) -> Iterator[Callable[[str], None]]:
     """Return what has SIGTERM sent to this process as soon as it has printed a text."""
     is_over = threading.Event()
     threads: list[threading.Thread] = []
 
     def send_when(text: str) -> None:
-        said = ""
-        while text not in said and not is_over.is_set():
-            said += capfd.readouterr().out
+        while text not in told() and not is_over.is_set():
             time.sleep(0.01)
         signal.raise_signal(signal.SIGTERM)
 
@@ -188,19 +186,17 @@ _WHEN_GIVEN_UP = "while not Path('given_up').exists(): time.sleep(0.02)\n"
     ],
 )
 def test_the_run_goes_on_without_a_server_that_dies_too_often_and_tries_it_in_the_next_attempt(
-    stands: Stands, capfd: pytest.CaptureFixture[str], dies: str
+    stands: Stands, told: Callable[[], str], dies: str
 ) -> None:
     first = f"if os.path.exists('given_up'): Path('tried_again').touch(); time.sleep(600)\n{dies}"
     # The trainer dies once, when the launcher has said that it goes on.
     trainer = f"{_WHEN_GIVEN_UP}if start == 1: {_KILLED}\n"
     trainer += "while not Path('tried_again').exists(): time.sleep(0.02)\nmade('weights/step_1')"
-    said: list[str] = []
     is_over = threading.Event()
 
     def note() -> None:
         while not is_over.wait(0.01):
-            said.append(capfd.readouterr().out)
-            if "the run goes on without inference_0" in "".join(said):
+            if "the run goes on without inference_0" in told():
                 (stands.run_dir.path / "given_up").touch()
 
     noting = threading.Thread(target=note)
@@ -217,7 +213,7 @@ def test_the_run_goes_on_without_a_server_that_dies_too_often_and_tries_it_in_th
         noting.join()
     assert code == 0 and stands.attempts == 2
     assert starts(stands, "inference_1") == 1
-    warnings = [line for line in "".join(said).splitlines() if line.startswith("WARNING")]
+    warnings = [line for line in told().splitlines() if line.startswith("WARNING")]
     assert len(warnings) == 1 and "which is not started again" in warnings[0]
 
 
@@ -269,6 +265,7 @@ def test_what_a_server_tells_ends_the_run_whatever_others_there_are(stands: Stan
 
 _WAITS_IN_VAIN_ONCE = f"""
 from holdfast.shared.files.journal import wait_for
+while not Path("orchestrator_starts").exists(): time.sleep(0.02)
 if not wait_for(Path("rollouts/step_1"), timeout_s=2 if start == 1 else {HANG_S}): sys.exit(6)
 made("weights/step_1")
 """
