@@ -23,9 +23,10 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.child import heavy_imports
 from tests.forking.popen import fork_children, run_module
 from tests.forking.server import Fork, ForkServer
+from tests.runs.processes import HANG_S
 from tests.runs.training import sft_command
 
-RUN_TIMEOUT_S = 120.0
+RUN_TIMEOUT_S = HANG_S
 Until = Literal["trained", "prepared"]
 
 _IMPORTED = (

@@ -16,6 +16,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from holdfast.shared.config import InferenceConfig
@@ -81,7 +82,8 @@ class ServerHandle:
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the server has ended."""
         if not self._fork.has_ended:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it has ended, and nobody has heard of it yet
+                os.kill(self.pid, number)
 
     def terminate(self) -> int:
         """Ask the server to stop, and return its exit code."""

@@ -31,6 +31,7 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.files.weights_digest import weights_digest
 from holdfast.shared.wire.arrays import encode_packed
 from holdfast.shared.wire.rollouts import Batch, Rollout
+from tests.runs.processes import HANG_S
 
 MODEL = "examples/reverse_text/base"
 STOP_TOKEN = 3
@@ -302,7 +303,7 @@ def make_config(output_dir: Path, *engines: FakeEngine, **changes: Any) -> Orche
         "group_size": 4,
         "sampling": {"max_tokens": 24},
         "client": {"urls": [engine.url for engine in engines], "ready_timeout_s": 5, "timeout_s": 5},
-        "weights_timeout_s": 10,
+        "weights_timeout_s": HANG_S,
     }
     return OrchestratorConfig.model_validate(values | changes)
 

@@ -24,6 +24,7 @@ from holdfast.shared.errors import InferenceError
 from holdfast.shared.files import journal
 from holdfast.shared.files.manifest import read_manifest
 from holdfast.shared.files.run_dir import RunDir
+from tests.runs.processes import HANG_S
 from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, read_rollouts, serving
 
 STEPS = 6
@@ -238,19 +239,19 @@ def test_a_sign_of_life_that_is_under_way_takes_nothing_back(tmp_path: Path, liv
 
     async def take_long() -> None:
         begun.set()
-        await asyncio.to_thread(go_on.wait, 30)
+        await asyncio.to_thread(go_on.wait, HANG_S)
         asyncio.get_running_loop().call_soon(ended.set)
 
     async def give_back() -> None:
         async with InferenceClient(make_config(tmp_path, engine).client, run_dir=run_dir) as client:
             await client.wait_until_ready(model=engine.model, seq_len=8)
             engine.on_claim = take_long
-            assert await asyncio.to_thread(begun.wait, 30)
+            assert await asyncio.to_thread(begun.wait, HANG_S)
             releasing = asyncio.create_task(client.lease.release())
             await asyncio.wait([releasing], timeout=0.5)
             go_on.set()
             await releasing
-            assert await asyncio.to_thread(ended.wait, 30)
+            assert await asyncio.to_thread(ended.wait, HANG_S)
 
     with serving(engine):
         asyncio.run(give_back())

@@ -163,7 +163,7 @@ def test_the_clock_of_a_collective_goes_on_while_all_is_frozen(tmp_path: Path) -
                     time.sleep(timeout_s + 1)
             thawed = time.monotonic()
             rank.wait(60)
-            assert time.monotonic() - thawed < timeout_s / 2
+            assert time.monotonic() - thawed < 0.8 * timeout_s
         finally:
             (tmp_path / "over").touch()  # both hold the pipes
             rank.kill()

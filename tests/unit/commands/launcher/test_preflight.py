@@ -255,7 +255,7 @@ def test_what_a_users_module_starts_is_not_waited_for(
 ) -> None:
     """It inherits what the check writes to, and may live as long as it likes."""
     module = "import pathlib, subprocess, sys\n"
-    waits = f"import pathlib, time; time.sleep(60); pathlib.Path({str(tmp_path / 'ended')!r}).touch()"
+    waits = f"import pathlib, time; time.sleep(600); pathlib.Path({str(tmp_path / 'ended')!r}).touch()"
     module += f"child = subprocess.Popen([sys.executable, '-c', {waits!r}])\n"
     module += f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n" + _ENVIRONMENT
     (tmp_path / "code" / "starting.py").write_text(module)

@@ -26,10 +26,10 @@ from tests.builders.train_states import NotifyingStorage
 # Saves its step here at once, and then goes on "uploading" as its argument says.
 TRAINER = """
 import signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: None)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 with open(sys.argv[1], "a") as metrics:
     metrics.write('{"step": 5}\\n')
-signal.pause()
+signal.sigwait([signal.SIGTERM])
 if sys.argv[2] == "hangs":
     signal.pause()
 sys.exit(int(sys.argv[2]))

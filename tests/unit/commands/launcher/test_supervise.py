@@ -16,6 +16,7 @@ import pytest
 from holdfast.commands.launcher.hosts.local import LocalProcess
 from holdfast.commands.launcher.supervise import Child, Supervisor, error_message, last_lines
 from holdfast.shared.process.child import LAUNCHER_ENV
+from tests.runs.processes import HANG_S
 
 pytestmark = pytest.mark.usefixtures("restored_signals")
 Ends = Callable[..., bool]
@@ -51,7 +52,7 @@ def test_a_run_is_over_when_every_worker_did_its_work(tmp_path: Path) -> None:
             supervisor.start(
                 name, python("print(os.environ['NAME'])"), tmp_path / f"{name}.log", environment={"NAME": name}
             )
-        service = supervisor.start("s", python("time.sleep(60)"), tmp_path / "s.log", environment={}, is_service=True)
+        service = supervisor.start("s", python("time.sleep(600)"), tmp_path / "s.log", environment={}, is_service=True)
         assert supervisor.run(lambda: None) is None
         assert service.process.poll() is None
     assert (tmp_path / "a.log").read_text().splitlines() == ["ready", "a"]
@@ -74,7 +75,7 @@ def test_a_worker_that_ends_without_having_done_its_work_has_failed(tmp_path: Pa
 
 def test_the_first_failure_ends_the_run_and_stops_the_others(tmp_path: Path) -> None:
     with Supervisor() as supervisor:
-        other = supervisor.start("other", python("time.sleep(60)"), tmp_path / "o.log", environment={})
+        other = supervisor.start("other", python("time.sleep(600)"), tmp_path / "o.log", environment={})
         bad = supervisor.start("bad", python("sys.exit(3)"), tmp_path / "b.log", environment={})
         assert supervisor.run(lambda: None) is bad
     assert bad.process.returncode == 3 and other.process.returncode == -signal.SIGTERM
@@ -82,7 +83,7 @@ def test_the_first_failure_ends_the_run_and_stops_the_others(tmp_path: Path) -> 
 
 def test_a_service_that_ends_by_itself_failed_even_with_code_0(tmp_path: Path) -> None:
     with Supervisor() as supervisor:
-        supervisor.start("worker", python("time.sleep(60)"), tmp_path / "w.log", environment={})
+        supervisor.start("worker", python("time.sleep(600)"), tmp_path / "w.log", environment={})
         service = supervisor.start("service", python(""), tmp_path / "s.log", environment={}, is_service=True)
         assert supervisor.run(lambda: None) is service
 
@@ -91,7 +92,7 @@ def test_a_service_that_ends_by_itself_failed_even_with_code_0(tmp_path: Path) -
 def test_a_signal_to_the_launcher_ends_the_run(number: signal.Signals, tmp_path: Path) -> None:
     signal.signal(number, signal.SIG_DFL)  # whoever runs the tests may have it ignored
     with Supervisor() as supervisor:
-        child = supervisor.start("worker", python("time.sleep(60)"), tmp_path / "w.log", environment={})
+        child = supervisor.start("worker", python("time.sleep(600)"), tmp_path / "w.log", environment={})
         timer = threading.Thread(target=lambda: os.kill(os.getpid(), number))
         timer.start()
         assert supervisor.run(lambda: None) == number
@@ -99,10 +100,11 @@ def test_a_signal_to_the_launcher_ends_the_run(number: signal.Signals, tmp_path:
     assert child.process.returncode == -signal.SIGTERM
 
 
-def test_the_echo_of_a_signal_is_no_second_one(tmp_path: Path) -> None:
+def test_the_echo_of_a_signal_is_no_second_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.commands.launcher.supervise.ECHO_S", HANG_S)
     code = (
         "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), os._exit(7)))\n"
-        "import os; print('saves', flush=True); time.sleep(60)"
+        "import os; print('saves', flush=True); time.sleep(600)"
     )
     with Supervisor() as supervisor:
         child = supervisor.start("saving", python(code), tmp_path / "s.log", environment={})
@@ -110,7 +112,7 @@ def test_the_echo_of_a_signal_is_no_second_one(tmp_path: Path) -> None:
         signal.raise_signal(signal.SIGTERM)
         assert supervisor.run(lambda: None) == signal.SIGTERM
         signal.raise_signal(signal.SIGTERM)
-        assert supervisor.ask_to_end(child, signal.SIGTERM, lambda: None, timeout_s=30)
+        assert supervisor.ask_to_end(child, signal.SIGTERM, lambda: None, timeout_s=HANG_S)
         assert child.process.returncode == 7
 
 
@@ -119,13 +121,13 @@ def test_a_second_signal_ends_the_wait_for_a_child_whenever_it_comes(
 ) -> None:
     monkeypatch.setattr("holdfast.commands.launcher.supervise.ECHO_S", 0.0)
     with Supervisor() as supervisor:
-        code = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+        code = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
         child = supervisor.start("deaf", python(code), tmp_path / "d.log", environment={})
         _wait_for(child, "deaf")
         signal.raise_signal(signal.SIGTERM)
         assert supervisor.run(lambda: None) == signal.SIGTERM
         signal.raise_signal(signal.SIGTERM)  # before the launcher has passed the first one on
-        assert not supervisor.ask_to_end(child, signal.SIGTERM, lambda: pytest.fail("it waits"), timeout_s=30)
+        assert not supervisor.ask_to_end(child, signal.SIGTERM, lambda: pytest.fail("it waits"), timeout_s=HANG_S)
         supervisor.kill(child)
 
 
@@ -133,8 +135,8 @@ def test_a_child_that_ignores_sigterm_is_killed_with_its_children(tmp_path: Path
     code = (
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "import subprocess\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        "print(child.pid, flush=True); print('stubborn', flush=True); time.sleep(60)"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(child.pid, flush=True); print('stubborn', flush=True); time.sleep(600)"
     )
     with Supervisor() as supervisor:
         child = supervisor.start("stubborn", python(code), tmp_path / "s.log", environment={})
@@ -148,7 +150,7 @@ def test_a_child_that_ignores_sigterm_is_killed_with_its_children(tmp_path: Path
 def test_children_that_a_dead_child_left_behind_are_killed(tmp_path: Path, ends: Ends) -> None:
     code = (
         "import subprocess\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "print(child.pid, flush=True); os._exit(1)"
     )
     with Supervisor() as supervisor:
@@ -161,7 +163,7 @@ def test_children_that_a_dead_child_left_behind_are_killed(tmp_path: Path, ends:
 
 def test_ctrl_c_in_the_terminal_reaches_the_launcher_alone(tmp_path: Path) -> None:
     with Supervisor() as supervisor:
-        child = supervisor.start("worker", python("time.sleep(60)"), tmp_path / "w.log", environment={})
+        child = supervisor.start("worker", python("time.sleep(600)"), tmp_path / "w.log", environment={})
         assert os.getsid(child.process.pid) == child.process.pid != os.getsid(0)
         supervisor.run(ready(supervisor, child))
 
@@ -209,7 +211,7 @@ def test_what_a_child_started_outlives_a_launcher_that_is_killed(tmp_path: Path,
     """As a sandbox that an environment starts: only who has asked the kernel dies with the launcher."""
     code = (
         "import subprocess; from holdfast.shared.process.child import die_with_launcher as die; die()\n"
-        "print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+        "print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
     )
     launch = (
         "import sys; from pathlib import Path; from holdfast.commands.launcher.supervise import Supervisor\n"

@@ -512,7 +512,7 @@ def test_an_engine_that_fails_ends_the_run_though_the_environment_takes_it_for_a
         settings = section(kind, on_error=on_error, timeout_s=math.inf)
         config = make_config(tmp_path, engine, environments=settings, max_steps=1)
         with pytest.raises(InferenceError, match="was answered 400: out of order"):
-            asyncio.run(asyncio.wait_for(orchestrate(config), 60))
+            asyncio.run(asyncio.wait_for(orchestrate(config), HANG_S))
     assert RunDir(tmp_path).published_batches() == []
 
 
@@ -650,10 +650,10 @@ def test_a_call_that_blocks_is_named_and_ended(tmp_path: Path, kind: type[Enviro
     prelude += "\nwatchdog.watching_calls.__wrapped__.__kwdefaults__['silent_s'] = 1"
     publish_weights(RunDir(tmp_path), 0, b"zero")
     with serving(engine):
-        config = make_config(tmp_path, engine, environments=section(kind, timeout_s=2), max_steps=1)
+        config = make_config(tmp_path, engine, environments=section(kind, timeout_s=4), max_steps=1)
         ended = process(config, prelude)
     assert ended.returncode == STUCK, "which is started again"
     at = line_of(line)
     assert re.search(rf"environment 'mine', task \d blocks all others for \d+ s in {method}\(\) at {at}", ended.stderr)
-    said = rf"error: environment 'mine' failed on task \d .*{method}\(\) has blocked .* 2 s \(timeout_s\), at {at}"
+    said = rf"error: environment 'mine' failed on task \d .*{method}\(\) has blocked .* 4 s \(timeout_s\), at {at}"
     assert re.search(said, ended.stderr), ended.stderr

@@ -378,11 +378,11 @@ def test_whatever_fails_is_told_to_the_policy_and_counted() -> None:
         called("hermes", "fail", {"how": "so"}): "error: KeyError: 'so",
         called("hermes", "fail", {"how": "object"}): "error: TypeError: it returned <object object",
         called("hermes", "fail", {"how": "exit"}): "error: SystemExit: 2",
-        called("hermes", "wait", {"what": "it"}): "error: wait took longer than 0.05 s",
-        called("hermes", "block", {}): "error: block took longer than 0.05 s",
+        called("hermes", "wait", {"what": "it"}): "error: wait took longer than 0.5 s",
+        called("hermes", "block", {}): "error: block took longer than 0.5 s",
         called("hermes", "add", {"a": 1}) + called("hermes", "add", {"a": 2}): "3",
     }
-    session = play("hermes", [*told, "done", "never"], max_turns=20, tool_timeout_s=0.05)
+    session = play("hermes", [*told, "done", "never"], max_turns=20, tool_timeout_s=0.5)
     _, tokenizer = tokenizer_of("hermes")
     text = tokenizer.decode(session.token_ids, skip_special_tokens=False)
     answers = text.split("<|im_start|>tool\n")[1:]

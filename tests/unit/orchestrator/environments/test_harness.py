@@ -140,7 +140,7 @@ def test_what_a_harness_plays_is_what_a_session_would_be(tmp_path: Path) -> None
 
 def test_every_fault_of_a_harness_costs_its_own_group_and_is_counted_by_reason(tmp_path: Path) -> None:
     faults = {"1": "raises", "3": "hangs", "5": "asks nothing", "7": "scores", "8": "too long"}
-    batches = orchestrated(tmp_path, id=HARNESS, args={"faults": faults}, on_error="drop", timeout_s=2.0)
+    batches = orchestrated(tmp_path, id=HARNESS, args={"faults": faults}, on_error="drop", timeout_s=5.0)
     dropped = {one.task_id: one for batch in batches for one in batch.dropped}
     assert {task: one.reason for task, one in dropped.items()} == {
         1: "environment_error", 3: "timeout", 5: "environment_error", 8: "prompt_too_long",

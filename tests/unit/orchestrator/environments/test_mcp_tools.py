@@ -30,7 +30,7 @@ from holdfast.shared.wire.arrays import Logprobs, TokenIds
 from holdfast.shared.wire.inference_api import Completion
 from tests.conftest import ROOT
 from tests.runs.ports import free_port
-from tests.runs.processes import HANG_S
+from tests.runs.processes import HANG_S, command_line
 from tests.unit.orchestrator.environments.test_environment_tools import called, tokenizer_of
 
 STDIO = {"command": sys.executable, "args": [str(ROOT / "tests" / "servers" / "mcp_server.py")]}
@@ -168,7 +168,7 @@ def test_a_rollout_that_ends_while_its_server_starts_leaves_none(tmp_path: Path)
         asyncio.run(
             play(settings_of(server, timeout_s=1.0), [call("add", a=1)], before=lambda: script.write_text(hangs))
         )
-    assert not [one for one in psutil.Process().children(recursive=True) if str(script) in one.cmdline()]
+    assert not [one for one in psutil.Process().children(recursive=True) if str(script) in command_line(one)]
 
 
 @contextmanager
@@ -177,7 +177,7 @@ def serving_at(port: int, *more: str) -> Iterator[str]:
     server = subprocess.Popen([sys.executable, *STDIO["args"], str(port), *more], stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}/mcp"
     try:
-        with httpx.Client(transport=httpx.HTTPTransport(retries=20)) as client:
+        with httpx.Client(transport=httpx.HTTPTransport(retries=20), timeout=HANG_S) as client:
             client.get(url)
         yield url
     finally:

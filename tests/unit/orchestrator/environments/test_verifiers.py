@@ -23,6 +23,7 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Batch
 from tests.conftest import ROOT
 from tests.runs.interpreters import VERIFIERS_PYTHON, VERIFIERS_TASKS, needs_verifiers
+from tests.runs.processes import command_line
 from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
 from tests.unit.orchestrator.environments.test_harness import session_of
 
@@ -71,7 +72,7 @@ def test_an_interpreter_without_verifiers_is_refused_with_what_makes_one() -> No
             load_environment(section, key="environments[0]")
     with pytest.raises(ConfigError, match=r"args.taskset and args.select must be tables"):
         Verifiers("x", {"select": 3})
-    assert not [one for one in psutil.Process().children() if "verifiers_player" in " ".join(one.cmdline())]
+    assert not [one for one in psutil.Process().children() if "verifiers_player" in " ".join(command_line(one))]
 
 
 @pytest.mark.slow

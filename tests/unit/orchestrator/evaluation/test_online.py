@@ -19,6 +19,7 @@ from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.files import journal
 from holdfast.shared.files.run_dir import RunDir
+from tests.runs.processes import command_line
 from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, read_rollouts, serving
 
 EVAL = {"interval": 2, "num_tasks": 5, "samples_per_task": 2}
@@ -79,7 +80,7 @@ def test_workers_evaluate_as_the_orchestrator_does_and_are_gone_in_between(tmp_p
 
     def look(number: int) -> None:
         processes = psutil.Process().children(recursive=True)
-        seen.append(any("worker_process" in "".join(one.cmdline()) for one in processes))
+        seen.append(any("worker_process" in "".join(command_line(one)) for one in processes))
 
     there.on_generate = look
     section = {"id": "reverse_text"}

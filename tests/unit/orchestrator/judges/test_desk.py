@@ -23,6 +23,7 @@ from holdfast.shared.errors import RunDirError
 from holdfast.shared.files import record_log
 from holdfast.shared.wire.chat_reply import ChatReply
 from tests.runs.ports import free_port
+from tests.runs.processes import HANG_S
 from tests.servers.judge import Body, FakeJudge, completion, judge_serving
 
 KEY = "sk-very-secret"
@@ -59,7 +60,7 @@ def test_a_reply_is_asked_for_once_and_found_again(fake: FakeJudge, tmp_path: Pa
     log = tmp_path / "run" / "judgements.log"
     first = ask(judge_at(fake.url), "a", "b", "a", log=log)
     assert first[0] == first[2] != first[1] and sorted(fake.questions) == ["a", "b"]
-    again = ask(judge_at(fake.url, timeout_s=1.0), "b", "a", "c", log=log)
+    again = ask(judge_at(fake.url, timeout_s=HANG_S), "b", "a", "c", log=log)
     assert [again[1], again[0]] == first[:2] and fake.questions[2:] == ["c"]
     # Read otherwise, nothing is asked.
     assert ask(judge_at(fake.url, max_score=2000.0), "a", log=log)[0].score == first[0].score / 2
@@ -194,9 +195,10 @@ def test_a_judge_that_hangs_or_is_not_there_counts_as_away(fake: FakeJudge) -> N
         raise AssertionError
 
     fake.answer = hang
-    with pytest.raises(JudgeFailure, match=r"had no answer within 0.05 s \(timeout_s\)") as caught:
+    lost = r"was lost 5 times in a row .*had no answer within 0.05 s \(timeout_s\)"
+    with pytest.raises(JudgeFailure, match=lost) as caught:
         ask(judge_at(fake.url, timeout_s=0.05, retry_for_s=0.1), "a")
-    assert caught.value.reason == "judge_away" and len(fake.asked) == 5
+    assert caught.value.reason == "judge_away" and len(fake.asked) <= 5
     with pytest.raises(JudgeFailure, match="ConnectError") as caught:
         ask(judge_at(f"http://127.0.0.1:{free_port()}/v1", retry_for_s=0.1), "a")
     assert caught.value.reason == "judge_away"

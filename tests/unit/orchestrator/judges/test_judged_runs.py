@@ -23,6 +23,7 @@ from holdfast.shared.errors import EnvironmentFailure
 from holdfast.shared.files import journal
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Batch
+from tests.runs.processes import command_line
 from tests.servers.judge import Body, FakeJudge, completion, judge_serving
 from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
 
@@ -46,7 +47,8 @@ def run(directory: Path, judge: FakeJudge, *, dies: str = "", max_steps: int = S
         config = make_config(run_dir.path, engine, environments=[section], max_steps=max_steps)
         with FakeTrainer(run_dir, start=0, max_steps=max_steps):
             asyncio.run(orchestrate(config))
-    assert not [one for one in psutil.Process().children(recursive=True) if "worker_process" in "".join(one.cmdline())]
+    living = psutil.Process().children(recursive=True)
+    assert not [one for one in living if "worker_process" in "".join(command_line(one))]
     return [journal.read_batch(run_dir, step) for step in range(1, max_steps + 1)]
 
 

@@ -759,7 +759,7 @@ def test_an_aborted_store_fails_at_once(remote: RemoteCheckpoints) -> None:
 def test_a_call_that_is_cancelled_fails_and_one_that_begins_as_the_run_ends_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("holdfast.shared.remote.object_store.STALLED_S", 5.0)
+    monkeypatch.setattr("holdfast.shared.remote.object_store.STALLED_S", HANG_S)
     store = ObjectStore("s3://bucket/prefix")
 
     async def cancelled(*_: object) -> bytes:
@@ -777,4 +777,4 @@ def test_a_call_that_is_cancelled_fails_and_one_that_begins_as_the_run_ends_is_n
     began = time.monotonic()
     with pytest.raises(StorageError, match="reading name was given up, as the run ends"):
         store.read("name")
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < HANG_S

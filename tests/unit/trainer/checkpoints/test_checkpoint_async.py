@@ -158,12 +158,14 @@ def test_the_second_save_waits_for_the_first_and_says_so(
         assert held.begun.wait(HANG_S)
         train(state, 1)
         second = copied(state.tensors())
-        timer = threading.Timer(0.2, held.release)
-        timer.start()
+        waits, wait = threading.Event(), checkpointer.wait
+        monkeypatch.setattr(checkpointer, "wait", lambda: waits.set() or wait())
+        releasing = threading.Thread(target=lambda: waits.wait(HANG_S) and held.release())
+        releasing.start()
         assert checkpointer.save(2) is True
         assert held.is_released, "it waited"
         train(state, 1)
-    timer.join()
+    releasing.join()
     assert re.search(r"waited \d+\.\d s for the save before step 2", caplog.text)
     assert same(loaded(run_dir, make_state, 1), first), "the buffers were not filled again while they were written"
     assert same(loaded(run_dir, make_state, 2), second)
