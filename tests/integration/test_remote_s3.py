@@ -378,6 +378,7 @@ def test_closing_gives_up_a_transfer_that_hangs(server: S3Server, here: RunDir) 
     assert entered.wait(HANG_S)
     with pytest.raises(CheckpointError, match="uploading step 5 was given up"):
         uploader.close(timeout_s=0.1)
+    uploader._thread.join(HANG_S)
     assert not uploader._thread.is_alive(), "the transfer was cancelled, not left behind"
     release.set()
 

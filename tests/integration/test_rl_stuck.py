@@ -28,7 +28,7 @@ def test_a_loss_that_never_returns_costs_a_restart(rl_server: UsedServer, tmp_pa
     (tmp_path / "stuck_loss.py").write_text(_LOSS)
     once = tmp_path / "once"
     environment = {"PYTHONPATH": str(tmp_path), "STUCK_ONCE": str(once)}
-    flags = (*rl_server.flags, "--max-steps", "6", "--ckpt.interval", "2", "--trainer.hang-timeout-s", "15")
+    flags = (*rl_server.flags, "--max-steps", "6", "--ckpt.interval", "2", "--trainer.hang-timeout-s", "40")
     flags = (*flags, "--trainer.loss.type", "stuck_loss:loss")
     with RlRun(tmp_path / "straight", *flags, environment=environment) as run:
         straight = complete(run)

@@ -29,6 +29,7 @@ ASKS = (
     "--eval.interval", "4", "--eval.num-tasks", "6", "--eval.samples-per-task", "2", "--eval.seq-len", "64",
     "--eval.sampling.max-tokens", "16",
 )  # fmt: skip
+TRACKED = ("--tracking.finish-timeout-s", "600")  # on a busy machine the imports of a tracker take long
 
 
 def started(directory: Path, *flags: str, log: str = "first") -> Run:
@@ -39,7 +40,7 @@ def started(directory: Path, *flags: str, log: str = "first") -> Run:
 @pytest.mark.slow
 def test_every_due_step_is_evaluated_once_and_training_is_as_without(tmp_path: Path, ends: Callable[..., bool]) -> None:
     run_dir = RunDir(tmp_path / "run")
-    run = started(run_dir.path, *ASKS, "--tracking")
+    run = started(run_dir.path, *ASKS, *TRACKED)
     # The command dies while the first step is evaluated, and takes everything along.
     deadline = time.monotonic() + HANG_S
     while not run_dir.evaluation(0).exists() and not run.has_ended:
@@ -48,7 +49,7 @@ def test_every_due_step_is_evaluated_once_and_training_is_as_without(tmp_path: P
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
     assert ends(run.pid), run.log
-    again = started(run_dir.path, *ASKS, "--tracking", "--ckpt.resume-step", "auto", log="second").wait(2 * HANG_S)
+    again = started(run_dir.path, *ASKS, *TRACKED, "--ckpt.resume-step", "auto", log="second").wait(2 * HANG_S)
     assert again.code == 0, again.log
     ((_, sent),) = TrackedDirectory.of(run_dir).steps("tensorboard", "eval/version").items()
     assert sent == [(0, 0.0), (4, 4.0), (8, 8.0)]

@@ -18,6 +18,7 @@ from tests.runs.training import SftRun, refused, run_sft, succeeded
 Tracked = Callable[..., SftRun]
 _OWN = "tests.runs.own_tracker:InFile"
 _BROKEN = "tests.runs.own_tracker:OutOfOrder"
+_PATIENT = ("--tracking.finish-timeout-s", "600")  # on a busy machine the imports of a tracker take long
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def _trained(run_dir: RunDir) -> list[tuple[int, float]]:
 
 
 def test_a_run_its_resume_and_another_way(run_tracked: Tracked) -> None:
-    tracked = ("--tracking.backends", f"tensorboard,{_OWN}", "--ckpt.interval", "2")
+    tracked = ("--tracking.backends", f"tensorboard,{_OWN}", *_PATIENT, "--ckpt.interval", "2")
     first = succeeded(run_tracked("--max-steps", "4", *tracked))
     run_dir = first.run_dir
     assert _steps(run_dir) == _trained(run_dir)
@@ -96,7 +97,7 @@ def test_a_tracker_that_cannot_be_is_refused_before_anything_starts(run_tracked:
 
 def test_the_settings_of_trackers_are_free_to_change(run_tracked: Tracked) -> None:
     succeeded(run_tracked("--max-steps", "1", "--ckpt"))
-    tracked = ("--tracking.backends", _OWN, "--tracking.name", "second")
+    tracked = ("--tracking.backends", _OWN, *_PATIENT, "--tracking.name", "second")
     run = succeeded(run_tracked("--max-steps", "2", "--ckpt.resume-step", "1", *tracked))
     assert "free to change" in run.output and _steps(run.run_dir) == _trained(run.run_dir)
     assert json.loads((run.run_dir.path / "run.json").read_text()).get("rewinds") is None
