@@ -192,9 +192,11 @@ def test_sigterm_ends_a_busy_server_cleanly(model: Path, tmp_path: Path) -> None
     engine = _engine(server)
     with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as busy:
         body = b'{"token_ids": [5], "seeds": [1, 2, 3, 4], "max_tokens": 255}'
-        busy.sendall(
-            b"POST /inference/v1/generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        head = (
+            "POST /inference/v1/generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n\r\n"
         )
+        busy.sendall(head.encode() + body)
         assert server.terminate() == 0
     _assert_ends(engine)
     assert "Traceback" not in server.log()
