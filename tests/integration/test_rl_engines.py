@@ -12,6 +12,7 @@ import pytest
 
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.files.metrics import read_metrics
+from tests.faults.held_steps import at_start, exists, held_after
 from tests.forking.engines import shared_engines
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.runs.ports import free_port
@@ -39,10 +40,12 @@ def test_one_of_two_servers_that_were_named_may_die_for_good(
     dying = shared_engines().start(InferenceConfig.model_validate(values), tmp_path / "dying.log")
     dying.wait_ready()
     urls = json.dumps([dying.url, rl_server.handle.url])
+    flags, held = ("--orchestrator.client.urls", urls), at_start(held_after(8, until=exists(tmp_path / "dead")))
     try:
-        with RlRun(tmp_path / "run", *_STEPS, *SMALL_BATCH, "--orchestrator.client.urls", urls) as run:
+        with RlRun(tmp_path / "run", *_STEPS, *SMALL_BATCH, *flags, environment=held) as run:
             run.wait_for_step(4)
             dying.kill()
+            (tmp_path / "dead").touch()
             done = complete(run)
     finally:
         dying.kill()
