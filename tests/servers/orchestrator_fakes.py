@@ -302,7 +302,7 @@ def make_config(output_dir: Path, *engines: FakeEngine, **changes: Any) -> Orche
         "problems_per_step": 3,
         "group_size": 4,
         "sampling": {"max_tokens": 24},
-        "client": {"urls": [engine.url for engine in engines], "ready_timeout_s": 5, "timeout_s": 5},
+        "client": {"urls": [engine.url for engine in engines], "ready_timeout_s": HANG_S, "timeout_s": HANG_S},
         "weights_timeout_s": HANG_S,
     }
     return OrchestratorConfig.model_validate(values | changes)

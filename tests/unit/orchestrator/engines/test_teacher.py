@@ -14,6 +14,7 @@ from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import CheckpointError, ConfigError, InferenceError
 from holdfast.shared.files import journal
 from holdfast.shared.files.run_dir import RunDir
+from tests.runs.processes import HANG_S
 from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, read_rollouts, serving
 
 STEPS = 3
@@ -49,7 +50,7 @@ def teacher() -> FakeTeacher:
 def configure(
     output_dir: Path, policy: FakeEngine, *teachers: FakeEngine, mode: str, **changes: Any
 ) -> OrchestratorConfig:
-    section = {"urls": [one.url for one in teachers], "model": "the/teacher", "mode": mode, "ready_timeout_s": 5}
+    section = {"urls": [one.url for one in teachers], "model": "the/teacher", "mode": mode, "ready_timeout_s": HANG_S}
     return make_config(output_dir, policy, max_steps=STEPS, teacher=section, **changes)
 
 
