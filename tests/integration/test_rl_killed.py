@@ -11,6 +11,7 @@ import pytest
 
 from holdfast.shared.files.journal import read_batch
 from holdfast.shared.files.run_dir import RunDir
+from tests.faults.held_steps import ASKED_TO_STOP, at_start, held_after
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.runs.rl import (
     CompletedRun,
@@ -19,6 +20,7 @@ from tests.runs.rl import (
     complete,
     exact_metrics,
     journal_files,
+    last_step,
     outcome,
 )
 
@@ -32,31 +34,37 @@ def _interrupt_start(run: RlRun) -> None:
     run.interrupt(signal.SIGTERM)
 
 
+def _wait_for_step(run: RlRun, step: int) -> None:
+    """Wait until this attempt has trained a step: that one, or a later one where the attempt before came further."""
+    run.wait_for_match(r"\(attempt \d+\)")
+    run.wait_for_step(max(step, last_step(run.run_dir) + 1))
+
+
 def _kill_rank(run: RlRun) -> None:
-    run.wait_for_step(3)
+    _wait_for_step(run, 3)
     launcher_of_ranks, rank = run.find("holdfast.trainer.launch")
     assert rank.ppid() == launcher_of_ranks.pid
     rank.kill()
 
 
 def _kill_orchestrator(run: RlRun) -> None:
-    run.wait_for_step(6)
+    _wait_for_step(run, 6)
     (orchestrator,) = run.find("holdfast.orchestrator.main")
     orchestrator.kill()
 
 
 def _kill_launcher(run: RlRun) -> None:
-    run.wait_for_step(9)
+    _wait_for_step(run, 9)
     run.interrupt(signal.SIGKILL)
 
 
 def _interrupt(run: RlRun) -> None:
-    run.wait_for_step(11)
+    _wait_for_step(run, 11)
     run.interrupt(signal.SIGINT)
 
 
 def _terminate(run: RlRun) -> None:
-    run.wait_for_step(13)
+    _wait_for_step(run, 13)
     run.interrupt(signal.SIGTERM)
 
 
@@ -112,8 +120,9 @@ def disturbed(rl_server: UsedServer, tmp_path_factory: pytest.TempPathFactory) -
     resume = ("--ckpt.resume-step", "auto")
     generated_before = rl_server.generated_tokens()
     attempts: dict[str, Interrupted] = {}
+    held = at_start(held_after(REFERENCE_STEPS - 2, until=ASKED_TO_STOP))
     for name, (interrupt, _, _) in _INTERRUPTIONS.items():
-        with RlRun(directory, *flags, *resume) as run:
+        with RlRun(directory, *flags, *resume, environment=held) as run:
             interrupt(run)
             run.wait()
             completed = complete(run)
