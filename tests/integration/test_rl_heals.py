@@ -11,10 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.faults.held_steps import NEVER, at_start, exists, held_after
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.runs.ports import free_port
 from tests.runs.processes import command_line
-from tests.runs.rl import SMALL_BATCH, CompletedRun, RlRun, assert_same, complete, exact_metrics, outcome
+from tests.runs.rl import SMALL_BATCH, CompletedRun, RlRun, assert_same, complete, exact_metrics, last_step, outcome
 
 _STEPS = ("--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2")
 _HEARTBEAT_S = 20
@@ -48,6 +49,21 @@ def _engine(run: RlRun) -> psutil.Process:
     return found
 
 
+def _found(run: RlRun, victim: Callable[[RlRun], psutil.Process]) -> psutil.Process:
+    """Return a process as soon as it is there: it may be one that is just being started again."""
+    found: list[psutil.Process] = []
+
+    def is_there() -> bool:
+        try:
+            found.append(victim(run))
+        except (ValueError, IndexError):
+            return False
+        return True
+
+    run.wait_for(is_there, victim.__name__)
+    return found[0]
+
+
 @dataclass(frozen=True)
 class Blow:
     """A signal to one process after a step, and what the console must say about it."""
@@ -76,11 +92,16 @@ _OWN_SERVER = [
 
 
 def _deal(directory: Path, blows: list[Blow], *flags: str) -> CompletedRun:
-    with RlRun(directory, *_STEPS, "--heartbeat-timeout-s", str(_HEARTBEAT_S), *flags) as run:
+    dealt = directory.with_name("dealt")
+    held = at_start(held_after(REFERENCE_STEPS - 2, until=exists(dealt)))
+    timeout = ("--heartbeat-timeout-s", str(_HEARTBEAT_S))
+    with RlRun(directory, *_STEPS, *timeout, *flags, environment=held) as run:
         for blow in blows:
-            run.wait_for_step(blow.step)
-            blow.victim(run).send_signal(blow.number)
+            # Behind what was trained before the last of them: only then what it hit is there again.
+            run.wait_for_step(min(max(blow.step, last_step(run.run_dir) + 1), REFERENCE_STEPS - 2))
+            _found(run, blow.victim).send_signal(blow.number)
             run.wait_for_match(blow.says)
+        dealt.touch()
         return complete(run)
 
 
@@ -133,12 +154,12 @@ def test_an_engine_that_is_killed_while_it_starts_is_started_again(tmp_path: Pat
 
 def test_when_restarts_are_used_up_one_report_says_why(rl_server: UsedServer, tmp_path: Path) -> None:
     flags = (*rl_server.flags, *_STEPS, "--max-restarts", "1")
-    with RlRun(tmp_path / "run", *flags) as run:
+    with RlRun(tmp_path / "run", *flags, environment=at_start(held_after(10, until=NEVER))) as run:
         run.wait_for_step(2)
-        _orchestrator(run).kill()
+        _found(run, _orchestrator).kill()
         run.wait_for_output("starting it again (restart 1 of 1)")
         run.wait_for_step(6)
-        _orchestrator(run).kill()
+        _found(run, _orchestrator).kill()
         ended = complete(run)
     assert ended.exit_code == 1
     assert not ended.survivors
