@@ -50,8 +50,8 @@ def main(argv: list[str]) -> int:
     for name in config.backends:
         check_tracker(name, key="--to")
     for name in config.backends:
-        sending = Sending(run_dir, name, config)
-        with temporary_files_of(name):
+        with temporary_files_of(name):  # W&B makes some as soon as it is imported
+            sending = Sending(run_dir, name, config)
             sending.send(lambda: not run_dir.is_under_way(), time.sleep)
         print(f"{name} has everything up to step {sending.step} of {run_dir.path}", flush=True)
     return 0

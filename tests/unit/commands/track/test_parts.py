@@ -242,13 +242,13 @@ def test_temporary_files_of_a_track_that_is_killed_go_with_the_next(run: Tracked
         environment = {**os.environ, **run.environment, "TMPDIR": str(temporary)}
         with open(run.run_dir.path / "run.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # as of a run that goes on, and is followed
-            process = subprocess.Popen([*argv, "tensorboard"], env=environment)
-            run.wait_for(process, "tensorboard", 2)
+            process = subprocess.Popen([*argv, "wandb"], env=environment)
+            run.wait_for(process, "wandb", 2)
             process.kill()
             process.wait()
         (left,) = temporary.iterdir()
         assert left.name.startswith(scratch_name())
-        done = subprocess.run([*argv, "tensorboard", "trackio"], env=environment, timeout=HANG_S, check=False)
+        done = subprocess.run([*argv, "tensorboard", "wandb"], env=environment, timeout=HANG_S, check=False)
         assert done.returncode == 0 and list(temporary.iterdir()) == []
 
 
