@@ -18,6 +18,7 @@ import pytest
 from holdfast.orchestrator.endpoints.reply_log import Replied
 from holdfast.shared.files.record_log import read_records
 from tests.conftest import ROOT
+from tests.faults.held_steps import at_start, exists, held_after
 from tests.integration.conftest import UsedServer
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S, command_line
@@ -73,7 +74,8 @@ def test_tools_workers_and_a_judge_are_killed_and_the_end_is_the_same(rl_server:
         undisturbed = succeeded(tmp_path / "reference", *rl_server.flags, *settings)
     own = (*SMALL_BATCH, "--inference.server.port", str(free_port()))
     asked = tmp_path / "asked"
-    with RlRun(tmp_path / "run", *own, *settings) as run:
+    held = at_start(held_after(_STEPS - 2, until=exists(tmp_path / "all_killed")))
+    with RlRun(tmp_path / "run", *own, *settings, environment=held) as run:
         with _judge(port, asked):
             run.wait_for_step(2)
             run.find("holdfast.orchestrator.rollouts.worker_process")[-1].kill()
@@ -87,6 +89,7 @@ def test_tools_workers_and_a_judge_are_killed_and_the_end_is_the_same(rl_server:
             _engine(run).kill()
             run.wait_for_step(10)
             run.find("holdfast.trainer.launch")[-1].kill()
+            (tmp_path / "all_killed").touch()
             done = complete(run)
     assert done.exit_code == 0 and not done.survivors, done.output
     assert_same(outcome(run.run_dir, _STEPS), outcome(undisturbed.run_dir, _STEPS))
