@@ -41,8 +41,8 @@ def draw(panels: Mapping[str, Sequence[Run]], path: Path) -> None:
 
 
 def panels_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Return what belongs side by side: every task with GRPO, TRL beside it, controls, pairs, other algorithms."""
-    from benchmarks.learning.runs import CONTROLS, DPO, TRL
+    """Return what belongs side by side: tasks with GRPO, TRL beside it, controls, pairs, old weights, others."""
+    from benchmarks.learning.runs import CONTROLS, DPO, STALE, TRL
 
     first = "sort_letters"
     panels: dict[str, list[Run]] = {}
@@ -51,11 +51,10 @@ def panels_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
             panels.setdefault(run.task, []).append(run)
     on_first = [run for run in runs if run.task == first]
     beside = [run for run in on_first if run.variant in ("grpo", TRL)]
-    faulty = [run for run in on_first if run.variant in CONTROLS]
-    pairs = [run for run in on_first if run.variant == DPO]
-    others = [run for run in on_first if run.variant not in (*CONTROLS, "grpo", DPO, TRL)]
-    panels |= {"beside TRL": beside} if any(run.variant == TRL for run in beside) else {}
-    panels |= {"controls": faulty} if faulty else {}
-    panels |= {"dpo": pairs} if pairs else {}
-    panels |= {"other algorithms": others} if others else {}
-    return panels
+    if any(run.variant == TRL for run in beside):
+        panels["beside TRL"] = beside
+    grouped = {"controls": CONTROLS, "dpo": (DPO,), "bfloat16, old weights": STALE}
+    apart = {"grpo", TRL}.union(*grouped.values())
+    grouped["other algorithms"] = tuple({run.variant for run in on_first} - apart)
+    panels |= {title: [run for run in on_first if run.variant in variants] for title, variants in grouped.items()}
+    return {title: runs for title, runs in panels.items() if runs}

@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.learning.commands import RECIPES, environment_of, free_port, held_out_environment_of, recipe, run
 from benchmarks.learning.preferences import write_pairs
@@ -18,6 +20,8 @@ from holdfast import read_metrics
 
 CONTROLS = ("permuted_rewards", "negated_advantages", "inverted_ratio", "shifted_logprobs")
 """The variants that must not learn."""
+STALE = ("bf16_stale_1", "bf16_stale_4", "bf16_stale_4_truncated", "bf16_stale_4_uncorrected")
+"""The variants in bfloat16 whose batches are made by weights one or four steps old."""
 _SHARED = Path("configs/reverse_text/algorithms")
 OVERLAYS = {
     "grpo": None,
@@ -30,6 +34,7 @@ OVERLAYS = {
     "reinforce_pp": _SHARED / "reinforce_pp.toml",
     "ppo": _SHARED / "ppo.toml",
     **{name: RECIPES / "controls" / f"{name}.toml" for name in CONTROLS},
+    **{name: RECIPES / "staleness" / f"{name}.toml" for name in STALE},
 }
 """What is laid over the recipe of a task, by the variant's name; None: nothing, it is GRPO."""
 TRL = "trl"
@@ -59,13 +64,20 @@ class Settings:
     num_tasks: int = 512
     trl_points: int = 3
 
+    def folder_of(self, task: str, variant: str, seed: int) -> Path:
+        """Return where a run is kept; those of other numbers of steps are other runs."""
+        return self.folder / task / (f"{variant}_{seed}" + (f"_{self.steps}" if self.steps else ""))
+
+    def steps_of(self, task: str, variant: str) -> int:
+        """Return how many optimizer steps a run has."""
+        return self.steps or recipe("algorithms/dpo" if variant == DPO else task)["max_steps"]
+
 
 def measure(task: str, variant: str, seed: int, start: Path, settings: Settings) -> Run:
     """Run `variant` on `task` from the weights `start`, and return what was measured."""
-    # What is kept there is of this number of steps.
-    folder = settings.folder / task / (f"{variant}_{seed}" + (f"_{settings.steps}" if settings.steps else ""))
+    folder = settings.folder_of(task, variant, seed)
     folder.mkdir(parents=True, exist_ok=True)
-    steps = settings.steps or recipe("algorithms/dpo" if variant == DPO else task)["max_steps"]
+    steps = settings.steps_of(task, variant)
     # The start is the same for all runs of a task.
     before = estimates(task, start, settings.folder / task / "before", settings)
     train = {TRL: _train_trl, DPO: _train_dpo}.get(variant, _train)
@@ -75,29 +87,52 @@ def measure(task: str, variant: str, seed: int, start: Path, settings: Settings)
     return Run(task, variant, seed, before, after, dict(sorted(curve.items())))
 
 
-def estimates(task: str, weights: Path, folder: Path, settings: Settings) -> dict[str, Estimate]:
-    """Return how good weights are: `greedy`, and sampled at temperature 1 `pass@1` and `pass@8`, with intervals."""
+def estimates(
+    task: str,
+    weights: Path,
+    folder: Path,
+    settings: Settings,
+    played: Mapping[str, Any] | None = None,
+    more_tokens: int = 0,
+) -> dict[str, Estimate]:
+    """Return how good weights are: `greedy`, and sampled at temperature 1 `pass@1` and `pass@8`, with intervals.
+
+    `played` is an environment instead of the task's held-out one, with `more_tokens` above what the recipe samples.
+    """
+    told = (task, weights, played or held_out_environment_of(task), more_tokens)
     num = settings.num_tasks
-    sampled = _evaluate(task, weights, folder / f"sampled_{num}", num, "--samples-per-task", _SAMPLES)
-    greedy = _evaluate(task, weights, folder / f"greedy_{num}", num, "--sampling.temperature", 0)
+    sampled = _evaluate(*told, folder / f"sampled_{num}", num, "--samples-per-task", _SAMPLES)
+    greedy = _evaluate(*told, folder / f"greedy_{num}", num, "--sampling.temperature", 0)
     return {"greedy": greedy["pass@1"], **{name: sampled[name] for name in ("pass@1", f"pass@{_SAMPLES}")}}
 
 
 def _evaluate(
-    task: str, weights: Path, folder: Path, num_tasks: int, *flags: object, is_held_out: bool = True
+    task: str, weights: Path, played: Mapping[str, Any], more_tokens: int, folder: Path, num_tasks: int, *flags: object
 ) -> dict[str, Estimate]:
     summary = folder / "summary.json"
     if not summary.exists():
         orchestrator = recipe(task)["orchestrator"]
-        played = held_out_environment_of(task) if is_held_out else environment_of(task)
         section = {**{name: value for name, value in played.items() if name != "weight"}, "name": task}
         run(
             "evaluate", "--model.name", weights, "--environments", json.dumps([section]), "--num-tasks", num_tasks,
-            "--seq-len", orchestrator["seq_len"], "--sampling.max-tokens", orchestrator["sampling"]["max_tokens"],
+            "--seq-len", orchestrator["seq_len"],
+            "--sampling.max-tokens", orchestrator["sampling"]["max_tokens"] + more_tokens,
             "--output-dir", folder, *flags,
         )  # fmt: skip
     found = json.loads(summary.read_text())["environments"][task]["estimates"]
     return {name: Estimate(one["value"], one["low"], one["high"]) for name, one in found.items() if "pass" in name}
+
+
+def weights_of(task: str, variant: str, folder: Path, steps: int) -> Path:
+    """Return where a run of so many steps in `folder` has its last weights."""
+    if variant != TRL:
+        return folder / "run" / "weights" / f"step_{steps}"
+    return folder / "run" / f"checkpoint-{steps * _updates(task)}"
+
+
+def _updates(task: str) -> int:
+    """Return what TRL's trainer counts as steps: updates of the policy, in one step of a run."""
+    return recipe(task)["trainer"].get("updates", {}).get("minibatches", 1)
 
 
 def _train(
@@ -105,7 +140,7 @@ def _train(
 ) -> tuple[Curve, Path]:
     """Run `rl`; return held-out exact match by version, and the trained weights."""
     run_dir = folder / "run"
-    weights = run_dir / "weights" / f"step_{steps}"
+    weights = weights_of(task, variant, folder, steps)
     if not weights.exists():
         overlay = OVERLAYS[variant]
         run(
@@ -116,13 +151,15 @@ def _train(
     return {int(line["eval/version"]): line[f"eval/{task}/pass@1"] for line in lines if "eval/version" in line}, weights
 
 
-def _train_dpo(task: str, _: str, seed: int, start: Path, folder: Path, steps: int, __: Settings) -> tuple[Curve, Path]:
+def _train_dpo(
+    task: str, variant: str, seed: int, start: Path, folder: Path, steps: int, _: Settings
+) -> tuple[Curve, Path]:
     """Have the start answer, and run `dpo` on what was right and wrong; return as `_train`."""
     answers, pairs, run_dir = folder / "answers", folder / "pairs.jsonl", folder / "run"
     # Where tasks are rows of lists, of the list that is trained on.
     flags = ("--samples-per-task", _SAMPLES, "--seed", _PAIRED_SEED + seed)
-    _evaluate(task, start, answers, _PAIRED_TASKS, *flags, is_held_out=False)
-    weights = run_dir / "weights" / f"step_{steps}"
+    _evaluate(task, start, environment_of(task), 0, answers, _PAIRED_TASKS, *flags)
+    weights = weights_of(task, variant, folder, steps)
     if not weights.exists():
         write_pairs(answers / "rollouts.jsonl", pairs)
         run(
@@ -138,14 +175,12 @@ def _train_dpo(task: str, _: str, seed: int, start: Path, folder: Path, steps: i
 
 
 def _train_trl(
-    task: str, _: str, seed: int, start: Path, folder: Path, steps: int, settings: Settings
+    task: str, variant: str, seed: int, start: Path, folder: Path, steps: int, settings: Settings
 ) -> tuple[Curve, Path]:
     """Run TRL's trainer; return held-out exact match of the weights that it saved, and the last of them."""
     assert task == "sort_letters"
     save_every = max(1, steps // settings.trl_points)
-    # TRL's steps are updates.
-    updates = recipe(task)["trainer"].get("updates", {}).get("minibatches", 1)
-    weights = folder / "run" / f"checkpoint-{steps * updates}"
+    weights = weights_of(task, variant, folder, steps)
     if not weights.exists():
         told = {"model": str(start), "folder": str(folder / "run"), "seed": seed, "steps": steps,
                 "save_every": save_every}  # fmt: skip
@@ -156,6 +191,6 @@ def _train_trl(
     num_tasks = recipe(task)["eval"]["num_tasks"]
     curve = {}
     for step in range(save_every, steps, save_every):
-        saved, judged = folder / "run" / f"checkpoint-{step * updates}", folder / "judged" / f"step_{step}"
-        curve[step] = _evaluate(task, saved, judged, num_tasks)["pass@1"].value
+        saved, judged = weights_of(task, variant, folder, step), folder / "judged" / f"step_{step}"
+        curve[step] = _evaluate(task, saved, held_out_environment_of(task), 0, judged, num_tasks)["pass@1"].value
     return curve, weights

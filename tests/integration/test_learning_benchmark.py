@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,15 @@ def run_benchmark(tmp_path: Path, *flags: str) -> tuple[list[Run], str]:
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     return read_runs(tmp_path), done.stdout
+
+
+def run_lengths(tmp_path: Path, *flags: str) -> list[dict[str, str]]:
+    command = [sys.executable, "-m", "benchmarks.learning.lengths", "--seeds", "5", "--steps", "2", "--num-tasks", "8",
+               "--output", str(tmp_path), "--runs", str(tmp_path / "runs"), *flags]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with (tmp_path / "lengths.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 @pytest.mark.slow
@@ -39,3 +50,11 @@ def test_a_run_is_judged_before_and_after_beside_trl_and_not_made_twice(tmp_path
     made = weights.stat().st_mtime_ns
     assert run_benchmark(tmp_path)[0] == runs, "what is finished stays, and the other runs of the files too"
     assert weights.stat().st_mtime_ns == made
+
+    rows = run_lengths(tmp_path, "--lengths", "5", "6", "--variants", "grpo", "trl")
+    assert [(row["variant"], row["seed"], row["length"]) for row in rows if row["number"] == "greedy"] == [
+        (name, seed, length) for name, seed in (("start", ""), ("grpo", "5"), ("trl", "5")) for length in ("5", "6")
+    ]
+    answers = tmp_path / "runs" / "sort_letters" / "lengths" / "start_None_2_6" / "greedy_8" / "rollouts.jsonl"
+    prompts = [json.loads(line)["turns"][0]["text"] for line in answers.read_text().splitlines()]
+    assert {len(set(prompt.removeprefix("<|user|>").split("<")[0])) for prompt in prompts} == {6}

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.learning import controls, gsm8k, preferences, runs
+from benchmarks.learning import controls, gsm8k, lengths, preferences, runs
 from benchmarks.learning.commands import environment_of
 from benchmarks.learning.draw import draw, panels_of
 from benchmarks.learning.results import Estimate, Run, read_runs, summary, table, write_runs
-from benchmarks.learning.runs import CONTROLS, DPO, OVERLAYS, TRL
+from benchmarks.learning.runs import CONTROLS, DPO, OVERLAYS, STALE, TRL
 from benchmarks.learning.start import make_base
 from benchmarks.learning.tasks import TASKS, demonstrations, phrases
+from holdfast import TaskSeed
+from holdfast.orchestrator.environments import load_environment
 from holdfast.shared.chat.files import load_tokenizer
 from holdfast.shared.config import RlConfig
+from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.config.load import parse_command_line
 from tests.builders.policy_inputs import policy_input
 from tests.builders.scored_rollouts import scored_groups
@@ -56,13 +60,13 @@ def test_tables_have_every_run_and_the_range_of_the_seeds() -> None:
 
 
 def test_panels_are_tasks_and_what_stands_beside_the_first(tmp_path: Path) -> None:
-    variants = ["grpo", TRL, "dapo", DPO, *CONTROLS]
+    variants = ["grpo", TRL, "dapo", DPO, *CONTROLS, *STALE]
     runs = [of_run("sort_letters", name, 0, 0.125, 0.5) for name in variants]
     runs.append(of_run("ledger", "grpo", 0, 0.125, 0.9))
     panels = panels_of(runs)
     assert {title: [run.variant for run in of] for title, of in panels.items()} == {
         "sort_letters": ["grpo"], "ledger": ["grpo"], "beside TRL": ["grpo", TRL], "controls": list(CONTROLS),
-        "dpo": [DPO], "other algorithms": ["dapo"],
+        "dpo": [DPO], "bfloat16, old weights": list(STALE), "other algorithms": ["dapo"],
     }  # fmt: skip
     draw(panels, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -212,3 +216,27 @@ def test_the_committed_runs_are_those_of_the_page_and_learned_unless_they_are_co
     for run in runs:
         before, after = run.before["pass@1"], run.after["pass@1"]
         assert (after.value <= before.high) if run.variant in CONTROLS else (after.low > before.high), run
+
+
+def test_the_committed_lengths_are_those_of_the_page() -> None:
+    judged = lengths.read(BENCHMARK / "lengths.csv")
+    assert lengths.table(judged) in (ROOT / "docs" / "evidence.md").read_text()
+    for length in {one.length for one in judged}:
+        (before,) = (one for one in judged if one.length == length and one.variant == "start")
+        after = [one for one in judged if one.length == length and one.variant == "grpo"]
+        assert len(after) == 3 and all(one.numbers["pass@1"].low > before.numbers["pass@1"].high for one in after)
+
+
+def test_longer_words_have_so_many_letters_and_longer_answers() -> None:
+    played, more_tokens = lengths.words_of(6)
+    section = EnvironmentConfig(**{name: value for name, value in played.items() if name != "weight"})
+    task = load_environment(section, key="environment").make_task(TaskSeed(run_seed=0, environment="x", index=0))
+    assert len(set(task.prompt[-1].content)) == 6
+    assert more_tokens == 2
+
+
+def test_lengths_of_runs_that_are_not_there_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lengths", "--runs", str(tmp_path), "--variants", "trl", "--seeds", "7"])
+    with pytest.raises(SystemExit, match=r"no weights at .*trl_7/run/checkpoint-200: .* makes them"):
+        lengths.main()
+    assert not list(tmp_path.iterdir())
