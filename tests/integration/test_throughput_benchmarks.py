@@ -34,7 +34,7 @@ def test_sft_is_measured_beside_trl_and_a_plain_loop() -> None:
     assert set(found) == {"sft / TRL-grouped", "sft / TRL-packed", "sft / plain-loop"}
     rates = {name: float(rate.replace(",", "")) for name, rate in re.findall(r"([\w-]+) ([\d,]+) tok/s", output)}
     for other in ("TRL-grouped", "TRL-packed", "plain-loop"):
-        assert found[f"sft / {other}"] == pytest.approx(rates["sft"] / rates[other], rel=0.02)
+        assert found[f"sft / {other}"] == pytest.approx(rates["sft"] / rates[other], rel=0.02, abs=0.006)
 
 
 @pytest.mark.slow
