@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from holdfast.shared.process.scratch import drop, make_scratch
+from tests.lanes import without
+from tests.lanes.durations import NAME, Durations
+from tests.lanes.marks import LANES, lane_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,9 +50,24 @@ _TINY = {
 }
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of lanes."""
+    lanes = parser.getgroup("lanes")
+    lanes.addoption(
+        "--lane",
+        choices=(*LANES, "all"),
+        help="run the tests of one lane; default: everyday, or all of the paths that are given",
+    )
+    lanes.addoption("--light", action="store_true", help="refuse imports of torch, transformers and vLLM")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Before torch or datasets are imported: threads, and a cache that is not the user's."""
     global _cache
+    if config.option.light:
+        without.refuse()
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Durations(everyday=_lane(config) == "everyday", path=config.rootpath / NAME))
     gc.disable()  # until all is collected: as `heavy_imports` of every process does it, for modules of tests as well
     _cache = str(make_scratch(Path(tempfile.gettempdir())))  # also one that was killed leaves nothing for good
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -80,16 +98,26 @@ def pytest_unconfigure() -> None:
     drop(Path(_cache))
 
 
+def _lane(config: pytest.Config) -> str:
+    """Return the lane that is run; `all` where tests are named."""
+    if config.option.lane:
+        return config.option.lane
+    return "all" if config.args_source is pytest.Config.ArgsSource.ARGS else "everyday"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs a GPU where there is none; put files of tests into the order in which workers take them."""
-    if on_gpu := [item for item in items if item.get_closest_marker("gpu")]:
+    """Leave out the tests of other lanes, and those that need a GPU where there is none; put files into an order."""
+    wanted: set[str] = set(LANES) if (lane := _lane(config)) == "all" else {lane}
+    lanes = {item: lane_of(mark.name for mark in item.iter_markers()) for item in items}
+    if "gpu" in wanted and "gpu" in lanes.values():
         import torch
 
-        if not torch.cuda.is_available():
-            config.hook.pytest_deselected(items=on_gpu)
-            items[:] = [item for item in items if item not in on_gpu]
-    if config.pluginmanager.hasplugin("xdist"):
-        from tests import order
+        wanted -= set() if torch.cuda.is_available() else {"gpu"}
+    if others := [item for item in items if lanes[item] not in wanted]:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if lanes[item] in wanted]
+    if hasattr(config, "workerinput"):
+        from tests.lanes import order
 
         order.sort(items)
 
@@ -103,7 +131,7 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Callable[..., None]) -> object:
     """Let workers take files from both ends of that order."""
-    from tests import order
+    from tests.lanes import order
 
     return order.scheduler(config, log) if config.option.dist == "loadfile" else None
 

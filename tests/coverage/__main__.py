@@ -1,8 +1,11 @@
 """Which statements and branches of `src` no test runs, in whatever process: served, forked and killed ones as well.
 
     uv run python -m tests.coverage begin
-    COVERAGE_MARKS=$PWD/.coverage_marks uv run --group dev pytest
-    uv run python -m tests.coverage report --floor 97
+    COVERAGE_MARKS=$PWD/.coverage_marks uv run --group dev python -m tests.lanes
+    uv run python -m tests.coverage report --floor 90
+
+Marks of several runs add up: `resume` keeps those of an earlier run, and ends with 1 if `src` has changed since, or if
+no everyday lane has passed with them.
 
 A statement that cannot be run here says why in a comment, `# untested: needs a GPU`, behind it or behind the head of
 the block around it. coverage.py was tried: it loses what a process has run that is killed, and on Python 3.11 the
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import marshal
+import os
 import shutil
 import sysconfig
 from itertools import groupby
@@ -44,6 +48,24 @@ def begin() -> None:
     (MARKS / "marks").write_bytes(bytes(count))
     (MARKS / "index.json").write_text(json.dumps({"points": points, "loaded": loaded}))
     _PTH.write_text(f"{_STARTUP}\nimport _coverage_marks\n")
+
+
+def passed(lane: str) -> None:
+    """Note in the marks of this process's runs, if there are any, that a whole lane has passed."""
+    if directory := os.environ.get("COVERAGE_MARKS"):
+        (Path(directory) / f"passed_{lane}").touch()
+
+
+def resume() -> int:
+    """Have interpreters load the marked code again; return 1 if the marks are not of this `src` and a whole lane."""
+    if not (MARKS / "passed_everyday").exists():
+        return 1
+    loaded = json.loads((MARKS / "index.json").read_text())["loaded"]
+    sources = {str(path): path.stat() for path in sorted((ROOT / "src").rglob("*.py"))}
+    if {path: [of.st_size, of.st_mtime_ns] for path, of in sources.items()} != {p: of[:2] for p, of in loaded.items()}:
+        return 1
+    _PTH.write_text(f"{_STARTUP}\nimport _coverage_marks\n")
+    return 0
 
 
 def end() -> None:
@@ -91,11 +113,13 @@ def _ranges(lines: list[int]) -> str:
 def main() -> int:
     """Run one command."""
     parser = argparse.ArgumentParser(prog="python -m tests.coverage", description=__doc__)
-    parser.add_argument("command", choices=("begin", "report", "end"))
+    parser.add_argument("command", choices=("begin", "resume", "report", "end"))
     parser.add_argument("--floor", type=float, default=0.0, help="percent that must have been run")
     arguments = parser.parse_args()
     if arguments.command == "report":
         return report(arguments.floor)
+    if arguments.command == "resume":
+        return resume()
     (begin if arguments.command == "begin" else end)()
     return 0
 

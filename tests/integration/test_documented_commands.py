@@ -12,7 +12,7 @@ from tests.pages.runs import NOT_OURS, Checkout
 
 STARTED = {"checkpoints.md"}
 """Pages whose commands are all started in the everyday tests; of the others they are checked by --dry-run."""
-pytestmark = pytest.mark.timeout(2400)  # many whole runs in one test
+pytestmark = [pytest.mark.docs, pytest.mark.engine, pytest.mark.timeout(2400)]  # many whole runs in one test
 # A user's own run and a store on a network: checked, not started.
 _NOT_STARTED = "my_run.toml"
 
@@ -26,7 +26,6 @@ def test_the_page_about_checkpoints(tmp_path: Path) -> None:
     assert (tmp_path / "outputs" / "exported" / "config.json").exists()
 
 
-@pytest.mark.slow
 def test_the_readme(tmp_path: Path) -> None:
     """All of it, the quick start too; the second run of `Kill it` ends with the bits of the first."""
     checkout = Checkout(tmp_path)
@@ -41,7 +40,6 @@ def test_the_readme(tmp_path: Path) -> None:
     assert first == second
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", ["journal.md", "environments.md", "evaluation.md", "first_run.md", "kill_it.md"])
 def test_pages_whose_runs_are_looked_into(page: str, tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)

@@ -244,6 +244,11 @@ COMMANDS = [
     Case("a flag of report", "ckpt", ("ls", "--png", "{here}"), ("'--png'", "ckpt ls --help")),
 ]  # fmt: skip
 CASES = [*FLAGS, *DATA, *MODELS, *ENVIRONMENTS, *COMMANDS]
+EVERYDAY = (
+    "a flag of TRL", "a section that is switched on", "a step that never was", "a table of text",
+    "a bad line in the middle", "weights that were cut", "no tokenizer", "no score", "questions in a table",
+    "data in the place of a run",
+)  # fmt: skip
 TRAINS = ("sft", "dpo", "rl", "inference", "evaluate")
 
 
@@ -283,7 +288,12 @@ def run_case(case: Case, here: Path, model: Path) -> Run:
     return run
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.name.replace(" ", "_") for case in CASES])
+def _parameter(case: Case) -> object:
+    marks = [pytest.mark.launch, *([pytest.mark.everyday] if case.name in EVERYDAY else [])]
+    return pytest.param(case, id=case.name.replace(" ", "_"), marks=marks)
+
+
+@pytest.mark.parametrize("case", [_parameter(case) for case in CASES])
 def test_a_mistake_is_one_message_that_says_what_to_do(case: Case, tmp_path: Path, model: Path) -> None:
     run = run_case(case, tmp_path / "with a blank, ä", model)
     assert run.code == 2 and "Traceback" not in run.log, run.log
@@ -298,3 +308,4 @@ def test_a_mistake_is_one_message_that_says_what_to_do(case: Case, tmp_path: Pat
 def test_there_are_more_than_thirty_and_each_is_another() -> None:
     assert len({(case.program, case.name) for case in CASES}) == len(CASES) > 30
     assert len({(case.program, case.said) for case in CASES}) == len(CASES)
+    assert len(EVERYDAY) == sum(case.name in EVERYDAY for case in CASES) == 10

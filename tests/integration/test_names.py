@@ -14,6 +14,7 @@ from tests.runs.ports import free_port
 from tests.runs.rl import MODEL
 from tests.runs.training import DEADLINE_S
 
+pytestmark = pytest.mark.launch
 _TRAP = "raise SystemExit(f'{__file__} was imported')\n"
 _OURS = ("trainer", "inference/__init__", "inference/main")  # as our processes are called
 _OTHERS = (
@@ -104,7 +105,7 @@ def test_users_modules_are_found_and_a_name_that_is_taken_is_refused(run: Run) -
     assert loss.returncode == 2 and "loss.type = 'torch': the name 'torch' belongs to" in loss.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.engine
 @pytest.mark.parametrize("run", ["."], indirect=True)
 def test_rl_trains_beside_them(run: Run) -> None:
     flags = ("--model.name", str(MODEL), "--inference.model.max-len", "64", "--orchestrator.seq-len", "64")

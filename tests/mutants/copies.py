@@ -65,14 +65,10 @@ class Copy:
         arguments = [
             "-q",
             "-x",
-            "-n",
-            "0",
             "-p",
             "no:cacheprovider",
             "-W",
             "ignore::pytest.PytestAssertRewriteWarning",
-            "-m",
-            "not slow",
             *tests,
         ]
         request = {"arguments": arguments, "timeout_s": timeout_s, "log": str(self.log)}

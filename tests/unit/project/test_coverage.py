@@ -110,3 +110,10 @@ def test_what_a_killed_process_has_run_is_kept(
     assert coverage.report(40.0) == 0
     coverage.end()
     assert not (tmp_path / "start.pth").exists()
+    assert coverage.resume() == 1, "no lane has passed with these marks"
+    monkeypatch.setenv("COVERAGE_MARKS", str(tmp_path / "marks"))
+    coverage.passed("everyday")
+    assert coverage.resume() == 0 and (tmp_path / "start.pth").exists()
+    assert coverage.report(40.0) == 0, "the marks are kept"
+    (tmp_path / "src/holdfast/thing.py").write_text(f"{SOURCE}\n")
+    assert coverage.resume() == 1

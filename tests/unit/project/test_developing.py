@@ -15,6 +15,7 @@ EVERY_PAGE = [*PAGES, *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
 CHECKED = {"Add a policy loss", "Add an advantage", "Add a command", "Add an environment", "Add a metric", "Add a test"}
 
 
+@pytest.mark.docs
 def test_an_environment_is_a_file_and_a_line(tmp_path: Path) -> None:
     copy = Copy(tmp_path, "Add an environment")
     printed = copy.python(
@@ -31,6 +32,7 @@ def test_an_environment_is_a_file_and_a_line(tmp_path: Path) -> None:
     assert printed == "7 [1.0, 0.0]\n" and len(copy.added_lines()) == 1
 
 
+@pytest.mark.docs
 def test_a_policy_loss_is_a_file_and_a_line(tmp_path: Path) -> None:
     copy = Copy(tmp_path, "Add a policy loss")
     printed = copy.python(
@@ -51,6 +53,7 @@ def test_a_policy_loss_is_a_file_and_a_line(tmp_path: Path) -> None:
     assert printed == "4.5 [-0.5, -0.0, -0.0, -1.0] 2\n" and len(copy.added_lines()) == 1
 
 
+@pytest.mark.docs
 def test_an_advantage_is_a_file_and_a_line(tmp_path: Path) -> None:
     copy = Copy(tmp_path, "Add an advantage")
     printed = copy.python(
@@ -64,6 +67,7 @@ def test_an_advantage_is_a_file_and_a_line(tmp_path: Path) -> None:
     assert printed == "[-3.0, 0.0, 0.0, 3.0]\n" and len(copy.added_lines()) == 1
 
 
+@pytest.mark.docs
 def test_a_command_is_a_file_a_line_and_a_floor(tmp_path: Path) -> None:
     from holdfast.shared.files.run_dir import RunDir
 
@@ -73,6 +77,7 @@ def test_a_command_is_a_file_a_line_and_a_floor(tmp_path: Path) -> None:
     assert "runs" in copy.python("-m", "holdfast", "--help") and len(copy.added_lines()) == 2
 
 
+@pytest.mark.docs
 def test_a_metric_is_a_line_and_a_row(tmp_path: Path) -> None:
     copy = Copy(tmp_path, "Add a metric")
     (name,) = re.findall(r'^ +"([\w/]+)": ', copy.added_lines()[0])
@@ -81,12 +86,14 @@ def test_a_metric_is_a_line_and_a_row(tmp_path: Path) -> None:
     copy.python("-c", "import holdfast.orchestrator.batches.metrics")
 
 
+@pytest.mark.docs
 def test_a_test_is_a_file_in_the_package_of_its_module(tmp_path: Path) -> None:
     copy = Copy(tmp_path, "Add a test")
     (added,) = (block.option("add") for block in copy.additions)
     assert "1 passed" in copy.python("-m", "pytest", "-n", "0", "-q", str(added))
 
 
+@pytest.mark.docs
 def test_all_additions_together_keep_the_import_contracts(tmp_path: Path) -> None:
     copy = Copy(tmp_path, *sorted(CHECKED))
     copy.python("-c", "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports())")

@@ -69,6 +69,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(path), f"{page.name}: {link}"
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_commands_hold_in_the_order_of_their_page(page: Path, checkout: Checkout, run_command: RunCommand) -> None:
     """None is refused by what those before it have left; what is resumed or looked into was made before."""
@@ -83,6 +84,7 @@ def test_commands_hold_in_the_order_of_their_page(page: Path, checkout: Checkout
             checkout.dry_run(alone, run_command)
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("flag", ["--dashboard.port {}", "--prometheus --prometheus.port {}", "--dashboard.port={}"])
 def test_a_page_may_name_a_port_that_somebody_has_here(flag: str, checkout: Checkout, run_command: RunCommand) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -90,6 +92,7 @@ def test_a_page_may_name_a_port_that_somebody_has_here(flag: str, checkout: Chec
         checkout.dry_run(Command("a page", line, line.split()), run_command)
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("block", [b for b in EVERYWHERE if b.language == "toml"], ids=lambda block: block.where)
 def test_settings_can_be_used(block: Block, checkout: Checkout, run_command: RunCommand) -> None:
     checkout.save_files(block.page)

@@ -159,6 +159,7 @@ def test_the_gradient_of_a_faulty_loss(name: str, sign: int) -> None:
     assert int(counts["faulty_clipped"]) == 0
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("path", sorted(BENCHMARK.glob("recipes/*.toml")), ids=lambda path: path.stem)
 def test_recipes_can_be_used(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Callable[..., tuple[int, str, str]]
@@ -191,6 +192,7 @@ def test_variants_fit_over_the_recipe_and_change_it(variant: str) -> None:
     assert changed.orchestrator == plain.orchestrator and changed.trainer.optim == plain.trainer.optim
 
 
+@pytest.mark.docs
 def test_the_settings_of_dpo_can_be_used(tmp_path: Path, run_command: Callable[..., tuple[int, str, str]]) -> None:
     make_base(tmp_path / "base", ())
     row = {"prompt": "ba", "chosen": "ab", "rejected": "ba"}

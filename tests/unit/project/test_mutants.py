@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.mutants.choosing import ROOT, rounds_of
 from tests.mutants.mutations import mutations
 
@@ -42,11 +44,13 @@ def test_every_kind_of_change_is_made_once_and_texts_are_left_alone() -> None:
         assert one.source != SOURCE and one.source.count("\n") == SOURCE.count("\n")
 
 
+@pytest.mark.clock
 def test_all_of_src_can_be_changed() -> None:
     sources = sorted((ROOT / "src").rglob("*.py"))
     assert sum(len(mutations(path.read_text())) for path in sources[::8]) > 500
 
 
+@pytest.mark.clock
 def test_tests_that_import_a_module_come_first() -> None:
     first, *_, last = rounds_of("holdfast/commands/launcher/restarts.py")
     assert "tests/unit/commands/launcher/test_restarts.py" in first and all("unit" in test for test in first)

@@ -34,6 +34,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.docs
 def test_every_page_and_every_command_is_there(site: Path) -> None:
     """That each of them is in the navigation is what the strict build sees to."""
     pages = [page.relative_to(ROOT / "docs").with_suffix(".html") for page in (ROOT / "docs").rglob("*.md")]
@@ -41,11 +42,13 @@ def test_every_page_and_every_command_is_there(site: Path) -> None:
     assert not [page for page in [*pages, *commands, Path("index.html")] if not (site / page).is_file()]
 
 
+@pytest.mark.docs
 def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
     found = {url for page in site.rglob("*.html") for url in _FETCHED.findall(page.read_text())}
     assert not found
 
 
+@pytest.mark.docs
 def test_blocks_and_links_out_of_the_pages_arrive(site: Path) -> None:
     assert "class Addition" in re.sub("<[^>]+>", "", (site / "index.html").read_text())
     assert "```" not in (site / "environments.html").read_text()
@@ -81,6 +84,7 @@ def test_a_page_has_every_flag_of_its_command(command: str) -> None:
     assert len(flags) > 2  # more than those of the help
 
 
+@pytest.mark.docs
 def test_the_examples_of_the_commands_can_be_given_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Callable[..., tuple[int, str, str]]
 ) -> None:

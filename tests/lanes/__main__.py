@@ -1,0 +1,150 @@
+"""Run a lane of the tests.
+
+    python -m tests.lanes                 the everyday lane, on two processes
+    python -m tests.lanes nightly         everything else, on two workers
+    python -m tests.lanes touched         the nightly tests of the parts that differ from --base
+    python -m tests.lanes slowest 30      the slowest tests of the last runs
+
+Which test is in which lane, its marks say: see `tests.lanes.marks`. Each run writes `.durations.json`, and the next
+one starts with what takes longest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from queue import Empty, SimpleQueue
+
+from tests.coverage import __main__ as coverage
+from tests.lanes import parts
+from tests.lanes.durations import ROOT, recorded, slowest
+from tests.lanes.shares import Share, longest_first
+
+_PYTEST = (sys.executable, "-m", "pytest")
+_COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
+_NO_TESTS = 5
+
+
+class EverydayRun:
+    """The shares of the everyday lane, so many at a time. Their lines are printed as they come, with their names."""
+
+    def __init__(self, shares: list[Share], words: list[str], *, processes: int) -> None:
+        self._waiting: SimpleQueue[Share] = SimpleQueue()
+        for share in shares:
+            self._waiting.put(share)
+        self._words = words
+        self._lock = threading.Lock()
+        self._running: list[subprocess.Popen[str]] = []
+        self.codes: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
+        self._threads = [threading.Thread(target=self._work) for _ in range(processes)]
+
+    def wait(self) -> None:
+        """Run all of them."""
+        for thread in self._threads:
+            thread.start()
+        try:
+            for thread in self._threads:
+                thread.join()
+        except KeyboardInterrupt:  # the terminal has told the processes as well
+            with self._lock:
+                while not self._waiting.empty():
+                    self._waiting.get()
+                for process in self._running:
+                    process.send_signal(signal.SIGINT)
+            for thread in self._threads:
+                thread.join()
+            raise
+
+    def _work(self) -> None:
+        while True:
+            try:
+                share = self._waiting.get(block=False)
+            except Empty:
+                return
+            self._run(share)
+
+    def _run(self, share: Share) -> None:
+        begin, last = time.monotonic(), ""
+        command = [*_PYTEST, "--lane", "everyday", "-p", "no:xdist", *self._words, *share.options()]
+        with subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
+            with self._lock:
+                self._running.append(process)
+            assert process.stdout is not None
+            for line in process.stdout:
+                last = line.strip() or last
+                print(f"{share.name:12} | {line}", end="", flush=True)
+        with self._lock:
+            self._running.remove(process)
+            self.codes[share.name] = process.returncode
+            self.counts.update({word: int(number) for number, word in _COUNT.findall(last)})
+        print(f"{share.name:12} | exit code {process.returncode} after {time.monotonic() - begin:.0f} s", flush=True)
+
+
+def everyday(words: list[str], processes: int) -> int:
+    """Run the everyday lane; return 0 if every share has passed."""
+    begin = time.monotonic()
+    run = EverydayRun(longest_first(recorded()), words, processes=processes)
+    run.wait()
+    failed = sorted(name for name, code in run.codes.items() if code)
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    print(f"the everyday lane took {time.monotonic() - begin:.0f} s")
+    counts = run.counts
+    print(f"{counts['passed']} passed, {counts['failed'] + counts['error']} failed, {counts['skipped']} skipped")
+    if failed:
+        return 1
+    if not words:
+        coverage.passed("everyday")
+    return 0
+
+
+def workers(lane: str, words: list[str], processes: int) -> int:
+    """Run tests of a lane on workers that take file after file; return pytest's exit code."""
+    return subprocess.call([*_PYTEST, "--lane", lane, "-n", str(processes), "--dist", "loadfile", *words], cwd=ROOT)
+
+
+def touched(base: str, words: list[str], processes: int) -> int:
+    """Run the nightly tests of the parts that differ from `base`; return pytest's exit code, 0 if there are none."""
+    tests = parts.tests_of(parts.changed_files(base))
+    print(f"parts that differ from {base}: nightly tests {' '.join(tests) or 'none'}")
+    return workers("nightly", [*words, *tests], processes) if tests else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run what is asked for; return an exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.lanes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("lane", nargs="?", default="everyday", choices=("everyday", "nightly", "touched", "slowest"))
+    parser.add_argument("--processes", type=int, default=2, help="at a time (2)")
+    parser.add_argument("--base", default="HEAD~1", help="what `touched` compares with (HEAD~1)")
+    arguments, words = parser.parse_known_args(argv)
+    if arguments.lane == "slowest":
+        print("\n".join(slowest(recorded(), int(words[0]) if words else 20)))
+        return 0
+    if arguments.lane == "everyday":
+        return everyday(words, arguments.processes)
+    if arguments.lane == "touched":
+        return touched(arguments.base, words, arguments.processes)
+    return workers("nightly", words, arguments.processes)
+
+
+def _stop(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,28 @@
+"""Which lane a test belongs to, by the marks that name what it needs.
+
+everyday   units, and a handful of real commands: README's test command
+nightly    what needs an engine, commands, ranks, pages, TRL or seconds of real time
+slurm, gpu lanes of their own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, get_args
+
+Lane = Literal["everyday", "nightly", "slurm", "gpu"]
+LANES: tuple[Lane, ...] = get_args(Lane)
+RESOURCES = frozenset({"engine", "launch", "ranks", "docs", "clock", "trl"})
+"""A test with one of these marks runs at night."""
+EVERYDAY = "everyday"
+"""The mark of a test that needs a resource and runs every day all the same."""
+
+
+def lane_of(marks: Iterable[str]) -> Lane:
+    """Return the lane of a test with these marks; names of other marks do not matter."""
+    names = set(marks)
+    if "gpu" in names:
+        return "gpu"
+    if "slurm" in names:
+        return "slurm"
+    return "nightly" if names & RESOURCES and EVERYDAY not in names else "everyday"

@@ -1,0 +1,47 @@
+"""Parts of the product whose nightly tests run with every change of them."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable
+
+from tests.lanes.durations import ROOT
+
+PARTS = {
+    "src/holdfast/trainer/checkpoints": (
+        "tests/faults/test_kill_during_save.py",
+        "tests/faults/test_damage.py",
+        "tests/faults/test_storage.py",
+        "tests/faults/test_power_cut.py",
+    ),
+    "src/holdfast/commands/launcher": (
+        "tests/unit/commands/launcher",
+        "tests/faults/test_kill_during_start.py",
+        "tests/integration/test_rl_heals.py",
+    ),
+    "src/holdfast/shared/files": (
+        "tests/faults/test_kill_orchestrator.py",
+        "tests/faults/test_power_cut.py",
+        "tests/faults/test_damage.py",
+    ),
+}
+"""The directory of a part, and its fault tests: the commit protocol, the launcher, the journal."""
+
+
+def changed_files(base: str) -> list[str]:
+    """Return the files that differ from a commit, those that are not committed included.
+
+    Raises:
+        SystemExit: git knows no such commit.
+    """
+    command = ["git", "diff", "--name-only", base, "--"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"error: `{' '.join(command)}` failed: {done.stderr.strip()}")
+    return done.stdout.splitlines()
+
+
+def tests_of(files: Iterable[str]) -> list[str]:
+    """Return the fault tests of all parts that have one of these files."""
+    touched = [part for part in PARTS if any(file.startswith(f"{part}/") for file in files)]
+    return list(dict.fromkeys(test for part in touched for test in PARTS[part]))

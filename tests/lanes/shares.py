@@ -1,0 +1,61 @@
+"""The everyday lane as plain pytest processes, two at a time: each collects and imports only what its share needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.lanes.durations import ROOT, seconds_of_files
+
+
+@dataclass(frozen=True)
+class Share:
+    """Some directories of tests.
+
+    Attributes:
+        light: torch, transformers and vLLM must not be imported in its process.
+        usual_s: about how long it takes on an idle core, until a run has been recorded.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    usual_s: float
+    light: bool = False
+
+    def options(self) -> list[str]:
+        """Return what pytest is given: the paths, or everything that is in no other share."""
+        words = ["--light"] if self.light else []
+        if self.paths:
+            return [*words, *self.paths]
+        others = [path for share in SHARES for path in share.paths]
+        return [*words, "tests", *(f"--ignore={path}" for path in others)]
+
+    def holds(self, file: str) -> bool:
+        """Whether a file of tests is in this share; a share without paths has every file that no other holds."""
+        if self.paths:
+            return any(file == path or file.startswith(f"{path}/") for path in self.paths)
+        return not any(share.holds(file) for share in SHARES if share.paths)
+
+    def seconds(self, recorded: Mapping[str, float]) -> float:
+        """Return how long it took, or is said to take."""
+        return sum(took for file, took in seconds_of_files(recorded).items() if self.holds(file)) or self.usual_s
+
+
+SHARES = (
+    Share("trainer", ("tests/unit/trainer",), 150),
+    Share("orchestrator", ("tests/unit/orchestrator", "tests/unit/inference"), 150, light=True),
+    Share("commands", ("tests/unit/commands",), 120, light=True),
+    Share("runs", (), 90),
+    Share("shared", ("tests/unit/shared",), 60, light=True),
+)
+
+
+def longest_first(recorded: Mapping[str, float]) -> list[Share]:
+    """Return the shares in the order in which they are started."""
+    return sorted(SHARES, key=lambda share: share.seconds(recorded), reverse=True)
+
+
+def missing() -> list[str]:
+    """Return the paths of shares that are not there."""
+    return [path for share in SHARES for path in share.paths if not Path(ROOT, path).exists()]

@@ -1,0 +1,42 @@
+"""A process of tests that may not import some packages: an import of one of them fails, and names who asked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+HEAVY = ("torch", "transformers", "vllm")
+
+
+class _Refusal:
+    """Finds nothing, and raises for the packages that it refuses."""
+
+    def __init__(self, packages: Iterable[str]) -> None:
+        self._packages = frozenset(packages)
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Leave all other packages to the finders behind this one."""
+        if name.partition(".")[0] in self._packages and not _only_asks():
+            raise AssertionError(
+                f"a test of the light units imports {name}: move the test to tests/unit/trainer, or the import away"
+            )
+        return None
+
+
+def _only_asks() -> bool:
+    """Whether `importlib.util.find_spec` asks, which imports nothing."""
+    frame = sys._getframe(2)
+    for _ in range(6):
+        if frame is None:
+            return False
+        if frame.f_code.co_name == "find_spec" and frame.f_globals.get("__name__") == "importlib.util":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def refuse(packages: Iterable[str] = HEAVY) -> None:
+    """Refuse packages from here on, and all that is in them."""
+    sys.meta_path.insert(0, _Refusal(packages))  # type: ignore[arg-type] - a finder needs no base class

@@ -1,0 +1,182 @@
+"""Which test runs when, and what a run of a lane refuses."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.lanes import durations, parts
+from tests.lanes.marks import RESOURCES, lane_of
+from tests.lanes.shares import SHARES, longest_first
+from tests.pages import guarantees, promises
+
+
+def pytest_run(tmp_path: Path, source: str, *words: str) -> tuple[int, str]:
+    """Run pytest on a file of tests with the hooks of this repository; return its exit code and what it printed."""
+    (tmp_path / "test_sample.py").write_text(source)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "tests.conftest", "-c"]
+    configuration = tmp_path / "pytest.ini"
+    marks = "\n".join(f"    {mark}: x" for mark in sorted({*RESOURCES, "everyday", "gpu", "slurm"}))
+    configuration.write_text(f"[pytest]\naddopts = --strict-markers\nmarkers =\n{marks}\n")
+    done = subprocess.run([*command, configuration, *words, tmp_path], cwd=ROOT, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("marks", "lane"),
+    [
+        ((), "everyday"), (("parametrize", "timeout"), "everyday"), (("engine",), "nightly"),
+        (("launch", "everyday"), "everyday"), (("gpu", "launch"), "gpu"), (("slurm", "everyday"), "slurm"),
+    ],
+)  # fmt: skip
+def test_a_resource_makes_a_test_nightly(marks: tuple[str, ...], lane: str) -> None:
+    assert lane_of(marks) == lane
+
+
+def test_every_resource_is_a_mark_with_a_meaning() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    declared = re.findall(r'^    "(\w+): ', text[text.index("\nmarkers = [") :].partition("]")[0], re.MULTILINE)
+    assert set(declared) == RESOURCES | {"everyday", "gpu", "slurm"}
+
+
+@pytest.mark.parametrize(
+    ("words", "ran"),
+    [("-k test_b", "b"), ("--lane everyday", "ad"), ("--lane nightly", "bc"), ("--lane all", "abcd")],
+)
+def test_a_lane_runs_its_tests_and_paths_run_whatever_they_hold(words: str, ran: str, tmp_path: Path) -> None:
+    source = (
+        "import pytest\n"
+        "def test_a(): pass\n"
+        "@pytest.mark.docs\ndef test_b(): pass\n"
+        "@pytest.mark.parametrize('x', [pytest.param(1, marks=pytest.mark.ranks)])\ndef test_c(x): pass\n"
+        "@pytest.mark.launch\n@pytest.mark.everyday\ndef test_d(): pass\n"
+    )
+    code, printed = pytest_run(tmp_path, source, "-v", *words.split())
+    assert code == 0, printed
+    assert re.findall(r"::test_(\w)\S* PASSED", printed) == list(ran), printed
+
+
+def test_the_check_of_a_change_runs_the_command_of_the_readme() -> None:
+    (command,) = re.findall(r"^## Tests\n\n```console\n(.*)\n```", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert command in (ROOT / ".ci" / "run").read_text()
+    workflows = [(ROOT / ".github" / "workflows" / name).read_text() for name in ("check.yml", "nightly.yml")]
+    assert all("run: .ci/run\n" in text for text in workflows) and "run: .ci/nightly\n" in workflows[1]
+
+
+def test_light_units_may_ask_for_torch_and_not_import_it(tmp_path: Path) -> None:
+    source = (
+        "import importlib.util\n"
+        "def test_asks(): assert importlib.util.find_spec('torch') is not None\n"
+        "def test_imports(): import torch.nn\n"
+    )
+    code, printed = pytest_run(tmp_path, source, "--light")
+    assert code == 1 and "1 failed, 1 passed" in printed, printed
+    assert "a test of the light units imports torch: move the test" in printed
+
+
+def test_every_file_of_tests_is_in_one_share() -> None:
+    files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").rglob("test_*.py"))]
+    assert len(files) > 100
+    assert not [file for file in files if sum(share.holds(file) for share in SHARES) != 1]
+    assert not [path for share in SHARES for path in share.paths if not (ROOT / path).is_dir()]
+
+
+def test_the_longest_share_begins() -> None:
+    first = longest_first({})[0]
+    assert first.usual_s == max(share.usual_s for share in SHARES)
+    recorded = {"tests/unit/shared/test_x.py::test_y": 5e3, "tests/faults/test_z.py::test_y": 4e3}
+    assert [share.name for share in longest_first(recorded)][:2] == ["shared", "runs"]
+
+
+def test_durations_are_kept_for_the_next_run(tmp_path: Path) -> None:
+    path = tmp_path / "durations.json"
+    assert durations.recorded(path) == {}
+    durations.record({"a.py::x": 1.0, "a.py::y": 2.0}, path)
+    durations.record({"a.py::y": 4.0, "b.py::z": 0.5}, path)
+    assert durations.recorded(path) == {"a.py::x": 1.0, "a.py::y": 4.0, "b.py::z": 0.5}
+    assert durations.seconds_of_files(durations.recorded(path)) == {"a.py": 5.0, "b.py": 0.5}
+    assert durations.slowest(durations.recorded(path), 1) == ["    4.00 s  a.py::y"]
+
+
+@pytest.mark.parametrize(
+    ("marks", "took", "stalled", "everyday", "fails"),
+    [
+        ((), 10.5, 0.0, True, True), ((), 10.5, 0.6, True, False), (("launch", "everyday"), 60.0, 5.0, True, True),
+        (("launch",), 60.0, 0.0, True, False), ((), 60.0, 0.0, False, False), ((), 9.5, 0.0, True, False),
+    ],
+)  # fmt: skip
+def test_an_everyday_test_has_ten_seconds_of_a_free_core(
+    marks: tuple[str, ...], took: float, stalled: float, everyday: bool, fails: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    clock = iter([7.0, 7.0 + stalled])
+    monkeypatch.setattr(durations, "stalled_s", lambda: next(clock))
+    plugin = durations.Durations(everyday=everyday, path=tmp_path / "durations.json")
+    plugin.pytest_runtest_logstart("t.py::x")
+    for when, seconds in (("setup", took / 2), ("call", took / 2), ("teardown", 0.0)):
+        keywords = dict.fromkeys(marks, 1)
+        report = pytest.TestReport("t.py::x", ("t.py", 1, "x"), keywords, "passed", None, when, duration=seconds)  # type: ignore[arg-type]
+        plugin.pytest_runtest_logreport(report)
+
+    class Session:
+        exitstatus = pytest.ExitCode.OK
+
+    plugin.pytest_sessionfinish(Session)  # type: ignore[arg-type]
+    assert (Session.exitstatus == pytest.ExitCode.TESTS_FAILED) == fails
+    assert durations.recorded(tmp_path / "durations.json") == {"t.py::x": took}
+
+
+def test_a_test_that_takes_too_long_fails_its_lane_with_a_way_out(tmp_path: Path) -> None:
+    source = "from tests.lanes import durations\ndurations.BOUND_S = -1e9\ndef test_x(): pass\n"
+    code, printed = pytest_run(tmp_path, source, "--lane", "everyday")
+    assert code == 1 and "1 passed" in printed, printed
+    assert "test_sample.py::test_x took" in printed and "for the nightly lane" in printed, printed
+
+
+def test_stalls_are_what_the_kernel_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpu").write_text(
+        "some avg10=13.35 avg60=23.26 avg300=43.50 total=373752060\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=0\n"
+    )
+    monkeypatch.setattr(durations, "_STALLS", tmp_path / "cpu")
+    assert durations.stalled_s() == 373.75206
+    monkeypatch.setattr(durations, "_STALLS", tmp_path / "none")
+    assert durations.stalled_s() == 0.0
+
+
+def test_a_change_of_a_part_runs_its_faults() -> None:
+    for part, tests in parts.PARTS.items():
+        assert (ROOT / part).is_dir() and all((ROOT / test).exists() for test in tests)
+    writer, launcher = "src/holdfast/trainer/checkpoints/writer.py", "src/holdfast/commands/launcher/watch.py"
+    assert parts.tests_of(["README.md", "src/holdfast/trainer/launch.py"]) == []
+    assert parts.tests_of([writer]) == list(parts.PARTS["src/holdfast/trainer/checkpoints"])
+    both = parts.tests_of([writer, launcher, "src/holdfast/shared/files/journal.py"])
+    assert len(both) == len(set(both)) and set(both) == {test for tests in parts.PARTS.values() for test in tests}
+
+
+def test_changes_that_are_not_committed_count() -> None:
+    assert isinstance(parts.changed_files("HEAD"), list)
+    with pytest.raises(SystemExit, match="no-such-commit"):
+        parts.changed_files("no-such-commit")
+
+
+def test_promises_have_the_lanes_of_their_tests_and_none_is_noticed() -> None:
+    page = "# A\n\nIt lives.[^a] It dies. It was not tried.\n\n## Tests\n\n[^a]: `test_x.py::test_a`, `test_y.py`\n"
+    rows = promises.table(page, {"test_x.py::test_a": {"nightly", "everyday"}})
+    assert rows == [
+        promises.Row("It lives.", "test_x.py::test_a", ("everyday", "nightly")),
+        promises.Row("It lives.", "test_y.py", ()),
+        promises.Row("It dies.", "", ()),
+    ]
+
+
+@pytest.mark.docs
+def test_every_promise_of_the_guarantees_has_a_test_in_a_lane() -> None:
+    done = subprocess.run([sys.executable, "-m", "tests.pages.promises"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    rows = promises.table(guarantees.PAGE.read_text(), {})
+    assert done.stdout.count("\n| ") >= len(rows)
