@@ -52,7 +52,7 @@ class EverydayRun:
         try:
             for thread in self._threads:
                 thread.join()
-        except KeyboardInterrupt:  # the terminal has told the processes as well
+        except KeyboardInterrupt:
             with self._lock:
                 while not self._waiting.empty():
                     self._waiting.get()
@@ -73,9 +73,11 @@ class EverydayRun:
     def _run(self, share: Share) -> None:
         begin, last = time.monotonic(), ""
         command = [*_PYTEST, "--lane", "everyday", "-p", "no:xdist", *self._words, *share.options()]
+        # In a group of its own: Ctrl-C reaches it once, through `wait`.
         with subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        ) as process:
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            process_group=0,
+        ) as process:  # fmt: skip
             with self._lock:
                 self._running.append(process)
             assert process.stdout is not None
