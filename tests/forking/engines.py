@@ -21,7 +21,8 @@ from pathlib import Path
 
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.process.child import heavy_imports
-from tests.forking.popen import run_module
+from tests.forking.commands import shared_commands
+from tests.forking.popen import STUB_ENGINE, run_module
 from tests.forking.server import Fork, ForkServer
 from tests.runs.processes import HANG_S
 
@@ -121,12 +122,7 @@ class Engines:
         is for, as `rl` starts it. `sabotage` is Python source that runs in the server before anything else, for
         faults that cannot be provoked from outside.
         """
-        import tomli_w
-
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        toml_path = log_path.with_suffix(".toml")
-        toml_path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
-        arguments = [str(toml_path), *([] if owner is None else [str(owner)])]
+        arguments = _write_arguments(config, log_path, owner)
         fork = self._server.fork(
             "tests.forking.engines:be_server",
             log_path,
@@ -139,6 +135,21 @@ class Engines:
     def close(self) -> None:
         """End all of them."""
         self._server.close()
+
+
+def start_stub(config: InferenceConfig, log_path: Path, *, owner: Path | None = None) -> ServerHandle:
+    """Start the server that samples with numpy; see `Engines.start`."""
+    fork = shared_commands().module(log_path, STUB_ENGINE, *_write_arguments(config, log_path, owner))
+    return ServerHandle(f"http://127.0.0.1:{config.server.port}", fork)
+
+
+def _write_arguments(config: InferenceConfig, log_path: Path, owner: Path | None) -> list[str]:
+    import tomli_w
+
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    toml_path = log_path.with_suffix(".toml")
+    toml_path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
+    return [str(toml_path), *([] if owner is None else [str(owner)])]
 
 
 @functools.cache

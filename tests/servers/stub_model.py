@@ -161,7 +161,9 @@ def _attend(q_RAD: Floats, keys_RKTD: Floats, values_RKTD: Floats, past_RT: NDAr
 
 def _multiply(x_RI: Floats, weight_OI: Floats, block: int) -> Floats:
     blocks_BIR = x_RI.reshape(-1, block, x_RI.shape[1]).swapaxes(1, 2)
-    return np.matmul(weight_OI, blocks_BIR).swapaxes(1, 2).reshape(len(x_RI), len(weight_OI))
+    found_BRO = np.matmul(weight_OI, blocks_BIR).swapaxes(1, 2)
+    # Numpy sums up a row whose numbers lie apart in another order.
+    return np.ascontiguousarray(found_BRO.reshape(len(x_RI), len(weight_OI)))
 
 
 @functools.cache
