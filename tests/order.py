@@ -22,7 +22,7 @@ _WITH_ENGINES = [
     "test_rl_errors", "test_rl_ranks", "test_rl_stuck", "test_lora_exact", "test_rl_quick_start",
     "test_reference_losses", "test_names", "test_rl_reward_model", "test_algorithms_benchmark",
     "test_evaluate", "test_inference_weights", "test_inference_process", "test_inference_owner",
-    "test_inference_generate",
+    "test_engine_contract",
 ]  # fmt: skip
 _WITH_TRAINERS = [
     "test_kill_rl_trainer", "test_kill_orchestrator", "test_kill_during_start", "test_kill_during_save",

@@ -12,12 +12,19 @@ import httpx
 import pytest
 
 from holdfast.shared.config import InferenceConfig
-from tests.forking.engines import ServerHandle, shared_engines, start_stub
+from tests.forking.engines import ServerHandle, start_server
+from tests.forking.popen import Engine
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 from tests.runs.rl import MODEL, SMALL_BATCH, CompletedRun, succeeded
 
 REFERENCE_STEPS = 20
+
+
+@pytest.fixture(scope="module", params=["stub", pytest.param("vllm", marks=pytest.mark.engine)])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    """Both kinds of servers, one after the other: what holds for one holds for the other."""
+    return request.param
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ class UsedServer:
 @pytest.fixture(scope="session")
 def rl_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UsedServer]:
     """The server that most runs use, one after the other: the stub engine."""
-    handle = start_stub(_config(), tmp_path_factory.mktemp("rl_server") / "inference.log")
+    handle = start_server("stub", _config(), tmp_path_factory.mktemp("rl_server") / "inference.log")
     handle.wait_ready()
     yield UsedServer(handle)
     handle.terminate()
@@ -60,7 +67,7 @@ def rl_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UsedServer]:
 @pytest.fixture(scope="session")
 def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UsedServer]:
     """The same with vLLM."""
-    handle = shared_engines().start(_config(), tmp_path_factory.mktemp("vllm_server") / "inference.log")
+    handle = start_server("vllm", _config(), tmp_path_factory.mktemp("vllm_server") / "inference.log")
     handle.wait_ready()
     yield UsedServer(handle)
     handle.terminate()
