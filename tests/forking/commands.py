@@ -21,7 +21,7 @@ from typing import Any, Literal, Self
 
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.child import heavy_imports
-from tests.forking.popen import fork_children, run_module
+from tests.forking.popen import STUB_ENGINE, Engine, begin, fork_children, run_module
 from tests.forking.server import Fork, ForkServer
 from tests.runs.processes import HANG_S
 from tests.runs.training import sft_command
@@ -44,6 +44,7 @@ _IMPORTED = (
     "holdfast.trainer.programs.sft",
     "transformers.models.qwen3.modeling_qwen3",
     "holdfast.commands.launcher.launch",
+    STUB_ENGINE,
 )
 
 
@@ -134,6 +135,7 @@ class Commands:
         fault: str = "",
         trainer_fault: str = "",
         until: Until = "trained",
+        engine: Engine = "stub",
     ) -> Run:
         """Start a command; return when its process is there.
 
@@ -145,9 +147,10 @@ class Commands:
             fault: Python source that runs in the command first.
             trainer_fault: the same in its trainer, before the ranks are forked.
             until: stop when the run directory is prepared, or go on and train.
+            engine: what the inference servers of `rl` sample with; vLLM is started as a user starts it.
         """
         log = log or output.with_name(f"{output.name}.out")
-        words = {"fault": fault, "trainer_fault": trainer_fault, "until": until}
+        words = {"fault": fault, "trainer_fault": trainer_fault, "until": until, "engine": engine}
         called = "tests.forking.commands:be_command"
         fork = self._server.fork(called, log, environment=environment, program=program, argv=argv, **words)
         return Run(output, fork)
@@ -193,13 +196,14 @@ def prepare() -> None:
             mapping.get_checkpoint_conversion_mapping("qwen3")  # kept in a cache
 
 
-def be_command(program: str, argv: list[str], fault: str, trainer_fault: str, until: Until) -> None:
+def be_command(program: str, argv: list[str], fault: str, trainer_fault: str, until: Until, engine: Engine) -> None:
     """In a child: be the console script `program`."""
     import holdfast.commands.launcher.launch
     from holdfast.commands import cli
 
+    begin()
     exec(fault, {})
-    fork_children(trainer_fault)
+    fork_children(trainer_fault, engine=engine)
     if until == "prepared":
         holdfast.commands.launcher.launch.watch = lambda *_, **__: 0  # it is prepared, and no more
     sys.argv = [program, *argv]

@@ -1,10 +1,10 @@
-"""Real inference servers for tests, started in a second or two instead of a quarter of a minute.
+"""Inference servers for tests, processes of their own: tests can kill them, and see the exit codes that they give.
 
-They are forked from a process that has imported vLLM, and run `holdfast.inference.main` as processes of their own:
-tests can kill them, and see the exit codes that they really give.
-
-    server = shared_engines().start(InferenceConfig(...), tmp_path / "inference.log")
+    server = start_server("vllm", InferenceConfig(...), tmp_path / "inference.log")
     server.wait_ready()
+
+Those with vLLM are forked from a process that has imported it, and run `holdfast.inference.main` a second or two later
+instead of a quarter of a minute. The stub engine needs no fork for that.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ import functools
 import importlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from holdfast.shared.config import InferenceConfig
-from holdfast.shared.process.child import heavy_imports
-from tests.forking.popen import run_module
-from tests.forking.server import Fork, ForkServer
+from holdfast.shared.process.child import LAUNCHER_ENV, heavy_imports
+from tests.forking.popen import STUB_ENGINE, Engine, run_module
+from tests.forking.server import ROOT, Fork, ForkServer
 from tests.runs.processes import HANG_S
 
 READY_TIMEOUT_S = HANG_S
@@ -40,14 +42,48 @@ _IMPORTED = (
 )
 
 
+class _Stub:
+    """A stub engine, which Python runs; the rest is as with a `Fork`."""
+
+    def __init__(self, arguments: list[str], log_path: Path, env: Mapping[str, str]) -> None:
+        self.log_path = log_path
+        # It ends with this process, as if this were its launcher.
+        environment = {**os.environ, LAUNCHER_ENV: str(os.getpid()), **env}
+        with open(log_path, "wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", STUB_ENGINE, *arguments],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def wait(self, timeout_s: float) -> int:
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"process {self.pid} still ran after {timeout_s} s:\n{self.log}") from None
+
+
 class ServerHandle:
     """One server: a process that a test may ask, stop and kill."""
 
-    def __init__(self, url: str, fork: Fork) -> None:
+    def __init__(self, url: str, process: Fork | _Stub) -> None:
         self.url = url
-        self.pid = fork.pid
-        self.log_path = fork.log_path
-        self._fork = fork
+        self.pid = process.pid
+        self.log_path = process.log_path
+        self._process = process
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
         """Return when `/health` says 200.
@@ -77,11 +113,11 @@ class ServerHandle:
         Raises:
             TimeoutError: it still runs after `timeout_s`.
         """
-        return self._fork.wait(timeout_s)
+        return self._process.wait(timeout_s)
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the server has ended."""
-        if not self._fork.has_ended:
+        if not self._process.has_ended:
             with suppress(ProcessLookupError):  # it has ended, and nobody has heard of it yet
                 os.kill(self.pid, number)
 
@@ -97,7 +133,7 @@ class ServerHandle:
 
     def log(self) -> str:
         """What the server wrote so far."""
-        return self._fork.log
+        return self._process.log
 
 
 class Engines:
@@ -121,12 +157,7 @@ class Engines:
         is for, as `rl` starts it. `sabotage` is Python source that runs in the server before anything else, for
         faults that cannot be provoked from outside.
         """
-        import tomli_w
-
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        toml_path = log_path.with_suffix(".toml")
-        toml_path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
-        arguments = [str(toml_path), *([] if owner is None else [str(owner)])]
+        arguments = _write_arguments(config, log_path, owner)
         fork = self._server.fork(
             "tests.forking.engines:be_server",
             log_path,
@@ -139,6 +170,30 @@ class Engines:
     def close(self) -> None:
         """End all of them."""
         self._server.close()
+
+
+def start_server(
+    engine: Engine,
+    config: InferenceConfig,
+    log_path: Path,
+    *,
+    env: Mapping[str, str] | None = None,
+    owner: Path | None = None,
+) -> ServerHandle:
+    """Start a server of either kind; see `Engines.start`."""
+    if engine == "vllm":
+        return shared_engines().start(config, log_path, env=env, owner=owner)
+    process = _Stub(_write_arguments(config, log_path, owner), log_path, env or {})
+    return ServerHandle(f"http://127.0.0.1:{config.server.port}", process)
+
+
+def _write_arguments(config: InferenceConfig, log_path: Path, owner: Path | None) -> list[str]:
+    import tomli_w
+
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    toml_path = log_path.with_suffix(".toml")
+    toml_path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
+    return [str(toml_path), *([] if owner is None else [str(owner)])]
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """What the launcher starts, less the start of Python: forked from the launcher, which has imported torch already.
 
-Launcher, trainer and ranks are processes of their own as ever, with the same parents, sessions, environments and
-logs; the imports alone are not made again.
+Launcher, trainer, ranks and the stub engine are processes of their own as ever, with the same parents, sessions,
+environments and logs; the imports alone are not made again.
 """
 
 from __future__ import annotations
@@ -18,30 +18,44 @@ from collections.abc import Mapping
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, Literal, NoReturn
 
 from holdfast.shared.process.import_path import module_command
+from holdfast.shared.process.run_module import pythonpath
 from tests.runs.processes import end_with
 
 _TRAINER = "holdfast.trainer.launch"
+_ENGINE = "holdfast.inference.main"
 _FORKED = (_TRAINER, "holdfast.orchestrator.main")
+STUB_ENGINE = "tests.servers.stub_engine"
+
+Engine = Literal["stub", "vllm"]
 
 
-def fork_children(trainer_fault: str) -> None:
-    """Make the launcher in this process fork trainer and orchestrator; an engine is started as ever.
+def fork_children(trainer_fault: str, *, engine: Engine) -> None:
+    """Make the launcher in this process fork trainer, orchestrator and a stub engine; vLLM is started as ever.
 
     Args:
         trainer_fault: Python source that runs in a trainer before anything else.
+        engine: what an inference server of the run samples with.
     """
     import holdfast.commands.launcher.hosts.local
 
+    forked = (*_FORKED, _ENGINE) if engine == "stub" else _FORKED
+
     def start(argv: list[str], **options: Any) -> ForkedModule | subprocess.Popen[bytes]:
-        if argv[3] not in _FORKED:
+        if argv[3] not in forked:
             return subprocess.Popen(argv, **options)
         return ForkedModule(argv, **options, fault=trainer_fault if argv[3] == _TRAINER else "")
 
     kept = {name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")}
     holdfast.commands.launcher.hosts.local.subprocess = SimpleNamespace(Popen=start, **kept)  # type: ignore[assignment]
+
+
+def begin() -> None:
+    """Do what a new Python does by its environment: take in the paths of a user, and a fault of `at_start`."""
+    sys.path += [entry for entry in pythonpath() if entry not in sys.path]
+    exec(os.environ.get("FAULT_AT_START", ""), {})
 
 
 def run_module(argv: list[str]) -> None:
@@ -129,8 +143,9 @@ def _be_module(argv: list[str], output: int, env: Mapping[str, str], fault: str)
         os.environ.update(env)
         logging.getLogger().handlers.clear()
         _take_name(argv)
+        begin()
         exec(fault, {})
-        run_module(argv)
+        run_module([STUB_ENGINE, *argv[1:]] if argv[0] == _ENGINE else argv)
         return 0
 
     end_with(run)

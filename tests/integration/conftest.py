@@ -1,4 +1,4 @@
-"""What the tests of `rl` share: one inference server, and the run that nothing disturbs."""
+"""What the tests of `rl` share: an inference server of each kind, and the run that nothing disturbs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ import httpx
 import pytest
 
 from holdfast.shared.config import InferenceConfig
-from tests.forking.engines import ServerHandle, shared_engines
+from tests.forking.engines import ServerHandle, start_server
+from tests.forking.popen import Engine
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 from tests.runs.rl import MODEL, SMALL_BATCH, CompletedRun, succeeded
 
 REFERENCE_STEPS = 20
+
+
+@pytest.fixture(scope="module", params=["stub", pytest.param("vllm", marks=pytest.mark.engine)])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    """Both kinds of servers, one after the other: what holds for one holds for the other."""
+    return request.param
 
 
 @dataclass(frozen=True)
@@ -50,8 +57,24 @@ class UsedServer:
 
 @pytest.fixture(scope="session")
 def rl_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UsedServer]:
-    """The server that most runs use, one after the other."""
-    config = InferenceConfig.model_validate(
+    """The server that most runs use, one after the other: the stub engine."""
+    handle = start_server("stub", _config(), tmp_path_factory.mktemp("rl_server") / "inference.log")
+    handle.wait_ready()
+    yield UsedServer(handle)
+    handle.terminate()
+
+
+@pytest.fixture(scope="session")
+def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UsedServer]:
+    """The same with vLLM."""
+    handle = start_server("vllm", _config(), tmp_path_factory.mktemp("vllm_server") / "inference.log")
+    handle.wait_ready()
+    yield UsedServer(handle)
+    handle.terminate()
+
+
+def _config() -> InferenceConfig:
+    return InferenceConfig.model_validate(
         {
             "model": {"name": str(MODEL), "max_len": 64},
             # Runs that a test has killed own it no more when the next one comes.
@@ -59,10 +82,6 @@ def rl_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UsedServer]:
             "engine": {"threads": 1},
         }
     )
-    handle = shared_engines().start(config, tmp_path_factory.mktemp("rl_server") / "inference.log")
-    handle.wait_ready()
-    yield UsedServer(handle)
-    handle.terminate()
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A real server and the runs that want it: what it serves only to whom, and whose it is."""
+"""A server, with either engine, and the runs that want it: what it serves only to whom, and whose it is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.files.weights_digest import weights_digest
-from tests.forking.engines import ServerHandle, shared_engines
+from tests.forking.engines import ServerHandle, start_server
+from tests.forking.popen import Engine
 from tests.models.served import write_model
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
@@ -32,18 +33,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def start(models: Path, directory: Path, *, port: int, owner: Path | None = None) -> ServerHandle:
+def start(engine: Engine, models: Path, directory: Path, *, owner: Path | None = None) -> ServerHandle:
     config = InferenceConfig.model_validate(
-        {"model": {"name": str(models / "a"), "max_len": 64}, "server": {"port": port, "lease_s": LEASE_S}}
+        {"model": {"name": str(models / "a"), "max_len": 64}, "server": {"port": free_port(), "lease_s": LEASE_S}}
     )
-    server = shared_engines().start(config, directory / "inference.log", owner=owner)
+    server = start_server(engine, config, directory / "inference.log", owner=owner)
     server.wait_ready()
     return server
 
 
 @pytest.fixture(scope="module")
-def http(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    server = start(models, tmp_path_factory.mktemp("server"), port=free_port())
+def http(engine: Engine, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    server = start(engine, models, tmp_path_factory.mktemp("server"))
     with httpx.Client(base_url=server.url, timeout=HANG_S) as client:
         yield client
     assert server.terminate() == 0
@@ -108,6 +109,7 @@ def test_the_weights_of_others_are_refused_until_the_owner_gives_the_server_back
     del http.headers["x-holdfast-run"]
 
 
+@pytest.mark.clock
 def test_a_run_that_is_silent_for_the_lease_owns_the_server_no_more(http: httpx.Client, models: Path) -> None:
     assert http.post("/claim", json=MINE).status_code == 200
     eventually(lambda: owner(http) is None)
@@ -118,14 +120,16 @@ def test_a_run_that_is_silent_for_the_lease_owns_the_server_no_more(http: httpx.
     del http.headers["x-holdfast-run"]
 
 
-def test_a_server_of_one_run_is_refused_to_others_also_after_a_restart(models: Path, tmp_path: Path) -> None:
+def test_a_server_of_one_run_is_refused_to_others_also_after_a_restart(
+    engine: Engine, models: Path, tmp_path: Path
+) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.path.mkdir()
     run_dir.create()
     mine = {"run_id": run_dir.run_id(), "directory": f"node:{run_dir.path}"}
     boots = set()
     for _ in range(2):
-        server = start(models, tmp_path, port=free_port(), owner=run_dir.path)
+        server = start(engine, models, tmp_path, owner=run_dir.path)
         with httpx.Client(base_url=server.url, timeout=HANG_S) as http:
             boots.add(http.get("/weights").json()["boot_id"])
             refused = push(http, models / "b", 1, OTHER)

@@ -52,11 +52,11 @@ def test_a_supervised_run_reproduces_what_is_recorded(command: str, tmp_path: Pa
     _assert_same(record.numbers, now)
 
 
-def test_an_rl_run_reproduces_what_is_recorded(rl_server: UsedServer, tmp_path: Path) -> None:
+def test_an_rl_run_reproduces_what_is_recorded(vllm_server: UsedServer, tmp_path: Path) -> None:
     """Not even close elsewhere: one token that is sampled otherwise makes another run."""
     record = RECORDED["rl"]
     _skip_where_it_computes_otherwise(record, numerics("rl"))
-    now = _numbers("rl", tmp_path / "run", *rl_server.flags)
+    now = _numbers("rl", tmp_path / "run", *vllm_server.flags)
     _assert_same(record.numbers, now)
     assert len(now.rollouts) == STEPS
 

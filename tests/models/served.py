@@ -60,6 +60,15 @@ def reference_logprobs(
     return logprobs.gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()
 
 
+def greedy_tokens(directory: Path, prompt: list[int], num_tokens: int) -> list[int]:
+    """Return the likeliest continuation, token by token, by transformers in float32."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        with torch.no_grad():
+            tokens.append(int(_load(directory)(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
 def truncated_logprobs(
     directory: Path,
     prompt: list[int],

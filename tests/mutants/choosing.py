@@ -13,7 +13,7 @@ _WHOLE_RUNS = {
     "commands": ["integration/test_sft_stop.py", "integration/test_rl_exact.py", "integration/test_rl_heals.py"],
     "shared": ["integration/test_sft_stop.py", "integration/test_rl_exact.py", "integration/test_rl_heals.py"],
     "orchestrator": ["integration/test_rl_exact.py", "integration/test_rl_dropped.py"],
-    "inference": ["integration/test_inference_weights.py", "integration/test_inference_generate.py"],
+    "inference": ["integration/test_inference_weights.py", "integration/test_engine_contract.py"],
 }
 _MOST_FILES = 12
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -19,7 +20,8 @@ import psutil
 from holdfast.shared.files.metrics import read_metrics
 from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ROOT
-from tests.forking.commands import shared_commands
+from tests.forking.commands import Run, shared_commands
+from tests.forking.popen import Engine
 from tests.runs.processes import HANG_S, command_line
 
 CONFIG = "configs/reverse_text/rl.toml"
@@ -45,38 +47,48 @@ END_TIMEOUT_S = 600.0
 class RlRun:
     """One start of the `rl` command, in a session of its own as from a terminal.
 
-    Use as a context manager: whatever happens in the test, no process is left.
+    Launcher, trainer, orchestrator and stub engine are forked, see `forking.popen`. Use as a context manager: whatever
+    happens in the test, no process is left.
 
     Args:
-        through: words ahead of the command, such as `uv run`.
+        environment: variables on top of those of this process.
+        engine: what an inference server of the run samples with.
+        starts_python: start all of it as a user does, vLLM included.
+        through: words ahead of the command of a user, such as `uv run`.
     """
 
     def __init__(
-        self, output_dir: Path, *flags: str, environment: Mapping[str, str] | None = None, through: tuple[str, ...] = ()
+        self,
+        output_dir: Path,
+        *flags: str,
+        environment: Mapping[str, str] | None = None,
+        engine: Engine = "stub",
+        starts_python: bool = False,
+        through: tuple[str, ...] = (),
     ) -> None:
         self.run_dir = RunDir(output_dir)
         self._output = output_dir.with_name(f"{output_dir.name}-{time.monotonic_ns()}.out")
         self._seen: set[psutil.Process] = set()
-        rl = str(Path(sys.executable).with_name("rl"))
-        with open(self._output, "wb") as output:
-            self._launcher = psutil.Popen(
-                [*through, rl, "@", CONFIG, "--output-dir", str(output_dir), *flags],
-                cwd=ROOT,
-                env={**os.environ, **(environment or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+        argv = ["@", CONFIG, "--output-dir", str(output_dir), *flags]
+        variables = {**os.environ, **(environment or {})}
+        self._launcher: _Started | _Forked
+        if starts_python or through:
+            command = [*through, str(Path(sys.executable).with_name("rl")), *argv]
+            self._launcher = _Started(command, self._output, variables)
+        else:
+            run = shared_commands().start(
+                "rl", output_dir, argv, log=self._output, environment=variables, engine=engine
             )
+            self._launcher = _Forked(run)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._launcher.poll() is None:
+        if not self.ended():
             self.processes()
-            self._launcher.kill()
-            self._launcher.wait()
+            os.kill(self._launcher.pid, signal.SIGKILL)
+            self._launcher.wait(HANG_S)
         for process in self.survivors(timeout_s=0):
             process.kill()
 
@@ -87,15 +99,18 @@ class RlRun:
 
     def launcher(self) -> psutil.Process:
         """The process of the command."""
-        return self._launcher
+        return psutil.Process(self._launcher.pid)
 
     def ended(self) -> bool:
         """Whether the command has ended."""
-        return self._launcher.poll() is not None
+        return self._launcher.has_ended
 
     def processes(self) -> list[psutil.Process]:
         """Every process that the launcher started and that runs now, children of children included."""
-        found = self._launcher.children(recursive=True)
+        try:
+            found = self.launcher().children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
         self._seen.update(found)
         return found
 
@@ -126,7 +141,7 @@ class RlRun:
         """Return as soon as `condition` returns something true; `what` names it in the error."""
         deadline = time.monotonic() + HANG_S
         while not condition():
-            assert self._launcher.poll() is None, f"the run ended before {what}:\n{self.output}"
+            assert not self.ended(), f"the run ended before {what}:\n{self.output}"
             assert time.monotonic() < deadline, f"{what} did not come within {HANG_S} s:\n{self.output}"
             time.sleep(POLL_S)
 
@@ -138,13 +153,54 @@ class RlRun:
     def wait(self, timeout_s: float = END_TIMEOUT_S) -> int:
         """Return the exit code of the command; a signal's number is negative."""
         try:
-            return int(self._launcher.wait(timeout_s))
-        except psutil.TimeoutExpired:
+            return self._launcher.wait(timeout_s)
+        except (TimeoutError, subprocess.TimeoutExpired):
             raise AssertionError(f"the run did not end within {timeout_s} s:\n{self.output}") from None
 
     def survivors(self, timeout_s: float = HANG_S) -> list[psutil.Process]:
         """What is left of this run after `timeout_s`: processes seen as its children, or that name its directory."""
-        return survivors(self.run_dir, self._seen - {self._launcher}, timeout_s=timeout_s)
+        return survivors(self.run_dir, self._seen, timeout_s=timeout_s)
+
+
+class _Started:
+    """A command that a new Python runs."""
+
+    def __init__(self, argv: list[str], output: Path, environment: Mapping[str, str]) -> None:
+        with open(output, "wb") as file:
+            self._process = subprocess.Popen(
+                argv,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def wait(self, timeout_s: float) -> int:
+        return self._process.wait(timeout_s)
+
+
+class _Forked:
+    """A command in a fork."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.pid = run.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return self._run.has_ended
+
+    def wait(self, timeout_s: float) -> int:
+        code = self._run.wait(timeout_s).code
+        assert code is not None
+        return code
 
 
 def survivors(run_dir: RunDir, processes: set[psutil.Process], *, timeout_s: float = HANG_S) -> list[psutil.Process]:
@@ -186,17 +242,13 @@ def complete(run: RlRun, timeout_s: float = END_TIMEOUT_S) -> CompletedRun:
     return CompletedRun(run.run_dir, code, run.output, run.survivors())
 
 
-def succeeded(output_dir: Path, *flags: str, timeout_s: float = END_TIMEOUT_S) -> CompletedRun:
-    """Run `rl` to its end, which must be a success that leaves no process behind.
-
-    Nothing disturbs it, so its trainer and orchestrator are forked, see `forking.popen`.
-    """
-    argv = ["@", CONFIG, "--output-dir", str(output_dir), *flags]
-    run = shared_commands().start("rl", output_dir, argv).wait(timeout_s)
-    assert run.code == 0, run.log
-    left = survivors(RunDir(output_dir), set())
-    assert not left, run.log
-    return CompletedRun(RunDir(output_dir), run.code, run.log, left)
+def succeeded(output_dir: Path, *flags: str, timeout_s: float = END_TIMEOUT_S, engine: Engine = "stub") -> CompletedRun:
+    """Run `rl` to its end, which must be a success that leaves no process behind."""
+    with RlRun(output_dir, *flags, engine=engine) as run:
+        completed = complete(run, timeout_s)
+    assert completed.exit_code == 0, completed.output
+    assert not completed.survivors, completed.output
+    return completed
 
 
 def last_step(run_dir: RunDir) -> int:

@@ -42,6 +42,11 @@ class ServerMetrics(Collector):
         self._updates += 1
         self._update_s += seconds
 
+    def sampled(self, num_tokens: int) -> None:
+        """Count tokens that the engine has just sampled."""
+        self.last_progress = time.monotonic()
+        self._tokens += num_tokens
+
     def watch(self, engine_core: Any) -> None:
         """Count every token that comes out of vLLM's engine client, whichever route asked for it."""
         get_output = engine_core.get_output_async
@@ -49,8 +54,7 @@ class ServerMetrics(Collector):
         async def counted() -> Any:
             outputs = await get_output()
             if outputs.outputs:
-                self.last_progress = time.monotonic()
-                self._tokens += sum(len(output.new_token_ids) for output in outputs.outputs)
+                self.sampled(sum(len(output.new_token_ids) for output in outputs.outputs))
             return outputs
 
         engine_core.get_output_async = counted

@@ -35,6 +35,7 @@ from holdfast.inference.metrics import ServerMetrics
 from holdfast.inference.ownership import Ownership
 from holdfast.inference.preflight import Preflight
 from holdfast.inference.vllm_engine import (
+    VllmSampler,
     build_vllm_app,
     generate_one_token,
     parse_arguments,
@@ -122,7 +123,7 @@ async def _serve(
         await _check_first_token(engine)
         vllm_app = await _while_alive(engine, build_vllm_app(engine, args))
         routes = Routes(
-            engine,
+            VllmSampler(engine),
             engine_weights=engine_weights,
             ownership=ownership,
             metrics=metrics,

@@ -6,6 +6,7 @@ that: vLLM and torch read their environment at import.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import time
@@ -14,7 +15,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from multiprocessing import connection
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import vllm.model_executor.models.registry as model_registry
 import vllm.v1.engine.utils as engine_utils
@@ -24,17 +25,24 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
+from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from holdfast.inference.request_error import RequestError
+from holdfast.inference.weights.engine_weights import read_label
 from holdfast.inference.weights.worker import LOAD_FORMAT, prepare_engine_process
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.config.by_device import DeviceType
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.process.events import report
+from holdfast.shared.wire.arrays import Logprobs, TokenIds
+from holdfast.shared.wire.inference_api import Choice, GenerateRequest, SampledSpan
 
 # On CPU: prompts of one step that are prefilled together; chunked prefill is off, so at least model.max_len.
 _MIN_BATCHED_TOKENS = 8192
@@ -47,6 +55,8 @@ _RESERVED = (
     "model", "tokenizer", "served-model-name", "host", "port", "seed", "dtype", "max-model-len", "load-format",
     "worker-extension-cls", "logprobs-mode", "enable-chunked-prefill", "uds", "api-key", "generation-config",
 )  # fmt: skip
+
+_request_ids = itertools.count()
 
 _SWITCHES = ("disable-log-stats",)
 """What vLLM has no `--no-` form of: false leaves them out."""
@@ -154,6 +164,96 @@ async def generate_one_token(engine: AsyncLLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
     async for _ in engine.generate(tokens_input([0]), params, f"probe-{time.monotonic_ns()}"):
         pass
+
+
+class VllmSampler:
+    """Samples with vLLM's engine; implements `holdfast.inference.generate.Sampler`.
+
+    Attributes: see there.
+    """
+
+    died: type[Exception] = EngineDeadError
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+        self.max_len: int = engine.model_config.max_model_len
+        self.vocab_size: int = engine.model_config.get_vocab_size()
+
+    @property
+    def has_died(self) -> bool:
+        """Whether the engine has ended."""
+        return self._engine.errored
+
+    async def probe(self, *, generates: bool) -> str | None:
+        """Have the engine answer, with a token if it may generate one; return why it cannot, or None.
+
+        Raises:
+            EngineDeadError: the engine ended.
+        """
+        if not generates:
+            await self._engine.get_weight_version()  # the answer comes from the engine's own loop
+            return None
+        try:
+            await generate_one_token(self._engine)
+        except EngineGenerateError as error:
+            return f"the probe of the engine failed: {error.__cause__ or error}"
+        return None
+
+    async def sample(self, request: GenerateRequest, index: int, seed: int) -> Choice:
+        """Sample one choice. Cancelling this drops it in the engine.
+
+        Raises:
+            RequestError: 400, vLLM refuses the request.
+            EngineDeadError: the engine ended.
+        """
+        params = SamplingParams(
+            seed=seed,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            min_p=request.min_p,
+            max_tokens=request.max_tokens,
+            stop_token_ids=request.stop_token_ids,
+            ignore_eos=True,  # the stop tokens of the request end it, and nothing else
+            logprobs=0,  # that of the sampled token alone
+            prompt_logprobs=0 if request.prompt_logprobs else None,
+            flat_logprobs=True,  # no object for each token
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # made for this request alone
+        )
+        prompt = tokens_input(request.token_ids)
+        try:
+            async for output in self._engine.generate(prompt, params, f"generate-{next(_request_ids)}"):
+                choice = _choice(index, output.outputs[0])
+                if request.prompt_logprobs:
+                    choice.prompt_logprobs = _prompt_logprobs(request.token_ids, output.prompt_logprobs)
+                return choice
+        except VLLMClientError as error:
+            raise RequestError(400, str(error)) from None
+        raise AssertionError("the engine ended a request without an output")
+
+
+def _prompt_logprobs(token_ids: list[int], found: Any) -> list[float]:
+    """Return the log-probability of every prompt token but the first."""
+    return [float(found[place][token_ids[place]].logprob) for place in range(1, len(token_ids))]
+
+
+def _choice(index: int, output: CompletionOutput) -> Choice:
+    logprobs: Any = output.logprobs
+    spans = output.weight_versions or []
+    return Choice(
+        index=index,
+        token_ids=TokenIds(output.token_ids),
+        logprobs=Logprobs(logprobs.logprobs),
+        finish_reason=output.finish_reason or "abort",
+        versions=[_span(span.version, span.start, span.end) for span in spans],
+    )
+
+
+def _span(label: str, start: int, end: int) -> SampledSpan:
+    version, digest = read_label(label)
+    return SampledSpan(version, start, end, digest)
 
 
 async def build_vllm_app(engine: AsyncLLM, args: Namespace) -> FastAPI:

@@ -23,23 +23,19 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from fastapi import FastAPI
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from holdfast.inference.generate import Generator
+from holdfast.inference.generate import Generator, Sampler
 from holdfast.inference.http.access import Gate, asks_the_model
 from holdfast.inference.http.request_bodies import decode_body, decode_request
 from holdfast.inference.metrics import ServerMetrics
 from holdfast.inference.ownership import Ownership
 from holdfast.inference.request_error import RequestError
-from holdfast.inference.vllm_engine import generate_one_token
 from holdfast.inference.weights.engine_weights import EngineWeights
 from holdfast.shared.wire.arrays import list_packed
 from holdfast.shared.wire.inference_api import (
@@ -71,7 +67,7 @@ _Handler = Callable[[Request], Awaitable[Response]]
 
 
 def build_application(
-    vllm_app: FastAPI,
+    vllm_app: Starlette,
     routes: Routes,
     *,
     engine_weights: EngineWeights,
@@ -100,7 +96,7 @@ class Routes:
     """Handlers of the project's routes.
 
     Args:
-        engine: vLLM's client of the engine.
+        sampler: the engine.
         engine_weights: the weights that it serves.
         ownership: whose they may be.
         metrics: counters of this server.
@@ -110,7 +106,7 @@ class Routes:
 
     def __init__(
         self,
-        engine: AsyncLLM,
+        sampler: Sampler,
         *,
         engine_weights: EngineWeights,
         ownership: Ownership,
@@ -118,27 +114,31 @@ class Routes:
         model_name: str,
         health_timeout_s: float,
     ) -> None:
-        self._engine = engine
+        self._sampler = sampler
         self._engine_weights = engine_weights
         self._metrics = metrics
         self._model_name = model_name
         self._health_timeout_s = health_timeout_s
-        self._generator = Generator(engine, engine_weights)
+        self._generator = Generator(sampler, engine_weights)
         self.ownership = ownership
-        self.most_body_bytes = largest_request(engine.model_config.max_model_len)
-        self._probe: asyncio.Task[None] | None = None
+        self.most_body_bytes = largest_request(sampler.max_len)
+        self._probe: asyncio.Task[str | None] | None = None
 
     def all(self) -> list[BaseRoute]:
         """Return the routes, each with its errors turned into answers."""
+        handlers = {
+            GENERATE_ROUTE: (self.generate, "POST"),
+            HEALTH_ROUTE: (self.health, "GET"),
+            WEIGHTS_ROUTE: (self.weights, "GET"),
+            UPDATE_ROUTE: (self.update_weights, "POST"),
+            CLAIM_ROUTE: (self.claim, "POST"),
+            RELEASE_ROUTE: (self.release, "POST"),
+            PAUSE_ROUTE: (self.pause, "POST"),
+            RESUME_ROUTE: (self.resume, "POST"),
+        }
         return [
-            Route(GENERATE_ROUTE, _answering(self.generate), methods=["POST"]),
-            Route(HEALTH_ROUTE, _answering(self.health), methods=["GET"]),
-            Route(WEIGHTS_ROUTE, _answering(self.weights), methods=["GET"]),
-            Route(UPDATE_ROUTE, _answering(self.update_weights), methods=["POST"]),
-            Route(CLAIM_ROUTE, _answering(self.claim), methods=["POST"]),
-            Route(RELEASE_ROUTE, _answering(self.release), methods=["POST"]),
-            Route(PAUSE_ROUTE, _answering(self.pause), methods=["POST"]),
-            Route(RESUME_ROUTE, _answering(self.resume), methods=["POST"]),
+            Route(path, _answering(handler, self._sampler.died), methods=[method])
+            for path, (handler, method) in handlers.items()
         ]
 
     async def generate(self, request: Request) -> Response:
@@ -191,7 +191,7 @@ class Routes:
         return _json(body, status=200 if reason is None else 503)
 
     async def _failure_reason(self) -> str | None:
-        if self._engine.errored:
+        if self._sampler.has_died:
             return "the engine died"
         if time.monotonic() - self._metrics.last_progress < _RECENT_S:
             return None
@@ -200,21 +200,15 @@ class Routes:
             self._probe = asyncio.create_task(self._run_probe())
         try:
             # Shielded: a caller that gives up must not end the probe of the others.
-            await asyncio.wait_for(asyncio.shield(self._probe), self._health_timeout_s)
+            return await asyncio.wait_for(asyncio.shield(self._probe), self._health_timeout_s)
         except TimeoutError:
             return f"the engine gave no answer to a probe within {self._health_timeout_s:g} s"
-        except EngineDeadError:
+        except self._sampler.died:
             return "the engine died"
-        except EngineGenerateError as error:
-            return f"the probe of the engine failed: {error.__cause__ or error}"
-        return None
 
-    async def _run_probe(self) -> None:
-        if self._engine_weights.version is None or self._engine_weights.paused:
-            # Nothing may be generated now; the answer still comes from the engine's own loop.
-            await self._engine.get_weight_version()
-            return
-        await generate_one_token(self._engine)
+    async def _run_probe(self) -> str | None:
+        generates = self._engine_weights.version is not None and not self._engine_weights.paused
+        return await self._sampler.probe(generates=generates)
 
     def _served(self) -> ServedWeights:
         return ServedWeights(
@@ -279,7 +273,7 @@ def _version_text(before: int | None, after: int | None) -> str:
     return str(after) if before in (None, after) else f"{before}-{after}"
 
 
-def _answering(handler: _Handler) -> _Handler:
+def _answering(handler: _Handler, died: type[Exception]) -> _Handler:
     async def answer(request: Request) -> Response:
         try:
             return await handler(request)
@@ -287,7 +281,7 @@ def _answering(handler: _Handler) -> _Handler:
             return _error(error.status, error.reason, code=error.code)
         except HTTPException as error:
             return _error(error.status_code, error.detail)
-        except EngineDeadError:
+        except died:
             return _error(503, "the engine died; the server is going down")
 
     return answer

@@ -8,15 +8,18 @@ import math
 import time
 import uuid
 from pathlib import Path
-
-from vllm.v1.engine.async_llm import AsyncLLM
+from typing import TYPE_CHECKING
 
 from holdfast.inference.metrics import ServerMetrics
 from holdfast.inference.ownership import Ownership
 from holdfast.inference.request_error import RequestError
-from holdfast.inference.weights.worker import StageResult
 from holdfast.shared.process.heartbeat import does
 from holdfast.shared.wire.inference_api import OTHER_WEIGHTS, UNREADABLE, Owner, UpdateResponse
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from holdfast.inference.weights.worker import StageResult
 
 _log = logging.getLogger("inference")
 

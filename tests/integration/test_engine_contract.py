@@ -1,4 +1,7 @@
-"""Generation by a real server: reproducible, exact, never silently cut, and always with its version."""
+"""Generation by a server: reproducible, exact, never silently cut, and always with its version.
+
+The stub engine, on which most runs of `rl` in the tests sample, does here what vLLM does.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,9 @@ import httpx
 import pytest
 
 from holdfast.shared.config import InferenceConfig
-from tests.forking.engines import ServerHandle, shared_engines
-from tests.models.served import reference_logprobs, truncated_logprobs, write_model
+from tests.forking.engines import ServerHandle, start_server
+from tests.forking.popen import Engine
+from tests.models.served import greedy_tokens, reference_logprobs, truncated_logprobs, write_model
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S, wait_until
 
@@ -30,18 +34,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"), seed=0, tied=True)
 
 
-def _start(model: Path, log_path: Path, **settings: Any) -> ServerHandle:
+def _start(engine: Engine, model: Path, log_path: Path, **settings: Any) -> ServerHandle:
     config = InferenceConfig.model_validate(
         {"model": {"name": str(model), "max_len": MAX_LEN} | settings, "server": {"port": free_port()}}
     )
-    server = shared_engines().start(config, log_path)
+    server = start_server(engine, config, log_path)
     server.wait_ready()
     return server
 
 
 @pytest.fixture(scope="module")
-def http(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    server = _start(model, tmp_path_factory.mktemp("log") / "inference.log")
+def http(engine: Engine, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    server = _start(engine, model, tmp_path_factory.mktemp("log") / "inference.log")
     with httpx.Client(base_url=server.url, timeout=HANG_S) as client:
         yield client
     assert server.terminate() == 0
@@ -65,7 +69,7 @@ def _metric(http: httpx.Client, name: str) -> float:
 
 @pytest.mark.parametrize("cut", [{}, CUT], ids=str)
 def test_seeds_fix_tokens_and_logprobs_alone_in_batches_and_across_restarts(
-    http: httpx.Client, model: Path, tmp_path: Path, cut: dict[str, float]
+    http: httpx.Client, engine: Engine, model: Path, tmp_path: Path, cut: dict[str, float]
 ) -> None:
     seeds = [3, 1, 2**40, 7, 1]
     alone = [_choices(http, seeds=[seed], **cut)[0] for seed in seeds]
@@ -80,7 +84,7 @@ def test_seeds_fix_tokens_and_logprobs_alone_in_batches_and_across_restarts(
             return await asyncio.gather(*(client.post("/inference/v1/generate", json=body) for body in bodies))
 
     in_a_crowd = asyncio.run(crowd())[12].json()["choices"]
-    other = _start(model, tmp_path / "inference.log")
+    other = _start(engine, model, tmp_path / "inference.log")
     with httpx.Client(base_url=other.url, timeout=HANG_S) as client:
         restarted = _choices(client, seeds=seeds, **cut)
     assert other.terminate() == 0
@@ -88,7 +92,8 @@ def test_seeds_fix_tokens_and_logprobs_alone_in_batches_and_across_restarts(
         assert [choice["index"] for choice in choices] == [0, 1, 2, 3, 4]
         for expected, choice in zip(alone, choices, strict=True):
             assert choice["token_ids"] == expected["token_ids"]
-            assert choice["logprobs"] == pytest.approx(expected["logprobs"], abs=1e-5)
+            differ = 0.0 if engine == "stub" else 1e-5
+            assert choice["logprobs"] == pytest.approx(expected["logprobs"], abs=differ, rel=0.0)
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
@@ -106,10 +111,11 @@ def test_logprobs_are_of_the_truncated_distribution(http: httpx.Client, model: P
             assert choice["logprobs"] == pytest.approx(expected, abs=1e-4), cut
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("fp32_lm_head", [False, True])
 def test_a_float32_head_rounds_no_logit(model: Path, tmp_path: Path, fp32_lm_head: bool) -> None:
     """Differences of log-probabilities are those of logits: of bfloat16 ones, multiples of a power of two."""
-    server = _start(model, tmp_path / "inference.log", dtype="bfloat16", fp32_lm_head=fp32_lm_head)
+    server = _start("vllm", model, tmp_path / "inference.log", dtype="bfloat16", fp32_lm_head=fp32_lm_head)
     with httpx.Client(base_url=server.url, timeout=HANG_S) as client:
         choices = _choices(client, seeds=list(range(200)), max_tokens=1)
     assert server.terminate() == 0
@@ -123,7 +129,7 @@ def test_a_float32_head_rounds_no_logit(model: Path, tmp_path: Path, fp32_lm_hea
 
 def test_temperature_zero_takes_the_likeliest_token(http: httpx.Client, model: Path) -> None:
     one, other = _choices(http, seeds=[1, 2], temperature=0, max_tokens=8)
-    assert one["token_ids"] == other["token_ids"]
+    assert one["token_ids"] == other["token_ids"] == greedy_tokens(model, PROMPT, 8)
     assert one["logprobs"] == pytest.approx(reference_logprobs(model, PROMPT, one["token_ids"]), abs=1e-4)
 
 
@@ -137,6 +143,14 @@ def test_stop_token_ends_a_choice_and_is_part_of_it(http: httpx.Client) -> None:
     assert (free["finish_reason"], stopped["finish_reason"]) == ("length", "stop")
     digest = http.get("/weights").json()["digest"]
     assert stopped["versions"] == [{"version": 0, "digest": digest, "start": 0, "end": first + 1}]
+
+
+def test_logprobs_of_the_prompt_are_those_of_the_model(http: httpx.Client, model: Path) -> None:
+    """Whatever is sampled behind it: at temperature 1, and of all tokens."""
+    expected = reference_logprobs(model, PROMPT[:1], PROMPT[1:])
+    for choice in _choices(http, seeds=[1, 2], max_tokens=1, prompt_logprobs=True, **CUT):
+        assert choice["prompt_logprobs"] == pytest.approx(expected, abs=1e-4)
+    assert _choices(http)[0]["prompt_logprobs"] is None
 
 
 def test_only_the_given_tokens_stop(http: httpx.Client) -> None:
@@ -189,7 +203,15 @@ def test_the_longest_possible_request_is_served_whole(http: httpx.Client) -> Non
     assert len(choice["token_ids"]) == len(choice["logprobs"]) == MAX_LEN - len(PROMPT)
 
 
-def test_openai_routes_answer_with_the_version(http: httpx.Client, model: Path) -> None:
+@pytest.mark.engine
+def test_openai_routes_answer_with_the_version(model: Path, tmp_path: Path) -> None:
+    server = _start("vllm", model, tmp_path / "inference.log")
+    with httpx.Client(base_url=server.url, timeout=HANG_S) as http:
+        _check_openai_routes(http, model)
+    assert server.terminate() == 0
+
+
+def _check_openai_routes(http: httpx.Client, model: Path) -> None:
     chat = {"model": str(model), "messages": [{"role": "user", "content": "abc"}], "max_tokens": 4}
     text = {"model": str(model), "prompt": "abc", "max_tokens": 4, "seed": 1}
     answers = [
