@@ -6,8 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.process.gpus import TorchBuild, torch_build
 from holdfast.trainer.cuda import set_numerics
 from tests.builders.nvml import loading, machine
 from tests.conftest import ModelFactory
@@ -94,3 +96,7 @@ def test_a_cpu_computes_the_same_with_it(tiny_model: ModelFactory, sft_data: Pat
         assert run.wait().code == 0, run.log
         weights.append((RunDir(tmp_path / name).weights_of(2) / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
+
+
+def test_the_installed_torch_is_known_without_importing_it() -> None:
+    assert torch_build() == TorchBuild(torch.__version__, torch.version.cuda)

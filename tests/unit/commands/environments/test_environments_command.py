@@ -22,7 +22,7 @@ from holdfast.orchestrator.environments import BUILT_IN
 from holdfast.shared.config import RlConfig
 from holdfast.shared.config.load import parse_command_line
 from tests.conftest import BASE
-from tests.models.chat_templates import QWEN_3, make_tokenizer
+from tests.models.chat_templates import QWEN_3, write_tokenizer
 from tests.runs.terminal import Terminal
 from tests.unit.orchestrator.evaluation.test_endpoint import Calling, Endpoint, answering
 
@@ -176,8 +176,7 @@ def environments(run_command: Command, tmp_path: Path, monkeypatch: pytest.Monke
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer with the template of Qwen 3, which drops thoughts behind a new question."""
     directory = tmp_path_factory.mktemp("thinking")
-    make_tokenizer("byte-level", QWEN_3, adds_bos=False).save_pretrained(directory)
-    return directory
+    return write_tokenizer(directory, QWEN_3)
 
 
 def checked(environments: Command, name: str, *flags: object) -> tuple[int, dict[str, tuple[str, list[str]]]]:

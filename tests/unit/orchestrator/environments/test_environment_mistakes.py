@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tomli_w
-import torch
 from fastapi.responses import JSONResponse
 
 from holdfast.orchestrator.environments.contract import PromptTooLong
@@ -49,7 +48,7 @@ class Plain(Environment):
         await session.sample()
 
     def score(self, task: Task, sessions: Sequence[Session]) -> Any:  # type: ignore[override]
-        numbers = (np.float32(0.5), np.int64(2), torch.tensor(0.25), True)
+        numbers = (np.float32(0.5), np.int64(2), np.array(0.25), True)
         return [Score(number, {"np": np.float64(3)}) for number in numbers]  # type: ignore[arg-type]
 
 
@@ -409,7 +408,7 @@ def run(directory: Path, kind: type[Environment], **settings: Any) -> Batch:
     return journal.read_batch(RunDir(directory), 1)
 
 
-def test_messages_as_dicts_methods_without_async_and_numbers_of_numpy_and_torch(tmp_path: Path) -> None:
+def test_messages_as_dicts_methods_without_async_and_numbers_of_numpy(tmp_path: Path) -> None:
     batch = run(tmp_path, Plain)
     assert [rollout.reward for rollout in batch.rollouts[:4]] == [0.5, 2.0, 0.25, 1.0]
     assert batch.rollouts[0].metrics == {"np": 3.0}
