@@ -112,6 +112,7 @@ def test_settings_of_following_fit_together(changes: dict[str, Any], said: str) 
         EvaluateConfig.model_validate({"run": "a"} | changes)
 
 
+@pytest.mark.launch
 def test_a_dry_run_names_the_steps_that_are_missing(run_command: RunCommand, tmp_path: Path) -> None:
     run_dir = run_of(tmp_path / "run", 5, 10)
     evaluated = run_dir.evaluation(5)

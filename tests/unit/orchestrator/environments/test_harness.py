@@ -120,6 +120,7 @@ def orchestrated(directory: Path, **section: Any) -> list[Batch]:
 HARNESS = "tests.runs.harness_environments:Harness"
 
 
+@pytest.mark.launch
 def test_what_a_harness_plays_is_what_a_session_would_be(tmp_path: Path) -> None:
     session = orchestrated(tmp_path / "session", id="tests.runs.harness_environments:Played")
     here = orchestrated(tmp_path / "here", id=HARNESS)
@@ -137,6 +138,7 @@ def test_what_a_harness_plays_is_what_a_session_would_be(tmp_path: Path) -> None
     assert (tmp_path / "killed" / "killed").exists()
 
 
+@pytest.mark.launch
 def test_every_fault_of_a_harness_costs_its_own_group_and_is_counted_by_reason(tmp_path: Path) -> None:
     faults = {"1": "raises", "3": "hangs", "5": "asks nothing", "7": "scores", "8": "too long"}
     batches = orchestrated(tmp_path, id=HARNESS, args={"faults": faults}, on_error="drop", timeout_s=5.0)

@@ -75,6 +75,7 @@ def load(endpoint: str, home: Path, **environment: str) -> subprocess.CompletedP
     )
 
 
+@pytest.mark.launch
 def test_a_template_that_nobody_knows_of_is_not_taken_for_missing(
     tmp_path: Path, plain_model: Callable[..., Path]
 ) -> None:
