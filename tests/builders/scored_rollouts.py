@@ -11,18 +11,7 @@ from holdfast.shared.config.rl_trainer import TrainerConfig
 from holdfast.trainer.rl.advantages.base import Advantage
 from holdfast.trainer.rl.advantages.build import build_named_advantage
 from holdfast.trainer.rl.advantages.scored_rollouts import Groups, ScoredRollout
-
-ONLINE_DPO_LOSS = {"type": "policy_gradient", "ratio_to": "old", "aggregation": "constant", "constant_tokens": 1,
-                   "correction": {"type": "none"}}  # fmt: skip
-
-NEEDED: dict[str, dict[str, Any]] = {
-    "gdpo": {"rewards": {"weights": {"reward": 1.0, "other": 0.5}}},
-    "pass_at_k": {"advantage_k": 2},
-    "gae": {"critic": {}},
-    "distillation": {"kl": {"reference": "teacher"}},
-    "online_dpo": {"kl": {}, "loss": ONLINE_DPO_LOSS},
-}
-"""Settings that advantages do not do without, by name."""
+from tests.builders.advantage_settings import NEEDED
 
 
 def advantage_of(name: str, **settings: Any) -> Advantage:

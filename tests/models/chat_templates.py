@@ -3,11 +3,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
-from transformers import PreTrainedTokenizerFast
+
+from holdfast.shared.chat.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _CHATML = """{%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
@@ -208,6 +215,7 @@ SPECIAL = [
     "<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
     "<start_of_turn>", "<end_of_turn>", "<｜User｜>", "<｜Assistant｜>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>",
 ]  # fmt: skip
+_ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 # How Llama 3 and Qwen split text before they look for tokens: line breaks stay together.
 _LLAMA_3_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CORPUS = [
@@ -219,6 +227,28 @@ _CORPUS = [
 
 
 def make_tokenizer(kind: str, template: str, *, adds_bos: bool) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of transformers, see `make_backend`."""
+    from transformers import PreTrainedTokenizerFast
+
+    backend = make_backend(kind, adds_bos=adds_bos)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **_ROLES)
+
+
+def make_chat_tokenizer(kind: str, template: str, *, adds_bos: bool) -> Tokenizer:
+    """Return the same as a tokenizer of ours, which does without transformers."""
+    backend = make_backend(kind, adds_bos=adds_bos)
+    return Tokenizer(backend, name="", templates=template, special=_ROLES)
+
+
+def write_tokenizer(directory: Path, template: str) -> Path:
+    """Write the files of a byte-level tokenizer; return their directory."""
+    make_backend("byte-level", adds_bos=False).save(str(directory / "tokenizer.json"))
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, **_ROLES}
+    (directory / "tokenizer_config.json").write_text(json.dumps(described))
+    return directory
+
+
+def make_backend(kind: str, *, adds_bos: bool) -> Backend:
     """Return a tokenizer trained on a few lines: `byte-level`, `llama 3`, `metaspace-first`, `metaspace-always`, `sentencepiece`
     (a normalizer that puts the blank, and byte fallback) or `wordpiece`."""
     backend = _KINDS[kind]()
@@ -228,9 +258,7 @@ def make_tokenizer(kind: str, template: str, *, adds_bos: bool) -> PreTrainedTok
         eos = ("</s>", backend.token_to_id("</s>"))
         ends = " </s>" if kind == "wordpiece" else ""  # as BERT, which ends a text as well
         backend.post_processor = processors.TemplateProcessing(single=f"<s> $A{ends}", special_tokens=[bos, eos])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=template
-    )
+    return backend
 
 
 def _byte_level(pattern: str | None = None) -> Backend:

@@ -12,7 +12,6 @@ import hashlib
 import json
 import socket
 import sys
-import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +21,8 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+
+from tests.servers.quick_server import QuickServer
 
 Body = dict[str, Any]
 
@@ -87,15 +88,11 @@ def judge_serving(judge: FakeJudge) -> Iterator[FakeJudge]:
     """Serve it on a port of its own, and fill in its `url`."""
     listener = socket.create_server(("127.0.0.1", 0))
     judge.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-    server = uvicorn.Server(uvicorn.Config(judge.app(), log_level="warning", lifespan="off"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
+    server = QuickServer(judge.app(), listener)
     try:
         yield judge
     finally:
-        server.should_exit = True
-        server.force_exit = True
-        thread.join()
+        server.end(at_once=True)
 
 
 def _main(port: int, asked: Path) -> None:

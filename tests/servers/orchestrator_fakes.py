@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import msgspec
-import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 
@@ -32,6 +31,7 @@ from holdfast.shared.files.weights_digest import weights_digest
 from holdfast.shared.wire.arrays import encode_packed
 from holdfast.shared.wire.rollouts import Batch, Rollout
 from tests.runs.processes import HANG_S
+from tests.servers.quick_server import QuickServer
 
 MODEL = "examples/reverse_text/base"
 STOP_TOKEN = 3
@@ -215,16 +215,12 @@ def serving(*engines: FakeEngine) -> Iterator[None]:
     for engine in engines:
         listener = socket.create_server(("127.0.0.1", 0))
         engine.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server = uvicorn.Server(uvicorn.Config(engine.app(), log_level="warning", lifespan="off"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        running.append((server, thread))
+        running.append(QuickServer(engine.app(), listener))
     try:
         yield
     finally:
-        for server, thread in running:
-            server.should_exit = True
-            thread.join()
+        for server in running:
+            server.end()
 
 
 def publish_weights(run_dir: RunDir, version: int, content: bytes) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from holdfast.commands import cli
 from holdfast.shared.files.run_dir import RunDir
+from tests.builders.plain_models import write_plain_model
 from tests.conftest import ModelFactory
 from tests.runs.stand_ins import Stands
 
@@ -35,8 +37,8 @@ settings.load_profile("holdfast")
 def seeded() -> None:
     """Have every test draw the same numbers, whatever ran before it in the same process."""
     random.seed(0)
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
 
@@ -50,6 +52,17 @@ def run_dir(tmp_path: Path) -> RunDir:
     made = RunDir(tmp_path / "run")
     made.create()
     return made
+
+
+@pytest.fixture(scope="session")
+def plain_model(tmp_path_factory: pytest.TempPathFactory) -> ModelFactory:
+    """Return a maker of tiny model directories that does without torch: `plain_model(weights=True, **config)`."""
+
+    @cache
+    def make(*, weights: bool = True, seed: int = 0, **fields: Any) -> Path:
+        return write_plain_model(tmp_path_factory.mktemp("plain"), weights=weights, seed=seed, **fields)
+
+    return make
 
 
 @pytest.fixture

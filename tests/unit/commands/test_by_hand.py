@@ -151,6 +151,7 @@ def test_a_trainer_does_not_clear_the_run_of_a_living_orchestrator(run_dir: RunD
     assert run_dir.published_batches() == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.launch
 def test_a_second_orchestrator_and_one_beside_an_rl_are_refused(run_dir: RunDir, command: Callable[[str], str]) -> None:
     words = [command("orchestrator"), "@", "configs/reverse_text/orch.toml", "--output-dir", str(run_dir.path)]
     with _living_orchestrator(run_dir):

@@ -34,6 +34,7 @@ def started(in_root: Path) -> Started:
     return start
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("words", ["--version", "monitor {run} --json", "ckpt ls", "sft --help"])
 def test_what_was_to_be_printed_and_was_not_is_told(words: str, started: Started, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
@@ -49,6 +50,7 @@ def test_what_was_to_be_printed_and_was_not_is_told(words: str, started: Started
     assert started(words, f"{FULL} 2>/dev/full") == (STORAGE_FAILED, "")
 
 
+@pytest.mark.launch
 def test_an_error_that_nobody_hears_has_its_exit_code(started: Started, tmp_path: Path) -> None:
     words = f"ckpt ls --output-dir {tmp_path / 'nowhere'}"
     for redirected in ("2>&-", "2>/dev/full", ">&- 2>&-", ">/dev/full 2>/dev/full"):
@@ -57,6 +59,7 @@ def test_an_error_that_nobody_hears_has_its_exit_code(started: Started, tmp_path
     assert code == 2 and "nowhere" in said
 
 
+@pytest.mark.launch
 def test_help_to_a_reader_that_has_gone_is_no_error(started: Started) -> None:
     for words in ("ckpt --help", "sft --help"):
         code, said = started(words, GONE)

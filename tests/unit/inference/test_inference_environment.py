@@ -8,6 +8,8 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 _OURS = ("OMP_", "MKL_", "OPENBLAS_", "VLLM_", "HF_HUB", "TORCHDYNAMO", "TOKENIZERS")
 _SET = """
 import os
@@ -26,6 +28,7 @@ def exported(device: str, **settings: Any) -> dict[str, str]:
     return ast.literal_eval(subprocess.check_output(command, env=environment, text=True))
 
 
+@pytest.mark.launch
 def test_on_a_cpu_threads_are_bound_and_nothing_is_compiled() -> None:
     names = exported("cpu", engine={"eager": True, "threads": 3}, deterministic=True)
     assert names["OMP_NUM_THREADS"] == names["MKL_NUM_THREADS"] == "3" and names["TORCHDYNAMO_DISABLE"] == "1"
@@ -35,6 +38,7 @@ def test_on_a_cpu_threads_are_bound_and_nothing_is_compiled() -> None:
     assert "TORCHDYNAMO_DISABLE" not in exported("cpu", engine={"eager": False})
 
 
+@pytest.mark.launch
 def test_on_gpus_nothing_of_that_is_exported() -> None:
     names = exported("cuda", engine={"eager": True})
     assert names == {

@@ -92,6 +92,7 @@ def test_batches_hold_every_branch_and_every_sampled_token_once(tmp_path: Path, 
         before = after
 
 
+@pytest.mark.launch
 def test_workers_play_the_same_branches(tmp_path: Path, model: Path) -> None:
     found = []
     for workers in (0, 2):

@@ -51,6 +51,7 @@ def attempts_at(directory: Path, task: int) -> int:
     return len(list(directory.glob(f"{task}_*")))
 
 
+@pytest.mark.launch
 def test_what_workers_play_is_what_would_be_played_here(tmp_path: Path) -> None:
     here = run(tmp_path / "here")
     for number in (1, 3):
@@ -63,6 +64,7 @@ def test_what_workers_play_is_what_would_be_played_here(tmp_path: Path) -> None:
     assert [attempts_at(tmp_path / "again", task) for task in (0, 4, 5, 7)] == [2, 2, 2, 2]
 
 
+@pytest.mark.launch
 def test_every_fault_costs_its_own_group_and_is_counted_by_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,6 +88,7 @@ def test_every_fault_costs_its_own_group_and_is_counted_by_reason(
     assert batches[0].metrics["groups/dropped/crash"] == 1.0
 
 
+@pytest.mark.launch
 def test_a_worker_that_no_thread_of_its_own_can_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_link, "_GRACE_S", 1.0)
     monkeypatch.setattr(worker_link, "_LOOK_S", 0.2)
@@ -96,6 +99,7 @@ def test_a_worker_that_no_thread_of_its_own_can_end_is_killed(tmp_path: Path, mo
     assert attempts_at(tmp_path, 6) >= 5, "the session that took its siblings along, and all four again"
 
 
+@pytest.mark.launch
 def test_what_cannot_be_read_from_a_worker_ends_it_and_keeps_nobody_waiting(tmp_path: Path) -> None:
     batches = run(tmp_path, {"1": "garbles once", "4": "garbles"}, workers=2, **DROPS)
     assert [(one.task_id, one.reason) for batch in batches for one in batch.dropped] == [(4, "crash")]
@@ -103,6 +107,7 @@ def test_what_cannot_be_read_from_a_worker_ends_it_and_keeps_nobody_waiting(tmp_
     assert attempts_at(tmp_path, 1) == 2
 
 
+@pytest.mark.launch
 def test_a_fault_ends_the_run_where_that_is_wished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         EnvironmentFailure, match=r"'mine' failed on task 1 \(seed \d+\): its worker process exited with"
@@ -124,6 +129,7 @@ def test_what_cannot_be_loaded_is_told_at_the_start(tmp_path: Path) -> None:
         OrchestratorConfig.model_validate({"environments": [{"worker_memory_gb": 2}]})
 
 
+@pytest.mark.launch
 def test_what_an_environment_has_started_in_a_worker_ends_with_a_killed_orchestrator(tmp_path: Path) -> None:
     (tmp_path / "starting.py").write_text(
         "import subprocess\nfrom pathlib import Path\n"

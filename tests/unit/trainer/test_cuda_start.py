@@ -6,8 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.process.gpus import TorchBuild, torch_build
 from holdfast.trainer.cuda import set_numerics
 from tests.builders.nvml import loading, machine
 from tests.conftest import ModelFactory
@@ -28,6 +30,7 @@ os.register_at_fork(after_in_child=tell)
 
 
 # This machine has no NVML, and of MIG names torch does not ask it: both ways it asks CUDA how many devices there are.
+@pytest.mark.launch
 @pytest.mark.parametrize("visible", [None, "MIG-5e1c0a2b-0000-0000-0000-000000000000"])
 def test_ranks_do_not_inherit_a_touched_cuda(
     visible: str | None, tiny_model: ModelFactory, sft_data: Path, tmp_path: Path
@@ -68,6 +71,7 @@ def test_numbers_are_those_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> N
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.launch
 def test_cublas_learns_before_cuda_starts_that_its_sums_are_to_repeat(
     tiny_model: ModelFactory, sft_data: Path, tmp_path: Path
 ) -> None:
@@ -87,6 +91,7 @@ def test_cublas_learns_before_cuda_starts_that_its_sums_are_to_repeat(
     assert set(told.read_text().splitlines()) == {"False None", "False :4096:8"}
 
 
+@pytest.mark.launch
 def test_a_cpu_computes_the_same_with_it(tiny_model: ModelFactory, sft_data: Path, tmp_path: Path) -> None:
     weights = []
     for name, flags in (("plain", ()), ("deterministic", ("--deterministic",))):
@@ -94,3 +99,7 @@ def test_a_cpu_computes_the_same_with_it(tiny_model: ModelFactory, sft_data: Pat
         assert run.wait().code == 0, run.log
         weights.append((RunDir(tmp_path / name).weights_of(2) / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
+
+
+def test_the_installed_torch_is_known_without_importing_it() -> None:
+    assert torch_build() == TorchBuild(torch.__version__, torch.version.cuda)

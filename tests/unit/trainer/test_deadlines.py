@@ -93,6 +93,7 @@ def test_batches_that_do_not_come(tmp_path: Path) -> None:
     assert raised.value.exit_code == STUCK
 
 
+@pytest.mark.launch
 def test_the_bounds_of_the_work_of_a_trainer(tiny_model: ModelFactory, tmp_path: Path) -> None:
     """Waiting is not bounded by the launcher: whoever is waited for is."""
     trainers = Trainers(tiny_model(), make_journal(tmp_path / "journal"), tmp_path)
@@ -144,7 +145,8 @@ with open_mesh(ParallelConfig(collective_timeout_s=timeout_s, threads=1)) as mes
 """
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.clock
 def test_the_clock_of_a_collective_goes_on_while_all_is_frozen(tmp_path: Path) -> None:
     """Both ranks run for far less than the time that the collective has, and yet it is over."""
     timeout_s = 15.0

@@ -16,22 +16,41 @@ from typing import Any
 import pytest
 
 from holdfast.commands.tables import Grid, Report, age, size
+from holdfast.shared.config import SftConfig
+from holdfast.shared.config.load import to_toml
 from holdfast.shared.files import manifest
-from holdfast.shared.files.metrics import read_metrics
+from holdfast.shared.files.metrics import MetricsWriter, read_metrics
 from holdfast.shared.files.run_dir import RunDir
+from tests.builders.checkpoint_files import write_weights
 from tests.runs.terminal import Terminal
-from tests.runs.training import run_sft
 
 Ckpt = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Any, sft_data: Path) -> Path:
-    """A run directory with the checkpoints of steps 1 to 4."""
-    output = tmp_path_factory.mktemp("finished") / "run"
-    run = run_sft(output, tiny_model(weights=False), sft_data, "--max-steps", "4", "--ckpt.interval", "1")
-    assert run.code == 0, run.output
-    return output
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of an `sft` run with the checkpoints of steps 1 to 4; the files of the trainer hold anything."""
+    run_dir = RunDir(tmp_path_factory.mktemp("finished") / "run")
+    run_dir.create()
+    config = SftConfig.model_validate({"output_dir": run_dir.path, "max_steps": 4, "ckpt": {"interval": 1}})
+    run_dir.configs(1).mkdir(parents=True)
+    (run_dir.configs(1) / "sft.toml").write_text(to_toml(config))
+    run_dir.logs(1).mkdir(parents=True)
+    (run_dir.logs(1) / "trainer.log").write_text("trained")
+    metrics = MetricsWriter(run_dir.metrics)
+    for step, loss in enumerate((3.0, 2.0, 2.5, 2.25), start=1):
+        metrics.write(step, {"loss": loss})
+        directory = run_dir.checkpoint(step)
+        (directory / "trainer").mkdir(parents=True)
+        for name in (".metadata", "__0_0.distcp"):
+            (directory / "trainer" / name).write_bytes(f"{name} of {step}".encode() * 100)
+        files = manifest.describe_files(directory)
+        listing = manifest.Manifest(kind="checkpoint", step=step, policy_version=step, files=files, program="sft",
+                                    run_id=run_dir.run_id(), world_size=1, metrics={"loss": loss})  # fmt: skip
+        manifest.write_manifest(directory, listing)
+    metrics.close()
+    write_weights(run_dir, 4)
+    return run_dir.path
 
 
 @pytest.fixture
@@ -64,6 +83,7 @@ def listed(ckpt: Ckpt, run_dir: RunDir, *flags: str) -> tuple[int, dict[str, Any
     return code, json.loads(out)
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("argv", [["--help"], ["ls", "-h"], ["ls"], ["verify"], ["prune", "--keep", "1", "--dry-run"]])
 def test_looking_imports_nothing_heavy(argv: list[str], finished: Path) -> None:
     code = (

@@ -59,6 +59,7 @@ def test_ctrl_c_is_no_error_of_the_work() -> None:
         raise KeyboardInterrupt
 
 
+@pytest.mark.launch
 def test_files_of_the_user_do_not_replace_those_of_torch(tmp_path: Path) -> None:
     for name in ("torch", "random", "safetensors"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('a module of the user was imported')\n")

@@ -152,6 +152,7 @@ def _oom_score(process: psutil.Process) -> str:
     return Path(f"/proc/{process.pid}/oom_score_adj").read_text().strip()
 
 
+@pytest.mark.launch
 def test_a_process_that_is_killed_is_told_where_one_looks_and_made_up_for(tmp_path: Path, serve: Serve) -> None:
     run_dir = make_run(tmp_path / "run")
     dashboard, port = serve(run_dir)
@@ -204,6 +205,7 @@ def test_what_fails_late_every_time_is_tried_less_and_less_often(
     assert found.trouble == "out of memory"
 
 
+@pytest.mark.launch
 def test_files_that_cannot_be_read_leave_the_page_that_was_there(tmp_path: Path, serve: Serve, soon: None) -> None:
     run_dir = make_run(tmp_path / "run")
     dashboard, port = serve(run_dir)

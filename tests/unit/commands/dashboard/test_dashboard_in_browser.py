@@ -41,7 +41,7 @@ def top_of(page: OpenPage, selector: str) -> Any:
     return page.evaluate(f"document.querySelector('{selector}').getBoundingClientRect().top")
 
 
-@pytest.mark.slow
+@pytest.mark.docs
 def test_the_reader_keeps_the_place_while_the_run_goes_on(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     config = DashboardConfig(port=free_port())

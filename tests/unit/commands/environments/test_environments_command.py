@@ -16,17 +16,18 @@ from pathlib import Path
 import pytest
 
 from holdfast import Message, Task
-from holdfast.commands.environments import play
+from holdfast.commands.environments import check, play
 from holdfast.commands.environments.fingerprint import canonical, parts_of
 from holdfast.orchestrator.environments import BUILT_IN
 from holdfast.shared.config import RlConfig
 from holdfast.shared.config.load import parse_command_line
 from tests.conftest import BASE
-from tests.models.chat_templates import QWEN_3, make_tokenizer
+from tests.models.chat_templates import QWEN_3, write_tokenizer
 from tests.runs.terminal import Terminal
 from tests.unit.orchestrator.evaluation.test_endpoint import Calling, Endpoint, answering
 
 Command = Callable[..., tuple[int, str, str]]
+Played = Callable[[list[object], str], tuple[int, str, str]]
 FAULTS = '''
 """Environments with one fault each."""
 
@@ -172,12 +173,17 @@ def environments(run_command: Command, tmp_path: Path, monkeypatch: pytest.Monke
     return partial(run_command, "environments")
 
 
+@pytest.fixture
+def here_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `check` ask in this process alone, which finds most."""
+    monkeypatch.setattr(check, "_HASH_SEEDS", ())
+
+
 @pytest.fixture(scope="module")
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer with the template of Qwen 3, which drops thoughts behind a new question."""
     directory = tmp_path_factory.mktemp("thinking")
-    make_tokenizer("byte-level", QWEN_3, adds_bos=False).save_pretrained(directory)
-    return directory
+    return write_tokenizer(directory, QWEN_3)
 
 
 def checked(environments: Command, name: str, *flags: object) -> tuple[int, dict[str, tuple[str, list[str]]]]:
@@ -213,6 +219,7 @@ def test_the_list_has_everything_with_a_name(environments: Command, tmp_path: Pa
     assert "\nsound " in out and "('broken': there is no module 'broken_faults'" in out
 
 
+@pytest.mark.launch
 def test_what_init_writes_passes_its_test_and_its_check(environments: Command, tmp_path: Path) -> None:
     code, out, _ = environments("init", "word_game")
     assert code == 0 and "\n  uv run environments check word_game:WordGame\n" in out
@@ -262,6 +269,7 @@ def test_init_says_where_it_cannot_write(environments: Command) -> None:
     assert code == 2 and "File name too long" in err
 
 
+@pytest.mark.launch
 def test_an_environment_without_a_fault_is_passed(environments: Command) -> None:
     code, out, err = environments("check", "faults:Sound", "--model.name", BASE, "--num-tasks", "4")
     assert (code, err) == (0, "")
@@ -269,6 +277,7 @@ def test_an_environment_without_a_fault_is_passed(environments: Command) -> None
     assert " of 1024 tokens" in out and "20 with scripted answers" in out
 
 
+@pytest.mark.launch
 def test_a_terminal_shows_where_a_slow_check_is(environments: Command, tmp_path: Path) -> None:
     del environments  # it has made the module
     words = ["-m", "holdfast", "environments", "check", "faults:Slow", "--num-tasks", "4"]
@@ -281,10 +290,24 @@ def test_a_terminal_shows_where_a_slow_check_is(environments: Command, tmp_path:
     assert screen[0].startswith("check") and not any("asking" in line for line in screen), screen
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize(
-    ("name", "check", "message"),
+    ("name", "message"),
     [
-        ("Unordered", "tasks", r"another process (PYTHONHASHSEED="),
+        ("Unordered", "another process (PYTHONHASHSEED="),
+        ("OnlyHere", "the process ended with code -9: it said nothing"),
+    ],
+)
+def test_a_fault_in_other_processes_is_found_there(name: str, message: str, environments: Command) -> None:
+    code, checks = checked(environments, name)
+    assert code == 1 and checks["tasks"][0] == "FAILED"
+    assert any(message in line for line in checks["tasks"][1]), checks
+
+
+@pytest.mark.usefixtures("here_alone")
+@pytest.mark.parametrize(
+    ("name", "part", "message"),
+    [
         ("Counting", "tasks", "task 0 is another when it is made again: answer"),
         ("NoTask", "tasks", "make_task() raised ValueError: no third task"),
         ("Tasteless", "prompts", "make_task() must return a Task, got 'b"),
@@ -294,16 +317,16 @@ def test_a_terminal_shows_where_a_slow_check_is(environments: Command, tmp_path:
         ("Strict", "scores", "an empty answer, alone in its group: environment 'faults:Strict' failed on task 0"),
         ("NotANumber", "scores", "a non-ASCII answer, alone in its group"),
         ("Four", "scores", "an empty answer, alone in its group: "),
-        ("OnlyHere", "tasks", "the process ended with code -9: it said nothing"),
     ],
 )
-def test_a_fault_is_found_and_told_by_its_check(name: str, check: str, message: str, environments: Command) -> None:
+def test_a_fault_is_found_and_told_by_its_check(name: str, part: str, message: str, environments: Command) -> None:
     code, checks = checked(environments, name)
     assert code == 1
-    state, problems = checks[check]
+    state, problems = checks[part]
     assert state == "FAILED" and any(message in line for line in problems), problems
 
 
+@pytest.mark.usefixtures("here_alone")
 def test_templates_that_rewrite_turns_are_told(environments: Command, thinking: Path) -> None:
     words = ("check", "faults:Asking", "--num-tasks", "4", "--model.name", thinking)
     code, out, _ = environments(*words)
@@ -316,9 +339,9 @@ def test_templates_that_rewrite_turns_are_told(environments: Command, thinking: 
     assert checks["template"][0] == "FAILED" and "an answer behind thoughts" in checks["template"][1][0]
 
 
-def test_a_person_sees_where_a_session_splits(environments: Command, thinking: Path, tmp_path: Path) -> None:
+def test_a_person_sees_where_a_session_splits(played: Played, thinking: Path) -> None:
     typed = "<think>Hm</think>ab\ncd\n"
-    code, out, err = played(["faults:Asking", "--model.name", thinking], typed, tmp_path)
+    code, out, err = played(["faults:Asking", "--model.name", thinking], typed)
     assert code == 0, err
     _, anew = out.split("--- then, as the template writes it anew\n")
     shown = anew.split("--- turn 2")[0]
@@ -326,6 +349,7 @@ def test_a_person_sees_where_a_session_splits(environments: Command, thinking: P
     assert ["branches", "2"] in [line.split() for line in anew.splitlines()]
 
 
+@pytest.mark.usefixtures("here_alone")
 def test_templates_without_tools_and_prompts_that_do_not_fit_are_told(environments: Command) -> None:
     code, checks = checked(environments, "Tooled", "--model.name", BASE)
     assert code == 1 and checks["template"][0] == "FAILED" and checks["sessions"][0] == "OK"
@@ -354,18 +378,20 @@ def test_mistakes_are_told_before_anything_is_asked(words: list[str], message: s
     assert (code, out) == (2, "") and message in err
 
 
-def played(words: list[object], typed: str, cwd: Path) -> tuple[int, str, str]:
-    """Play in a process of its own, with what is typed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "holdfast", "environments", "play", *map(str, words)],
-        cwd=cwd, input=typed.encode(errors="surrogateescape"), capture_output=True, check=False,
-        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
-    )  # fmt: skip
-    return done.returncode, done.stdout.decode(), done.stderr.decode()
+@pytest.fixture
+def played(environments: Command, monkeypatch: pytest.MonkeyPatch) -> Played:
+    """Play with what is typed."""
+
+    def play(words: list[object], typed: str) -> tuple[int, str, str]:
+        given = io.BytesIO(typed.encode(errors="surrogateescape"))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(given, encoding="utf-8"))
+        return environments("play", *words)
+
+    return play
 
 
-def test_a_person_plays_and_sees_reward_tokens_and_mask(environments: Command, tmp_path: Path) -> None:
-    code, out, err = played(["faults:ByTurn", "--model.name", BASE, "--index", "3"], "ab\n", tmp_path)
+def test_a_person_plays_and_sees_reward_tokens_and_mask(played: Played) -> None:
+    code, out, err = played(["faults:ByTurn", "--model.name", BASE, "--index", "3"], "ab\n")
     assert code == 0, err
     lines = [line.split() for line in out.splitlines()]
     assert ["reward", "1"] in lines and ["exact", "1"] in lines and ["turn_rewards", "0.5"] in lines
@@ -374,20 +400,21 @@ def test_a_person_plays_and_sees_reward_tokens_and_mask(environments: Command, t
     assert any(line[:1] == ["0"] and line[-1] != "x" for line in lines), "the prompt is shown, and not sampled"
 
 
-def test_a_person_calls_tools_in_turns_of_several_lines(environments: Command, tmp_path: Path) -> None:
+def test_a_person_calls_tools_in_turns_of_several_lines(played: Played) -> None:
     call = '<tool_call>{"name": "look_up",\\\n"arguments": {"word": "w\\u001b[2J"}}</tool_call>\n'
-    code, out, err = played(["faults:Tooled"], call + "red\n", tmp_path)
+    code, out, err = played(["faults:Tooled"], call + "red\n")
     assert code == 0, err
     assert "<|im_start|>tool\nw\\x1b[2J<|im_end|>" in out and "\x1b" not in out
     assert "tools/calls" in out and "sampled" not in out
 
 
 @pytest.mark.parametrize(("typed", "message"), [("", "the input ended"), ("\udcff\n", "the input is not utf-8")])
-def test_an_input_that_is_none_ends_the_play(typed: str, message: str, environments: Command, tmp_path: Path) -> None:
-    code, _, err = played(["faults:Sound"], typed, tmp_path)
+def test_an_input_that_is_none_ends_the_play(typed: str, message: str, played: Played) -> None:
+    code, _, err = played(["faults:Sound"], typed)
     assert code == 2 and err.startswith("error: ") and message in err and "Traceback" not in err
 
 
+@pytest.mark.launch
 def test_ctrl_c_ends_the_play_at_once(environments: Command, tmp_path: Path) -> None:
     argv = [sys.executable, "-u", "-m", "holdfast", "environments", "play", "faults:Sound"]
     child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)

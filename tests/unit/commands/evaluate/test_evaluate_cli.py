@@ -35,6 +35,7 @@ def run_with_weights(path: Path, *versions: int) -> RunDir:
     return run_dir
 
 
+@pytest.mark.launch
 def test_a_dry_run_says_what_would_be_evaluated(run_command: RunCommand, tmp_path: Path) -> None:
     flags = ("--output-dir", tmp_path / "evaluation", "--dry-run")
     code, out, _ = run_command("evaluate", "--model.name", MODEL, *flags)

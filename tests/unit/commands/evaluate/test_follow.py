@@ -22,13 +22,12 @@ from holdfast.commands.launcher.supervise import Supervisor
 from holdfast.commands.live.observe import ObservedRun
 from holdfast.commands.live.output import as_json_lines
 from holdfast.commands.resume.attempt import Attempt
-from holdfast.shared.config import PROGRAMS, DpoConfig, OrchestratorConfig, SftConfig
+from holdfast.shared.config import PROGRAMS, OrchestratorConfig, SftConfig
 from holdfast.shared.config.base import ModelConfig
 from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.config.load import read_toml, to_toml
 from holdfast.shared.errors import ConfigError, DataError, ProcessDied
 from holdfast.shared.files.run_dir import RunDir
-from holdfast.trainer.session.checkpointing import _is_to_be_evaluated
 from tests.builders.checkpoint_files import write_checkpoint
 from tests.conftest import ROOT
 from tests.unit.commands.evaluate.test_plot import evaluated
@@ -113,6 +112,7 @@ def test_settings_of_following_fit_together(changes: dict[str, Any], said: str) 
         EvaluateConfig.model_validate({"run": "a"} | changes)
 
 
+@pytest.mark.launch
 def test_a_dry_run_names_the_steps_that_are_missing(run_command: RunCommand, tmp_path: Path) -> None:
     run_dir = run_of(tmp_path / "run", 5, 10)
     evaluated = run_dir.evaluation(5)
@@ -226,21 +226,6 @@ def test_what_a_kill_left_is_removed_by_the_next_start(run_command: RunCommand, 
 def test_evaluations_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         SftConfig.model_validate({"eval": {"interval": 4}} | changes)
-
-
-def test_a_checkpoint_stays_until_it_is_evaluated(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    config = DpoConfig.model_validate({"max_steps": 9, "eval": {"interval": 4}, "ckpt": {"interval": 2, "keep": 1}})
-    assert [step for step in (2, 4, 6, 8, 9) if _is_to_be_evaluated(config, run_dir, step)] == [4, 8, 9]
-    run_dir.evaluation(4).mkdir(parents=True)
-    (run_dir.evaluation(4) / "summary.json").write_text("{}")
-    assert not _is_to_be_evaluated(config, run_dir, 4) and _is_to_be_evaluated(config, run_dir, 8)
-    run_dir.give_up_evaluations()
-    assert not _is_to_be_evaluated(config, run_dir, 8), "nobody waits for it"
-    run_dir.given_up.unlink()
-    assert _is_to_be_evaluated(config, run_dir, 8)
-    assert not _is_to_be_evaluated(DpoConfig(), run_dir, 8)
-    assert not _is_to_be_evaluated(PROGRAMS["reward-model"](), run_dir, 8)
 
 
 def evaluated_sft(**changes: Any) -> SftConfig:

@@ -57,6 +57,7 @@ def resolved(output: Path, name: str) -> dict[str, Any]:
     return tomli.loads((output / "configs" / "dry_run" / f"{name}.toml").read_text())
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_a_trainer_takes_every_gpu_and_the_settings_for_them(count: int, tmp_path: Path) -> None:
     run = started("sft", tmp_path / "run", *SFT, "--dry-run", gpus=count)
@@ -72,6 +73,7 @@ def test_a_trainer_takes_every_gpu_and_the_settings_for_them(count: int, tmp_pat
     assert config["model"]["dtype"] == "bfloat16"
 
 
+@pytest.mark.launch
 def test_what_is_set_stays_as_it_is(tmp_path: Path) -> None:
     flags = ("--model.dtype", "float32", "--parallel.num-ranks", "1", "--no-model.activation-checkpointing")
     run = started("sft", tmp_path / "run", *SFT, "--dry-run", *flags, gpus=2)
@@ -80,6 +82,7 @@ def test_what_is_set_stays_as_it_is(tmp_path: Path) -> None:
     assert "trainer on the CPU; set by that: parallel.num_ranks = 1, model.dtype = float32" in cpu.log
 
 
+@pytest.mark.launch
 def test_trainer_and_engine_get_gpus_of_their_own(tmp_path: Path) -> None:
     flags = ("--dry-run", "--placement.trainer", "4", "--inference.engine.tensor-parallel-size", "4")
     run = started("rl", tmp_path / "run", *RL, *flags, gpus=8, fault=GPU_VLLM)
@@ -98,6 +101,7 @@ def test_trainer_and_engine_get_gpus_of_their_own(tmp_path: Path) -> None:
     assert trainer["sampler_dtype"] == trainer["model"]["dtype"] == "bfloat16"
 
 
+@pytest.mark.launch
 def test_a_gpu_that_both_share_is_shared_by_its_memory(tmp_path: Path) -> None:
     flags = ("--dry-run", "--placement.trainer", "[0]", "--placement.inference", "[0]")
     run = started("rl", tmp_path / "run", *RL, *flags, gpus=1, fault=GPU_VLLM)
@@ -107,6 +111,7 @@ def test_a_gpu_that_both_share_is_shared_by_its_memory(tmp_path: Path) -> None:
     assert not (tmp_path / "refused").exists()
 
 
+@pytest.mark.launch
 def test_an_engine_that_is_built_for_cpus_says_so(tmp_path: Path) -> None:
     run = started("rl", tmp_path / "run", *RL, "--dry-run", gpus=2)
     assert "trainer on GPU 0,1 (2 x NVIDIA H100 80GB HBM3), engine on the CPU; " in run.log
@@ -115,12 +120,14 @@ def test_an_engine_that_is_built_for_cpus_says_so(tmp_path: Path) -> None:
     assert engine["model"]["dtype"] == "bfloat16" and engine["engine"]["eager"] is True
 
 
+@pytest.mark.launch
 def test_offloading_stands_in_the_plan(tmp_path: Path) -> None:
     run = started("sft", tmp_path / "run", *SFT, "--dry-run", "--parallel.cpu-offload", gpus=2)
     assert "GPU 0,1, CPU offload" in run.log
     assert resolved(tmp_path / "run", "sft")["parallel"]["cpu_offload"] is True
 
 
+@pytest.mark.launch
 def test_all_nodes_stand_in_the_plan(tmp_path: Path) -> None:
     flags = ("--dry-run", "--parallel.rdzv-endpoint", "node-a:29400", "--parallel.nodes")
     run = started("sft", tmp_path / "run", *SFT, *flags, "3", gpus=2)
@@ -155,6 +162,7 @@ def test_what_a_cluster_places_is_not_said_to_be_here(capsys: pytest.CaptureFixt
     ]
 
 
+@pytest.mark.launch
 def test_an_engine_by_itself(tmp_path: Path) -> None:
     flags = ("--dry-run", "--engine.tensor-parallel-size", "2")
     run = started("inference", tmp_path / "run", *flags, gpus=4, fault=GPU_VLLM)
@@ -164,6 +172,7 @@ def test_an_engine_by_itself(tmp_path: Path) -> None:
     assert refused.code == 2 and "the engine is split over 2 GPUs" in refused.log
 
 
+@pytest.mark.launch
 def test_gpus_that_torch_cannot_use_end_the_command_before_anything_starts(tmp_path: Path) -> None:
     run = started("sft", tmp_path / "run", *SFT, gpus=8, cuda=12080)
     assert run.code == 2 and "Traceback" not in run.log
@@ -171,6 +180,7 @@ def test_gpus_that_torch_cannot_use_end_the_command_before_anything_starts(tmp_p
     assert "with --parallel.device cpu" in run.log and not (tmp_path / "run").exists()
 
 
+@pytest.mark.launch
 def test_gpus_that_only_the_driver_sees_end_the_run_and_not_on_the_cpu(
     tiny_model: ModelFactory, sft_data: Path, tmp_path: Path
 ) -> None:
@@ -180,6 +190,7 @@ def test_gpus_that_only_the_driver_sees_end_the_run_and_not_on_the_cpu(
     assert "parallel.device = cuda, but torch finds no GPU here" in run.log
 
 
+@pytest.mark.launch
 def test_a_run_keeps_its_dtype_on_another_device(tiny_model: ModelFactory, sft_data: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     model = ("--model.name", str(tiny_model(weights=False)), "--model.init", "random", "--data.name", str(sft_data))
@@ -199,6 +210,7 @@ def test_a_run_keeps_its_dtype_on_another_device(tiny_model: ModelFactory, sft_d
     assert resolved(output, "sft")["model"]["dtype"] == "bfloat16" and anew.code == 0
 
 
+@pytest.mark.launch
 def test_copies_of_the_model_must_divide_the_gpus(tmp_path: Path) -> None:
     run = started("sft", tmp_path / "run", *SFT, "--dry-run", "--parallel.replicas", "2", gpus=3)
     assert run.code == 2 and "parallel.replicas = 2 does not divide the number of ranks, 3" in run.log

@@ -17,7 +17,8 @@ import pytest
 from holdfast.commands import cli
 from holdfast.commands.launcher import preflight
 from holdfast.inference.main import run as serve
-from holdfast.shared.config import InferenceConfig, TrainerConfig
+from holdfast.orchestrator.check_environments import check_environments
+from holdfast.shared.config import InferenceConfig, OrchestratorConfig, TrainerConfig
 from holdfast.shared.errors import ConfigError, HoldfastError
 from holdfast.shared.files.local_inputs import check_cache_directory
 from holdfast.shared.process.gpus import require_vllm, vllm_device
@@ -48,16 +49,19 @@ def loss(data, *, strength=1.0):
 def refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], in_root: Path, tmp_path: Path
 ) -> Launch:
-    """Run a command with these flags, with and without --dry-run; return the line that it refused both with."""
+    """Run a command with these flags, and at first with --dry-run too; return what it refused them with."""
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "counting.py").write_text(_ENVIRONMENT)
     (tmp_path / "code" / "my_loss.py").write_text(_LOSS)
     (tmp_path / "code" / "broken.py").write_text("1 / 0\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"))
 
+    said: list[str] = []
+
     def launch(program: str, *flags: str) -> str:
-        said = []
-        for extra in ([], ["--dry-run"]):
+        extras = [[]] if said else [[], ["--dry-run"]]
+        said.clear()
+        for extra in extras:
             monkeypatch.setattr(sys, "argv", [program, "--output-dir", str(tmp_path / "run"), *flags, *extra])
             with pytest.raises(SystemExit) as caught:
                 getattr(cli, program)()
@@ -66,7 +70,7 @@ def refused(
             assert "Traceback" not in printed.err
             assert not (tmp_path / "run").exists(), "something was made before it was refused"
             said.append(printed.err)
-        assert said[0] == said[1]
+        assert len(set(said)) == 1
         return said[0]
 
     return launch
@@ -79,16 +83,33 @@ def environment(identity: str, **args: object) -> tuple[str, str]:
 QUICK_START = ("rl", "@", "configs/reverse_text/rl.toml", "--inference.server.port", str(free_port()))
 
 
-def test_environments_and_their_arguments(refused: Launch) -> None:
+def test_environments_that_are_not_there(refused: Launch) -> None:
     assert "there is no environment 'nope'" in refused(*QUICK_START, *environment("nope"))
-    assert "Jsonl needs path" in refused(*QUICK_START, *environment("jsonl"))
-    assert "no/file.jsonl cannot be read" in refused(*QUICK_START, *environment("jsonl", path="no/file.jsonl"))
-    assert "there is no module 'no_module'" in refused(*QUICK_START, *environment("no_module:Class"))
-    assert "has no environment 'Count'" in refused(*QUICK_START, *environment("counting:Count"))
-    assert "Counting has no such argument" in refused(*QUICK_START, *environment("counting:Counting", limits=1))
-    assert "ZeroDivisionError" in refused(*QUICK_START, *environment("broken:Thing"))
 
 
+@pytest.mark.parametrize(
+    ("identity", "args", "said"),
+    [
+        ("jsonl", {}, "Jsonl needs path"),
+        ("jsonl", {"path": "no/file.jsonl"}, "no/file.jsonl cannot be read"),
+        ("no_module:Class", {}, "there is no module 'no_module'"),
+        ("counting:Count", {}, "has no environment 'Count'"),
+        ("counting:Counting", {"limits": 1}, "Counting has no such argument"),
+        ("broken:Thing", {}, "ZeroDivisionError"),
+    ],
+)
+def test_environments_and_their_arguments(
+    identity: str, args: dict[str, object], said: str, refused: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path / "code")
+    monkeypatch.delitem(sys.modules, identity.partition(":")[0], raising=False)
+    section = {"id": identity, "args": args}
+    config = OrchestratorConfig.model_validate({"model": {"name": str(MODEL)}, "environments": [section]})
+    with pytest.raises(HoldfastError, match=said):
+        check_environments(config)
+
+
+@pytest.mark.launch
 def test_functions_of_the_user(refused: Launch) -> None:
     assert "there is no module 'nope'" in refused(*QUICK_START, "--trainer.loss.type", "nope:loss")
     args = ("--trainer.loss.type", "my_loss:loss", "--trainer.loss.args", '{"power": 2}')
@@ -98,6 +119,7 @@ def test_functions_of_the_user(refused: Launch) -> None:
     )
 
 
+@pytest.mark.launch
 def test_a_check_that_dies_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text("import os, sys; print('no licence', file=sys.stderr, flush=True); os._exit(7)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -206,18 +206,19 @@ def test_a_job_is_submitted_with_what_the_user_has_set(
     assert told == parsed(run, "--ckpt.interval", "5") and told.slurm is None
     assert told.model_fields_set == parsed(run, "--ckpt.interval", "5").model_fields_set
 
+    sft = parsed_training("sft", tmp_path / "sft", "--ckpt.interval", "5", "--slurm")
     submitter.write_text("#!/bin/bash\necho 'sbatch: error: invalid partition' >&2; exit 1\n")
-    with pytest.raises(ConfigError, match=r"sbatch refuses .*rl\.sbatch: sbatch: error: invalid partition"):
-        launch_rl(parsed(run, "--ckpt.interval", "5", "--slurm"))
+    with pytest.raises(ConfigError, match=r"sbatch refuses .*sft\.sbatch: sbatch: error: invalid partition"):
+        launch_training(sft)
     submitter.write_text(f"#!/bin/bash\nmkfifo {tmp_path}/nobody; read -r < {tmp_path}/nobody\n")
     with monkeypatch.context() as patch:
         patch.setattr("holdfast.commands.launcher.slurm_job._SUBMIT_TIMEOUT_S", 0.1)
         with pytest.raises(ConfigError, match=r"sbatch has not answered within 0 s: see by squeue"):
-            launch_rl(parsed(run, "--ckpt.interval", "5", "--slurm"))
+            launch_training(sft)
     submitter.unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"needs SLURM's sbatch, which is not on this machine. The script is "):
-        launch_rl(parsed(run, "--ckpt.interval", "5", "--slurm"))
+        launch_training(sft)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +227,6 @@ def test_a_job_is_submitted_with_what_the_user_has_set(
         ((), "--slurm needs checkpoints"),
         (("--ckpt.interval", "5", "--ckpt.resume-step", "3"), "ckpt.resume_step = 3: with --slurm it is 'auto'"),
         (("--ckpt.interval", "5", "--clean"), "--clean with --slurm would remove the run"),
-        (("--ckpt.interval", "5", "--cluster", "ray"), "cluster = 'ray' and --slurm are two places"),
         (
             ("--ckpt.interval", "5", "--slurm.time", "00:02:00"),
             "00:02:00 is over before .* 120 s",
@@ -235,7 +235,13 @@ def test_a_job_is_submitted_with_what_the_user_has_set(
 )
 def test_what_cannot_be_queued_again_is_refused(flags: tuple[str, ...], reason: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=reason):
-        launch_rl(parsed(tmp_path / "run", "--slurm", "--dry-run", *flags))
+        launch_training(parsed_training("sft", tmp_path / "run", "--slurm", "--dry-run", *flags))
+
+
+def test_slurm_and_ray_are_two_places(tmp_path: Path) -> None:
+    flags = ("--slurm", "--dry-run", "--ckpt.interval", "5", "--cluster", "ray")
+    with pytest.raises(ConfigError, match="cluster = 'ray' and --slurm are two places"):
+        launch_rl(parsed(tmp_path / "run", *flags))
 
 
 @pytest.mark.parametrize(

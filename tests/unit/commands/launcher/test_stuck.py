@@ -32,6 +32,7 @@ made("weights/step_1")
 _TRAINER = _WAITS.format(timeout_s=HANG_S)
 
 
+@pytest.mark.clock
 def test_a_trainer_waits_on_while_the_launcher_waits_for_the_storage(
     stands: Stands, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,6 +64,7 @@ made("rollouts/step_1")
 """
 
 
+@pytest.mark.clock
 def test_an_event_loop_that_is_blocked_is_killed_and_started_again(
     stands: Stands, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,6 +89,7 @@ main()
 """
 
 
+@pytest.mark.clock
 def test_the_stacks_of_all_threads_are_waited_for_and_mixed_with_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +153,7 @@ server.serve_forever()
 """
 
 
+@pytest.mark.clock
 def test_a_server_that_was_well_and_cannot_start_again_is_given_another_try(
     stands: Stands, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -67,6 +67,7 @@ def test_a_server_that_dies_before_it_says_a_word_did_not_die_of_what_the_one_be
     assert code == 0 and starts(stands, "inference") == 3
 
 
+@pytest.mark.clock
 def test_the_launcher_waits_where_it_cannot_write_itself(stands: Stands, capfd: pytest.CaptureFixture[str]) -> None:
     stands.full_disks = 2
     trainer = f"if start == 1: os.kill(os.getpid(), {signal.SIGKILL:d})\n{_UNTIL_A_BATCH}made('weights/step_1')"
@@ -271,6 +272,7 @@ made("weights/step_1")
 """
 
 
+@pytest.mark.clock
 def test_what_has_no_bound_of_its_own_is_bounded_by_who_waits_for_it(stands: Stands) -> None:
     """As an environment whose constructor never returns: it beats, and says no bound."""
     constructor = f"if start == 1: time.sleep(600)\n{_MAKES_A_BATCH}"
@@ -281,6 +283,7 @@ def test_what_has_no_bound_of_its_own_is_bounded_by_who_waits_for_it(stands: Sta
     assert (starts(stands, "trainer"), starts(stands, "orchestrator")) == (2, 2)
 
 
+@pytest.mark.clock
 def test_without_healing_nobody_is_watched_or_started_again(stands: Stands) -> None:
     """As `sft`, `dpo`, `reward-model` and a trainer that is started by hand."""
     slow = "does('a loss of its own', bound_s=0.1)\ntime.sleep(3)\nmade('weights/step_1')"

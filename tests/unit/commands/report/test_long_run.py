@@ -11,7 +11,7 @@ from tests.builders.shown_runs import make_run
 from tests.unit.commands.report.test_report import figures_of, text_of
 
 
-@pytest.mark.slow
+@pytest.mark.clock
 def test_a_long_run_takes_seconds_and_a_bounded_page(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", steps=10_000, metrics=42, resumed_from=(2500, 5000, 7500))
     make_journal(run_dir, 10_000)

@@ -259,9 +259,9 @@ def other_kinds(path: Path, other: RunDir, model: Path) -> dict[Kind | str, tupl
 
 
 def test_what_is_no_checkpoint_is_named_with_what_is_needed_and_the_flag_that_fits(
-    other: RunDir, sft: Sft, tmp_path: Path, tiny_model: Callable[..., Path]
+    other: RunDir, sft: Sft, tmp_path: Path, plain_model: Callable[..., Path]
 ) -> None:
-    for found, (path, advice) in other_kinds(tmp_path, other, tiny_model()).items():
+    for found, (path, advice) in other_kinds(tmp_path, other, plain_model()).items():
         code, _, err = sft("--ckpt.resume-dir", path)
         assert code == 2 and err.startswith("error: ") and "Traceback" not in err
         assert f"ckpt.resume_dir = {path} is " in err and str(found) in err and advice in err, err
@@ -335,9 +335,9 @@ def test_a_warm_start_is_a_fresh_one_unless_auto_finds_a_checkpoint(other: RunDi
         start(config_of(new, weights_only=other.checkpoint(5)))
 
 
-def test_a_warm_start_needs_weights(other: RunDir, sft: Sft, tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
-    model = ("--model.name", tiny_model())
-    for found, (path, _) in other_kinds(tmp_path, other, tiny_model()).items():
+def test_a_warm_start_needs_weights(other: RunDir, sft: Sft, tmp_path: Path, plain_model: Callable[..., Path]) -> None:
+    model = ("--model.name", plain_model())
+    for found, (path, _) in other_kinds(tmp_path, other, plain_model()).items():
         code, _, err = sft("--ckpt.weights-only", path, *model)
         if found is Kind.WEIGHTS:
             assert code == 2 and "none of its 1 tensors (such as weights_10) has the name" in err, err
@@ -348,39 +348,39 @@ def test_a_warm_start_needs_weights(other: RunDir, sft: Sft, tmp_path: Path, tin
 
 
 def test_damaged_or_other_weights_are_refused_before_anything_starts(
-    other: RunDir, sft: Sft, tmp_path: Path, tiny_model: Callable[..., Path]
+    other: RunDir, sft: Sft, tmp_path: Path, plain_model: Callable[..., Path]
 ) -> None:
-    model = ("--model.name", tiny_model())
+    model = ("--model.name", plain_model())
     (other.checkpoint(5) / "trainer" / ".metadata").write_text("INDEX")
     code, _, err = sft("--ckpt.weights-only", other.checkpoint(5), *model)
     assert code == 2 and ".metadata is damaged" in err
     assert sft("--ckpt.weights-only", other.checkpoint(5), "--ckpt.verify", "size", *model)[0] == 0
 
-    code, _, err = sft("--ckpt.weights-only", tiny_model(hidden_size=64), *model)
+    code, _, err = sft("--ckpt.weights-only", plain_model(hidden_size=64), *model)
     assert code == 2 and "of another model" in err and "hidden_size is 64 there, 32 here" in err
     file = tmp_path / "wide.safetensors"
-    shutil.copy(tiny_model(hidden_size=64) / "model.safetensors", file)
+    shutil.copy(plain_model(hidden_size=64) / "model.safetensors", file)
     code, _, err = sft("--ckpt.weights-only", file, *model)
     assert code == 2 and "does not fit" in err and " there, (" in err and "; and " in err
     file.write_bytes(file.read_bytes()[:-1])
-    code, _, err = sft("--ckpt.weights-only", file, "--model.name", tiny_model(hidden_size=64))
+    code, _, err = sft("--ckpt.weights-only", file, "--model.name", plain_model(hidden_size=64))
     assert code == 2 and f"{file} cannot be read: it has " in err
     nameless = add_weights(other, 3) / "model.safetensors"
-    code, _, err = sft("--ckpt.weights-only", nameless, "--model.name", tiny_model(weights=False))
+    code, _, err = sft("--ckpt.weights-only", nameless, "--model.name", plain_model(weights=False))
     assert code == 2 and "hidden states are 32 wide" in err
     assert not RunDir(tmp_path / "new").holds_run()
 
 
 @pytest.mark.parametrize("flags", [["--clean"], ["--ckpt.resume-step", "auto"]])
 def test_a_fresh_start_does_not_clear_the_weights_that_it_starts_from(
-    flags: list[str], new: RunDir, sft: Sft, tiny_model: Callable[..., Path]
+    flags: list[str], new: RunDir, sft: Sft, plain_model: Callable[..., Path]
 ) -> None:
     new.create()
-    shutil.copytree(tiny_model(), new.weights_of(6))
+    shutil.copytree(plain_model(), new.weights_of(6))
     for flag in ("--ckpt.weights-only", "--model.name"):
         code, _, err = sft(flag, new.weights_of(6), *flags)
         assert code == 2 and f"= {new.weights_of(6)} lies in {new.path}" in err and "--output-dir" in err
-    code, _, err = sft("--model.name", shutil.copytree(tiny_model(), new.path / "model"), *flags)
+    code, _, err = sft("--model.name", shutil.copytree(plain_model(), new.path / "model"), *flags)
     assert code == 0, err
 
 
@@ -456,14 +456,14 @@ def test_without_a_configuration_in_the_checkpoint_the_last_attempt_is_compared(
 
 
 def test_another_architecture_is_refused_before_anything_moves(
-    other: RunDir, sft: Sft, tiny_model: Callable[..., Path]
+    other: RunDir, sft: Sft, plain_model: Callable[..., Path]
 ) -> None:
-    model = tiny_model(weights=False)
+    model = plain_model(weights=False)
     files = {"model/config.json": (model / "config.json").read_text()}
     step = add_checkpoint(other, 11, files=files)
     code, _, err = sft("--ckpt.resume-dir", step, "--model.name", model)
     assert code == 0, err
-    wider = tiny_model(weights=False, hidden_size=64, num_hidden_layers=3)
+    wider = plain_model(weights=False, hidden_size=64, num_hidden_layers=3)
     code, _, err = sft("--ckpt.resume-dir", step, "--model.name", wider)
     assert code == 2 and f"the checkpoint of step 11 is of another model than model.name = '{wider}'" in err
     assert "hidden_size: 32 -> 64" in err and "num_hidden_layers: 2 -> 3" in err and "Traceback" not in err

@@ -221,6 +221,7 @@ def test_a_tracker_that_cannot_be_started_once_more_is_told(
     assert told[1].startswith(f"WARNING: {name} ended with 1. `track ")
 
 
+@pytest.mark.launch
 def test_temporary_files_of_a_tracker_that_is_killed_go_with_the_next(run: TrackedDirectory) -> None:
     run.train(1, 2)
     with short_directory() as temporary:
@@ -235,6 +236,7 @@ def test_temporary_files_of_a_tracker_that_is_killed_go_with_the_next(run: Track
         assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.launch
 def test_temporary_files_of_a_track_that_is_killed_go_with_the_next(run: TrackedDirectory) -> None:
     run.train(1, 2)
     argv = [sys.executable, "-m", "holdfast", "track", str(run.run_dir.path), "--to"]

@@ -45,6 +45,7 @@ def test_a_busy_server_is_asked_again_with_growing_pauses(
     assert all(pause >= 0.02 * 2**number for number, pause in enumerate(pauses))
 
 
+@pytest.mark.clock
 def test_the_pause_that_a_server_asks_for_is_kept_up_to_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

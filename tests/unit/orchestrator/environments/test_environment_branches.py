@@ -25,8 +25,7 @@ from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.wire.arrays import Logprobs, Rewards, TokenIds
 from holdfast.shared.wire.inference_api import Completion
 from holdfast.shared.wire.rollouts import StepRewards, VersionSpan
-from holdfast.trainer.data.samples import chat_tokenizer
-from tests.models.chat_templates import DEEPSEEK_R1, make_tokenizer
+from tests.models.chat_templates import DEEPSEEK_R1, make_chat_tokenizer
 from tests.unit.orchestrator.environments.test_environment_tools import Adds, called, tokenizer_of
 
 THOUGHT = "<think>\nHm.\n</think>\n\n"
@@ -66,7 +65,11 @@ class Played:
         cuts: tuple[int, ...] = (),
         **settings: Any,
     ) -> None:
-        self.theirs, self.tokenizer = self.tokenizers(template)
+        self.tokenizer = (
+            make_chat_tokenizer("byte-level", DEEPSEEK_R1, adds_bos=True)
+            if template == "r1"
+            else tokenizer_of(template)
+        )
         self.asked: list[list[int]] = []
         # Each ends as the template ends it.
         end = self.tokenizer.encode("<|im_end|>") if template in ("qwen3", "hermes") else [self.tokenizer.eos_token_id]
@@ -92,13 +95,6 @@ class Played:
         )
         asyncio.run(environment.run(self.session, task))
 
-    @staticmethod
-    def tokenizers(template: str) -> tuple[Any, Any]:
-        if template != "r1":
-            return tokenizer_of(template)
-        theirs = make_tokenizer("byte-level", DEEPSEEK_R1, adds_bos=True)
-        return theirs, chat_tokenizer(theirs)
-
     async def _sample(self, token_ids: list[int], turn: int, most: int) -> Completion:
         self.asked.append(token_ids)
         sampled = self.sampled[turn][:most]
@@ -108,11 +104,9 @@ class Played:
         )
 
     def rendered(self, *more: dict[str, str]) -> list[int]:
-        """What transformers makes of the chat with `more` messages behind its prompt."""
+        """What the template makes of the chat with `more` messages behind its prompt."""
         schemas = self.tool_use.schemas if self.tool_use else None
-        return self.theirs.apply_chat_template(
-            [*self.messages, *more], tools=schemas, add_generation_prompt=True, return_dict=False
-        )
+        return self.tokenizer.prompt([*self.messages, *more], tools=schemas)
 
 
 def said(text: str) -> dict[str, str]:

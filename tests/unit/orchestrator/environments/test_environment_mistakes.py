@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tomli_w
-import torch
 from fastapi.responses import JSONResponse
 
 from holdfast.orchestrator.environments.contract import PromptTooLong
@@ -49,7 +48,7 @@ class Plain(Environment):
         await session.sample()
 
     def score(self, task: Task, sessions: Sequence[Session]) -> Any:  # type: ignore[override]
-        numbers = (np.float32(0.5), np.int64(2), torch.tensor(0.25), True)
+        numbers = (np.float32(0.5), np.int64(2), np.array(0.25), True)
         return [Score(number, {"np": np.float64(3)}) for number in numbers]  # type: ignore[arg-type]
 
 
@@ -382,7 +381,7 @@ class BlocksApart(Plain):
 
     async def run(self, session: Session, task: Task) -> None:
         async def block() -> None:
-            time.sleep(0.7)
+            time.sleep(0.4)
 
         await session.sample()
         await asyncio.create_task(block())
@@ -409,7 +408,7 @@ def run(directory: Path, kind: type[Environment], **settings: Any) -> Batch:
     return journal.read_batch(RunDir(directory), 1)
 
 
-def test_messages_as_dicts_methods_without_async_and_numbers_of_numpy_and_torch(tmp_path: Path) -> None:
+def test_messages_as_dicts_methods_without_async_and_numbers_of_numpy(tmp_path: Path) -> None:
     batch = run(tmp_path, Plain)
     assert [rollout.reward for rollout in batch.rollouts[:4]] == [0.5, 2.0, 0.25, 1.0]
     assert batch.rollouts[0].metrics == {"np": 3.0}
@@ -574,6 +573,7 @@ def process(config: OrchestratorConfig, prelude: str = "") -> subprocess.Complet
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=HANG_S)
 
 
+@pytest.mark.launch
 def test_a_task_of_its_own_cannot_end_the_process_in_silence(tmp_path: Path) -> None:
     engine = FakeEngine()
     publish_weights(RunDir(tmp_path), 0, b"zero")
@@ -584,18 +584,19 @@ def test_a_task_of_its_own_cannot_end_the_process_in_silence(tmp_path: Path) -> 
     assert "Traceback" not in ended.stderr.partition("error: ")[0]
 
 
+@pytest.mark.clock
 def test_a_call_that_waits_is_named_with_its_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The time with the engine does not count: the deadline of 2 s."""
+    """The time with the engine does not count: the deadline of 1 s."""
     caplog.set_level("INFO")
 
     async def watched() -> None:
-        environment = EnvironmentConfig(id=f"{__name__}:Waits", name="mine", timeout_s=2)
-        engine = FakeEngine(on_generate=lambda count: time.sleep(2.2) if count == 1 else None)
+        environment = EnvironmentConfig(id=f"{__name__}:Waits", name="mine", timeout_s=1)
+        engine = FakeEngine(on_generate=lambda count: time.sleep(1.2) if count == 1 else None)
         with serving(engine), FakeTrainer(RunDir(tmp_path), start=0, max_steps=1), watching_calls(silent_s=0.2):
             settings = [environment.model_dump()]
             await orchestrate(make_config(tmp_path, engine, environments=settings, max_steps=1))
 
-    with pytest.raises(EnvironmentFailure, match=r"run\(\) took longer than 2 s"):
+    with pytest.raises(EnvironmentFailure, match=r"run\(\) took longer than 1 s"):
         asyncio.run(watched())
     at = line_of("Event().wait()")
     expected = rf"environment 'mine', task \d is silent for \d+ s in run\(\) at {at} \(and \d+ more like it\)"
@@ -638,6 +639,7 @@ def test_the_clock_of_a_call_stands_still_until_the_last_of_its_sessions_was_sam
     assert [rollout.reward for rollout in journal.read_batch(RunDir(tmp_path), 1).rollouts] == [2.0] * 4
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize(
     ("kind", "method", "line"),
     [(Blocks, "score", "os.read(os.pipe()[0], 1)"), (BlocksInTurn, "run", "os.read(os.pipe()[0], 2)")],

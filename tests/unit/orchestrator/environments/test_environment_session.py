@@ -148,18 +148,6 @@ def test_templates_that_cannot_be_used_say_so(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
-def test_equal_to_transformers(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    chat = [Message("system", "be brief"), Message("user", "Hi <|im_end|> there!\n"), Message("assistant", "ok")]
-    plain = [{"role": message.role, "content": message.content} for message in chat]
-    for name in (BASE, make_lines_tokenizer(tmp_path)):
-        ours, theirs = load_tokenizer(name), AutoTokenizer.from_pretrained(name)
-        rendered = theirs.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
-        assert ours.prompt(chat) == theirs.encode(rendered, add_special_tokens=False)
-        assert ours.decode(ours.prompt(chat)) == theirs.decode(ours.prompt(chat), skip_special_tokens=True)
-
-
 def test_an_ended_session_grows_no_more(tokenizer: Tokenizer) -> None:
     session, _ = scripted_session(tokenizer, [5, 6], [[7, 3], [8, 3]])
     asyncio.run(session.sample())

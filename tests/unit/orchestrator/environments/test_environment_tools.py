@@ -33,8 +33,7 @@ from holdfast.shared.errors import ConfigError, EnvironmentFailure
 from holdfast.shared.wire.arrays import Logprobs, TokenIds
 from holdfast.shared.wire.inference_api import Completion
 from holdfast.shared.wire.rollouts import VersionSpan
-from holdfast.trainer.data.samples import chat_tokenizer
-from tests.models.chat_templates import make_tokenizer
+from tests.models.chat_templates import make_chat_tokenizer
 from tests.models.tool_templates import tool_templates
 
 WITH_TOOLS = {
@@ -49,11 +48,10 @@ WITH_TOOLS = {
 
 
 @cache
-def tokenizer_of(template: str) -> tuple[Any, Tokenizer]:
+def tokenizer_of(template: str) -> Tokenizer:
     # How GPT-2 splits text, and how Llama 3 and Qwen do: line breaks stay together.
     kind = "byte-level" if template in ("mistral_v3", "hermes") else "llama 3"
-    theirs = make_tokenizer(kind, tool_templates()[template], adds_bos=True)
-    return theirs, chat_tokenizer(theirs)
+    return make_chat_tokenizer(kind, tool_templates()[template], adds_bos=True)
 
 
 def add(a: int, b: int = 1) -> int:
@@ -132,7 +130,7 @@ def play(
 ) -> Session:
     """Return the session of an environment whose policy says `turns`, each ended as the template ends it."""
     environment = environment or Adds()
-    _, tokenizer = tokenizer_of(template)
+    tokenizer = tokenizer_of(template)
     end = {"llama3_1": "<|eot_id|>", "mistral_v3": "</s>"}.get(template, "<|im_end|>")
 
     async def sample_turn(token_ids: list[int], turn: int, most: int) -> Completion:
@@ -173,37 +171,6 @@ def called(parser: str, name: str, arguments: Any) -> str:
             return f"[TOOL_CALLS] [{text}]"
         case _:
             return json.dumps({"name": name, "parameters": arguments})
-
-
-def test_a_schema_is_what_transformers_makes_of_the_function() -> None:
-    from transformers.utils import get_json_schema
-
-    def every(
-        text: str, number: float, flag: bool, words: list[str], table: dict[str, int], kind: Literal["a", "b"] = "a"
-    ):
-        """Take every kind of argument.
-        In two lines.
-
-        Args:
-            text: a text.
-            number: a number.
-            flag: a flag.
-            words: some words.
-            table: a table.
-            kind: a kind.
-
-        Returns:
-            Nothing.
-        """
-
-    for function in (every, block):
-        theirs = get_json_schema(function)
-        theirs["function"].pop("return", None)  # which templates leave out
-        ours = Tool(function, session_class=Session).schema
-        assert ours == theirs and list(ours["function"]) == list(theirs["function"])
-    theirs, ours = get_json_schema(add), Tool(add, session_class=Session).schema
-    theirs["function"].pop("return")
-    assert json.dumps(ours) == json.dumps(theirs), "the policy is shown the very same text"
 
 
 def test_functions_that_are_no_tools_are_refused_with_the_reason() -> None:
@@ -276,7 +243,7 @@ def test_arguments_are_checked_as_json() -> None:
 
 @pytest.mark.parametrize("template", WITH_TOOLS)
 def test_what_a_template_writes_of_a_call_is_read_again(template: str) -> None:
-    _, tokenizer = tokenizer_of(template)
+    tokenizer = tokenizer_of(template)
     parse = find_parser("auto", template=tokenizer.template().source, model="m")
     assert parse is PARSERS[WITH_TOOLS[template]]
     wanted = [("add", {"a": 3, "b": -1}), ("note", {"text": 'a "b"\n{c}'})][: 1 if template == "llama3_1" else 2]
@@ -341,7 +308,7 @@ def said(tokenizer: Tokenizer, chat: list[Any], message: dict[str, Any], schemas
 # Qwen 3.5's is not here: it opens a turn with empty thoughts, which it does not write of the same turn later.
 @pytest.mark.parametrize("template", [name for name in WITH_TOOLS if name != "qwen3_5_nothink"])
 def test_a_session_with_tools_is_one_sample_with_the_tokens_of_the_whole_chat(template: str) -> None:
-    theirs, tokenizer = tokenizer_of(template)
+    tokenizer = tokenizer_of(template)
     tool_use = tool_use_of(Adds(), EnvironmentConfig(), tokenizer)
     assert tool_use is not None
     schemas = tool_use.schemas
@@ -355,7 +322,7 @@ def test_a_session_with_tools_is_one_sample_with_the_tokens_of_the_whole_chat(te
         message = {"role": "assistant", "content": thought, "tool_calls": [call]}
         turns.append(said(tokenizer, chat, message, schemas))
         chat += [message, {"role": "tool", "name": name, "content": answer, "tool_call_id": call["id"]}]
-        prompts.append(theirs.apply_chat_template(chat, tools=schemas, add_generation_prompt=True, return_dict=False))
+        prompts.append(tokenizer.prompt(chat, tools=schemas))
     turns.append(said(tokenizer, chat, {"role": "assistant", "content": f"{thought}It is 3."}, schemas))
 
     session = play(template, turns)
@@ -363,7 +330,7 @@ def test_a_session_with_tools_is_one_sample_with_the_tokens_of_the_whole_chat(te
     assert session.tool_counts == {"calls": 2, "unanswered": 0}
     ids, mask, start = session.token_ids.tolist(), session.loss_mask.tolist(), 0
     for prompt, end in zip(prompts, session.turn_ends, strict=True):
-        assert prompt == ids[: len(prompt)], "what transformers makes of the chat so far"
+        assert prompt == ids[: len(prompt)], "what the template makes of the chat so far"
         assert not any(mask[start : len(prompt)]) and all(mask[len(prompt) : end]) and len(prompt) < end
         start = end
     assert start == len(ids)
@@ -383,7 +350,7 @@ def test_whatever_fails_is_told_to_the_policy_and_counted() -> None:
         called("hermes", "add", {"a": 1}) + called("hermes", "add", {"a": 2}): "3",
     }
     session = play("hermes", [*told, "done", "never"], max_turns=20, tool_timeout_s=0.5)
-    _, tokenizer = tokenizer_of("hermes")
+    tokenizer = tokenizer_of("hermes")
     text = tokenizer.decode(session.token_ids, skip_special_tokens=False)
     answers = text.split("<|im_start|>tool\n")[1:]
     assert len(answers) == len(told) + 1
@@ -466,7 +433,7 @@ def test_the_tokenizer_of_a_hub_is_not_fetched_to_check_tools() -> None:
 
 
 def test_a_prompt_of_text_has_no_place_for_tools() -> None:
-    _, tokenizer = tokenizer_of("hermes")
+    tokenizer = tokenizer_of("hermes")
     schemas = [Tool(add, session_class=Session).schema]
     with pytest.raises(EnvironmentFailure, match="an environment with tools needs messages"):
         prompt_ids_of(Task(prompt="x"), tokenizer, what="it", room=100, tools=schemas)

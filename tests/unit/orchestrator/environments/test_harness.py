@@ -27,8 +27,7 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.arrays import Logprobs, TokenIds
 from holdfast.shared.wire.inference_api import Completion
 from holdfast.shared.wire.rollouts import Batch, VersionSpan
-from holdfast.trainer.data.samples import chat_tokenizer
-from tests.models.chat_templates import make_tokenizer
+from tests.models.chat_templates import make_chat_tokenizer
 from tests.models.tool_templates import tool_templates
 from tests.runs.harness_environments import ask
 from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
@@ -121,6 +120,7 @@ def orchestrated(directory: Path, **section: Any) -> list[Batch]:
 HARNESS = "tests.runs.harness_environments:Harness"
 
 
+@pytest.mark.launch
 def test_what_a_harness_plays_is_what_a_session_would_be(tmp_path: Path) -> None:
     session = orchestrated(tmp_path / "session", id="tests.runs.harness_environments:Played")
     here = orchestrated(tmp_path / "here", id=HARNESS)
@@ -138,6 +138,7 @@ def test_what_a_harness_plays_is_what_a_session_would_be(tmp_path: Path) -> None
     assert (tmp_path / "killed" / "killed").exists()
 
 
+@pytest.mark.launch
 def test_every_fault_of_a_harness_costs_its_own_group_and_is_counted_by_reason(tmp_path: Path) -> None:
     faults = {"1": "raises", "3": "hangs", "5": "asks nothing", "7": "scores", "8": "too long"}
     batches = orchestrated(tmp_path, id=HARNESS, args={"faults": faults}, on_error="drop", timeout_s=5.0)
@@ -401,7 +402,7 @@ CALLS = {
 @pytest.mark.parametrize("template", CALLS)
 def test_calls_of_tools_are_read_in_the_form_of_the_model(template: str) -> None:
     kind = "byte-level" if template == "mistral_v3" else "llama 3"
-    tokenizer = chat_tokenizer(make_tokenizer(kind, tool_templates()[template], adds_bos=True))
+    tokenizer = make_chat_tokenizer(kind, tool_templates()[template], adds_bos=True)
     end = {"llama3_1": "<|eot_id|>", "mistral_v3": "</s>"}.get(template, "<|im_end|>")
     turns = [f"{CALLS[template]}{end}", f"3{end}"]
     result = {"role": "tool", "content": "3", "tool_call_id": "t00010001", "name": "add"}
@@ -430,7 +431,7 @@ def test_calls_of_tools_are_read_in_the_form_of_the_model(template: str) -> None
 
 
 def test_a_call_that_cannot_be_read_is_text_and_thoughts_that_a_template_drops_split_the_conversation() -> None:
-    tokenizer = chat_tokenizer(make_tokenizer("llama 3", tool_templates()["qwen3"], adds_bos=True))
+    tokenizer = make_chat_tokenizer("llama 3", tool_templates()["qwen3"], adds_bos=True)
     turns = ["<tool_call>\n{add\n</tool_call><|im_end|>", "<think>\nhm\n</think>\n\nyes<|im_end|>", "on<|im_end|>"]
 
     async def script(endpoint: Endpoint) -> float:

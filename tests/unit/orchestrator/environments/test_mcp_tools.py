@@ -117,6 +117,7 @@ def test_the_policy_sees_tools_of_a_server_and_every_rollout_has_it_to_itself(
             psutil.Process(int(text.split()[0])).wait(timeout=HANG_S)
 
 
+@pytest.mark.launch
 def test_failures_go_to_the_policy_and_a_server_that_died_is_started_again() -> None:
     said = [
         call("note", text="a"), call("fail", why="so"), call("add", a="x"), call("draw"), call("wait"), call("die"),
@@ -159,6 +160,7 @@ def test_a_server_that_cannot_be_started_again_is_told_to_the_policy(tmp_path: P
     assert session.tool_counts["failed/server"] == 2
 
 
+@pytest.mark.launch
 def test_a_rollout_that_ends_while_its_server_starts_leaves_none(tmp_path: Path) -> None:
     script = tmp_path / "server.py"
     script.write_text(Path(STDIO["args"][0]).read_text())
@@ -191,6 +193,7 @@ def at_a_port() -> Iterator[str]:
         yield url
 
 
+@pytest.mark.launch
 def test_a_session_that_a_server_at_a_url_has_forgotten_is_begun_anew() -> None:
     port = free_port()
     said = [call("note", text="a"), call("fail", why="so"), call("note", text="b"), call("note", text="c"), "done"]
@@ -292,6 +295,7 @@ def test_a_template_without_tools_is_refused_also_for_those_of_servers(tmp_path:
         check_tools({"asks": Asks()}, [section], tokenizer_name=model)
 
 
+@pytest.mark.launch
 def test_a_server_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
     started = tmp_path / "started"
     script = (

@@ -51,6 +51,12 @@ def inside(pid: int) -> list[psutil.Process]:
     return [one for one in psutil.process_iter(["cmdline"]) if any(mark in word for word in one.info["cmdline"] or ())]
 
 
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that are meant to take forever have less time by the clock."""
+    monkeypatch.setattr(sandbox, "_WALL_PER_CPU", 1)
+
+
 @pytest.fixture(autouse=True)
 def _leaves_nothing() -> Any:
     yield
@@ -170,7 +176,7 @@ print(number)
     assert outcome.ending == "ended" and 1 <= int(outcome.output) < 8
 
 
-def test_a_fork_bomb_ends() -> None:
+def test_a_fork_bomb_ends(hasty: None) -> None:
     outcome = ran("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", Limits(cpu_s=1))
     assert outcome.output == b""
 
@@ -184,7 +190,8 @@ def test_output_is_bounded() -> None:
     assert (outcome.ending, len(outcome.output)) == ("too much output", 5000)
 
 
-def test_a_loop_without_an_end_is_ended_by_the_kernel_and_sleep_by_the_clock() -> None:
+@pytest.mark.clock
+def test_a_loop_without_an_end_is_ended_by_the_kernel_and_sleep_by_the_clock(hasty: None) -> None:
     loop = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nprint('begun', flush=True)\nwhile True: pass"
     assert ran(loop, replace(PATIENT, cpu_s=1)).output in (b"begun\n", b"")  # the clock, where the machine is busy
     assert ran("import time; time.sleep(1000)", Limits(cpu_s=1)) == Outcome(b"", "too long")
@@ -334,7 +341,7 @@ print("nothing")
     assert ran(program).output.decode().splitlines() == ["nothing"]
 
 
-def test_a_program_that_stops_itself_is_ended_by_the_clock() -> None:
+def test_a_program_that_stops_itself_is_ended_by_the_clock(hasty: None) -> None:
     program = "import os, signal\nprint('begun', flush=True)\nos.kill(os.getpid(), signal.SIGSTOP)"
     assert ran(program, Limits(cpu_s=1)) == Outcome(b"", "too long")
 
@@ -358,6 +365,7 @@ def ran_errno() -> str:
     return "Operation not permitted" if os.geteuid() == 0 else "Invalid argument"
 
 
+@pytest.mark.launch
 def test_what_a_killed_process_had_in_a_sandbox_dies_with_it() -> None:
     script = (
         "import asyncio\nfrom holdfast.orchestrator.environments.sandbox import Limits, run_python\n"

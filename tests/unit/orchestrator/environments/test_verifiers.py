@@ -75,7 +75,7 @@ def test_an_interpreter_without_verifiers_is_refused_with_what_makes_one() -> No
     assert not [one for one in psutil.Process().children() if "verifiers_player" in " ".join(command_line(one))]
 
 
-@pytest.mark.slow
+@pytest.mark.launch
 @needs_verifiers
 def test_its_settings_are_those_of_verifiers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no_such_thing.*Extra inputs are not permitted"):
@@ -87,7 +87,7 @@ def test_its_settings_are_those_of_verifiers(tmp_path: Path) -> None:
     assert tasks[3] == environment.make_task(TaskSeed(0, "mine", 3)) and isinstance(tasks[3], Row)
 
 
-@pytest.mark.slow
+@pytest.mark.launch
 @needs_verifiers
 def test_its_episodes_are_rollouts_whoever_plays_them_and_dies(tmp_path: Path) -> None:
     here = orchestrated(tmp_path / "here")
@@ -102,7 +102,7 @@ def test_its_episodes_are_rollouts_whoever_plays_them_and_dies(tmp_path: Path) -
     assert (tmp_path / "killed" / "killed").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.launch
 @pytest.mark.timeout(900)  # verifiers is imported at every start
 @needs_verifiers
 def test_what_goes_wrong_in_an_episode_costs_its_group_and_is_told(tmp_path: Path) -> None:

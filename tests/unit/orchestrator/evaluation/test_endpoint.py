@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import socket
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
@@ -29,6 +27,7 @@ from holdfast.shared.config.evaluation import EvaluateConfig
 from holdfast.shared.errors import DataError, EnvironmentFailure, InferenceError, RunDirError
 from holdfast.shared.wire.chat_reply import ChatCall
 from tests.runs.harness_environments import ask
+from tests.servers.quick_server import QuickServer
 
 
 class Echo(Environment):
@@ -79,14 +78,11 @@ class Endpoint:
 def answering(endpoint: Endpoint) -> Iterator[None]:
     listener = socket.create_server(("127.0.0.1", 0))
     endpoint.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-    server = uvicorn.Server(uvicorn.Config(endpoint.app(), log_level="warning", lifespan="off"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
+    server = QuickServer(endpoint.app(), listener)
     try:
         yield
     finally:
-        server.should_exit = True
-        thread.join()
+        server.end()
 
 
 def evaluated(directory: Path, endpoint: Endpoint, **changes: Any) -> Summary:

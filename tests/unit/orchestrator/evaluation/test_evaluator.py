@@ -156,6 +156,7 @@ def test_an_evaluation_that_was_cut_off_goes_on_and_asks_nothing_twice(tmp_path:
     assert lines.read_bytes().startswith(whole)
 
 
+@pytest.mark.launch
 def test_workers_play_what_would_be_played_here_also_where_some_die(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}", "answer": "b"}}\n' for n in range(3)))
     marks = tmp_path / "marks"

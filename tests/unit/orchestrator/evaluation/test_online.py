@@ -74,6 +74,7 @@ def test_every_other_version_is_evaluated_once_and_training_is_as_without(tmp_pa
     assert len(asked) == 4 * 5 * 2 and len(set(asked)) == 5 * 2, "the same tasks and seeds for every version"
 
 
+@pytest.mark.launch
 def test_workers_evaluate_as_the_orchestrator_does_and_are_gone_in_between(tmp_path: Path) -> None:
     here, there = FakeEngine(), FakeEngine()
     seen: list[bool] = []

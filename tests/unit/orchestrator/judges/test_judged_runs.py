@@ -57,6 +57,7 @@ async def by_content(body: Body) -> Response:
     return completion(str(sum(body["messages"][0]["content"].encode()) % 1000))
 
 
+@pytest.mark.launch
 def test_workers_ask_through_the_orchestrator_and_a_killed_one_asks_nothing_twice(
     tmp_path: Path, fake: FakeJudge
 ) -> None:

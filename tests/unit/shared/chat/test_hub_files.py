@@ -75,11 +75,12 @@ def load(endpoint: str, home: Path, **environment: str) -> subprocess.CompletedP
     )
 
 
+@pytest.mark.launch
 def test_a_template_that_nobody_knows_of_is_not_taken_for_missing(
-    tmp_path: Path, tiny_model: Callable[..., Path]
+    tmp_path: Path, plain_model: Callable[..., Path]
 ) -> None:
     """With the fallback of a broken connection the model would be trained on another chat format."""
-    files = {path.name: path.read_bytes() for path in tiny_model().iterdir() if path.name.startswith("tokenizer")}
+    files = {path.name: path.read_bytes() for path in plain_model().iterdir() if path.name.startswith("tokenizer")}
     files["chat_template.jinja"] = b"{{ messages }}"
     with hub(files, fails={"chat_template.jinja"}) as endpoint:
         broken = load(endpoint, tmp_path / "cache")
@@ -105,8 +106,8 @@ def test_a_name_that_can_be_no_model_is_refused_as_such() -> None:
         load_tokenizer("no/such/directory")
 
 
-def test_files_of_a_tokenizer_that_are_damaged_or_missing(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    directory = Path(shutil.copytree(tiny_model(), tmp_path / "model"))
+def test_files_of_a_tokenizer_that_are_damaged_or_missing(plain_model: Callable[..., Path], tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(plain_model(), tmp_path / "model"))
     config = directory / "tokenizer_config.json"
     named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
     (directory / "chat_template.jinja").unlink(missing_ok=True)

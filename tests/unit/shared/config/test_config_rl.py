@@ -22,7 +22,7 @@ from holdfast.shared.config.rl import hand_down_shared
 from holdfast.shared.config.trainer import PolicyOptimConfig
 from holdfast.shared.errors import ConfigError, InferenceError
 from holdfast.shared.wire.sampling import Sampling
-from tests.builders import scored_rollouts
+from tests.builders.advantage_settings import ONLINE_DPO_LOSS
 
 ALGORITHMS = Path(__file__).resolve().parents[4] / "configs" / "reverse_text" / "algorithms"
 
@@ -178,7 +178,7 @@ NEEDED = {
     "distillation": ("--trainer.kl.reference", "teacher"),
     "pass_at_k": ("--trainer.advantage-k", "2"),
     "gdpo": ("--trainer.rewards.weights", '{"reward": 1}'),
-    "online_dpo": ("--trainer.kl", "--trainer.loss", json.dumps(scored_rollouts.NEEDED["online_dpo"]["loss"])),
+    "online_dpo": ("--trainer.kl", "--trainer.loss", json.dumps(ONLINE_DPO_LOSS)),
 }
 
 
@@ -472,3 +472,9 @@ def test_numbers_and_page_of_a_run_may_not_be_given_the_same_port(owners: tuple[
     trainer = rl(*flags("0")).trainer
     assert trainer.prometheus is not None and trainer.dashboard is not None
     assert trainer.prometheus.port == trainer.dashboard.port == 0
+
+
+def test_rl_hands_the_journal_to_its_trainer() -> None:
+    config = hand_down_shared(RlConfig.model_validate({"journal": {"keep": "all"}}))
+    assert config.trainer.journal.keep == "all"
+    assert hand_down_shared(RlConfig()).trainer.journal.keep == 20

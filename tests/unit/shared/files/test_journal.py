@@ -54,7 +54,7 @@ def test_a_batch_comes_out_as_it_went_in(tmp_path: Path) -> None:
     reward=st.floats(allow_nan=False),
     metrics=st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False), max_size=3),
 )
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_numbers_survive_bit_for_bit(
     logprobs: list[float], reward: float, metrics: dict[str, float], tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from holdfast.shared.errors import ConfigError
-from holdfast.shared.process.gpus import Gpu, Inventory, TorchBuild, find_gpus, torch_build, visible, why_unusable
+from holdfast.shared.process.gpus import Gpu, Inventory, TorchBuild, find_gpus, visible, why_unusable
 from tests.builders.nvml import library, machine
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -75,12 +75,6 @@ def test_without_nvml_the_files_of_the_driver_count(tmp_path: Path) -> None:
         (tmp_path / "dev" / name).touch()
     assert find_gpus({}, files=tmp_path) == Inventory((Gpu("0"), Gpu("1")))
     assert find_gpus({"CUDA_VISIBLE_DEVICES": "1"}, files=tmp_path) == Inventory((Gpu("1"),))
-
-
-def test_the_installed_torch_is_known_without_importing_it() -> None:
-    import torch
-
-    assert torch_build() == TorchBuild(torch.__version__, torch.version.cuda)
 
 
 def test_gpus_that_torch_cannot_use_are_told_with_what_to_do() -> None:

@@ -17,13 +17,20 @@ from pathlib import Path
 import pytest
 
 from holdfast.commands.launcher.liveness import Health, LivenessMonitor, place_of_beats
-from holdfast.shared.process.heartbeat import HEARTBEAT_ENV, PERIOD_S, does, meanwhile, start_heartbeat
+from holdfast.shared.process.heartbeat import HEARTBEAT_ENV, does, meanwhile, start_heartbeat
 from tests.runs.processes import HANG_S
 
+PERIOD_S = 0.1
 _BEAT = (
-    "import sys, time; from holdfast.shared.process.heartbeat import start_heartbeat; "
-    "start_heartbeat(sys.argv[1]); time.sleep(600)"
+    f"import sys, time; from holdfast.shared.process import heartbeat; heartbeat.PERIOD_S = {PERIOD_S}; "
+    "heartbeat.start_heartbeat(sys.argv[1]); time.sleep(600)"
 )
+
+
+@pytest.fixture(autouse=True)
+def _quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("holdfast.shared.process.heartbeat", "holdfast.commands.launcher.liveness"):
+        monkeypatch.setattr(f"{module}.PERIOD_S", PERIOD_S)
 
 
 def _until(condition: Callable[[], bool], timeout_s: float = HANG_S) -> None:
@@ -228,14 +235,14 @@ def health_url() -> Iterator[str]:
 def test_an_engine_that_beats_but_is_not_well_is_silent(tmp_path: Path, health_url: str) -> None:
     monitor = LivenessMonitor(tmp_path / "inference", Health(health_url), probe_period_s=0.05)
     _until(lambda: monitor.silent_s() > 0)
-    _watch(monitor, 1)
-    _until(lambda: monitor.silent_s() < 0.5)
+    _watch(monitor, 0.3)
+    _until(lambda: monitor.silent_s() < 0.2)
     _Route.status = 503
-    _until(lambda: monitor.silent_s() > 1.5)
+    _until(lambda: monitor.silent_s() > 0.5)
     monitor.forget()
     assert monitor.silent_s() == 0  # the next one may take its time to start
     _Route.status = 200
-    _until(lambda: 0 < monitor.silent_s() < 0.5)
+    _until(lambda: 0 < monitor.silent_s() < 0.2)
     monitor.end()
 
 

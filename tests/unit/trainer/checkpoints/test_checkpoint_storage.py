@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from holdfast.shared.errors import CheckpointError
+from holdfast.shared.files import durable
 from holdfast.shared.files.checkpoints import Retention
+from holdfast.shared.files.metrics import MetricsWriter
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.remote.checkpoints import RemoteCheckpoints
 from holdfast.trainer.checkpoints.checkpointer import Checkpointer
 from holdfast.trainer.checkpoints.storage import LocalStorage, ObjectStorage
 from tests.builders.checkpoint_files import write_checkpoint, write_weights
+from tests.builders.train_states import NotifyingStorage
 from tests.runs.processes import HANG_S
 
 
@@ -61,3 +65,48 @@ def test_steps_that_stay_where_they_are_can_be_removed_at_any_time(tmp_path: Pat
     storage.poll()
     storage.close(0.0)
     assert storage.release(1) and not storage.close_s
+
+
+def test_what_is_to_follow_a_commit_follows_before_anything_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the upload was submitted when large directories had been removed."""
+    happened: list[str] = []
+    remove = durable.remove_directory
+    monkeypatch.setattr(durable, "remove_directory", lambda path: (happened.append(f"- {path.name}"), remove(path)))
+    checkpointer = Checkpointer(
+        tmp_path,
+        {"counter": {"step": 0}},
+        save_async=False,
+        retention=Retention(keep=1),
+        storage=NotifyingStorage(lambda path: happened.append(f"+ {path.name}")),
+    )
+    with checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step)
+    assert happened == ["+ step_1", "+ step_2", "- step_1"]
+
+
+def test_what_a_step_needs_is_flushed_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, metrics were flushed when the run ended, and the generators of other ranks were never."""
+    happened: list[str] = []
+    fsync, publish = os.fsync, durable.publish_directory
+
+    def noted(descriptor: int) -> None:
+        happened.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def published(temporary: Path, final: Path) -> None:
+        happened.append("published")
+        publish(temporary, final)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(durable, "publish_directory", published)
+    metrics = MetricsWriter(tmp_path / "metrics.jsonl")
+    metrics.write(1, {"loss": 0.5})
+    state = {"counter": {"step": 1}}
+    with Checkpointer(tmp_path / "checkpoints", state, save_async=False, before_commit=metrics.flush) as checkpointer:
+        checkpointer.save(1)
+    before = happened[: happened.index("published")]
+    assert "metrics.jsonl" in before and "random_rank_0.json" in before, before
+    metrics.close()

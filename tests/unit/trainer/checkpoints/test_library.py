@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 _PROGRAM = """
 import sys
 import holdfast.trainer.checkpoints.checkpointer
@@ -13,6 +15,7 @@ print(*sorted({"transformers", "datasets", "peft", "vllm"} & sys.modules.keys())
 """
 
 
+@pytest.mark.launch
 def test_checkpoints_of_any_loop_import_no_library_of_models() -> None:
     run = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == ""

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.shared.config import SftConfig
+from holdfast.shared.config import PROGRAMS, DpoConfig, SftConfig
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.trainer.checkpoints.storage import LocalStorage, ObjectStorage
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.session.checkpointing import open_storage
+from holdfast.trainer.session.checkpointing import _is_to_be_evaluated, open_storage
 from tests.runs.processes import HANG_S
 
 
@@ -30,3 +30,18 @@ def test_rank_0_alone_writes_to_a_store_and_all_wait_for_it_as_long(tmp_path: Pa
     assert isinstance(main, ObjectStorage) and isinstance(other, LocalStorage)
     assert main.close_s == other.close_s > 0
     main.close(HANG_S)
+
+
+def test_a_checkpoint_stays_until_it_is_evaluated(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    config = DpoConfig.model_validate({"max_steps": 9, "eval": {"interval": 4}, "ckpt": {"interval": 2, "keep": 1}})
+    assert [step for step in (2, 4, 6, 8, 9) if _is_to_be_evaluated(config, run_dir, step)] == [4, 8, 9]
+    run_dir.evaluation(4).mkdir(parents=True)
+    (run_dir.evaluation(4) / "summary.json").write_text("{}")
+    assert not _is_to_be_evaluated(config, run_dir, 4) and _is_to_be_evaluated(config, run_dir, 8)
+    run_dir.give_up_evaluations()
+    assert not _is_to_be_evaluated(config, run_dir, 8), "nobody waits for it"
+    run_dir.given_up.unlink()
+    assert _is_to_be_evaluated(config, run_dir, 8)
+    assert not _is_to_be_evaluated(DpoConfig(), run_dir, 8)
+    assert not _is_to_be_evaluated(PROGRAMS["reward-model"](), run_dir, 8)

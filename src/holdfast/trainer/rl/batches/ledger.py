@@ -15,13 +15,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from holdfast.shared.errors import TrainingError
 from holdfast.shared.files.checkpoints import ORCHESTRATOR_DIR
 from holdfast.shared.files.journal import STATE_NAME, Accepted, Counts, dropped_by_reason, read_accepted
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Batch, Rollout
-from holdfast.trainer.session.train_state import Progress
+
+if TYPE_CHECKING:
+    from holdfast.trainer.session.train_state import Progress
 
 
 class Ledger:

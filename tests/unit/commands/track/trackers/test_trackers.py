@@ -38,8 +38,8 @@ def _begin(path: Path, home: Path, tracker: str, steps: int) -> TrackedDirectory
     return run
 
 
-# MLflow makes its database for half a minute.
-_EACH = [pytest.param(name, marks=[pytest.mark.slow] if name == "mlflow" else []) for name in BUILT_IN]
+# W&B and Trackio start services of their own, and MLflow makes its database for half a minute.
+_EACH = [pytest.param(name, marks=[pytest.mark.launch] if name != "tensorboard" else []) for name in BUILT_IN]
 
 
 @pytest.mark.parametrize("tracker", _EACH)
@@ -156,6 +156,7 @@ def test_values_that_tensorboard_would_have_as_infinity_are_left_out_and_told(ho
     assert event["phase"].startswith("WARNING: loss of step 2 is 1e+39, more than a float32 holds")
 
 
+@pytest.mark.launch
 def test_temporary_files_of_wandb_go_with_the_next_tracker(home: Path, tmp_path: Path) -> None:
     run = TrackedDirectory(tmp_path / "run", home)
     run.train(1, 2)
@@ -183,7 +184,7 @@ def test_clean_forgets_what_was_sent(home: Path, tmp_path: Path) -> None:
     assert again.steps("tensorboard") == {"history_1": [(1, 1.0), (2, 2.0)]}
 
 
-@pytest.mark.slow
+@pytest.mark.launch
 @pytest.mark.parametrize("tracker", ["mlflow", "trackio"])
 def test_runs_that_begin_together_share_a_new_database(tracker: str, tmp_path: Path) -> None:
     runs = [TrackedDirectory(tmp_path / name / "same", tmp_path) for name in ("a", "b", "c")]

@@ -6,17 +6,25 @@ import json
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
+from transformers.utils import get_json_schema
 
+from holdfast.orchestrator.environments.interface import Session
+from holdfast.orchestrator.environments.tools import Tool
+from holdfast.shared.chat.files import load_tokenizer as load_chat_tokenizer
 from holdfast.shared.chat.masking import Chat, encode_chat, encode_completion, encode_text
 from holdfast.shared.chat.tokenizer import Tokenizer
 from holdfast.shared.errors import ConfigError, DataError
 from holdfast.trainer.data.samples import chat_tokenizer, check_same_tokens, load_tokenizer
-from tests.models.chat_templates import KINDS, ODD, SPECIAL, TEMPLATES, make_tokenizer
+from tests.models.chat_templates import KINDS, ODD, SPECIAL, TEMPLATES, make_chat_tokenizer, make_tokenizer
+from tests.models.tool_templates import tool_templates
+from tests.unit.orchestrator.environments.test_environment_session import BASE, Message, make_lines_tokenizer
+from tests.unit.orchestrator.environments.test_environment_tools import WITH_TOOLS, add, block
 
 _WORDS = ["a", "fox", "The dog", "It is 12.", "  ", "\n", "é", "東京", "😀", "###", "12", *SPECIAL[3:6], "</s>"]
 _TEXTS = st.lists(st.sampled_from(_WORDS), max_size=5).map("".join) | st.text(max_size=6)
@@ -407,3 +415,59 @@ def test_a_tokenizer_without_a_fast_backend_is_refused() -> None:
 
     with pytest.raises(DataError, match="the tokenizer 'a/model' is a Slow, which has no tokenizer.json"):
         chat_tokenizer(Slow())  # type: ignore[arg-type]
+
+
+def test_tokenizers_in_files_have_the_tokens_of_transformers(tmp_path: Path) -> None:
+    chat = [Message("system", "be brief"), Message("user", "Hi <|im_end|> there!\n"), Message("assistant", "ok")]
+    plain = [{"role": message.role, "content": message.content} for message in chat]
+    for name in (BASE, make_lines_tokenizer(tmp_path)):
+        ours, theirs = load_chat_tokenizer(name), AutoTokenizer.from_pretrained(name)
+        rendered = theirs.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
+        assert ours.prompt(chat) == theirs.encode(rendered, add_special_tokens=False)
+        assert ours.decode(ours.prompt(chat)) == theirs.decode(ours.prompt(chat), skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("template", WITH_TOOLS)
+def test_a_chat_with_tools_has_the_tokens_of_transformers(template: str) -> None:
+    kind = "byte-level" if template in ("mistral_v3", "hermes") else "llama 3"
+    theirs = make_tokenizer(kind, tool_templates()[template], adds_bos=True)
+    ours = make_chat_tokenizer(kind, tool_templates()[template], adds_bos=True)
+    schemas = [Tool(function, session_class=Session).schema for function in (add, block)]
+    call = {"id": "t00010001", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    chat: list[Any] = [
+        {"role": "user", "content": "What is 1 + 2?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "add", "content": "3", "tool_call_id": call["id"]},
+    ]
+    for messages in (chat[:1], chat):
+        rendered = theirs.apply_chat_template(messages, tools=schemas, add_generation_prompt=True, return_dict=False)
+        assert ours.prompt(messages, tools=schemas) == rendered
+
+
+def test_a_schema_is_what_transformers_makes_of_the_function() -> None:
+    def every(
+        text: str, number: float, flag: bool, words: list[str], table: dict[str, int], kind: Literal["a", "b"] = "a"
+    ):
+        """Take every kind of argument.
+        In two lines.
+
+        Args:
+            text: a text.
+            number: a number.
+            flag: a flag.
+            words: some words.
+            table: a table.
+            kind: a kind.
+
+        Returns:
+            Nothing.
+        """
+
+    for function in (every, block):
+        theirs = get_json_schema(function)
+        theirs["function"].pop("return", None)  # which templates leave out
+        ours = Tool(function, session_class=Session).schema
+        assert ours == theirs and list(ours["function"]) == list(theirs["function"])
+    theirs, ours = get_json_schema(add), Tool(add, session_class=Session).schema
+    theirs["function"].pop("return")
+    assert json.dumps(ours) == json.dumps(theirs), "the policy is shown the very same text"

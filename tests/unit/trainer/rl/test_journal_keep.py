@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from holdfast.shared.config.rl import RlConfig, hand_down_shared
 from holdfast.shared.config.rl_trainer import JournalConfig
 from holdfast.shared.files import manifest
 from holdfast.shared.files.run_dir import RunDir
@@ -34,9 +33,3 @@ def test_batches_stay_for_checkpoints_and_to_be_looked_into(
     )
     assert _prune_batches(session, JournalConfig(keep=keep)) == checkpoints
     assert run_dir.published_batches() == list(range(first, 9))
-
-
-def test_rl_hands_it_to_its_trainer() -> None:
-    config = hand_down_shared(RlConfig.model_validate({"journal": {"keep": "all"}}))
-    assert config.trainer.journal.keep == "all"
-    assert hand_down_shared(RlConfig()).trainer.journal.keep == 20

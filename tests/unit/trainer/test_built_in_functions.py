@@ -1,0 +1,29 @@
+"""The tables of what is built in: every name leads to its function, its help and its row in the documentation."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.shared.config import TrainerConfig
+from holdfast.shared.config.dpo import PreferenceLossConfig
+from holdfast.shared.config.losses import PolicyLossConfig
+from holdfast.shared.config.registry import ADVANTAGES, POLICY_LOSSES, PREFERENCE_LOSSES
+from holdfast.shared.user_functions import load_built_in
+from tests.conftest import ROOT
+
+TABLES = {
+    "losses.md": (POLICY_LOSSES, PolicyLossConfig, "type", "holdfast.trainer.rl.losses"),
+    "advantages.md": (ADVANTAGES, TrainerConfig, "advantage", "holdfast.trainer.rl.advantages"),
+    "preferences.md": (PREFERENCE_LOSSES, PreferenceLossConfig, "type", "holdfast.trainer.preferences"),
+}
+
+
+@pytest.mark.parametrize("page", TABLES)
+def test_every_name_has_a_function_help_and_a_row(page: str) -> None:
+    table, config, field, package = TABLES[page]
+    text, described = (ROOT / "docs" / page).read_text(), config.model_fields[field].description
+    for name, built_in in table.items():
+        assert f"\n| `{name}` |" in text, f"docs/{page} has no row for {name}"
+        assert described is not None and f"`{name}`" in described
+        if built_in.function is not None:
+            assert callable(load_built_in(built_in.function, package=package))
