@@ -32,7 +32,7 @@ SETTINGS: dict[str, type[Command]] = {
 }
 """Command -> the model that its settings are read into."""
 
-FORMS = {"evaluate": ["--compare", "--plot"]}
+FORMS = {"evaluate": ["--compare"]}
 """Command -> flags that make another command line of it, with a parser of its own."""
 
 EXAMPLES = {

@@ -173,9 +173,6 @@ class Checkout:
             missing = [word for word in words[words.index("--compare") + 1 :][:2] if Path(word) not in self.made]
             assert not missing, f"{command.where}: {command.line}\nnobody has evaluated {missing}"
             return
-        if (directory := command.flag("plot")) is not None:
-            assert Path(directory) in self.made, f"{command.where}: {command.line}\nnobody has evaluated {directory}"
-            return
         if (directory := command.flag("run")) is not None:
             words = [word for word in words if word != "--follow"]
             assert Path(directory) in self.made, f"{command.where}: {command.line}\nnobody has made {directory}"

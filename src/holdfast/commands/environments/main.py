@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.commands.subcommands import Parser, Subcommands, add_json
-from holdfast.shared.errors import ConfigError
 
 _EPILOG = "ID is a built-in environment, one of a package, `reasoning_gym:NAME`, `verifiers:ID`, or `module:Class`."
 
@@ -55,9 +54,7 @@ def main(argv: list[str]) -> int:
         seed=arguments.seed,
         index=arguments.index,
         model=arguments.model,
-        url=arguments.url,
         seq_len=arguments.seq_len,
-        max_tokens=arguments.max_tokens,
     )
 
 
@@ -67,10 +64,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     Raises:
         ConfigError: one that cannot be used.
     """
-    arguments = _subcommands().parse(argv)
-    if getattr(arguments, "url", None) is not None and arguments.model is None:
-        raise ConfigError("--url needs --model.name: what the server calls the model")
-    return arguments
+    return _subcommands().parse(argv)
 
 
 def _subcommands() -> Subcommands:
@@ -83,17 +77,10 @@ def _subcommands() -> Subcommands:
     check.add_argument("--num-tasks", type=_positive, default=32, metavar="N", help="tasks that are made (32)")
     check.add_argument("--model.name", dest="model", metavar="DIR", help="a model, for its tokenizer and chat template")
     add_json(check)
-    play = subcommands.add("play", "Play one task: type the answers, or have a model give them.")
+    play = subcommands.add("play", "Play one task: type the answers.")
     _add_environment(play)
     play.add_argument("--index", type=_natural, default=0, metavar="N", help="which task, from 0 (0)")
-    play.add_argument(
-        "--model.name",
-        dest="model",
-        metavar="NAME",
-        help="a model, for its tokenizer and chat template; with --url what the server calls the model",
-    )
-    play.add_argument("--url", type=_url, metavar="URL", help="a server that speaks OpenAI's chat protocol")
-    play.add_argument("--max-tokens", type=_positive, default=512, metavar="N", help="most tokens of a turn (512)")
+    play.add_argument("--model.name", dest="model", metavar="DIR", help="a model, for its tokenizer and chat template")
     return subcommands
 
 
@@ -130,13 +117,3 @@ def _positive(text: str) -> int:
     if not (number := _natural(text)):
         raise argparse.ArgumentTypeError(f"must be a number from 1 on, got {text!r}")
     return number
-
-
-def _url(text: str) -> str:
-    from holdfast.shared.config.urls import check_url
-
-    try:
-        check_url(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text.rstrip("/")

@@ -37,7 +37,7 @@ def launch(config: EvaluateConfig) -> int:
         except TensorWorkFailed as failure:
             return failure.exit_code
         config.inference.model = config.inference.model.model_copy(update={"name": str(weights)})
-    elif config.url is None and config.model is not None:
+    elif config.model is not None:
         model = served_model(config, config.model.name)
         config.inference.model = config.inference.model.model_copy(update=model.model_dump())
     print(f"evaluating {_named(config, step)}", flush=True)
@@ -52,4 +52,4 @@ def _named(config: EvaluateConfig, step: int | None) -> str:
     if config.run is not None:
         return f"step {step} of {config.run}"
     assert config.model is not None, "an evaluation has a policy"
-    return f"{config.model.name} at {config.url}" if config.url else config.model.name
+    return config.model.name

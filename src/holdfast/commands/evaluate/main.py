@@ -1,4 +1,4 @@
-"""From the command line to an evaluation, to a comparison of two, or to a picture of those of a run."""
+"""From the command line to an evaluation, or to a comparison of two."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from holdfast.shared.config.load import parse_command_line
 from holdfast.shared.process.child import make_output_lossy
 
 _COMPARE = "--compare"
-_PLOT = "--plot"
 
 
 def main(argv: list[str]) -> int:
@@ -21,8 +20,6 @@ def main(argv: list[str]) -> int:
     """
     if any(word.split("=")[0] == _COMPARE for word in argv):
         return _compare(argv)
-    if any(word.split("=")[0] == _PLOT for word in argv):
-        return _plot(argv)
     config = parse_command_line(EvaluateConfig, argv, program="evaluate")
     from holdfast.commands.evaluate.launch import launch
 
@@ -49,16 +46,4 @@ def _compare(argv: list[str]) -> int:
     first, second = arguments.compare
     report = comparison_report(compare(first, second, confidence=arguments.confidence), first, second)
     report.print(as_json=arguments.json)
-    return 0
-
-
-def _plot(argv: list[str]) -> int:
-    parser = Parser(prog="evaluate", allow_abbrev=False, description="Show the evaluations of a run over its steps.")
-    parser.add_argument(_PLOT, type=Path, metavar="RUN", required=True, help="run directory, or its `evaluations`")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="draw a picture as well: .png, .svg or .pdf")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
-    arguments = parser.parse_args(argv)
-    from holdfast.commands.evaluate.plot import plot
-
-    plot(arguments.plot, arguments.output).print(as_json=arguments.json)
     return 0

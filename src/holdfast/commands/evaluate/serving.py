@@ -39,23 +39,20 @@ def check_servable(config: EvaluateConfig) -> None:
     Raises:
         ConfigError, DataError: what cannot be used.
     """
-    if config.url is None:
-        require_vllm()
-        if config.model is not None:
-            check_model_path(config.model.name, key="model.name")
-            check_weights_path(config.model.name, needs_index=False)
-        served = config.inference.model
-        if config.seq_len > served.max_len:
-            raise ConfigError(
-                f"seq_len = {config.seq_len} is more than inference.model.max_len = {served.max_len}, the longest "
-                "session that the server takes. Lower seq_len or raise max_len."
-            )
-        if config.inference.engines > 1:
-            raise ConfigError(
-                f"inference.engines = {config.inference.engines}: an evaluation has one server; leave it out"
-            )
-        if config.model is not None:
-            check_max_len(config.inference, config.model.name, key="inference.model")
+    require_vllm()
+    if config.model is not None:
+        check_model_path(config.model.name, key="model.name")
+        check_weights_path(config.model.name, needs_index=False)
+    served = config.inference.model
+    if config.seq_len > served.max_len:
+        raise ConfigError(
+            f"seq_len = {config.seq_len} is more than inference.model.max_len = {served.max_len}, the longest "
+            "session that the server takes. Lower seq_len or raise max_len."
+        )
+    if config.inference.engines > 1:
+        raise ConfigError(f"inference.engines = {config.inference.engines}: an evaluation has one server; leave it out")
+    if config.model is not None:
+        check_max_len(config.inference, config.model.name, key="inference.model")
     check_in_child("holdfast.orchestrator.evaluation.check", config)
 
 
@@ -98,16 +95,14 @@ def run_evaluation(config: EvaluateConfig, directory: RunDir, supervisor: Superv
     Raises:
         ProcessDied: one of them failed.
     """
-    path, held = directory.path, []
-    environment: dict[str, str] = {}
-    if config.url is None:
-        server = config.inference.server
-        held = reserve_first_free(server.host, server.port)
-        server.port = held[0].port
-        machine = this_machine(find_gpus())
-        gpus = inference_gpus(config.inference, machine)
-        choose_inference(config.inference, machine)
-        environment = Placement(engines=(gpus,), hides_gpus=bool(machine.inventory.gpus)).environment(gpus)
+    path = directory.path
+    server = config.inference.server
+    held = reserve_first_free(server.host, server.port)
+    server.port = held[0].port
+    machine = this_machine(find_gpus())
+    gpus = inference_gpus(config.inference, machine)
+    choose_inference(config.inference, machine)
+    environment = Placement(engines=(gpus,), hides_gpus=bool(machine.inventory.gpus)).environment(gpus)
     settings = write_settings(config, path / "config")
     logs = path / "logs"
     logs.mkdir(exist_ok=True)
@@ -115,16 +110,15 @@ def run_evaluation(config: EvaluateConfig, directory: RunDir, supervisor: Superv
     tail = _Progress(events)
     append(events, LAUNCHER, "starting")
     try:
-        if config.url is None:
-            served = path / "config" / "inference.toml"
-            durable.write_file(served, to_toml(config.inference).encode())
-            supervisor.start(
-                "inference",
-                module_command("holdfast.inference.main", str(served), str(path)),
-                logs / "inference.log",
-                environment={**environment, EVENTS_ENV: str(events), PROCESS_ENV: "inference"},
-                is_service=True,
-            )
+        served = path / "config" / "inference.toml"
+        durable.write_file(served, to_toml(config.inference).encode())
+        supervisor.start(
+            "inference",
+            module_command("holdfast.inference.main", str(served), str(path)),
+            logs / "inference.log",
+            environment={**environment, EVENTS_ENV: str(events), PROCESS_ENV: "inference"},
+            is_service=True,
+        )
         supervisor.start(
             "evaluation",
             module_command("holdfast.orchestrator.evaluation.main", str(settings)),

@@ -30,7 +30,7 @@ def check(config: EvaluateConfig) -> None:
     built_in = [section for section in config.environments if is_built_in(section.id)]
     here = [section.model_copy(update={"workers": 0}) for section in built_in]
     tasks = load_tasks(config.model_copy(update={"environments": here}), {})
-    if config.model is not None and config.url is None:
+    if config.model is not None:
         check_tools(dict(tasks.environments), built_in, tokenizer_name=config.model.tokenizer_name)
 
 

@@ -105,13 +105,8 @@ def _require_same_tasks(
             )
     for key, group in tasks[0].items():
         prompts = [group[0].prompt, tasks[1][key][0].prompt]
-        # Token ids of two tokenizers, or of a chat without one, differ though the task is the same.
-        if _asks_alike(identities) and all(prompts) and prompts[0] != prompts[1]:
+        if all(prompts) and prompts[0] != prompts[1]:
             raise ConfigError(
                 f"--compare: task {key[1]} of '{key[0]}' has another prompt in {places[0]} than in {places[1]}: the "
                 "environment, its data or the tokenizer changed in between. Evaluate both anew."
             )
-
-
-def _asks_alike(identities: Sequence[Mapping[str, Any]]) -> bool:
-    return (identities[0]["policy"]["kind"] == "endpoint") == (identities[1]["policy"]["kind"] == "endpoint")

@@ -48,14 +48,12 @@ class Policy:
     """Who is evaluated.
 
     Attributes:
-        identity: what tells it from all others, with `kind`: `weights` or `endpoint`.
+        identity: what tells it from all others, such as the digest of its weights.
         tokenizer: of its token ids.
-        counts_tokens: whether those are what it sampled.
     """
 
     identity: dict[str, object]
     tokenizer: Tokenizer
-    counts_tokens: bool = True
 
 
 async def evaluate(
@@ -140,7 +138,7 @@ def _line(rollout: Rollout, section: EnvironmentConfig, policy: Policy) -> Evalu
         reward=rollout.reward,
         solved=is_solved(rollout, section.success_reward),
         truncated=rollout.truncated,
-        sampled_tokens=rollout.loss_mask.num_sampled if policy.counts_tokens else None,
+        sampled_tokens=rollout.loss_mask.num_sampled,
         metrics=rollout.metrics,
         turns=[Turn(sampled, policy.tokenizer.decode(ids, skip_special_tokens=False)) for sampled, ids in stretches],
     )

@@ -1,6 +1,6 @@
 """The process of `evaluate`: `python -m holdfast.orchestrator.evaluation.main <resolved.toml>`.
 
-Consumes an inference server of its own, or an endpoint; produces `rollouts.jsonl` and `summary.json` in the directory
+Consumes an inference server of its own; produces `rollouts.jsonl` and `summary.json` in the directory
 of the evaluation.
 """
 
@@ -16,7 +16,6 @@ from holdfast.orchestrator.engines.answers import load_vocab_size
 from holdfast.orchestrator.engines.client import InferenceClient
 from holdfast.orchestrator.engines.fixed_weights import adopt_served_weights
 from holdfast.orchestrator.environments.watchdog import watching_calls
-from holdfast.orchestrator.evaluation.endpoint import EndpointSampler
 from holdfast.orchestrator.evaluation.evaluator import Policy, evaluate
 from holdfast.orchestrator.evaluation.tasks import (
     HeldOutTasks,
@@ -30,7 +29,6 @@ from holdfast.orchestrator.evaluation.tasks import (
 from holdfast.orchestrator.judges.desk import judging
 from holdfast.orchestrator.rollouts.generation_log import GenerationLog
 from holdfast.orchestrator.rollouts.sampler import Sampler
-from holdfast.orchestrator.rollouts.transcript import Transcript
 from holdfast.orchestrator.rollouts.workers import Workers, starting_workers
 from holdfast.orchestrator.task_group import run_until_stopped
 from holdfast.shared.chat.files import load_tokenizer
@@ -43,9 +41,6 @@ from holdfast.shared.process.child import die_with_launcher, run_reporting_error
 from holdfast.shared.process.descriptors import allow_connections
 from holdfast.shared.process.events import report
 
-# Of a session of an endpoint, in bytes of its transcript: the server itself has the limit that counts.
-_ENDLESS = 2**40
-
 
 async def run(config: EvaluateConfig) -> None:
     """Play the tasks that are not done yet, and write the summary.
@@ -56,26 +51,20 @@ async def run(config: EvaluateConfig) -> None:
     allow_connections(config.max_concurrency, key="max_concurrency")
     async with (
         judging(RunDir(config.output_dir).judgements),
-        starting_workers(_group_config(config), endpoint=config.url or "") as workers,
+        starting_workers(_group_config(config)) as workers,
     ):
         tasks = load_tasks(config, workers)
         with watching_calls():
-            if config.url is not None:
-                await _evaluate_endpoint(config, tasks)
-            else:
-                await _evaluate_weights(config, tasks)
+            await _evaluate(config, tasks)
     report("finished")
 
 
 def _group_config(config: EvaluateConfig) -> OrchestratorConfig:
-    settings = config.environments
-    if config.url is not None:  # whose token ids count nothing
-        settings = [section.model_copy(update={"seq_len": None}) for section in settings]
     return group_config(
         OrchestratorConfig(model=config.inference.model),
-        settings,
+        config.environments,
         samples_per_task=config.samples_per_task,
-        seq_len=config.seq_len if config.url is None else _ENDLESS,
+        seq_len=config.seq_len,
         sampling=config.sampling,
     )
 
@@ -104,7 +93,7 @@ def load_tasks(config: EvaluateConfig, workers: Mapping[str, Workers]) -> HeldOu
     )
 
 
-async def _evaluate_weights(config: EvaluateConfig, tasks: HeldOutTasks) -> None:
+async def _evaluate(config: EvaluateConfig, tasks: HeldOutTasks) -> None:
     model = config.inference.model
     tokenizer = load_tokenizer(model.tokenizer_name)
     servers = ServersConfig(urls=config.inference.urls, max_concurrency=config.max_concurrency)
@@ -129,28 +118,6 @@ async def _evaluate_weights(config: EvaluateConfig, tasks: HeldOutTasks) -> None
             max_concurrency=config.max_concurrency,
             confidence=config.confidence,
         )
-
-
-async def _evaluate_endpoint(config: EvaluateConfig, tasks: HeldOutTasks) -> None:
-    assert config.url is not None and config.model is not None, "an endpoint is asked by its URL for a model"
-    sampler = EndpointSampler(
-        config.endpoint,
-        url=config.url,
-        model=config.model.name,
-        directory=config.output_dir / "rollouts",
-    )
-    await evaluate(
-        tasks,
-        Policy(
-            {"kind": "endpoint", "url": config.url, "model": config.model.name},
-            Transcript(config.url),
-            counts_tokens=False,
-        ),
-        sampler,
-        directory=config.output_dir,
-        max_concurrency=config.max_concurrency,
-        confidence=config.confidence,
-    )
 
 
 def main(argv: Sequence[str]) -> None:

@@ -42,12 +42,12 @@ class EvaluatedRollout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         environment: its name.
         task: index of the task among the held-out ones.
         sample: of the task, from 0.
-        prompt: xxh3-128 of the prompt's token ids (of an endpoint: of its messages), in hexadecimal: two evaluations
-            asked the same where it is equal.
+        prompt: xxh3-128 of the prompt's token ids, in hexadecimal: two evaluations asked the same if it is
+            equal.
         reward: of the whole.
         solved: whether the environment says so; None where it says nothing about that.
         truncated: a token limit ended it.
-        sampled_tokens: how many; None of an endpoint, which does not say.
+        sampled_tokens: how many.
         metrics: further numbers of the environment.
         turns: the session.
         dropped: why the task has no rollouts; then this line is the only one of its task.
@@ -61,7 +61,7 @@ class EvaluatedRollout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     reward: float = 0.0
     solved: bool | None = None
     truncated: bool = False
-    sampled_tokens: int | None = None
+    sampled_tokens: int = 0
     metrics: dict[str, float] = {}
     turns: list[Turn] = []
     dropped: str = ""

@@ -33,7 +33,7 @@ class EnvironmentSummary(msgspec.Struct, kw_only=True):
         estimates: `avg@k`, and `pass@1` to `pass@k` where the environment says what is solved; means over tasks.
         metrics: means over tasks of what else the environment says of a rollout.
         truncated: share of rollouts that a token limit ended.
-        sampled_tokens: mean of a rollout; None of an endpoint.
+        sampled_tokens: mean of a rollout; None without rollouts.
     """
 
     num_tasks: int
@@ -150,7 +150,7 @@ def _of_environment(
             num_tasks=0, dropped=dict(dropped), estimates={}, metrics={}, truncated=0.0, sampled_tokens=None
         )
     names = sorted({name for rollout in rollouts for name in rollout.metrics})
-    lengths = [rollout.sampled_tokens for rollout in rollouts if rollout.sampled_tokens is not None]
+    lengths = [rollout.sampled_tokens for rollout in rollouts]
     return EnvironmentSummary(
         num_tasks=len(groups),
         dropped=dict(sorted(dropped.items())),
@@ -161,7 +161,7 @@ def _of_environment(
         # Not every rollout need have each.
         metrics={name: _mean([one.metrics[name] for one in rollouts if name in one.metrics]) for name in names},
         truncated=_mean([rollout.truncated for rollout in rollouts]),
-        sampled_tokens=_mean(lengths) if lengths else None,
+        sampled_tokens=_mean(lengths),
     )
 
 

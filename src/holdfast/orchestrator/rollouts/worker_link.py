@@ -88,10 +88,9 @@ class _Group:
 class WorkerLink:
     """A worker that is started when it is needed, and again after its death."""
 
-    def __init__(self, settings: EnvironmentConfig, config: OrchestratorConfig, *, endpoint: str = "") -> None:
+    def __init__(self, settings: EnvironmentConfig, config: OrchestratorConfig) -> None:
         self._settings = settings
         self._config = config
-        self._endpoint = endpoint
         self._beginning: asyncio.Task[_Running] | None = None
         self._running: _Running | None = None
         self._starting = asyncio.Lock()
@@ -108,7 +107,7 @@ class WorkerLink:
             if running is None or running.is_over:
                 await self._end()
                 # Shielded: a process that has begun is ended by `close`, whoever no longer waits for it.
-                begun = _Running.begin(self._settings, self._config, endpoint=self._endpoint)
+                begun = _Running.begin(self._settings, self._config)
                 self._beginning = asyncio.create_task(begun)
                 self._running = running = await asyncio.shield(self._beginning)
             return await asyncio.shield(running.is_ready)  # others may wait for it too
@@ -173,7 +172,7 @@ class _Running:
         self._watching = asyncio.create_task(self._watch())
 
     @classmethod
-    async def begin(cls, settings: EnvironmentConfig, config: OrchestratorConfig, *, endpoint: str) -> _Running:
+    async def begin(cls, settings: EnvironmentConfig, config: OrchestratorConfig) -> _Running:
         """Start a worker, which is ready when it has loaded the environment."""
         ours, theirs = socket.socketpair()
         memory = os.memfd_create("holdfast-worker", os.MFD_CLOEXEC)
@@ -201,7 +200,7 @@ class _Running:
         running = cls(process, reader, writer, place, name=settings.label, sampling=sampling, bound_s=bound_s)
         # Who plays knows for how long alone: an evaluation may sample as no training can.
         plain = config.model_copy(update={"sampling": SamplingConfig(max_tokens=config.sampling.max_tokens)})
-        running._send(Start(plain.model_dump_json(), settings.label, endpoint))
+        running._send(Start(plain.model_dump_json(), settings.label))
         return running
 
     async def play(self, problem: Problem, step: int, sampler: TurnSampler) -> Played | Failed:

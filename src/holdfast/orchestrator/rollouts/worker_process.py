@@ -30,7 +30,6 @@ from holdfast.orchestrator.environments.judge import JUDGES, JudgeFailure, Judge
 from holdfast.orchestrator.environments.tool_use import tool_use_of
 from holdfast.orchestrator.environments.watchdog import watching_calls
 from holdfast.orchestrator.rollouts.group import Problem, run_group
-from holdfast.orchestrator.rollouts.transcript import Transcript
 from holdfast.orchestrator.rollouts.worker_wire import (
     Ask,
     AskJudge,
@@ -86,7 +85,7 @@ class Worker:
         position = next(n for n, section in enumerate(config.environments) if section.label == start.environment)
         settings = config.environments[position]
         try:
-            tokenizer = Transcript(start.endpoint) if start.endpoint else load_tokenizer(config.model.tokenizer_name)
+            tokenizer = load_tokenizer(config.model.tokenizer_name)
             environments = load_levels(settings, key=f"environments[{position}]")
             for environment in environments:
                 tool_use_of(environment, settings, tokenizer)

@@ -27,12 +27,10 @@ FailureKind = Literal["config", "data", "environment", "prompt_too_long", "timeo
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """First message to a worker: `OrchestratorConfig` as JSON, which of its environments is played, and the URL of the
-    endpoint that takes chats in the place of token ids, if there is one."""
+    """First message to a worker: `OrchestratorConfig` as JSON, and which of its environments is played."""
 
     config: str
     environment: str
-    endpoint: str = ""
 
 
 class Play(msgspec.Struct, frozen=True, tag=True):

@@ -52,15 +52,11 @@ class Workers:
     Attributes:
         name: of the environment.
         num_tasks: how many tasks it has, None where they have no end; known once the workers are there.
-
-    Args:
-        endpoint: URL of what samples chats, in the place of an engine that samples token ids.
     """
 
-    def __init__(self, settings: EnvironmentConfig, config: OrchestratorConfig, *, endpoint: str = "") -> None:
+    def __init__(self, settings: EnvironmentConfig, config: OrchestratorConfig) -> None:
         self._settings = settings
         self._config = config
-        self._endpoint = endpoint
         self._links: list[WorkerLink] = [self._new_link() for _ in range(settings.workers)]
         self._alone = asyncio.Lock()
         self._deaths = 0
@@ -89,7 +85,7 @@ class Workers:
         await asyncio.gather(*(link.close() for link in self._links))
 
     def _new_link(self) -> WorkerLink:
-        return WorkerLink(self._settings, self._config, endpoint=self._endpoint)
+        return WorkerLink(self._settings, self._config)
 
     async def play(self, problem: Problem, step: int, *, sampler: TurnSampler) -> Outcome:
         """Return what `run_group` would, from a worker.
@@ -200,17 +196,14 @@ def _is_out_of_memory(ended: Played | Failed) -> bool:
 
 
 @asynccontextmanager
-async def starting_workers(config: OrchestratorConfig, *, endpoint: str = "") -> AsyncIterator[dict[str, Workers]]:
+async def starting_workers(config: OrchestratorConfig) -> AsyncIterator[dict[str, Workers]]:
     """Give the workers of every environment that has some, by its name, until the end of the context.
-
-    Args:
-        endpoint: as of `Workers`.
 
     Raises:
         ConfigError, DataError, EnvironmentFailure: an environment cannot be loaded.
     """
     async with AsyncExitStack() as stack:
-        workers = [Workers(section, config, endpoint=endpoint) for section in config.environments if section.workers]
+        workers = [Workers(section, config) for section in config.environments if section.workers]
         yield {one.name: await stack.enter_async_context(one) for one in workers}
 
 

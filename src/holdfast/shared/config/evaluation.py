@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from holdfast.shared.config.base import Command, LogFormat, ModelConfig, Section
+from holdfast.shared.config.base import Command, LogFormat, ModelConfig
 from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.config.inference import InferenceConfig
 from holdfast.shared.config.orchestrator import (
@@ -17,20 +17,6 @@ from holdfast.shared.config.orchestrator import (
     check_samples,
     check_sections,
 )
-from holdfast.shared.config.urls import check_url
-
-
-class EndpointConfig(Section):
-    """How to ask a server that speaks OpenAI's protocol."""
-
-    api_key_env: str = "OPENAI_API_KEY"
-    """Environment variable with the key; unset there: none is sent."""
-
-    timeout_s: float = Field(default=600.0, gt=0)
-    """A request without an answer for this long counts as failed."""
-
-    retry_for_s: float = Field(default=600.0, gt=0)
-    """How long one request is made again while the server is busy, fails or cannot be reached."""
 
 
 class EvaluateConfig(Command):
@@ -43,7 +29,7 @@ class EvaluateConfig(Command):
     """Chooses the held-out tasks and the samples; two policies are compared on the same tasks."""
 
     model: ModelConfig | None = None
-    """Evaluate a Hugging Face directory or a model on the hub; with `url`: what the server there calls the model."""
+    """Evaluate a Hugging Face directory or a model on the hub."""
 
     run: Path | None = None
     """Evaluate a step of this run directory. Of an RL run, what is not set here is as it was there: `environments`,
@@ -51,12 +37,6 @@ class EvaluateConfig(Command):
 
     step: int | Literal["latest"] = "latest"
     """With `run`: the step, which must have a checkpoint or published weights; `latest`: the newest checkpoint."""
-
-    url: str | None = None
-    """Evaluate what answers OpenAI's chat protocol below this base URL, such as http://127.0.0.1:8000/v1."""
-
-    endpoint: EndpointConfig = EndpointConfig()
-    """How to ask what is at `url`."""
 
     environments: list[EnvironmentConfig] = Field(default=[EnvironmentConfig()], min_length=1)
     """What is asked: `[[environments]]` in TOML, as in training; `weight` means nothing here."""
@@ -71,7 +51,7 @@ class EvaluateConfig(Command):
     """Sampling of completions."""
 
     seq_len: int = Field(default=1024, ge=2)
-    """Most tokens of one rollout, prompt included; nothing to an endpoint, which has a limit of its own."""
+    """Most tokens of one rollout, prompt included."""
 
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
     """Confidence of the intervals."""
@@ -96,24 +76,14 @@ class EvaluateConfig(Command):
     clean: bool = False
     """Remove the evaluation that the output directory already holds, then start afresh."""
 
-    @field_validator("url")
-    @classmethod
-    def _is_a_url(cls, url: str | None) -> str | None:
-        if url is None:
-            return None
-        check_url(url)
-        return url.rstrip("/")
-
     @model_validator(mode="after")
     def _one_policy(self) -> EvaluateConfig:
         if (self.model is None) == (self.run is None):
             given = "both" if self.run else "neither"
             raise ValueError(
-                f"evaluate takes one policy, and was given {given} of model.name and run: set model.name (a directory, "
-                "a model of the hub, or with url what the server calls it), or run (a run directory, with step)"
+                f"evaluate takes one policy, and was given {given} of model.name and run: set model.name (a directory "
+                "or a model of the hub), or run (a run directory, with step)"
             )
-        if self.url is not None and self.run is not None:
-            raise ValueError("url and run are two policies: leave one out")
         if self.step != "latest" and self.run is None:
             raise ValueError(f"step = {self.step} is a step of a run: set run = DIRECTORY as well")
         if self.step != "latest" and self.step < 0:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from tests.unit.orchestrator.evaluation.test_endpoint import Calling, Endpoint, answering
 
 from holdfast import Message, Task
 from holdfast.commands.environments import check, play
@@ -24,7 +25,6 @@ from holdfast.shared.config.load import parse_command_line
 from tests.conftest import BASE
 from tests.models.chat_templates import QWEN_3, write_tokenizer
 from tests.runs.terminal import Terminal
-from tests.unit.orchestrator.evaluation.test_endpoint import Calling, Endpoint, answering
 
 Command = Callable[..., tuple[int, str, str]]
 Played = Callable[[list[object], str], tuple[int, str, str]]

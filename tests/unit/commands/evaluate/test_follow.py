@@ -29,8 +29,8 @@ from holdfast.shared.config.load import read_toml, to_toml
 from holdfast.shared.errors import ConfigError, DataError, ProcessDied
 from holdfast.shared.files.run_dir import RunDir
 from tests.builders.checkpoint_files import write_checkpoint
+from tests.builders.evaluations import evaluated
 from tests.conftest import ROOT
-from tests.unit.commands.evaluate.test_plot import evaluated
 from tests.unit.commands.launcher.test_placement import machine
 
 RunCommand = Callable[..., tuple[int, str, str]]

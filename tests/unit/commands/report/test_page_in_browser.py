@@ -15,10 +15,10 @@ from holdfast.shared.files import durable
 from holdfast.shared.files.journal import publish_batch
 from holdfast.shared.wire.arrays import Logprobs, LossMask, TokenIds
 from holdfast.shared.wire.rollouts import Batch, Rollout
+from tests.builders.evaluations import evaluated
 from tests.builders.shown_runs import make_run
 from tests.conftest import BASE
 from tests.runs.browser import browser_command
-from tests.unit.commands.evaluate.test_plot import evaluated
 from tests.unit.commands.report.test_report import figures_of
 from tests.unit.commands.rollouts.test_rollouts_cli import state_after
 

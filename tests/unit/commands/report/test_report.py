@@ -17,9 +17,9 @@ import pytest
 from holdfast.shared.files import durable
 from holdfast.shared.files.journal import publish_batch
 from holdfast.shared.files.run_dir import RunDir
+from tests.builders.evaluations import evaluated
 from tests.builders.shown_runs import BEGIN, make_run
 from tests.conftest import BASE
-from tests.unit.commands.evaluate.test_plot import evaluated
 from tests.unit.commands.rollouts.test_rollouts_cli import make_batch, state_after
 
 RunCommand = Callable[..., tuple[int, str, str]]

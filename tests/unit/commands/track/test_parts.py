@@ -32,8 +32,8 @@ from holdfast.shared.errors import ConfigError, RunDirError
 from holdfast.shared.process.events import EVENTS_ENV, PROCESS_ENV
 from holdfast.shared.process.scratch import scratch_name
 from tests.builders.broken_storage import unreadable
+from tests.builders.evaluations import evaluated
 from tests.runs.trackers import HANG_S, TrackedDirectory, short_directory, wait_until
-from tests.unit.commands.evaluate.test_plot import evaluated
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import pytest
 
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.events import EVENTS_ENV, PROCESS_ENV
+from tests.builders.evaluations import evaluated
 from tests.runs.trackers import BUILT_IN, TrackedDirectory, short_directory, wait_until
-from tests.unit.commands.evaluate.test_plot import evaluated
 
 pytestmark = [
     pytest.mark.timeout(600),

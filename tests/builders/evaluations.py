@@ -1,0 +1,31 @@
+"""Finished evaluations of a run, as files."""
+
+from __future__ import annotations
+
+from holdfast.orchestrator.evaluation.estimates import Estimate
+from holdfast.orchestrator.evaluation.summary import EnvironmentSummary, Summary
+from holdfast.shared.files.run_dir import RunDir
+
+
+def evaluated(run_dir: RunDir, step: int, *, seed: int = 0, names: tuple[str, ...] = ("avg@2", "pass@2")) -> None:
+    """Leave a finished evaluation of `step`, whose values rise with it; one environment dropped all its tasks."""
+    estimates = {name: Estimate(step / 10, step / 10 - 0.1, step / 10 + 0.1) for name in names}
+    one = EnvironmentSummary(
+        num_tasks=5, dropped={}, estimates=estimates, metrics={}, truncated=0.0, sampled_tokens=None
+    )
+    none = EnvironmentSummary(
+        num_tasks=0, dropped={"crash": 5}, estimates={}, metrics={}, truncated=0.0, sampled_tokens=None
+    )
+    alone = EnvironmentSummary(
+        num_tasks=1, dropped={}, estimates={"avg@2": Estimate(0.5, None, None)}, metrics={}, truncated=0.0,
+        sampled_tokens=None,
+    )  # fmt: skip
+    summary = Summary(
+        policy={"kind": "weights"},
+        tasks={"seed": seed},
+        confidence=0.95,
+        environments={"a $x": one, "none": none, "alone": alone},
+    )
+    directory = run_dir.evaluation(step)
+    directory.mkdir(parents=True)
+    (directory / "summary.json").write_bytes(summary.encode())
