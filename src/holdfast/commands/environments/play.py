@@ -49,8 +49,25 @@ def play(settings: EnvironmentConfig, *, seed: int, index: int, model: str | Non
     problem = Problem(load(settings), settings, TaskSeed(seed, settings.label, index))
     tokenizer = load_tokenizer(model) if model is not None else plain_tokenizer()
     print("A line is a turn. Ctrl-C ends.", flush=True)
-    asyncio.run(_episode(problem, tokenizer, seq_len=seq_len if model is not None else _ENDLESS))
+    asyncio.run(_play(problem, tokenizer, seq_len=seq_len if model is not None else _ENDLESS))
     return 0
+
+
+async def _play(problem: Problem, tokenizer: Tokenizer, *, seq_len: int) -> None:
+    """Play the session in a task, and read lines beside it: a bad line is not a fault of the environment."""
+    typist = _Typist(tokenizer)
+    playing = asyncio.create_task(_episode(problem, tokenizer, typist, seq_len=seq_len))
+    try:
+        while True:
+            wanted = asyncio.ensure_future(typist.wanted.get())
+            await asyncio.wait((playing, wanted), return_when=asyncio.FIRST_COMPLETED)
+            if not wanted.done():
+                wanted.cancel()
+                return await playing
+            wanted.result().set_result(_typed_line())
+    finally:
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
 
 
 class _Typist:
@@ -59,6 +76,7 @@ class _Typist:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._shown: list[int] = []
+        self.wanted: asyncio.Queue[asyncio.Future[str]] = asyncio.Queue()
 
     def check(self) -> None:
         """Never fails."""
@@ -66,12 +84,14 @@ class _Typist:
     async def sample(
         self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
     ) -> Completion:
-        """Show what is new in the session, and return the line that is typed. Nothing else runs meanwhile."""
+        """Show what is new in the session, and return the line that is typed."""
         is_longer = token_ids[: len(self._shown)] == self._shown
         new = token_ids[len(self._shown) :] if is_longer else token_ids
         given = self._tokenizer.decode(new, skip_special_tokens=False)
         print(f"---\n{_shown(given.strip())}", flush=True)
-        ids = [*self._tokenizer.encode(_typed_line()), *self._tokenizer.stop_token_ids[:1]]
+        typed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.wanted.put_nowait(typed)
+        ids = [*self._tokenizer.encode(await typed), *self._tokenizer.stop_token_ids[:1]]
         reason, ids = "stop" if len(ids) <= max_tokens else "length", ids[:max_tokens]
         self._shown = [*token_ids, *ids]
         return Completion(TokenIds(ids), Logprobs([0.0] * len(ids)), reason, [])
@@ -81,6 +101,8 @@ def _typed_line() -> str:
     # asyncio's own handler would cancel a task that waits for this line.
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise KeyboardInterrupt  # Ctrl-C came a moment before
         print("> ", end="", flush=True)
         line = sys.stdin.readline()  # input() drops a Ctrl-C that comes while it flushes the prompt
     except UnicodeDecodeError as error:
@@ -92,12 +114,12 @@ def _typed_line() -> str:
     return line.removesuffix("\n").encode(errors="replace").decode()
 
 
-async def _episode(problem: Problem, tokenizer: Tokenizer, *, seq_len: int) -> None:
+async def _episode(problem: Problem, tokenizer: Tokenizer, typist: _Typist, *, seq_len: int) -> None:
     """Play the session, and show its score."""
     async with calling_of(problem, "make_task"):
         task = await result_of(problem.here.make_task(problem.seed))
     tool_use = tool_use_of(problem.here, problem.settings, tokenizer)
-    sample_turn = sample_turn_of(problem, 0, _Typist(tokenizer), sampling=PLAIN_SAMPLING)
+    sample_turn = sample_turn_of(problem, 0, typist, sampling=PLAIN_SAMPLING)
     session = Session(
         prompt_ids_for(task, problem, tokenizer=tokenizer, seq_len=seq_len, tool_use=tool_use),
         tokenizer=tokenizer,

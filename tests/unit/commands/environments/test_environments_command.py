@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from tests.unit.orchestrator.evaluation.test_endpoint import Calling, Endpoint, answering
 
 from holdfast import Message, Task
 from holdfast.commands.environments import check, play
@@ -339,16 +338,6 @@ def test_templates_that_rewrite_turns_are_told(environments: Command, thinking: 
     assert checks["template"][0] == "FAILED" and "an answer behind thoughts" in checks["template"][1][0]
 
 
-def test_a_person_sees_where_a_session_splits(played: Played, thinking: Path) -> None:
-    typed = "<think>Hm</think>ab\ncd\n"
-    code, out, err = played(["faults:Asking", "--model.name", thinking], typed)
-    assert code == 0, err
-    _, anew = out.split("--- then, as the template writes it anew\n")
-    shown = anew.split("--- turn 2")[0]
-    assert "ab<|im_end|>" in shown and "Sure?" in shown and "Hm" not in shown
-    assert ["branches", "2"] in [line.split() for line in anew.splitlines()]
-
-
 @pytest.mark.usefixtures("here_alone")
 def test_templates_without_tools_and_prompts_that_do_not_fit_are_told(environments: Command) -> None:
     code, checks = checked(environments, "Tooled", "--model.name", BASE)
@@ -368,8 +357,6 @@ def test_templates_without_tools_and_prompts_that_do_not_fit_are_told(environmen
         (["check", "addition", "--args", '{"max_digit": 1}'], "Did you mean 'max_digits'?"),
         (["check", "adition"], "Did you mean 'addition'?"),
         (["check", "addition", "--model.name", "no/such/place/at all"], "'no/such/place/at all'"),
-        (["play", "addition", "--url", "ftp://x", "--model.name", "m"], "must begin with http:// or https://"),
-        (["play", "addition", "--url", "http://127.0.0.1:1"], "--url needs --model.name"),
         (["show"], "unknown subcommand 'show'"),
     ],
 )
@@ -390,22 +377,22 @@ def played(environments: Command, monkeypatch: pytest.MonkeyPatch) -> Played:
     return play
 
 
-def test_a_person_plays_and_sees_reward_tokens_and_mask(played: Played) -> None:
+def test_a_person_plays_and_sees_the_score(played: Played) -> None:
     code, out, err = played(["faults:ByTurn", "--model.name", BASE, "--index", "3"], "ab\n")
     assert code == 0, err
     lines = [line.split() for line in out.splitlines()]
     assert ["reward", "1"] in lines and ["exact", "1"] in lines and ["turn_rewards", "0.5"] in lines
-    sampled = [line for line in lines if line[-1:] == ["x"]]
-    assert [line[2] for line in sampled] == ["'a'", "'b'", "'<|end|>'"]
-    assert any(line[:1] == ["0"] and line[-1] != "x" for line in lines), "the prompt is shown, and not sampled"
 
 
-def test_a_person_calls_tools_in_turns_of_several_lines(played: Played) -> None:
-    call = '<tool_call>{"name": "look_up",\\\n"arguments": {"word": "w\\u001b[2J"}}</tool_call>\n'
+def test_a_person_calls_tools_and_sees_what_a_template_writes_anew(played: Played, thinking: Path) -> None:
+    call = '<tool_call>{"name": "look_up", "arguments": {"word": "w\\u001b[2J"}}</tool_call>\n'
     code, out, err = played(["faults:Tooled"], call + "red\n")
     assert code == 0, err
-    assert "<|im_start|>tool\nw\\x1b[2J<|im_end|>" in out and "\x1b" not in out
-    assert "tools/calls" in out and "sampled" not in out
+    assert "<|im_start|>tool\nw\\x1b[2J<|im_end|>" in out and "\x1b" not in out and "tools/calls" in out
+    code, out, err = played(["faults:Asking", "--model.name", thinking], "<think>Hm</think>ab\ncd\n")
+    assert code == 0, err
+    anew = out.split("> ")[1]
+    assert "ab<|im_end|>" in anew and "Sure?" in anew and "Hm" not in anew
 
 
 @pytest.mark.parametrize(("typed", "message"), [("", "the input ended"), ("\udcff\n", "the input is not utf-8")])
@@ -437,40 +424,19 @@ def test_ctrl_c_beside_the_prompt_is_not_lost(monkeypatch: pytest.MonkeyPatch) -
     async def at_the_prompt() -> None:
         with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
             context.setattr("sys.stdout", Interrupted())
-            play._typed_turn()
+            play._typed_line()
 
     async def a_moment_before() -> None:
         task = asyncio.current_task()
         assert task is not None
         task.cancel()  # as asyncio's own handler does
-        play._typed_turn()
+        play._typed_line()
 
     monkeypatch.setattr("sys.stdin", io.StringIO("a line\n"))
     asyncio.run(at_the_prompt())
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(a_moment_before())
     assert sys.stdin.read() == "a line\n" and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_an_endpoint_plays(environments: Command) -> None:
-    endpoint = Endpoint()
-    with answering(endpoint):
-        code, out, err = environments(
-            "play", "faults:Asking", "--url", endpoint.url, "--model.name", "m", "--max-tokens", "9"
-        )
-    assert code == 0, err
-    assert "user: Sure?" in out and "--- turn 2\nSure?" in out and "sampled" not in out
-    assert [request["model"] for request in endpoint.requests] == ["m", "m"]
-    assert endpoint.requests[1]["max_tokens"] == 9 and len(endpoint.requests[1]["messages"]) == 3
-
-
-def test_an_endpoint_plays_with_tools(environments: Command) -> None:
-    endpoint = Calling()
-    with answering(endpoint):
-        code, out, err = environments("play", "ledger", "--url", endpoint.url, "--model.name", "m")
-    assert code == 0, err
-    assert 'calls look_up {"account": ' in out and "calls nothing" in out and "tools/calls" in out
-    assert "tool: error: there is no tool 'nothing'" in out
 
 
 def test_equal_values_have_one_text_wherever_they_lie() -> None:

@@ -40,8 +40,6 @@ def test_a_dry_run_says_what_would_be_evaluated(run_command: RunCommand, tmp_pat
     flags = ("--output-dir", tmp_path / "evaluation", "--dry-run")
     code, out, _ = run_command("evaluate", "--model.name", MODEL, *flags)
     assert code == 0 and f"would evaluate {MODEL} in {tmp_path / 'evaluation'}" in out
-    code, out, _ = run_command("evaluate", "--model.name", "m", "--url", "http://127.0.0.1:9/v1", *flags)
-    assert code == 0 and "would evaluate m at http://127.0.0.1:9/v1" in out
     run_dir = run_with_weights(tmp_path / "run", 4)
     code, out, _ = run_command("evaluate", "--run", run_dir.path, "--step", "latest", *flags)
     assert code == 0 and f"would evaluate step 4 of {run_dir.path}" in out

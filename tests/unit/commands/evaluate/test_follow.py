@@ -186,7 +186,7 @@ def test_an_evaluation_leaves_its_supervisor_without_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_signals: None
 ) -> None:
     directory = RunDir(tmp_path / "step_5")
-    config = EvaluateConfig(url="http://127.0.0.1:9/v1", model=ModelConfig(name="m"), output_dir=directory.path)
+    config = EvaluateConfig(model=ModelConfig(name="m"), output_dir=directory.path)
     prepare_directory(config, directory)
     ends = [sys.executable, "-c", f"import pathlib; pathlib.Path({str(directory.path / 'summary.json')!r}).touch()"]
     monkeypatch.setattr(serving, "module_command", lambda *_: ends)
@@ -291,7 +291,7 @@ def test_how_an_evaluation_ended_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_signals: None
 ) -> None:
     directory = RunDir(tmp_path / "step_5")
-    config = EvaluateConfig(url="http://127.0.0.1:9/v1", model=ModelConfig(name="m"), output_dir=directory.path)
+    config = EvaluateConfig(model=ModelConfig(name="m"), output_dir=directory.path)
     prepare_directory(config, directory)
     observed = ObservedRun(directory, "step_5")
     done = f"import pathlib; pathlib.Path({str(directory.path / 'summary.json')!r}).touch()"

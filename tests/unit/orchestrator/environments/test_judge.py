@@ -14,9 +14,7 @@ from holdfast import Judge, JudgeConfig, Task, TaskSeed, judging
 from holdfast.orchestrator.environments import load_environment
 from holdfast.orchestrator.environments.interface import Environment
 from holdfast.orchestrator.environments.judge import JudgeFailure
-from holdfast.orchestrator.evaluation.endpoint import EndpointSampler
 from holdfast.shared.config.environments import EnvironmentConfig
-from holdfast.shared.config.evaluation import EndpointConfig
 from holdfast.shared.errors import ConfigError, DataError
 from holdfast.shared.wire.chat_reply import ChatReply
 from tests.servers.judge import FakeJudge, judge_serving
@@ -202,6 +200,4 @@ def test_a_key_that_no_header_can_hold_is_refused_and_not_told(
     monkeypatch.setenv("SOME_KEY", key)
     with pytest.raises(ConfigError, match=r"variable SOME_KEY holds spaces.*SOME_KEY=\$\(cat FILE\)") as caught:
         load(tmp_path / "q.jsonl", [{"prompt": "Why?"}], {"prompt": "{completion}", "api_key_env": "SOME_KEY"})
-    with pytest.raises(ConfigError, match="variable SOME_KEY holds spaces") as endpoint:
-        EndpointSampler(EndpointConfig(api_key_env="SOME_KEY"), url="http://h/v1", model="m", directory=tmp_path)
-    assert "secret" not in f"{caught.value}{endpoint.value}"
+    assert "secret" not in str(caught.value)

@@ -348,10 +348,8 @@ def test_rows_of_verifiers_may_be_divided_and_be_played_by_the_same_interpreter(
     [
         ({"model": None}, "was given neither of model.name and run"),
         ({"run": "a"}, "was given both of model.name and run"),
-        ({"model": None, "run": "a", "url": "http://a/v1"}, "url and run are two policies"),
         ({"step": 3}, "step = 3 is a step of a run"),
         ({"model": None, "run": "a", "step": -1}, "steps are counted from 0"),
-        ({"url": "ftp://a"}, "must begin with http"),
         ({"sampling": {"temperature": 0}, "samples_per_task": 2}, "are 2 times the same answer"),
         ({"sampling": {"temperature": 0.001}}, "0, or 0.01"),
         ({"environments": [{"id": "a"}, {"id": "a"}]}, "environments need distinct names"),
