@@ -112,11 +112,11 @@ def slow_gradient(sequences: Sequences, config: PolicyLossConfig) -> list[float]
     return found
 
 
-def random_step(seed: int, *, spread: float = 0.3) -> Sequences:
-    """Sequences of several lengths, one empty; each token has an advantage of its own on odd seeds."""
+def random_step(seed: int, *, spread: float = 0.3, lengths: tuple[int, ...] = (1, 4, 0, 7, 2)) -> Sequences:
+    """Sequences of several lengths, by default one empty; each token has an advantage of its own on odd seeds."""
     generator = random.Random(seed)
     sequences = []
-    for length in (1, 4, 0, 7, 2):
+    for length in lengths:
         advantage = generator.gauss(0, 1)
         sequence = []
         for _ in range(length):

@@ -5,6 +5,7 @@ Multipliers, caps and windows differ from the values at which they do nothing, s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,35 +35,6 @@ _BASE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_MOE = {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "shared_expert_intermediate_size": 48,
-    "n_group": 2,
-    "topk_group": 1,
-    "decoder_sparse_step": 1,
-    "first_k_dense_replace": 1,
-}
-_MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
-_NEXT = {
-    "num_hidden_layers": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-_MAMBA = {
-    "mamba_n_heads": 8,
-    "mamba_d_state": 8,
-    "mamba_d_head": 16,
-    "mamba_n_groups": 1,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_chunk_size": 8,
-}
 
 
 _WITHOUT = {"falcon": ("head_dim",)}  # they compute it
@@ -82,177 +54,16 @@ class Family:
         return f"{self.kind} ({self.label})" if self.label else self.kind
 
 
-FAMILIES = [
-    Family("llama"),
-    Family("qwen2"),
-    Family("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}, "sliding window"),
-    Family("qwen3"),
-    Family("mistral", {"sliding_window": 7}, "sliding window"),
-    Family("ministral3"),
-    Family("phi3", {"sliding_window": 9}, "sliding window"),
-    Family("phi", {"num_key_value_heads": 4}),
-    Family(
-        "gemma2",
-        {
-            "attn_logit_softcapping": 5.0,
-            "final_logit_softcapping": 3.0,
-            "sliding_window": 8,
-            "query_pre_attn_scalar": 32,
-        },
-    ),
-    Family("gemma3_text", {"sliding_window": 8, "query_pre_attn_scalar": 32, "final_logit_softcapping": 2.0}),
-    Family(
-        "gemma4_text",
-        {
-            "sliding_window": 8,
-            "final_logit_softcapping": 3.0,
-            "hidden_size_per_layer_input": 8,
-            "global_head_dim": 32,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "vocab_size_per_layer_input": VOCABULARY,
-        },
-    ),
-    Family("vaultgemma", {"sliding_window": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
-    Family("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}),
-    Family(
-        "gpt2",
-        {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "scale_attn_by_inverse_layer_idx": True},
-        "scaled by layer",
-    ),
-    Family("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
-    Family("gpt_neox", {"num_key_value_heads": 4}),
-    Family(
-        "gpt_neo", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 7}
-    ),
-    Family("gptj", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "rotary_dim": 8}),
-    Family("codegen", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "rotary_dim": 8}),
-    Family("bloom", {"n_layer": 2, "n_head": 4}),
-    Family("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256}),
-    Family("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    Family("falcon", {"alibi": True, "num_kv_heads": 4}, "alibi"),
-    Family("olmo"),
-    Family("olmo2"),
-    Family("olmo3", {"num_hidden_layers": 4, "sliding_window": 7}),
-    Family("olmoe", _MOE),
-    Family("starcoder2", {"sliding_window": 7}),
-    Family("stablelm", {"num_key_value_heads": 4}),
-    Family(
-        "granite",
-        {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3},
-    ),
-    Family("granitemoe", _MOE | {"logits_scaling": 3.0, "embedding_multiplier": 2.0}),
-    Family("cohere", {"logit_scale": 0.25}),
-    Family("cohere2", {"logit_scale": 0.25, "sliding_window": 8, "num_hidden_layers": 4}),
-    Family("minicpm3", _MLA | {"dim_model_base": 16, "scale_emb": 3, "scale_depth": 1.1, "num_key_value_heads": 4}),
-    Family("smollm3", {"num_hidden_layers": 4}),
-    Family("hunyuan_v1_dense"),
-    Family("glm"),
-    Family("glm4"),
-    Family("nemotron", {"num_key_value_heads": 2}),
-    Family("exaone4", {"sliding_window": 8, "num_hidden_layers": 4, "sliding_window_pattern": 4}),
-    Family("ernie4_5"),
-    Family("seed_oss"),
-    Family("arcee"),
-    Family("apertus"),
-    Family("helium"),
-    Family("qwen2_moe", _MOE),
-    Family("qwen3_moe", _MOE),
-    Family("mixtral", {"num_local_experts": 4, "sliding_window": 8}),
-    Family("phimoe", {"num_local_experts": 4}),
-    Family("deepseek_v3", _MOE | _MLA | {"head_dim": 8, "num_key_value_heads": 4}),
-    Family("glm4_moe", _MOE),
-    Family("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48}),
-    Family("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
-    Family(
-        "llama4_text",
-        {
-            "num_local_experts": 4,
-            "intermediate_size_mlp": 96,
-            "attention_chunk_size": 9,
-            "num_hidden_layers": 4,
-            "interleave_moe_layer_step": 2,
-        },
-    ),
-    Family("qwen3_5_text", _NEXT),
-    Family("qwen3_next", _NEXT | _MOE),
-    Family("minimax", {"num_hidden_layers": 4, "num_local_experts": 4, "block_size": 8}),
-    Family(
-        "granitemoehybrid",
-        _MAMBA
-        | {
-            "layer_types": ["mamba", "attention"],
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "shared_intermediate_size": 48,
-            "logits_scaling": 3.0,
-            "residual_multiplier": 0.5,
-        },
-    ),
-    Family(
-        "nemotron_h",
-        {
-            "layers_block_type": ["mamba", "attention", "mlp"],
-            "num_hidden_layers": 3,
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 16,
-            "ssm_state_size": 8,
-            "n_groups": 1,
-            "chunk_size": 8,
-        },
-    ),
-    Family("bamba", _MAMBA | {"attn_layer_indices": [1]}),
-    Family(
-        "jamba",
-        {
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "num_experts": 4,
-            "mamba_d_state": 8,
-            "mamba_dt_rank": 4,
-            "use_mamba_kernels": False,
-        },
-    ),
-    Family(
-        "zamba2",
-        _MAMBA
-        | {
-            "num_hidden_layers": 3,
-            "mamba_ngroups": 1,
-            "hybrid_layer_ids": [1],
-            "mamba_headdim": 16,
-            "n_mamba_heads": 8,
-            "num_mem_blocks": 1,
-            "adapter_rank": 4,
-            "num_key_value_heads": 4,
-            "use_mamba_kernels": False,
-            "chunk_size": 8,
-            "layers_block_type": ["mamba", "hybrid", "mamba"],
-        },
-    ),
-    Family("lfm2", {"layer_types": ["conv", "full_attention"], "block_ff_dim": 96, "block_multiple_of": 8}),
-    Family(
-        "falcon_h1",
-        _MAMBA | {"mamba_d_ssm": 128, "lm_head_multiplier": 0.4, "embedding_multiplier": 2.0, "key_multiplier": 0.7},
-    ),
-    Family(
-        "recurrent_gemma",
-        {
-            "lru_width": 64,
-            "attention_window_size": 8,
-            "logits_soft_cap": 3.0,
-            "block_types": ["recurrent", "attention"],
-        },
-    ),
-    Family("mamba", {"state_size": 8, "time_step_rank": 4}),
-    Family("mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8}),
-    Family("rwkv", {"attention_hidden_size": 64, "context_length": 256}),
-    Family("qwen3_vl_text"),
-    Family("nanochat", {"final_logit_softcapping": 3.0}),
-    Family("doge"),
-    Family("biogpt"),
-    Family("persimmon", {"num_key_value_heads": 4}),
-    Family("xglm", {"d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4}),
-]
+def _read_families() -> list[Family]:
+    table = json.loads(Path(__file__).with_suffix(".json").read_text())
+    families = []
+    for row in table["families"]:
+        fields = {key: value for name in row.get("like", ()) for key, value in table["common"][name].items()}
+        families.append(Family(row["kind"], fields | row.get("fields", {}), row.get("label", "")))
+    return families
+
+
+FAMILIES = _read_families()
 
 
 def write_model(family: Family, directory: Path, *, seed: int) -> Path:

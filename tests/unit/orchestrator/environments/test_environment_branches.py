@@ -148,7 +148,7 @@ class SamplesOn(Asks):
     """Lets a turn that was cut go on."""
 
     async def run(self, session: Session, task: Task) -> None:
-        stops = tokenizer_of("qwen3")[1].stop_token_ids
+        stops = tokenizer_of("qwen3").stop_token_ids
         while not session.texts or session.token_ids[-1] not in stops:
             await session.sample()
         session.append_messages([AGAIN])

@@ -62,7 +62,7 @@ async def play(
 
     `before` is called ahead of them, and one of `before_turn` ahead of the turn of that number, from 0.
     """
-    _, tokenizer = tokenizer_of("hermes")
+    tokenizer = tokenizer_of("hermes")
     environment = Asks()
     problem = Problem(environment, settings, TaskSeed(0, "asks", 0))
     task = environment.make_task(problem.seed)
@@ -93,7 +93,7 @@ async def play(
 
 def answers(session: Session) -> list[str]:
     """Return what the tools answered."""
-    _, tokenizer = tokenizer_of("hermes")
+    tokenizer = tokenizer_of("hermes")
     text = tokenizer.decode(session.token_ids, skip_special_tokens=False)
     return [part.partition("<|im_end|>")[0] for part in text.split("<|im_start|>tool\n")[1:]]
 
@@ -106,7 +106,7 @@ def test_the_policy_sees_tools_of_a_server_and_every_rollout_has_it_to_itself(
     first = [call("add", a=2, b=3), call("note", text="a"), call("note", text="b"), call("process"), "done"]
     second = [call("note", text="c"), call("process"), call("add", a=1), "done"]
     one, other = asyncio.run(play(settings, first, second))
-    assert "Note a text, and tell all that were noted." in tokenizer_of("hermes")[1].decode(one.token_ids)
+    assert "Note a text, and tell all that were noted." in tokenizer_of("hermes").decode(one.token_ids)
     told = answers(one), answers(other)
     assert told[0][:3] == ["5", "a", "a b"] and told[1][0] == "c" and told[1][2] == "2"
     processes = [told[0][3], told[1][1]]
@@ -143,7 +143,7 @@ def test_all_pages_of_tools_are_seen_and_every_kind_of_answer_becomes_text() -> 
         '{"sum": 3}', "error: it failed and did not say why", "error: not these arguments",
         "{'text': '3', 'number': 3}",
     ]  # fmt: skip
-    _, tokenizer = tokenizer_of("hermes")
+    tokenizer = tokenizer_of("hermes")
     tool_use = tool_use_of(Asks(), settings_of(paged), tokenizer)
     assert tool_use is not None
     texts = {"text": "3", "number": "3", "other": "x"}
@@ -238,14 +238,14 @@ def test_a_server_at_a_url_is_asked_with_its_key(at_a_port: str, monkeypatch: py
 def test_a_server_that_cannot_be_used_is_told_before_anything_is_sampled(
     servers: list[dict[str, Any]], said: str
 ) -> None:
-    _, tokenizer = tokenizer_of("hermes")
+    tokenizer = tokenizer_of("hermes")
     with pytest.raises(ConfigError, match=said):
         tool_use_of(Asks(), settings_of(*servers), tokenizer)
 
 
 def test_a_server_without_tools_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.py").write_text("from mcp.server.mcpserver import MCPServer\nMCPServer('empty').run('stdio')\n")
-    _, tokenizer = tokenizer_of("hermes")
+    tokenizer = tokenizer_of("hermes")
     with pytest.raises(ConfigError, match="s0: it has no tools"):
         tool_use_of(Asks(), settings_of({"command": sys.executable, "args": [str(tmp_path / "empty.py")]}), tokenizer)
 
@@ -283,7 +283,7 @@ def test_settings_of_servers_come_back_from_a_file(tmp_path: Path) -> None:
 
 def test_the_extra_is_named_where_it_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
-    _, tokenizer = tokenizer_of("hermes")
+    tokenizer = tokenizer_of("hermes")
     with pytest.raises(ConfigError, match=r"mcp_servers.s0 needs the extra .mcp., .* `uv sync --extra mcp`"):
         tool_use_of(Asks(), settings_of(STDIO), tokenizer)
 

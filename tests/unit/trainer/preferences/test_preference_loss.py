@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from holdfast.shared.config import DpoConfig, RewardTrainingConfig
@@ -85,7 +87,6 @@ ALL = [
     config("simpo", beta=2.5, margin=1.4),
     config("orpo", beta=0.25),
 ]
-PUSHES_APART = [settings for settings in ALL if settings.type != "apo_down"]
 KINDS = sorted({settings.type for settings in ALL})
 
 
@@ -116,13 +117,6 @@ def test_gradients_are_finite_differences_of_the_formula(settings: PreferenceLos
         assert gradient[pair, side].item() == pytest.approx((ends[0] - ends[1]) / (2 * width), rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize("settings", PUSHES_APART, ids=lambda settings: settings.type)
-def test_a_step_from_the_reference_pushes_the_sides_apart(settings: PreferenceLossConfig) -> None:
-    _, reference = random_logprobs()
-    gradient = gradient_of(settings, reference, reference)
-    assert (gradient[:, 0] < 0).all() and (gradient[:, 1] > 0).all(), "a step down makes chosen likelier"
-
-
 def test_apo_down_makes_both_sides_less_likely_and_the_rejected_one_more_so() -> None:
     _, reference = random_logprobs()
     far = reference + torch.tensor([[1.0, -9.0]])  # where the two are told apart already
@@ -141,19 +135,6 @@ def test_dpo_by_hand() -> None:
     assert one("dpo", (-3, -1), (-1, -2), beta=0.5).losses_P.item() == pytest.approx(1.7014133, abs=1e-7)
     smoothed = one("dpo", (-1, -3), (-2, -1), beta=0.5, label_smoothing=0.1)
     assert smoothed.losses_P.item() == pytest.approx(0.3514133, abs=1e-7)
-
-
-def test_dpo_starts_at_log_2_where_policy_and_reference_are_the_same() -> None:
-    scored = one("dpo", (-1.25, -9.5), (-1.25, -9.5))
-    assert scored.losses_P.item() == pytest.approx(math.log(2), abs=1e-15)
-    assert scored.chosen_rewards_P.item() == scored.rejected_rewards_P.item() == 0
-
-
-def test_the_sign_of_the_reference() -> None:
-    """What the reference already prefers counts for nothing: only the change does."""
-    assert one("dpo", (-1, -3), (-2, -1)).losses_P < one("dpo", (-1, -3), (0, -3)).losses_P
-    for kind in ("ipo", "ipo_sum", "hinge", "robust", "apo_zero"):
-        assert one(kind, (-1, -3), (-2, -1)).losses_P < one(kind, (-1, -3), (0, -3)).losses_P
 
 
 def test_ipo_simpo_and_orpo_by_hand() -> None:
@@ -186,24 +167,6 @@ def test_hinge_robust_and_apo_by_hand() -> None:
     assert with_likelihood.losses_P.item() == pytest.approx(1.2014133, abs=1e-7)
 
 
-def test_robust_dpo_is_dpo_on_the_right_labels_in_the_mean() -> None:
-    """Where the share e of the labels is turned, its mean is what DPO says of the labels as they were."""
-    straight, turned = one("robust", (-1, -3), label_smoothing=0.2), one("robust", (-3, -1), label_smoothing=0.2)
-    mean = 0.8 * straight.losses_P.item() + 0.2 * turned.losses_P.item()
-    assert mean == pytest.approx(one("dpo", (-1, -3)).losses_P.item(), rel=1e-12)
-
-
-def test_the_gradient_of_orpo_by_hand() -> None:
-    """With p_w = 0.5 and p_l = 0.2: log odds(m) has the gradient 1 / (1 - p), log sigmoid(log 4) has 0.2."""
-    row = torch.tensor([[2 * math.log(0.5), 4 * math.log(0.2)]], dtype=torch.float64, requires_grad=True)
-    nothing, tokens = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[2.0, 4.0]], dtype=torch.float64)
-    loss = build_preference_loss(config("orpo", beta=0.1))(pairs(row, nothing, tokens)).losses_P.sum()
-    (gradient,) = torch.autograd.grad(loss, row)
-    # The mean over an answer's tokens divides by 2 and by 4.
-    expected = [(-1 - 0.1 * 0.2 / 0.5) / 2, 0.1 * 0.2 / 0.8 / 4]
-    assert gradient[0].tolist() == pytest.approx(expected, abs=1e-12)
-
-
 def test_the_log_odds_of_orpo_keep_their_digits_at_both_ends() -> None:
     """p = 1 - 1e-6 has the odds 999999; p = exp(-50) has odds of as good as itself."""
     scored = one("orpo", (2 * math.log1p(-1e-6), 4 * -50.0), beta=1.0)
@@ -228,27 +191,27 @@ def test_losses_without_a_reference_do_not_look_at_one(kind: str) -> None:
     assert one(kind, (-1, -3), (5, 7)).losses_P == one(kind, (-1, -3)).losses_P
 
 
-EXTREMES = [(0.0, -4e4), (-4e4, 0.0), (0.0, 0.0), (-4e4, -4e4), (-1e-30, -1e-30)]
+EXTREMES = st.sampled_from([0.0, -4e4, -1e4, -1e-30]) | st.floats(-4e4, 0)
 
 
-@pytest.mark.parametrize("settings", ALL, ids=lambda settings: settings.type)
-@pytest.mark.parametrize("policy", EXTREMES)
-@pytest.mark.parametrize("reference", [(0.0, 0.0), (-1e4, 0.0), (0.0, -1e4)])
-@pytest.mark.parametrize("tokens", [(1.0, 1.0), (1.0, 4096.0)])
+@pytest.mark.parametrize("loss", ALL, ids=lambda loss: loss.type)
+@settings(max_examples=40)
+@given(
+    policy=st.tuples(EXTREMES, EXTREMES),
+    reference=st.tuples(EXTREMES, EXTREMES),
+    lengths=st.sampled_from([1.0, 4096.0]),
+)
 def test_extremes_stay_finite(
-    settings: PreferenceLossConfig,
-    policy: tuple[float, float],
-    reference: tuple[float, float],
-    tokens: tuple[float, float],
+    loss: PreferenceLossConfig, policy: tuple[float, float], reference: tuple[float, float], lengths: float
 ) -> None:
     """Loss and gradient of answers of one token, equal log-probabilities, and log-ratios of up to 4e4."""
-    row, of_reference, lengths = (torch.tensor([values], dtype=torch.float64) for values in (policy, reference, tokens))
-    row.requires_grad_()
-    loss = build_preference_loss(settings)(pairs(row, of_reference, lengths)).losses_P.sum()
-    (gradient,) = torch.autograd.grad(loss, row)
-    assert math.isfinite(loss.item()) and torch.isfinite(gradient).all()
-    if settings.type in ("dpo", "hinge", "robust", "apo_zero", "apo_down"):
-        bound = settings.scale * (2 if settings.type == "robust" else 1) + settings.rpo_alpha
+    rows = [torch.tensor([values], dtype=torch.float64) for values in (policy, reference, (1.0, lengths))]
+    rows[0].requires_grad_()
+    total = build_preference_loss(loss)(pairs(*rows)).losses_P.sum()
+    (gradient,) = torch.autograd.grad(total, rows[0])
+    assert math.isfinite(total.item()) and torch.isfinite(gradient).all()
+    if loss.type in ("dpo", "hinge", "robust", "apo_zero", "apo_down"):
+        bound = loss.scale * (2 if loss.type == "robust" else 1) + loss.rpo_alpha
         assert gradient.abs().max() <= bound, "whatever the log-ratios, a pair pulls by beta at most"
 
 
@@ -269,8 +232,8 @@ def test_log_probabilities_that_were_rounded_to_bfloat16_cost_no_more_than_the_r
 
 def test_rewards_carry_no_gradient() -> None:
     policy, reference = random_logprobs()
-    for settings in ALL:
-        scored = build_preference_loss(settings)(pairs(policy, reference, LENGTHS))
+    for loss in ALL:
+        scored = build_preference_loss(loss)(pairs(policy, reference, LENGTHS))
         assert scored.losses_P.requires_grad
         assert not scored.chosen_rewards_P.requires_grad and not scored.rejected_rewards_P.requires_grad
 

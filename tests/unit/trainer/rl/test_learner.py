@@ -35,7 +35,7 @@ from holdfast.trainer.rl.learner import Learner
 from holdfast.trainer.rl.losses.base import PolicyLossInput
 from holdfast.trainer.session.measurements import Stopwatch
 from holdfast.trainer.session.session import Session, start_session
-from tests.builders.scored_rollouts import ONLINE_DPO_LOSS
+from tests.builders.advantage_settings import ONLINE_DPO_LOSS
 
 GROUPS, GROUP_SIZE = 3, 4
 REWARD_KL = {"coef": 0.2, "place": "reward", "target": 0.5, "horizon": 50}

@@ -14,7 +14,8 @@ from holdfast.shared.config.rl_trainer import TrainerConfig
 from holdfast.trainer.preferences.losses import PairLogprobs, build_preference_loss
 from holdfast.trainer.rl.advantages.online_dpo import online_dpo
 from holdfast.trainer.rl.advantages.scored_rollouts import ScoredRollout
-from tests.builders.scored_rollouts import NEEDED, scored_rollout
+from tests.builders.advantage_settings import NEEDED
+from tests.builders.scored_rollouts import scored_rollout
 
 
 def rollout(reward: float, log_ratio: float, num_tokens: int = 1) -> ScoredRollout:
