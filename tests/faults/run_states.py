@@ -21,14 +21,17 @@ _TIMELESS = ("step", "loss", "grad_norm", "lr", "epoch", "samples", "tokens")
 def end_state(path: Path, *, last: int = LAST) -> dict[str, Any]:
     """Return the final checkpoint's tensors, counters and random state, the published weights and the metrics."""
     run_dir = RunDir(path)
-    checkpoint = run_dir.checkpoint(last)
-    state: dict[str, Any] = {
-        name: (checkpoint / name).read_bytes() for name in verify(checkpoint, step=last).files if name not in _NOT_STATE
-    }
-    assert any(name.endswith(".distcp") for name in state), sorted(state)
+    state: dict[str, Any] = checkpoint_state(run_dir.checkpoint(last))
     state["weights"] = (run_dir.weights_of(last) / "model.safetensors").read_bytes()
     verify(run_dir.weights_of(last))
     state["metrics"] = [[line[name] for name in _TIMELESS] for line in read_metrics(run_dir.metrics)]
+    return state
+
+
+def checkpoint_state(checkpoint: Path) -> dict[str, bytes]:
+    """Return the verified files of a checkpoint, without those that name the attempt."""
+    state = {name: (checkpoint / name).read_bytes() for name in verify(checkpoint).files if name not in _NOT_STATE}
+    assert any(name.endswith(".distcp") for name in state), sorted(state)
     return state
 
 

@@ -151,28 +151,33 @@ class Mesh:
 def open_mesh(config: ParallelConfig) -> Iterator[Mesh]:
     """Join the process group that torchrun describes in the environment; leave it after the block.
 
+    If the caller has joined a group already, the block uses that group, and the caller leaves it.
+
     Raises:
         ConfigError: the device is not there.
     """
     if config.device == "cuda":
         require_cuda()
     use_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    has_group = dist.is_initialized()
+    rank, world_size = rank_and_world_size() if has_group else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     timeout = datetime.timedelta(seconds=config.collective_timeout_s)
     if use_cuda:  # untested: needs a GPU
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        # CPU tensors (metrics of the host, checkpoint planning, parameters that are offloaded) go over gloo.
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     else:
         device = torch.device("cpu")
         # Ranks share the cores of a machine, and each would take all of them.
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         torch.set_num_threads(config.threads or max(1, available_cores() // ranks_here))
-        dist.init_process_group("gloo", timeout=timeout)
+    if not has_group:
+        # CPU tensors (metrics of the host, checkpoint planning, parameters that are offloaded) go over gloo.
+        backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
+        dist.init_process_group(backend, timeout=timeout, device_id=device if use_cuda else None)
     yield join_mesh(config, rank=rank, world_size=world_size, device=device)
     # Not where the block failed: others may be inside a collective, and learn of it by the end of this process.
-    dist.destroy_process_group()
+    if not has_group:
+        dist.destroy_process_group()
 
 
 def join_mesh(config: ParallelConfig, *, rank: int, world_size: int, device: torch.device) -> Mesh:

@@ -13,7 +13,6 @@ ELSEWHERE = {
     ".": "the face of the package: project/test_face.py",
     "orchestrator/rollouts": "by orchestrator/ as a whole: sessions, generations and sampling are one way",
     "orchestrator/weight_push": "by orchestrator/ against servers, and by integration/test_inference_weights.py",
-    "trainer/programs": "by whole runs: integration/ test_sft_exact.py, test_dpo.py, test_rl_exact.py",
 }
 """Packages without a directory of unit tests, and where they are tested."""
 
