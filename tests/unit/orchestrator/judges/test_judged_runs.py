@@ -25,7 +25,7 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Batch
 from tests.runs.processes import command_line
 from tests.servers.judge import Body, FakeJudge, completion, judge_serving
-from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
+from tests.servers.orchestrator_fakes import MODEL, FakeEngine, FakeTrainer, make_config, serving
 
 STEPS = 3
 
@@ -157,11 +157,13 @@ def test_an_evaluation_that_is_made_again_asks_nobody_again(tmp_path: Path, fake
     section = {"id": "jsonl", "args": {"path": str(tmp_path / "q.jsonl"), "scorer": "judge", "judge": judge}}
 
     def evaluate() -> list[float]:
-        with judge_serving(FakeJudge(by_content)) as policy:
-            config = EvaluateConfig.model_validate(
-                {"output_dir": tmp_path / "eval", "url": policy.url, "model": {"name": "p"}, "environments": [section]}
-            )
-            asyncio.run(evaluation.run(config.model_copy(update={"url": policy.url})))
+        engine = FakeEngine(version=0, digest="weights")
+        settings = {"output_dir": tmp_path / "eval", "model": {"name": MODEL}, "seq_len": 128}
+        config = EvaluateConfig.model_validate({**settings, "environments": [section], "sampling": {"max_tokens": 24}})
+        config.inference.model.name = MODEL
+        with serving(engine):
+            config.inference.server.port = int(engine.url.rsplit(":", 1)[1])
+            asyncio.run(evaluation.run(config))
         lines = (tmp_path / "eval" / "rollouts.jsonl").read_text().splitlines()
         return [json.loads(line)["reward"] for line in sorted(lines)]
 
