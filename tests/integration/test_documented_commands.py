@@ -8,11 +8,11 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.pages.documentation import commands
-from tests.pages.runs import NOT_OURS, Checkout
+from tests.pages.runs import Checkout, can_be_started
 
 STARTED = {"checkpoints.md"}
 """Pages whose commands are all started in the everyday tests; of the others they are checked by --dry-run."""
-pytestmark = [pytest.mark.docs, pytest.mark.engine, pytest.mark.timeout(2400)]  # many whole runs in one test
+pytestmark = [pytest.mark.docs, pytest.mark.launch, pytest.mark.timeout(2400)]  # many whole runs in one test
 # A user's own run and a store on a network: checked, not started.
 _NOT_STARTED = "my_run.toml"
 
@@ -20,7 +20,7 @@ _NOT_STARTED = "my_run.toml"
 def test_the_page_about_checkpoints(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     for command in commands(ROOT / "docs" / "checkpoints.md"):
-        if command.words[0] in NOT_OURS:
+        if not can_be_started(command):
             continue
         checkout.start(command, *(["--dry-run"] if _NOT_STARTED in command.words else []))
     assert (tmp_path / "outputs" / "exported" / "config.json").exists()
@@ -31,7 +31,7 @@ def test_the_readme(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     checkout.save_files(ROOT / "README.md")
     for command in commands(ROOT / "README.md"):
-        if command.words[0] in NOT_OURS:
+        if not can_be_started(command):
             continue
         short = ["--max-steps", "3"] if "outputs/addition" in command.words else []
         checkout.start(command, *short)
@@ -45,5 +45,5 @@ def test_pages_whose_runs_are_looked_into(page: str, tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     checkout.save_files(ROOT / "docs" / page)
     for command in commands(ROOT / "docs" / page):
-        if command.words[0] not in NOT_OURS:
+        if can_be_started(command):
             assert checkout.start(command).strip()

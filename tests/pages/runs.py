@@ -21,6 +21,7 @@ from holdfast.shared.config import (
 from holdfast.shared.config.load import parse_command_line
 from holdfast.shared.config.rl import hand_down_shared
 from tests.conftest import ROOT
+from tests.forking.commands import shared_commands
 from tests.pages.documentation import Block, Command, blocks, shows
 
 TRAINING = {"sft": SftConfig, "dpo": DpoConfig, "reward-model": RewardTrainingConfig, "trainer": TrainerConfig}
@@ -37,8 +38,16 @@ NOT_OURS = {
     "basedpyright",
     "lint-imports",
 }
+# The suite that a started page is a part of.
+_THE_SUITE = ["python", "-m", "tests.lanes"]
 _RESUMING = ("--ckpt.resume-step", "--ckpt.resume-dir", "--ckpt.weights-only")
+_FORKED = (*TRAINING, "rl", "evaluate")
 _MODEL = "examples/reverse_text/model"
+
+
+def can_be_started(command: Command) -> bool:
+    """Whether a command of a page is one of ours, and not the one that starts this suite."""
+    return command.words[0] not in NOT_OURS and command.words[:3] != _THE_SUITE
 
 
 @dataclass
@@ -97,7 +106,27 @@ class Checkout:
             assert program in NOT_OURS, f"{command.where}: what is `{program}`?"
 
     def start(self, command: Command, *extra: str, timeout_s: float = 1200) -> str:
-        """Run a command and check its exit code, and what the page says that it prints; return what it printed."""
+        """Run a command and check its exit code, and what the page says that it prints; return what it printed.
+
+        What trains or evaluates is forked, with the stub engine: see `forking.popen`.
+        """
+        code, printed = (self._fork if command.words[0] in _FORKED else self._run)(command, extra, timeout_s)
+        refused = any(line.startswith("error: ") for line in command.output)
+        assert code == (2 if refused else 0), f"{command.where}: {command.line}\n{printed}"
+        missing = shows(command.output, printed)
+        assert missing is None, f"{command.where}: the page shows\n{missing}\nbut printed was\n{printed}"
+        return printed
+
+    def _fork(self, command: Command, extra: tuple[str, ...], timeout_s: float) -> tuple[int, str]:
+        log = self.path / f"printed_{len(list(self.path.glob('printed_*')))}.out"
+        here = f"import os; os.chdir({str(self.path)!r})"
+        argv = [*command.words[1:], *extra]
+        run = shared_commands().start(command.words[0], self.path / "unused", argv, log=log, fault=here)
+        code = run.wait(timeout_s).code
+        assert code is not None
+        return code, run.log
+
+    def _run(self, command: Command, extra: tuple[str, ...], timeout_s: float) -> tuple[int, str]:
         program = str(Path(sys.executable).with_name(command.words[0]))
         # What somebody types who plays: a turn each line, more of them than any game on the pages has.
         typed = "7\n" * 50 if command.words[:2] == ["environments", "play"] else ""
@@ -105,11 +134,7 @@ class Checkout:
             [program, *command.words[1:], *extra], cwd=self.path, input=typed, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, timeout=timeout_s, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
-        refused = any(line.startswith("error: ") for line in command.output)
-        assert done.returncode == (2 if refused else 0), f"{command.where}: {command.line}\n{done.stdout}"
-        missing = shows(command.output, done.stdout)
-        assert missing is None, f"{command.where}: the page shows\n{missing}\nbut printed was\n{done.stdout}"
-        return done.stdout
+        return done.returncode, done.stdout
 
     def _note(self, command: Command) -> Path:
         """Check that the command may use its run directory, after those before it; return that."""
