@@ -24,6 +24,8 @@ from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.runs.processes import HANG_S, command_line
 from tests.runs.rl import MODEL, CompletedRun, RlRun, complete
 
+pytestmark = pytest.mark.launch
+
 Command = Callable[[str], str]
 SMALL = ("--num-tasks", "12", "--samples-per-task", "4", "--sampling.max-tokens", "16", "--seq-len", "64")
 
@@ -59,7 +61,7 @@ def test_our_own_server_is_evaluated_as_any_endpoint(rl_server: UsedServer, comm
     assert again.splitlines()[-2:] == out.splitlines()[-2:]
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [0, pytest.param(1)])
 def test_what_a_harness_plays_is_evaluated_as_any_environment(
     rl_server: UsedServer, command: Command, tmp_path: Path, workers: int
 ) -> None:
@@ -77,7 +79,6 @@ def test_what_a_harness_plays_is_evaluated_as_any_environment(
     assert played(tmp_path / "harness") == played(tmp_path / "session")
 
 
-@pytest.mark.slow
 def test_steps_of_a_run_are_evaluated_and_compared(reference: CompletedRun, command: Command, tmp_path: Path) -> None:
     """The last step as the run has published it, and an earlier one from its checkpoint."""
     run_dir = RunDir(tmp_path / "run")
@@ -98,7 +99,6 @@ def test_steps_of_a_run_are_evaluated_and_compared(reference: CompletedRun, comm
     assert 0 < line["paired"]["p_value"] <= 1
 
 
-@pytest.mark.slow
 def test_a_run_that_is_evaluated_and_killed_ends_as_one_without(
     reference: CompletedRun, rl_server: UsedServer, tmp_path: Path
 ) -> None:
@@ -124,7 +124,6 @@ def test_a_run_that_is_evaluated_and_killed_ends_as_one_without(
         assert line["eval/reverse_text/avg@2"] == pytest.approx(value, rel=1e-7)
 
 
-@pytest.mark.slow
 def test_a_killed_evaluation_goes_on_where_it_was(command: Command, tmp_path: Path) -> None:
     flags = (
         "--model.name", str(MODEL), "--num-tasks", "96", "--samples-per-task", "8", "--sampling.max-tokens", "24",

@@ -16,10 +16,11 @@ from tests.integration.conftest import UsedServer
 from tests.models.chat_templates import FORGETFUL
 from tests.runs.rl import EVERYTHING, MODEL, RlRun, assert_same, complete, exact_metrics, outcome, succeeded
 
+pytestmark = pytest.mark.launch
+
 _STEPS = 6
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_whose_sessions_split_dies_and_ends_in_the_same_bits(rl_server: UsedServer, tmp_path: Path) -> None:
     """With every part of a trainer; the environment is played in workers where it is killed."""

@@ -14,12 +14,12 @@ from holdfast.shared.config import InferenceConfig
 from holdfast.shared.files.journal import read_batch
 from holdfast.shared.wire.rollouts import Rollout
 from tests.faults.held_steps import at_start, exists, held_after
-from tests.forking.engines import shared_engines
+from tests.forking.engines import start_server
 from tests.integration.conftest import UsedServer
 from tests.runs.ports import free_port
 from tests.runs.rl import MODEL, RlRun, assert_same, complete, exact_metrics, outcome, succeeded
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.launch, pytest.mark.timeout(1800)]
 
 _STEPS = 6
 _ROLLOUTS = 8 * 4  # of a step: `SMALL_BATCH`
@@ -36,7 +36,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UsedServer]:
             "engine": {"threads": 1},
         }
     )
-    handle = shared_engines().start(config, tmp_path_factory.mktemp("teacher") / "inference.log")
+    handle = start_server("stub", config, tmp_path_factory.mktemp("teacher") / "inference.log")
     handle.wait_ready()
     yield UsedServer(handle)
     handle.terminate()
@@ -105,6 +105,7 @@ def test_a_hard_distillation_needs_no_server_of_the_policy(teacher: UsedServer, 
     assert losses[-1] < losses[0] - 0.3
 
 
+@pytest.mark.ranks
 def test_a_teacher_in_the_trainer_is_learned_from_over_whole_vocabularies(
     rl_server: UsedServer, tmp_path: Path
 ) -> None:

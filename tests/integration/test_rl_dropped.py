@@ -14,6 +14,8 @@ from tests.faults.held_steps import at_start, exists, held_after
 from tests.integration.conftest import UsedServer
 from tests.runs.rl import RlRun, assert_same, complete, exact_metrics, outcome, succeeded
 
+pytestmark = pytest.mark.launch
+
 _STEPS = 8
 _SETTINGS = """
 [dynamic_sampling]
@@ -34,7 +36,6 @@ def _dropped(run_dir: RunDir) -> dict[int, list[Dropped]]:
     return {step: read_batch(run_dir, step).dropped for step in run_dir.published_batches()}
 
 
-@pytest.mark.slow
 def test_orchestrator_and_trainer_die_under_dynamic_sampling(rl_server: UsedServer, tmp_path: Path) -> None:
     settings = tmp_path / "orchestrator.toml"
     settings.write_text(_SETTINGS)

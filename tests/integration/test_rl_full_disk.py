@@ -14,6 +14,8 @@ from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.runs.ports import free_port
 from tests.runs.rl import CompletedRun, RlRun, assert_same, complete, exact_metrics, outcome
 
+pytestmark = pytest.mark.launch
+
 _STEPS = ("--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2")
 _WAITING = re.compile(
     r"waiting for storage: (trainer|orchestrator): .*No space left on device.* has 0 bytes free: make"
@@ -35,7 +37,6 @@ def keep_full_until(run: RlRun, disk: SmallDisk, text: str) -> None:
         disk.fill()
 
 
-@pytest.mark.slow
 def test_a_run_waits_for_room_and_ends_as_the_undisturbed_one(
     rl_server: UsedServer, reference: CompletedRun, disk: SmallDisk
 ) -> None:
@@ -55,7 +56,6 @@ def test_a_run_waits_for_room_and_ends_as_the_undisturbed_one(
     assert not left, "what was torn is cleared away"
 
 
-@pytest.mark.slow
 def test_a_disk_that_stays_full_ends_the_run_with_what_was_committed(rl_server: UsedServer, disk: SmallDisk) -> None:
     with RlRun(disk.path, *rl_server.flags, *_STEPS, "--storage-timeout-s", "2") as run:
         run.wait_for_step(5)

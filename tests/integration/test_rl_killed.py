@@ -24,7 +24,7 @@ from tests.runs.rl import (
     outcome,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.launch
 
 # Ctrl-C must stop a run in seconds, also on a busy machine.
 

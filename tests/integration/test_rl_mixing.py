@@ -14,6 +14,8 @@ from tests.integration.conftest import UsedServer
 from tests.integration.test_rl_exact import LOG_RATIO_TOLERANCE
 from tests.runs.rl import RlRun, assert_same, complete, exact_metrics, outcome
 
+pytestmark = pytest.mark.launch
+
 _OWN_SETTINGS = """
 [[environments]]
 id = "reverse_text"
@@ -40,7 +42,6 @@ choice = "variance"
 """
 
 
-@pytest.mark.slow
 def test_environments_with_settings_of_their_own_are_trained_as_they_were_sampled(
     rl_server: UsedServer, tmp_path: Path
 ) -> None:

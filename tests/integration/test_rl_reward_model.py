@@ -15,11 +15,12 @@ from tests.conftest import ROOT
 from tests.integration.conftest import UsedServer
 from tests.runs.rl import succeeded
 
+pytestmark = pytest.mark.launch
+
 _STEPS = 30
 _PPO = "configs/reverse_text/algorithms/ppo.toml"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_policy_learns_from_the_scores_of_a_reward_model_that_pairs_taught(
     command: Callable[[str], str], rl_server: UsedServer, tmp_path: Path

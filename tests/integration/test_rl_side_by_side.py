@@ -12,7 +12,7 @@ import pytest
 from tests.runs.processes import HANG_S
 from tests.runs.rl import MODEL, SMALL_BATCH, RlRun, assert_same, complete, outcome, succeeded
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.launch, pytest.mark.timeout(900)]
 
 _STEPS = 4
 # Every session of a batch has had its first turn before one of them goes on: nobody asks the engine meanwhile.
@@ -79,7 +79,7 @@ def foreign_model(foreign_weights: Path, tmp_path: Path) -> Path:
 
 
 def test_two_quick_starts_of_the_same_moment_end_with_the_bits_of_each_alone(tmp_path: Path) -> None:
-    flags = ("--max-steps", str(_STEPS), "--ckpt", *SMALL_BATCH)
+    flags = ("--max-steps", str(_STEPS), "--ckpt", "--trainer.parallel.threads", "1", *SMALL_BATCH)
     other = (*flags, "--seed", "7")
     with RlRun(tmp_path / "one", *flags) as one, RlRun(tmp_path / "two", *other) as two:
         ended = [complete(run) for run in (one, two)]

@@ -68,6 +68,7 @@ class RlRun:
     ) -> None:
         self.run_dir = RunDir(output_dir)
         self._output = output_dir.with_name(f"{output_dir.name}-{time.monotonic_ns()}.out")
+        self._output.touch()
         self._seen: set[psutil.Process] = set()
         argv = ["@", CONFIG, "--output-dir", str(output_dir), *flags]
         variables = {**os.environ, **(environment or {})}
