@@ -103,9 +103,7 @@ def test_of_two_runs_on_one_cluster_one_is_killed_and_the_other_goes_on(tmp_path
             done = complete(other, TIMEOUT_S)
             assert not complete(one).survivors
         assert done.exit_code == 0 and "attempt 2" not in done.output, done.output
-        with RlRun(
-            tmp_path / "a" / "run", *FLAGS, *flags, "--ckpt.resume-step", "auto", environment=TOKEN, starts_python=True
-        ) as again:
+        with RlRun(tmp_path / "a" / "run", *FLAGS, *flags, "--ckpt.resume-step", "auto", **AS_A_USER) as again:
             resumed = complete(again, TIMEOUT_S)
     assert resumed.exit_code == 0, resumed.output
     assert_same(outcome(done.run_dir, STEPS), outcome(resumed.run_dir, STEPS))
