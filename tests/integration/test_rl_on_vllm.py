@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.shared.files.journal import read_batch
 from tests.faults.held_steps import NEVER, at_start, held_after
 from tests.integration.conftest import UsedServer
 from tests.integration.test_rl_exact import LOG_RATIO_TOLERANCE
@@ -27,7 +28,8 @@ def test_a_short_run_trains_on_what_vllm_samples(vllm_server: UsedServer, tmp_pa
     assert run.run_dir.committed_steps() == [2, 3] and vllm_server.weights()["version"] == 2
     lines = exact_metrics(run.run_dir, range(1, 4))
     assert all(0 < line["mismatch/max_log_ratio"] <= LOG_RATIO_TOLERANCE for line in lines), lines
-    assert vllm_server.generated_tokens() - before >= sum(line["tokens"] for line in lines)
+    rollouts = [rollout for step in (1, 2, 3) for rollout in read_batch(run.run_dir, step).rollouts]
+    assert vllm_server.generated_tokens() - before >= sum(rollout.loss_mask.num_sampled for rollout in rollouts) > 0
 
 
 def test_everything_is_killed_at_once_and_the_run_goes_on(vllm_server: UsedServer, tmp_path: Path) -> None:
