@@ -16,7 +16,7 @@ from tests.forking.engines import start_server
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.runs.ports import free_port
 from tests.runs.processes import command_line
-from tests.runs.rl import MODEL, SMALL_BATCH, CompletedRun, RlRun, assert_same, complete, exact_metrics, outcome
+from tests.runs.rl import MODEL, SMALL_BATCH, CompletedRun, RlRun, assert_same_end, complete
 
 pytestmark = pytest.mark.launch
 
@@ -25,11 +25,7 @@ _STEPS = ("--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2")
 
 def _check_same_end(run: CompletedRun, reference: CompletedRun) -> list[dict[str, float]]:
     """Return the metrics of every step."""
-    assert run.exit_code == 0, run.output
-    assert not run.survivors
-    assert_same(outcome(run.run_dir, REFERENCE_STEPS), outcome(reference.run_dir, REFERENCE_STEPS))
-    steps = range(1, REFERENCE_STEPS + 1)
-    assert exact_metrics(run.run_dir, steps) == exact_metrics(reference.run_dir, steps)
+    assert_same_end(run, reference, REFERENCE_STEPS)
     return list(read_metrics(run.run_dir.metrics))
 
 

@@ -20,6 +20,7 @@ from tests.runs.rl import (
     CompletedRun,
     RlRun,
     assert_same,
+    assert_same_end,
     complete,
     exact_metrics,
     journal_files,
@@ -91,12 +92,19 @@ _INTERRUPTIONS: dict[str, tuple[Callable[[RlRun], None], int, str]] = {
 }
 
 
+_FIVE_STEPS = (*SMALL_BATCH, "--max-steps", "5", "--ckpt.interval", "2")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> CompletedRun:
+    flags = (*_FIVE_STEPS, "--inference.server.port", str(free_port()))
+    return succeeded(tmp_path_factory.mktemp("straight") / "run", *flags)
+
+
 @pytest.mark.everyday
-def test_everything_is_killed_at_once_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_everything_is_killed_at_once_and_the_run_goes_on(straight: CompletedRun, tmp_path: Path) -> None:
     """With a server of its own, so that nothing at all is left."""
-    flags = (*SMALL_BATCH, "--inference.server.port", str(free_port()), "--max-steps", "5", "--ckpt.interval", "2")
-    straight = succeeded(tmp_path / "straight", *flags).run_dir
-    flags = (*flags, "--ckpt.resume-step", "auto")
+    flags = (*_FIVE_STEPS, "--inference.server.port", str(free_port()), "--ckpt.resume-step", "auto")
     with RlRun(tmp_path / "run", *flags, environment=at_start(held_after(4, until=NEVER))) as run:
         run.wait_for_step(3)
         started = run.processes()
@@ -109,8 +117,7 @@ def test_everything_is_killed_at_once_and_the_run_goes_on(tmp_path: Path) -> Non
     assert killed.exit_code == -signal.SIGKILL and not killed.survivors
     resumed = succeeded(tmp_path / "run", *flags)
     assert "resuming from step" in resumed.output
-    assert_same(outcome(resumed.run_dir, 5), outcome(straight, 5))
-    assert exact_metrics(resumed.run_dir, range(1, 6)) == exact_metrics(straight, range(1, 6))
+    assert_same_end(resumed, straight, 5)
 
 
 @dataclass(frozen=True)

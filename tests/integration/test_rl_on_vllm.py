@@ -15,7 +15,7 @@ from tests.faults.held_steps import NEVER, at_start, held_after
 from tests.integration.conftest import UsedServer
 from tests.integration.test_rl_exact import LOG_RATIO_TOLERANCE
 from tests.runs.ports import free_port
-from tests.runs.rl import SMALL_BATCH, RlRun, assert_same, complete, exact_metrics, outcome, succeeded
+from tests.runs.rl import SMALL_BATCH, RlRun, assert_same_end, complete, exact_metrics, succeeded
 
 pytestmark = pytest.mark.engine
 
@@ -49,5 +49,4 @@ def test_everything_is_killed_at_once_and_the_run_goes_on(vllm_server: UsedServe
     assert killed.exit_code == -signal.SIGKILL and not killed.survivors
     resumed = succeeded(tmp_path / "run", *flags, engine="vllm")
     assert "resuming from step" in resumed.output
-    assert_same(outcome(resumed.run_dir, 6), outcome(straight.run_dir, 6))
-    assert exact_metrics(resumed.run_dir, range(1, 7)) == exact_metrics(straight.run_dir, range(1, 7))
+    assert_same_end(resumed, straight, 6)

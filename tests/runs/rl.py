@@ -326,6 +326,15 @@ def assert_same(actual: Outcome, expected: Outcome) -> None:
     assert actual.orchestrator_state == expected.orchestrator_state
 
 
+def assert_same_end(actual: CompletedRun, expected: CompletedRun, last: int) -> None:
+    """Fail unless a run has ended well, and after `last` steps with the bits and the metrics of another one."""
+    assert actual.exit_code == 0, actual.output
+    assert not actual.survivors, actual.output
+    assert_same(outcome(actual.run_dir, last), outcome(expected.run_dir, last))
+    steps = range(1, last + 1)
+    assert exact_metrics(actual.run_dir, steps) == exact_metrics(expected.run_dir, steps)
+
+
 def _contents(directory: Path, pattern: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.glob(pattern))}
 
